@@ -41,6 +41,7 @@ LONG_PAGES = [
     DOCS / "image_classifier.md",
     DOCS / "transfer.md",
     DOCS / "data" / "tables.md",
+    DOCS / "data" / "ids.md",
     *sorted((DOCS / "migrate").glob("*.md")),
 ]
 PAGES = [DOCS / "loop.md", DOCS / "data" / "pipes.md", DOCS / "freezing.md"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,15 @@ def save_model_file(
         save_weights(path, weights_of(model), metadata)
 
 
-def load_model_file(path: str | Path, model: Any) -> dict[str, str]:
+def load_model_file(
+    path: str | Path, model: Any, prepare: Callable[[dict[str, str]], object] = bool
+) -> dict[str, str]:
     """Load weights into the model, in place; nothing of the file is executed.
+
+    Args:
+        path: a path or fsspec URL with one of the endings of the model's framework.
+        model: of that framework.
+        prepare: gets the text that goes with the weights, before they are compared with the model.
 
     Returns:
         the text that goes with it.
@@ -44,10 +51,11 @@ def load_model_file(path: str | Path, model: Any) -> dict[str, str]:
     """
     own_files = adapter_of(model).own_files
     if os.fspath(path).endswith(own_files):
-        return load_keras(model, path)
+        return load_keras(model, path, prepare)
     if own_files:
         check_ending(path, adapter_of(model))
     weights, metadata = load_weights_file(path)
+    prepare(metadata)
     check_fits(weights_of(model), weights, where=os.fspath(path))
     load_weights(model, weights)
     return metadata

@@ -10,7 +10,7 @@ import json
 import os
 import tempfile
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,15 @@ def save_keras(model: Any, path: str | Path, metadata: Mapping[str, str] | None 
     return Path(path)
 
 
-def load_keras(model: Any, path: str | Path) -> dict[str, str]:
+def load_keras(
+    model: Any, path: str | Path, prepare: Callable[[dict[str, str]], object] = bool
+) -> dict[str, str]:
     """Load weights into the model, in place; nothing of the file is executed.
+
+    Args:
+        model: a built `keras.Model` on the torch backend.
+        path: a path or fsspec URL that ends in .keras or .weights.h5.
+        prepare: gets the text that goes with it, before the weights are loaded.
 
     Returns:
         the text that goes with it.
@@ -59,20 +66,29 @@ def load_keras(model: Any, path: str | Path) -> dict[str, str]:
     suffix = ".keras" if name.endswith(".keras") else ".weights.h5"
     folder, file = Folder(name).parent()
     data = folder.read(file)
-    before = {name: tensor.clone() for name, tensor in weights_of(model).items()}
     with tempfile.TemporaryDirectory(prefix="flatout-") as beside:
         local = Path(beside, f"model{suffix}")
         local.write_bytes(data)
         try:
+            text = _text_of(local, name)
+        except Exception as error:
+            raise _unreadable(name, error) from error
+        prepare(text)
+        before = {name: tensor.clone() for name, tensor in weights_of(model).items()}
+        try:
             model.load_weights(local)
-            return _text_of(local, name)
         except Exception as error:
             load_weights(model, before)  # Keras may have loaded a part of them
-            raise CheckpointError(
-                f"the weights cannot be loaded: {first_line(error)}",
-                where=name,
-                do="check that the file is whole and of the same model",
-            ) from error
+            raise _unreadable(name, error) from error
+    return text
+
+
+def _unreadable(name: str, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"the weights cannot be loaded: {first_line(error)}",
+        where=name,
+        do="check that the file is whole and of the same model",
+    )
 
 
 def _add(file: Path, metadata: Mapping[str, str]) -> None:

@@ -38,7 +38,7 @@ from flatout.measure import Live, Timeline
 from flatout.models import weights_of
 from flatout.optim import LrRule, LrScale, Optimizers, as_tuple
 from flatout.recipe import ModelFacts, Parity, Recipe, ResolvedRecipe, dumps
-from flatout.save import Checkpoints
+from flatout.save import Checkpoints, LoadedCheckpoint
 from flatout.strategies import check_replicas
 from flatout.train import guard
 from flatout.train.auto import Decision, captured_line, settle
@@ -116,6 +116,7 @@ class Loop:
         fresh_groups: the optimizers' groups as `prepare` found them.
         feed: gives the batches.
         metadata: text that goes with the weights into checkpoints; as a Trainer sets it.
+        ids: rows of ids, for checkpoints; as a Trainer sets it.
         resume: the checkpoint that this Loop went on from; None where there was none.
         undo: what `close` puts back.
         why_device: why this rank computes on its device.
@@ -168,6 +169,7 @@ class Loop:
         self.optimizers: tuple[torch.optim.Optimizer, ...] = ()
         self.fresh_groups: list[list[dict[str, Any]]] = []
         self.metadata: dict[str, str] = {}
+        self.ids: dict[str, Any] | None = None
         self.lr_rule = as_rule(lr_rule)
         # After a rank was killed all start again, and go on where the last checkpoint was.
         self._resume = not is_trial() and (resume or (run is not None and restarts() > 0))
@@ -288,11 +290,21 @@ class Loop:
         self._live = show(self)
         return model, optimizer
 
+    @cached_property
+    def found(self) -> LoadedCheckpoint | None:
+        """The checkpoint that `prepare` goes on from; None where there is none.
+
+        Raises:
+            CheckpointError: it is damaged, or there is one and no one asked to go on from it.
+        """
+        if self._resume or self.run is not None:
+            return self.checkpointing.find(self._resume)
+        return None
+
     def _find_checkpoint(self, compute: Compute | None) -> None:
         """What a resume goes on from, which may decide the settings."""
-        loaded = None
-        if self._resume or self.run is not None:
-            loaded = self.checkpointing.find(self._resume)
+        loaded = self.found
+        del self.found  # it holds all weights once more
         self.job = self.world.from_first(job_of(self, compute))
         self.fresh_groups = [[dict(group) for group in o.param_groups] for o in self.optimizers]
         if loaded is not None:

@@ -27,6 +27,7 @@ import torch
 from flatout.errors import ModelError, WorldError
 from flatout.models import load_weights
 from flatout.train.history import History
+from flatout.train.model_ids import make_room
 from flatout.train.signals import is_interactive
 from flatout.train.state import FittingTrainer
 from flatout.train.transfer import pack, unpack_result
@@ -125,6 +126,8 @@ def _take_back(folder: Path, trainer: FittingTrainer, callbacks: list[Any]) -> b
     found = unpack_result(folder, trainer)
     if found is None:
         return False
+    if (known := found["signature"]) is not None and known.ids is not None:
+        make_room(trainer.model, known.ids, "what the ranks have trained", trainer.optimizer)
     load_weights(trainer.model, found["weights"])
     trainer.optimizer.load_state_dict(found["optimizer"])
     if trainer.scheduler is not None:

@@ -185,6 +185,7 @@ def state_of(loop: Loop, extra: Any) -> dict[str, Any]:
         "turns": [turn.state_dict() for turn in loop.stepper.turns.values()],
         "source": None if loop.feed.source is None else source_state(loop.feed.source),
         "first_samples": loop.first_samples,
+        "ids": loop.ids,
         "extra": extra,
     }
 

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import nn
+
 from flatout.data import (
     Batch,
     Map,
@@ -28,6 +30,7 @@ from flatout.data import (
 )
 from flatout.errors import CheckpointError, DataError
 from flatout.train.job_facts import Facts, fact
+from flatout.train.model_ids import ModelIds, make_room, with_ids
 
 KEY = "flatout.signature"
 _IMAGES = "images"
@@ -43,12 +46,14 @@ class Signature:
             data were others, or functions of the user's had a part in it that are not random.
         pixels: what bytes become before the model gets them; None where it gets them as they are.
         texts: of columns of texts, a digest of which number is which.
+        ids: which rows of its tables the ids of columns have.
     """
 
     classes: tuple[str, ...] | None = None
     images: Schema | None = None
     pixels: Normalization | None = None
     texts: Mapping[str, str] = field(default_factory=dict)
+    ids: ModelIds | None = None
 
     def metadata(self) -> dict[str, str]:
         """As text for a model file; empty where there is nothing to know."""
@@ -63,31 +68,59 @@ class Signature:
             found["mean"], found["std"] = list(self.pixels.mean), list(self.pixels.std)
         if self.texts:
             found["texts"] = dict(self.texts)
+        if self.ids is not None:
+            found["ids"] = self.ids.digest
         return {KEY: json.dumps(found, ensure_ascii=False)}
 
     @classmethod
-    def of(cls, metadata: Mapping[str, str], where: str | None = None) -> Signature | None:
+    def of(
+        cls, metadata: Mapping[str, str], where: str | None = None, ids: ModelIds | None = None
+    ) -> Signature | None:
         """From the text of a model file; None where nothing is said.
 
+        Args:
+            metadata: of the file.
+            where: it lies.
+            ids: that were found with it.
+
         Raises:
-            CheckpointError: it is damaged.
+            CheckpointError: it is damaged, or its ids are of another model.
         """
         text = metadata.get(KEY)
         if text is None:
             return None
         try:
             found = json.loads(text)
+            _check_ids(found.get("ids"), ids, where)
             classes, images = found.get("classes"), found.get("images")
             return cls(
                 None if classes is None else as_classes(classes),
                 None if images is None else as_schema(images, _IMAGES),
                 Normalization.of(found["mean"], found["std"]) if "mean" in found else None,
                 {str(name): str(digest) for name, digest in found.get("texts", {}).items()},
+                ids if "ids" in found else None,
             )
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CheckpointError(
                 f"what the file says of the model's data cannot be read: {error}", where=where
             ) from error
+
+
+def _check_ids(expected: str | None, ids: ModelIds | None, where: str | None) -> None:
+    if expected is None or (ids is not None and ids.digest == expected):
+        return
+    if ids is None:
+        raise CheckpointError(
+            "the model has a map of ids, which is not there",
+            where=where,
+            do="keep the file that ends in .ids.safetensors beside the model's",
+        )
+    raise CheckpointError(
+        f"the map of ids is of another model: {ids.digest}, expected {expected}",
+        where=where,
+        do="keep both files as they were saved together; Trainer(model, warm_start=run) takes both "
+        "from a run",
+    )
 
 
 def as_classes(names: Any) -> tuple[str, ...]:
@@ -102,6 +135,18 @@ def as_classes(names: Any) -> tuple[str, ...]:
     if len(set(found)) < len(found):
         raise DataError(f"classes: expected different names, found {listed(found)}")
     return found
+
+
+def with_room(metadata: Mapping[str, str], path: str, model: nn.Module) -> Signature | None:
+    """What a model file says of the model's data, whose tables get the rows that it has.
+
+    Raises:
+        CheckpointError: it is damaged, or the ids beside it are of another model.
+    """
+    found = Signature.of(metadata, path, ModelIds.load(path))
+    if found is None or found.ids is None:
+        return found
+    return replace(found, ids=make_room(model, found.ids, path))
 
 
 def learned(
@@ -121,7 +166,7 @@ def learned(
     if not isinstance(source, Pipeline):
         return before
     texts = {**source.texts, **before.texts}
-    return replace(_learned(source, before, takes_bytes), texts=texts)
+    return replace(_learned(source, before, takes_bytes), texts=texts, ids=before.ids)
 
 
 def _learned(
@@ -177,6 +222,7 @@ def met(source: Source, signature: Signature) -> Source:
         DataError: it has classes that the model does not know, numbers texts otherwise, is
             normalized otherwise, or has images of other channels.
     """
+    source = with_ids(source, signature.ids)
     if not isinstance(source, Pipeline):
         return source
     _check_texts(source, signature)
@@ -276,6 +322,9 @@ def facts_of(signature: Signature | None) -> Facts:
         facts["classes"] = fact(listed(signature.classes), digest_of(*signature.classes))
     for name, digest in ({} if signature is None else signature.texts).items():
         facts[f"texts of {name}"] = fact(f"numbered as {digest}", digest)
+    if signature is not None and signature.ids is not None:
+        for name, one in signature.ids.maps.items():
+            facts[f"ids of {name}"] = fact(f"{one.size:,} rows", one.digest)
     if signature is not None and signature.pixels is not None:
         facts["images"] = fact(signature.pixels.words(), repr(signature.pixels))
     return facts

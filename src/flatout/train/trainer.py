@@ -27,6 +27,7 @@ from flatout.train.image_files import files_as_images
 from flatout.train.inputs import Inputs
 from flatout.train.loop import Loop
 from flatout.train.metrics import Given
+from flatout.train.model_ids import ModelIds, learn_ids, make_room
 from flatout.train.notebook import check_ranks_asked, on_ranks
 from flatout.train.objective import FitData, Objective
 from flatout.train.predict import predict
@@ -40,8 +41,10 @@ from flatout.train.signature import (
     resized_words,
     schema_of_images,
     trained,
+    with_room,
     words_of,
 )
+from flatout.train.snapshot import random_state, set_random_state
 from flatout.train.worst import Worst, worst
 from flatout.words import rounded
 from flatout.world import World
@@ -84,7 +87,9 @@ class Trainer:
         seed: decides the sample order, together with epoch and sample number.
         run: folder or fsspec URL for checkpoints and the log; None writes nothing.
         warm_start: a run, checkpoint or model file whose weights and optimizer state to start
-            from; step count and schedule start again.
+            from; step count and schedule start again. Where the schema states ids, tables of the
+            model get a row for each new one. What the model gives for the validation data before
+            it is trained is told beside what it gives afterwards.
         devices: ranks that `fit` trains on, in a notebook: processes that are spawned for it, after
             which this model holds the weights. 1 takes the ranks that `flatout run` has started.
         say: prints the decisions made for the user; `lambda line: None` for silence.
@@ -152,6 +157,7 @@ class Trainer:
             "say": say,
         }
         self.get_ready()
+        self._is_warm = warm_start is not None
         if warm_start is not None:
             self._know(self.objective.start_warm(warm_start, say))
 
@@ -272,6 +278,7 @@ class Trainer:
             return written
         source, validation = objective.to_fit(data, self.loop, drop_last=drop_last)
         self.loop = Loop(**self._loop_arguments, resume=resume)
+        before = self._before_training(validation)
         source, validation = self.learn(source, validation)
         self._know(objective.build(source, self.loop))
         objective.weigh_classes(source, self.loop, self.classes)
@@ -285,9 +292,34 @@ class Trainer:
         self._fit.callbacks[:0] = follow
         self.history = self._fit.state.history  # what there is of it, should fit end in an error
         try:
-            return self._fit.run()
+            self._fit.run()
         finally:
             objective.end()
+        if before and (line := compared(before, self.history)):
+            self.history.notes.append(line)
+            self.loop.say(line)
+        return self.history
+
+    def _before_training(self, validation: Source | None) -> dict[str, float]:
+        """Figures of a warm start's model on the rows that are validated on, which are told.
+
+        Empty where there is none, and in a fit that goes on from a checkpoint.
+        """
+        is_due, self._is_warm = self._is_warm and self.optimizer is not None, False
+        if not is_due or validation is None or self.loop.found is not None:
+            return {}
+        loop, random = self.loop, random_state()
+        # What an evaluation decides for itself is not for the fit to know.
+        self.loop = Loop(**{**self._loop_arguments, "run": None, "say": lambda line: None})
+        try:
+            with self.met(validation) as source:
+                found = self.objective.evaluate(self.loop, source) or {}
+        finally:
+            self.loop.close()
+            self.loop = loop
+            set_random_state(random)
+        loop.say(f"before training: {figures_words(found)}")
+        return found
 
     def evaluate(
         self,
@@ -370,6 +402,9 @@ class Trainer:
     def save(self, path: str | Path) -> Path:
         """Write the weights under the model's own keys; the name's ending decides the format.
 
+        Where the schema states ids, their rows are written beside it: `day.ids.safetensors` beside
+        `day.safetensors`.
+
         Args:
             path: `.safetensors`, which has checksums, or `.pt` or `.pth`, which
                 `torch.load(path, weights_only=True)` reads as a dict of tensors. Of a Keras model
@@ -382,6 +417,9 @@ class Trainer:
         """
         check_ending(path, self.objective.adapter)
         guard.check_state(self.model, "saving")
+        ids = None if self.signature is None else self.signature.ids
+        if ids is not None:
+            self.world().by_first(lambda: ids.save(path))
         self.world().by_first(lambda: save_model_file(path, self.model, self.metadata()))
         return Path(path)
 
@@ -395,7 +433,13 @@ class Trainer:
         Raises:
             CheckpointError: if the file is damaged, or of another model.
         """
-        self._know(Signature.of(load_model_file(path, self.model), str(path)))
+        found: list[Signature | None] = []
+
+        def prepare(metadata: dict[str, str]) -> None:
+            found.append(with_room(metadata, str(path), self.model))
+
+        load_model_file(path, self.model, prepare)
+        self._know(found[0])
 
     def _know(self, signature: Signature | None) -> None:
         """What else the model knows of its data from now on, if anything."""
@@ -425,7 +469,8 @@ class Trainer:
         self.world().wait()  # until the first rank has written what it writes
         found = read_weights_of(folder, "best")
         check_fits(weights_of(self.model), found.tensors, where=found.where)
-        signature = Signature.of(found.metadata, found.where)
+        known = None if self.signature is None else self.signature.ids
+        signature = Signature.of(found.metadata, found.where, known)
         load_weights(self.model, found.tensors)
         self._know(signature)
         return f"best weights: {found.where}{f', {found.score}' if found.score else ''}"
@@ -478,6 +523,7 @@ class Trainer:
         before = self.signature
         self.signature = learned(source, before, self.objective.takes_bytes)
         try:
+            self.signature = replace(self.signature, ids=self._learned_ids(source))
             train = trained(source, self.signature)
             checked = None if validation is None else met(validation, self.signature)
             if checked is not None:
@@ -487,12 +533,25 @@ class Trainer:
             raise
         self.loop.feed.inputs = self._inputs(self.signature, train, checked)
         self.loop.metadata = self.metadata()
+        self.loop.ids = None if self.signature.ids is None else self.signature.ids.as_state()
         lines = [words_of(self.signature, source), renumbered_words(source, train)]
         if validation is not None and checked is not None:
             found = (renumbered_words(validation, checked), resized_words(self.signature, checked))
             lines += [None if words is None else f"validation: {words}" for words in found]
         self.input_lines = [line for line in lines if line is not None]
         return train, checked
+
+    def _learned_ids(self, source: Source) -> ModelIds | None:
+        """The rows of ids in the model's tables, with those that `source` adds."""
+        known = None if self.signature is None else self.signature.ids
+        if known is None and not (isinstance(source, Pipeline) and source.id_columns):
+            return None
+        loaded = self.loop.found
+        state = None if loaded is None else loaded.state.get("ids")
+        if loaded is None or state is None:
+            return learn_ids(source, known, self.model, self.optimizer, self.loop)
+        ids = ModelIds.of_state(state, loaded.name)
+        return make_room(self.model, ids, loaded.name, self.optimizer)
 
     @contextmanager
     def met(self, source: Source) -> Iterator[Source]:
@@ -535,6 +594,23 @@ class Trainer:
     def world(self) -> World:
         """The ranks that this job runs on; joins them where fit has not done so."""
         return self.loop.world
+
+
+def figures_words(figures: Mapping[str, float]) -> str:
+    """Of a validation, the metrics first: "val auc 0.7794, loss 0.1214"."""
+    named = sorted(figures.items(), key=lambda item: item[0] == "loss")
+    return "val " + ", ".join(f"{name} {rounded(value, 4)}" for name, value in named)
+
+
+def compared(before: Mapping[str, float], history: History) -> str:
+    """A fit's last validation beside what the same rows gave before it; "" without one."""
+    now = history.epochs[-1] if history.epochs else {}
+    names = sorted((n for n in before if f"val_{n}" in now), key=lambda name: name == "loss")
+    pairs = [
+        f"{n} {rounded(now[f'val_{n}'], 4)} (before training, same rows: {rounded(before[n], 4)})"
+        for n in names
+    ]
+    return f"val {', '.join(pairs)}" if pairs else ""
 
 
 def progress_of(verbose: int | str) -> bool | Progress | None:

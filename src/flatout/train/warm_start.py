@@ -18,8 +18,9 @@ from flatout.save import (
     is_model_file,
     load_weights_file,
 )
+from flatout.train.model_ids import ModelIds, make_room
 from flatout.train.same_job import check_optimizers
-from flatout.train.signature import Signature
+from flatout.train.signature import Signature, with_room
 
 
 def warm_start(
@@ -44,14 +45,16 @@ def warm_start(
     path = str(source).rstrip("/")
     if is_model_file(path) or path.endswith(TORCH_FILES):
         weights, metadata = load_weights_file(path)
-        signature = Signature.of(metadata, path)
+        signature = with_room(metadata, path, model)
         check_fits(weights_of(model), weights, where=path)
         load_weights(model, weights)
         return "warm start: weights kept, optimizer new", signature
     loaded = _load(path)
+    state = loaded.state.get("ids")
+    ids = None if state is None else make_room(model, ModelIds.of_state(state, path), path)
     check_fits(weights_of(model), loaded.model, where=path)
     check_optimizers([optimizer], loaded.state)
-    signature = Signature.of(loaded.metadata, path)
+    signature = Signature.of(loaded.metadata, path, ids)
     load_weights(model, loaded.model)
     groups = optimizer.state_dict()["param_groups"]
     (saved,) = loaded.state["optimizers"]

@@ -19,7 +19,10 @@ from flatout.errors import DataError
 class Lookup(Protocol):
     """What gives rows for ids: an `IdMap`."""
 
-    column: str
+    @property
+    def column(self) -> str:
+        """Its name."""
+        ...
 
     @property
     def digest(self) -> str:

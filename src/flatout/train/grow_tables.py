@@ -1,0 +1,274 @@
+"""Tables of embeddings that get as many rows as there are ids, with their optimizer's state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from flatout.data import Growth, digest_of
+from flatout.errors import DataError, ModelError
+from flatout.measure import available_bytes
+from flatout.models import adapter_of
+from flatout.words import size_words
+
+# Elements of a table as it was built that are kept, for new rows to be drawn from.
+_KEPT = 1 << 16
+# Fewer of them do not tell a distribution.
+_FEW = 256
+_ROWS_AT_ONCE = 1 << 15
+# Tensors that an optimizer keeps for each weight, before it has made them.
+_STATES = {"SGD": 0, "Adagrad": 1, "RMSprop": 1}
+
+
+class Rows(NamedTuple):
+    """What becomes of the rows of a table.
+
+    Attributes:
+        size: rows that it has to have; one that has more keeps them.
+        growth: which of its rows go on under which numbers; None leaves all as they are.
+        key: decides, with the table's name, what new rows are drawn.
+    """
+
+    size: int
+    growth: Growth | None
+    key: str
+
+
+def tables_of(model: nn.Module) -> dict[str, Any]:
+    """The modules of the model's tables by name.
+
+    Raises:
+        ModelError: two have the same name.
+    """
+    found: dict[str, Any] = {}
+    for name, module, _ in adapter_of(model).tables():
+        if name in found:
+            raise ModelError(
+                f"two tables of the model are called {name!r}, and rows by id are kept by name",
+                do="give them different names",
+            )
+        found[name] = module
+    return found
+
+
+def weight_of(table: Any) -> nn.Parameter:
+    """The weights of a table, of shape (rows, width)."""
+    variable = getattr(table, "_embeddings", None)
+    found = table.weight if variable is None else variable.value
+    if not isinstance(found, nn.Parameter) or found.dim() != 2:
+        raise ModelError(f"the weights of the table {type(table).__name__} are no parameter")
+    return found
+
+
+def as_built(tables: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Some elements of each table, from which elements of new rows are drawn."""
+    return {name: _elements(table) for name, table in tables.items()}
+
+
+def _elements(table: Any) -> Tensor:
+    weight = weight_of(table).detach()
+    padding = getattr(table, "padding_idx", None)
+    flat = weight.reshape(-1)
+    if padding is not None and len(weight) > 1:
+        at = int(padding) % len(weight) * weight.shape[1]
+        flat = torch.cat([flat[:at], flat[at + weight.shape[1] :]])
+    if flat.numel() < _FEW and not bool((flat == flat[0]).all()):
+        flat = _of_its_kind(table, flat)
+    return flat[:: max(1, flat.numel() // _KEPT)].clone()
+
+
+def _of_its_kind(table: Any, flat: Tensor) -> Tensor:
+    """Elements as torch's own module makes them, or normal ones like those there are."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn(_KEPT, generator=generator).to(flat)
+    if isinstance(table, (nn.Embedding, nn.EmbeddingBag)):
+        return drawn
+    return drawn * flat.std() + flat.mean()
+
+
+def check_memory(
+    tables: Mapping[str, Any], rows: Mapping[str, Rows], optimizer: Any, new: Mapping[str, str]
+) -> None:
+    """Refuse tables that would not fit into memory, before anything is changed.
+
+    Args:
+        tables: by name.
+        rows: of those that are to change.
+        optimizer: whose state grows with them.
+        new: in words, what each table has to hold.
+
+    Raises:
+        DataError: with the numbers.
+    """
+    wanted, words = 0, []
+    for name, one in rows.items():
+        weight = weight_of(tables[name])
+        if one.size > len(weight) and weight.is_cpu:
+            row = weight.shape[1] * weight.element_size()
+            # Both are there while rows are copied.
+            wanted += one.size * row * (1 + _states(optimizer, weight))
+            words.append(f"{name} {one.size:,} rows of {row:,} bytes ({new[name]})")
+    if wanted and wanted > (free := available_bytes()):
+        raise DataError(
+            f"the tables would not fit into memory: {'; '.join(words)}; with the optimizer's state "
+            f"they take {size_words(wanted)}, and {size_words(free)} are free",
+            do="in the ids of the schema: admit = 2 leaves out ids seen once, most = N limits the "
+            'rows, vocabulary = "none" with buckets hashes ids to a fixed number of rows',
+        )
+
+
+def _states(optimizer: Any, weight: nn.Parameter) -> int:
+    held = optimizer.state.get(weight) if optimizer is not None else None
+    if held:
+        return sum(torch.is_tensor(v) and v.shape == weight.shape for v in held.values())
+    return _STATES.get(type(optimizer).__name__, 2)
+
+
+@torch.no_grad()
+def set_rows(
+    tables: Mapping[str, Any],
+    rows: Mapping[str, Rows],
+    optimizer: Any,
+    built: Mapping[str, Tensor],
+) -> None:
+    """Give tables their rows, in place: parameters stay the same objects.
+
+    The rows of ids that go on keep weights and state, new ones are drawn from the elements of the
+    table as it was built, and their state is as the optimizer begins.
+
+    Args:
+        tables: by name; several may have the same weights.
+        rows: of those that change.
+        optimizer: whose state of these tables changes with them, or None.
+        built: elements by name, from `as_built`.
+    """
+    done: dict[int, str] = {}
+    for name, one in rows.items():
+        weight = weight_of(tables[name])
+        if id(weight) not in done:
+            done[id(weight)] = name
+            fresh = _fresh(one, len(weight))
+            generator = _generator(one.key, name)
+            old = weight.shape
+            weight.data = _arranged(weight.data, one, fresh, built[name], generator)
+            weight.grad = None
+            for state in _state_of(optimizer, weight):
+                for key, value in state.items():
+                    if torch.is_tensor(value) and value.shape == old:
+                        start = value.new_full((1,), _begins_at(optimizer, weight, key))
+                        state[key] = _arranged(value, one, fresh, start, generator)
+        _tell(tables[name], weight)
+
+
+def resize(table: Any, size: int, optimizer: Any = None) -> None:
+    """Give a table as many rows as weights have that are loaded next, and state if there is any."""
+    weight = weight_of(table)
+    if len(weight) != size:
+        weight.data = weight.data.new_zeros(size, weight.shape[1])
+        weight.grad = None
+        if optimizer is not None:
+            optimizer.state.pop(weight, None)
+    _tell(table, weight)
+
+
+def _fresh(one: Rows, there: int) -> Tensor:
+    """The rows that belong to no id that has been trained, int64, rising."""
+    size = max(one.size, there)
+    if one.growth is None:
+        return torch.arange(there, size)
+    is_fresh = torch.ones(size, dtype=torch.bool)
+    is_fresh[torch.from_numpy(one.growth.new_rows)] = False
+    is_fresh[one.size :] = False
+    return is_fresh.nonzero().reshape(-1)
+
+
+def _arranged(
+    values: Tensor, one: Rows, fresh: Tensor, elements: Tensor, generator: torch.Generator
+) -> Tensor:
+    """The rows under their new numbers, and fresh ones of `elements`; in place where they fit."""
+    growth, there, made = one.growth, len(values), values
+    moves = growth is not None and bool((growth.old_rows != growth.new_rows).any())
+    if moves or one.size > there:
+        made = values.new_empty(max(one.size, there), values.shape[1])
+        made[:there] = values
+    if moves:
+        assert growth is not None
+        made[torch.from_numpy(growth.new_rows)] = values[torch.from_numpy(growth.old_rows)]
+    for at in range(0, len(fresh), _ROWS_AT_ONCE):
+        part = fresh[at : at + _ROWS_AT_ONCE].to(values.device)
+        shape = (len(part), values.shape[1])
+        if len(elements) == 1:
+            made[part] = elements.to(values).expand(shape)
+        else:
+            drawn = torch.randint(0, len(elements), shape, generator=generator)
+            made[part] = elements.cpu()[drawn].to(values)
+    return made
+
+
+def _generator(key: str, name: str) -> torch.Generator:
+    return torch.Generator().manual_seed(int(digest_of(key, name)[:15], 16))
+
+
+def _state_of(optimizer: Any, weight: nn.Parameter) -> Iterable[dict[str, Any]]:
+    return [optimizer.state[weight]] if optimizer is not None and weight in optimizer.state else []
+
+
+def _begins_at(optimizer: Any, weight: nn.Parameter, key: str) -> float:
+    """What an element of the optimizer's state is before its first step."""
+    for group in optimizer.param_groups:
+        if key == "sum" and any(weight is one for one in group["params"]):
+            return float(group.get("initial_accumulator_value", 0.0))
+    return 0.0
+
+
+def _tell(table: Any, weight: nn.Parameter) -> None:
+    """Let a module know how many rows its weights have."""
+    if isinstance(table, (nn.Embedding, nn.EmbeddingBag)):
+        table.num_embeddings = len(weight)
+    elif hasattr(table, "_embeddings"):
+        table.input_dim = len(weight)
+        table._embeddings._shape = tuple(weight.shape)
+
+
+def readers_of(
+    tables: Mapping[str, Any], numbers: Sequence[tuple[str, range]], run: Any
+) -> dict[str, str]:
+    """Which table reads which column by its ids as they are.
+
+    Args:
+        tables: by name.
+        numbers: of each column, what its ids are in a batch: all of them different, and none the
+            same in two columns.
+        run: computes that batch.
+
+    Returns:
+        the column by the table's name.
+    """
+    found: dict[str, str | None] = {}
+    handles = []
+    for name, table in tables.items():
+
+        def look(_: Any, args: Any, kwargs: Any, name: str = name, table: Any = table) -> Any:
+            given = [*args, *kwargs.values()]
+            if not given or not torch.is_tensor(given[0]) or not given[0].numel():
+                return None
+            ids = given[0].detach().to(torch.int64)
+            low, high = int(ids.min()), int(ids.max())
+            own = [c for c, held in numbers if held.start <= low and high < held.stop]
+            column = own[0] if own else None
+            found[name] = column if found.get(name, column) == column else None
+            inside = ids.remainder(len(weight_of(table))).to(given[0].dtype)
+            if args:
+                return (inside, *args[1:]), kwargs
+            return args, {**kwargs, next(iter(kwargs)): inside}
+
+        handles.append(table.register_forward_pre_hook(look, with_kwargs=True))
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {name: column for name, column in found.items() if column is not None}

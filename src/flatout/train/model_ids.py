@@ -1,0 +1,329 @@
+"""The ids of a model: which row of its tables each has, learned from its data and kept with it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from flatout.data import (
+    Growth,
+    IdMap,
+    Pipeline,
+    Source,
+    digest_of,
+)
+from flatout.errors import CheckpointError, DataError, FlatoutError
+from flatout.models import adapter_of
+from flatout.save import Folder, load_weights_file, save_model
+from flatout.train.compute import call
+from flatout.train.evaluate import evaluating
+from flatout.train.grow_tables import (
+    Rows,
+    as_built,
+    check_memory,
+    readers_of,
+    resize,
+    set_rows,
+    tables_of,
+    weight_of,
+)
+from flatout.train.snapshot import untouched
+from flatout.words import counted
+
+if TYPE_CHECKING:
+    from flatout.train.loop import Loop
+
+KEY = "ids"
+_ENDING = ".ids.safetensors"
+# What tells the ids of columns apart where tables are looked for that read them.
+_APART = 1 << 22
+
+
+@dataclass(frozen=True, eq=False)
+class ModelIds:
+    """The ids of a model.
+
+    Attributes:
+        maps: rows of ids, by column.
+        tables: the column whose rows a table has, by the table's name.
+        sizes: rows of these tables.
+        built: elements of tables as they were built, for new rows.
+    """
+
+    maps: Mapping[str, IdMap]
+    tables: Mapping[str, str]
+    sizes: Mapping[str, int]
+    built: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+
+    @property
+    def digest(self) -> str:
+        """16 hex digits over all maps."""
+        return digest_of(*(f"{name}={one.digest}" for name, one in sorted(self.maps.items())))
+
+    # -- as data ---------------------------------------------------------------------------------
+
+    def as_state(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        header, tensors = self._as_data()
+        return {"header": header, "tensors": tensors}
+
+    @classmethod
+    def of_state(cls, state: Mapping[str, Any], where: str) -> ModelIds:
+        """From a checkpoint.
+
+        Raises:
+            CheckpointError: it is of a later version, or damaged.
+        """
+        return cls._of_data(state["header"], state["tensors"], where)
+
+    def save(self, path: str | os.PathLike[str]) -> str:
+        """Write them beside a model file; returns the name of theirs."""
+        name = beside(path)
+        header, tensors = self._as_data()
+        save_model(name, tensors, {KEY: json.dumps(header, ensure_ascii=False)})
+        return name
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> ModelIds | None:
+        """Those beside a model file; None where there are none.
+
+        Raises:
+            CheckpointError: the file is damaged, or of a later version.
+        """
+        name = beside(path)
+        folder, file = Folder(name).parent()
+        if not folder.exists(file):
+            return None
+        tensors, metadata = load_weights_file(name)
+        try:
+            header = json.loads(metadata[KEY])
+        except (KeyError, ValueError) as error:
+            raise CheckpointError("this is no map of ids", where=name) from error
+        return cls._of_data(header, tensors, name)
+
+    def _as_data(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        tables, sizes = dict(self.tables), dict(self.sizes)
+        header: dict[str, Any] = {"tables": tables, "sizes": sizes, "columns": {}}
+        tensors: dict[str, Tensor] = {}
+        for name, one in self.maps.items():
+            header["columns"][name], arrays = one.as_data()
+            for part, array in arrays.items():
+                tensors[f"{name}.{part}"] = torch.from_numpy(np.ascontiguousarray(array))
+        return header, tensors
+
+    @classmethod
+    def _of_data(
+        cls, header: Mapping[str, Any], tensors: Mapping[str, Tensor], where: str
+    ) -> ModelIds:
+        maps: dict[str, IdMap] = {}
+        try:
+            for name, told in header["columns"].items():
+                own = {key: t.numpy() for key, t in tensors.items() if key.startswith(f"{name}.")}
+                arrays = {key.removeprefix(f"{name}."): array for key, array in own.items()}
+                maps[name] = IdMap.of_data(name, told, arrays)
+            sizes = {str(name): int(size) for name, size in header["sizes"].items()}
+            return cls(maps, {name: str(header["tables"][name]) for name in sizes}, sizes)
+        except DataError as error:
+            raise CheckpointError(error.what, where=where, do=error.do) from error
+        except (KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"the map of ids cannot be read: {error}", where=where) from error
+
+
+def beside(path: str | os.PathLike[str]) -> str:
+    """The name of the file of ids that belongs to a model file."""
+    name = os.fspath(path)
+    for ending in (".weights.h5", ".safetensors", ".keras", ".pth", ".pt"):
+        if name.endswith(ending):
+            return name.removesuffix(ending) + _ENDING
+    return name + _ENDING
+
+
+def make_room(model: nn.Module, ids: ModelIds, where: str, optimizer: Any = None) -> ModelIds:
+    """Give the model's tables as many rows as the weights have that are loaded next.
+
+    Args:
+        model: as it was built.
+        ids: of the weights.
+        where: they come from.
+        optimizer: whose state of these tables is loaded next, too.
+
+    Returns:
+        the ids, with what the tables were built of.
+
+    Raises:
+        CheckpointError: they are of another model.
+    """
+    tables = tables_of(model)
+    missing = [name for name in ids.tables if name not in tables]
+    if missing:
+        raise CheckpointError(
+            f"the map of ids is of another model: it has rows of the table {missing[0]!r}, and "
+            f"the tables of this model are {', '.join(map(repr, tables)) or 'none'}",
+            where=where,
+            do="build the model as it was, or begin without warm_start",
+        )
+    built = as_built({name: tables[name] for name in ids.tables})
+    for name, size in ids.sizes.items():
+        resize(tables[name], size, optimizer)
+    return replace(ids, built=built)
+
+
+def learn_ids(
+    source: Source, known: ModelIds | None, model: nn.Module, optimizer: Any, loop: Loop
+) -> ModelIds | None:
+    """The ids of a model that trains on `source`, whose tables get a row for each.
+
+    Args:
+        source: to train on, with ids as they are.
+        known: of earlier trainings; None before the first.
+        model: its tables are enlarged in place.
+        optimizer: its state is enlarged with them.
+        loop: has the ranks and the seed, and says what was found.
+
+    Raises:
+        DataError: a column is missing or has other fields, or ids outgrow memory.
+    """
+    maps = _columns(source, known)
+    if not maps:
+        return known
+    assert isinstance(source, Pipeline)
+    digest = source.digest
+    if any(one.learned_from != digest for one in maps.values()):
+        grown = _grown(source, maps, digest, loop)
+    else:  # the same data once more
+        grown = {name: (one, None) for name, one in maps.items()}
+    tables = tables_of(model)
+    readers = _readers(source, tables, model, maps, loop)
+    built = {**as_built({name: tables[name] for name in readers}), **(known.built if known else {})}
+    rows: dict[str, Rows] = {}
+    new: dict[str, str] = {}
+    for name, column in readers.items():
+        after, growth = grown[column]
+        goes_on = known is not None and name in known.tables
+        key = f"{loop.seed} {after.trainings}"
+        rows[name] = Rows(after.size, growth if goes_on else None, key)
+        new[name] = "" if growth is None else counted(growth.new, "new id")
+    check_memory(tables, rows, optimizer, new)
+    set_rows(tables, rows, optimizer, built)
+    for column, (after, growth) in grown.items():
+        if growth is not None:
+            loop.say(_words(after, growth))
+        if column not in readers.values():
+            loop.say(
+                f"no table of the model reads column {column!r} as it is, so none was enlarged: it "
+                f"has to have {after.size:,} rows"
+            )
+    sizes = {name: len(weight_of(tables[name])) for name in readers}
+    return ModelIds({c: after for c, (after, _) in grown.items()}, readers, sizes, built)
+
+
+def with_ids(source: Source, ids: ModelIds | None) -> Source:
+    """The same data, with rows in place of ids.
+
+    Raises:
+        DataError: the model has ids, and the data have no such columns.
+    """
+    if isinstance(source, Pipeline):
+        if ids is None and source.id_columns:
+            raise DataError(
+                f"the schema states ids of column {source.id_columns[0].name!r}, and the model has "
+                "learned none yet",
+                do="train it, or load it with the file of ids beside it",
+            )
+        return source if ids is None else source.with_ids(ids.maps)
+    if ids is not None:
+        names = ", ".join(map(repr, ids.maps))
+        raise DataError(
+            f"the model's ids are those of column {names}, and these data have no columns",
+            do="read them by flatout.data with the schema of the training data; "
+            "flatout.data.table takes frames and dicts",
+        )
+    return source
+
+
+def _columns(source: Source, known: ModelIds | None) -> dict[str, IdMap]:
+    """The maps that grow by a source, under what its schema says now."""
+    if not isinstance(source, Pipeline):
+        with_ids(source, known)
+        return {}
+    maps = {} if known is None else dict(known.maps)
+    source.with_ids(maps)  # a column that is missing is told here
+    for column in source.id_columns:
+        maps.setdefault(column.name, IdMap.empty(column))
+    return maps
+
+
+def _grown(
+    source: Pipeline, maps: Mapping[str, IdMap], digest: str, loop: Loop
+) -> dict[str, tuple[IdMap, Growth | None]]:
+    """The maps after the ids of the source were counted, each rank its part of the rows."""
+    stated = {column.name: column for column in source.id_columns}
+    columns = {name: stated.get(name) or one.as_column() for name, one in maps.items()}
+    world = loop.world
+    counts = source.count_ids(list(columns.values()), world.rank, world.size)
+    if counts is None:  # a stream
+        return {name: (one, None) for name, one in maps.items()}
+    if world.size > 1:
+        parts = world.gather({n: list(one.items()) for n, one in counts.items()}, "ids of the data")
+        for other in (part for rank, part in enumerate(parts) if rank != world.rank):
+            for name, found in other.items():
+                counts[name].merge(found)
+    return {
+        name: one.grown(columns[name], counts[name].items(), digest) for name, one in maps.items()
+    }
+
+
+class _Apart:
+    """In place of a map: a number of its own for each id of a batch."""
+
+    def __init__(self, column: str, number: int) -> None:
+        self.column, self.numbers = column, range((number + 1) * _APART, (number + 2) * _APART)
+        self.digest = "apart"
+
+    def rows_of(self, ids: Any, out: Any) -> int:
+        """Write them."""
+        out.reshape(-1)[:] = self.numbers.start + np.arange(out.size) % _APART
+        return -1
+
+
+def _readers(
+    source: Pipeline,
+    tables: Mapping[str, Any],
+    model: nn.Module,
+    maps: Mapping[str, IdMap],
+    loop: Loop,
+) -> dict[str, str]:
+    """Which table of the model reads which column, seen in a forward of two rows."""
+    apart = {name: _Apart(name, number) for number, name in enumerate(maps)}
+    batch = source.with_ids(apart).peek(1)[0].rows(0, 2)
+    inputs = loop.feed.inputs(batch.to(next(model.parameters()).device)).inputs
+
+    def run() -> None:
+        with untouched(model), evaluating(model):
+            try:
+                call(adapter_of(model).called(training=False), inputs)
+            except FlatoutError:
+                raise
+            except Exception:  # what the model does with such ids; training tells what is wrong
+                pass
+
+    return readers_of(tables, [(name, one.numbers) for name, one in apart.items()], run)
+
+
+def _words(after: IdMap, growth: Growth) -> str:
+    """Such as "ids: 12,406 new ids -> new rows, 31 gone; 2,086,689 rows"."""
+    parts = [f"{counted(growth.new, 'new id')} -> new rows"]
+    if growth.gone:
+        parts.append(f"{growth.gone:,} gone")
+    if growth.waiting:
+        parts.append(f"{growth.waiting:,} without a row yet")
+    if growth.hashed:
+        parts.append(f"{growth.hashed:,} hashed, {growth.collide:,} of them collide")
+    return f"{after.column}: {', '.join(parts)}; {after.size:,} rows"

@@ -1,0 +1,260 @@
+"""Models whose tables follow the ids of their data from day to day."""
+
+import copy
+import json
+
+import numpy as np
+import pytest
+import torch
+from train_clicks import Clicks, batches, day_ids, schema, trainer, write_day
+from train_jobs import same
+
+import flatout
+from flatout.data import Ids
+from flatout.data.schema import Column
+from flatout.errors import CheckpointError, DataError
+from flatout.recipe import Recipe, Save
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def fit(job, path, stated=None, epochs=1, **more):
+    train, held_out = batches(path, stated)
+    return job.fit(train, validation_data=held_out, epochs=epochs, progress=False, **more)
+
+
+@pytest.fixture
+def days(tmp_path):
+    """Three days, and a finished fit of the first in the folder `one`."""
+    paths = [write_day(tmp_path, day) for day in range(3)]
+    job = trainer(run=tmp_path / "one")
+    fit(job, paths[0])
+    return paths, job, tmp_path
+
+
+def rows_of(job, ids):
+    ids = np.ascontiguousarray(ids)
+    out = np.empty_like(ids)
+    assert job.signature.ids.maps["ids"].rows_of(ids, out) == -1
+    return torch.from_numpy(out)
+
+
+def test_a_day_is_the_plain_job_on_its_rows(days):
+    paths, job, _ = days
+    kept = len(day_ids(0)) * 3 // 4
+    distinct = np.unique(day_ids(0)[:kept])
+    assert job.signature.ids.maps["ids"].size == len(distinct) + 2
+    rows = rows_of(job, day_ids(0))
+    labels = torch.tensor([float(line[0]) for line in paths[0].read_text().splitlines()])
+    torch.manual_seed(0)
+    model = Clicks()
+    plain = trainer(model)
+    train = flatout.data.arrays((rows[:kept], torch.ones(kept, 4)), labels[:kept])
+    plain.fit(train.shuffle(seed=1).batch(32), epochs=1, progress=False)
+    # Larger than the ids need: no row was added, and none is another.
+    assert same(model, job.model)
+
+
+def test_the_next_day_keeps_rows_and_state_by_id(days):
+    paths, job, folder = days
+    said = []
+    next_day = trainer(Clicks(rows=5), warm_start=folder / "one", say=said.append)
+    before = day_ids(0)[:180].reshape(-1)
+    old_rows = rows_of(job, before)
+    old = [job.model.factors.weight[old_rows].clone(), job.model.linear.weight[old_rows].clone()]
+    moments = job.optimizer.state[job.model.factors.weight]["exp_avg"][old_rows].clone()
+    train, held_out = batches(paths[1])
+    next_day.loop.world  # noqa: B018
+    next_day.learn(train, held_out)
+    ids = next_day.signature.ids.maps["ids"]
+    new = set(day_ids(1)[:180].reshape(-1)) - set(before)
+    assert [line for line in said if line.startswith("ids:")] == [
+        f"ids: {len(new)} new ids -> new rows; {ids.size:,} rows"
+    ]
+    now = rows_of(next_day, before)
+    assert torch.equal(next_day.model.factors.weight[now], old[0])
+    assert torch.equal(next_day.model.linear.weight[now], old[1])
+    state = next_day.optimizer.state[next_day.model.factors.weight]
+    assert torch.equal(state["exp_avg"][now], moments)
+    fresh = rows_of(next_day, np.array(sorted(new)))
+    assert not state["exp_avg"][fresh].any()
+    assert not next_day.model.linear.weight[fresh].any()  # zeros, as the table was built
+    assert next_day.model.factors.num_embeddings == len(next_day.model.factors.weight) == ids.size
+    drawn = next_day.model.factors.weight[fresh]
+    assert 0.05 < drawn.std() < 2
+    fit(next_day, paths[1])  # and it trains
+
+
+def test_what_the_old_model_gives_is_told_before(days):
+    paths, job, folder = days
+    held_out = batches(paths[1])[1]
+    expected = job.evaluate(held_out)
+    said = []
+    next_day = trainer(Clicks(rows=5), warm_start=folder / "one", say=said.append)
+    history = fit(next_day, paths[1])
+    auc, loss = expected["auc"], expected["loss"]
+    (before,) = [line for line in said if line.startswith("before training")]
+    assert before == f"before training: val auc {auc:.4g}, loss {loss:.4g}"
+    after = history.epochs[-1]
+    assert said[-1] == history.notes[-1]
+    assert said[-1] == (
+        f"val auc {after['val_auc']:.4g} (before training, same rows: {auc:.4g}), "
+        f"loss {after['val_loss']:.4g} (before training, same rows: {loss:.4g})"
+    )
+
+
+def test_forgotten_ids_lose_their_rows(days):
+    paths, _, folder = days
+    stated = schema(Ids(forget=1))
+    next_day = trainer(Clicks(rows=5), warm_start=folder / "one")
+    size = next_day.signature.ids.maps["ids"].size
+    fit(next_day, paths[1], stated)
+    after = next_day.signature.ids.maps["ids"]
+    assert set(after.items.ids) == set(day_ids(1)[:180].reshape(-1))
+    assert after.size < size + len(set(day_ids(1)[:180].reshape(-1)) - set(day_ids(0).reshape(-1)))
+    gone = np.setdiff1d(day_ids(0)[:180], day_ids(1)[:180])
+    assert (rows_of(next_day, gone) == 1).all()
+
+
+def test_served_with_torch_and_safetensors_alone(days, tmp_path):
+    paths, job, _ = days
+    from safetensors import safe_open
+    from safetensors.torch import load_file
+
+    job.save(tmp_path / "day.safetensors")
+    expected = job.predict(batches(paths[1])[1])
+
+    model = Clicks(rows=len(job.model.factors.weight))
+    model.load_state_dict(load_file(tmp_path / "day.safetensors"))
+    with safe_open(tmp_path / "day.ids.safetensors", "pt") as file:
+        told = json.loads(file.metadata()["ids"])["columns"]["ids"]
+        known, rows = file.get_tensor("ids.ids"), file.get_tensor("ids.rows")
+    own = rows >= 0
+    known, rows = known[own], rows[own]
+    ids = torch.from_numpy(day_ids(1)[180:])
+    at = torch.searchsorted(known, ids).clamp(max=len(known) - 1)
+    unknown = told["firsts"][0]
+    found = torch.where(known[at] == ids, rows[at], unknown)
+    with torch.no_grad():
+        assert torch.equal(model(found, torch.ones(60, 4)), expected)
+
+
+def test_the_file_beside_comes_back(days, tmp_path):
+    paths, job, _ = days
+    path = job.save(tmp_path / "day.pt")
+    other = trainer(Clicks(rows=5))
+    other.load(path)
+    held_out = batches(paths[1])[1]
+    assert other.evaluate(held_out) == job.evaluate(held_out)
+    warm = trainer(Clicks(rows=5), warm_start=path)
+    fit(warm, paths[1])
+    assert warm.signature.ids.maps["ids"].trainings == 2
+    warm.save(tmp_path / "next.pt")
+    beside = tmp_path / "day.ids.safetensors"
+    beside.write_bytes((tmp_path / "next.ids.safetensors").read_bytes())
+    with pytest.raises(CheckpointError, match="map of ids is of another model"):
+        trainer(Clicks(rows=5)).load(tmp_path / "day.pt")
+    beside.unlink()
+    with pytest.raises(CheckpointError, match=r"which is not there") as error:
+        trainer(Clicks(rows=len(job.model.factors.weight))).load(path)
+    assert "beside the model" in error.value.do
+
+
+def test_the_map_of_another_model(days):
+    class Other(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = torch.nn.Embedding(9, 2)
+
+    with pytest.raises(CheckpointError, match="another model: it has rows of the table 'factors'"):
+        trainer(Other(), warm_start=days[2] / "one")
+
+
+def test_a_schema_that_lacks_the_field(days):
+    paths, job, folder = days
+    next_day = trainer(Clicks(rows=5), warm_start=folder / "one")
+    table = flatout.data.table(
+        {"site": np.arange(8), "clicks": np.zeros(8, np.float32)}, target="clicks"
+    )
+    with pytest.raises(DataError, match="maps the ids of column 'ids', and these data have no"):
+        next_day.fit(table.batch(4), progress=False)
+    with pytest.raises(DataError, match="these data have no columns"):
+        job.predict((torch.zeros(2, 4, dtype=torch.int64), torch.ones(2, 4)))
+    with pytest.raises(DataError, match="learned none yet"):
+        trainer().evaluate(batches(paths[1])[1])
+
+
+def test_two_tables_of_one_name(days, monkeypatch):
+    job = trainer()
+    adapter = type(job.objective.adapter)
+    twice = [("table", job.model.linear, 9), ("table", job.model.factors, 9)]
+    monkeypatch.setattr(adapter, "tables", lambda self: iter(twice))
+    with pytest.raises(flatout.errors.ModelError, match="two tables of the model are called"):
+        fit(job, days[0][1])
+
+
+def test_tables_beyond_memory_are_refused_before(days, monkeypatch):
+    from flatout.train import grow_tables
+
+    paths, _, folder = days
+    job = trainer(Clicks(rows=5), warm_start=folder / "one")
+    before = copy.deepcopy(job.model)
+    monkeypatch.setattr(grow_tables, "available_bytes", lambda: 2000)
+    with pytest.raises(DataError, match=r"linear \d+ rows of 4 bytes.*2\.0 kB are free") as error:
+        fit(job, paths[1])
+    assert "most = N" in error.value.do
+    assert same(before, job.model)
+
+
+def test_columns_of_a_table_are_each_mapped(tmp_path):
+    class Two(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.site, self.ad = torch.nn.Embedding(1, 4), torch.nn.EmbeddingBag(1, 4, mode="sum")
+            self.sites_again = torch.nn.Embedding(1, 4)
+            self.sites_again.weight = self.site.weight
+            self.out = torch.nn.Linear(4, 1)
+
+        def forward(self, site, ad):
+            both = self.site(site) + self.ad(ad[:, None]) + self.sites_again(site.flip(0)).flip(0)
+            return self.out(both)[:, 0]
+
+    draw = np.random.default_rng(0)
+    rows = {"site": draw.integers(-5, 5, 40), "ad": draw.integers(0, 10**15, 40)}
+    rows["clicked"] = (rows["site"] > 0).astype(np.float32)
+    source = flatout.data.table(rows, target="clicked")
+    stated = source.schema.with_ids(site=Ids(), ad=Ids(vocabulary="none", buckets=7))
+    assert isinstance(stated["site"], Column)
+    job = trainer(Two(), metrics=[])
+    job.fit(flatout.data.table(rows, schema=stated).batch(8), epochs=2, progress=False)
+    assert (job.model.site.num_embeddings, job.model.sites_again.num_embeddings) == (12, 12)
+    assert job.model.site.weight is job.model.sites_again.weight
+    assert len(job.model.ad.weight) == 8
+
+
+class Stop(flatout.Callback):
+    """Ends a fit as a crash would."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def on_step(self, state):
+        if state.step == self.at:
+            raise RuntimeError("crash")
+
+
+def test_a_resume_in_the_middle_of_a_day_is_bitwise(days):
+    paths, _, folder = days
+    given = {"warm_start": folder / "one", "recipe": Recipe(save=Save(every=3))}
+    whole = trainer(Clicks(rows=5), run=folder / "whole", **given)
+    fit(whole, paths[1], epochs=2, callbacks=[Stop(0)])
+    cut = trainer(Clicks(rows=7), run=folder / "cut", **given)
+    with pytest.raises(RuntimeError, match="crash"):
+        fit(cut, paths[1], epochs=2, callbacks=[Stop(4)])
+    said = []
+    again = trainer(Clicks(rows=9), run=folder / "cut", say=said.append, **given)
+    fit(again, paths[1], epochs=2, resume=True, callbacks=[Stop(0)])
+    assert any(line.startswith("resumed step 3") for line in said)
+    assert not any(line.startswith("before training") for line in said)
+    assert same(again.model, whole.model)
+    assert again.signature.ids.digest == whole.signature.ids.digest
