@@ -184,6 +184,7 @@ def test_which_settings_take_hold_in_a_script():
         "process.interop_threads",
         "process.affinity",
         "process.flush_denormals",
+        "compute.touched_rows",
         "input.workers",
         "input.pin_memory",
         "script.persistent_workers",

@@ -20,6 +20,7 @@ class Steps:
         count: steps so far. Where optimizers take turns, of the one that has stepped most often.
         before: called with an optimizer before it steps.
         after: called after an optimizer has stepped.
+        has_closure: whether the step that is about to begin was given one, or anything else.
         generation: changes whenever an optimizer gets parameters.
         thread: the one that trains.
         asked: of the script: value by dotted name.
@@ -30,6 +31,7 @@ class Steps:
     def __init__(self, asked: dict[str, Any]) -> None:
         self.asked = asked
         self.count = 0
+        self.has_closure = False
         self.generation = 0
         self.thread = get_ident()
         self.before: list[Callable[[Any], None]] = []
@@ -47,6 +49,8 @@ class Steps:
 
         def before(optimizer: Any, args: Any, kwargs: Any) -> None:
             if not is_compiling() and get_ident() == self.thread and is_on():
+                self.has_closure = any(one is not optimizer and one is not None for one in args)
+                self.has_closure |= any(one is not None for one in kwargs.values())
                 for hook in self.before:
                     hook(optimizer)
 

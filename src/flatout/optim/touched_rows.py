@@ -53,8 +53,8 @@ def why_dense(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str:
 
 def steppable_rows(
     optimizers: Sequence[torch.optim.Optimizer], modules: Iterable[nn.Module]
-) -> dict[torch.optim.Optimizer, list[nn.Module]]:
-    """Those of the modules whose tables can be stepped by rows, by optimizer.
+) -> dict[torch.optim.Optimizer, list[nn.Parameter]]:
+    """Tables of these modules that can be stepped by rows, by optimizer.
 
     Args:
         optimizers: of the model.
@@ -65,11 +65,12 @@ def steppable_rows(
         for group in optimizer.param_groups:
             for parameter in group["params"] if not why_dense(optimizer, group) else ():
                 owners.setdefault(id(parameter), []).append(optimizer)
-    found: dict[torch.optim.Optimizer, list[nn.Module]] = {}
-    for module in modules:
-        of = owners.get(id(module.weight), [])
+    found: dict[torch.optim.Optimizer, list[nn.Parameter]] = {}
+    weights: dict[Any, None] = dict.fromkeys(module.weight for module in modules)
+    for weight in weights:
+        of = owners.get(id(weight), [])
         if len(of) == 1:
-            found.setdefault(of[0], []).append(module)
+            found.setdefault(of[0], []).append(weight)
     return found
 
 
@@ -144,14 +145,13 @@ class TouchedRows:
 
     Args:
         optimizer: stays the owner of options and state.
-        modules: nn.Embedding and nn.EmbeddingBag that read tables of its groups by rows.
+        weights: tables of its groups that are read by rows.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, weights: Iterable[nn.Parameter]) -> None:
         self._optimizer = optimizer
         self._rule = _RULES[type(optimizer)]
         groups = {p: group for group in optimizer.param_groups for p in group["params"]}
-        weights: dict[Any, None] = dict.fromkeys(module.weight for module in modules)
         self._kept = [Kept(weight, groups[weight]) for weight in weights]
         self._undo: list[Callable[[], Any]] = []
 

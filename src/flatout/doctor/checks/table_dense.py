@@ -11,6 +11,9 @@ _TOUCHED = 0.1
 """Share of a table's gradient that is not zero below which sparse updates are cheaper: they cost
 several times as much for each row that they do touch."""
 
+_STEPPED = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad")
+"""Those of torch.optim whose dense result touched rows alone can give."""
+
 
 @check()
 def look(seen: Observation) -> Findings:
@@ -30,14 +33,18 @@ def look(seen: Observation) -> Findings:
     if not is_worth(seen, cost):
         return
     for optimizer in sparse:
+        package, _, name = optimizer.kind.rpartition(".")
+        steps_rows = package.startswith("torch.optim") and name in _STEPPED
         yield Finding(
             kind="slow",
-            what=f"a batch touches {optimizer.sparse_share:.1%} of the embeddings, and "
-            f"{optimizer.kind.rpartition('.')[2]} updates all of them; backward and optimizer take "
-            f"{ms(cost)}",
-            do="nn.Embedding(..., sparse=True) with SparseAdam or SGD: rows that are not touched "
+            what=f"a batch touches {optimizer.sparse_share:.1%} of the embeddings, and {name} "
+            f"updates all of them; backward and optimizer take {ms(cost)}",
+            do="step touched rows only, with the result of the dense optimizer"
+            if steps_rows
+            else "nn.Embedding(..., sparse=True) with SparseAdam or SGD: rows that are not touched "
             "stay as they are, which dense Adam's momentum does not do",
             where=at(optimizer.site),
             cost_ms=cost * (1 - (optimizer.sparse_share or 0.0)),
-            parity="changes learning",
+            parity="rounding" if steps_rows else "changes learning",
+            recipe={"compute.touched_rows": "on"} if steps_rows else {},
         )

@@ -111,6 +111,7 @@ class Compute(Section):
         "reads a whole table, so the result is that of the dense optimizer.",
         parity=Parity.TOLERANT,
         words="touched rows only",
+        cure="flatout.cures.touched_rows:step_rows",
         live=Live(lambda at, value: at.touch_rows(), layer=6),
     )
     compile: Switch = setting(
