@@ -178,12 +178,15 @@ def test_tables_that_are_not_read_by_rows_alone_are_named():
     model.tied = nn.Linear(8, ROWS)
     model.tied.weight = model.one.weight
     model.limited = nn.Embedding(5, 2, max_norm=1.0)
-    model.most = nn.EmbeddingBag(5, 2, mode="max")
+    model.patched = nn.Embedding(5, 2)
+    model.patched.forward = lambda ids: model.patched.weight[ids]
+    model.halved = nn.Embedding(5, 2, dtype=torch.bfloat16)
+    model.scaled = nn.utils.parametrizations.weight_norm(nn.Embedding(5, 2))
     model.frozen = nn.Embedding(5, 2).requires_grad_(False)
     found, others = row_tables(model)
     assert found == [model.bag]
     assert others["one"] == "tied reads all of it"
-    assert set(others) == {"one", "limited", "most", "frozen"}
+    assert set(others) == {"one", "limited", "patched", "halved", "scaled", "frozen"}
 
 
 def test_rows_with_bad_numbers_are_held_back():
@@ -196,3 +199,79 @@ def test_rows_with_bad_numbers_are_held_back():
     update()
     assert update.was_bad()
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+BAGS = {
+    "sum": {"mode": "sum"},
+    "mean, padding": {"mode": "mean", "padding_idx": 3},
+    "max": {"mode": "max"},
+    "max, padding": {"mode": "max", "padding_idx": 3},
+    "by frequency": {"mode": "sum", "scale_grad_by_freq": True},
+    "last offset": {"mode": "sum", "include_last_offset": True},
+}
+
+
+class Ways(nn.Module):
+    """A table that is read by ids in each way that there is."""
+
+    def __init__(self, options):
+        super().__init__()
+        self.bag = nn.EmbeddingBag(40, 4, **options)
+        self.one = nn.Embedding(40, 4, padding_idx=3, scale_grad_by_freq=True)
+        self.one.weight = self.bag.weight
+        self.weights = nn.Parameter(torch.rand(24))
+
+    def forward(self, ids):
+        last = self.bag.include_last_offset
+        offsets = torch.tensor([0, 2, 2, 9, 16, *([24] if last else [])])
+        rows = self.bag(ids.reshape(-1), offsets)
+        rows = torch.cat([rows, self.bag(ids.reshape(-1).int(), offsets.int())])
+        if self.bag.mode == "sum" and not self.bag.scale_grad_by_freq:
+            rows = torch.cat([rows, self.bag(ids.reshape(-1), offsets, self.weights)])
+        if not last:
+            rows = torch.cat([rows, self.bag(ids)])
+        return (rows.square().sum(1).sum() + self.one(input=ids).square().sum())[None, None]
+
+
+@pytest.mark.parametrize("options", BAGS.values(), ids=BAGS)
+def test_a_table_is_read_in_every_way_as_by_torch(options):
+    found = []
+    for touched in (False, True):
+        torch.manual_seed(0)
+        model = Ways(options)
+        start = copy.deepcopy(model.state_dict())
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        rows = attached(model, optimizer) if touched else {}
+        update = Update(optimizer, clip_value=0.5, rows=rows)
+        for step in range(12):
+            update.begin()
+            for part in range(2):  # two micro-batches
+                generator = torch.Generator().manual_seed(10 * step + part)
+                ids = (torch.rand(8, 3, generator=generator) ** 2 * 40).long()
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = model(ids).sum()
+                loss.backward()
+            update()
+        found.append(model)
+    dense, ours = found
+    assert_near(ours, dense, start)
+    for name, value in dense.named_parameters():
+        torch.testing.assert_close(dict(ours.named_parameters())[name], value)
+
+
+def test_the_gradient_of_a_table_has_the_rows_that_were_read_and_no_others():
+    model, optimizer = job(OPTIMIZERS["adam"])
+    attached(model, optimizer)
+    model(torch.tensor([[7, 5, 7], [0, 5, 9]])).sum().backward()
+    gradient = model.one.weight.grad
+    assert gradient.is_sparse
+    assert gradient._indices().tolist() == [[5, 7, 9]]  # 0 is padding
+    assert model.bag.weight.grad._indices().tolist() == [[0, 5, 7, 9]]
+
+
+@pytest.mark.parametrize("ids", [[[1, 300, 0]], [[1, -1, 0]], [[0.5, 1, 2]]])
+def test_ids_that_no_row_has_are_refused_as_by_torch(ids):
+    model, optimizer = job(OPTIMIZERS["adam"])
+    attached(model, optimizer)
+    with pytest.raises((IndexError, RuntimeError), match=r"index out of range|indices"):
+        model(torch.tensor(ids))

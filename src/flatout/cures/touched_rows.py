@@ -73,9 +73,8 @@ class _Watched:
         self.is_read_whole = False  # since the last step
         self.read_whole = 0  # steps
 
-    def by_rows(self, ids: Any) -> bool:
+    def by_rows(self, ids: Any) -> None:
         self.ids += ids.numel() if self.is_open else 0
-        return False
 
     def whole(self) -> None:
         self.is_read_whole |= self.is_open

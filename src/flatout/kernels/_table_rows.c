@@ -299,9 +299,17 @@ static Pass chosen(void)
 #define PORTION 256
 #define AHEAD 8
 
+/* Threads that have a portion to take: to start one takes as long as some hundred rows do. */
+static unsigned needed(unsigned threads, int64_t count)
+{
+    const int64_t portions = (count + PORTION - 1) / PORTION;
+    return portions < threads ? (unsigned)(portions > 0 ? portions : 1) : threads;
+}
+
 static void ask_for(const Job *job, int64_t place)
 {
-    const int64_t at = (job->rows ? job->rows[place] : place) * job->width;
+    const int64_t row = job->rows ? job->rows[place] : place, at = row * job->width;
+    __builtin_prefetch(job->last + row, 1);
     for (int64_t i = 0; i < job->width; i += 16) {
         __builtin_prefetch(job->weights + at + i, 1);
         if (job->first)
@@ -351,7 +359,7 @@ static PyObject *step_rows(PyObject *module, PyObject *args)
     job.count = count, job.width = width, job.base = base, job.now = now;
     job.pass = chosen();
     Py_BEGIN_ALLOW_THREADS
-    in_parallel(work, &job, parallel, threads);
+    in_parallel(work, &job, parallel, needed(threads, count));
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
@@ -539,7 +547,7 @@ static PyObject *sum_rows(PyObject *module, PyObject *args)
                width,
                0};
     Py_BEGIN_ALLOW_THREADS
-    in_parallel(add_up, &sum, parallel, threads);
+    in_parallel(add_up, &sum, parallel, needed(threads, count));
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }

@@ -45,6 +45,7 @@ from flatout.models.rewrites import Rewrite as Rewrite
 from flatout.models.rewrites import find_pairs as find_pairs
 from flatout.models.sample_dropout import Layout as Layout
 from flatout.models.sample_dropout import SampleDropout as SampleDropout
+from flatout.models.table_parameter import Lookup as Lookup
 from flatout.models.table_parameter import TableParameter as TableParameter
 from flatout.models.table_parameter import unwatch_table as unwatch_table
 from flatout.models.table_parameter import watch_table as watch_table

@@ -36,10 +36,8 @@ def _why_not(module: nn.Module, readers: dict[int, list[str]]) -> str:
     if not isinstance(module, _KINDS):
         return "it is no nn.Embedding or nn.EmbeddingBag"
     weight = module._parameters.get("weight")
-    if weight is None or type(module).forward not in (
-        nn.Embedding.forward,
-        nn.EmbeddingBag.forward,
-    ):
+    own = (nn.Embedding.forward, nn.EmbeddingBag.forward)
+    if weight is None or type(module).forward not in own or "forward" in vars(module):
         return "its weight or its forward is not torch's own"
     if type(weight) is not nn.Parameter:
         return f"its weight is a {type(weight).__name__}"
@@ -47,10 +45,8 @@ def _why_not(module: nn.Module, readers: dict[int, list[str]]) -> str:
         return "it is frozen"
     if module.sparse:
         return "its gradients are sparse already"
-    if module.max_norm is not None or module.scale_grad_by_freq:
-        return "max_norm and scale_grad_by_freq are not for single rows"
-    if isinstance(module, nn.EmbeddingBag) and module.mode == "max":
-        return 'mode="max" has no sparse gradient'
+    if module.max_norm is not None:
+        return "max_norm changes rows where they are read"
     if not (weight.is_cpu and weight.dtype is torch.float32 and weight.is_contiguous()):
         return "it is not float32 on the CPU"
     if id(weight) in readers:

@@ -30,11 +30,25 @@ _WITHOUT_VALUES = {
 }
 
 
+class Lookup(Protocol):
+    """Reads rows in the place of torch's operators."""
+
+    def embedding(self, padding_idx: int | None, scale_grad_by_freq: bool) -> Tensor:
+        """As torch.nn.functional.embedding."""
+        ...
+
+    def embedding_bag(
+        self, offsets: Tensor | None, padding_idx: int | None, **options: Any
+    ) -> Tensor:
+        """As torch.nn.functional.embedding_bag."""
+        ...
+
+
 class Reader(Protocol):
     """Hears of reads before they are done."""
 
-    def by_rows(self, ids: Tensor) -> bool:
-        """An embedding reads these rows; returns whether its gradient is to be sparse."""
+    def by_rows(self, ids: Tensor) -> Lookup | None:
+        """An embedding reads these rows; returns what does so, or None for torch's operator."""
         ...
 
     def whole(self) -> None:
@@ -96,10 +110,6 @@ def _tables(values: Any) -> Iterator[TableParameter]:
         yield from _tables(tuple(values.values()))
 
 
-def _by_rows(weight: Any, ids: Tensor) -> bool:
-    return isinstance(weight, TableParameter) and weight._reader.by_rows(ids)
-
-
 def _embedding(
     input: Tensor,
     weight: Any,
@@ -109,10 +119,9 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    if max_norm is not None or scale_grad_by_freq:
-        _read_whole(weight)
-    else:
-        sparse = _by_rows(weight, input) or sparse
+    lookup = _lookup(input, weight, max_norm)
+    if lookup is not None:
+        return lookup.embedding(_place(padding_idx, weight), scale_grad_by_freq)
     return functional.embedding(
         input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
     )
@@ -127,20 +136,34 @@ def _embedding_bag(
     scale_grad_by_freq: bool = False,
     mode: str = "mean",
     sparse: bool = False,
-    *rest: Any,
-    **named: Any,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
 ) -> Tensor:
-    # torch has no sparse gradient for a maximum.
-    if max_norm is not None or scale_grad_by_freq or mode == "max":
-        _read_whole(weight)
-    else:
-        sparse = _by_rows(weight, input) or sparse
+    lookup = _lookup(input, weight, max_norm)
+    if lookup is not None:
+        return lookup.embedding_bag(
+            offsets,
+            _place(padding_idx, weight),
+            scale_grad_by_freq=scale_grad_by_freq,
+            mode=mode,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=include_last_offset,
+        )
     return functional.embedding_bag(
         input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse,
-        *rest, **named,
+        per_sample_weights, include_last_offset, padding_idx,
     )  # fmt: skip
 
 
-def _read_whole(weight: Any) -> None:
-    if isinstance(weight, TableParameter):
-        weight._reader.whole()
+def _place(padding_idx: int | None, weight: Tensor) -> int | None:
+    """A padding row counted from the end, as torch takes it too, counted from the start."""
+    return padding_idx if padding_idx is None or padding_idx >= 0 else padding_idx + len(weight)
+
+
+def _lookup(ids: Any, weight: Any, max_norm: float | None) -> Lookup | None:
+    if isinstance(weight, TableParameter) and max_norm is None:
+        return weight._reader.by_rows(ids)
+    for table in _tables((ids, weight)):  # max_norm changes it, and torch takes both orders
+        table._reader.whole()
+    return None

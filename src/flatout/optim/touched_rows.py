@@ -5,22 +5,23 @@ included, since their moments decay and move them. Here a row is brought through
 missed when it is read next (kernels/table_rows.py), and all rows are, by `settle`, before someone
 looks at the whole table: a state dict, an evaluation, the end.
 
-Gradients come as torch's sparse ones. Each row's are added up in the order of the samples, so that
-results do not depend on the number of threads.
+Gradients are torch's sparse ones, of the rows that were read: a dense one is never made. Each row's
+are added up in the order of the samples, so that results do not depend on the number of threads.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from flatout.kernels import table_rows
 from flatout.kernels.table_rows import Groups, Step, Steps, Table
-from flatout.models import unwatch_table, watch_table
+from flatout.models import Lookup, unwatch_table, watch_table
 
 # So many steps are kept; then all rows are brought up to date, in one pass over the table.
 _ROOM = 4096
@@ -80,14 +81,18 @@ class Kept:
     Args:
         weight: float32 on the CPU, of shape (rows, width), contiguous.
         group: of its optimizer.
+        grouped: of ids that were read since the last step, their rows.
     """
 
-    def __init__(self, weight: nn.Parameter, group: dict[str, Any]) -> None:
+    def __init__(self, weight: nn.Parameter, group: dict[str, Any], grouped: Grouped) -> None:
         self.weight, self.group = weight, group
-        self.groups: tuple[torch.Tensor, Groups] | None = None  # ids read last, and their rows
         self.steps: Steps | None = None
         self.table: Table | None = None
         self.state: dict[str, Any] = {}
+        self._grouped = grouped
+        self._size = len(weight)
+        self._settled = -1  # the step to which all rows were brought
+        self._rows: torch.Tensor | None = None  # of the gradient that was made last
 
     def attach(self) -> None:
         """Bring rows up to date before they are read, and get sparse gradients."""
@@ -97,29 +102,45 @@ class Kept:
         """Bring all rows up to date, and leave them to the optimizer."""
         unwatch_table(self.weight)
         self.settle()
-        self.steps = self.table = self.groups = None
-
-    def by_rows(self, ids: torch.Tensor) -> bool:
-        """Rows are to be read by an embedding."""
-        if self.steps is not None and self.table is not None and self.steps.now > self.steps.base:
-            try:
-                rows = self.group_rows(ids.detach().reshape(-1).to(torch.int64)).rows
-            except IndexError:
-                return True  # torch says it in its own words
-            self.steps.bring(self.table, rows)
-        return True
+        self.steps = self.table = None
 
     def whole(self) -> None:
         """The values are to be read, or written."""
         self.settle()
 
-    def group_rows(self, ids: torch.Tensor) -> Groups:
-        """The rows among ids; of those that were read last without sorting them again."""
-        if self.groups is not None and torch.equal(self.groups[0], ids):
-            return self.groups[1]
-        found = table_rows.group(ids, len(self.weight))
-        self.groups = (ids, found)
-        return found
+    def by_rows(self, ids: torch.Tensor) -> Lookup | None:
+        """Bring the rows of ids up to date; None of ids that are none: torch says it."""
+        if ids.is_floating_point():
+            return None
+        try:
+            groups = self._grouped.of(ids.detach(), self._size)
+        except IndexError:
+            return None
+        steps = self.steps
+        if steps is not None and self.table is not None and steps.now > self._settled:
+            steps.bring(self.table, groups.rows)
+        return _Lookup(self, ids, groups)
+
+    def gradient(self, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """The table's gradient: these values in these rows, which rise, and zeros elsewhere."""
+        self._rows = rows
+        return torch.sparse_coo_tensor(
+            rows[None], values, self.weight.shape, check_invariants=False, is_coalesced=True
+        )
+
+    def gather(self) -> None:
+        """Make the gradient one with every row once, in rising order."""
+        gradient = self.weight.grad
+        if gradient is None or gradient.is_coalesced():
+            return
+        rows = gradient._indices()[0]
+        known = self._rows
+        if known is not None and (rows.data_ptr(), len(rows)) == (known.data_ptr(), len(known)):
+            gradient._coalesced_(True)  # autograd does not pass that on
+            return
+        groups = table_rows.group(rows, len(self.weight))
+        values = table_rows.sum_rows(gradient._values(), groups)
+        self.weight.grad = self.gradient(groups.rows, values)
 
     def holds(self, state: dict[str, Any]) -> bool:
         """Whether its table is made of this state and of the options that hold."""
@@ -135,9 +156,127 @@ class Kept:
 
     def settle(self) -> None:
         """Bring all rows up to date."""
-        if self.steps is not None and self.table is not None and self.steps.now > self.steps.base:
-            self.steps.bring(self.table, None)
+        steps = self.steps
+        if steps is not None and self.table is not None and steps.now > self._settled:
+            steps.bring(self.table, None)
+            self._settled = steps.now
             torch.autograd.graph.increment_version(self.weight)
+
+    def begin(self, table: Table, steps: Steps, state: dict[str, Any]) -> None:
+        """Step from here on: all rows are at the last step."""
+        self.table, self.steps, self.state, self._settled = table, steps, state, steps.now
+
+
+class Grouped:
+    """The rows of the ids that were read since the last step, each sorted once.
+
+    Several tables are read by the same ids, such as a factorization machine's two.
+    """
+
+    # An evaluation makes no steps.
+    _MOST = 512
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], tuple[torch.Tensor, int, Groups]] = {}
+
+    def of(self, ids: torch.Tensor, size: int) -> Groups:
+        """The rows of ids in a table of `size` rows.
+
+        Raises:
+            IndexError: an id is outside of the table.
+        """
+        key = (ids.data_ptr(), ids.dtype, ids.shape, ids.stride(), size)
+        version = -1 if ids.is_inference() else ids._version
+        found = self._known.get(key)
+        if found is not None and found[1] == version:
+            return found[2]
+        groups = table_rows.group(ids.to(torch.int64), size)
+        if version >= 0:
+            if len(self._known) >= self._MOST:
+                self._known.clear()
+            # With the ids themselves: as long as they live no others lie at this address.
+            self._known[key] = ids, version, groups
+        return groups
+
+    def forget(self) -> None:
+        """After a step."""
+        self._known.clear()
+
+
+class _Lookup(NamedTuple):
+    """Reads the rows of ids, which are up to date."""
+
+    kept: Kept
+    ids: torch.Tensor
+    groups: Groups
+
+    def embedding(self, padding_idx: int | None, scale_grad_by_freq: bool) -> torch.Tensor:
+        """As torch.nn.functional.embedding."""
+        return _Gathered.apply(self.kept.weight, *self, padding_idx, scale_grad_by_freq)  # type: ignore[no-any-return,no-untyped-call]
+
+    def embedding_bag(
+        self, offsets: torch.Tensor | None, padding_idx: int | None, **options: Any
+    ) -> torch.Tensor:
+        """What torch's operator gives of the rows of ids, as a table of their own."""
+        groups = self.groups
+        counts, numbers = groups.starts.diff(), torch.empty_like(groups.places)
+        numbers[groups.places] = torch.arange(len(counts)).repeat_interleave(counts)
+        if padding_idx is not None:
+            place = int(torch.searchsorted(groups.rows, padding_idx))
+            is_there = place < len(counts) and int(groups.rows[place]) == padding_idx
+            padding_idx = place if is_there else None
+        return F.embedding_bag(
+            numbers.reshape(self.ids.shape),
+            _Compact.apply(self.kept.weight, self.kept, groups),  # type: ignore[no-untyped-call]
+            None if offsets is None else offsets.to(numbers.dtype),
+            padding_idx=padding_idx,
+            **options,
+        )
+
+
+class _Gathered(torch.autograd.Function):
+    """Rows of a table by ids, with a gradient of these rows alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        weight: torch.Tensor,
+        kept: Kept,
+        ids: torch.Tensor,
+        groups: Groups,
+        padding_idx: int | None,
+        scale_grad_by_freq: bool,
+    ) -> torch.Tensor:
+        ctx.kept, ctx.groups = kept, groups
+        ctx.padding_idx, ctx.scale_grad_by_freq = padding_idx, scale_grad_by_freq
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        groups = ctx.groups
+        rows = groups.rows
+        values = table_rows.sum_rows(gradient.reshape(-1, gradient.shape[-1]), groups)
+        if ctx.scale_grad_by_freq:
+            values /= groups.starts.diff()[:, None]
+        if ctx.padding_idx is not None:
+            others = rows != ctx.padding_idx
+            rows, values = rows[others], values[others]
+        return ctx.kept.gradient(rows, values), None, None, None, None, None
+
+
+class _Compact(torch.autograd.Function):
+    """The rows that a batch uses, each once, for an operator that reads them as a table."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, kept: Kept, groups: Groups) -> torch.Tensor:
+        ctx.kept, ctx.rows = kept, groups.rows
+        return weight.index_select(0, groups.rows)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        return ctx.kept.gradient(ctx.rows, gradient.contiguous()), None, None
 
 
 class TouchedRows:
@@ -152,7 +291,8 @@ class TouchedRows:
         self._optimizer = optimizer
         self._rule = _RULES[type(optimizer)]
         groups = {p: group for group in optimizer.param_groups for p in group["params"]}
-        self._kept = [Kept(weight, groups[weight]) for weight in weights]
+        self._grouped = Grouped()
+        self._kept = [Kept(weight, groups[weight], self._grouped) for weight in weights]
         self._undo: list[Callable[[], Any]] = []
 
     @property
@@ -194,14 +334,7 @@ class TouchedRows:
             kept.detach()
             self._kept.remove(kept)
         for kept in self._kept:
-            gradient = kept.weight.grad
-            if gradient is None or gradient.is_coalesced():
-                continue
-            groups = kept.group_rows(gradient._indices()[0])
-            values = table_rows.sum_rows(gradient._values(), groups)
-            kept.weight.grad = torch.sparse_coo_tensor(
-                groups.rows[None], values, gradient.shape, check_invariants=False, is_coalesced=True
-            )
+            kept.gather()
         return bool(whole)
 
     def step(self) -> None:
@@ -209,9 +342,10 @@ class TouchedRows:
 
         A table without a gradient is left as it is, as torch's optimizers do.
         """
+        self._grouped.forget()
         used = [kept for kept in self._kept if kept.weight.grad is not None]
         for kept in self._kept:
-            if kept not in used and any(kept.steps is one.steps for one in used):
+            if kept.weight.grad is None and any(kept.steps is one.steps for one in used):
                 kept.settle()
                 kept.steps = None
         for kept in used:
@@ -225,7 +359,7 @@ class TouchedRows:
                 kept.steps.write(_step_of(self._rule, kept.group, kept.steps.now + 1))
             gradient = kept.weight.grad
             assert gradient is not None
-            kept.steps.apply(kept.table, gradient.indices()[0], gradient.values())
+            kept.steps.apply(kept.table, gradient._indices()[0], gradient._values())
             torch.autograd.graph.increment_version(kept.weight)
             kept.weight.grad = None
             if torch.is_tensor(kept.state.get("step")):
@@ -248,8 +382,9 @@ class TouchedRows:
         fresh = [steps for steps in begun if steps.base == steps.now == count]
         kept.steps = fresh[0] if fresh else Steps(self._rule, count, _ROOM)
         last = torch.full((len(kept.weight),), count, dtype=torch.int32)
-        epsilon = kept.group.get("eps", 0.0)
-        kept.table, kept.state = Table(kept.weight, first, second, last, epsilon), state
+        plain = kept.weight.detach()  # whose reads no one watches
+        table = Table(plain, first, second, last, kept.group.get("eps", 0.0))
+        kept.begin(table, kept.steps, state)
 
     def _restart(self, steps: Steps) -> None:
         for kept in self._kept:
@@ -273,8 +408,9 @@ def _state_of(
     for name in filter(None, names):
         held = state.get(name)
         if held is None or not held.is_contiguous() or held.dtype is not torch.float32:
-            fresh = torch.zeros(kept.weight.shape)
-            state[name] = fresh if held is None else fresh.copy_(held)
+            # Written at once: the system would give page after page to the steps that come first.
+            fresh = torch.empty(kept.weight.shape)
+            state[name] = fresh.zero_() if held is None else fresh.copy_(held)
     first, second = (state[name] if name else None for name in names)
     return first, second
 
