@@ -107,6 +107,7 @@ def test_what_measurement_may_decide_defaults_to_auto():
         "compute.rewrites": "off",
         "compute.fused_norms": "off",
         "compute.fused_optimizer": "off",
+        "compute.touched_rows": "off",
         "compute.compile": "off",
         "compute.capture": "off",
         "compute.matmul_precision": "highest",
@@ -166,6 +167,7 @@ def test_which_settings_auto_tries_before_the_first_step():
         "compute.rewrites",
         "compute.fused_norms",
         "compute.fused_optimizer",
+        "compute.touched_rows",
         "compute.matmul_precision",
         "memory.allocator",
     }

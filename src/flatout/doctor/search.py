@@ -58,7 +58,7 @@ class Job:
     """A script as settings ask about it, by what was observed."""
 
     # Not observed.
-    has_tf32_units = may_be_slower_in_bf16 = has_fused_norms = False
+    has_tf32_units = may_be_slower_in_bf16 = has_fused_norms = has_large_tables = False
 
     def __init__(self, seen: Observation) -> None:
         convolutions = [model for model in seen.models if model.has_convolutions]

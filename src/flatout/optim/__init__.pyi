@@ -17,6 +17,7 @@ from flatout.optim.several import as_tuple as as_tuple
 from flatout.optim.touched_rows import TouchedRows as TouchedRows
 from flatout.optim.touched_rows import steppable_rows as steppable_rows
 from flatout.optim.touched_rows import why_dense as why_dense
+from flatout.optim.touched_rows import why_whole as why_whole
 from flatout.optim.traced import Kind as Kind
 from flatout.optim.traced import kind_of as kind_of
 from flatout.optim.tried import warnings_of as warnings_of

@@ -52,6 +52,19 @@ def why_dense(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str:
     return ""
 
 
+def why_whole(optimizers: Sequence[torch.optim.Optimizer], weight: torch.Tensor) -> str:
+    """What keeps a table that is read by rows from being stepped by rows; "" where nothing does."""
+    owners = [
+        (optimizer, group)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        if any(parameter is weight for parameter in group["params"])
+    ]
+    if len(owners) != 1:
+        return "several optimizers step it" if owners else "no optimizer steps it"
+    return why_dense(*owners[0])
+
+
 def steppable_rows(
     optimizers: Sequence[torch.optim.Optimizer], modules: Iterable[nn.Module]
 ) -> dict[torch.optim.Optimizer, list[nn.Parameter]]:

@@ -31,6 +31,7 @@ from flatout.train.auto_check import FirstCheck
 from flatout.train.auto_search import Option, Search, is_faster
 from flatout.train.frozen_precision import Planned, choose_precision
 from flatout.train.micro_batch import forget_frames, is_out_of_memory
+from flatout.train.row_tables import Tables
 from flatout.train.settings import Settings, Switch, can_switch
 from flatout.train.step import Compute, Stepper
 from flatout.words import duration
@@ -102,6 +103,8 @@ def resolve(
     """
     machine = fingerprint().as_dict()
     plain = _plain_choices(requested, stepper, allow)
+    if compute is not None and batches:
+        plain |= _rows_at_once(requested, stepper, batches[0], allow)
     start = requested.resolve(plain, machine, facts)
     if compute is None or not batches:
         return Decision(start)
@@ -119,7 +122,9 @@ def resolve(
     if not _is_open(requested, allow):
         return Decision(start)
     try:
-        search, why_not = _checked(check, requested, stepper, facts, allow, steps, began)
+        search, why_not = _checked(
+            check, requested, stepper, batches[0], facts, allow, steps, began
+        )
     except (RuntimeError, MemoryError) as error:
         # Of the passes that leave no trace; plain steps may well fit.
         if not (isinstance(error, OutOfMemory) or is_out_of_memory(error)):
@@ -128,7 +133,7 @@ def resolve(
         search, why_not = None, "memory does not suffice to try other settings"
     if search is None:
         if planned is not None and why_not == _too_short(steps):
-            options = _options(requested, stepper, facts, allow)
+            options = _options(requested, stepper, batches[0], facts, allow)
             chosen, words = choose_precision(check, options, facts, planned)
             start = requested.resolve({**plain, **chosen}, machine, facts)
             why_not = words or why_not
@@ -142,6 +147,7 @@ def _checked(
     check: FirstCheck,
     requested: Recipe,
     stepper: Stepper,
+    batch: Batch,
     facts: ModelFacts,
     allow: Parity,
     steps: int | None,
@@ -149,7 +155,7 @@ def _checked(
 ) -> tuple[Search | None, str]:
     """What to search, or why nothing."""
     budget, plain = check.budget, check.plain
-    options = _options(requested, stepper, facts, allow)
+    options = _options(requested, stepper, batch, facts, allow)
     threads = requested.get("process.threads") == "auto" and allow >= Parity.TOLERANT
     # What is drawn by sample does not reach into compiled code.
     compiles = (
@@ -358,11 +364,30 @@ def _plain_choices(requested: Recipe, stepper: Stepper, allow: Parity) -> Choice
     return choices
 
 
+def _rows_at_once(requested: Recipe, stepper: Stepper, batch: Batch, allow: Parity) -> Choices:
+    """Steps by rows where tables are so large that a trial would show nothing else.
+
+    Not one dense gradient of such a table is made, nor waited for.
+    """
+    field = "compute.touched_rows"
+    if requested.get(field) != "auto" or allow < Parity.TOLERANT:
+        return {}
+    if stepper.switch.now.touched_rows == "on":  # another job of the same run
+        return {field: _choice("on", "as before", Parity.TOLERANT)}
+    tables = Tables.of(stepper.switch.model, stepper.switch.optimizers)
+    if not tables.outgrow(batch, surely=True):
+        return {}
+    return {field: _choice("on", tables.share_words(batch), Parity.TOLERANT)}
+
+
 class _Job:
     """What is trained as settings ask about it."""
 
-    def __init__(self, switch: Switch) -> None:
+    def __init__(self, switch: Switch, batch: Batch) -> None:
         device = switch.device
+        self.has_large_tables = switch.now.touched_rows == "off" and Tables.of(
+            switch.model, switch.optimizers
+        ).outgrow(batch)
         self.has_gpu = device.type == "cuda"
         self.could_use_bf16 = _has_bf16_units(device)
         self.has_tf32_units = self.has_gpu and torch.cuda.get_device_capability(device) >= (8, 0)
@@ -377,12 +402,14 @@ class _Job:
         self.returns_memory = device.type == "cpu" and allocator.supported() and not keeps
 
 
-def _options(requested: Recipe, stepper: Stepper, facts: ModelFacts, allow: Parity) -> list[Option]:
+def _options(
+    requested: Recipe, stepper: Stepper, batch: Batch, facts: ModelFacts, allow: Parity
+) -> list[Option]:
     """Options that are open in the request, fit model and machine, and lie within `allow`.
 
     What earlier jobs on this machine have chosen comes first.
     """
-    job, votes = _Job(stepper.switch), auto_cache.chosen_here()
+    job, votes = _Job(stepper.switch, batch), auto_cache.chosen_here()
     options = [
         Option(field, trial)
         for field in _MEASURED

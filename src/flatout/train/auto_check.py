@@ -183,7 +183,7 @@ class FirstCheck:
             try:
                 with self._leaving_no_trace():
                     gradients, seconds = self._passes(self._under(options), twice=True)
-                same = all(g is None or bool(g.isfinite().all()) for g in gradients)
+                same = all(map(_is_finite, gradients))
                 if options and (not same or self._differ(options[0], plain, gradients, facts)):
                     continue
                 forward = self.forward_of_some(options) if options else plain_s
@@ -223,7 +223,7 @@ class FirstCheck:
         if seconds > _FAR_SLOWER * plain_s:
             times = f"{seconds / plain_s:.1f}"
             self.dropped[option.field] = f"a few samples take {times} times as long with it"
-        elif not all(g is None or bool(g.isfinite().all()) for g in gradients):
+        elif not all(map(_is_finite, gradients)):
             self.dropped[option.field] = "gave NaN"
         elif why := self._differ(option, plain, gradients, facts):
             self.dropped[option.field] = why
@@ -272,7 +272,7 @@ class FirstCheck:
             value = self._compute(batch)
         loss = value[0] if isinstance(value, tuple) else value
         loss.backward()  # type: ignore[no-untyped-call]
-        found = [loss.detach(), *map(_dense, (p.grad for p in update.parameters))]
+        found = [loss.detach(), *map(_summed, (p.grad for p in update.parameters))]
         update.forget()
         return found
 
@@ -292,12 +292,25 @@ class FirstCheck:
             self.budget.before_s = before + self._clock() - began
 
 
-def _dense(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
+def _summed(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """A sparse one with each row once: in full it may be as large as memory."""
+    return gradient.coalesce() if gradient is not None and gradient.is_sparse else gradient
+
+
+def _values(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+def _is_finite(gradient: torch.Tensor | None) -> bool:
+    return gradient is None or bool(_values(gradient).isfinite().all())
 
 
 def _equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    return a is b if a is None or b is None else torch.equal(a, b)
+    if a is None or b is None:
+        return a is b
+    if a.is_sparse and b.is_sparse:
+        return torch.equal(a.indices(), b.indices()) and torch.equal(a.values(), b.values())
+    return torch.equal(*(g.to_dense() if g.is_sparse else g for g in (a, b)))
 
 
 def _difference(plain: Gradients, others: Gradients) -> float:
@@ -308,6 +321,8 @@ def _difference(plain: Gradients, others: Gradients) -> float:
             if a is not b:
                 return float("inf")
             continue
-        differing += float((a - b).norm()) ** 2
-        norm += float(a.norm()) ** 2
+        if a.is_sparse != b.is_sparse:
+            a, b = (g.to_dense() if g.is_sparse else g for g in (a, b))
+        differing += float(_values(a - b).norm()) ** 2
+        norm += float(_values(a).norm()) ** 2
     return (differing / norm) ** 0.5 if norm else 0.0 if not differing else float("inf")

@@ -18,6 +18,9 @@ from flatout.measure.roofline import bound, predicted
 from flatout.recipe import SETTINGS, phrase
 from flatout.words import counted, duration, rounded
 
+TABLES = "tables: "
+"""How the note begins that tells how embedding tables are stepped."""
+
 _WIDTH = 80
 _BAR = 20
 # Columns of a trial's name; of a longer one the figures stand on a line of their own.
@@ -170,7 +173,13 @@ class Explanation:
             full: what bars are made of.
             empty: what is left of them.
         """
-        parts = [self._tuning(), self._choices(), self._features(), self._roofline(full, empty)]
+        parts = [
+            self._tuning(),
+            self._choices(),
+            self._tables(),
+            self._features(),
+            self._roofline(full, empty),
+        ]
         written = [part for one in parts if (part := list(one))]
         return [line.rstrip() for part in written for line in (*part, "")][:-1]
 
@@ -222,6 +231,11 @@ class Explanation:
             value = f"{field} = {recipe['values'].get(field)}"
             yield f"  {value}" + (f"  {measured[field]}" if measured.get(field) else "")
             yield from _wrapped(reason, 4)
+
+    def _tables(self) -> Iterator[str]:
+        for note in self.history.get("notes", ()):
+            if note.startswith(TABLES):
+                yield from _wrapped(note)
 
     def _features(self) -> Iterator[str]:
         found = self.history.get("features")

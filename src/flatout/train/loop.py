@@ -62,6 +62,7 @@ from flatout.train.rank_trial import RankTrial, is_trial
 from flatout.train.rehearsal import is_compiled, rehearse
 from flatout.train.requested import requested_here
 from flatout.train.resume import Resume, job_of, own_state_of, state_of
+from flatout.train.row_tables import Tables
 from flatout.train.running_mean import mean_of
 from flatout.train.settings import Settings, Switch
 from flatout.train.step import Compute, Stepper
@@ -181,6 +182,7 @@ class Loop:
         self._live: Live | None = None
         self.pace = Pace(ONE.collectives)
         self.parts = Parts(lambda line: self.say(line))
+        self._tables_said = ""
         self.evaluate_batch = EvaluateBatch(self.tell)
 
     @cached_property
@@ -277,6 +279,7 @@ class Loop:
             self._saved = (self.epoch, self.step_count)
         elif world.is_first:
             self.stepper.notes += elsewhere  # after a resume the History has them
+        self._tell_of_tables(first)
         follow_rule(self)
         # A Trainer's loss calls the model with what it is given.
         calls = Calls(model) if self.told is None else None
@@ -379,6 +382,23 @@ class Loop:
             line = captured_line(tuner.search, tuner.beside)
         if line:
             self.note(line)
+        self._tell_of_tables([])
+
+    def _tell_of_tables(self, first: list[Batch]) -> None:
+        """Say how embedding tables are stepped, where that is by rows, or large ones cannot be."""
+        switch, tables = self.stepper.switch, self.stepper.switch.tables
+        if tables is None and first and self._may_step_by_rows():
+            found = Tables.of(switch.model, switch.optimizers)
+            tables = found if found.are_whole_though_large(first[0]) else None
+        if tables is None or tables.words == self._tables_said:
+            return
+        self._tables_said = tables.words
+        (self.note if self.resume is None else self.say)(tables.words)
+
+    def _may_step_by_rows(self) -> bool:
+        asked = self.requested.compute.touched_rows
+        is_allowed = asked == "auto" and self.allow >= Parity.TOLERANT
+        return self.device.type == "cpu" and (is_allowed or asked == "on")
 
     def be_ready(self, model: nn.Module) -> None:
         """Place a model that is evaluated before it was trained."""

@@ -19,7 +19,6 @@ from flatout.models import (
     keep_in_fp32,
     lay_out,
     recompute_activations,
-    row_tables,
 )
 from flatout.optim import (
     Optimizers,
@@ -30,9 +29,9 @@ from flatout.optim import (
     defuse,
     fuse,
     is_fused,
-    steppable_rows,
 )
 from flatout.recipe import SETTINGS, ResolvedRecipe
+from flatout.train.row_tables import Tables
 
 Undo = Callable[[], None]
 
@@ -80,6 +79,7 @@ class Switch:
         self.now = Settings(**asked)
         self._undo: dict[str, list[Undo]] = {}
         self.rows: dict[torch.optim.Optimizer, TouchedRows] = {}
+        self.tables: Tables | None = None  # where some are stepped by rows
 
     def use(self, wanted: Settings) -> None:
         """Bring model, optimizer and process from what they are to `wanted`."""
@@ -171,8 +171,8 @@ class Switch:
 
     def touch_rows(self) -> list[Undo]:
         """Tables are stepped by the rows that a batch has used."""
-        modules, _ = row_tables(self.model)
-        for optimizer, own in steppable_rows(self.optimizers, modules).items():
+        self.tables = Tables.of(self.model, self.optimizers)
+        for optimizer, own in self.tables.by_rows.items():
             self.rows[optimizer] = TouchedRows(optimizer, own)
             self.rows[optimizer].attach()
         return [self._leave_rows]
@@ -181,6 +181,7 @@ class Switch:
         for rows in self.rows.values():
             rows.detach()
         self.rows.clear()
+        self.tables = None
 
     def settle_rows(self) -> None:
         """Bring all rows of tables up to date, for someone who reads them whole."""

@@ -3,7 +3,7 @@
 from typing import Any, Literal
 
 from flatout.recipe.parity import ModelFacts, Parity, redrawn_if
-from flatout.recipe.setting import Flag, Live, OnOff, Section, Switch, Trial, setting
+from flatout.recipe.setting import Flag, Live, Section, Switch, Trial, setting
 
 
 def _memory_format(facts: ModelFacts) -> Parity:
@@ -103,16 +103,21 @@ class Compute(Section):
         ),
         cure="flatout.cures.fused:fuse_steps",
     )
-    touched_rows: OnOff = setting(
-        "off",
+    touched_rows: Switch = setting(
+        "auto",
         "Tables of embeddings (`nn.Embedding`, `nn.EmbeddingBag`, float32, on a CPU) are stepped "
         "by the rows that a batch has used, by Adam, AdamW, SGD, RMSprop and Adagrad. A row is "
         "brought through the steps that it missed before it is read, and all rows are before code "
-        "reads a whole table, so the result is that of the dense optimizer.",
+        "reads a whole table, so the result is that of the dense optimizer. `auto`: taken where "
+        "tables have many more rows than a batch has ids, tried where they have more.",
+        plain="off",
         parity=Parity.TOLERANT,
         words="touched rows only",
-        cure="flatout.cures.touched_rows:step_rows",
+        trial=Trial(
+            "on", lambda job: job.has_large_tables, why="a batch reads few of the tables' rows"
+        ),
         live=Live(lambda at, value: at.touch_rows(), layer=6),
+        cure="flatout.cures.touched_rows:step_rows",
     )
     compile: Switch = setting(
         "auto",

@@ -1,0 +1,130 @@
+"""Which embedding tables of a job can be stepped by rows, and whether that needs a trial."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from flatout.data import Batch, tensors_in
+from flatout.models import adapter_of, row_tables
+from flatout.optim import steppable_rows, why_whole
+from flatout.train.explanation import TABLES
+from flatout.words import counted
+
+# Tables of fewer numbers in all are stepped whole sooner than by rows; from this many on, steps by
+# rows need no trial where a batch reads but a small part.
+_FEW, _MANY = 1 << 16, 1 << 21
+# Of the numbers that a batch reads at most, tables have so many times as many: then steps by rows
+# are tried, or taken. A dense step moves 40 bytes of each number, one by rows about twice that.
+_TRIED, _TAKEN = 2, 8
+# A table is left to its optimizer where it is this small beside all tables: calls take longer.
+_SMALL, _SMALL_SHARE = 1 << 14, 1 / 64
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Tables:
+    """The tables of a model.
+
+    Attributes:
+        by_rows: those that can be stepped by rows, by optimizer.
+        names: of these, each once, with their rows.
+        whole: by name, why others are stepped whole.
+        sizes: rows and width of every table that is there, those that are stepped whole as well.
+    """
+
+    by_rows: dict[torch.optim.Optimizer, list[nn.Parameter]]
+    names: dict[str, int]
+    whole: dict[str, str]
+    sizes: dict[str, tuple[int, int]]
+
+    @classmethod
+    def of(cls, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Tables:
+        """Looks only; changes nothing."""
+        modules, whole = row_tables(model)
+        tables = list(adapter_of(model).tables())
+        named = {id(module): name for name, module, _ in tables}
+        weights: dict[str, Any] = {named[id(module)]: module.weight for module in modules}
+        numbers = sum(weight.numel() for weight in {id(w): w for w in weights.values()}.values())
+        names: dict[int, tuple[str, int]] = {}
+        kept = []
+        for module, (name, weight) in zip(modules, weights.items(), strict=True):
+            why = why_whole(optimizers, weight)
+            if not why and weight.numel() < min(_SMALL, _SMALL_SHARE * numbers):
+                why = "small"
+            if why:
+                whole[name] = why
+            else:
+                kept.append(module)
+                names.setdefault(id(weight), (name, len(weight)))
+        sizes = {
+            name: (rows, width)
+            for name, module, rows in tables
+            if (width := getattr(module, "embedding_dim", None))
+        }
+        return cls(steppable_rows(optimizers, kept), dict(names.values()), whole, sizes)
+
+    def outgrow(self, batch: Batch, *, surely: bool = False) -> bool:
+        """Whether steps by rows could be faster than those of a dense optimizer.
+
+        Args:
+            batch: of its inputs, each number may be an id.
+            surely: whether they are, without a trial.
+        """
+        ids = most_ids(batch)
+        sizes = [self.sizes[name] for name in self.names if name in self.sizes]
+        return _outgrow(sizes, ids, surely=surely)
+
+    def are_whole_though_large(self, batch: Batch) -> bool:
+        """Whether there are large tables that cannot be stepped by rows."""
+        ids = most_ids(batch)
+        found = [self.sizes[name] for name, why in self.whole.items() if why != "small"]
+        return _outgrow(found, ids, surely=True)
+
+    def share_words(self, batch: Batch) -> str:
+        """How few of the rows a batch reads."""
+        rows = sum(self.names.values())
+        read = sum(min(one, most_ids(batch)) for one in self.names.values())
+        return f"a batch reads at most {read:,} of {rows:,} rows"
+
+    @property
+    def words(self) -> str:
+        """The line that tells how the tables are stepped."""
+        parts = []
+        if self.names:
+            kinds = dict.fromkeys(type(optimizer).__name__ for optimizer in self.by_rows)
+            parts = [
+                f"{len(self.names)} of {sum(self.names.values()):,} rows",
+                f"touched rows only, dense {' and '.join(kinds)}'s result (rounding)",
+            ]
+        if self.whole:
+            parts.append(f"stepped whole: {self._whole_words()}")
+        return f"{TABLES}{' · '.join(parts)}"
+
+    def _whole_words(self) -> str:
+        reasons = Counter(self.whole.values())
+        said = []
+        for why, count in reasons.most_common(_SHOWN):
+            name = next(name for name, one in self.whole.items() if one == why)
+            said.append(f"{name if count == 1 else counted(count, 'table')} ({why})")
+        left = len(reasons) - len(said)
+        return ", ".join(said) + (
+            f", and others for {counted(left, 'other reason')}" if left else ""
+        )
+
+
+def most_ids(batch: Batch) -> int:
+    """How many ids a batch can have at most."""
+    return sum(tensor.numel() for tensor in tensors_in(batch.inputs))
+
+
+def _outgrow(sizes: Sequence[tuple[int, int]], ids: int, *, surely: bool) -> bool:
+    there = sum(rows * width for rows, width in sizes)
+    read = sum(min(rows, ids) * width for rows, width in sizes)
+    least, times = (_MANY, _TAKEN) if surely else (_FEW, _TRIED)
+    return there >= least and there >= times * read
