@@ -2,6 +2,9 @@
 
 import copy
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +17,8 @@ from flatout.data import Ids
 from flatout.data.schema import Column
 from flatout.errors import CheckpointError, DataError
 from flatout.recipe import Recipe, Save
+
+WEEK = Path(__file__).with_name("scripts_killed_week.py")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -258,3 +263,19 @@ def test_a_resume_in_the_middle_of_a_day_is_bitwise(days):
     assert not any(line.startswith("before training") for line in said)
     assert same(again.model, whole.model)
     assert again.signature.ids.digest == whole.signature.ids.digest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [[], ["compute.touched_rows=on"]], ids=["dense", "touched"])
+def test_a_week_that_was_killed_is_the_undisturbed_week(tmp_path, settings):
+    done = subprocess.run(
+        [sys.executable, WEEK, tmp_path, "14", "3", *settings],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert sum(result["killed"]) >= 7
+    assert result["rows"][0] > 100
+    assert result["rows"][2] == 7  # trainings
