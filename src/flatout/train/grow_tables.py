@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from flatout.data import Growth, digest_of
 from flatout.errors import DataError, ModelError
 from flatout.measure import available_bytes
-from flatout.models import adapter_of
+from flatout.models import KerasOptimizer, adapter_of, set_table_rows, table_weight
 from flatout.words import size_words
 
 # Elements of a table as it was built that are kept, for new rows to be drawn from.
@@ -54,22 +54,13 @@ def tables_of(model: nn.Module) -> dict[str, Any]:
     return found
 
 
-def weight_of(table: Any) -> nn.Parameter:
-    """The weights of a table, of shape (rows, width)."""
-    variable = getattr(table, "_embeddings", None)
-    found = table.weight if variable is None else variable.value
-    if not isinstance(found, nn.Parameter) or found.dim() != 2:
-        raise ModelError(f"the weights of the table {type(table).__name__} are no parameter")
-    return found
-
-
 def as_built(tables: Mapping[str, Any]) -> dict[str, Tensor]:
     """Some elements of each table, from which elements of new rows are drawn."""
     return {name: _elements(table) for name, table in tables.items()}
 
 
 def _elements(table: Any) -> Tensor:
-    weight = weight_of(table).detach()
+    weight = table_weight(table).detach()
     padding = getattr(table, "padding_idx", None)
     flat = weight.reshape(-1)
     if padding is not None and len(weight) > 1:
@@ -105,7 +96,7 @@ def check_memory(
     """
     wanted, words = 0, []
     for name, one in rows.items():
-        weight = weight_of(tables[name])
+        weight = table_weight(tables[name])
         if one.size > len(weight) and weight.is_cpu:
             row = weight.shape[1] * weight.element_size()
             # Both are there while rows are copied.
@@ -120,7 +111,7 @@ def check_memory(
         )
 
 
-def _states(optimizer: Any, weight: nn.Parameter) -> int:
+def _states(optimizer: Any, weight: Tensor) -> int:
     held = optimizer.state.get(weight) if optimizer is not None else None
     if held:
         return sum(torch.is_tensor(v) and v.shape == weight.shape for v in held.values())
@@ -147,7 +138,7 @@ def set_rows(
     """
     done: dict[int, str] = {}
     for name, one in rows.items():
-        weight = weight_of(tables[name])
+        weight = table_weight(tables[name])
         if id(weight) not in done:
             done[id(weight)] = name
             fresh = _fresh(one, len(weight))
@@ -155,23 +146,26 @@ def set_rows(
             old = weight.shape
             weight.data = _arranged(weight.data, one, fresh, built[name], generator)
             weight.grad = None
-            for state in _state_of(optimizer, weight):
-                for key, value in state.items():
-                    if torch.is_tensor(value) and value.shape == old:
-                        start = value.new_full((1,), _begins_at(optimizer, weight, key))
-                        state[key] = _arranged(value, one, fresh, start, generator)
-        _tell(tables[name], weight)
+
+            def change(
+                key: str, value: Tensor, weight: Any = weight, of: Any = (one, fresh)
+            ) -> Any:
+                start = value.new_full((1,), _begins_at(optimizer, weight, key))
+                return _arranged(value, *of, start, torch.default_generator)
+
+            _change_state(optimizer, weight, old, change)
+        set_table_rows(tables[name])
 
 
 def resize(table: Any, size: int, optimizer: Any = None) -> None:
     """Give a table as many rows as weights have that are loaded next, and state if there is any."""
-    weight = weight_of(table)
+    weight = table_weight(table)
+    old = weight.shape
     if len(weight) != size:
         weight.data = weight.data.new_zeros(size, weight.shape[1])
         weight.grad = None
-        if optimizer is not None:
-            optimizer.state.pop(weight, None)
-    _tell(table, weight)
+        _change_state(optimizer, weight, old, lambda _, value: value.new_zeros(weight.shape))
+    set_table_rows(table)
 
 
 def _fresh(one: Rows, there: int) -> Tensor:
@@ -212,25 +206,29 @@ def _generator(key: str, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(int(digest_of(key, name)[:15], 16))
 
 
-def _state_of(optimizer: Any, weight: nn.Parameter) -> Iterable[dict[str, Any]]:
-    return [optimizer.state[weight]] if optimizer is not None and weight in optimizer.state else []
+@torch.no_grad()
+def _change_state(
+    optimizer: Any, weight: Tensor, old: torch.Size, change: Callable[[str, Tensor], Tensor]
+) -> None:
+    """Change the tensors of an optimizer's state that have an element for each of a weight."""
+    if isinstance(optimizer, KerasOptimizer):
+        optimizer.change_state(weight, old, change)
+    elif optimizer is not None and weight in optimizer.state:
+        state = optimizer.state[weight]
+        for key, value in state.items():
+            if torch.is_tensor(value) and value.shape == old:
+                state[key] = change(key, value)
 
 
-def _begins_at(optimizer: Any, weight: nn.Parameter, key: str) -> float:
+def _begins_at(optimizer: Any, weight: Tensor, key: str) -> float:
     """What an element of the optimizer's state is before its first step."""
+    if isinstance(optimizer, KerasOptimizer):
+        is_sum = key == "_accumulators"
+        return float(getattr(optimizer.keras, "initial_accumulator_value", 0.0)) if is_sum else 0.0
     for group in optimizer.param_groups:
         if key == "sum" and any(weight is one for one in group["params"]):
             return float(group.get("initial_accumulator_value", 0.0))
     return 0.0
-
-
-def _tell(table: Any, weight: nn.Parameter) -> None:
-    """Let a module know how many rows its weights have."""
-    if isinstance(table, (nn.Embedding, nn.EmbeddingBag)):
-        table.num_embeddings = len(weight)
-    elif hasattr(table, "_embeddings"):
-        table.input_dim = len(weight)
-        table._embeddings._shape = tuple(weight.shape)
 
 
 def readers_of(
@@ -260,7 +258,7 @@ def readers_of(
             own = [c for c, held in numbers if held.start <= low and high < held.stop]
             column = own[0] if own else None
             found[name] = column if found.get(name, column) == column else None
-            inside = ids.remainder(len(weight_of(table))).to(given[0].dtype)
+            inside = ids.remainder(len(table_weight(table))).to(given[0].dtype)
             if args:
                 return (inside, *args[1:]), kwargs
             return args, {**kwargs, next(iter(kwargs)): inside}

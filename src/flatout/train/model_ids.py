@@ -20,7 +20,7 @@ from flatout.data import (
     digest_of,
 )
 from flatout.errors import CheckpointError, DataError, FlatoutError
-from flatout.models import adapter_of
+from flatout.models import adapter_of, table_weight
 from flatout.save import Folder, load_weights_file, save_model
 from flatout.train.compute import call
 from flatout.train.evaluate import evaluating
@@ -32,7 +32,6 @@ from flatout.train.grow_tables import (
     resize,
     set_rows,
     tables_of,
-    weight_of,
 )
 from flatout.train.snapshot import untouched
 from flatout.words import counted
@@ -220,7 +219,7 @@ def learn_ids(
                 f"no table of the model reads column {column!r} as it is, so none was enlarged: it "
                 f"has to have {after.size:,} rows"
             )
-    sizes = {name: len(weight_of(tables[name])) for name in readers}
+    sizes = {name: len(table_weight(tables[name])) for name in readers}
     return ModelIds({c: after for c, (after, _) in grown.items()}, readers, sizes, built)
 
 

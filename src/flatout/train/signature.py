@@ -137,7 +137,9 @@ def as_classes(names: Any) -> tuple[str, ...]:
     return found
 
 
-def with_room(metadata: Mapping[str, str], path: str, model: nn.Module) -> Signature | None:
+def with_room(
+    metadata: Mapping[str, str], path: str, model: nn.Module, optimizer: Any
+) -> Signature | None:
     """What a model file says of the model's data, whose tables get the rows that it has.
 
     Raises:
@@ -146,7 +148,7 @@ def with_room(metadata: Mapping[str, str], path: str, model: nn.Module) -> Signa
     found = Signature.of(metadata, path, ModelIds.load(path))
     if found is None or found.ids is None:
         return found
-    return replace(found, ids=make_room(model, found.ids, path))
+    return replace(found, ids=make_room(model, found.ids, path, optimizer))
 
 
 def learned(

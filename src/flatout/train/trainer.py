@@ -278,9 +278,12 @@ class Trainer:
             return written
         source, validation = objective.to_fit(data, self.loop, drop_last=drop_last)
         self.loop = Loop(**self._loop_arguments, resume=resume)
+        if self.optimizer is None and isinstance(source, Pipeline) and source.id_columns:
+            self._know(objective.build(source, self.loop))  # there are tables by now
         before = self._before_training(validation)
         source, validation = self.learn(source, validation)
         self._know(objective.build(source, self.loop))
+        before = before or self._before_training(validation)
         objective.weigh_classes(source, self.loop, self.classes)
         shown = progress_of(verbose) if progress is None else progress
         ours, theirs = objective.apart(callbacks)
@@ -305,8 +308,10 @@ class Trainer:
 
         Empty where there is none, and in a fit that goes on from a checkpoint.
         """
-        is_due, self._is_warm = self._is_warm and self.optimizer is not None, False
-        if not is_due or validation is None or self.loop.found is not None:
+        if not self._is_warm or self.optimizer is None:
+            return {}
+        self._is_warm = False
+        if validation is None or self.loop.found is not None:
             return {}
         loop, random = self.loop, random_state()
         # What an evaluation decides for itself is not for the fit to know.
@@ -436,7 +441,7 @@ class Trainer:
         found: list[Signature | None] = []
 
         def prepare(metadata: dict[str, str]) -> None:
-            found.append(with_room(metadata, str(path), self.model))
+            found.append(with_room(metadata, str(path), self.model, self.optimizer))
 
         load_model_file(path, self.model, prepare)
         self._know(found[0])

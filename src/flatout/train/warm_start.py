@@ -45,13 +45,15 @@ def warm_start(
     path = str(source).rstrip("/")
     if is_model_file(path) or path.endswith(TORCH_FILES):
         weights, metadata = load_weights_file(path)
-        signature = with_room(metadata, path, model)
+        signature = with_room(metadata, path, model, optimizer)
         check_fits(weights_of(model), weights, where=path)
         load_weights(model, weights)
         return "warm start: weights kept, optimizer new", signature
     loaded = _load(path)
     state = loaded.state.get("ids")
-    ids = None if state is None else make_room(model, ModelIds.of_state(state, path), path)
+    ids = (
+        None if state is None else make_room(model, ModelIds.of_state(state, path), path, optimizer)
+    )
     check_fits(weights_of(model), loaded.model, where=path)
     check_optimizers([optimizer], loaded.state)
     signature = Signature.of(loaded.metadata, path, ids)

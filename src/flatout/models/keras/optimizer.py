@@ -22,6 +22,7 @@ import torch
 from flatout.data import code_digest, is_library
 from flatout.errors import ModelError
 from flatout.models.keras.build_again import build_again
+from flatout.models.keras.tables import set_shape
 
 Tensors = list[torch.Tensor]
 # Attributes of Keras' optimizers that its `get_config` has too.
@@ -30,6 +31,9 @@ _OPTIONS = (
     "ema_overwrite_frequency", "loss_scale_factor", "gradient_accumulation_steps", "beta_1",
     "beta_2", "epsilon", "amsgrad", "momentum", "nesterov", "rho", "centered",
 )  # fmt: skip
+
+# Lists of variables that are none of the state of one.
+_NOT_STATE = ("_variables", "_trainable_variables")
 
 
 class KerasOptimizer(torch.optim.Optimizer):
@@ -273,6 +277,32 @@ class KerasOptimizer(torch.optim.Optimizer):
 
     def _rate(self) -> float:
         return float(self._inner._get_current_learning_rate())
+
+    def change_state(
+        self,
+        parameter: torch.Tensor,
+        shape: torch.Size,
+        change: Callable[[str, torch.Tensor], torch.Tensor],
+    ) -> None:
+        """Change what Keras keeps for each element of a parameter, such as its averages.
+
+        Args:
+            parameter: of one of the variables.
+            shape: that the parameter has had, and its state has.
+            change: gives the new tensor for the name of a list of Keras' and the old tensor.
+        """
+        inner = self._inner
+        variable = next((v for v in self._variables if v._value is parameter), None)
+        if variable is None or not inner.built:
+            return
+        at = inner._get_variable_index(variable)
+        for name, held in vars(inner).items():
+            if not isinstance(held, list) or name in _NOT_STATE or len(held) <= at:
+                continue
+            one = held[at]
+            if hasattr(one, "_value") and one._value.shape == shape:
+                one._value.data = change(name, one._value.data)
+                set_shape(one)
 
     def options(self) -> dict[str, Any]:
         """What the Keras optimizer was made with, as plain values by dotted name."""

@@ -1,0 +1,43 @@
+"""The weights of embedding tables, of torch or Keras, which may get other rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from flatout.errors import ModelError
+from flatout.models.keras import tables as keras_tables
+
+_KINDS = (nn.Embedding, nn.EmbeddingBag)
+
+
+def table_weight(table: Any) -> torch.Tensor:
+    """The weights of a table, of shape (rows, width).
+
+    Args:
+        table: a module as `TorchModel.tables` gives it.
+
+    Raises:
+        ModelError: it is not built yet, or its weights are no parameter of its own.
+    """
+    try:
+        found = table.weight if isinstance(table, _KINDS) else keras_tables.weight_of(table)
+    except AttributeError as error:
+        raise ModelError(
+            f"the table {type(table).__name__} has no weights yet",
+            do="build the model first, as by keras.Input or model.build(shape)",
+        ) from error
+    if not isinstance(found, nn.Parameter) or found.dim() != 2:
+        raise ModelError(f"the weights of the table {type(table).__name__} are no parameter")
+    return found
+
+
+def set_table_rows(table: Any) -> None:
+    """Let a module know how many rows its weights have by now."""
+    rows = len(table_weight(table))
+    if isinstance(table, _KINDS):
+        table.num_embeddings = rows
+    else:
+        keras_tables.set_rows(table, rows)
