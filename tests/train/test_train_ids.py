@@ -17,6 +17,8 @@ from flatout.data import Ids
 from flatout.data.schema import Column
 from flatout.errors import CheckpointError, DataError
 from flatout.recipe import Recipe, Save
+from flatout.save.export import export
+from flatout.train.callbacks import BestCheckpoint
 
 WEEK = Path(__file__).with_name("scripts_killed_week.py")
 
@@ -33,7 +35,7 @@ def days(tmp_path):
     """Three days, and a finished fit of the first in the folder `one`."""
     paths = [write_day(tmp_path, day) for day in range(3)]
     job = trainer(run=tmp_path / "one")
-    fit(job, paths[0])
+    fit(job, paths[0], callbacks=[BestCheckpoint("val_loss")])
     return paths, job, tmp_path
 
 
@@ -163,6 +165,18 @@ def test_the_file_beside_comes_back(days, tmp_path):
     with pytest.raises(CheckpointError, match=r"which is not there") as error:
         trainer(Clicks(rows=len(job.model.factors.weight))).load(path)
     assert "beside the model" in error.value.do
+
+
+def test_exported_from_a_run(days, tmp_path):
+    paths, job, folder = days
+    for source, target in ((folder / "one", "plain"), (tmp_path / "plain.safetensors", "again")):
+        export(source, tmp_path / f"{target}.safetensors")
+        other = trainer(Clicks(rows=5))
+        other.load(tmp_path / f"{target}.safetensors")
+        held_out = batches(paths[1])[1]
+        assert other.evaluate(held_out) == job.evaluate(held_out)
+    job.load_best()
+    assert job.signature.ids is not None
 
 
 def test_the_map_of_another_model(days):

@@ -7,6 +7,9 @@ from flatout.save.export import export_program_of as export_program_of
 from flatout.save.fits import check_fits as check_fits
 from flatout.save.foreign import TORCH_FILES as TORCH_FILES
 from flatout.save.foreign import read_weights_of as read_weights_of
+from flatout.save.ids_file import ids_beside as ids_beside
+from flatout.save.ids_file import load_ids as load_ids
+from flatout.save.ids_file import save_ids as save_ids
 from flatout.save.in_use import InUse as InUse
 from flatout.save.keras_export import is_keras_file as is_keras_file
 from flatout.save.model_file import is_model_file as is_model_file

@@ -15,10 +15,12 @@ from torch import Tensor, nn
 
 from flatout.errors import CheckpointError, ModelError
 from flatout.save.best import Which
+from flatout.save.checkpoint import read_state
 from flatout.save.fits import check_fits
 from flatout.save.foreign import Weights, read_weights_of
+from flatout.save.ids_file import load_ids, save_ids
 from flatout.save.keras_export import KerasFile, is_keras_file, write
-from flatout.save.model_file import MODEL, save_model
+from flatout.save.model_file import MODEL, is_model_file, save_model
 from flatout.save.names import DDP, LIGHTNING, all_begin, without_levels
 from flatout.save.storage import Folder
 
@@ -112,6 +114,7 @@ def export(
     weights = read_weights_of(source, which)
     plain, stripped = _plain_names(weights, prefix)
     tensors = {plain[name]: tensor for name, tensor in weights.tensors.items() if name in plain}
+    _export_ids(source, path, weights)
     written = save_model(path, tensors, weights.metadata)
     left_out = [name for name in weights.tensors if name not in plain]
     return Export(
@@ -124,6 +127,21 @@ def export(
         which=weights.which,
         kept=tuple(kept.words() for kept in weights.kept),
     )
+
+
+def _export_ids(
+    source: str | os.PathLike[str], path: str | os.PathLike[str], weights: Weights
+) -> None:
+    """Write the ids of the model, where it has some, beside its weights."""
+    if weights.checkpoint is None:
+        found = load_ids(source) if is_model_file(source) else None
+    elif any('"ids"' in text for text in weights.metadata.values()):
+        state = read_state(weights.checkpoint)["ids"]
+        found = state["header"], state["tensors"]
+    else:
+        found = None
+    if found is not None:
+        save_ids(path, *found)
 
 
 def export_program(

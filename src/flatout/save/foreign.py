@@ -41,6 +41,7 @@ class Weights:
         which: of a run, whether these are its "best" or its "last".
         score: of these, as a figure in words; "" where none is known.
         kept: what the run has: its best and its last, where they differ.
+        checkpoint: the folder of the checkpoint that they are of.
     """
 
     tensors: dict[str, Tensor]
@@ -52,6 +53,7 @@ class Weights:
     which: str | None = None
     score: str = ""
     kept: list[Kept] = field(default_factory=list)
+    checkpoint: Folder | None = None
 
 
 def read_weights_of(source: str | os.PathLike[str], which: Which | None = None) -> Weights:
@@ -89,7 +91,7 @@ def _of_folder(folder: Folder, which: Which | None) -> Weights:
     if folder.exists(MANIFEST):
         _refuse_choice(which, folder)
         tensors, where, metadata = read_weights(folder)
-        return Weights(tensors, where, own=True, metadata=metadata)
+        return Weights(tensors, where, own=True, metadata=metadata, checkpoint=folder)
     for place in (folder, folder.child("checkpoints")):
         if any(map(is_checkpoint, place.list())):
             kept = kept_in(place)
@@ -106,7 +108,8 @@ def _of_folder(folder: Folder, which: Which | None) -> Weights:
 
 
 def _of_run(checkpoints: Folder, kept: list[Kept], chosen: Kept) -> Weights:
-    tensors, where, metadata = read_weights(checkpoints.child(chosen.checkpoint))
+    folder = checkpoints.child(chosen.checkpoint)
+    tensors, where, metadata = read_weights(folder)
     if chosen.weights is not None:
         tensors = {name: chosen.weights[name] for name in tensors}
     kept = kept if len(kept) > 1 else []
@@ -118,6 +121,7 @@ def _of_run(checkpoints: Folder, kept: list[Kept], chosen: Kept) -> Weights:
         which=chosen.which,
         score=chosen.score,
         kept=kept,
+        checkpoint=folder,
     )
 
 

@@ -136,25 +136,27 @@ def set_rows(
         optimizer: whose state of these tables changes with them, or None.
         built: elements by name, from `as_built`.
     """
-    done: dict[int, str] = {}
+    done: set[int] = set()
     for name, one in rows.items():
         weight = table_weight(tables[name])
         if id(weight) not in done:
-            done[id(weight)] = name
-            fresh = _fresh(one, len(weight))
-            generator = _generator(one.key, name)
-            old = weight.shape
-            weight.data = _arranged(weight.data, one, fresh, built[name], generator)
-            weight.grad = None
-
-            def change(
-                key: str, value: Tensor, weight: Any = weight, of: Any = (one, fresh)
-            ) -> Any:
-                start = value.new_full((1,), _begins_at(optimizer, weight, key))
-                return _arranged(value, *of, start, torch.default_generator)
-
-            _change_state(optimizer, weight, old, change)
+            done.add(id(weight))
+            _set_rows(weight, one, optimizer, built[name], _generator(one.key, name))
         set_table_rows(tables[name])
+
+
+def _set_rows(
+    weight: Tensor, one: Rows, optimizer: Any, elements: Tensor, generator: torch.Generator
+) -> None:
+    old, fresh = weight.shape, _fresh(one, len(weight))
+    weight.data = _arranged(weight.data, one, fresh, elements, generator)
+    weight.grad = None
+
+    def change(key: str, value: Tensor) -> Tensor:
+        start = value.new_full((1,), _begins_at(optimizer, weight, key))
+        return _arranged(value, one, fresh, start, generator)
+
+    _change_state(optimizer, weight, old, change)
 
 
 def resize(table: Any, size: int, optimizer: Any = None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -21,7 +20,7 @@ from flatout.data import (
 )
 from flatout.errors import CheckpointError, DataError, FlatoutError
 from flatout.models import adapter_of, table_weight
-from flatout.save import Folder, load_weights_file, save_model
+from flatout.save import ids_beside, load_ids, save_ids
 from flatout.train.compute import call
 from flatout.train.evaluate import evaluating
 from flatout.train.grow_tables import (
@@ -39,8 +38,6 @@ from flatout.words import counted
 if TYPE_CHECKING:
     from flatout.train.loop import Loop
 
-KEY = "ids"
-_ENDING = ".ids.safetensors"
 # What tells the ids of columns apart where tables are looked for that read them.
 _APART = 1 << 22
 
@@ -82,12 +79,9 @@ class ModelIds:
         """
         return cls._of_data(state["header"], state["tensors"], where)
 
-    def save(self, path: str | os.PathLike[str]) -> str:
-        """Write them beside a model file; returns the name of theirs."""
-        name = beside(path)
-        header, tensors = self._as_data()
-        save_model(name, tensors, {KEY: json.dumps(header, ensure_ascii=False)})
-        return name
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write them beside a model file."""
+        save_ids(path, *self._as_data())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ModelIds | None:
@@ -96,16 +90,8 @@ class ModelIds:
         Raises:
             CheckpointError: the file is damaged, or of a later version.
         """
-        name = beside(path)
-        folder, file = Folder(name).parent()
-        if not folder.exists(file):
-            return None
-        tensors, metadata = load_weights_file(name)
-        try:
-            header = json.loads(metadata[KEY])
-        except (KeyError, ValueError) as error:
-            raise CheckpointError("this is no map of ids", where=name) from error
-        return cls._of_data(header, tensors, name)
+        found = load_ids(path)
+        return None if found is None else cls._of_data(*found, ids_beside(path))
 
     def _as_data(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         tables, sizes = dict(self.tables), dict(self.sizes)
@@ -133,15 +119,6 @@ class ModelIds:
             raise CheckpointError(error.what, where=where, do=error.do) from error
         except (KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"the map of ids cannot be read: {error}", where=where) from error
-
-
-def beside(path: str | os.PathLike[str]) -> str:
-    """The name of the file of ids that belongs to a model file."""
-    name = os.fspath(path)
-    for ending in (".weights.h5", ".safetensors", ".keras", ".pth", ".pt"):
-        if name.endswith(ending):
-            return name.removesuffix(ending) + _ENDING
-    return name + _ENDING
 
 
 def make_room(model: nn.Module, ids: ModelIds, where: str, optimizer: Any = None) -> ModelIds:
