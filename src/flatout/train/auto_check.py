@@ -28,8 +28,6 @@ from flatout.train.step import Compute, Stepper
 
 # The check runs on this part of a batch, and on no fewer samples than this.
 _PART, _FEWEST = 16, 4
-# And on so many where a forward is timed.
-_SOME = 8
 # Gradients are the same but for rounding where they differ by at most this share of their norm:
 # sums of some thousand products in another order, or products of 8 bits.
 _ROUNDING, _HALF_ROUNDING = 0.01, 0.5
@@ -145,8 +143,8 @@ class FirstCheck:
         return True
 
     def forward_of_some(self, options: Sequence[Option]) -> float:
-        """Seconds that the forward of a sample takes under options, by some of the batch."""
-        settings, batch = self._under(options), self._some()
+        """Seconds that the forward of a sample takes under options, by a few samples."""
+        settings, batch = self._under(options), self._few
         with untouched(self._stepper.switch.model), torch.no_grad():
             self._stepper.use(settings)
             try:
@@ -181,12 +179,13 @@ class FirstCheck:
         plain: Gradients = []
         for options in ((), *tried):
             try:
+                # What is made once, in a first forward, is then there for the pass with gradients.
+                forward = self.forward_of_some(options) if options else plain_s
                 with self._leaving_no_trace():
-                    gradients, seconds = self._passes(self._under(options), twice=True)
+                    gradients, seconds = self._passes(self._under(options), once=True)
                 same = all(map(_is_finite, gradients))
                 if options and (not same or self._differ(options[0], plain, gradients, facts)):
                     continue
-                forward = self.forward_of_some(options) if options else plain_s
             except Exception as error:
                 if not options or isinstance(error, OutOfMemory):
                     raise
@@ -197,11 +196,6 @@ class FirstCheck:
 
     def _under(self, options: Sequence[Option]) -> Settings:
         return self.plain.but(**{option.setting: option.value for option in options})
-
-    def _some(self) -> Batch:
-        """Enough samples to time a forward of; all where the model takes no fewer."""
-        few, whole = self._few, self._whole
-        return whole if few is whole else whole.rows(0, max(few.size, min(_SOME, whole.size)))
 
     def _look_at(
         self,
@@ -240,10 +234,10 @@ class FirstCheck:
         share = _difference(plain, gradients)
         return f"gradients differ by {share:.0%}: more than rounding" if share > most else ""
 
-    def _passes(self, settings: Settings, *, twice: bool = False) -> tuple[Gradients, float]:
+    def _passes(self, settings: Settings, *, once: bool = False) -> tuple[Gradients, float]:
         """Loss and gradients under settings, and the seconds of the faster of two times.
 
-        Unless `twice` is asked for, the second is made where there is time.
+        The second is made where there is time, unless `once` is asked for.
         """
         began = self._clock()
         self._stepper.use(settings)
@@ -253,7 +247,7 @@ class FirstCheck:
         found = self._gradients(batch)
         finish_device()
         seconds = self._clock() - began
-        if twice or self.budget.pays_before(2 * seconds):
+        if not once and self.budget.pays_before(2 * seconds):
             again = self._clock()
             self._gradients(batch)
             finish_device()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ import torch
 
 from flatout.data import Batch
 from flatout.devices import PingPong, find_ping_pong
+from flatout.errors import FlatoutError
 from flatout.models import adapter_of, facts_of
 from flatout.recipe import (
     PLAIN,
@@ -25,7 +27,7 @@ from flatout.recipe import (
 from flatout.strategies import Reduction, Shared, reduction_of
 from flatout.train import auto
 from flatout.train.auto import Decision
-from flatout.train.checks import check_first_batch
+from flatout.train.checks import MISFITS, check_first_batch
 from flatout.train.frozen_precision import Planned
 from flatout.train.micro_batch import estimate_pieces
 from flatout.train.sample_dropout import sample_dropout
@@ -36,6 +38,9 @@ from flatout.train.stragglers import Pace
 
 if TYPE_CHECKING:
     from flatout.train.loop import Loop
+
+# Samples of a first batch, where a forward of all would show.
+_CHECKED = 4
 
 
 def make_stepper(
@@ -85,9 +90,7 @@ def decide(
     if compute is not None:
         estimated = _agree_on_pieces(loop, compute, first, 1)
     if first and compute is not None:
-        own = loop.told is None
-        check = partial(check_first_batch, loop.model, compute, source=loop.feed.source, is_own=own)
-        loop.stepper.look(first[0], check)
+        _check_first(loop, compute, first)
         _warn_of_trips(loop, compute, first[0])
     decision = _decision(loop, facts, compute, first, steps)
     resolved = _with_device(loop, decision.recipe, facts)
@@ -109,6 +112,21 @@ def decide(
     if decision.search is not None:
         resolved = auto.started(resolved, loop.requested, decision.search)
     return resolved, decision
+
+
+def _check_first(loop: Loop, compute: Compute, first: list[Batch]) -> None:
+    """See that the first batch fits the model and the loss.
+
+    Where frozen layers are computed once, a forward of the whole batch would be a good part of the
+    first epoch: some samples do, unless the model or the loss does not take so few.
+    """
+    source, own = loop.feed.source, loop.told is None
+    check = partial(check_first_batch, loop.model, compute, source=source, is_own=own)
+    if _planned(loop, first) is not None and first[0].size > _CHECKED:
+        with suppress(FlatoutError, *MISFITS):
+            loop.stepper.look(first[0].rows(0, _CHECKED), check)
+            return
+    loop.stepper.look(first[0], check)
 
 
 def samples_of(batches: Sequence[Batch]) -> float:

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 # After so many steps of tuning the best settings known hold, where features wait for them.
 _TUNED = 60
 # Samples that are measured on a CPU; fewer where an earlier run has kept this share of the rows.
-_MEASURED, _FEWEST, _MOST_IS_THERE = 8, 2, 0.5
+_MEASURED, _FEWEST, _MOST_IS_THERE = 4, 2, 0.5
 
 
 class FrozenFeatures:

@@ -16,7 +16,7 @@ from flatout.train.auto_search import Option
 from flatout.words import rounded
 
 # Looking takes as long as the forward of so many samples, of an epoch this share at most.
-_LOOKED_AT, _SHARE = 50, 0.25
+_LOOKED_AT, _SHARE = 40, 0.25
 # A first epoch whose forward is over sooner is not looked at.
 _LEAST_S = 1.0
 # The run must take so much less time.

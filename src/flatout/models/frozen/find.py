@@ -294,8 +294,8 @@ class _Search:
             place=prefix,
             calls=self.calls(prefix, kept),
         )
-        every = self.inputs(list(range(2 * self.half)))
-        return cut if holds(cut, every) and _holds_in_evaluation(cut, every) else None
+        few = self.inputs(list(range(max(2, self.half))))
+        return cut if _holds_in_both_modes(cut, few) else None
 
     def calls(self, prefix: list[int], kept: list[int]) -> str:
         """What tells the calls before a cut from all others: which, of what, with what else."""
@@ -352,28 +352,33 @@ class _Search:
         return {name: t for name, t in named.items() if id(t) in read and not t.requires_grad}
 
 
-def holds(cut: Cut, inputs: Any) -> bool:
-    """Whether a cut's two parts give for this batch what the whole model gives, bit for bit."""
+def _features_if_it_holds(cut: Cut, inputs: Any) -> list[Any] | None:
+    """What is kept of this batch; None where the model gives other bits than the cut's parts."""
     model = cut.model
     with _left_alone(model), torch.no_grad():
         try:
             with nothing_random():
                 whole = call_with(model, inputs, forward_of(model))
             with nothing_random():
-                parts = cut.rest(cut.prefix(inputs))
+                features = cut.prefix(inputs)
+                kept = [x.clone() if torch.is_tensor(x) else x for x in features]
+                parts = cut.rest(features)
         except Exception:
-            return False
-    return _equal(whole, parts)
+            return None
+    return kept if _equal(whole, parts) else None
 
 
-def _holds_in_evaluation(cut: Cut, inputs: Any) -> bool:
+def _holds_in_both_modes(cut: Cut, inputs: Any) -> bool:
     """Whether it is the same cut for a model in evaluation: an epoch's rows serve both."""
-    trained = list(cut.prefix(inputs))
+    trained = _features_if_it_holds(cut, inputs)
+    if trained is None:
+        return False
     parts = [(part, part.training) for part in cut.model.modules()]
     try:
         for part, _ in parts:
             part.training = False
-        return _equal(list(cut.prefix(inputs)), trained) and holds(cut, inputs)
+        evaluated = _features_if_it_holds(cut, inputs)
+        return evaluated is not None and _equal(evaluated, trained)
     finally:
         for part, training in parts:
             part.training = training
@@ -393,10 +398,10 @@ def _same_rows(form: Form, own: torch.Tensor, other: torch.Tensor, rows: list[in
     if form.axis is None:
         return is_same(own, other)
     a, b = form.rows(own), form.rows(other)
-    if not is_same(a[rows], b[rows]):
-        return False
+    here = slice(rows[0], rows[-1] + 1)  # views
     places = [at for at in range(len(b)) if at not in rows]
-    return _close(a[rows], b[places])
+    there = slice(places[0], places[-1] + 1)
+    return is_same(a[here], b[here]) and _close(a[here], b[there])
 
 
 def _near(form: Form, own: torch.Tensor, few: torch.Tensor, count: int) -> bool:
@@ -406,12 +411,13 @@ def _near(form: Form, own: torch.Tensor, few: torch.Tensor, count: int) -> bool:
 
 
 def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if not a.is_floating_point() or not a.numel():
+    if is_same(a, b) or not a.is_floating_point() or not a.numel():
         return is_same(a, b)
     share = _SAME.get(a.dtype, _SAME_IN_HALF)
-    a, b = a.double(), b.double()
-    apart = float((a - b).abs().max())
-    return apart <= share * float(a.abs().max())
+    if a.dtype not in _SAME:
+        a, b = a.float(), b.float()
+    apart = float(torch.linalg.vector_norm(a - b, torch.inf))
+    return apart <= share * float(torch.linalg.vector_norm(a, torch.inf))
 
 
 def _words(event: Event) -> str:
