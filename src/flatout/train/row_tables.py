@@ -65,7 +65,7 @@ class Tables:
         sizes = {
             name: (rows, width)
             for name, module, rows in tables
-            if (width := getattr(module, "embedding_dim", None))
+            if (width := getattr(module, "embedding_dim", getattr(module, "output_dim", None)))
         }
         return cls(steppable_rows(optimizers, kept), dict(names.values()), whole, sizes)
 
@@ -83,7 +83,8 @@ class Tables:
     def are_whole_though_large(self, batch: Batch) -> bool:
         """Whether there are large tables that cannot be stepped by rows."""
         ids = most_ids(batch)
-        found = [self.sizes[name] for name, why in self.whole.items() if why != "small"]
+        whole = [name for name, why in self.whole.items() if why != "small"]
+        found = [self.sizes[name] for name in whole if name in self.sizes]
         return _outgrow(found, ids, surely=True)
 
     def share_words(self, batch: Batch) -> str:
