@@ -892,6 +892,25 @@ def test_a_compiled_model_is_measured_before_the_first_step(clock):
     assert span["settings"]["compute.fused_optimizer"] == "on"
 
 
+@pytest.mark.parametrize(("plain_s", "forwards"), [(0.3, 2), (6.0, 1)])
+def test_a_batch_that_takes_long_runs_once_before_the_first_step(plain_s, forwards, clock):
+    model, whole = small_net(), []
+    model.register_forward_pre_hook(lambda module, inputs: whole.append(len(inputs[0]) == 64))
+    loop, _, _ = job(model, lambda s: plain_s, clock, steps=1_000)
+    assert sum(whole) == forwards
+    # A forward pass takes a third of a step; what few samples take comes on top.
+    assert plain_s / 3 <= loop.tuner.search.budget.before_s <= 6
+    assert loop.tuner.search.budget.step_s == pytest.approx(plain_s)
+
+
+def test_what_is_too_slow_to_look_at_says_so(clock):
+    """As where others keep the machine busy; the run is not too short."""
+    said: list[str] = []
+    loop, _, _ = job(small_net(), lambda s: 30.0, clock, steps=1_000, said=said)
+    assert loop.tuner is None
+    assert said == ["auto: as plain PyTorch; " + auto._TOO_SLOW]
+
+
 def test_a_run_of_unknown_length_is_tuned_once_it_lasts(clock):
     loop, compute, source = job(
         small_net(), lambda s: 0.05 if s.memory_format == "contiguous" else 0.02, clock, steps=None

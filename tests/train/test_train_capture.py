@@ -797,9 +797,9 @@ def test_steps_on_all_cpus_leave_one_to_the_child(cpus, threads, may_lend, lends
     assert capture.lends_cpu(threads, may_lend) is lends
 
 
-@pytest.mark.parametrize(("asked", "lent", "nice"), [("auto", 1, 19), (2, 2, 0)])
+@pytest.mark.parametrize(("asked", "lent", "nice"), [("auto", 1, 19), (2, 2, 5)])
 def test_the_child_gets_a_cpu_of_the_steps(asked, lent, nice, interpreted, monkeypatch):
-    """On all CPUs, a thread less; where the number is asked for, no lower priority than they."""
+    """On all CPUs, a thread less; where the number is asked for, more priority."""
 
     class Told(Later):
         def __init__(self, graph, digest, nice):

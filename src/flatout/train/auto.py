@@ -24,7 +24,7 @@ from flatout.measure.machine import ROUGH
 from flatout.models import find_rewrites, fused_norms_of, may_be_slower_in_bf16, uses_convolution
 from flatout.recipe import SETTINGS, Choice, ModelFacts, Parity, Recipe, ResolvedRecipe, of_change
 from flatout.train import auto_cache
-from flatout.train.auto_budget import Budget
+from flatout.train.auto_budget import LONGEST_S, Budget
 from flatout.train.auto_capture import FIELD as CAPTURE
 from flatout.train.auto_capture import NOT_YET, Beside
 from flatout.train.auto_check import FirstCheck
@@ -41,6 +41,8 @@ from flatout.world import World
 FEWEST_STEPS = 40
 # What measuring the best rates of a machine takes at most; of a run it may take this share.
 _RATES_S, _RATES_SHARE = 3.0, 0.01
+# Why nothing is tried where steps are long, or others keep the machine busy.
+_TOO_SLOW = "a few samples take too long to look at other settings before the first step"
 # Why a step is not compiled as a whole.
 _DRAWS = "the model draws random numbers"
 # The reason of a setting that is still being measured, and where that came to no end.
@@ -86,6 +88,7 @@ def resolve(
     steps: int | None,
     say: Callable[[str], None],
     planned: Planned | None = None,
+    looked_s: float = 0.0,
 ) -> Decision:
     """What this job on this machine starts with.
 
@@ -100,6 +103,7 @@ def resolve(
         say: prints the one line about the decision.
         planned: where frozen layers may be kept: then these decide the precision of a run that is
             too short to try it.
+        looked_s: seconds of the forward pass of the first batch that was made before; 0 for none.
     """
     machine = fingerprint().as_dict()
     plain = _plain_choices(requested, stepper, allow)
@@ -123,7 +127,7 @@ def resolve(
         return Decision(start)
     try:
         search, why_not = _checked(
-            check, requested, stepper, batches[0], facts, allow, steps, began
+            check, requested, stepper, batches[0], facts, allow, steps, began, looked_s
         )
     except (RuntimeError, MemoryError) as error:
         # Of the passes that leave no trace; plain steps may well fit.
@@ -132,7 +136,7 @@ def resolve(
         forget_frames(error)
         search, why_not = None, "memory does not suffice to try other settings"
     if search is None:
-        if planned is not None and why_not == _too_short(steps):
+        if planned is not None and why_not in (_TOO_SLOW, _too_short(steps)):
             options = _options(requested, stepper, batches[0], facts, allow)
             chosen, words = choose_precision(check, options, facts, planned)
             start = requested.resolve({**plain, **chosen}, machine, facts)
@@ -152,6 +156,7 @@ def _checked(
     allow: Parity,
     steps: int | None,
     began: float,
+    looked_s: float,
 ) -> tuple[Search | None, str]:
     """What to search, or why nothing."""
     budget, plain = check.budget, check.plain
@@ -170,11 +175,12 @@ def _checked(
         return None, ""
     if steps is not None and steps < FEWEST_STEPS:
         return None, _too_short(steps)
-    check.time_forward()
-    budget.before_s = clock() - began
+    check.time_forward(looked_s)
+    budget.before_s += clock() - began
     try:
         if not check.of(options, facts):
-            return None, _too_short(steps)
+            is_long = steps is not None and budget.before_limit_s == LONGEST_S
+            return None, _TOO_SLOW if is_long else _too_short(steps)
     except (RuntimeError, ValueError, TypeError) as error:
         if isinstance(error, OutOfMemory) or is_out_of_memory(error):
             raise
@@ -210,6 +216,13 @@ def _settled(
     search = Search(Settings.of(start), [], Budget(steps), captures=captures, is_settled=True)
     search.best, search.by_length = Settings.of(cached.recipe), cached.by_length
     return search
+
+
+def seconds_of(run: Callable[[], object]) -> float:
+    """How long it takes."""
+    began = clock()
+    run()
+    return clock() - began
 
 
 def _too_short(steps: int | None) -> str:

@@ -63,4 +63,9 @@ class Budget:
 
     def pays_before(self, seconds: float) -> bool:
         """Whether it may begin before the first step."""
-        return self.before_s + seconds <= min(LONGEST_S, _BEFORE_SHARE * self.run_s)
+        return self.before_s + seconds <= self.before_limit_s
+
+    @property
+    def before_limit_s(self) -> float:
+        """What may be spent before the first step."""
+        return min(LONGEST_S, _BEFORE_SHARE * self.run_s)

@@ -86,13 +86,13 @@ def decide(
         first: the first batches, on the device.
         steps: that are planned.
     """
-    estimated = 1
+    estimated, looked_s = 1, 0.0
     if compute is not None:
         estimated = _agree_on_pieces(loop, compute, first, 1)
     if first and compute is not None:
-        _check_first(loop, compute, first)
+        looked_s = _check_first(loop, compute, first)
         _warn_of_trips(loop, compute, first[0])
-    decision = _decision(loop, facts, compute, first, steps)
+    decision = _decision(loop, facts, compute, first, steps, looked_s)
     resolved = _with_device(loop, decision.recipe, facts)
     if loop.world.size > 1:
         # Each rank has looked; what the first found holds for all.
@@ -114,19 +114,20 @@ def decide(
     return resolved, decision
 
 
-def _check_first(loop: Loop, compute: Compute, first: list[Batch]) -> None:
-    """See that the first batch fits the model and the loss.
+def _check_first(loop: Loop, compute: Compute, first: list[Batch]) -> float:
+    """See that the first batch fits the model and the loss; the seconds that all of it took.
 
     Where frozen layers are computed once, a forward of the whole batch would be a good part of the
-    first epoch: some samples do, unless the model or the loss does not take so few.
+    first epoch: some samples do, unless the model or the loss does not take so few. Of these it
+    is 0.
     """
     source, own = loop.feed.source, loop.told is None
     check = partial(check_first_batch, loop.model, compute, source=source, is_own=own)
     if _planned(loop, first) is not None and first[0].size > _CHECKED:
         with suppress(FlatoutError, *MISFITS):
             loop.stepper.look(first[0].rows(0, _CHECKED), check)
-            return
-    loop.stepper.look(first[0], check)
+            return 0.0
+    return auto.seconds_of(partial(loop.stepper.look, first[0], check))
 
 
 def samples_of(batches: Sequence[Batch]) -> float:
@@ -150,14 +151,19 @@ def _note_undo(loop: Loop, stepper: Stepper) -> None:
 
 
 def _decision(
-    loop: Loop, facts: ModelFacts, compute: Compute | None, first: list[Batch], steps: int | None
+    loop: Loop,
+    facts: ModelFacts,
+    compute: Compute | None,
+    first: list[Batch],
+    steps: int | None,
+    looked_s: float,
 ) -> Decision:
     kept = None if loop.resume is None else loop.resume.choices(loop.requested)
     if kept is not None:
         return Decision(loop.requested.resolve(*kept, facts))
     asked, planned = asked_here(loop), _planned(loop, first)
     return auto.resolve(
-        asked, loop.stepper, compute, first, facts, loop.allow, steps, loop.say, planned
+        asked, loop.stepper, compute, first, facts, loop.allow, steps, loop.say, planned, looked_s
     )
 
 
