@@ -46,7 +46,7 @@ class Job:
     Attributes:
         folder: has the images.
         size: that they are brought to.
-        brightness: by which they are changed, once for all epochs.
+        brightness: by which they are changed, once for all epochs; None leaves them alone.
         precision: of the arithmetic.
         change: is called with the model.
         first: the model of the first fit.
@@ -64,7 +64,9 @@ class Job:
         flatout.freeze(model, until="pool")
         self.change(model)
         data = flatout.data.images(self.folder / "images", size=self.size, on_error="skip")
-        data = data.augment(brightness=self.brightness, views=1).shuffle(seed=1).batch(4)
+        if self.brightness is not None:
+            data = data.augment(brightness=self.brightness, views=1)
+        data = data.shuffle(seed=1).batch(4)
         recipe = Recipe(input={"features": where}, compute={"precision": self.precision})
         trainer = flatout.Trainer(
             model, optimizer="sgd", lr=0.1, metrics=["accuracy"], recipe=recipe, say=say
@@ -213,6 +215,23 @@ def test_another_file_is_computed_again(job, change):
     change(path_of(job.folder, 5))
     # Its row alone, or all where rows are not known by the bytes of their files.
     check(job, {1, IMAGES})
+
+
+@pytest.mark.slow
+def test_of_a_folder_whose_files_come_and_go_only_new_images_are_computed(job):
+    job.brightness = None  # what is drawn for an image depends on its number
+    assert job.fitted("disk")[2] == IMAGES
+    for number in range(IMAGES, IMAGES + 3):
+        draw(path_of(job.folder, number), number)
+    draw(job.folder / "images" / "a" / "00.jpg", 500)  # the others get other numbers
+    grown = job.fitted("disk")
+    assert grown[2] == 4
+    same(grown, job.fitted("off"))
+    path_of(job.folder, 3).unlink()
+    replace(path_of(job.folder, 5))
+    found = job.fitted("disk")
+    assert found[2] == 1
+    same(found, job.fitted("off"))
 
 
 # ---- what goes wrong ----

@@ -92,14 +92,18 @@ def stamps_of(paths: Iterable[str]) -> str:
     """
     digest = hashlib.sha256()
     for path in paths:
-        try:
-            found = os.stat(path)
-            # A program may set the time of the last writing, but not that of the last change.
-            words = f"{found.st_size} {found.st_mtime_ns} {found.st_ctime_ns} {found.st_ino}"
-        except OSError:
-            words = "gone"
-        digest.update(f"{words}\n".encode())
+        digest.update(f"{stamp_of(path)}\n".encode())
     return digest.hexdigest()
+
+
+def stamp_of(path: str) -> str:
+    """Words that differ where a file was written or replaced, whatever its times say."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return "gone"
+    # A program may set the time of the last writing, but not that of the last change.
+    return f"{found.st_size} {found.st_mtime_ns} {found.st_ctime_ns} {found.st_ino}"
 
 
 def find(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, TypeGuard
 
 import numpy.typing as npt
@@ -56,6 +56,10 @@ class Rows(Origin, Protocol):
 
     def targets(self) -> npt.NDArray[Any] | None:
         """The target column of all rows where it is known without decoding them."""
+        return None
+
+    def row_stamps(self) -> Sequence[str] | None:
+        """What each row is read from, in words that stay when other rows come or go."""
         return None
 
     def lengths(self) -> Numbers | None:

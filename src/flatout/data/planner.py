@@ -34,6 +34,7 @@ from flatout.data.execution.featured import Numbered
 from flatout.data.execution.labels import targets_of
 from flatout.data.execution.parallel import Tuner
 from flatout.data.execution.program import Functions, Maker, Program
+from flatout.data.execution.row_names import named_slots
 from flatout.data.execution.samples import Costs, Decoded, Samples, name_of
 from flatout.data.execution.stream_program import StreamProgram, StreamRows
 from flatout.data.execution.varying import endless, variant, variants
@@ -147,7 +148,8 @@ class Built:
         if any(isinstance(values, Ragged) for values in block.columns.values()):
             return "samples differ in length"
         which = None if count == 1 else partial(variant, samples)
-        return Numbered(samples.rows, samples.content, count, which)
+        named = partial(named_slots, samples, count)
+        return Numbered(samples.rows, samples.content, count, which, named)
 
     def targets(self) -> npt.NDArray[Any]:
         """The target of each sample of epoch 0, in its order, without those that cannot be read."""

@@ -19,6 +19,7 @@ from flatout.data import (
     FeatureRows,
     Features,
     FeatureStore,
+    NamedSlots,
     Numbered,
     Pipeline,
     RowPart,
@@ -59,6 +60,7 @@ class ModelRows:
     def __init__(self, loop: Loop, model: nn.Module) -> None:
         self.where: Any = loop.requested.input.features
         self.contents: dict[int, str] = {}
+        self._named: dict[str, NamedSlots | None] = {}  # by content
         self._loop, self.model = loop, model
         # Of each cut what a row holds of it, and of which inputs.
         self._parts: dict[str, list[RowPart]] = {}
@@ -125,9 +127,10 @@ class ModelRows:
         where, content = self.where, self.content_of(source, samples)
         if content.startswith("only "):
             where = "memory"
+        named = self._named_of(content, samples)
         facts = {
             **self._facts(),
-            "content": content,
+            "content": content if named is None else named.made,
             "variants": samples.variants,
             "inputs": repr(self._loop.feed.inputs),
             "normalization": repr(getattr(source, "normalization", None)),
@@ -136,10 +139,12 @@ class ModelRows:
         beside = _forms(tuple(_beside(first)))
         key = feature_key(cut.tensors, facts)
         parts = self._parts[cut.name]
-        name = (key, *beside)
+        # In memory a store is another one as soon as the samples are.
+        name = (key, content, *beside)
         store = self._held.get(name)
         if store is None:
-            store = FeatureStore.open(key, samples.slots, [*parts, *beside], where)
+            names = None if named is None else named.names
+            store = FeatureStore.open(key, samples.slots, [*parts, *beside], where, names=names)
             store.say = self._loop.tell
             self._names[store] = name
         return FeatureRows(samples, store, len(parts))
@@ -160,6 +165,14 @@ class ModelRows:
                 content = self._loop.world.from_first(f"only {os.getpid()} {time.time_ns()}")
             self.contents[id(source)] = content
         return self.contents[id(source)]
+
+    def _named_of(self, content: str, samples: Numbered) -> NamedSlots | None:
+        """What each sample is known by; None where only all together have a name."""
+        if content not in self._named:
+            self._named[content] = samples.named()
+            if len(self._named) > _HELD:
+                del self._named[next(iter(self._named))]
+        return self._named[content]
 
     def complete(self, batch: Batch, rows: FeatureRows | None, cut: Cut, epoch: int) -> Batch:
         """The batch with features in place of its inputs; those that were computed are kept.

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flatout.data.batch import Batch, Features, KeptFeatures, map_tensors, named_tensors
 from flatout.data.block import Numbers
+from flatout.data.execution.row_names import NamedSlots
 from flatout.data.features.store import FeatureStore
 from flatout.data.form import Form
 
@@ -27,12 +28,14 @@ class Numbered:
             such a name. It may read all of the data.
         variants: how many a sample has.
         variant: which of them each of some samples has in an epoch, int64; None where there is one.
+        named: gives names of the slots that stay when samples come or go; None without such names.
     """
 
     rows: int
     content: Callable[[], str | None]
     variants: int = 1
     variant: Callable[[Numbers, int], Numbers] | None = None
+    named: Callable[[], NamedSlots | None] = lambda: None
 
     @property
     def slots(self) -> int:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from flatout.data.block import Numbers
 from flatout.data.buffers import Buffers
 from flatout.data.error_policy import ErrorPolicy
-from flatout.data.files import Paths
+from flatout.data.files import Paths, stamp_of
 from flatout.data.sources.image_files import (
     Entry,
     Found,
@@ -67,6 +67,14 @@ class ImageFolders:
     def paths(self) -> list[str]:
         """Of the images, by number."""
         return [entry.path for entry in self._entries]
+
+    def stamps(self) -> list[str]:
+        """What tells each image, with its class, from all others and from what it was before."""
+        labels = [""] * len(self._entries) if self.labels is None else self.labels.tolist()
+        return [
+            f"{entry.key}\n{label}\n{stamp_of(entry.path)}"
+            for entry, label in zip(self._entries, labels, strict=True)
+        ]
 
     def contents(self, numbers: Numbers, buffers: Buffers) -> Callable[[int], bytes]:
         """What reads the files, each when it is asked for."""

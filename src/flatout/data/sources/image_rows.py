@@ -144,6 +144,11 @@ class ImageRows(Rows):
             digest.update(self._images.labels.tobytes())
         return digest.hexdigest()[:16]
 
+    def row_stamps(self) -> list[str] | None:
+        """What each row is read from, where images lie in files of their own."""
+        stamps = getattr(self._images, "stamps", None)
+        return None if stamps is None else stamps()
+
     def take(self, numbers: Numbers, buffers: Buffers) -> Block:
         """Decode these images, in this order.
 

@@ -18,6 +18,7 @@ from flatout.data.buffers import Buffers
 from flatout.data.execution.digests import digest_of
 from flatout.data.execution.row_folder import RowFolder
 from flatout.data.execution.row_store import Field
+from flatout.data.origins import Rows
 from flatout.data.pipeline import Pipeline
 from flatout.data.schema import Given, Schema, as_schema
 from flatout.errors import DataError
@@ -28,7 +29,7 @@ from flatout.words import size_words
 _QUICK = 1 << 30
 
 
-class FolderRows:
+class FolderRows(Rows):
     """Rows of a folder, mapped into memory. Follows `flatout.data.origins.Rows`.
 
     Args:

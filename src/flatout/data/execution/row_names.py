@@ -1,0 +1,80 @@
+"""What each sample of a folder of images is made of, so that it is known when others come or go."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+from typing import NamedTuple
+
+import numpy as np
+
+from flatout.data.execution.augmented import Augmented
+from flatout.data.execution.cache import Cached
+from flatout.data.execution.digests import Nameless, digest_of, function_name
+from flatout.data.execution.samples import Decoded, Mapped, Samples
+from flatout.data.features.row_log import Names
+
+
+class NamedSlots(NamedTuple):
+    """Samples that are known by what they are made of.
+
+    Attributes:
+        made: 16 hex digits that differ where samples are made in another way.
+        names: of each sample's variants, uint64 of shape (samples * variants, 2).
+    """
+
+    made: str
+    names: Names
+
+
+def named_slots(samples: Samples, variants: int) -> NamedSlots | None:
+    """Names of samples and their variants; None where only all of them together have a name.
+
+    Args:
+        samples: by number.
+        variants: that each of them has.
+    """
+    words: list[str] = []
+    while isinstance(samples, (Augmented, Cached, Mapped)):
+        own = _own_words(samples)
+        if own is None:
+            return None
+        words.append(own)
+        samples = samples.inner
+    stamps = samples.source.row_stamps() if isinstance(samples, Decoded) else None
+    if stamps is None:
+        return None
+    assert isinstance(samples, Decoded)
+    made = digest_of(samples.source.schema.dumps(), *words)
+    return NamedSlots(made, _names_of(stamps, variants))
+
+
+def _own_words(samples: Augmented | Cached | Mapped) -> str | None:
+    """What a stage does to a sample; None where that depends on the sample's number, or on more."""
+    if isinstance(samples, Cached):
+        return ""
+    if isinstance(samples, Augmented):
+        return samples.name if samples.augmentation.views is None else None
+    try:
+        return None if samples.wants_rng else function_name(samples.function)
+    except Nameless:
+        return None
+
+
+def _names_of(stamps: Sequence[str], variants: int) -> Names:
+    data = b"".join(
+        blake2b(words.encode(errors="surrogateescape"), digest_size=16).digest()
+        for words in _each_once(stamps)
+    )
+    names = np.frombuffer(data, np.uint64).reshape(-1, 2).repeat(variants, axis=0)
+    names[:, 0] += np.tile(np.arange(variants, dtype=np.uint64), len(stamps))
+    return names
+
+
+def _each_once(stamps: Sequence[str]) -> Iterator[str]:
+    """The same with a number behind those that came before: a file may be there twice."""
+    seen: Counter[str] = Counter()
+    for stamp in stamps:
+        seen[stamp] += 1
+        yield stamp if seen[stamp] == 1 else f"{stamp} {seen[stamp]}"
