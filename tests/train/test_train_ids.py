@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from train_clicks import Clicks, batches, day_ids, schema, trainer, write_day
+from train_clicks import Clicks, Stop, batches, day_ids, schema, trainer, write_day
 from train_jobs import same
 
 import flatout
@@ -90,6 +90,23 @@ def test_the_next_day_keeps_rows_and_state_by_id(days):
     drawn = next_day.model.factors.weight[fresh]
     assert 0.05 < drawn.std() < 2
     fit(next_day, paths[1])  # and it trains
+
+
+@pytest.mark.parametrize("touched", ["off", "on"])
+def test_two_days_in_one_trainer_or_by_a_warm_start(days, touched):
+    paths, _, folder = days
+    recipe = Recipe().replace({"compute.touched_rows": touched})
+    here = trainer(recipe=recipe)
+    fit(here, paths[0])
+    fit(here, paths[1])
+    first = trainer(recipe=recipe, run=folder / "first")
+    fit(first, paths[0])
+    second = trainer(recipe=recipe, warm_start=folder / "first")
+    fit(second, paths[1])
+    assert same(here.model, second.model)
+    assert here.signature.ids.maps["ids"].digest == second.signature.ids.maps["ids"].digest
+    fit(here, paths[1])  # the same data once more are not counted again
+    assert here.signature.ids.maps["ids"].trainings == 2
 
 
 def test_what_the_old_model_gives_is_told_before(days):
@@ -249,17 +266,6 @@ def test_columns_of_a_table_are_each_mapped(tmp_path):
     assert (job.model.site.num_embeddings, job.model.sites_again.num_embeddings) == (12, 12)
     assert job.model.site.weight is job.model.sites_again.weight
     assert len(job.model.ad.weight) == 8
-
-
-class Stop(flatout.Callback):
-    """Ends a fit as a crash would."""
-
-    def __init__(self, at):
-        self.at = at
-
-    def on_step(self, state):
-        if state.step == self.at:
-            raise RuntimeError("crash")
 
 
 def test_a_resume_in_the_middle_of_a_day_is_bitwise(days):

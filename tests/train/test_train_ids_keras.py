@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from train_clicks import batches, day_ids, write_day
+from train_clicks import Stop, batches, day_ids, write_day
 from train_jobs import same
 
 import flatout
@@ -97,14 +97,6 @@ def test_a_resume_is_bitwise(days, tmp_path):
     from flatout.recipe import Recipe, Save
 
     fit(trainer(network(), run=tmp_path / "one"), days[0])
-
-    class Stop(flatout.Callback):
-        def __init__(self, at):
-            self.at = at
-
-        def on_step(self, state):
-            if state.step == self.at:
-                raise RuntimeError("crash")
 
     given = {"warm_start": tmp_path / "one", "recipe": Recipe(save=Save(every=3))}
     whole = trainer(network(), run=tmp_path / "whole", **given)

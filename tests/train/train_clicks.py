@@ -12,6 +12,7 @@ from torch import nn
 import flatout
 from flatout.data import Ids
 from flatout.data.schema import Column, Schema
+from flatout.recipe import Recipe, Save
 
 PLACES = 4
 
@@ -77,3 +78,39 @@ def batches(path: Path, stated: Schema | None = None) -> tuple[Any, Any]:
     source = flatout.data.libsvm(path, schema=stated or schema())
     train, held_out = source.split(0.75, by="order")
     return train.shuffle(seed=1).batch(32), held_out.batch(64)
+
+
+class Stop(flatout.Callback):
+    """Ends a fit as a crash would."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def on_step(self, state: Any) -> None:
+        """Raise after one step."""
+        if state.step == self.at:
+            raise RuntimeError("crash")
+
+
+def fit_day(folder: Path, runs: str, day: int, crash: int = 0, **more: Any) -> flatout.Trainer:
+    """Train a day from where it stands, after the day before it, with a checkpoint every 2 steps.
+
+    Args:
+        folder: has the logs.
+        runs: the folder of the runs in it.
+        day: its number.
+        crash: after this step.
+        more: for the Trainer.
+    """
+    torch.manual_seed(0)
+    job = trainer(
+        Clicks(rows=20),
+        run=folder / runs / str(day),
+        recipe=Recipe(save=Save(every=2)),
+        warm_start=folder / runs / str(day - 1) if day else None,
+        **more,
+    )
+    train, held_out = batches(folder / f"day-{day}.svm", schema(Ids(admit=2, buckets=5)))
+    given = {"epochs": 1, "callbacks": [Stop(crash)], "resume": True, "progress": False}
+    job.fit(train, validation_data=held_out, **given)
+    return job

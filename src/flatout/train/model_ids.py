@@ -11,14 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flatout.data import (
-    Growth,
-    IdMap,
-    Pipeline,
-    Source,
-    digest_of,
-)
+from flatout.data import Growth, IdMap, Pipeline, Source, digest_of
 from flatout.errors import CheckpointError, DataError, FlatoutError
+from flatout.kernels.ids import Items
 from flatout.models import adapter_of, table_weight
 from flatout.save import ids_beside, load_ids, save_ids
 from flatout.train.compute import call
@@ -250,7 +245,7 @@ def _grown(
         parts = world.gather({n: list(one.items()) for n, one in counts.items()}, "ids of the data")
         for other in (part for rank, part in enumerate(parts) if rank != world.rank):
             for name, found in other.items():
-                counts[name].merge(found)
+                counts[name].merge(Items(*found))
     return {
         name: one.grown(columns[name], counts[name].items(), digest) for name, one in maps.items()
     }
