@@ -12,7 +12,7 @@
 #define LARGEST (((uint64_t)1 << NUMBER_BITS) - 1)
 #define FIELDS ((int64_t)1 << 15)
 /* So many ids are hashed, and their slots fetched, before the first of them is looked for. */
-#define AT_ONCE 32
+#define AT_ONCE 64
 
 /* Of (field, id): the finalizer of splitmix64 (Steele, Lea and Flood, 2014). */
 static inline uint64_t hash_of(int64_t id, int64_t field)

@@ -180,7 +180,9 @@ def slots_for(ids: int) -> int:
 
 
 def _slots(count: int) -> Numbers:
-    return np.zeros((count, 2), np.int64)
+    slots = np.empty((count, 2), np.int64)  # numpy asks for huge pages here, and not for zeros
+    slots.fill(0)
+    return slots
 
 
 def _check(ids: Numbers, fields: Numbers) -> None:
