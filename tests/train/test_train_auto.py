@@ -682,6 +682,35 @@ def test_a_machine_that_becomes_busy_is_measured_again(clock):
     assert all(b["first"] == a["last"] + 1 for a, b in itertools.pairwise(spans))
 
 
+def test_a_machine_that_stays_busy_keeps_what_was_chosen_before(clock, monkeypatch, tmp_path):
+    monkeypatch.setattr(auto_search, "NOISE", 0.2)
+    others, busy = random.Random(0), []
+
+    def seconds(s):
+        layout = 0.8 if s.memory_format == "channels_last" else 1.0
+        return 0.1 * layout * (3 + 6 * others.random() if busy else 1.0)
+
+    said: list[str] = []
+    loop, compute, source = job(small_net(), seconds, clock, said=said, steps=6_000)
+    run(loop, compute, source)
+    (kept,) = (tmp_path / "cache" / "auto").glob("*.toml")
+    chosen, answer = loop.stepper.switch.now, kept.read_text()
+    assert chosen.memory_format == "channels_last"
+    busy.append(1)
+    while len(said) < 3:
+        for batch in loop.batches(source):
+            loop.step(compute, batch)
+        loop.finish_epoch()
+    assert "settings are tried once more" in said[1]
+    assert said[2].startswith("auto: channels_last")
+    assert ", as before; " in said[2]
+    assert "the machine is busy, so the next run measures again" in said[2]
+    assert loop.stepper.switch.now == chosen
+    reason = loop.resolved.choices["compute.memory_format"].reason
+    assert reason.endswith(auto_search._BUSY)
+    assert kept.read_text() == answer
+
+
 def test_other_parameters_that_train_are_measured_again(clock):
     model = small_net()
     model[0].weight.requires_grad_(False)

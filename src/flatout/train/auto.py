@@ -312,7 +312,9 @@ def settle(
     resolved = requested.resolve({**running.choices, **found}, running.machine, decision.facts)
     parity = max(choice.parity for choice in found.values()) if found else Parity.EXACT
     cost = f"tuning cost {search.budget.cost_s:.1f} s"
-    if search.best == search.plain:
+    if search.stays:
+        line = f"auto: {resolved.summary()}, as before; {cost}"
+    elif search.best == search.plain:
         line = f"auto: nothing measured faster than plain; {cost}"
     elif search.whole is None:
         line = f"auto: {resolved.summary()}: each measured faster; {cost}; result: {parity.words}"
@@ -327,7 +329,7 @@ def settle(
         line = f"{line}; {ended} before all was tried" if search.trials else ""
     if pending or (ended and not suffices):
         return resolved, line
-    if search.disturbed:
+    if search.disturbed or search.stays:
         line += "; the machine is busy, so the next run measures again"
     elif search.trials or not search.options:
         auto_cache.write(decision.key, resolved, search.by_length)

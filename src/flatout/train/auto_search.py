@@ -56,6 +56,7 @@ _FAULT_S, _WORTH = 2.5e-7, 0.01
 SHORT_STEP_S = 0.02
 # A/A noise above which an answer holds for this run only.
 NOISE = 0.2
+_BUSY = "stays as it was: the machine is too busy to measure"
 # A compilation may take so long, and so long for each module of the model.
 _COMPILE_S = (30.0, 1.0)
 # Those that cannot be switched on and off at any time.
@@ -165,6 +166,7 @@ class Search:
         trials: all of them, as plain data.
         faults: page faults of a step before and after the allocator was told to keep memory.
         compile_s: what compiling took.
+        stays: whether a choice made before holds, since the machine was too busy to tell.
     """
 
     plain: Settings
@@ -193,8 +195,10 @@ class Search:
     trials: list[dict[str, Any]] = field(default_factory=list)
     faults: tuple[float, float] = (0.0, 0.0)
     compile_s: float = 0.0
+    stays: bool = False
 
     def __post_init__(self) -> None:
+        self._is_again = False
         self.best = self.plain
         self._at = 0
         self._until = _SEARCHED
@@ -251,8 +255,9 @@ class Search:
         """The same later in the run, from the best settings on: what was measured is forgotten.
 
         Where steps run as one graph, only whether that still is the fastest: under other settings
-        it would have to be compiled again.
+        it would have to be compiled again. What the machine is too busy to tell stays.
         """
+        self._is_again, self.stays = True, False
         if self.best.capture == "on":
             before = self.best
             self.step_s.clear()
@@ -261,6 +266,8 @@ class Search:
             self._now, self.best = None, before.but(capture="off")
             yield from self._run(self.best)
             yield from self.captured()
+            if self.stays:
+                self.best = before
             if self.best == before:
                 return
         self._until = _SEARCHED
@@ -356,7 +363,7 @@ class Search:
                 result = self._measured.get((off, on))
                 if result is None:
                     result = yield from self._compare(off, on, slower, option.field)
-                if result is not None:
+                if result is not None and not self._is_hidden(option.field, result):
                     self.results[option.field] = result
                     self.best = on if is_faster(result) else off
             if self.best == before:
@@ -373,8 +380,20 @@ class Search:
         self.whole = self._measured.get((base, self.best))
         if self.whole is None:
             self.whole = yield from self._compare(base, self.best, 1.0)
-        if self.whole is not None and not is_faster(self.whole) and self.whole.low <= 1:
+        if self.whole is None or self._is_hidden("together", self.whole):
+            return
+        if not is_faster(self.whole) and self.whole.low <= 1:
             self.best = base
+
+    def _is_hidden(self, field: str, trial: TrialResult) -> bool:
+        """Whether noise hides if an earlier choice still is the faster one: then it stays."""
+        is_told = is_faster(trial) or trial.loses or trial.floor <= NOISE
+        if is_told or not self._is_again:
+            return False
+        self.stays = True
+        chosen = self.best.other_than(self.plain)
+        (self.kept if field in chosen else self.dropped)[field] = _BUSY
+        return True
 
     def _by_length(self) -> _Steps:
         """Settings by length against the best for all, with what it takes to switch between them.
@@ -419,7 +438,9 @@ class Search:
         if result is not None:
             self.options = [one for one in self.options if one.field != field] + [option]
             self.results[field] = result
-            if is_faster(result):
+            if self._is_hidden(field, result):
+                pass
+            elif is_faster(result):
                 self.best, self.by_length = on, None
             else:
                 self.best = off
