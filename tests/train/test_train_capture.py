@@ -797,6 +797,25 @@ def test_steps_on_all_cpus_leave_one_to_the_child(cpus, threads, may_lend, lends
     assert capture.lends_cpu(threads, may_lend) is lends
 
 
+@pytest.mark.parametrize(
+    ("cpus", "may_lend", "ratio", "share"),
+    [
+        (4, True, None, 0.05),  # a CPU is free
+        (2, True, 0.8, 0.25),  # as slow as one thread was measured
+        (2, True, 1.01, 0.05),
+        (2, True, None, 0.5),
+        (2, False, None, 1.0),
+    ],
+)
+def test_what_a_thread_less_costs_is_reckoned_with(cpus, may_lend, ratio, share, monkeypatch):
+    trials = {} if ratio is None else {"process.threads": SimpleNamespace(ratio=ratio)}
+    best = SimpleNamespace(threads=2)
+    search = SimpleNamespace(best=best, threads=may_lend, results=trials)
+    for module in (capture, auto_capture):
+        monkeypatch.setattr(module, "usable_cpus", lambda: cpus)
+    assert auto_capture._slowed(search) == pytest.approx(share)
+
+
 @pytest.mark.parametrize(("asked", "lent", "nice"), [("auto", 1, 19), (2, 2, 5)])
 def test_the_child_gets_a_cpu_of_the_steps(asked, lent, nice, interpreted, monkeypatch):
     """On all CPUs, a thread less; where the number is asked for, more priority."""
