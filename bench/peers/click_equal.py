@@ -68,14 +68,14 @@ def by_flatout(
 
 
 def apart(ours: nn.Module, dense: nn.Module) -> float:
-    """The largest difference of a weight, as a share of the largest weight of its tensor."""
+    """The norm of what a tensor's weights differ by, as a share of its norm; the largest of all."""
     pairs = zip(ours.state_dict().values(), dense.state_dict().values(), strict=True)
-    return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+    return max(float((a - b).norm() / b.norm()) for a, b in pairs)
 
 
 def main() -> None:
     arguments = click_job.parser().parse_args()
-    train, _ = click_job.of(arguments)
+    train, held_out = click_job.of(arguments)
     ids = torch.from_numpy(train.ids).split(arguments.batch)
     batches = list(zip(ids, torch.from_numpy(train.clicks).split(arguments.batch), strict=True))
     torch.set_num_threads(arguments.threads)
@@ -85,13 +85,24 @@ def main() -> None:
         by_hand(dense, make(dense.parameters()), batches)
         by_flatout(ours, make(ours.parameters()), arguments, batches)
         differences[name] = apart(ours, dense)
+    dense, fused = (Factors(arguments.rows, arguments.factors) for _ in range(2))
+    by_hand(dense, OPTIMIZERS["adam"](dense.parameters()), batches)
+    by_hand(fused, torch.optim.Adam(fused.parameters(), lr=1e-3, fused=True), batches)
     found = []
     for threads in (1, arguments.threads):
         torch.set_num_threads(threads)
         found.append(Factors(arguments.rows, arguments.factors))
         optimizer = OPTIMIZERS["adam"](found[-1].parameters())
         by_flatout(found[-1], optimizer, arguments, batches)
-    result = {"differences": differences, "bitwise": apart(found[1], found[0]) == 0}
+    deep = [click_job.model(arguments) for _ in range(2)]
+    by_hand(deep[0], OPTIMIZERS["adam"](deep[0].parameters()), batches)
+    by_flatout(deep[1], OPTIMIZERS["adam"](deep[1].parameters()), arguments, batches)
+    result = {
+        "auc": [click_job.auc_of(model, held_out) for model in deep],
+        "differences": differences,
+        "fused": apart(fused, dense),  # what another rounding makes of torch itself
+        "bitwise": apart(found[1], found[0]) == 0,
+    }
     arguments.out.write_text(json.dumps(result))
 
 

@@ -90,6 +90,7 @@ def test_transfer(tmp_path):
     assert found["keys"]["head_only_vs_plain"] is None
 
 
+@pytest.mark.long
 def test_click(tmp_path):
     chosen = {"flatout-fp32", "adam", "sparse-adam"}
     arguments = ["--steps", "4", "--epochs", "1", "--equal-steps", "20", "--most-rows", "100"]

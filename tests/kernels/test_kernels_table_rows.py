@@ -49,7 +49,11 @@ def stepped(groups, values):
     for count in range(1, 40):
         rows = groups.rows[count % 7 :: 7]
         gradients = table_rows.sum_rows(values, groups)[count % 7 :: 7]
-        steps.write(table_rows.Step(1e-2 / (1 - 0.9**count), 1.0, 0.9, 0.999))
+        steps.write(
+            table_rows.Step(
+                1e-2 / (1 - 0.9**count), 1.0, 0.9, 0.999, first_rest=0.1, second_rest=0.001
+            )
+        )
         steps.apply(table, rows, gradients)
         steps.advance()
     steps.bring(table, None)

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import flatout
+from flatout.errors import FlatoutError
 from flatout.kernels import table_rows
 
 pytestmark = pytest.mark.skipif(not table_rows.available(), reason="the C extension is absent")
@@ -50,3 +51,67 @@ def test_a_fit_ends_as_under_the_dense_optimizer():
     assert not ours.ids.sparse
     losses = [[epoch["loss"] for epoch in history.epochs] for history in (theirs, own)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+class Roots(nn.Module):
+    """The gradient of the root at 0 is infinite."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.ids = nn.Embedding(500, 8)
+        self.head = nn.Linear(8 * 4, 1)
+        with torch.no_grad():
+            self.ids.weight[499] = 0.0
+
+    def forward(self, x):
+        return self.head(self.ids(x).abs().sqrt().flatten(1))
+
+
+@pytest.mark.parametrize("touched_rows", ["on", "off"])
+def test_a_row_whose_gradient_is_bad_is_named_with_its_sample_and_nothing_is_written(touched_rows):
+    model = Roots()
+    x, y = data()
+    x[x == 499] = 498
+    x[37, 2] = 499
+    before = None
+
+    class Before(flatout.Callback):
+        def on_step(self, state):
+            nonlocal before
+            before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    trainer = flatout.Trainer(
+        model,
+        loss="binary_cross_entropy",
+        optimizer=torch.optim.Adam(model.parameters()),
+        recipe=flatout.Recipe(compute={"touched_rows": touched_rows, "precision": "fp32"}),
+        allow="exact",
+    )
+    with pytest.raises(FlatoutError, match=r"ids\.weight, row 499, read by sample 37"):
+        trainer.fit(x, y, batch_size=32, shuffle=False, callbacks=[Before()], progress=False)
+    assert before is not None
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("ids", "words"),
+    [(-1, "id -1 is not in 0..499"), (500, "id 500 is not in 0..499")],
+)
+def test_an_id_that_a_table_has_no_row_for_is_named(ids, words):
+    x, y = data()
+    x[200, 1] = ids
+    recipe = flatout.Recipe(compute={"touched_rows": "on"})
+    trainer = flatout.Trainer(Clicks(), loss="binary_cross_entropy", recipe=recipe)
+    with pytest.raises(FlatoutError, match=words):
+        trainer.fit(x, y, batch_size=32, shuffle=False, progress=False)
+
+
+def test_ids_of_a_float_dtype_are_told_as_such():
+    x, y = data()
+    recipe = flatout.Recipe(compute={"touched_rows": "on"})
+    trainer = flatout.Trainer(Clicks(), loss="binary_cross_entropy", recipe=recipe)
+    with pytest.raises((FlatoutError, RuntimeError)) as caught:
+        trainer.fit(x.float(), y, batch_size=32, progress=False)
+    print(caught.value)
+    assert "float" in str(caught.value).lower()

@@ -24,6 +24,7 @@ typedef struct {
     double decay;  /* weight decay that is added to the gradient */
     double first_logs, second_logs, keep_logs; /* sums of log2 of first, second, keep to this step */
     double nesterov;
+    double first_rest, second_rest; /* what a gradient counts in the mean, and in the squares */
 } Step;
 
 /* Terms of the series in `Missed`. */
@@ -71,16 +72,17 @@ struct Job {
 ALWAYS void adam_step(float *w, float *m, float *v, const float *g, int64_t width, const Step *step,
                       double epsilon)
 {
-    const float rate = (float)step->rate, root = (float)step->root, eps = (float)epsilon;
-    const float b1 = (float)step->first, b2 = (float)step->second;
-    const float c1 = (float)(1 - step->first), c2 = (float)(1 - step->second);
+    /* In the order of torch's kernels, so that little is rounded otherwise. */
+    const float rate = (float)step->rate, correction = (float)(1 / step->root);
+    const float eps = (float)epsilon, b2 = (float)step->second;
+    const float c1 = (float)step->first_rest, c2 = (float)step->second_rest;
     const float keep = (float)step->keep, decay = (float)step->decay;
     NOTHING_ALIASES
     for (int64_t i = 0; i < width; i++) {
         const float gradient = (g ? g[i] : 0) + decay * w[i];
-        m[i] = b1 * m[i] + c1 * gradient;
-        v[i] = b2 * v[i] + c2 * (gradient * gradient);
-        w[i] = keep * w[i] - rate * (m[i] / (sqrtf(v[i]) * root + eps));
+        m[i] = m[i] + c1 * (gradient - m[i]);
+        v[i] = b2 * v[i] + c2 * gradient * gradient;
+        w[i] = keep * w[i] - rate * m[i] / (sqrtf(v[i]) / correction + eps);
     }
 }
 
@@ -107,21 +109,21 @@ ALWAYS void rmsprop_step(float *w, float *v, float *buffer, const float *g, int6
                          const Step *step, double epsilon)
 {
     const float rate = (float)step->rate, alpha = (float)step->second, eps = (float)epsilon;
-    const float rest = (float)(1 - step->second), momentum = (float)step->first;
+    const float rest = (float)step->second_rest, momentum = (float)step->first;
     const float decay = (float)step->decay;
     if (buffer == NULL) {
         NOTHING_ALIASES
         for (int64_t i = 0; i < width; i++) {
             const float gradient = (g ? g[i] : 0) + decay * w[i];
-            v[i] = alpha * v[i] + rest * (gradient * gradient);
-            w[i] -= rate * (gradient / (sqrtf(v[i]) + eps));
+            v[i] = alpha * v[i] + rest * gradient * gradient;
+            w[i] -= rate * gradient / (sqrtf(v[i]) + eps);
         }
         return;
     }
     NOTHING_ALIASES
     for (int64_t i = 0; i < width; i++) {
         const float gradient = (g ? g[i] : 0) + decay * w[i];
-        v[i] = alpha * v[i] + rest * (gradient * gradient);
+        v[i] = alpha * v[i] + rest * gradient * gradient;
         buffer[i] = momentum * buffer[i] + gradient / (sqrtf(v[i]) + eps);
         w[i] -= rate * buffer[i];
     }
@@ -135,7 +137,7 @@ ALWAYS void adagrad_step(float *w, float *sum, const float *g, int64_t width, co
     for (int64_t i = 0; i < width; i++) {
         const float gradient = (g ? g[i] : 0) + decay * w[i];
         sum[i] += gradient * gradient;
-        w[i] -= rate * (gradient / (sqrtf(sum[i]) + eps));
+        w[i] -= rate * gradient / (sqrtf(sum[i]) + eps);
     }
 }
 
@@ -214,6 +216,9 @@ ALWAYS void bring_adam(const Job *job, int64_t row, int64_t from)
                 keep, exp2(now->keep_logs - upto->keep_logs));
 }
 
+/* So many factors of squares are taken one by one. */
+#define MULTIPLIED 64
+
 ALWAYS void bring_linear(const Job *job, int64_t row, int64_t from)
 {
     const int64_t at = row * job->width;
@@ -235,13 +240,22 @@ ALWAYS void bring_linear(const Job *job, int64_t row, int64_t from)
     }
     if (job->rule == RMSPROP) {
         const Step *then = job->steps + (from - job->base), *now = job->steps + (job->now - job->base);
-        const float square = (float)exp2(now->second_logs - then->second_logs);
         float *v = job->second + at;
-        NOTHING_ALIASES
-        for (int64_t i = 0; i < job->width; i++)
-            v[i] *= square;
+        /* One after another where they are few, which rounds as torch does. */
+        const int is_short = now - then <= MULTIPLIED;
+        const Step *step = is_short ? then + 1 : now;
+        const double all = exp2(now->second_logs - then->second_logs);
+        for (; step <= now; step++) {
+            const float square = (float)(is_short ? step->second : all);
+            NOTHING_ALIASES
+            for (int64_t i = 0; i < job->width; i++)
+                v[i] *= square;
+        }
     }
 }
+
+/* So few missed steps are made one by one, as torch does. */
+#define STEPWISE 4
 
 /* Through the steps that a row has missed, to `now`. */
 ALWAYS void bring(const Job *job, int64_t row)
@@ -251,7 +265,7 @@ ALWAYS void bring(const Job *job, int64_t row)
         return;
     job->last[row] = (int32_t)job->now;
     const int is_stepwise = !job->nothing_decays && job->rule != SGD;
-    if (is_stepwise || job->now - from == 1) {
+    if (is_stepwise || job->now - from <= STEPWISE) {
         for (int64_t step = from + 1; step <= job->now; step++)
             one_step(job, row, NULL, job->steps + (step - job->base));
     } else if (job->rule == ADAM) {

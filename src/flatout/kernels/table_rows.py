@@ -31,7 +31,7 @@ RULES = {"adam": 0, "sgd": 1, "rmsprop": 2, "adagrad": 3}
 """The optimizers by which rows can be stepped."""
 
 _NOTHING = 2.0**-30  # of what a mean was, is what can be left out of the sum of its decay
-_COLUMNS, _OF_MISSED = 10, 16
+_COLUMNS, _OF_MISSED = 12, 16
 
 
 def available() -> bool:
@@ -108,6 +108,8 @@ class Step(NamedTuple):
         keep: what decoupled weight decay leaves of a weight.
         decay: weight decay that is added to the gradient.
         nesterov: whether momentum is Nesterov's.
+        first_rest: what a gradient counts in Adam's mean.
+        second_rest: what its square counts in the squares of Adam and RMSprop.
     """
 
     rate: float
@@ -117,6 +119,8 @@ class Step(NamedTuple):
     keep: float = 1.0
     decay: float = 0.0
     nesterov: bool = False
+    first_rest: float = 0.0
+    second_rest: float = 0.0
 
 
 class Steps:
@@ -160,7 +164,7 @@ class Steps:
         )
         self._nothing_decays &= step.decay == 0
         self._horizon = max(self._horizon, self._horizon_of(step))
-        numbers = (*step[:6], *self._logs_then, float(step.nesterov))
+        numbers = (*step[:6], *self._logs_then, *map(float, step[6:]))
         self._steps[self.now + 1 - self.base] = torch.tensor(numbers, dtype=torch.float64)
 
     def _horizon_of(self, step: Step) -> int:

@@ -437,16 +437,18 @@ def _step_of(rule: str, group: dict[str, Any], count: int) -> Step:
         return Step(
             rate / (1 - beta1**count),
             1 / math.sqrt(1 - beta2**count),
-            _rounded(beta1),
+            1 - _rounded(1 - beta1),
             _rounded(beta2),
             _rounded(1 - rate * decay) if is_decoupled else 1.0,
             0.0 if is_decoupled else decay,
+            first_rest=_rounded(1 - beta1),
+            second_rest=_rounded(1 - beta2),
         )
     if rule == "adagrad":
         return Step(rate / (1 + (count - 1) * group["lr_decay"]), decay=decay)
-    momentum, alpha = _rounded(group["momentum"]), _rounded(group.get("alpha", 0.0))
-    is_nesterov = group.get("nesterov", False)
-    return Step(rate, 1.0, momentum, alpha, 1.0, decay, is_nesterov)
+    momentum, alpha = _rounded(group["momentum"]), group.get("alpha", 0.0)
+    is_nesterov, rest = group.get("nesterov", False), _rounded(1 - alpha)
+    return Step(rate, 1.0, momentum, _rounded(alpha), 1.0, decay, is_nesterov, second_rest=rest)
 
 
 def _rounded(number: float) -> float:

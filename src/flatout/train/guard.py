@@ -198,7 +198,7 @@ def _first_bad_value(
             for piece in pieces:
                 if found := _in_forward(model, compute, piece):
                     return _Found([found], _BAD_FORWARD)
-                if found := _in_backward(model):
+                if found := _in_backward(model, piece):
                     return _Found([found], _BAD_GRADIENT)
     except Exception as error:
         return _Found([f"running the step again failed: {error}"], _NOTHING_FOUND)
@@ -232,17 +232,39 @@ def _in_forward(model: nn.Module, compute: Callable[[Batch], Value], batch: Batc
     return None
 
 
-def _in_backward(model: nn.Module) -> str | None:
-    names = [
-        name
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None and _bad_rows(parameter.grad.reshape(1, -1))
-    ]
+def _in_backward(model: nn.Module, batch: Batch) -> str | None:
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    names = [name for name, gradient in gradients.items() if _is_bad(gradient)]
     # Gradients flow from the last layer to the first, so the last name had its own first.
     if not names:
         return None
     last = own_names(model, names)[names[-1]]
-    return f"forward is finite; first bad gradient: weight {last}"
+    tables = {id(getattr(module, "weight", None)) for _, module, _ in adapter_of(model).tables()}
+    is_table = id(dict(model.named_parameters())[names[-1]]) in tables
+    rows = _rows_words(gradients[names[-1]], batch) if is_table else ""
+    return f"forward is finite; first bad gradient: weight {last}{rows}"
+
+
+def _is_bad(gradient: torch.Tensor) -> bool:
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    return bool(_bad_rows(values.reshape(1, -1)))
+
+
+def _rows_words(gradient: torch.Tensor, batch: Batch) -> str:
+    """Which rows of a table have a bad gradient, and the samples that read them."""
+    if gradient.is_sparse:
+        gradient = gradient.coalesce()
+        rows = gradient.indices()[0][_bad_rows(gradient.values())].tolist()
+    else:
+        rows = _bad_rows(gradient)
+    readers: set[int] = set()
+    for _, ids in named_tensors("inputs", batch.inputs):
+        if ids.dim() and len(ids) == batch.size:
+            reads = torch.isin(ids, torch.tensor(rows, dtype=ids.dtype)).reshape(len(ids), -1)
+            readers.update(reads.any(1).nonzero().flatten().tolist())
+    shown = ", ".join(map(str, rows[:_SHOWN])) + (", ..." if len(rows) > _SHOWN else "")
+    words = f", row{'s' if len(rows) > 1 else ''} {shown}"
+    return f"{words}, read by {_samples(batch, sorted(readers))}" if readers else words
 
 
 def _bad_among(value: object, batch: Batch) -> str | None:
