@@ -268,6 +268,27 @@ def test_columns_of_a_table_are_each_mapped(tmp_path):
     assert len(job.model.ad.weight) == 8
 
 
+def test_the_same_weights_from_every_format(days, tmp_path):
+    """Ids as they are go into converted files, and what the schema states of them."""
+    paths, job, _ = days
+    source = flatout.data.libsvm(paths[0], schema=schema())
+    for to in ("tfrecord", "parquet", "rows"):
+        folder = tmp_path / to
+        flatout.data.convert(source, folder / f"day.{to}", progress=False)
+        if to == "rows":
+            converted = flatout.data.rows(folder / "day.rows")
+        else:
+            stated = folder / f"_day.{to}.toml"
+            files = str(folder / f"*.{to}")
+            converted = getattr(flatout.data, to)(files, schema=stated)
+        train, held_out = converted.split(0.75, by="order")
+        other = trainer()
+        other.fit(
+            train.shuffle(seed=1).batch(32), validation_data=held_out.batch(64), progress=False
+        )
+        assert same(other.model, job.model)
+
+
 def test_a_resume_in_the_middle_of_a_day_is_bitwise(days):
     paths, _, folder = days
     given = {"warm_start": folder / "one", "recipe": Recipe(save=Save(every=3))}

@@ -146,7 +146,8 @@ def _check(
     raise DataError(
         f"id {int(ids[tuple(at)])} is not in 0..{size - 1}, the rows of the embedding table {name}",
         where=where,
-        do="give the table as many rows as there are ids, or map unknown ids to a separate row",
+        do="give the table as many rows as there are ids; or state ids of the column in the "
+        "schema, which gives each a row, unknown ones a separate row, or hashes them",
     )
 
 

@@ -216,7 +216,19 @@ def _schema(probe: Block, names: dict[str, str], form: Form, origin: Any) -> Sch
         else:
             known = {"role": known["role"]}
             columns.append(_column(name, values.dtype, values.shape[1:], False, known))
+        columns[-1] = _with_ids(columns[-1], column, origin)
     return Schema(format="converted", columns=tuple(columns), options=_meanings(origin))
+
+
+def _with_ids(made: Column, source: str, origin: Any) -> Column:
+    """The column with what its source's schema states of ids, where it still is that column."""
+    if isinstance(origin, Mixture):
+        return _with_ids(made, source, origin.parts[0].origin)
+    schema = getattr(origin, "schema", None)
+    own = next((c for c in getattr(schema, "columns", ()) if c.name == source), None)
+    if own is None or (own.dtype, own.shape, own.ragged) != (made.dtype, made.shape, made.ragged):
+        return made
+    return made.model_copy(update={"ids": own.ids})
 
 
 def _meanings(origin: Any) -> dict[str, Any]:
