@@ -64,6 +64,28 @@ def test_a_fit_keeps_tells_and_draws_it(tmp_path):
     assert (tmp_path / "confusion.png").stat().st_size > 1000
 
 
+@pytest.mark.parametrize("one_hot", [False, True])
+def test_a_compiled_keras_model_is_counted_beside_its_own_metrics(one_hot):
+    keras = pytest.importorskip("keras")
+    if keras.backend.backend() != "torch":
+        pytest.skip("Keras runs on another backend")
+    x, y = (value.numpy() for value in data())
+    keras.utils.set_random_seed(0)
+    dense = keras.layers.Dense(CLASSES, activation="softmax")
+    model = keras.Sequential([keras.Input(x.shape[1:]), dense])
+    loss = "categorical_crossentropy" if one_hot else "sparse_categorical_crossentropy"
+    model.compile("adam", loss, metrics=["accuracy"])
+    targets = np.eye(CLASSES, dtype=np.float32)[y] if one_hot else y
+    trainer = flatout.Trainer(model, metrics=["confusion"], say=lambda line: None)
+    given = {"batch_size": 32, "epochs": 1, "progress": False}
+    history = trainer.fit(x, targets, validation_data=(x, targets), **given)
+    expected = confusion_matrix(y, trainer.predict(x).argmax(1), labels=range(CLASSES))
+    assert history.confusion == expected.tolist()
+    mean = np.mean(list(history.class_recall().values()))
+    assert history.epochs[-1]["val_mean_recall"] == pytest.approx(mean)
+    assert "val_accuracy" in history.epochs[-1]
+
+
 def test_what_has_no_confusion():
     with pytest.raises(ModelError, match="one class a sample"):
         ConfusionCount().update(torch.zeros(3), batch(torch.zeros(3)))

@@ -33,6 +33,7 @@ from flatout.train.class_counts import (
     counts_of,
     is_balanced,
 )
+from flatout.train.confusion import ConfusionCount
 from flatout.train.evaluate import evaluate
 from flatout.train.history import History
 from flatout.train.job import Job
@@ -81,11 +82,16 @@ class CompiledObjective(Objective):
                 do="override compute_loss and compute_metrics in place of train_step, which any "
                 "number of ranks can run",
             )
+        self._count: ConfusionCount | None = None  # of an evaluation
+        self._counts = list(given.get("metrics") or ()) == ["confusion"]
+        if self._counts:
+            given["metrics"] = ()
         own = [name for name, value in given.items() if value is not None and value != ()]
         if own:
             raise ModelError(
                 f"{', '.join(own)} given beside a Keras model that is compiled with its own",
-                do="set it in model.compile(...), which Flatout follows",
+                do="set it in model.compile(...), which Flatout follows; "
+                'metrics=["confusion"] may be given here',
             )
         self.optimizer: Any = None
         self.scheduler = None
@@ -207,9 +213,11 @@ class CompiledObjective(Objective):
         if training:
             metrics = compiled.compiled_metrics(self.model)
             self._slow_metrics = SlowMetrics(metrics, lambda line: loop.say(line))
+        self._count = ConfusionCount() if self._counts and not training else None
         return KerasJob(
             self.model,
             training=training,
+            also=None if self._count is None else self._count.count,
             slow_metrics=self._slow_metrics,
             # Evaluation is the same code on all ranks; of training, the steps are.
             together=lambda: loop.together if training else loop.world,
@@ -277,12 +285,21 @@ class CompiledObjective(Objective):
         callbacks = self._callbacks
         if callbacks is None:
             self.model.reset_metrics()
-            return evaluate(self, loop, source, stopped)
+            return self._counted(evaluate(self, loop, source, stopped), loop)
         callbacks.on_test_begin()
         self.model.reset_metrics()  # in a fit those of the epoch have been read by now
         found = evaluate(self, loop, source, stopped, partial(watched, callbacks))
+        found = self._counted(found, loop)
         callbacks.on_test_end(found)
         return found
+
+    def _counted(self, found: dict[str, float] | None, loop: Loop) -> dict[str, float] | None:
+        """With the mean recall of all ranks, where classes are counted."""
+        if found is None or self._count is None:
+            return found
+        recall = self._count.compute(loop.world.gather(self._count.state_dict()))
+        self.confusion = self._count.latest
+        return {**found, "mean_recall": recall}
 
     def output(self, inputs: Any, loop: Loop) -> Any:
         """What the model gives for a batch's inputs, in evaluation."""

@@ -39,9 +39,12 @@ class ConfusionCount:
         self.latest: Matrix | None = None
 
     def update(self, output: Any, batch: Batch) -> None:
-        """Count a batch: scores (samples, classes), and class numbers, -100 of which do not count,
+        """Count a batch, as `count` does."""
+        self.count(output, batch.targets)
+
+    def count(self, output: Any, target: Any) -> None:
+        """Count samples: scores (samples, classes), and class numbers, -100 of which do not count,
         or class probabilities."""
-        target = batch.targets
         if not torch.is_tensor(output) or not torch.is_tensor(target) or output.dim() != 2:
             raise ModelError(
                 "confusion counts scores of shape (samples, classes) for one class a sample",

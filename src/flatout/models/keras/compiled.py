@@ -34,6 +34,7 @@ class KerasJob:
         slow_metrics: times the metrics in training, and feeds those that are slow less often.
         together: the ranks that compute their parts of a batch at this moment.
         class_weight: weight of each class number, for batches that do not bring it.
+        also: gets outputs and targets of the samples that this rank counts, beside the metrics.
     """
 
     def __init__(
@@ -44,8 +45,10 @@ class KerasJob:
         slow_metrics: SlowMetrics | None = None,
         together: Callable[[], World] = lambda: ONE,
         class_weight: Mapping[int, float] | None = None,
+        also: Callable[[Any, Any], None] | None = None,
     ) -> None:
         self._class_weight = class_weight
+        self._also = also
         self._model = model
         self._slow = slow_metrics
         self._together = together
@@ -67,7 +70,13 @@ class KerasJob:
         loss, given = self._forward(batch)
         if batch.samples:
             self._update(*given)
+            self._tell(given)
         return _of_samples(loss, batch)
+
+    def _tell(self, given: _Given) -> None:
+        if self._also is not None:
+            _, y, y_pred, _ = given
+            self._also(y_pred, y)
 
     def _forward(self, batch: Batch) -> tuple[torch.Tensor, _Given]:
         """The batch's loss, and what metrics take."""
@@ -106,6 +115,8 @@ class KerasJob:
         with shared_losses(world, batch):
             loss, given = self._forward(batch)
         put_back(counted, before)
+        if not batch.is_copy and batch.samples:
+            self._tell(given)
         if self._takes_whole_batches:
             if batch.copies == 1:
                 x, *rest = given
