@@ -1,9 +1,9 @@
 """compute.touched_rows: tables of embeddings are stepped by the rows that a batch has used.
 
-Which parameters are tables is seen by how they are read: for some steps
-all reads of what could be one are counted. Those that lookups read, and nothing else in each step,
-are kept from the optimizer's dense update from then on. What reads one of them whole now and then,
-such as a copy or a moving average, finds it up to date.
+Which parameters are tables is seen by how they are read: in a few steps all reads of what could be
+one are counted. Those that lookups read, and nothing else in each step, are kept from the
+optimizer's dense update from then on. What reads one of them whole now and then, such as a copy or
+a moving average, finds it up to date.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class _Tables:
     def gather(self) -> None:
         """Add up what each row of a gradient has, once."""
         if self.rows is not None and self.rows.gather():
-            leave(FIELD, "something reads a whole table in a backward pass")
+            leave(FIELD, "the gradient of a table is dense: something reads all of it")
 
     def leave_to(self, optimizer: Any) -> None:
         """Another optimizer steps: leave everything dense where it has one of these tables."""
