@@ -268,6 +268,31 @@ def test_columns_of_a_table_are_each_mapped(tmp_path):
     assert len(job.model.ad.weight) == 8
 
 
+def test_ragged_rows_are_padded_with_the_row_of_no_id(tmp_path):
+    class Bag(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = torch.nn.Embedding(300, 4, padding_idx=0)
+            self.out = torch.nn.Linear(4, 1)
+
+        def forward(self, ids, values):
+            return self.out((self.table(ids) * values[..., None]).sum(1))[:, 0]
+
+    draw = np.random.default_rng(0)
+    rows = [np.sort(draw.choice(500, draw.integers(1, 6), replace=False)) + 1 for _ in range(90)]
+    lines = [f"{len(row) % 2} " + " ".join(f"{id}:1" for id in row) for row in rows]
+    (tmp_path / "day.svm").write_text("\n".join(lines) + "\n")
+    source = flatout.data.libsvm(tmp_path / "day.svm", layout="ragged", base=0)
+    stated = source.schema.with_ids(ids=Ids(admit=2))
+    job = trainer(Bag())
+    source = flatout.data.libsvm(tmp_path / "day.svm", schema=stated)
+    job.fit(source.batch(16), progress=False)
+    counts = np.unique(np.concatenate(rows), return_counts=True)[1]
+    assert job.signature.ids.tables == {"table": "ids"}
+    assert job.signature.ids.maps["ids"].size == 2 + (counts >= 2).sum()
+    assert not job.model.table.weight[0].any()
+
+
 def test_the_same_weights_from_every_format(days, tmp_path):
     """Ids as they are go into converted files, and what the schema states of them."""
     paths, job, _ = days

@@ -94,18 +94,19 @@ def check_memory(
     Raises:
         DataError: with the numbers.
     """
-    wanted, words = 0, []
+    wanted, copied, words = 0, 0, []
     for name, one in rows.items():
         weight = table_weight(tables[name])
         if one.size > len(weight) and weight.is_cpu:
             row = weight.shape[1] * weight.element_size()
-            # Both are there while rows are copied.
-            wanted += one.size * row * (1 + _states(optimizer, weight))
+            wanted += (one.size - len(weight)) * row * (1 + _states(optimizer, weight))
+            copied = max(copied, len(weight) * row)  # one tensor at a time is there twice
             words.append(f"{name} {one.size:,} rows of {row:,} bytes ({new[name]})")
+    wanted += copied
     if wanted and wanted > (free := available_bytes()):
         raise DataError(
-            f"the tables would not fit into memory: {'; '.join(words)}; with the optimizer's state "
-            f"they take {size_words(wanted)}, and {size_words(free)} are free",
+            f"the tables would not fit into memory: {'; '.join(words)}; growing takes "
+            f"{size_words(wanted)} with the optimizer's state, and {size_words(free)} are free",
             do="in the ids of the schema: admit = 2 leaves out ids seen once, most = N limits the "
             'rows, vocabulary = "none" with buckets hashes ids to a fixed number of rows',
         )
@@ -256,7 +257,8 @@ def readers_of(
             if not given or not torch.is_tensor(given[0]) or not given[0].numel():
                 return None
             ids = given[0].detach().to(torch.int64)
-            low, high = int(ids.min()), int(ids.max())
+            told = ids[ids != 0]  # without what fills up ragged rows
+            low, high = (int(told.min()), int(told.max())) if len(told) else (0, 0)
             own = [c for c, held in numbers if held.start <= low and high < held.stop]
             column = own[0] if own else None
             found[name] = column if found.get(name, column) == column else None

@@ -16,6 +16,7 @@ from flatout.errors import CheckpointError, DataError, FlatoutError
 from flatout.kernels.ids import Items
 from flatout.models import adapter_of, table_weight
 from flatout.save import ids_beside, load_ids, save_ids
+from flatout.train.broadcast import uncompiled
 from flatout.train.compute import call
 from flatout.train.evaluate import evaluating
 from flatout.train.grow_tables import (
@@ -171,7 +172,10 @@ def learn_ids(
     else:  # the same data once more
         grown = {name: (one, None) for name, one in maps.items()}
     tables = tables_of(model)
-    readers = _readers(source, tables, model, maps, loop)
+    if source.seekable:
+        readers = _readers(source, tables, model, maps, loop)
+    else:  # looking would use rows up
+        readers = {} if known is None else dict(known.tables)
     built = {**as_built({name: tables[name] for name in readers}), **(known.built if known else {})}
     rows: dict[str, Rows] = {}
     new: dict[str, str] = {}
@@ -277,7 +281,7 @@ def _readers(
     inputs = loop.feed.inputs(batch.to(next(model.parameters()).device)).inputs
 
     def run() -> None:
-        with untouched(model), evaluating(model):
+        with untouched(model), evaluating(model), uncompiled():
             try:
                 call(adapter_of(model).called(training=False), inputs)
             except FlatoutError:
