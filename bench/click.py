@@ -104,12 +104,25 @@ def equality(threads: int, steps: int) -> list[Key]:
             Key("bitwise_on_threads", why, at_least=1),
             Key("auc_difference", why, at_most=0.001),
         ]
-    words = ", ".join(f"{name} {value:.1e}" for name, value in found["differences"].items())
-    words += f"; torch's own fused Adam {found['fused']:.1e}"
+
+    def words(found_in: str, fused: str) -> str:
+        each = ", ".join(f"{name} {value:.1e}" for name, value in found[found_in].items())
+        return f"{each}; torch's own fused Adam {found[fused]:.1e}"
+
     dense, ours = found["auc"]
     aucs = f"DeepFM in the same order: torch {dense:.4f}, Flatout {ours:.4f}"
     return [
-        Key("dense_equal", max(found["differences"].values()), at_most=1e-5, note=words),
+        Key(
+            "dense_equal",
+            max(found["differences"].values()),
+            at_most=1e-5,
+            note=f"norm of the difference: {words('differences', 'fused')}",
+        ),
+        Key(
+            "largest_difference",
+            max(found["of_one"].values()),
+            note=f"of a single weight: {words('of_one', 'fused_of_one')}",
+        ),
         Key("bitwise_on_threads", float(found["bitwise"]), at_least=1, note="1: equal bits"),
         Key("auc_difference", abs(dense - ours), at_most=0.001, note=aucs),
     ]

@@ -73,18 +73,24 @@ def apart(ours: nn.Module, dense: nn.Module) -> float:
     return max(float((a - b).norm() / b.norm()) for a, b in pairs)
 
 
+def one_apart(ours: nn.Module, dense: nn.Module) -> float:
+    """The largest difference of a single weight, as a share of its tensor's largest one."""
+    pairs = zip(ours.state_dict().values(), dense.state_dict().values(), strict=True)
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+
+
 def main() -> None:
     arguments = click_job.parser().parse_args()
     train, held_out = click_job.of(arguments)
     ids = torch.from_numpy(train.ids).split(arguments.batch)
     batches = list(zip(ids, torch.from_numpy(train.clicks).split(arguments.batch), strict=True))
     torch.set_num_threads(arguments.threads)
-    differences = {}
+    differences, of_one = {}, {}
     for name, make in OPTIMIZERS.items():
         dense, ours = (Factors(arguments.rows, arguments.factors) for _ in range(2))
         by_hand(dense, make(dense.parameters()), batches)
         by_flatout(ours, make(ours.parameters()), arguments, batches)
-        differences[name] = apart(ours, dense)
+        differences[name], of_one[name] = apart(ours, dense), one_apart(ours, dense)
     dense, fused = (Factors(arguments.rows, arguments.factors) for _ in range(2))
     by_hand(dense, OPTIMIZERS["adam"](dense.parameters()), batches)
     by_hand(fused, torch.optim.Adam(fused.parameters(), lr=1e-3, fused=True), batches)
@@ -100,7 +106,10 @@ def main() -> None:
     result = {
         "auc": [click_job.auc_of(model, held_out) for model in deep],
         "differences": differences,
-        "fused": apart(fused, dense),  # what another rounding makes of torch itself
+        "of_one": of_one,
+        # What another rounding makes of torch itself.
+        "fused": apart(fused, dense),
+        "fused_of_one": one_apart(fused, dense),
         "bitwise": apart(found[1], found[0]) == 0,
     }
     arguments.out.write_text(json.dumps(result))
