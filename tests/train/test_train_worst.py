@@ -75,9 +75,44 @@ def test_images_are_named_and_drawn(tmp_path):
     assert (tmp_path / "worst.png").stat().st_size > 5000
 
 
+COMPILED = {
+    "sparse_categorical_crossentropy": ("softmax", 3, True),
+    "categorical_crossentropy": ("softmax", 3, True),
+    "binary_crossentropy": ("sigmoid", 1, True),
+    "mse": (None, 1, False),
+}
+
+
+@pytest.mark.parametrize("loss", COMPILED)
+def test_a_compiled_keras_model_is_judged_by_its_own_loss(loss):
+    keras = pytest.importorskip("keras")
+    if keras.backend.backend() != "torch":
+        pytest.skip("Keras is on another backend")
+    activation, outputs, has_classes = COMPILED[loss]
+    keras.utils.set_random_seed(0)
+    dense = keras.layers.Dense(outputs, activation=activation)
+    model = keras.Sequential([keras.Input((5,)), dense])
+    model.compile("sgd", loss)
+    draw = np.random.default_rng(0)
+    x = draw.normal(size=(20, 5)).astype("float32")
+    y = draw.integers(0, max(2, outputs), 20)
+    if loss == "categorical_crossentropy":
+        y = np.eye(outputs, dtype=np.float32)[y]
+    found = flatout.Trainer(model, say=lambda line: None).worst(x, y, n=3, batch_size=8)
+    alone = [model.evaluate(x[at : at + 1], y[at : at + 1], verbose=0) for at in range(20)]
+    expected = np.argsort(alone)[::-1][:3]
+    assert [one.number for one in found] == expected.tolist()
+    assert [one.loss for one in found] == pytest.approx(np.sort(alone)[::-1][:3], rel=1e-4)
+    assert all((one.probability is not None) is has_classes for one in found)
+    if outputs > 1:
+        scores = np.asarray(model.predict(x, verbose=0))[expected]
+        assert [one.predicted for one in found] == scores.argmax(1).tolist()
+        assert [one.probability for one in found] == pytest.approx(scores.max(1), rel=1e-4)
+
+
 def test_what_cannot_be_is_said():
     with pytest.raises(DataError, match="no targets"):
         trainer(nn.Linear(2, 2)).worst(torch.randn(4, 2))
     two = flatout.Trainer(nn.Linear(2, 2), loss={"a": "mse", "b": "mse"}, say=lambda line: None)
-    with pytest.raises(ModelError, match="the one loss"):
+    with pytest.raises(ModelError, match="by one loss"):
         two.worst(torch.randn(4, 2), torch.randn(4, 2))

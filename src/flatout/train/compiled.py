@@ -40,6 +40,7 @@ from flatout.train.job import Job
 from flatout.train.job_facts import Facts
 from flatout.train.keras_callbacks import KerasCallbacks, watched
 from flatout.train.objective import FitData, Objective
+from flatout.train.sample_loss import SampleLoss, of_compiled
 from flatout.train.signature import Signature
 from flatout.train.state import FitState
 from flatout.train.warm_start import warm_start
@@ -300,6 +301,14 @@ class CompiledObjective(Objective):
         recall = self._count.compute(loop.world.gather(self._count.state_dict()))
         self.confusion = self._count.latest
         return {**found, "mean_recall": recall}
+
+    def sample_loss(self) -> SampleLoss:
+        """The loss of each sample alone.
+
+        Raises:
+            ModelError: the model has several losses, or its own `compute_loss`.
+        """
+        return of_compiled(self.model)
 
     def output(self, inputs: Any, loop: Loop) -> Any:
         """What the model gives for a batch's inputs, in evaluation."""

@@ -37,6 +37,7 @@ from flatout.train.job_facts import Facts, fact, losses_facts, metrics_fact
 from flatout.train.losses import Loss, as_loss
 from flatout.train.metrics import Given
 from flatout.train.narrow import Narrow
+from flatout.train.sample_loss import SampleLoss, of_loss
 from flatout.train.several_losses import SeveralLosses, check_names
 from flatout.train.signature import Signature
 from flatout.train.snapshot import untouched
@@ -248,6 +249,19 @@ class Objective:
     ) -> dict[str, float] | None:
         """Loss and metrics over `source`; None where `stopped` said so."""
         return evaluate(self, loop, source, stopped)
+
+    def sample_loss(self) -> SampleLoss:
+        """The loss of each sample alone.
+
+        Raises:
+            ModelError: there are several losses.
+        """
+        if not isinstance(self.loss, Loss):
+            raise ModelError(
+                "the worst samples are found by one loss, and the model has several",
+                do="compare `trainer.predict(data)` with the targets",
+            )
+        return of_loss(self.loss)
 
     def output(self, inputs: Any, loop: Loop) -> Any:
         """What the model gives for a batch's inputs, in evaluation."""

@@ -372,7 +372,7 @@ class Trainer:
             draws the images.
 
         Raises:
-            ModelError: the model has several losses, or is a compiled Keras model.
+            ModelError: the model has several losses, or its own `compute_loss` in Keras.
             DataError: there are no targets.
         """
         given = self.objective.to_evaluate(x, y, self.loop, batch_size)

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flatout.data import Batch, Pipeline, Source
-from flatout.errors import DataError, FlatoutError, ModelError
+from flatout.errors import DataError, FlatoutError
 from flatout.plotting import figure_class
 from flatout.train import guard
 from flatout.train.checks import explained
 from flatout.train.evaluate import evaluating
-from flatout.train.losses import Loss
 from flatout.train.ranks import part_of
+from flatout.train.sample_loss import SampleLoss
 from flatout.words import rounded
 
 if TYPE_CHECKING:
@@ -113,16 +113,11 @@ def worst(
     """The `n` samples of a source with the highest loss, of all ranks.
 
     Raises:
-        ModelError: the model has several losses, or a compiled Keras loss.
+        ModelError: the model has several losses, or one of its own making.
         DataError: there are no targets.
         NumbersError: if a weight or buffer is not finite.
     """
-    loss = getattr(objective, "loss", None)
-    if not isinstance(loss, Loss):
-        raise ModelError(
-            "the worst samples are found by the one loss of a torch model",
-            do="compare `trainer.predict(data)` with the targets",
-        )
+    loss = objective.sample_loss()
     guard.check_state(objective.model, "looking for the worst samples")
     loop.be_ready(objective.model)
     world, seen = loop.world, 0
@@ -132,7 +127,7 @@ def worst(
         output = objective.output(batch.inputs, loop)
         if batch.targets is None:
             raise DataError("the samples have no targets", do="give (x, y), or x and y")
-        return _losses(loss, output, batch).cpu(), output.detach().float().cpu()
+        return loss.values(output, batch).cpu(), output.detach().float().cpu()
 
     with evaluating(objective.model), loop.autocast():
         for raw in part_of(source, world, loop.say).batches(0, 0):
@@ -158,27 +153,11 @@ def _worst_of(found: Sequence[Any], n: int) -> list[Any]:
     return nlargest(n, found, key=lambda one: math.inf if math.isnan(one[0].loss) else one[0].loss)
 
 
-def _losses(loss: Loss, output: Any, batch: Batch) -> torch.Tensor:
-    """Of each sample, shape (samples,)."""
-    if not torch.is_tensor(output) or not torch.is_tensor(batch.targets):
-        raise ModelError("the worst samples are found for one output tensor and one target tensor")
-    output = output.float() if output.is_floating_point() else output
-    if loss.own is None:
-        assert loss.function is not None
-        target = batch.targets
-        if loss.ignore_index is not None and not target.is_floating_point():
-            target = target.long()
-        return loss.function(output, target, "none").reshape(batch.size, -1).mean(1)
-    alone = batch._replace(weight=None, padding=0)
-    values = [loss(output[at : at + 1], alone.rows(at, at + 1)) for at in range(batch.size)]
-    return torch.stack([v[0] / v[1] if isinstance(v, tuple) else v for v in values]).reshape(-1)
-
-
 def _described(
     batch: Batch,
     values: torch.Tensor,
     outputs: torch.Tensor,
-    loss: Loss,
+    loss: SampleLoss,
     source: Source,
     classes: Sequence[str] | None,
     row: int,
@@ -187,26 +166,12 @@ def _described(
     number = place if batch.indices is None else int(batch.indices[row])
     where = source.where(number) if isinstance(source, Pipeline) else None
     assert torch.is_tensor(batch.targets)
-    target, predicted, probability = _compared(loss, outputs[row], batch.targets[row].cpu())
+    target, predicted, probability = loss.compared(outputs[row], batch.targets[row].cpu())
     if classes is not None and probability is not None:
         target, predicted = (
             classes[at] if 0 <= at < len(classes) else at for at in (target, predicted)
         )
     return WorstSample(float(values[row]), number, where or "", target, predicted, probability)
-
-
-def _compared(loss: Loss, output: torch.Tensor, target: torch.Tensor) -> tuple[Any, Any, Any]:
-    """Target and prediction as plain values, and how sure the model is of a class."""
-    if loss.ignore_index is not None and output.dim() == 1:
-        shares = output.softmax(0)  # of log-probabilities, too, these are the probabilities
-        predicted = int(shares.argmax())
-        true = int(target.argmax()) if target.numel() > 1 else int(target)
-        return true, predicted, float(shares[predicted])
-    if loss.name == "binary_cross_entropy" and output.numel() == 1:
-        share = float(output.sigmoid())
-        return int(target), int(share > 0.5), max(share, 1 - share)
-    one = output.numel() == 1 and target.numel() == 1
-    return (target.item(), output.item(), None) if one else (None, None, None)
 
 
 def _image(batch: Batch, row: int) -> torch.Tensor | None:

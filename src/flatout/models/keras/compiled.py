@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from flatout.data import WEIGHTS, Batch, map_tensors, rows_of_samples
+from flatout.errors import ModelError
 from flatout.models.keras.model import call
 from flatout.models.keras.ranks import adds_up, over_all, put_back, shared_losses, whole_batch
 from flatout.models.keras.rewrites import training_step
@@ -190,6 +191,44 @@ def compiled_metrics(model: Any) -> list[Any]:
         return []
     lists = [*compiled._flat_metrics, *compiled._flat_weighted_metrics]
     return [metric for listed in lists if listed is not None for metric in listed.metrics]
+
+
+def sample_losses(model: Any) -> tuple[Callable[[Any, Any], torch.Tensor], str, bool]:
+    """The one compiled loss of a built model, for each sample alone.
+
+    Returns:
+        what gives the loss of each sample of targets and outputs, of shape (samples,); the name of
+        its function; and whether it takes logits.
+
+    Raises:
+        ModelError: there are several, or the model has its own `compute_loss`.
+    """
+    losses = getattr(model._compile_loss, "_flat_losses", None) or []
+    if len(losses) != 1 or _is_overridden(model, "compute_loss"):
+        raise ModelError(
+            "the loss of a single sample is known of one compiled loss, and this model has "
+            f"{'its own compute_loss' if len(losses) == 1 else len(losses) or 'none'}",
+            do="compare `trainer.predict(data)` with the targets",
+        )
+    loss = losses[0].loss
+
+    def values(y: Any, y_pred: Any) -> torch.Tensor:
+        # As loss(y, y_pred) does before it reduces.
+        y, y_pred = (keras_tensor(value, loss.dtype) for value in (y, y_pred))
+        given: torch.Tensor = loss.call(y, y_pred)
+        return given.reshape(len(y_pred), -1).mean(1)
+
+    name = getattr(getattr(loss, "fn", None), "__name__", type(loss).__name__)
+    options = getattr(loss, "_fn_kwargs", {})
+    return values, name, bool(options.get("from_logits", False))
+
+
+def keras_tensor(value: Any, dtype: Any) -> torch.Tensor:
+    """As Keras' losses take it."""
+    import keras
+
+    tensor: torch.Tensor = keras.ops.convert_to_tensor(value, dtype=dtype)
+    return tensor
 
 
 def build(model: Any, batch: Batch) -> None:
