@@ -1052,3 +1052,26 @@ def test_a_tf_data_set_gives_the_same_as_arrays():
         x, y, batch_size=16, epochs=2, shuffle=False, validation_data=(x, y), verbose=0
     )
     assert_same_history(here.history, there.history)
+
+
+def test_blended_samples_are_for_a_loss_that_takes_shares():
+    images = np.random.default_rng(0).random((48, 4, 4, 3), np.float32)
+    labels = np.arange(48) % 3
+    blended = flatout.data.arrays(images, labels).batch(16).mixup(0.2, classes=3)
+    given = {"validation_data": flatout.data.arrays(images, labels).batch(16), "progress": False}
+
+    def compiled(loss):
+        dense = layers.Dense(3, activation="softmax")
+        model = keras.Sequential([keras.Input((4, 4, 3)), layers.Flatten(), dense])
+        model.compile("sgd", loss, metrics=["accuracy"])
+        return model
+
+    with pytest.raises(ModelError, match="takes class numbers, and the targets are shares"):
+        quiet(compiled("sparse_categorical_crossentropy")).fit(blended, epochs=1, **given)
+    for loss in ("categorical_crossentropy", keras.losses.CategoricalCrossentropy()):
+        model = compiled(loss)
+        history = quiet(model).fit(blended, epochs=2, **given)
+        loss, accuracy = model.evaluate(images, np.eye(3, dtype=np.float32)[labels], verbose=0)
+        last = history.epochs[-1]
+        assert last["val_loss"] == pytest.approx(loss, rel=1e-5)
+        assert last["val_accuracy"] == pytest.approx(accuracy)

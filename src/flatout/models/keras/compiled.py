@@ -55,6 +55,7 @@ class KerasJob:
         self._together = together
         self._training = training
         self._computes_own = _is_overridden(model, "compute_metrics")
+        self._takes_shares = _takes(model, "categorical")
         self._own_results: dict[str, Any] = {}
 
     def compute(self, batch: Batch) -> Value:
@@ -90,15 +91,21 @@ class KerasJob:
             y_pred, batch = _outputs_of_samples(y_pred, batch), batch.without_padding()
         else:
             batch = batch._replace(weight=None)  # whatever its loss, it counts nothing
-        y, weight = targets_of(batch)
+        y, weight = self._targets(batch, y_pred)
         loss: torch.Tensor = model._compute_loss(
             x=batch.inputs, y=y, y_pred=y_pred, sample_weight=weight, training=self._training
         )
         y_pred = _with_masks(torch.Tensor.detach, y_pred)
         if batch.padding:  # nothing else, so that metrics get nothing
             y_pred, batch = _outputs_of_samples(y_pred, batch), batch.without_padding()
-            y, weight = targets_of(batch)
+            y, weight = self._targets(batch, y_pred)
         return loss, (batch.inputs, y, y_pred, weight)
+
+    def _targets(self, batch: Batch, y_pred: Any) -> tuple[Any, Any]:
+        y, weight = targets_of(batch)
+        if self._takes_shares and torch.is_tensor(y_pred):
+            y = _as_shares(y, y_pred.shape[-1])
+        return y, weight
 
     @torch.no_grad()
     def _update(self, x: Any, y: Any, y_pred: Any, weight: Any) -> None:
@@ -232,8 +239,56 @@ def keras_tensor(value: Any, dtype: Any) -> torch.Tensor:
 
 
 def build(model: Any, batch: Batch) -> None:
-    """Build what of model, loss, metrics and optimizer waits for a first batch."""
-    model._symbolic_build(data_batch=(batch.inputs, *targets_of(batch)))
+    """Build what of model, loss, metrics and optimizer waits for a first batch.
+
+    Raises:
+        ModelError: the loss takes class numbers, and the batch has shares of classes.
+    """
+    y, weight = targets_of(batch)
+    if _takes(model, "sparsecategorical") and _are_shares(y):
+        raise ModelError(
+            f"the model is compiled with {_loss_name(model)}, which takes class numbers, and the "
+            f"targets are shares of classes of shape {tuple(y.shape)}, such as mixup makes",
+            do='compile it with loss="categorical_crossentropy"; class numbers of a validation are '
+            "then taken as shares, too",
+        )
+    if _takes(model, "categorical") and isinstance(classes := _classes(model), int):
+        y = _as_shares(y, classes)
+    model._symbolic_build(data_batch=(batch.inputs, y, weight))
+
+
+def _loss_name(model: Any) -> str:
+    """Of the one compiled loss, such as "sparse_categorical_crossentropy"; "" of several."""
+    given = getattr(model._compile_loss, "_user_loss", None)
+    name = given if isinstance(given, str) else getattr(given, "name", "")
+    return str(name or getattr(given, "__name__", ""))
+
+
+def _takes(model: Any, kind: str) -> bool:
+    """Whether the compiled loss is of a kind; Keras takes the names of functions and of classes."""
+    return _loss_name(model).replace("_", "").lower().startswith(kind)
+
+
+def _classes(model: Any) -> Any:
+    """Scores that the model gives, where that is known before it is called."""
+    try:
+        shape = model.output_shape
+    except (AttributeError, ValueError, RuntimeError):
+        return None
+    return shape[-1] if isinstance(shape, tuple) and shape else None
+
+
+def _are_shares(y: Any) -> bool:
+    return torch.is_tensor(y) and y.is_floating_point() and y.dim() > 1 and y.shape[-1] > 1
+
+
+def _as_shares(y: Any, classes: int) -> Any:
+    """Class numbers of shape (samples,) or (samples, 1) as a share of 1 for each; others as is."""
+    if not torch.is_tensor(y) or y.is_floating_point() or classes < 2 or y.dim() not in (1, 2):
+        return y
+    if y.dim() == 2 and y.shape[1] != 1:
+        return y
+    return torch.nn.functional.one_hot(y.reshape(-1).long(), classes).float()
 
 
 def _weighed(batch: Batch, class_weight: Mapping[int, float]) -> Batch:
