@@ -12,7 +12,7 @@ import flatout
 from flatout.data.sources.image_rows import ImageRows
 from flatout.models import find_cuts
 from flatout.recipe import Recipe
-from flatout.train import auto, auto_check, feature_costs, frozen_precision
+from flatout.train import auto, auto_budget, auto_check, feature_costs, frozen_precision
 from flatout.train import features as kept
 from flatout.train.explanation import Explanation
 
@@ -94,7 +94,8 @@ def test_a_second_fit_with_another_rate_computes_nothing(tmp_path, made, monkeyp
     assert figures(history) == figures(expected)
 
 
-def test_settings_are_tuned_first(made):
+def test_settings_are_tuned_first(made, monkeypatch):
+    monkeypatch.setattr(auto_budget.Budget, "pays_before", lambda budget, seconds: True)
     x, y = images(200)
     trainer, history = fitted("memory", (x, y), epochs=12, precision="auto")
     assert history.features["kept"] is not None
@@ -129,7 +130,10 @@ def test_settings_are_searched_again_at_a_thaw(layer, monkeypatch, made):
         assert torch.allclose(ours, theirs, atol=2e-2)
 
 
-def test_rows_of_a_short_run_are_in_the_precision_that_their_forward_has_chosen(monkeypatch):
+@pytest.mark.parametrize("epochs", [2, 30])  # too short to try settings, and with short epochs
+def test_a_few_samples_choose_the_precision_of_rows_that_are_kept_from_the_start(
+    epochs, monkeypatch, made
+):
     monkeypatch.setattr(auto, "_has_bf16_units", lambda device: True)
     monkeypatch.setattr(frozen_precision, "_LEAST_S", 0)
     rates = {0: (1.0, 0.1), 1: (0.5, 0.1), 2: (0.6, 0.1)}  # by how many options are on
@@ -138,9 +142,24 @@ def test_rows_of_a_short_run_are_in_the_precision_that_their_forward_has_chosen(
         "frozen_rates",
         lambda check, tried, *given: {one: rates[len(one)] for one in ((), *tried)},
     )
-    trainer, history = fitted("memory", images(200), batch_size=20, precision="auto")
+    trainer, history = fitted("memory", images(200), batch_size=20, epochs=epochs, precision="auto")
     assert trainer.resolved.compute.precision == "bf16"
     assert " a sample in bf16" in history.features["line"]
+    assert history.tuning is None
+    assert made[-1].computed <= 200 + 10 + 4
+
+
+def test_what_makes_the_forward_slower_is_not_chosen(monkeypatch):
+    monkeypatch.setattr(auto, "_has_bf16_units", lambda device: True)
+    monkeypatch.setattr(frozen_precision, "_LEAST_S", 0)
+    rates = {0: (1.0, 0.9), 1: (1.1, 0.1), 2: (1.2, 0.1)}
+    monkeypatch.setattr(
+        auto_check.FirstCheck,
+        "frozen_rates",
+        lambda check, tried, *given: {one: rates[len(one)] for one in ((), *tried)},
+    )
+    trainer, _ = fitted("memory", images(200), batch_size=20, epochs=2, precision="auto")
+    assert trainer.resolved.compute.precision == "fp32"
 
 
 def test_flips_are_kept_each_and_drawn_as_without(tmp_path, made):

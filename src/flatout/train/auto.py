@@ -29,7 +29,7 @@ from flatout.train.auto_capture import FIELD as CAPTURE
 from flatout.train.auto_capture import NOT_YET, Beside
 from flatout.train.auto_check import FirstCheck
 from flatout.train.auto_search import Option, Search, is_faster
-from flatout.train.frozen_precision import Planned, choose_precision
+from flatout.train.frozen_precision import Found, Planned, choose_precision, has_short_epochs
 from flatout.train.micro_batch import forget_frames, is_out_of_memory
 from flatout.train.row_tables import Tables
 from flatout.train.settings import Settings, Switch, can_switch
@@ -42,6 +42,7 @@ FEWEST_STEPS = 40
 # What measuring the best rates of a machine takes at most; of a run it may take this share.
 _RATES_S, _RATES_SHARE = 3.0, 0.01
 # Why nothing is tried where steps are long, or others keep the machine busy.
+_KEPT_FIRST = "what frozen layers give is kept from the start, and no settings are tried before"
 _TOO_SLOW = "a few samples take too long to look at other settings before the first step"
 # Why a step is not compiled as a whole.
 _DRAWS = "the model draws random numbers"
@@ -126,6 +127,13 @@ def resolve(
     if not _is_open(requested, allow):
         return Decision(start)
     try:
+        if planned is not None and has_short_epochs(planned, batches[0].size):
+            options = _options(requested, stepper, batches[0], facts, allow)
+            found = _precision(check, options, facts, planned)
+            if found.is_frozen:
+                start = requested.resolve({**plain, **found.choices}, machine, facts)
+                say(f"auto: {start.summary()}; {found.why or _KEPT_FIRST}")
+                return Decision(start)
         search, why_not = _checked(
             check, requested, stepper, batches[0], facts, allow, steps, began, looked_s
         )
@@ -138,13 +146,24 @@ def resolve(
     if search is None:
         if planned is not None and why_not in (_TOO_SLOW, _too_short(steps)):
             options = _options(requested, stepper, batches[0], facts, allow)
-            chosen, words = choose_precision(check, options, facts, planned)
-            start = requested.resolve({**plain, **chosen}, machine, facts)
-            why_not = words or why_not
+            found = _precision(check, options, facts, planned)
+            start = requested.resolve({**plain, **found.choices}, machine, facts)
+            why_not = found.why or why_not
         if why_not:
             say(f"auto: {start.summary()}; {why_not}")
         return Decision(start)
     return Decision(start, search, facts, key)
+
+
+def _precision(
+    check: FirstCheck, options: list[Option], facts: ModelFacts, planned: Planned
+) -> Found:
+    try:
+        return choose_precision(check, options, facts, planned)
+    except (RuntimeError, ValueError, TypeError) as error:
+        if isinstance(error, OutOfMemory) or is_out_of_memory(error):
+            raise
+        return Found({})  # the real first step will fail in the same way
 
 
 def _checked(

@@ -1,8 +1,9 @@
-"""The precision of a run that is too short to try it on its steps, where frozen layers are kept.
+"""The precision of a run whose frozen layers are kept, where its steps come too late to try it.
 
-What frozen layers give for a sample is computed once, and that is most of such a run. So a few
-samples tell: what their forward takes, which the first epoch takes for all, and what their backward
-adds, by which later epochs are told.
+What frozen layers give for a sample is computed once, and that is most of a run of few steps, or
+of one with short epochs: settings that are tried on the steps would cost whole epochs without
+features. So a few samples tell: what their forward takes, which the first epoch takes for all, and
+what their backward adds, by which later epochs are told.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from flatout.words import rounded
 _LOOKED_AT, _SHARE = 40, 0.25
 # A first epoch whose forward is over sooner is not looked at.
 _LEAST_S = 1.0
+# An epoch of fewer steps is over before settings are judged on them.
+_STEPS = 120
 # The run must take so much less time.
 _FASTER = 1.1
 # What runs from kept features: forward and backward, where backward takes twice as long.
@@ -33,9 +36,28 @@ class Planned(NamedTuple):
     epochs: int
 
 
+class Found(NamedTuple):
+    """What a few samples have told.
+
+    Attributes:
+        choices: empty where the run stays as it is.
+        why: in words; "" without choices.
+        is_frozen: whether most of a step is the forward of what is kept.
+    """
+
+    choices: dict[str, Choice]
+    why: str = ""
+    is_frozen: bool = False
+
+
+def has_short_epochs(planned: Planned, batch_size: int) -> bool:
+    """Whether an epoch is over before settings could be tried on its steps."""
+    return planned.epochs > 1 and planned.samples < _STEPS * batch_size
+
+
 def choose_precision(
     check: FirstCheck, options: Sequence[Option], facts: ModelFacts, planned: Planned
-) -> tuple[dict[str, Choice], str]:
+) -> Found:
     """Half precision, alone or in another memory format, where that makes the run faster.
 
     Args:
@@ -43,25 +65,28 @@ def choose_precision(
         options: that are open, and lie within what is allowed.
         facts: of the model.
         planned: what the run is.
-
-    Returns:
-        the choices, and why, in words; nothing where the run stays as it is.
     """
     own = [next((one for one in options if one.field == field), None) for field in _FIELDS]
     precision, layout = own
     looks = planned.samples * _SHARE >= _LOOKED_AT and planned.epochs > 1
-    if precision is None or not looks:
-        return {}, ""
+    if not looks:
+        return Found({})
     plain_s = check.forward_of_some(())
     if planned.samples * plain_s < _LEAST_S:
-        return {}, ""
-    tried = [(precision,), *([(precision, layout)] if layout is not None else [])]
+        return Found({})
+    tried: list[tuple[Option, ...]] = [] if precision is None else [(precision,)]
+    if precision is not None and layout is not None:
+        tried.append((precision, layout))
     found = check.frozen_rates(tried, facts, plain_s)
+    # A backward pass of all layers takes about twice as long as the forward.
+    is_frozen = found[()][1] < found[()][0]
+    # What makes the forward longer, which the first epoch is made of, was timed badly or is no use.
+    found = {one: rate for one, rate in found.items() if not one or rate[0] < found[()][0]}
     seconds = {chosen: _run_s(forward, rest, planned) for chosen, (forward, rest) in found.items()}
     best = min(seconds, key=lambda chosen: seconds[chosen])
     ratio = seconds[()] / seconds[best]
     if not best or ratio < _FASTER:
-        return {}, ""
+        return Found({}, is_frozen=is_frozen)
     took, plain = (rounded(1e3 * found[chosen][0]) for chosen in (best, ()))
     why = f"the forward of the frozen layers takes {took} instead of {plain} ms a sample"
     choices = {
@@ -73,7 +98,7 @@ def choose_precision(
         )
         for one in best
     }
-    return choices, why
+    return Found(choices, why, is_frozen)
 
 
 def _run_s(forward: float, rest: float, planned: Planned) -> float:
