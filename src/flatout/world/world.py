@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flatout import errors
 from flatout.errors import FlatoutError, WorldError
-from flatout.world import messages
+from flatout.world import gloo_threads, messages
 from flatout.world.collective_log import CollectiveLog, Waiting
 from flatout.world.network import INTERFACES, interface_of, source_address
 from flatout.world.place import ALONE, Place, place, restarts
@@ -325,6 +325,7 @@ def leave() -> None:
         _watch = None
     if dist.is_initialized():
         dist.destroy_process_group()
+        gloo_threads.wait_until_idle()
     _groups.clear()
     _joined = None
 
