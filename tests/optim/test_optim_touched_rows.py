@@ -78,7 +78,7 @@ def assert_near(ours, dense, start):
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("clip", [None, pytest.param(0.05, marks=pytest.mark.slow)])
 def test_the_result_is_that_of_the_dense_optimizer(make, clip):
     found = []
     for touched in (False, True):
