@@ -37,6 +37,7 @@ EXTENSIONS = (
     "_dropout",
     "_example",
     "_gather",
+    "_ids",
     "_libsvm",
     "_lines",
     "_relu_pool",

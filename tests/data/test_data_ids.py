@@ -122,7 +122,7 @@ def test_other_buckets_move_the_rows():
     assert moves == {0: 0, 2: 11, 3: 12, 4: 13}
 
 
-def test_the_same_map_whoever_counts():
+def test_the_same_map_in_any_order_of_parts():
     of = column(Ids(admit=2, most=40))
     ids = np.random.default_rng(0).integers(0, 60, (200, 3))
     whole, _ = grow(IdMap.empty(of), of, ids)
