@@ -161,12 +161,20 @@ def test_an_image_with_the_size_and_time_of_another_is_another(folder):
     assert content() != before
 
 
-def test_arrays_are_numbered_by_their_bytes():
+def test_arrays_are_numbered_by_the_bytes_of_their_inputs():
     x, y = torch.arange(12.0).reshape(6, 2), torch.arange(6)
-    before = numbered(flatout.data.as_source((x, y), batch_size=2))
-    assert (before.slots, before.content()) == (6, before.content())
+
+    def content(*data):
+        found = numbered(flatout.data.as_source(data, batch_size=2))
+        assert found.slots == 6
+        assert found.comes_whole
+        return found.content()
+
+    before = content(x, y)
+    assert content(x, y + 1) == before
+    assert numbered(flatout.data.arrays(x).batch(3)).content() == before
     x[3, 1] += 1
-    assert numbered(flatout.data.as_source((x, y), batch_size=2)).content() != before.content()
+    assert content(x, y) != before
 
 
 def noisy(x, y, rng):

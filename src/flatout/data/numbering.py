@@ -15,7 +15,7 @@ def numbered(source: Source) -> Numbered | str:
     """
     if isinstance(source, ArraySource):
         samples = ArraySamples(source.data)
-        return Numbered(samples.rows, samples.content)
+        return Numbered(samples.rows, samples.inputs_content, comes_whole=True)
     if isinstance(source, Pipeline):
         return source.numbered()
     return f"what makes a sample of a {type(source).__name__.removesuffix('Source')} is not known"

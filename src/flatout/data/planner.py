@@ -148,6 +148,8 @@ class Built:
         if any(isinstance(values, Ragged) for values in block.columns.values()):
             return "samples differ in length"
         which = None if count == 1 else partial(variant, samples)
+        if not isinstance(self.program, Program):  # straight from memory
+            return Numbered(samples.rows, plan.base.inputs_content, comes_whole=True)
         named = partial(named_slots, samples, count)
         return Numbered(samples.rows, samples.content, count, which, named)
 

@@ -77,6 +77,8 @@ class EvaluatedFeatures:
             yield self._features.rows.completed(part, rows, cut)
         finally:
             undo()
+            if rows.store.kept:
+                self._features.rows.hold(rows)
 
     def _may_have(self, source: Source) -> bool:
         """Whether it is worth a look; all ranks say the same."""

@@ -136,7 +136,7 @@ class ModelRows:
             "normalization": repr(getattr(source, "normalization", None)),
             "cut": [cut.name, cut.calls],
         }
-        beside = _forms(tuple(_beside(first)))
+        beside = [] if samples.comes_whole else _forms(tuple(_beside(first)))
         key = feature_key(cut.tensors, facts)
         parts = self._parts[cut.name]
         # In memory a store is another one as soon as the samples are.
@@ -242,7 +242,7 @@ def batches_of(
 ) -> Iterator[Batch]:
     """The batches of an epoch; of a pipeline, made without the samples whose features are kept."""
     whole = getattr(part, "_whole", part)
-    if rows is None or not isinstance(whole, Pipeline):
+    if rows is None or rows.samples.comes_whole or not isinstance(whole, Pipeline):
         return part.batches(epoch, start_step)
     return part.batches(epoch, start_step, rows)  # type: ignore[call-arg]
 
@@ -260,7 +260,8 @@ def _keep(
     batch: Batch, rows: FeatureRows, slots: Any, missing: Tensor, made: Sequence[Tensor]
 ) -> None:
     own = missing[missing < batch.samples]  # what fills a batch up has another weight
-    beside = [tensor.cpu().index_select(0, own) for tensor in _beside(batch)]
+    whole = rows.samples.comes_whole
+    beside = [] if whole else [tensor.cpu().index_select(0, own) for tensor in _beside(batch)]
     rows.store.put(slots[own.numpy()], [*(part[: len(own)] for part in made), *beside])
 
 

@@ -29,6 +29,8 @@ class Numbered:
         variants: how many a sample has.
         variant: which of them each of some samples has in an epoch, int64; None where there is one.
         named: gives names of the slots that stay when samples come or go; None without such names.
+        comes_whole: whether batches have all samples anyway, so that `content` and rows are of the
+            inputs alone.
     """
 
     rows: int
@@ -36,6 +38,7 @@ class Numbered:
     variants: int = 1
     variant: Callable[[Numbers, int], Numbers] | None = None
     named: Callable[[], NamedSlots | None] = lambda: None
+    comes_whole: bool = False
 
     @property
     def slots(self) -> int:
@@ -57,7 +60,7 @@ class FeatureRows:
         samples: whose features they are.
         store: has them.
         parts: of a row, how many are features; behind them stand the targets and the weight, in
-            the order in which `named_tensors` gives them.
+            the order in which `named_tensors` gives them, unless batches come whole.
     """
 
     samples: Numbered

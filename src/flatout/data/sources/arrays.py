@@ -310,6 +310,11 @@ class ArraySamples:
         """Over all bytes of the data."""
         return digest_of(self.digest, tensors_name(self._columns))
 
+    def inputs_content(self) -> str:
+        """The same of the inputs alone."""
+        named = [(n, t) for n, t in self._columns.items() if n.startswith("inputs")]
+        return digest_of(f"{self.data.scale} {self.data.shift}", tensors_name(dict(named)))
+
     def targets(self) -> npt.NDArray[Any] | None:
         """Of all rows, where they are one array."""
         return self.data.label_array()
