@@ -10,6 +10,7 @@ from torch import nn
 
 from flatout.cache_folder import cache_folder
 from flatout.cures import features, record
+from flatout.cures.dataset_now import Dataset, DatasetNow
 from flatout.cures.features import FIELD, digests, keep_features
 from flatout.data.features import room
 
@@ -46,7 +47,8 @@ class Job:
         self.begin(where)
 
     def begin(self, where):
-        self.call = keep_features(where, self.model, (), {}, nn.Module.__call__)
+        self.now = DatasetNow()
+        self.call = keep_features(where, self.now, self.model, (), {}, nn.Module.__call__)
         cells = [cell.cell_contents for cell in self.call.__closure__]
         (self.features,) = next(found for found in cells if isinstance(found, list))
 
@@ -241,6 +243,26 @@ def test_samples_of_which_none_comes_again_are_forgotten(monkeypatch):
     assert not job.features._kept
 
 
+@pytest.mark.parametrize("validated", [False, True])
+def test_a_dataset_that_changes_its_samples_at_random_is_not_kept(monkeypatch, validated):
+    monkeypatch.setattr(features, "_AHEAD", 0)
+    job = Job(where="disk")
+    drawn = torch.Generator().manual_seed(2)
+    for epoch in range(3):
+        job.now.dataset = Dataset(1, "Flipped", 8, epoch + 1)
+        for _ in range(2):
+            assert job.computes(torch.randn(4, 6, generator=drawn))
+        job.now.dataset = Dataset(2, "Plain", 12, epoch + 1)
+        if validated:
+            assert job.computes(X) is (epoch == 0)
+    assert told() == ("Flipped changes its 8 samples at random: none came again in Counted")
+    kept = list((cache_folder() / "features").glob("*/"))
+    if validated:
+        (found,) = job.features._kept.values()
+        assert found.store.kept == 8 + 12  # nothing of the later epochs
+    assert bool(kept) is bool(job.features._kept) is validated
+
+
 def test_room_grows_as_it_is_needed():
     job = Job()
     many = torch.randn(3000, 6)
@@ -270,13 +292,19 @@ def test_who_has_put_a_forward_of_his_own_there_keeps_it():
 
 def test_a_model_without_frozen_layers_is_left_as_written():
     model = nn.Linear(2, 2)
-    assert keep_features("memory", model, (), {}, nn.Module.__call__) is nn.Module.__call__
+    assert (
+        keep_features("memory", DatasetNow(), model, (), {}, nn.Module.__call__)
+        is nn.Module.__call__
+    )
     assert told() == "no leading layers of Linear are frozen and in eval mode"
 
 
 def test_a_compiled_model_is_left_as_written():
     model = torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))
-    assert keep_features("memory", model, (), {}, nn.Module.__call__) is nn.Module.__call__
+    assert (
+        keep_features("memory", DatasetNow(), model, (), {}, nn.Module.__call__)
+        is nn.Module.__call__
+    )
     assert "compiled" in told()
 
 
@@ -291,7 +319,7 @@ class Pair(nn.Module):
 
 def test_layers_that_give_no_rows_are_left_alone():
     model = nn.Sequential(Pair(), nn.Flatten(0), nn.Linear(1, 1))
-    call = keep_features("memory", model, (), {}, nn.Module.__call__)
+    call = keep_features("memory", DatasetNow(), model, (), {}, nn.Module.__call__)
     for _ in range(2):
         call(model, X)
     assert told() == "Pair gives something else than a row for each sample"
@@ -490,6 +518,23 @@ def test_a_script_learns_the_same_and_computes_each_sample_once(scripts, tmp_pat
     once, *rest = json.loads(cured.out)
     assert (all_of_it, once) == (200, 40 + 4 * 8)  # and the four batches that are checked
     assert rest == [calls, weights, right]  # its hooks still run
+
+
+@pytest.mark.slow
+def test_a_script_that_augments_by_hand_fills_no_disk(scripts, tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(
+        HEAD.replace("model(x)", "model(x + torch.rand(()))").replace("range(4)", "range(8)")
+    )
+    folder = tmp_path / "cache"
+    plain = scripts.run(path)
+    cured = scripts.run(path, "script.features=disk", environment={"FLATOUT_CACHE": str(folder)})
+    assert plain.code == cured.code == 0, cured.err
+    assert json.loads(cured.out) == json.loads(plain.out)
+    assert cured.left == {
+        FIELD: "TensorDataset changes its 40 samples at random: none came again in Sequential"
+    }
+    assert not list((folder / "features").glob("*/"))
 
 
 @pytest.mark.slow

@@ -4,6 +4,8 @@ A sample is known by its bytes, as a BLAKE2b digest of 16 bytes: who made the ba
 which order, is not asked. Before anything kept is given, some batches of it are computed as well:
 layers for which a sample depends on the rest of its batch are left alone. Rows are kept in a
 `NamedStore`, in memory or on the disk, where other processes and the script's next run find them.
+A dataset that gives more samples than it has, of which none comes again, changes them at random:
+nothing of it is kept.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from hashlib import blake2b
 from typing import Any
 from weakref import ref
 
+from flatout.cures.dataset_now import DatasetNow
 from flatout.cures.record import leave, took
 from flatout.cures.roots import Call, Cure
 from flatout.cures.steps import Steps
@@ -29,22 +32,33 @@ _SAME = {"float32": 1e-4, "float64": 1e-8}
 _SAME_IN_HALF = 2e-2
 # Of how samples are named.
 _DIGESTS = 1
+# A dataset that has given so many more new samples than it has changes them at random. Batches that
+# a loader gave ahead may be counted as another dataset's.
+_TOO_MANY, _AHEAD = 1.25, 64
 # After so many changes of the weights with no sample that came again between them.
 _CHANGES = 3
 
 
 def cure(torch: Any, steps: Steps) -> Cure:
     """What is put around the calls of root modules."""
-    return partial(keep_features, steps.asked[FIELD])
+    now = DatasetNow()
+    now.watch()
+    return partial(keep_features, steps.asked[FIELD], now)
 
 
 def keep_features(
-    where: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call
+    where: Any,
+    now: DatasetNow,
+    module: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    call: Call,
 ) -> Call:
     """Keeps what the frozen leading layers of a root module give.
 
     Args:
         where: "memory" or "disk".
+        now: has the dataset of the latest batch.
         module: the root.
         args: of its first call.
         kwargs: likewise.
@@ -63,7 +77,7 @@ def keep_features(
     if any(tensor.device.type != "cpu" for tensor in module.parameters()):
         leave(FIELD, "on a device, asking which samples these are would make the host wait")
         return call
-    kept = [Features(torch, part, where) for part in parts]
+    kept = [Features(torch, part, where, now) for part in parts]
 
     def with_features(module: Any, /, *args: Any, **kwargs: Any) -> Any:
         opened = [one for one in kept if one.open()]
@@ -93,16 +107,26 @@ class _Kept:
     has_come_again: bool = False
 
 
+@dataclass
+class _Given:
+    """What came of a dataset: samples that were new, and those that were kept."""
+
+    new: int = 0
+    again: int = 0
+
+
 class Features:
     """What one frozen module has given, by sample.
 
     Its `forward` is another one only while its root module is called: no one copies or saves it.
     """
 
-    def __init__(self, torch: Any, part: Any, where: Any) -> None:
+    def __init__(self, torch: Any, part: Any, where: Any, now: DatasetNow) -> None:
         self._torch = torch
         self._part = ref(part)
         self._where = where
+        self._now = now
+        self._given: dict[int, _Given] = {}  # by dataset
         self._name = type(part).__name__
         self._is_over = False
         self._state: Any = None
@@ -115,6 +139,7 @@ class Features:
         for kept in self._kept.values():
             kept.store.close()
         self._kept = {}
+        self._given = {}
         self._unchecked = _CHECKED
 
     def open(self) -> bool:
@@ -141,10 +166,12 @@ class Features:
             if kept is None:
                 return given
         places = kept.store.places(samples)
-        kept.has_come_again |= bool((places >= 0).any())
-        if (places < 0).any():
+        again = int((places >= 0).sum())
+        kept.has_come_again |= again > 0
+        if again < len(samples):
             given = original(batch) if given is None else given
-            self._keep(kept, samples, given)
+            if not self._is_random(kept, len(samples) - again, again):
+                self._keep(kept, samples, given)
             return given
         with self._torch.inference_mode(False), self._torch.no_grad():
             (rows,) = kept.store.get(places)
@@ -219,6 +246,28 @@ class Features:
             why = f"none of {store.kept:,} samples came again in {self._name}"
             store.discard()
             self._end(why)
+
+    def _is_random(self, kept: _Kept, new: int, again: int) -> bool:
+        """Whether the samples' dataset has given more than it has, and none of them again."""
+        dataset = self._now.dataset
+        if dataset is None:
+            return False
+        # An item of a dataset may be several samples, so that the first pass has more of them.
+        is_later = dataset.passes > 1
+        seen = self._given.setdefault(dataset.identity, _Given())
+        seen.new, seen.again = seen.new + new, seen.again + again
+        if seen.again or not is_later or seen.new <= _TOO_MANY * dataset.samples + _AHEAD:
+            return False
+        why = (
+            f"{dataset.name} changes its {dataset.samples:,} samples at random: none came again "
+            f"in {self._name}"
+        )
+        if len(self._given) > 1:  # there is another one, such as that of a validation
+            leave(FIELD, why)
+            return True
+        kept.store.discard()
+        self._end(why)
+        return True
 
     def _check(self, given: Any, kept: Any) -> None:
         self._unchecked = max(0, self._unchecked - 1)
