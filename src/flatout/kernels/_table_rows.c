@@ -25,6 +25,8 @@ typedef struct {
     double first_logs, second_logs, keep_logs; /* sums of log2 of first, second, keep to this step */
     double nesterov;
     double first_rest, second_rest; /* what a gradient counts in the mean, and in the squares */
+    double scale;  /* SGD, RMSprop: what a gradient is multiplied by on its way to the momentum */
+    double within; /* RMSprop, Adagrad: what is added to the squares before their root is taken */
 } Step;
 
 /* Terms of the series in `Missed`. */
@@ -91,17 +93,18 @@ ALWAYS void sgd_step(float *w, float *buffer, const float *g, int64_t width, con
     const float rate = (float)step->rate, momentum = (float)step->first;
     const float decay = (float)step->decay, nesterov = step->nesterov != 0 ? momentum : 0;
     const float own = step->nesterov != 0 ? 1 : 0, of_buffer = step->nesterov != 0 ? nesterov : 1;
+    const float keep = (float)step->keep, scale = (float)step->scale;
     if (buffer == NULL) {
         NOTHING_ALIASES
         for (int64_t i = 0; i < width; i++)
-            w[i] -= rate * ((g ? g[i] : 0) + decay * w[i]);
+            w[i] = keep * w[i] - rate * ((g ? g[i] : 0) + decay * w[i]);
         return;
     }
     NOTHING_ALIASES
     for (int64_t i = 0; i < width; i++) {
-        const float gradient = (g ? g[i] : 0) + decay * w[i];
+        const float gradient = scale * ((g ? g[i] : 0) + decay * w[i]);
         buffer[i] = momentum * buffer[i] + gradient;
-        w[i] -= rate * (own * gradient + of_buffer * buffer[i]);
+        w[i] = keep * w[i] - rate * (own * gradient + of_buffer * buffer[i]);
     }
 }
 
@@ -110,13 +113,14 @@ ALWAYS void rmsprop_step(float *w, float *v, float *buffer, const float *g, int6
 {
     const float rate = (float)step->rate, alpha = (float)step->second, eps = (float)epsilon;
     const float rest = (float)step->second_rest, momentum = (float)step->first;
-    const float decay = (float)step->decay;
+    const float decay = (float)step->decay, keep = (float)step->keep;
+    const float within = (float)step->within, scale = (float)step->scale;
     if (buffer == NULL) {
         NOTHING_ALIASES
         for (int64_t i = 0; i < width; i++) {
             const float gradient = (g ? g[i] : 0) + decay * w[i];
             v[i] = alpha * v[i] + rest * gradient * gradient;
-            w[i] -= rate * gradient / (sqrtf(v[i]) + eps);
+            w[i] = keep * w[i] - rate * gradient / (sqrtf(v[i] + within) + eps);
         }
         return;
     }
@@ -124,8 +128,8 @@ ALWAYS void rmsprop_step(float *w, float *v, float *buffer, const float *g, int6
     for (int64_t i = 0; i < width; i++) {
         const float gradient = (g ? g[i] : 0) + decay * w[i];
         v[i] = alpha * v[i] + rest * gradient * gradient;
-        buffer[i] = momentum * buffer[i] + gradient / (sqrtf(v[i]) + eps);
-        w[i] -= rate * buffer[i];
+        buffer[i] = momentum * buffer[i] + scale * gradient / (sqrtf(v[i] + within) + eps);
+        w[i] = keep * w[i] - rate * buffer[i];
     }
 }
 
@@ -133,11 +137,12 @@ ALWAYS void adagrad_step(float *w, float *sum, const float *g, int64_t width, co
                          double epsilon)
 {
     const float rate = (float)step->rate, decay = (float)step->decay, eps = (float)epsilon;
+    const float keep = (float)step->keep, within = (float)step->within;
     NOTHING_ALIASES
     for (int64_t i = 0; i < width; i++) {
         const float gradient = (g ? g[i] : 0) + decay * w[i];
         sum[i] += gradient * gradient;
-        w[i] -= rate * gradient / (sqrtf(sum[i]) + eps);
+        w[i] = keep * w[i] - rate * gradient / (sqrtf(sum[i] + within) + eps);
     }
 }
 
@@ -223,7 +228,10 @@ ALWAYS void bring_linear(const Job *job, int64_t row, int64_t from)
 {
     const int64_t at = row * job->width;
     const Missed *missed = job->missed + (from - job->base);
-    const float a = (float)missed->of_weight, b = (float)missed->of_buffer;
+    const Step *then = job->steps + (from - job->base), *now = job->steps + (job->now - job->base);
+    const Step *upto = job->steps + ((int64_t)missed->upto - job->base);
+    const double behind = exp2(now->keep_logs - upto->keep_logs);
+    const float a = (float)(behind * missed->of_weight), b = (float)(behind * missed->of_buffer);
     const float c = (float)missed->to_weight, d = (float)missed->to_buffer;
     float *w = job->weights + at, *buffer = job->first ? job->first + at : NULL;
     if (buffer == NULL) {
@@ -239,7 +247,6 @@ ALWAYS void bring_linear(const Job *job, int64_t row, int64_t from)
         }
     }
     if (job->rule == RMSPROP) {
-        const Step *then = job->steps + (from - job->base), *now = job->steps + (job->now - job->base);
         float *v = job->second + at;
         /* One after another where they are few, which rounds as torch does. */
         const int is_short = now - then <= MULTIPLIED;
@@ -252,6 +259,19 @@ ALWAYS void bring_linear(const Job *job, int64_t row, int64_t from)
                 v[i] *= square;
         }
     }
+}
+
+/* Adagrad moves no weight without a gradient; decoupled weight decay does. */
+ALWAYS void bring_adagrad(const Job *job, int64_t row, int64_t from)
+{
+    const Step *then = job->steps + (from - job->base), *now = job->steps + (job->now - job->base);
+    const float kept = (float)exp2(now->keep_logs - then->keep_logs);
+    float *w = job->weights + row * job->width;
+    if (kept == 1)
+        return;
+    NOTHING_ALIASES
+    for (int64_t i = 0; i < job->width; i++)
+        w[i] *= kept;
 }
 
 /* So few missed steps are made one by one, as torch does. */
@@ -270,7 +290,9 @@ ALWAYS void bring(const Job *job, int64_t row)
             one_step(job, row, NULL, job->steps + (step - job->base));
     } else if (job->rule == ADAM) {
         bring_adam(job, row, from);
-    } else if (job->rule != ADAGRAD) {
+    } else if (job->rule == ADAGRAD) {
+        bring_adagrad(job, row, from);
+    } else {
         bring_linear(job, row, from);
     }
 }
@@ -399,14 +421,16 @@ static void extend_adam(Missed *missed, const Step *steps, int64_t base, int64_t
 
 static void extend_linear(Missed *missed, const Step *step)
 {
-    /* buffer' = momentum * buffer + decay * weight; weight' = weight - rate * (what is applied) */
+    /* buffer' = momentum * buffer + scale * decay * weight;
+       weight' = keep * weight - rate * (what is applied) */
     const double a = missed->of_weight, b = missed->of_buffer;
     const double c = missed->to_weight, d = missed->to_buffer;
     const double own = step->nesterov != 0 ? 1 : 0, by = step->nesterov != 0 ? step->first : 1;
-    missed->to_weight = step->first * c + step->decay * a;
-    missed->to_buffer = step->first * d - step->decay * b;
-    missed->of_weight = a - step->rate * (own * step->decay * a + by * missed->to_weight);
-    missed->of_buffer = b + step->rate * (-own * step->decay * b + by * missed->to_buffer);
+    const double decay = step->scale * step->decay;
+    missed->to_weight = step->first * c + decay * a;
+    missed->to_buffer = step->first * d - decay * b;
+    missed->of_weight = step->keep * a - step->rate * (own * decay * a + by * missed->to_weight);
+    missed->of_buffer = step->keep * b + step->rate * (-own * decay * b + by * missed->to_buffer);
 }
 
 static PyObject *pass_step(PyObject *module, PyObject *args)

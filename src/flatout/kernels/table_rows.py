@@ -31,7 +31,7 @@ RULES = {"adam": 0, "sgd": 1, "rmsprop": 2, "adagrad": 3}
 """The optimizers by which rows can be stepped."""
 
 _NOTHING = 2.0**-30  # of what a mean was, is what can be left out of the sum of its decay
-_COLUMNS, _OF_MISSED = 12, 16
+_COLUMNS, _OF_MISSED = 14, 16
 
 
 def available() -> bool:
@@ -110,6 +110,8 @@ class Step(NamedTuple):
         nesterov: whether momentum is Nesterov's.
         first_rest: what a gradient counts in Adam's mean.
         second_rest: what its square counts in the squares of Adam and RMSprop.
+        scale: what a gradient is multiplied by on its way to the momentum of SGD and RMSprop.
+        within: what is added to the squares of RMSprop and Adagrad before their root is taken.
     """
 
     rate: float
@@ -121,6 +123,8 @@ class Step(NamedTuple):
     nesterov: bool = False
     first_rest: float = 0.0
     second_rest: float = 0.0
+    scale: float = 1.0
+    within: float = 0.0
 
 
 class Steps:

@@ -35,6 +35,7 @@ from flatout.models.keras.model import call as call
 from flatout.models.keras.model import has_own_step as has_own_step
 from flatout.models.keras.model import modules_of as modules_of
 from flatout.models.keras.optimizer import KerasOptimizer as KerasOptimizer
+from flatout.models.keras.row_rule import KerasRule as KerasRule
 from flatout.models.keras.slow_metrics import SlowMetrics as SlowMetrics
 from flatout.models.layout import FORMATS as FORMATS
 from flatout.models.layout import format_of as format_of
@@ -47,6 +48,7 @@ from flatout.models.rewrites import find_pairs as find_pairs
 from flatout.models.sample_dropout import Layout as Layout
 from flatout.models.sample_dropout import SampleDropout as SampleDropout
 from flatout.models.table_parameter import Lookup as Lookup
+from flatout.models.table_parameter import Reader as Reader
 from flatout.models.table_parameter import TableParameter as TableParameter
 from flatout.models.table_parameter import unwatch_table as unwatch_table
 from flatout.models.table_parameter import watch_table as watch_table

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from flatout.models.adapter import adapter_of
+from flatout.models.keras.tables import why_whole
 
 _KINDS = (nn.Embedding, nn.EmbeddingBag)
 
@@ -24,7 +25,8 @@ def row_tables(model: nn.Module) -> tuple[list[nn.Module], dict[str, str]]:
     found: list[nn.Module] = []
     others: dict[str, str] = {}
     for name, module, _ in adapter_of(model).tables():
-        why = _why_not(module, readers)
+        is_torch = isinstance(module, _KINDS)
+        why = _why_not(module, readers) if is_torch else why_whole(module, model)
         if why:
             others[name] = why
         else:
@@ -33,8 +35,6 @@ def row_tables(model: nn.Module) -> tuple[list[nn.Module], dict[str, str]]:
 
 
 def _why_not(module: nn.Module, readers: dict[int, list[str]]) -> str:
-    if not isinstance(module, _KINDS):
-        return "it is no nn.Embedding or nn.EmbeddingBag"
     weight = module._parameters.get("weight")
     own = (nn.Embedding.forward, nn.EmbeddingBag.forward)
     if weight is None or type(module).forward not in own or "forward" in vars(module):

@@ -73,6 +73,8 @@ class TableParameter(nn.Parameter):
                 return _embedding(*args, **given)
             if func is functional.embedding_bag:
                 return _embedding_bag(*args, **given)
+            if func is Tensor.to and (same := func(*args, **given)) is args[0]:
+                return same  # Keras asks before each use that it is on the device
             for table in _tables((args, given)):
                 table._reader.whole()
             return func(*args, **given)

@@ -12,11 +12,12 @@ from flatout.optim.rates import LrRule as LrRule
 from flatout.optim.rates import LrScale as LrScale
 from flatout.optim.rates import rates_of as rates_of
 from flatout.optim.rates import scaled as scaled
+from flatout.optim.row_rules import name_of as name_of
+from flatout.optim.row_rules import why_dense as why_dense
 from flatout.optim.several import Optimizers as Optimizers
 from flatout.optim.several import as_tuple as as_tuple
 from flatout.optim.touched_rows import TouchedRows as TouchedRows
 from flatout.optim.touched_rows import steppable_rows as steppable_rows
-from flatout.optim.touched_rows import why_dense as why_dense
 from flatout.optim.touched_rows import why_whole as why_whole
 from flatout.optim.traced import Kind as Kind
 from flatout.optim.traced import kind_of as kind_of

@@ -11,7 +11,6 @@ are added up in the order of the samples, so that results do not depend on the n
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,36 +19,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from flatout.kernels import table_rows
-from flatout.kernels.table_rows import Groups, Step, Steps, Table
-from flatout.models import Lookup, unwatch_table, watch_table
+from flatout.kernels.table_rows import Groups, Steps, Table
+from flatout.models import Lookup, table_weight, unwatch_table, watch_table
+from flatout.optim.row_rules import RowRule, State, clip_rows, rules_of, why_dense
 
 # So many steps are kept; then all rows are brought up to date, in one pass over the table.
 _ROOM = 4096
-
-_RULES: dict[type, str] = {
-    torch.optim.Adam: "adam",
-    torch.optim.AdamW: "adam",
-    torch.optim.SGD: "sgd",
-    torch.optim.RMSprop: "rmsprop",
-    torch.optim.Adagrad: "adagrad",
-}
-# Options under which a row's missed steps do not follow from its own state, or that no kernel has.
-_OPTIONS = ("amsgrad", "maximize", "centered", "dampening", "differentiable", "capturable")
-
-
-def why_dense(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str:
-    """What keeps a group of an optimizer from stepping single rows; "" where nothing does."""
-    if type(optimizer) not in _RULES:
-        return f"{type(optimizer).__name__} steps all rows"
-    if not table_rows.available():
-        return "the C extension is absent"
-    asked = [name for name in _OPTIONS if group.get(name)]
-    if asked:
-        return f"{asked[0]} steps all rows"
-    numbers = (group["lr"], *group.get("betas", ()))
-    if any(map(torch.is_tensor, numbers)):
-        return "a learning rate that is a tensor steps all rows"
-    return ""
 
 
 def why_whole(optimizers: Sequence[torch.optim.Optimizer], weight: torch.Tensor) -> str:
@@ -80,7 +55,7 @@ def steppable_rows(
             for parameter in group["params"] if not why_dense(optimizer, group) else ():
                 owners.setdefault(id(parameter), []).append(optimizer)
     found: dict[torch.optim.Optimizer, list[nn.Parameter]] = {}
-    weights: dict[Any, None] = dict.fromkeys(module.weight for module in modules)
+    weights: dict[Any, None] = dict.fromkeys(map(table_weight, modules))
     for weight in weights:
         of = owners.get(id(weight), [])
         if len(of) == 1:
@@ -93,15 +68,14 @@ class Kept:
 
     Args:
         weight: float32 on the CPU, of shape (rows, width), contiguous.
-        group: of its optimizer.
+        rule: by which its optimizer steps it.
         grouped: of ids that were read since the last step, their rows.
     """
 
-    def __init__(self, weight: nn.Parameter, group: dict[str, Any], grouped: Grouped) -> None:
-        self.weight, self.group = weight, group
+    def __init__(self, weight: nn.Parameter, rule: RowRule, grouped: Grouped) -> None:
+        self.weight, self.rule = weight, rule
         self.steps: Steps | None = None
         self.table: Table | None = None
-        self.state: dict[str, Any] = {}
         self._grouped = grouped
         self._size = len(weight)
         self._settled = -1  # the step to which all rows were brought
@@ -110,10 +84,12 @@ class Kept:
     def attach(self) -> None:
         """Bring rows up to date before they are read, and get sparse gradients."""
         watch_table(self.weight, self)
+        self.rule.attach(self)
 
     def detach(self) -> None:
         """Bring all rows up to date, and leave them to the optimizer."""
         unwatch_table(self.weight)
+        self.rule.detach()
         self.settle()
         self.steps = self.table = None
 
@@ -155,16 +131,17 @@ class Kept:
         values = table_rows.sum_rows(gradient._values(), groups)
         self.weight.grad = self.gradient(groups.rows, values)
 
-    def holds(self, state: dict[str, Any]) -> bool:
-        """Whether its table is made of this state and of the options that hold."""
-        held = (self.table.first, self.table.second) if self.table else ()
+    def holds(self, state: State, count: int | None) -> bool:
+        """Whether its table is made of this state, at this step, and of the options that hold."""
+        table = self.table
         return (
-            state is self.state
-            and self.table is not None
-            and all(one is None or any(one is value for value in state.values()) for one in held)
-            and self.table.epsilon == self.group.get("eps", 0.0)
-            and self.table.weights.data_ptr() == self.weight.data_ptr()
-            and (self.group.get("momentum", 0) == 0 or self.table.first is not None)
+            table is not None
+            and self.steps is not None
+            and count in (None, self.steps.now)
+            and table.first is state[0]
+            and table.second is state[1]
+            and table.epsilon == self.rule.epsilon
+            and table.weights.data_ptr() == self.weight.data_ptr()
         )
 
     def settle(self) -> None:
@@ -175,9 +152,9 @@ class Kept:
             self._settled = steps.now
             torch.autograd.graph.increment_version(self.weight)
 
-    def begin(self, table: Table, steps: Steps, state: dict[str, Any]) -> None:
+    def begin(self, table: Table, steps: Steps) -> None:
         """Step from here on: all rows are at the last step."""
-        self.table, self.steps, self.state, self._settled = table, steps, state, steps.now
+        self.table, self.steps, self._settled = table, steps, steps.now
 
 
 class Grouped:
@@ -302,10 +279,10 @@ class TouchedRows:
 
     def __init__(self, optimizer: torch.optim.Optimizer, weights: Iterable[nn.Parameter]) -> None:
         self._optimizer = optimizer
-        self._rule = _RULES[type(optimizer)]
-        groups = {p: group for group in optimizer.param_groups for p in group["params"]}
         self._grouped = Grouped()
-        self._kept = [Kept(weight, groups[weight], self._grouped) for weight in weights]
+        self._kept = [
+            Kept(weight, rule, self._grouped) for weight, rule in rules_of(optimizer, weights)
+        ]
         self._undo: list[Callable[[], Any]] = []
 
     @property
@@ -353,7 +330,7 @@ class TouchedRows:
     def step(self) -> None:
         """Apply the gradients, and set them to None.
 
-        A table without a gradient is left as it is, as torch's optimizers do.
+        A table without a gradient is left as it is, as torch's and Keras' optimizers do.
         """
         self._grouped.forget()
         used = [kept for kept in self._kept if kept.weight.grad is not None]
@@ -363,20 +340,20 @@ class TouchedRows:
                 kept.steps = None
         for kept in used:
             self._begin(kept)
+        clip_rows(self._optimizer, [kept.weight for kept in used])
         written: list[Steps] = []
         for kept in used:
             assert kept.steps is not None
             assert kept.table is not None
             if kept.steps not in written:
                 written.append(kept.steps)
-                kept.steps.write(_step_of(self._rule, kept.group, kept.steps.now + 1))
+                kept.steps.write(kept.rule.step(kept.steps.now + 1))
             gradient = kept.weight.grad
             assert gradient is not None
             kept.steps.apply(kept.table, gradient._indices()[0], gradient._values())
             torch.autograd.graph.increment_version(kept.weight)
             kept.weight.grad = None
-            if torch.is_tensor(kept.state.get("step")):
-                kept.state["step"] += 1
+            kept.rule.made()
         for steps in written:
             steps.advance()
             if steps.is_full:
@@ -384,72 +361,21 @@ class TouchedRows:
 
     def _begin(self, kept: Kept) -> None:
         """Before a table's step: its state is that of its optimizer, made where there is none."""
-        state = self._optimizer.state[kept.weight]
-        if kept.steps is not None and kept.holds(state):
+        rule = kept.rule
+        state, count = rule.state(), rule.count()
+        if kept.holds(state, count):
             return
-        if state is kept.state:  # another one was loaded when all rows were up to date
-            kept.settle()
-        first, second = _state_of(self._rule, state, kept)
-        count = int(state["step"]) if "step" in state else 0
-        begun = [one.steps for one in self._kept if one.group is kept.group and one.steps]
+        kept.settle()  # nothing where another state was loaded: all rows were up to date
+        count = count or 0
+        begun = [one.steps for one in self._kept if one.steps and one.rule.shares(rule)]
         fresh = [steps for steps in begun if steps.base == steps.now == count]
-        kept.steps = fresh[0] if fresh else Steps(self._rule, count, _ROOM)
+        kept.steps = fresh[0] if fresh else Steps(rule.name, count, _ROOM)
         last = torch.full((len(kept.weight),), count, dtype=torch.int32)
         plain = kept.weight.detach()  # whose reads no one watches
-        table = Table(plain, first, second, last, kept.group.get("eps", 0.0))
-        kept.begin(table, kept.steps, state)
+        kept.begin(Table(plain, *state, last, rule.epsilon), kept.steps)
 
     def _restart(self, steps: Steps) -> None:
         for kept in self._kept:
             if kept.steps is steps:
                 kept.settle()
         steps.restart(steps.now)
-
-
-def _state_of(
-    rule: str, state: dict[str, Any], kept: Kept
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The tensors of a rule's state, made as torch makes them where there are none."""
-    names = {
-        "adam": ("exp_avg", "exp_avg_sq"),
-        "sgd": ("momentum_buffer" if kept.group.get("momentum") else None, None),
-        "rmsprop": ("momentum_buffer" if kept.group.get("momentum") else None, "square_avg"),
-        "adagrad": ("sum", None),
-    }[rule]
-    if rule != "sgd" and "step" not in state:
-        state["step"] = torch.zeros((), dtype=torch.float32)
-    for name in filter(None, names):
-        held = state.get(name)
-        if held is None or not held.is_contiguous() or held.dtype is not torch.float32:
-            # Written at once: the system would give page after page to the steps that come first.
-            fresh = torch.empty(kept.weight.shape)
-            state[name] = fresh.zero_() if held is None else fresh.copy_(held)
-    first, second = (state[name] if name else None for name in names)
-    return first, second
-
-
-def _step_of(rule: str, group: dict[str, Any], count: int) -> Step:
-    """What step `count` of a group is, from 1; numbers rounded as torch's kernels round them."""
-    rate, decay = group["lr"], group["weight_decay"]
-    if rule == "adam":
-        beta1, beta2 = group["betas"]
-        is_decoupled = group.get("decoupled_weight_decay", False)
-        return Step(
-            rate / (1 - beta1**count),
-            1 / math.sqrt(1 - beta2**count),
-            1 - _rounded(1 - beta1),
-            _rounded(beta2),
-            _rounded(1 - rate * decay) if is_decoupled else 1.0,
-            0.0 if is_decoupled else decay,
-            first_rest=_rounded(1 - beta1),
-            second_rest=_rounded(1 - beta2),
-        )
-    if rule == "adagrad":
-        return Step(rate / (1 + (count - 1) * group["lr_decay"]), decay=decay)
-    momentum, alpha = _rounded(group["momentum"]), group.get("alpha", 0.0)
-    is_nesterov, rest = group.get("nesterov", False), _rounded(1 - alpha)
-    return Step(rate, 1.0, momentum, _rounded(alpha), 1.0, decay, is_nesterov, second_rest=rest)
-
-
-def _rounded(number: float) -> float:
-    return float(torch.tensor(number, dtype=torch.float32))

@@ -18,12 +18,13 @@ from flatout.world import World
 
 def sparse_weights(model: nn.Module) -> set[torch.Tensor]:
     """Tables of the model whose gradients have only the rows that a batch has used."""
-    return {
-        layer.weight
-        for layer in modules_of(model)
-        if isinstance(layer, nn.Embedding | nn.EmbeddingBag)
-        and (layer.sparse or isinstance(layer.weight, TableParameter))
-    }
+    found: set[torch.Tensor] = set()
+    for layer in modules_of(model):
+        # Keras keeps the weights of a layer in a module of their own.
+        own = [p for p in layer._parameters.values() if p is not None]
+        is_sparse = isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse
+        found.update(p for p in own if is_sparse or isinstance(p, TableParameter))
+    return found
 
 
 def sum_rows(world: World, tables: Sequence[torch.Tensor]) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
 from flatout.data import Batch, tensors_in
-from flatout.models import adapter_of, row_tables
-from flatout.optim import steppable_rows, why_whole
+from flatout.models import adapter_of, row_tables, table_weight
+from flatout.optim import name_of, steppable_rows, why_whole
 from flatout.train.explanation import TABLES
 from flatout.words import counted
 
@@ -49,12 +48,12 @@ class Tables:
         modules, whole = row_tables(model)
         tables = list(adapter_of(model).tables())
         named = {id(module): name for name, module, _ in tables}
-        weights: dict[str, Any] = {named[id(module)]: module.weight for module in modules}
-        numbers = sum(weight.numel() for weight in {id(w): w for w in weights.values()}.values())
+        weights = [table_weight(module) for module in modules]
+        numbers = sum(weight.numel() for weight in {id(w): w for w in weights}.values())
         names: dict[int, tuple[str, int]] = {}
         kept = []
-        for module, (name, weight) in zip(modules, weights.items(), strict=True):
-            why = why_whole(optimizers, weight)
+        for module, weight in zip(modules, weights, strict=True):
+            name, why = named[id(module)], why_whole(optimizers, weight)
             if not why and weight.numel() < min(_SMALL, _SMALL_SHARE * numbers):
                 why = "small"
             if why:
@@ -98,7 +97,7 @@ class Tables:
         """The line that tells how the tables are stepped."""
         parts = []
         if self.names:
-            kinds = dict.fromkeys(type(optimizer).__name__ for optimizer in self.by_rows)
+            kinds = dict.fromkeys(map(name_of, self.by_rows))
             parts = [
                 f"{len(self.names)} of {sum(self.names.values()):,} rows",
                 f"touched rows only, dense {' and '.join(kinds)}'s result (rounding)",

@@ -22,6 +22,7 @@ import torch
 from flatout.data import code_digest, is_library
 from flatout.errors import ModelError
 from flatout.models.keras.build_again import build_again
+from flatout.models.keras.row_rule import why_all_rows
 from flatout.models.keras.tables import set_shape
 
 Tensors = list[torch.Tensor]
@@ -46,6 +47,7 @@ class KerasOptimizer(torch.optim.Optimizer):
 
     Attributes:
         keras: the user's own optimizer object.
+        by_rows: tables that are stepped elsewhere, by the rows that a batch has used.
     """
 
     def __init__(self, optimizer: Any, variables: Sequence[Any]) -> None:
@@ -54,6 +56,8 @@ class KerasOptimizer(torch.optim.Optimizer):
         elif {*map(id, variables)} - {*map(id, optimizer._trainable_variables)}:
             build_again(optimizer, variables)
         self.keras = optimizer
+        self.by_rows: set[torch.Tensor] = set()
+        self._is_clipped = False  # of the present gradients, whether `clip_rows` has
         self._variables = list(variables)
         # Those that do not train yet, which Keras does not know of.
         self._late: set[int] = set()
@@ -128,7 +132,8 @@ class KerasOptimizer(torch.optim.Optimizer):
         variables = iter(self._variables)
         for group in self.param_groups:
             own = [next(variables) for _ in group["params"]]
-            if own := [variable for variable in own if id(variable) not in self._late]:
+            own = [variable for variable in own if id(variable) not in self._late]
+            if own := [variable for variable in own if variable._value not in self.by_rows]:
                 yield group.get("factor", 1.0), own
 
     @property
@@ -188,12 +193,17 @@ class KerasOptimizer(torch.optim.Optimizer):
         variables = [variable for _, part in parts for variable in part]
         gradients = [variable._value.grad for variable in variables]
         self._show_rates()
+        is_clipped, self._is_clipped = self._is_clipped, False
         complete = [g for g in gradients if g is not None]
-        if self.param_groups[0].get("fused") and len(complete) == len(gradients):
-            self._step_fused(complete, parts)
-        else:
-            with _unscaled(self.keras, complete), self._own_rates(parts):
-                self.keras.apply(gradients, variables)
+        if self.by_rows and not complete:  # nothing but tables had gradients
+            self.keras._iterations.value.add_(1)
+            return
+        with _unclipped(self.keras) if is_clipped else nullcontext():
+            if self.param_groups[0].get("fused") and len(complete) == len(gradients):
+                self._step_fused(complete, parts)
+            else:
+                with _unscaled(self.keras, complete), self._own_rates(parts):
+                    self.keras.apply(gradients, variables)
 
     def _step_fused(self, gradients: Tensors, parts: Sequence[tuple[float, list[Any]]]) -> None:
         optimizer = self.keras
@@ -224,6 +234,44 @@ class KerasOptimizer(torch.optim.Optimizer):
                 found_inf=flag,
             )
         optimizer._iterations.value.add_(1 if flag is None else (1 - flag).to(torch.int64))
+
+    def why_all_rows(self) -> str:
+        """What keeps it from stepping single rows of a table; "" where nothing does."""
+        return why_all_rows(self.keras)
+
+    def decays(self, weight: torch.Tensor) -> bool:
+        """Whether its weight decay is also a variable's with this value."""
+        keras = self.keras
+        return keras.weight_decay is not None and keras._use_weight_decay(self._variable(weight))
+
+    def slot(self, weight: torch.Tensor, name: str | None) -> Any:
+        """The value of what Keras keeps for a variable in the list of this name, if it does."""
+        slots = getattr(self.keras, name) if name else []
+        return (
+            slots[self.keras._get_variable_index(self._variable(weight))]._value if slots else None
+        )
+
+    def _variable(self, weight: torch.Tensor) -> Any:
+        return next(variable for variable in self._variables if variable._value is weight)
+
+    def rate_of(self, group: dict[str, Any]) -> float:
+        """The present rate of a group."""
+        return self._rate() * float(group.get("factor", 1.0))
+
+    def clip_rows(self, weights: Sequence[torch.Tensor]) -> None:
+        """Clip all gradients as Keras does, those of tables by the rows that they have.
+
+        Args:
+            weights: tables whose gradients are sparse, with every row once.
+        """
+        keras = self.keras
+        if not weights or not (keras.clipnorm or keras.global_clipnorm or keras.clipvalue):
+            return
+        whole = [variable._value.grad for _, part in self._parts() for variable in part]
+        gradients = [w.grad._values() for w in weights if w.grad is not None]
+        gradients += [gradient for gradient in whole if gradient is not None]
+        torch._foreach_copy_(gradients, keras._clip_gradients(gradients))
+        self._is_clipped = True
 
     def _states(self, variables: Sequence[Any], states: Sequence[Any]) -> Tensors:
         """Those of the variables that are stepped: Keras may have been built over more."""
@@ -381,6 +429,16 @@ class KerasOptimizer(torch.optim.Optimizer):
             variable.value.copy_(saved[number]["value"])
         for group, options in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({k: v for k, v in options.items() if k != "params"})
+
+
+@contextmanager
+def _unclipped(optimizer: Any) -> Iterator[None]:
+    """Keras takes gradients as they are."""
+    vars(optimizer)["_clip_gradients"] = list
+    try:
+        yield
+    finally:
+        del vars(optimizer)["_clip_gradients"]
 
 
 @contextmanager

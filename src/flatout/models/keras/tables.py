@@ -1,10 +1,13 @@
-"""Keras' embeddings: their weights, and how many rows they have."""
+"""Keras' embeddings: their weights, how many rows they have, and whether rows are all they read."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch import nn
+
+from flatout.models.keras.model import modules_of
 
 
 def weight_of(layer: Any) -> torch.Tensor:
@@ -26,3 +29,41 @@ def set_rows(layer: Any, rows: int) -> None:
 def set_shape(variable: Any) -> None:
     """Let a variable know which shape its value has by now."""
     variable._shape = tuple(variable._value.shape)
+
+
+def why_whole(layer: Any, model: Any) -> str:
+    """What keeps the table of an embedding from being read by rows alone; "" where nothing does.
+
+    Args:
+        layer: an `Embedding`.
+        model: that it is in; who else has its variable is found there.
+    """
+    kind: Any = type(layer)
+    own: Any = next(one for one in kind.__mro__ if one.__name__ == "Embedding")
+    if kind.call is not own.call or kind.embeddings is not own.embeddings or "call" in vars(layer):
+        return f"the call of {kind.__name__} is not Keras' own"
+    if not layer.built:
+        return "it has no weights yet"
+    if layer.quantization_mode is not None:
+        return f"it is quantized to {layer.quantization_mode}"
+    if layer.lora_enabled:
+        return "LoRA trains factors beside it"
+    variable = layer._embeddings
+    if not variable.trainable:
+        return "it is frozen"
+    if variable.regularizer is not None:
+        return "its regularizer reads all of it"
+    if variable.constraint is not None:
+        return "its constraint changes all of it after each step"
+    weight = variable._value
+    if not isinstance(weight, nn.Parameter):
+        return "its weight is no parameter"
+    if not (weight.is_cpu and weight.dtype is torch.float32 and weight.is_contiguous()):
+        return "it is not float32 on the CPU"
+    others = [
+        other.name
+        for other in modules_of(model)
+        if getattr(other.__class__, "call", None) is not own.call
+        and any(one is variable for one in getattr(other, "_trainable_variables", ()))
+    ]
+    return f"{others[0]} reads all of it" if others else ""

@@ -105,11 +105,12 @@ class Compute(Section):
     )
     touched_rows: Switch = setting(
         "auto",
-        "Tables of embeddings (`nn.Embedding`, `nn.EmbeddingBag`, float32, on a CPU) are stepped "
-        "by the rows that a batch has used, by Adam, AdamW, SGD, RMSprop and Adagrad. A row is "
-        "brought through the steps that it missed before it is read, and all rows are before code "
-        "reads a whole table, so the result is that of the dense optimizer. `auto`: taken where "
-        "tables have many more rows than a batch has ids, tried where they have more.",
+        "Tables of embeddings (`nn.Embedding`, `nn.EmbeddingBag`, Keras' `Embedding`, float32, on "
+        "a CPU) are stepped by the rows that a batch has used, by Adam, AdamW, SGD, RMSprop and "
+        "Adagrad, each as torch or Keras computes it. A row is brought through the steps that it "
+        "missed before it is read, and all rows are before code reads a whole table, so the result "
+        "is that of the dense optimizer. `auto`: taken where tables have many more rows than a "
+        "batch has ids, tried where they have more.",
         plain="off",
         parity=Parity.TOLERANT,
         words="touched rows only",

@@ -1,0 +1,141 @@
+"""How Keras' optimizers step single rows of a table.
+
+Keras' formulas are not torch's (src/backend/torch/optimizers of Keras):
+
+- Adam adds epsilon to the root before the squares are corrected, as if they were not.
+- RMSprop and Adagrad add it to the squares, under the root.
+- The momentum of SGD and RMSprop has the learning rates of the past in it, and SGD's is subtracted.
+- Weight decay is decoupled in all of them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from flatout.kernels.table_rows import Step
+from flatout.models.table_parameter import Reader, unwatch_table, watch_table
+
+if TYPE_CHECKING:
+    from flatout.models.keras.optimizer import KerasOptimizer
+
+_RULES = {"Adam": "adam", "AdamW": "adam", "SGD": "sgd", "RMSprop": "rmsprop", "Adagrad": "adagrad"}
+# Where Keras has the state of a rule.
+_SLOTS = {
+    "adam": ("_momentums", "_velocities"),
+    "sgd": ("momentums", None),
+    "rmsprop": ("_momentums", "_velocities"),
+    "adagrad": ("_accumulators", None),
+}
+# Under which a row's missed steps do not follow from its own state, or that no kernel has.
+_OPTIONS = ("amsgrad", "centered", "use_ema", "gradient_accumulation_steps")
+
+
+def why_all_rows(keras: Any) -> str:
+    """What keeps an optimizer of Keras' from stepping single rows; "" where nothing does."""
+    kind = type(keras)
+    if kind.__name__ not in _RULES or not kind.__module__.startswith("keras."):
+        return f"{kind.__name__} steps all rows"
+    asked = [name for name in _OPTIONS if getattr(keras, name, None)]
+    return f"{asked[0]} steps all rows" if asked else ""
+
+
+class KerasRule:
+    """By which an optimizer of Keras' steps one table.
+
+    Args:
+        optimizer: of which `why_all_rows` says nothing.
+        group: of the optimizer's, with the table.
+        weight: the value of the table's variable.
+
+    Attributes:
+        name: one of `flatout.kernels.table_rows.RULES`.
+    """
+
+    def __init__(
+        self, optimizer: KerasOptimizer, group: dict[str, Any], weight: nn.Parameter
+    ) -> None:
+        self._optimizer, self._group, self._weight = optimizer, group, weight
+        self._keras = optimizer.keras
+        self.name = _RULES[type(self._keras).__name__]
+        self._decays = optimizer.decays(weight)
+        self._reader: Reader | None = None
+        self._watched: list[nn.Parameter] = []
+
+    @property
+    def epsilon(self) -> float:
+        """Adam's, which stands beside the root; that of others is in their steps."""
+        return float(self._keras.epsilon) if self.name == "adam" else 0.0
+
+    def shares(self, other: Any) -> bool:
+        """Whether the steps of another table have the same numbers."""
+        return (
+            isinstance(other, KerasRule)
+            and other._group is self._group
+            and other._decays == self._decays
+        )
+
+    def state(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Keras' own variables: mean, momentum or sum, and the squares."""
+        first, second = (self._optimizer.slot(self._weight, name) for name in _SLOTS[self.name])
+        slots = [slot for slot in (first, second) if slot is not None]
+        if self._reader is not None and [*map(id, slots)] != [*map(id, self._watched)]:
+            self._unwatch()
+            for slot in slots:
+                watch_table(slot, self._reader)
+            self._watched = slots
+        return first, second
+
+    def count(self) -> int:
+        """Keras' count of steps, which goes on where the table has no gradient too."""
+        return int(self._keras._iterations.value)
+
+    def step(self, count: int) -> Step:
+        """Its numbers are rounded as Keras' own step on torch rounds them."""
+        keras = self._keras
+        rate = torch.tensor(self._optimizer.rate_of(self._group), dtype=torch.float32)
+        keep = float(1 - keras.weight_decay * rate) if self._decays else 1.0
+        if self.name == "adam":
+            beta1, beta2 = (torch.tensor(beta) for beta in (keras.beta_1, keras.beta_2))
+            corrected = torch.sqrt(1 - beta2**count) / (1 - beta1**count)
+            first, second = _rounded(1 - keras.beta_1), _rounded(1 - keras.beta_2)
+            return Step(
+                float(rate * corrected), 1.0, 1 - first, float(beta2), keep,
+                first_rest=first, second_rest=second,
+            )  # fmt: skip
+        if self.name == "adagrad":
+            return Step(float(rate), keep=keep, within=keras.epsilon)
+        step = Step(float(rate), first=_rounded(keras.momentum), keep=keep)
+        if self.name == "sgd":
+            if not keras.momentum:
+                return step
+            # Keras' momentum is what is added to a weight.
+            return step._replace(rate=-1.0, scale=-step.rate, nesterov=bool(keras.nesterov))
+        rho, rest = _rounded(keras.rho), _rounded(1 - keras.rho)
+        step = step._replace(within=keras.epsilon, second=rho, second_rest=rest)
+        return step._replace(rate=1.0, scale=step.rate) if keras.momentum else step
+
+    def made(self) -> None:
+        """Keras counts, in the step of all other variables."""
+
+    def attach(self, reader: Reader) -> None:
+        """Keras leaves the table alone, and tells the reader of all that looks at its state."""
+        self._reader = reader
+        self._optimizer.by_rows.add(self._weight)
+
+    def detach(self) -> None:
+        """Keras steps it again."""
+        self._reader = None
+        self._unwatch()
+        self._optimizer.by_rows.discard(self._weight)
+
+    def _unwatch(self) -> None:
+        for slot in self._watched:
+            unwatch_table(slot)
+        self._watched = []
+
+
+def _rounded(number: float) -> float:
+    return float(torch.tensor(number, dtype=torch.float32))

@@ -1,0 +1,190 @@
+"""How an optimizer steps single rows of a table: torch's own here, Keras' in models/keras."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from flatout.kernels import table_rows
+from flatout.kernels.table_rows import Step
+from flatout.models import KerasOptimizer, KerasRule, Reader
+
+State = tuple[torch.Tensor | None, torch.Tensor | None]
+
+_RULES: dict[type, str] = {
+    torch.optim.Adam: "adam",
+    torch.optim.AdamW: "adam",
+    torch.optim.SGD: "sgd",
+    torch.optim.RMSprop: "rmsprop",
+    torch.optim.Adagrad: "adagrad",
+}
+# Options under which a row's missed steps do not follow from its own state, or that no kernel has.
+_OPTIONS = ("amsgrad", "maximize", "centered", "dampening", "differentiable", "capturable")
+
+
+class RowRule(Protocol):
+    """By which one table is stepped.
+
+    Attributes:
+        name: one of `table_rows.RULES`.
+    """
+
+    name: str
+
+    @property
+    def epsilon(self) -> float:
+        """What is added to the root of the squares."""
+        ...
+
+    def shares(self, other: Any) -> bool:
+        """Whether the steps of another table have the same numbers."""
+        ...
+
+    def state(self) -> State:
+        """The two tensors of a `table_rows.Table`, made as the optimizer makes them."""
+        ...
+
+    def count(self) -> int | None:
+        """How many steps were made; None where the optimizer does not count them."""
+        ...
+
+    def step(self, count: int) -> Step:
+        """What step `count` is, from 1."""
+        ...
+
+    def made(self) -> None:
+        """A step was made."""
+        ...
+
+    def attach(self, reader: Reader) -> None:
+        """From now on the optimizer leaves the table alone."""
+        ...
+
+    def detach(self) -> None:
+        """The optimizer steps it again."""
+        ...
+
+
+def why_dense(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str:
+    """What keeps a group of an optimizer from stepping single rows; "" where nothing does."""
+    is_keras = isinstance(optimizer, KerasOptimizer)
+    if not is_keras and type(optimizer) not in _RULES:
+        return f"{type(optimizer).__name__} steps all rows"
+    if not table_rows.available():
+        return "the C extension is absent"
+    if isinstance(optimizer, KerasOptimizer):
+        return optimizer.why_all_rows()
+    asked = [name for name in _OPTIONS if group.get(name)]
+    if asked:
+        return f"{asked[0]} steps all rows"
+    numbers = (group["lr"], *group.get("betas", ()))
+    if any(map(torch.is_tensor, numbers)):
+        return "a learning rate that is a tensor steps all rows"
+    return ""
+
+
+def name_of(optimizer: torch.optim.Optimizer) -> str:
+    """What the user calls an optimizer."""
+    named = optimizer.keras if isinstance(optimizer, KerasOptimizer) else optimizer
+    return type(named).__name__
+
+
+def rules_of(
+    optimizer: torch.optim.Optimizer, weights: Iterable[nn.Parameter]
+) -> Iterator[tuple[nn.Parameter, RowRule]]:
+    """By which an optimizer steps tables, of which `why_dense` says that it can."""
+    groups = {p: group for group in optimizer.param_groups for p in group["params"]}
+    for weight in weights:
+        if isinstance(optimizer, KerasOptimizer):
+            yield weight, KerasRule(optimizer, groups[weight], weight)
+        else:
+            yield weight, _TorchRule(optimizer, groups[weight], weight)
+
+
+def clip_rows(optimizer: torch.optim.Optimizer, weights: Sequence[nn.Parameter]) -> None:
+    """Clip the gradients of tables as the optimizer itself clips, which none of torch's does."""
+    if isinstance(optimizer, KerasOptimizer):
+        optimizer.clip_rows(weights)
+
+
+class _TorchRule:
+    """Of an optimizer of torch's."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, group: dict[str, Any], weight: nn.Parameter
+    ) -> None:
+        self._optimizer, self._group, self._weight = optimizer, group, weight
+        self.name = _RULES[type(optimizer)]
+
+    @property
+    def epsilon(self) -> float:
+        return float(self._group.get("eps", 0.0))
+
+    def shares(self, other: Any) -> bool:
+        return isinstance(other, _TorchRule) and other._group is self._group
+
+    def count(self) -> int | None:
+        state = self._optimizer.state[self._weight]
+        return int(state["step"]) if "step" in state else None
+
+    def made(self) -> None:
+        state = self._optimizer.state[self._weight]
+        if "step" in state:
+            state["step"] += 1
+
+    def attach(self, reader: Reader) -> None:
+        """A parameter whose gradient is None is left alone."""
+
+    def detach(self) -> None:
+        """Its gradients are dense by then."""
+
+    def state(self) -> State:
+        state, shape = self._optimizer.state[self._weight], self._weight.shape
+        names = {
+            "adam": ("exp_avg", "exp_avg_sq"),
+            "sgd": ("momentum_buffer" if self._group.get("momentum") else None, None),
+            "rmsprop": ("momentum_buffer" if self._group.get("momentum") else None, "square_avg"),
+            "adagrad": ("sum", None),
+        }[self.name]
+        if self.name != "sgd" and "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+        for name in filter(None, names):
+            held = state.get(name)
+            if held is None or not held.is_contiguous() or held.dtype is not torch.float32:
+                # Written at once: the system would give page after page to the steps that come
+                # first.
+                fresh = torch.empty(shape)
+                state[name] = fresh.zero_() if held is None else fresh.copy_(held)
+        first, second = (state[name] if name else None for name in names)
+        return first, second
+
+    def step(self, count: int) -> Step:
+        """Its numbers are rounded as torch's kernels round them."""
+        group = self._group
+        rate, decay = group["lr"], group["weight_decay"]
+        if self.name == "adam":
+            beta1, beta2 = group["betas"]
+            is_decoupled = group.get("decoupled_weight_decay", False)
+            return Step(
+                rate / (1 - beta1**count),
+                1 / math.sqrt(1 - beta2**count),
+                1 - _rounded(1 - beta1),
+                _rounded(beta2),
+                _rounded(1 - rate * decay) if is_decoupled else 1.0,
+                0.0 if is_decoupled else decay,
+                first_rest=_rounded(1 - beta1),
+                second_rest=_rounded(1 - beta2),
+            )
+        if self.name == "adagrad":
+            return Step(rate / (1 + (count - 1) * group["lr_decay"]), decay=decay)
+        momentum, alpha = _rounded(group["momentum"]), group.get("alpha", 0.0)
+        is_nesterov, rest = group.get("nesterov", False), _rounded(1 - alpha)
+        return Step(rate, 1.0, momentum, _rounded(alpha), 1.0, decay, is_nesterov, second_rest=rest)
+
+
+def _rounded(number: float) -> float:
+    return float(torch.tensor(number, dtype=torch.float32))
