@@ -176,14 +176,21 @@ def inspect(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a schema file that was edited.")
     ] = False,
+    against: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE",
+            help="Another day: which ids of PATHS it does not have. Several times for more files.",
+        ),
+    ] = None,
     options: Any = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what is in files: rows, classes, bad rows, a schema; and what to do about them."""
+    """Say what is in files: rows, classes, ids, bad rows, a schema; and what to do about them."""
     from flatout.data import inspect as look
     from flatout.errors import DataError
 
-    report = look(paths, format, **options)
+    report = look(paths, format, against=against or None, **options)
     refused: DataError | None = None
     if schema is not None:
         try:
@@ -193,6 +200,9 @@ def inspect(
     _show(report, None if refused else schema, as_json)
     if refused is not None:
         raise refused
+
+
+_OF_FIELDS = ("field", "ids", "seen once", "most frequent", "half in", "unknown", "in the schema")
 
 
 def _show(report: Report, schema: Path | None, as_json: bool) -> None:
@@ -211,6 +221,8 @@ def _show(report: Report, schema: Path | None, as_json: bool) -> None:
         out.print(note)
     if report.columns:
         out.print(_table(("column", "values", "role", "range", "lengths"), report.table()))
+    if report.fields:
+        out.print(_table(_OF_FIELDS, report.field_table()))
     if report.advice:
         out.print(_pairs([(one.topic, one.words, one.do) for one in report.advice]))
 

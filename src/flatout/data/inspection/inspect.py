@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flatout.cache_folder import cache_folder
+from flatout.data.block import Block
 from flatout.data.conversion.job import Job, job_of
 from flatout.data.conversion.passes import pieces_of
 from flatout.data.error_policy import ErrorPolicy
@@ -23,7 +24,8 @@ from flatout.data.files import File, Paths, find
 from flatout.data.form import Leaf
 from flatout.data.formats import NO_LIMIT, SKIPPING, guess, open_files
 from flatout.data.inspection.advice import Advice, Facts, advice
-from flatout.data.inspection.column_counts import ColumnCounts, count, percentiles
+from flatout.data.inspection.column_counts import ColumnCounts, Counted, count, percentiles
+from flatout.data.inspection.id_fields import IdFields
 from flatout.data.inspection.image_report import open_found, size_note
 from flatout.data.inspection.inspected import ColumnFacts, Report
 from flatout.data.inspection.rate import opening_s, row_cache_of, rows_per_s
@@ -44,7 +46,12 @@ _RATE_BATCH, _RATE_S = 1024, 0.3
 
 
 def inspect(
-    paths: Paths, format: str | None = None, *, progress: bool = True, **options: Any
+    paths: Paths,
+    format: str | None = None,
+    *,
+    against: Paths | None = None,
+    progress: bool = True,
+    **options: Any,
 ) -> Report:
     """Look at all rows of files, and say what is in them. Bad rows are counted, not raised.
 
@@ -54,12 +61,15 @@ def inspect(
     Args:
         paths: as `files.find` takes them, or folders of images or rows.
         format: one of `formats.FORMATS`; None guesses.
+        against: data of another day in the same format, such as the day before: which ids of these
+            data they do not have is told field by field. Texts, which each file numbers by itself,
+            are left out of that.
         progress: show on standard error how far it is, from the second second on.
         **options: of the format's function, such as `delimiter=";"` or `target="price"` of CSV.
 
     Raises:
-        DataError: there are no such files, their format is not known, it has no such option, or no
-            row is good.
+        DataError: there are no such files, their format is not known, it has no such option, no
+            row is good, or the data of the other day have other columns.
     """
     kind = format or guess(paths)
     images = None
@@ -79,21 +89,65 @@ def inspect(
             options=options,
         )
     stored = _Stored.of(kind, paths, images)
-    tally, bad = ColumnCounts(), ""
+    tally, bad, ids = ColumnCounts(), "", IdFields(())
     advised: list[Advice] = []
     schema: Schema | None = getattr(pipeline.origin, "schema", None)
     columns = () if schema is None else schema.columns
     try:
         job = job_of(pipeline, None, None)
         columns = columns or job.schema.columns
-        _count(job, images, tally, progress)
+        ids = IdFields(() if images else columns)
+        _count(job, images, tally, ids, progress)
     except DataError as error:
         if kind in SKIPPING:
             raise
         bad = " ".join(str(error).split())
     else:
         advised = advice(_facts(kind, paths, stored, pipeline, job, tally))
-    return _report(kind, stored, pipeline, images, columns, tally, bad, advised)
+    other = None
+    if against is not None:
+        other = _other_day(
+            against, kind, [c for c in columns if c.name in ids.names], schema, options
+        )
+    found = _report(kind, stored, pipeline, images, columns, tally, bad, advised)
+    full = "more different ones than memory holds"
+    notes = [f"ids of {name}: {full}" for name in ids.dropped]
+    if other is not None:
+        notes += [f"ids of {name} in the data to compare with: {full}" for name in other.dropped]
+    return replace(found, fields=ids.facts(other), notes=[*found.notes, *notes])
+
+
+def _other_day(
+    paths: Paths,
+    kind: str,
+    columns: Sequence[Column],
+    schema: Schema | None,
+    options: dict[str, Any],
+) -> IdFields:
+    """The ids of other data, in those of the columns whose numbers mean the same there."""
+    numbered = {} if schema is None else schema.options.get("categories", {})
+    given: dict[str, Any] = (
+        {"options": options} if numbered or schema is None else {"schema": schema}
+    )
+    on_error: Any = "skip" if kind in SKIPPING else "fail"
+    pipeline = open_files(
+        paths, kind, on_error=on_error, max_errors=NO_LIMIT, without_text=True, **given
+    )
+    job = job_of(pipeline, None, None)
+    there = {column.name: column for column in job.schema.columns}
+    own = [column for column in columns if column.name not in numbered]
+    for column in own:
+        found = there.get(column.name)
+        if found is None or (found.dtype, found.shape) != (column.dtype, column.shape):
+            raise DataError(
+                f"the data to compare with have no column {column.words}, but "
+                f"{', '.join(one.words for one in there.values())}",
+                where=pipeline.describe(),
+                do="compare with another day of the same log",
+            )
+    ids = IdFields(own)
+    _count(job, None, ColumnCounts(), ids, progress=False)
+    return ids
 
 
 class _Stored(NamedTuple):
@@ -129,7 +183,9 @@ def _stored_size(file: File) -> int:
     return file.size
 
 
-def _count(job: Job, images: ImageBytes | None, tally: ColumnCounts, progress: bool) -> None:
+def _count(
+    job: Job, images: ImageBytes | None, tally: ColumnCounts, ids: IdFields, progress: bool
+) -> None:
     """Look at all rows; of images, at some, and at all labels."""
     numbers = job.numbers
     target = job.samples.form.targets
@@ -137,7 +193,12 @@ def _count(job: Job, images: ImageBytes | None, tally: ColumnCounts, progress: b
     if images is not None:
         numbers = np.sort(order(len(numbers), 0, 0)[:_FEW])
     pieces = pieces_of([len(numbers)], job.probe, _BLOCK_BYTES)
-    looking = replace(job, numbers=numbers).make(pieces, lambda block: count(block, name))
+
+    def look(block: Block) -> Counted | None:
+        ids.add(block)
+        return count(block, name)
+
+    looking = replace(job, numbers=numbers).make(pieces, look)
     with showing("looking at rows", len(numbers), progress) as tell:
         for counted in looking:
             if counted is not None:

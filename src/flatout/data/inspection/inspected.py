@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from flatout.data.inspection.advice import Advice
+from flatout.data.inspection.id_fields import FieldFacts
 from flatout.data.schema import Schema
 from flatout.errors import DataError, as_data_error
 from flatout.words import counted, rounded, size_words
@@ -77,6 +78,7 @@ class Report:
         schema: that reads the files.
         notes: what else there is to know.
         advice: what could be done.
+        fields: the ids in int64 inputs, field by field.
     """
 
     format: str
@@ -97,6 +99,7 @@ class Report:
     schema: Schema | None
     notes: list[str]
     advice: list[Advice]
+    fields: list[FieldFacts] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         """As plain data; the schema as in TOML."""
@@ -178,9 +181,14 @@ class Report:
         """Name, kind, role, range and lengths of each column."""
         return [(c.name, c.kind, c.role, c.range, c.spread) for c in self.columns]
 
+    def field_table(self) -> list[tuple[str, ...]]:
+        """Of each field of ids, as `FieldFacts.words`."""
+        return [one.words for one in self.fields]
+
     def __str__(self) -> str:
         lines = [self.headline(), self.bad_line(), *self.notes]
         lines += ["  ".join(filter(None, row)) for row in self.table()]
+        lines += ["  ".join(filter(None, row)) for row in self.field_table()]
         lines += [f"{one.topic}: {one.words}" for one in self.advice]
         return "\n".join(line for line in lines if line)
 

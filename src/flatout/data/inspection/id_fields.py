@@ -1,0 +1,180 @@
+"""The ids of data, field by field: how many there are, how skewed, and which are new."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from flatout.data.block import Block, Numbers, Ragged
+from flatout.data.schema import Column
+from flatout.kernels.ids import IdNumbers, Items
+from flatout.measure import available_bytes
+from flatout.words import rounded
+
+# A column of more places is one field: its places are those of a text or an image.
+_MOST_FIELDS = 128
+# Of fewer ids nothing is said.
+_FEW = 1000
+_MANY_UNKNOWN = 0.2
+_FEWEST_BUCKETS = 1024
+
+
+@dataclass(frozen=True)
+class FieldFacts:
+    """The ids of one field.
+
+    Attributes:
+        name: the column, with the place in its rows where each place is a field: "ids[3]".
+        values: how many ids there are, each as often as it comes.
+        ids: how many different ones.
+        once: of these, how many come once.
+        top: the most frequent id.
+        top_share: its share of the values.
+        half: how many of the most frequent ids make half of the values.
+        unknown_ids: how many of the ids the other data do not have; None where there are none.
+        unknown_share: their share of the values.
+        todo: what the field wants in the schema, in words.
+    """
+
+    name: str
+    values: int
+    ids: int
+    once: int
+    top: int
+    top_share: float
+    half: int
+    unknown_ids: int | None
+    unknown_share: float | None
+    todo: str
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Name, ids, seen once, most frequent, half of the values, unknown, what to do."""
+        unknown = ""
+        if self.unknown_share is not None:
+            unknown = f"{_share(self.unknown_share)} ({self.unknown_ids:,} ids)"
+        return (
+            self.name,
+            f"{self.ids:,}",
+            _share(self.once / self.ids),
+            f"{self.top} {_share(self.top_share)}",
+            f"{self.half:,}",
+            unknown,
+            self.todo,
+        )
+
+
+class IdFields:
+    """Counts the ids of all int64 inputs; several threads may add blocks.
+
+    Args:
+        columns: of the data.
+
+    Attributes:
+        dropped: names of columns with more different ids than memory holds.
+    """
+
+    def __init__(self, columns: Iterable[Column]) -> None:
+        self._counts: dict[str, IdNumbers] = {}
+        self._places: dict[str, Numbers] = {}
+        self._lock = threading.Lock()
+        self.dropped: list[str] = []
+        for column in columns:
+            if column.role == "input" and column.dtype == "int64" and len(column.shape) < 2:
+                width = column.shape[0] if column.shape else 1
+                width = width if width <= _MOST_FIELDS else 1
+                self._places[column.name] = np.arange(width, dtype=np.int64)
+                self._counts[column.name] = IdNumbers()
+
+    @property
+    def names(self) -> list[str]:
+        """Of the columns."""
+        return list(self._counts)
+
+    def add(self, block: Block) -> None:
+        """Count those of some rows."""
+        with self._lock:
+            for name in list(self._counts):
+                self._add(name, block.columns[name])
+
+    def _add(self, name: str, values: Any) -> None:
+        if isinstance(values, Ragged):
+            values = values.values[values.offsets[0] : values.offsets[-1]]
+        ids, numbers = np.ascontiguousarray(values), self._counts[name]
+        if len(self._places[name]) == 1:
+            ids = ids.reshape(-1)
+        if numbers.bytes_to_add(ids.size) > available_bytes():
+            del self._counts[name]
+            self.dropped.append(name)
+        else:
+            numbers.add(ids, self._places[name])
+
+    def facts(self, other: IdFields | None = None) -> list[FieldFacts]:
+        """Of each field.
+
+        Args:
+            other: data of another day, whose ids are known.
+        """
+        found = []
+        for name, numbers in self._counts.items():
+            theirs = None if other is None else other._counts.get(name)
+            known = None if theirs is None else dict(_apart(theirs.items()))
+            is_one = len(self._places[name]) == 1
+            for place, items in _apart(numbers.items()):
+                field = name if is_one else f"{name}[{place}]"
+                found.append(_facts(field, items, None if known is None else known.get(place)))
+        return found
+
+
+def _apart(items: Items) -> Iterator[tuple[int, Items]]:
+    """The items of each field."""
+    fields, starts = np.unique(items.fields, return_index=True)
+    ends = [*starts.tolist()[1:], len(items.fields)]
+    for field, start, end in zip(fields.tolist(), starts.tolist(), ends, strict=True):
+        yield field, Items(*(part[start:end] for part in items))
+
+
+def _facts(name: str, items: Items, known: Items | None) -> FieldFacts:
+    counts = items.numbers
+    values, ids = int(counts.sum()), len(counts)
+    top = int(counts.argmax())
+    half = int(np.searchsorted(np.cumsum(np.sort(counts)[::-1]), values / 2)) + 1
+    once = int((counts == 1).sum())
+    unknown_ids, unknown_share = None, None
+    if known is not None:
+        new = ~np.isin(items.ids, known.ids, assume_unique=True)
+        unknown_ids, unknown_share = int(new.sum()), float(counts[new].sum() / values)
+    return FieldFacts(
+        name=name,
+        values=values,
+        ids=ids,
+        once=once,
+        top=int(items.ids[top]),
+        top_share=float(counts[top] / values),
+        half=half,
+        unknown_ids=unknown_ids,
+        unknown_share=unknown_share,
+        todo=_todo(values, ids, once, unknown_share),
+    )
+
+
+def _todo(values: int, ids: int, once: int, unknown: float | None) -> str:
+    """What the schema's `ids` of a field may say, by what it holds."""
+    if ids == 1 and values > 1:
+        return "the same everywhere"
+    buckets = max(_FEWEST_BUCKETS, 1 << max(0, ids - once - 1).bit_length())
+    if ids > _FEW and ids > values / 2:
+        return f'hash, few ids come again: vocabulary = "none", buckets = {buckets}'
+    if ids > _FEW and once > ids / 2:
+        return f"admit = 2: {ids - once:,} rows, {_share(once / values)} of the values unknown"
+    if ids > _FEW and unknown is not None and unknown >= _MANY_UNKNOWN:
+        return f"hash what is new: buckets = {buckets}"
+    return "a row for each"
+
+
+def _share(share: float) -> str:
+    return f"{rounded(100 * share, 3)}%"
