@@ -1060,12 +1060,18 @@ def test_blended_samples_are_for_a_loss_that_takes_shares():
     blended = flatout.data.arrays(images, labels).batch(16).mixup(0.2, classes=3)
     given = {"validation_data": flatout.data.arrays(images, labels).batch(16), "progress": False}
 
-    def compiled(loss):
+    def compiled(loss, metric="accuracy"):
         dense = layers.Dense(3, activation="softmax")
         model = keras.Sequential([keras.Input((4, 4, 3)), layers.Flatten(), dense])
-        model.compile("sgd", loss, metrics=["accuracy"])
+        model.compile("sgd", loss, metrics=[metric])
         return model
 
+    for metric, instead in (
+        ("sparse_categorical_accuracy", "'categorical_accuracy'"),
+        (keras.metrics.SparseTopKCategoricalAccuracy(2), "'TopKCategoricalAccuracy'"),
+    ):
+        with pytest.raises(ModelError, match=f"(?si)the metric sparse.*{instead}"):
+            quiet(compiled("categorical_crossentropy", metric)).fit(blended, epochs=1, **given)
     with pytest.raises(ModelError, match="takes class numbers, and the targets are shares"):
         quiet(compiled("sparse_categorical_crossentropy")).fit(blended, epochs=1, **given)
     for loss in ("categorical_crossentropy", keras.losses.CategoricalCrossentropy()):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_flatten
 
 from flatout.data import WEIGHTS, Batch, map_tensors, rows_of_samples
 from flatout.errors import ModelError
@@ -242,7 +244,7 @@ def build(model: Any, batch: Batch) -> None:
     """Build what of model, loss, metrics and optimizer waits for a first batch.
 
     Raises:
-        ModelError: the loss takes class numbers, and the batch has shares of classes.
+        ModelError: the loss or a metric takes class numbers, and the batch has shares of classes.
     """
     y, weight = targets_of(batch)
     if _takes(model, "sparsecategorical") and _are_shares(y):
@@ -254,6 +256,14 @@ def build(model: Any, batch: Batch) -> None:
         )
     if _takes(model, "categorical") and isinstance(classes := _classes(model), int):
         y = _as_shares(y, classes)
+    if _are_shares(y) and (sparse := _sparse_metric(model)):
+        raise ModelError(
+            f"the model is compiled with the metric {sparse}, which takes class numbers, and the "
+            f"targets are shares of classes of shape {tuple(y.shape)}, such as mixup makes, and "
+            "loss='categorical_crossentropy' makes of class numbers",
+            do=f"compile it with metrics=[{re.sub('_?sparse_?', '', sparse, flags=re.I)!r}], which "
+            "takes the class of the largest share",
+        )
     model._symbolic_build(data_batch=(batch.inputs, y, weight))
 
 
@@ -262,6 +272,18 @@ def _loss_name(model: Any) -> str:
     given = getattr(model._compile_loss, "_user_loss", None)
     name = given if isinstance(given, str) else getattr(given, "name", "")
     return str(name or getattr(given, "__name__", ""))
+
+
+def _sparse_metric(model: Any) -> str:
+    """The name of a compiled metric that takes class numbers alone; "" where there is none."""
+    compiled = model._compile_metrics
+    given = [] if compiled is None else [compiled._user_metrics, compiled._user_weighted_metrics]
+    for metric in tree_flatten(given)[0]:
+        name = metric if isinstance(metric, str) else getattr(metric, "__name__", "")
+        name = str(name or type(metric).__name__)
+        if name.lower().startswith("sparse"):
+            return name
+    return ""
 
 
 def _takes(model: Any, kind: str) -> bool:
