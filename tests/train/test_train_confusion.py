@@ -1,6 +1,8 @@
 """The confusion matrix: counted over batches and ranks, told by class."""
 
 import json
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +14,9 @@ import flatout
 from flatout.data.batch import Batch
 from flatout.errors import FlatoutError, ModelError
 from flatout.train.confusion import ConfusionCount, precision_of, table
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "world"))
+from world_ranks import run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -91,3 +96,34 @@ def test_what_has_no_confusion():
         ConfusionCount().update(torch.zeros(3), batch(torch.zeros(3)))
     with pytest.raises(FlatoutError, match="no confusion was counted"):
         flatout.train.history.History(8).plot_confusion("a.png")
+
+
+JOB = """
+    import torch
+    from torch import nn
+
+    import flatout
+    from flatout.world import join
+
+    torch.manual_seed(0)
+    x = torch.randn(65, 6)  # the last batch is one sample, which every rank has
+    y = (x[:, :3] + 0.5 * torch.randn(65, 3)).argmax(1)
+    trainer = flatout.Trainer(
+        nn.Linear(6, 3), optimizer="sgd", lr=0.1, metrics=["confusion"], say=lambda line: None
+    )
+    history = trainer.fit(
+        (x, y), batch_size=16, epochs=2, validation_data=(x, y), progress=False
+    )
+    assert trainer.evaluate((x, y))["mean_recall"] == history.epochs[-1]["val_mean_recall"]
+    if join().is_first:
+        print(history.confusion, history.epochs[-1]["val_mean_recall"])
+"""
+
+
+@pytest.mark.slow
+def test_two_ranks_count_what_one_counts(tmp_path):
+    alone, both = (run(JOB, ranks, tmp_path)[0][0] for ranks in (1, 2))
+    assert alone == both
+    counts = json.loads(alone[: alone.rindex("]") + 1])
+    assert sum(map(sum, counts)) == 65
+    assert len(counts) == 3
