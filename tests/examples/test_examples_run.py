@@ -142,11 +142,18 @@ def test_mnist_reaches_its_accuracy_on_real_mnist(tmp_path):
 
 
 @pytest.mark.slow
-def test_click_through_learns_from_text(tmp_path):
-    said = run(tmp_path, "click_through.py")
-    assert last_figure(said, "val_auc") > 0.75
+def test_click_through_learns_day_by_day_as_its_page_says(tmp_path):
+    page = (ROOT / "docs" / "click_through.md").read_text()
+    (command,) = re.findall(r"^```bash\npython examples/(.*)\n```$", page, re.MULTILINE)
+    name, *given = command.split()
+    said = run(tmp_path, name, *given)
+    assert name == "click_through.py"
+    assert last_figure(said, "val_auc") > 0.8
+    assert "before training: val auc" in said
+    assert "new ids -> new rows" in said
     assert "runs   decode → shuffle → batch" in said
-    assert (tmp_path / "clicks.safetensors").exists()
+    assert (tmp_path / "deepfm.safetensors").exists()
+    assert (tmp_path / "deepfm.ids.safetensors").exists()
 
 
 @pytest.fixture
