@@ -234,6 +234,35 @@ def test_of_a_folder_whose_files_come_and_go_only_new_images_are_computed(job):
     same(found, job.fitted("off"))
 
 
+@pytest.mark.slow
+def test_a_file_that_is_replaced_while_training_is_read_as_it_comes(job):
+    job.brightness = None
+    job.fitted("disk")
+    backup = {number: path_of(job.folder, number).read_bytes() for number in (5, 8)}
+
+    class Replace(flatout.Callback):
+        """Between two epochs."""
+
+        def on_epoch_end(self, state):
+            if state.epoch == 0:
+                for number in backup:
+                    replace(path_of(job.folder, number))
+
+    found = job.fitted("disk", [Replace()])
+    for number, content in backup.items():
+        path_of(job.folder, number).write_bytes(content)
+    same(found, job.fitted("off", [Replace()]))
+    assert found[2] == 0
+    told = [line for line in found[1].notes if "replaced" in line]
+    counts = [sum(f"{number}.jpg" in line for line in told) for number in backup]
+    # Each once, in a line of its own or as one of two.
+    assert counts == [1, 1] or (sum(counts) == 1 and told[0].endswith("jpg and 1 more"))
+    # What has taken their place is another sample for the next run, which keeps it.
+    again = job.fitted("disk")
+    assert again[2] == 2
+    same(again, job.fitted("off"))
+
+
 # ---- what goes wrong ----
 
 

@@ -58,8 +58,14 @@ class Rows(Origin, Protocol):
         """The target column of all rows where it is known without decoding them."""
         return None
 
-    def row_stamps(self) -> Sequence[str] | None:
-        """What each row is read from, in words that stay when other rows come or go."""
+    def row_stamps(self, numbers: Numbers | None = None) -> Sequence[str] | None:
+        """What rows are read from, in words that stay when other rows come or go.
+
+        The first line names it for people; all lines together differ where it was replaced.
+
+        Args:
+            numbers: of the rows; None for all.
+        """
         return None
 
     def lengths(self) -> Numbers | None:

@@ -22,6 +22,7 @@ from flatout.data import (
     NamedSlots,
     Numbered,
     Pipeline,
+    ReplacedFiles,
     RowPart,
     Source,
     feature_key,
@@ -147,7 +148,8 @@ class ModelRows:
             store = FeatureStore.open(key, samples.slots, [*parts, *beside], where, names=names)
             store.say = self._loop.tell
             self._names[store] = name
-        return FeatureRows(samples, store, len(parts))
+        files = None if named is None else ReplacedFiles(named, samples.variants, store)
+        return FeatureRows(samples, store, len(parts), files)
 
     def hold(self, rows: FeatureRows) -> None:
         """Keep what is in memory for evaluations, as long as not many others come."""
@@ -192,7 +194,7 @@ class ModelRows:
             there[batch.kept.rows.numpy()] = True
             kept = batch.kept.values
         else:
-            there = rows.store.has(slots)
+            there = rows.has(numbers, epoch)
             kept = Features(rows.store.get(slots[there])[: rows.parts])
         kept = map_tensors(lambda tensor: tensor.to(self._loop.device, non_blocking=True), kept)
         if there.all():

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flatout.data.batch import Batch, Features, KeptFeatures, map_tensors, named_tensors
 from flatout.data.block import Numbers
+from flatout.data.execution.replaced_files import ReplacedFiles
 from flatout.data.execution.row_names import NamedSlots
 from flatout.data.features.store import FeatureStore
 from flatout.data.form import Form
@@ -61,14 +62,18 @@ class FeatureRows:
         store: has them.
         parts: of a row, how many are features; behind them stand the targets and the weight, in
             the order in which `named_tensors` gives them, unless batches come whole.
+        files: that samples are read from one by one; None where they are not.
     """
 
     samples: Numbered
     store: FeatureStore
     parts: int
+    files: ReplacedFiles | None = None
 
     def has(self, numbers: Numbers, epoch: int) -> npt.NDArray[np.bool_]:
         """Which of these samples are kept as they are in an epoch."""
+        if self.files is not None:
+            self.files.look(numbers)
         return self.store.has(self.samples.slots_of(numbers, epoch))
 
     def batch(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 from typing import NamedTuple
 
 import numpy as np
 
+from flatout.data.block import Numbers
 from flatout.data.execution.augmented import Augmented
 from flatout.data.execution.cache import Cached
 from flatout.data.execution.digests import Nameless, digest_of, function_name
@@ -22,10 +23,14 @@ class NamedSlots(NamedTuple):
     Attributes:
         made: 16 hex digits that differ where samples are made in another way.
         names: of each sample's variants, uint64 of shape (samples * variants, 2).
+        stamps: of the rows that samples are made of, when they were named.
+        stamps_now: gives those of some rows as they are now.
     """
 
     made: str
     names: Names
+    stamps: Sequence[str]
+    stamps_now: Callable[[Numbers], Sequence[str]]
 
 
 def named_slots(samples: Samples, variants: int) -> NamedSlots | None:
@@ -42,12 +47,18 @@ def named_slots(samples: Samples, variants: int) -> NamedSlots | None:
             return None
         words.append(own)
         samples = samples.inner
-    stamps = samples.source.row_stamps() if isinstance(samples, Decoded) else None
+    if not isinstance(samples, Decoded):
+        return None
+    source = samples.source
+    stamps = source.row_stamps()
     if stamps is None:
         return None
-    assert isinstance(samples, Decoded)
-    made = digest_of(samples.source.schema.dumps(), *words)
-    return NamedSlots(made, _names_of(stamps, variants))
+
+    def now(numbers: Numbers) -> Sequence[str]:
+        return source.row_stamps(numbers) or ()
+
+    made = digest_of(source.schema.dumps(), *words)
+    return NamedSlots(made, _names_of(stamps, variants), stamps, now)
 
 
 def _own_words(samples: Augmented | Cached | Mapped) -> str | None:

@@ -25,6 +25,7 @@ class FeatureStore(KeptRows):
         # Slots by the first half of their names; None where that is their number.
         self._order = None if names is None else np.argsort(names[:, 0], kind="stable")
         self._places = np.full(slots, -1, np.int64)
+        self._left = np.zeros(slots, bool)
         super().__init__(opened)
 
     @classmethod
@@ -123,7 +124,14 @@ class FeatureStore(KeptRows):
             ValueError: a tensor has another shape or dtype than its part.
         """
         slots, first = np.unique(np.asarray(slots, np.int64), return_index=True)
+        slots, first = slots[~self._left[slots]], first[~self._left[slots]]
         self._keep(self._names[slots], values, first, lambda: self._places[slots])
+
+    def leave(self, slots: Numbers) -> None:
+        """Neither give nor keep rows of these slots any more: their samples are others by now."""
+        with self._lock:
+            self._left[slots] = True
+            self._places[slots] = -1
 
     def _take_over(self, places: Numbers) -> None:
         """Note which slots these rows belong to, if any."""
@@ -135,7 +143,7 @@ class FeatureStore(KeptRows):
             at = self._order[within].astype(np.uint64) if len(firsts) else at
         slots = np.minimum(at, np.uint64(max(0, self.slots - 1))).astype(np.int64)
         if self.slots:
-            mine = (self._names[slots] == names).all(1)
+            mine = (self._names[slots] == names).all(1) & ~self._left[slots]
             with self._lock:
                 self._places[slots[mine]] = places[mine]
 

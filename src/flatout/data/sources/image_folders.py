@@ -68,12 +68,18 @@ class ImageFolders:
         """Of the images, by number."""
         return [entry.path for entry in self._entries]
 
-    def stamps(self) -> list[str]:
-        """What tells each image, with its class, from all others and from what it was before."""
-        labels = [""] * len(self._entries) if self.labels is None else self.labels.tolist()
+    def stamps(self, numbers: Numbers | None = None) -> list[str]:
+        """What tells images, with their class, from all others and from what they were before.
+
+        Args:
+            numbers: of the images; None for all.
+        """
+        chosen = np.arange(len(self._entries)) if numbers is None else numbers
+        entries = [self._entries[number] for number in chosen]
+        labels = [""] * len(chosen) if self.labels is None else self.labels[chosen].tolist()
         return [
             f"{entry.key}\n{label}\n{stamp_of(entry.path)}"
-            for entry, label in zip(self._entries, labels, strict=True)
+            for entry, label in zip(entries, labels, strict=True)
         ]
 
     def contents(self, numbers: Numbers, buffers: Buffers) -> Callable[[int], bytes]:

@@ -144,10 +144,10 @@ class ImageRows(Rows):
             digest.update(self._images.labels.tobytes())
         return digest.hexdigest()[:16]
 
-    def row_stamps(self) -> list[str] | None:
+    def row_stamps(self, numbers: Numbers | None = None) -> list[str] | None:
         """What each row is read from, where images lie in files of their own."""
         stamps = getattr(self._images, "stamps", None)
-        return None if stamps is None else stamps()
+        return None if stamps is None else stamps(numbers)
 
     def take(self, numbers: Numbers, buffers: Buffers) -> Block:
         """Decode these images, in this order.
