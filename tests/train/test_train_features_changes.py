@@ -218,8 +218,9 @@ def test_another_file_is_computed_again(job, change):
 
 
 @pytest.mark.slow
-def test_of_a_folder_whose_files_come_and_go_only_new_images_are_computed(job):
-    job.brightness = None  # what is drawn for an image depends on its number
+@pytest.mark.parametrize("brightness", [None, 0.6])
+def test_of_a_folder_whose_files_come_and_go_only_new_images_are_computed(job, brightness):
+    job.brightness = brightness  # of a view that is drawn for each
     assert job.fitted("disk")[2] == IMAGES
     for number in range(IMAGES, IMAGES + 3):
         draw(path_of(job.folder, number), number)

@@ -68,6 +68,10 @@ class Rows(Origin, Protocol):
         """
         return None
 
+    def row_keys(self) -> Sequence[str] | None:
+        """What each row is called, the same on any machine and when other rows come or go."""
+        return None
+
     def lengths(self) -> Numbers | None:
         """How long each row is where rows are ragged and that is known without decoding them."""
         return None

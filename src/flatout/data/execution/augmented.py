@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+from hashlib import blake2b
 from time import perf_counter_ns as clock
 from typing import Any
 
@@ -14,7 +16,7 @@ from flatout.data.block import Block, Numbers, Values
 from flatout.data.buffers import Buffers
 from flatout.data.draws import Draws
 from flatout.data.execution.digests import digest_of
-from flatout.data.execution.samples import Costs, Samples
+from flatout.data.execution.samples import Costs, Decoded, Samples
 from flatout.data.form import Form, Tree
 from flatout.errors import DataError
 
@@ -70,8 +72,35 @@ class Augmented:
     def content(self) -> str | None:
         """The inner one's and the augmentation's; of fixed views, also what they are drawn from."""
         inner = self.inner.content()
-        drawn = "" if self.augmentation.views is None else f"{self.seed} {self.place}"
-        return None if inner is None else digest_of(inner, self.name, drawn)
+        return None if inner is None else digest_of(inner, *self.words)
+
+    @property
+    def words(self) -> tuple[str, str]:
+        """What it does to a sample; of fixed views, also what they are drawn from."""
+        if self.augmentation.views is None:
+            return self.name, ""
+        drawn = "number" if self._row_words is None else "name"
+        return self.name, f"{self.seed} {self.place} {drawn}"
+
+    @property
+    def draws_by_number(self) -> bool:
+        """Whether a sample's number decides what it may become, and not only when."""
+        return self.augmentation.views is not None and self._row_words is None
+
+    @cached_property
+    def _row_words(self) -> Numbers | None:
+        """A number for the name of each row, which stays when others come or go; int64 of shape
+        (rows,). None where rows have no names."""
+        samples: Any = self.inner
+        while hasattr(samples, "inner"):
+            samples = samples.inner
+        keys = samples.source.row_keys() if isinstance(samples, Decoded) else None
+        if keys is None:
+            return None
+        data = b"".join(
+            blake2b(key.encode(errors="surrogateescape"), digest_size=8).digest() for key in keys
+        )
+        return np.frombuffer(data, "<i8").astype(np.int64)
 
     @property
     def own_variants(self) -> int | None:
@@ -92,14 +121,19 @@ class Augmented:
 
     def _view(self, numbers: Numbers, epoch: int) -> Numbers:
         assert self.augmentation.views is not None
-        draws = Draws(numbers, self.seed, self.place, 0, epoch)
+        draws = Draws(self._known_by(numbers), self.seed, self.place, 0, epoch)
         return draws.below(self.augmentation.views, _VIEW)
 
     def _draws(self, numbers: Numbers, epoch: int) -> Draws:
-        """From (seed, epoch, sample); of fixed views from (seed, view, sample)."""
+        """From (seed, epoch, number); of fixed views from (seed, view, name)."""
         if self.augmentation.views is None:
             return Draws(numbers, self.seed, self.place, 0, epoch)
-        return Draws(numbers, self.seed, self.place, 1, self._view(numbers, epoch))
+        view = self._view(numbers, epoch)
+        return Draws(self._known_by(numbers), self.seed, self.place, 1, view)
+
+    def _known_by(self, numbers: Numbers) -> Numbers:
+        """What rows are drawn for: their names, or their numbers where they have none."""
+        return numbers if self._row_words is None else self._row_words[numbers]
 
     def make(self, numbers: Numbers, buffers: Buffers, epoch: int, costs: Costs) -> Block:
         """These samples, their images changed.

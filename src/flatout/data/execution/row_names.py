@@ -66,7 +66,7 @@ def _own_words(samples: Augmented | Cached | Mapped) -> str | None:
     if isinstance(samples, Cached):
         return ""
     if isinstance(samples, Augmented):
-        return samples.name if samples.augmentation.views is None else None
+        return None if samples.draws_by_number else " ".join(samples.words)
     try:
         return None if samples.wants_rng else function_name(samples.function)
     except Nameless:

@@ -68,6 +68,11 @@ class ImageFolders:
         """Of the images, by number."""
         return [entry.path for entry in self._entries]
 
+    @property
+    def keys(self) -> list[str]:
+        """Paths of the images within the folder that was named, by number."""
+        return [entry.key for entry in self._entries]
+
     def stamps(self, numbers: Numbers | None = None) -> list[str]:
         """What tells images, with their class, from all others and from what they were before.
 

@@ -149,6 +149,11 @@ class ImageRows(Rows):
         stamps = getattr(self._images, "stamps", None)
         return None if stamps is None else stamps(numbers)
 
+    def row_keys(self) -> list[str] | None:
+        """Paths within the folder, where images lie in files of their own."""
+        found: list[str] | None = getattr(self._images, "keys", None)
+        return found
+
     def take(self, numbers: Numbers, buffers: Buffers) -> Block:
         """Decode these images, in this order.
 

@@ -123,7 +123,8 @@ def augment(
         saturation: the same factor for the distance from each pixel's gray.
         cutout: side in pixels of a square of zeros around a random pixel.
         views: so many draws for each sample, one of which is taken in each epoch, in place of a new
-            one: what is computed of a sample can then be kept. This changes learning.
+            one: what is computed of a sample can then be kept. Draws for images in a folder depend
+            on their names, so they stay when others come or go. This changes learning.
 
     Raises:
         DataError: the arguments make no sense, or, before the first step, the inputs are no images,
