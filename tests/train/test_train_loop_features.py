@@ -157,6 +157,18 @@ def test_another_call_is_named():
     assert said.count(told) == 1
 
 
+def test_keras_models_are_for_a_trainer():
+    keras = pytest.importorskip("keras")
+    layers = [keras.layers.Flatten(), keras.layers.Dense(4), keras.layers.Dense(3)]
+    layers[1].trainable = False
+    model = keras.Sequential([keras.Input((1, 12, 12)), *layers])
+    said = []
+    looped("memory", model=model, say=said.append)
+    assert (
+        said.count("features: nothing kept: a Loop keeps none of Keras models; a Trainer does") == 1
+    )
+
+
 def test_micro_batches_and_gathered_batches_take_their_rows(made):
     def halves(model, batch):
         parts = [plainly(model, part) for part in batch.split(2)]

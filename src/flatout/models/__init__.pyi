@@ -12,6 +12,7 @@ from flatout.models.freezing import freeze as freeze
 from flatout.models.freezing import frozen_parameters as frozen_parameters
 from flatout.models.freezing import moving_within as moving_within
 from flatout.models.freezing import unfreeze as unfreeze
+from flatout.models.frozen.calls import is_keras as is_keras
 from flatout.models.frozen.cut import Cut as Cut
 from flatout.models.frozen.find import Cuts as Cuts
 from flatout.models.frozen.find import find_cuts as find_cuts
