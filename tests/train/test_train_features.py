@@ -162,6 +162,21 @@ def test_what_makes_the_forward_slower_is_not_chosen(monkeypatch):
     assert trainer.resolved.compute.precision == "fp32"
 
 
+def test_samples_are_looked_at_once_for_the_precision(monkeypatch):
+    """In a short run of short epochs, most of which is no forward of frozen layers."""
+    monkeypatch.setattr(auto, "_has_bf16_units", lambda device: True)
+    monkeypatch.setattr(frozen_precision, "_LEAST_S", 0)
+    looks = []
+
+    def rates(check, tried, *given):
+        looks.append(tried)
+        return dict.fromkeys(((), *tried), (1.0, 2.0))
+
+    monkeypatch.setattr(auto_check.FirstCheck, "frozen_rates", rates)
+    fitted("memory", images(200), batch_size=20, epochs=2, precision="auto")
+    assert len(looks) == 1
+
+
 def test_flips_are_kept_each_and_drawn_as_without(tmp_path, made):
     data = written(tmp_path).augment(flip="horizontal")
     plain, expected = fitted("off", data, epochs=5)

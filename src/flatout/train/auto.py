@@ -126,6 +126,7 @@ def resolve(
     start = requested.resolve(plain, machine, facts)
     if not _is_open(requested, allow):
         return Decision(start)
+    found: Found | None = None
     try:
         if planned is not None and has_short_epochs(planned, batches[0].size):
             options = _options(requested, stepper, batches[0], facts, allow)
@@ -145,8 +146,9 @@ def resolve(
         search, why_not = None, "memory does not suffice to try other settings"
     if search is None:
         if planned is not None and why_not in (_TOO_SLOW, _too_short(steps)):
-            options = _options(requested, stepper, batches[0], facts, allow)
-            found = _precision(check, options, facts, planned)
+            if found is None:
+                options = _options(requested, stepper, batches[0], facts, allow)
+                found = _precision(check, options, facts, planned)
             start = requested.resolve({**plain, **found.choices}, machine, facts)
             why_not = found.why or why_not
         if why_not:
