@@ -219,25 +219,19 @@ def sample_losses(model: Any) -> tuple[Callable[[Any, Any], torch.Tensor], str, 
             f"{'its own compute_loss' if len(losses) == 1 else len(losses) or 'none'}",
             do="compare `trainer.predict(data)` with the targets",
         )
+    import keras
+
     loss = losses[0].loss
 
     def values(y: Any, y_pred: Any) -> torch.Tensor:
         # As loss(y, y_pred) does before it reduces.
-        y, y_pred = (keras_tensor(value, loss.dtype) for value in (y, y_pred))
+        y, y_pred = (keras.ops.convert_to_tensor(one, dtype=loss.dtype) for one in (y, y_pred))
         given: torch.Tensor = loss.call(y, y_pred)
         return given.reshape(len(y_pred), -1).mean(1)
 
     name = getattr(getattr(loss, "fn", None), "__name__", type(loss).__name__)
     options = getattr(loss, "_fn_kwargs", {})
     return values, name, bool(options.get("from_logits", False))
-
-
-def keras_tensor(value: Any, dtype: Any) -> torch.Tensor:
-    """As Keras' losses take it."""
-    import keras
-
-    tensor: torch.Tensor = keras.ops.convert_to_tensor(value, dtype=dtype)
-    return tensor
 
 
 def build(model: Any, batch: Batch) -> None:
