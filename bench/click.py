@@ -27,7 +27,7 @@ from restarts import (
     run_once,
     versions,
 )
-from results import Key, Results, add_arguments, finish, lines_of, positive, rows_as_data
+from results import Key, Results, add_arguments, finish, lines_of, notes_of, positive, rows_as_data
 
 # In its own folder this file would pass for the package click, where someone imports that.
 HERE = str(Path(__file__).parent)
@@ -159,12 +159,7 @@ def main() -> int:
         f"threads: {threads}; restarts of each: {arguments.restarts}",
         headers=["", "steps/s", "slowest .. fastest", "time / flatout's", "AUC", ""],
         lines=lines_of(rows, FLATOUT, lambda seconds: f"{1 / seconds:,.1f}"),
-        remarks=[
-            f"{name}, restart {n}: {note}"
-            for name, row in rows.items()
-            for n, note in enumerate(row.notes, 1)
-            if note
-        ],
+        remarks=notes_of(rows),
         keys=[*speed_keys(rows), *equal],
         data={"rows": rows_as_data(rows, FLATOUT), "versions": versions(chosen)},
     )

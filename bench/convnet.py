@@ -42,6 +42,10 @@ from convnet_job import BATCH, CLASSES, SIDE, Images, save
 FLATOUT, AGAIN, PLAIN = "flatout", "flatout-again", "torch-fp32"
 IMAGES, HELD_OUT = 10_240, 2_048
 ACCURACY_EPOCHS = 5
+HEADERS = (
+    *("", "images/s", limits.HEADER, "fastest .. slowest"),
+    *("time / flatout's", "accuracy", ""),
+)
 
 
 def peers(images: Path, epochs: int, threads: int) -> list[Peer]:
@@ -197,15 +201,7 @@ def main() -> int:
     results = Results(
         title=f"ConvNet 28x28, batch {BATCH}, threads: {threads}; "
         f"restarts of each: {arguments.restarts}",
-        headers=[
-            "",
-            "images/s",
-            limits.HEADER,
-            "fastest .. slowest",
-            "time / flatout's",
-            "accuracy",
-            "",
-        ],
+        headers=HEADERS,
         lines=lines_of(rows, FLATOUT, images_per_second, of_matmul(threads)),
         remarks=[f"flatout, restart {n}: {note}" for n, note in enumerate(rows[FLATOUT].notes, 1)],
         keys=[*speed_keys(rows), accuracy],

@@ -15,8 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
-import limits
-from convnet import HELD_OUT, IMAGES, images_per_second, made_up, of_matmul, tell
+from convnet import HEADERS, HELD_OUT, IMAGES, images_per_second, made_up, of_matmul, tell
 from flatout.measure import compare_curves, usable_cpus
 from restarts import (
     PEERS,
@@ -29,7 +28,7 @@ from restarts import (
     run_once,
     versions,
 )
-from results import Key, Results, add_arguments, finish, lines_of, positive, rows_as_data
+from results import Key, Results, add_arguments, finish, lines_of, notes_of, positive, rows_as_data
 
 sys.path.append(str(PEERS))
 from convnet_job import BATCH, save
@@ -142,22 +141,9 @@ def main() -> int:
     results = Results(
         title=f"Keras ConvNet 28x28, batch {BATCH}, threads: {threads}; "
         f"restarts of each: {arguments.restarts}",
-        headers=[
-            "",
-            "images/s",
-            limits.HEADER,
-            "fastest .. slowest",
-            "time / flatout's",
-            "accuracy",
-            "",
-        ],
+        headers=HEADERS,
         lines=lines_of(rows, FLATOUT, images_per_second, of_matmul(threads)),
-        remarks=[
-            f"{name}, restart {n}: {note}"
-            for name, row in rows.items()
-            for n, note in enumerate(row.notes, 1)
-            if note
-        ],
+        remarks=notes_of(rows),
         keys=[*speed_keys(rows), *differences],
         data={"rows": rows_as_data(rows, FLATOUT), "versions": versions(chosen)},
     )

@@ -244,6 +244,16 @@ def lines_of(
     return lines
 
 
+def notes_of(rows: Mapping[str, Row]) -> list[str]:
+    """What the peers said about themselves, a line for each restart."""
+    return [
+        f"{name}, restart {n}: {note}"
+        for name, row in rows.items()
+        for n, note in enumerate(row.notes, 1)
+        if note
+    ]
+
+
 def rows_as_data(rows: Mapping[str, Row], reference: str) -> list[dict[str, Any]]:
     """The same as plain data, with every restart's numbers."""
     data = []

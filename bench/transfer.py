@@ -40,7 +40,7 @@ from restarts import (
     run_once,
     versions,
 )
-from results import Key, Results, add_arguments, finish, lines_of, positive, rows_as_data
+from results import Key, Results, add_arguments, finish, lines_of, notes_of, positive, rows_as_data
 
 sys.path.append(str(PEERS))
 from transfer_job import BATCH, live_flops
@@ -257,13 +257,7 @@ def remarks(rows: dict[str, Row]) -> Sequence[str]:
         for name, row in rows.items()
         if row.measured and name != SECOND
     ]
-    notes = [
-        f"{name}, restart {n}: {note}"
-        for name, row in rows.items()
-        for n, note in enumerate(row.notes, 1)
-        if note
-    ]
-    return [*firsts, *notes]
+    return [*firsts, *notes_of(rows)]
 
 
 def main() -> int:

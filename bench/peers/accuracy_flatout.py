@@ -7,17 +7,10 @@ import os
 import accuracy_job
 import convnet_torch
 import torch
+from flatout_clock import Clock
 from stamps import Stamps, report
 
 import flatout
-
-
-class Clock(flatout.Callback):
-    def __init__(self, stamps: Stamps) -> None:
-        self.stamps = stamps
-
-    def on_epoch_end(self, state: object) -> None:
-        self.stamps.mark()
 
 
 def main() -> None:

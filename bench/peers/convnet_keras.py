@@ -15,28 +15,8 @@ ARGUMENTS = PARSER.parse_args()
 keras_job.set_up(ARGUMENTS, ARGUMENTS.backend)
 
 import keras  # noqa: E402
+from keras_clock import Clock, set_threads  # noqa: E402
 from stamps import Stamps, report  # noqa: E402
-
-
-class Clock(keras.callbacks.Callback):
-    def __init__(self, stamps: Stamps) -> None:
-        super().__init__()
-        self.stamps = stamps
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
-        self.stamps.mark()
-
-
-def set_threads(threads: int) -> None:
-    if ARGUMENTS.backend == "torch":
-        import torch
-
-        torch.set_num_threads(threads)
-    if ARGUMENTS.backend == "tensorflow":
-        import tensorflow
-
-        tensorflow.config.threading.set_intra_op_parallelism_threads(threads)
-        tensorflow.config.threading.set_inter_op_parallelism_threads(threads)
 
 
 def main() -> None:

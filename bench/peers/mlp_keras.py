@@ -12,16 +12,8 @@ os.environ["KERAS_HOME"] = str(ARGUMENTS.out.parent)  # no settings but its own
 
 import keras  # noqa: E402
 import torch  # noqa: E402
+from keras_clock import Clock  # noqa: E402
 from stamps import Stamps, report  # noqa: E402
-
-
-class Clock(keras.callbacks.Callback):
-    def __init__(self, stamps: Stamps) -> None:
-        super().__init__()
-        self.stamps = stamps
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
-        self.stamps.mark()
 
 
 def main() -> None:

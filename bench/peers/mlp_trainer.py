@@ -14,18 +14,11 @@ from typing import Any
 import mlp_job
 import mlp_torch
 import torch
+from flatout_clock import Clock
 from stamps import Stamps, report
 from torch import nn
 
 import flatout
-
-
-class Clock(flatout.Callback):
-    def __init__(self, stamps: Stamps) -> None:
-        self.stamps = stamps
-
-    def on_epoch_end(self, state: object) -> None:
-        self.stamps.mark()
 
 
 class UntilCaptured(flatout.Callback):

@@ -17,16 +17,8 @@ ARGUMENTS = PARSER.parse_args()
 keras_job.set_up(ARGUMENTS, ARGUMENTS.backend)
 
 import keras  # noqa: E402
+from keras_clock import Clock  # noqa: E402
 from stamps import Stamps  # noqa: E402
-
-
-class Clock(keras.callbacks.Callback):
-    def __init__(self, stamps: Stamps) -> None:
-        super().__init__()
-        self.stamps = stamps
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
-        self.stamps.mark()
 
 
 def make_model() -> Any:

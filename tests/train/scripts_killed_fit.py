@@ -6,7 +6,6 @@ One process imports torch and forks the fits, so that a kill costs milliseconds 
 Prints one JSON object; every failed expectation is an exception.
 """
 
-import hashlib
 import json
 import os
 import random
@@ -18,6 +17,7 @@ from pathlib import Path
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 from train_jobs import data, figures, network, quiet, saving
+from train_killed import Slow, digest_of, finished, started
 
 import flatout
 from flatout import unfinished
@@ -25,17 +25,6 @@ from flatout.save.checkpoint import Checkpoints
 from flatout.train.callbacks import EarlyStopping
 
 EPOCHS = 8
-
-
-class Slow(flatout.Callback):
-    """Gives the killer time, and tells it that steps are being made."""
-
-    def __init__(self, pipe: int) -> None:
-        self.pipe = pipe
-
-    def on_step(self, state) -> None:
-        os.write(self.pipe, b".")
-        time.sleep(0.002)
 
 
 def source(kind: str):
@@ -71,37 +60,8 @@ def fit(run: Path, kind: str, seed: int, every: int | None, pipe: int) -> None:
         resume=True,
         progress=False,
     )
-    digest = hashlib.sha256()
-    state = {**model.state_dict(), **optimizer.state_dict()["state"]}
-    for value in state.values():
-        parts = value.values() if isinstance(value, dict) else [value]
-        for part in parts:
-            digest.update(part.numpy().tobytes())
-    result = {"digest": digest.hexdigest(), "epochs": figures(history)}
+    result = {"digest": digest_of(model, optimizer), "epochs": figures(history)}
     (run / "result.json").write_text(json.dumps(result))
-
-
-def started(*arguments) -> tuple[int, int]:
-    """A child that fits; its number, and a pipe that gets a dot for each step."""
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        code = 3
-        try:
-            os.close(reading)
-            fit(*arguments, writing)
-            code = 0
-        finally:
-            sys.stderr.flush()
-            os._exit(code)
-    os.close(writing)
-    return pid, reading
-
-
-def finished(pid: int, reading: int) -> int:
-    with os.fdopen(reading, "rb") as pipe:
-        pipe.read()
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def main(folder: Path, kills: int, seed: int, kind: str) -> dict[str, int]:
@@ -109,10 +69,10 @@ def main(folder: Path, kills: int, seed: int, kind: str) -> dict[str, int]:
     # What a first step imports is here before the forks.
     flatout.Trainer(network(), say=quiet).fit(data(), progress=False)
     whole, run = folder / "whole", folder / "run"
-    assert finished(*started(whole, kind, 1, None)) == 0
+    assert finished(*started(fit, whole, kind, 1, None)) == 0
     last = progress = within = done = 0
     while done < kills:
-        pid, reading = started(run, kind, 1 if last == 0 else 50 + done, 3)
+        pid, reading = started(fit, run, kind, 1 if last == 0 else 50 + done, 3)
         os.read(reading, 1)
         time.sleep(draw.uniform(0, 0.25))
         os.kill(pid, signal.SIGKILL)
@@ -132,7 +92,7 @@ def main(folder: Path, kills: int, seed: int, kind: str) -> dict[str, int]:
             assert loaded.step >= last, (loaded.step, last)
             progress += loaded.step > last
             last = loaded.step
-    assert finished(*started(run, kind, 1 if last == 0 else 50 + done, 3)) == 0
+    assert finished(*started(fit, run, kind, 1 if last == 0 else 50 + done, 3)) == 0
     compare(whole, run)
     return {"kills": done, "progress": progress, "within": within}
 

@@ -6,7 +6,6 @@ One process imports torch and forks the fits, so that a kill costs milliseconds 
 Prints one JSON object; every failed expectation is an exception.
 """
 
-import hashlib
 import json
 import os
 import random
@@ -17,25 +16,14 @@ from pathlib import Path
 
 import torch
 from train_clicks import Clicks, batches, schema, trainer, write_day
+from train_killed import Slow, digest_of, finished, started
 
-import flatout
 from flatout.data import Ids
 from flatout.recipe import Recipe, Save
 
 DAYS = 7
 # New ids, ids that have to come twice, ids that are forgotten, and unknown ones that are hashed.
 STATED = schema(Ids(admit=2, forget=3, buckets=11))
-
-
-class Slow(flatout.Callback):
-    """Gives the killer time, and tells it that steps are being made."""
-
-    def __init__(self, pipe: int) -> None:
-        self.pipe = pipe
-
-    def on_step(self, state) -> None:
-        os.write(self.pipe, b".")
-        time.sleep(0.002)
 
 
 def fit(folder: Path, week: Path, day: int, settings: list[str], pipe: int) -> None:
@@ -58,42 +46,14 @@ def fit(folder: Path, week: Path, day: int, settings: list[str], pipe: int) -> N
         resume=True,
         progress=False,
     )
-    digest = hashlib.sha256()
-    state = {**job.model.state_dict(), **job.optimizer.state_dict()["state"]}
-    for value in state.values():
-        for part in value.values() if isinstance(value, dict) else [value]:
-            digest.update(part.numpy().tobytes())
     ids = job.signature.ids.maps["ids"]
     result = {
-        "digest": digest.hexdigest(),
+        "digest": digest_of(job.model, job.optimizer),
         "ids": job.signature.ids.digest,
         "rows": [ids.size, len(job.model.factors.weight), ids.trainings],
         "loss": [logs["val_loss"] for logs in history.epochs],
     }
     (week / str(day) / "result.json").write_text(json.dumps(result))
-
-
-def started(*arguments) -> tuple[int, int]:
-    """A child that fits; its number, and a pipe that gets a dot for each step."""
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        code = 3
-        try:
-            os.close(reading)
-            fit(*arguments, writing)
-            code = 0
-        finally:
-            sys.stderr.flush()
-            os._exit(code)
-    os.close(writing)
-    return pid, reading
-
-
-def finished(pid: int, reading: int) -> int:
-    with os.fdopen(reading, "rb") as pipe:
-        pipe.read()
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def main(folder: Path, kills: int, seed: int, settings: list[str]) -> dict[str, object]:
@@ -104,9 +64,9 @@ def main(folder: Path, kills: int, seed: int, settings: list[str]) -> dict[str, 
     trainer().fit(batches(folder / "day-0.svm")[0], progress=False)
     killed = [0] * DAYS
     for day in range(DAYS):
-        assert finished(*started(folder, folder / "whole", day, settings)) == 0
+        assert finished(*started(fit, folder, folder / "whole", day, settings)) == 0
         while sum(killed) < kills * (day + 1) // DAYS:
-            pid, reading = started(folder, folder / "week", day, settings)
+            pid, reading = started(fit, folder, folder / "week", day, settings)
             os.read(reading, 1)
             time.sleep(draw.uniform(0, 0.08))
             os.kill(pid, signal.SIGKILL)
@@ -114,7 +74,7 @@ def main(folder: Path, kills: int, seed: int, settings: list[str]) -> dict[str, 
                 break
             killed[day] += 1
         else:
-            assert finished(*started(folder, folder / "week", day, settings)) == 0
+            assert finished(*started(fit, folder, folder / "week", day, settings)) == 0
         ours, theirs = (
             json.loads((folder / which / str(day) / "result.json").read_text())
             for which in ("week", "whole")
