@@ -1,11 +1,13 @@
 """DeepFM on 39 fields of ids: what a step costs by the rows of its tables, against other ways.
 
     python bench/click.py [--restarts 3] [--only flatout adam] [--json [FILE]]
+    python bench/click.py --input-wait
 
 32 factors for each id, layers 128-64-32, skewed ids, Adam, samples in memory, all usable CPUs. The
 sizes are 117,581, 1 M and 10 M rows with batches of 1,024 and 4,096, and 100 M rows with 8 factors.
 Peers run with 1 M rows and batches of 1,024: torch's dense Adam; torch's sparse gradients with
-SparseAdam or SGD, and Adam for the rest; Keras on TensorFlow and on torch.
+SparseAdam or SGD, and Adam for the rest; Keras on TensorFlow and on torch. `--input-wait` measures
+only which share of a step waits for input, where samples come from LibSVM text, on two cores.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from results import Key, Results, add_arguments, finish, lines_of, notes_of, pos
 HERE = str(Path(__file__).parent)
 sys.path[:] = [folder for folder in sys.path if folder != HERE]
 
+WAIT = "file_to_step_input_wait"
 FLATOUT, AGAIN, PLAIN = "flatout", "flatout-again", "adam"
 ROWS, BATCH = 1_000_000, 1024
 SIZES = {"117k": 117_581, "1m": ROWS, "10m": 10_000_000}
@@ -128,6 +131,21 @@ def equality(threads: int, steps: int) -> list[Key]:
     ]
 
 
+def input_wait(threads: int, steps: int, epochs: int, warm_up: int, rows: int) -> Key:
+    """Which share of a step waits for input from LibSVM text, the larger of two batch sizes."""
+    passes = ("--steps", str(steps), "--epochs", str(epochs), "--warm-up", str(warm_up))
+    given = ("--threads", str(threads), *passes, "--rows", str(rows))
+    shares, words = [], []
+    for batch in (BATCH, 4 * BATCH):
+        try:
+            found = run_once(Peer("file", "click_file.py", (*given, "--batch", str(batch))))
+        except PeerFailed as error:
+            return Key(WAIT, f"failed: {error}", at_most=0.05)
+        shares.append(found["share"])
+        words.append(f"batches of {batch:,}: {found['share']:.1%} of {found['step_ms']:.1f} ms")
+    return Key(WAIT, max(shares), at_most=0.05, note=f"two cores, {', '.join(words)}")
+
+
 def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -138,6 +156,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--warm-up", type=positive, default=8, help="Flatout's epochs before them")
     parser.add_argument("--equal-steps", type=positive, default=500)
     parser.add_argument("--most-rows", type=positive, default=LARGE_ROWS, help="leave out more")
+    parser.add_argument("--input-wait", action="store_true", help=f"measure {WAIT} alone")
     names = [peer.name for peer in peers(1, 1, 1, 1, LARGE_ROWS)]
     parser.add_argument("--only", nargs="+", default=(), choices=names, metavar="PEER")
     return parser.parse_args()
@@ -147,12 +166,16 @@ def main() -> int:
     arguments = read_arguments()
     end_peers_on_sigterm()
     threads = usable_cpus()
+    passes = (arguments.steps, arguments.epochs, arguments.warm_up)
+    wait = input_wait(threads, *passes, min(ROWS, arguments.most_rows))
+    tell(wait.words)
+    if arguments.input_wait:
+        title = f"DeepFM from LibSVM text, threads: {threads}"
+        return finish(Results(title, ["", ""], [], [], [wait], {}), arguments)
     equal = equality(threads, arguments.equal_steps)
     for key in equal:
         tell(key.words)
-    chosen = peers(
-        threads, arguments.steps, arguments.epochs, arguments.warm_up, arguments.most_rows
-    )
+    chosen = peers(threads, *passes, arguments.most_rows)
     rows = run_in_turn(chosen, restarts=arguments.restarts, only=arguments.only, tell=tell)
     results = Results(
         title=f"DeepFM, {BATCH} samples of 39 fields a step, 1 M rows where nothing else is said, "
@@ -160,7 +183,7 @@ def main() -> int:
         headers=["", "steps/s", "slowest .. fastest", "time / flatout's", "AUC", ""],
         lines=lines_of(rows, FLATOUT, lambda seconds: f"{1 / seconds:,.1f}"),
         remarks=notes_of(rows),
-        keys=[*speed_keys(rows), *equal],
+        keys=[*speed_keys(rows), *equal, wait],
         data={"rows": rows_as_data(rows, FLATOUT), "versions": versions(chosen)},
     )
     return finish(results, arguments)

@@ -101,6 +101,7 @@ def test_click(tmp_path):
     assert found["keys"]["dense_equal"] < 1e-5
     assert found["keys"]["bitwise_on_threads"] == 1
     assert found["keys"]["vs_plain"] is None
+    assert 0 <= found["keys"]["file_to_step_input_wait"] < 1
 
 
 def test_startup(tmp_path):
