@@ -1,10 +1,17 @@
 """Compiled Keras models whose tables are stepped by rows: a fit, its words and its files."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 import flatout
+from flatout.errors import DataError, NumbersError
 from flatout.kernels import table_rows
+from flatout.measure import usable_cpus
 
 keras = pytest.importorskip("keras")
 
@@ -16,12 +23,13 @@ pytestmark = [
 ROWS, WIDTH = 300_000, 8
 
 
-def network(**options):
+def network(*behind, **options):
     keras.utils.set_random_seed(0)
     model = keras.Sequential(
         [
             keras.Input((2,), dtype="int64"),
             keras.layers.Embedding(ROWS, WIDTH, name="ids", **options),
+            *behind,
             keras.layers.Flatten(),
             keras.layers.Dense(1),
         ]
@@ -36,10 +44,10 @@ def data():
     return x, (x.sum(1) % 2).astype(np.float32)[:, None]
 
 
-def fit(model, touched_rows="auto", epochs=2, **given):
+def fit(model, touched_rows="auto", epochs=2, batch_size=16, **given):
     recipe = flatout.Recipe(compute={"precision": "fp32", "touched_rows": touched_rows})
     trainer = flatout.Trainer(model, recipe=recipe, say=lambda line: None, **given)
-    return trainer, trainer.fit(*data(), batch_size=16, epochs=epochs, verbose=0)
+    return trainer, trainer.fit(*data(), batch_size=batch_size, epochs=epochs, verbose=0)
 
 
 def weights_of(model):
@@ -103,3 +111,75 @@ def test_large_tables_that_cannot_be_stepped_by_rows_are_named():
     trainer, history = fit(network(embeddings_regularizer="l2"), epochs=1)
     assert trainer.resolved.compute.touched_rows == "off"
     assert "tables: stepped whole: ids (its regularizer reads all of it)" in history.notes
+
+
+class Root(keras.layers.Layer):
+    """Its gradient at 0 is infinite."""
+
+    def call(self, x):
+        return keras.ops.sqrt(keras.ops.abs(x))
+
+
+@pytest.mark.parametrize("touched_rows", ["on", "off"])
+def test_a_row_whose_gradient_is_bad_is_named_and_nothing_is_written(touched_rows):
+    model = network(Root())
+    weights = weights_of(model)
+    weights[0][499] = 0
+    model.set_weights(weights)
+    x, y = data()
+    x, y = x[:16], y[:16]
+    x[x == 499] = 498
+    x[7, 1] = 499
+    recipe = flatout.Recipe(compute={"precision": "fp32", "touched_rows": touched_rows})
+    trainer = flatout.Trainer(model, recipe=recipe, say=lambda line: None)
+    with pytest.raises(NumbersError, match=r"weight .*ids/embeddings, row 499, read by sample 7\b"):
+        trainer.fit(x, y, batch_size=16, epochs=1, verbose=0, shuffle=False)
+    assert all(map(np.array_equal, weights_of(model), weights))
+
+
+@pytest.mark.parametrize("bad", [-1, ROWS, 2**40])
+def test_an_id_that_a_table_has_no_row_for_is_named(bad):
+    x, y = data()
+    x[37, 1] = bad
+    recipe = flatout.Recipe(compute={"precision": "fp32", "touched_rows": "on"})
+    trainer = flatout.Trainer(network(), recipe=recipe, say=lambda line: None)
+    with pytest.raises(DataError, match=f"id {bad} is not in 0..{ROWS - 1}, .* table ids") as told:
+        trainer.fit(x, y, batch_size=16, epochs=1, verbose=0, shuffle=False)
+    assert told.value.where == "inputs, column 1, sample 37"
+
+
+ON_RANKS = """
+import os
+import sys
+
+import numpy as np
+
+sys.path.insert(0, {here!r})
+from test_train_touched_rows_keras import fit, network, weights_of
+
+model = network()
+trainer, _ = fit(model, "on", batch_size=25)
+assert trainer.resolved.compute.touched_rows == "on"
+if os.environ["RANK"] == "0":
+    np.savez("weights.npz", *weights_of(model))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(usable_cpus() < 2, reason="two ranks take two CPUs")
+def test_two_ranks_end_with_the_weights_of_one(tmp_path):
+    one = network()
+    fit(one, "on", batch_size=25)  # batches of which one rank has a sample more
+    (tmp_path / "train.py").write_text(ON_RANKS.format(here=str(Path(__file__).parent)))
+    call = "from flatout.cli.main import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", call, "run", "--devices", "2", "train.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "FLATOUT_CACHE": str(tmp_path / "cache")},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    with np.load(tmp_path / "weights.npz") as found:
+        assert_near(list(found.values()), weights_of(one))

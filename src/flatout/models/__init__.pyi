@@ -5,6 +5,7 @@ from flatout.models.adapter import is_batch_coupled as is_batch_coupled
 from flatout.models.adapter import load_weights as load_weights
 from flatout.models.adapter import weights_of as weights_of
 from flatout.models.batch_norm import move_statistics as move_statistics
+from flatout.models.embeddings import look_at_ids as look_at_ids
 from flatout.models.embeddings import row_tables as row_tables
 from flatout.models.fp32_operators import keep_in_fp32 as keep_in_fp32
 from flatout.models.fp32_operators import may_be_slower_in_bf16 as may_be_slower_in_bf16

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Container
+
 import torch
 from torch import nn
 
 from flatout.models.adapter import adapter_of
-from flatout.models.keras.tables import why_whole
+from flatout.models.keras import tables
 
 _KINDS = (nn.Embedding, nn.EmbeddingBag)
 
@@ -26,12 +28,24 @@ def row_tables(model: nn.Module) -> tuple[list[nn.Module], dict[str, str]]:
     others: dict[str, str] = {}
     for name, module, _ in adapter_of(model).tables():
         is_torch = isinstance(module, _KINDS)
-        why = _why_not(module, readers) if is_torch else why_whole(module, model)
+        why = _why_not(module, readers) if is_torch else tables.why_whole(module, model)
         if why:
             others[name] = why
         else:
             found.append(module)
     return found, others
+
+
+def look_at_ids(model: nn.Module, names: Container[str]) -> list[Callable[[], None]]:
+    """Raise IndexError where tables of these names are given ids that they have no rows for.
+
+    torch's own raise by themselves.
+
+    Returns:
+        what ends that.
+    """
+    named = [module for name, module, _ in adapter_of(model).tables() if name in names]
+    return [tables.look_at_ids(module) for module in named if not isinstance(module, _KINDS)]
 
 
 def _why_not(module: nn.Module, readers: dict[int, list[str]]) -> str:

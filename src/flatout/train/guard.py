@@ -238,8 +238,8 @@ def _in_backward(model: nn.Module, batch: Batch) -> str | None:
     # Gradients flow from the last layer to the first, so the last name had its own first.
     if not names:
         return None
-    last = own_names(model, names)[names[-1]]
-    tables = {id(getattr(module, "weight", None)) for _, module, _ in adapter_of(model).tables()}
+    last = own_names(model, names)[names[-1]].rpartition("_torch_params.")[2]  # Keras' own path
+    tables = {id(p) for _, module, _ in adapter_of(model).tables() for p in module.parameters()}
     is_table = id(dict(model.named_parameters())[names[-1]]) in tables
     rows = _rows_words(gradients[names[-1]], batch) if is_table else ""
     return f"forward is finite; first bad gradient: weight {last}{rows}"

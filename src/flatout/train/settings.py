@@ -18,6 +18,7 @@ from flatout.models import (
     fused_norms_of,
     keep_in_fp32,
     lay_out,
+    look_at_ids,
     recompute_activations,
 )
 from flatout.optim import (
@@ -175,7 +176,7 @@ class Switch:
         for optimizer, own in self.tables.by_rows.items():
             self.rows[optimizer] = TouchedRows(optimizer, own)
             self.rows[optimizer].attach()
-        return [self._leave_rows]
+        return [self._leave_rows, *look_at_ids(self.model, self.tables.names)]
 
     def _leave_rows(self) -> None:
         for rows in self.rows.values():

@@ -50,7 +50,7 @@ def ids_checked(model: nn.Module, batch: Batch, source: Source | None) -> Iterat
                     found.append(error)
                     raise
 
-        handles.append(table.register_forward_pre_hook(look, with_kwargs=True))
+        handles.append(table.register_forward_pre_hook(look, with_kwargs=True, prepend=True))
     try:
         with uncompiled(), _Look(model, names, batch, source):
             yield
@@ -111,6 +111,7 @@ class _Look(TorchFunctionMode):
             given = dict(zip(("input", "weight", "offsets"), args, strict=False)) | kwargs
             table = given["weight"]
             name = self._names.get(id(table), f"of shape {tuple(table.shape)}")
+            _check_dtype(name, given["input"], self._of[0])
             _check(name, len(table), [given["input"], given.get("offsets")], *self._of)
         elif func in _READS and args and id(args[0]) in self._names:
             ids = kwargs.get("index", args[-1])
@@ -124,6 +125,24 @@ class _Look(TorchFunctionMode):
 
 
 _READS = (torch.Tensor.__getitem__, torch.Tensor.index_select, torch.index_select)
+
+
+def _check_dtype(name: str, ids: torch.Tensor, batch: Batch) -> None:
+    if ids.dtype not in (torch.int32, torch.int64):
+        dtype = str(ids.dtype).removeprefix("torch.")
+        raise DataError(
+            f"the embedding table {name} reads rows by int64 or int32 ids, found {dtype}",
+            where=_input_of(ids, batch),
+            do="give ids as whole numbers, such as x.long(); a schema states dtype = 'int64'",
+        )
+
+
+def _input_of(ids: torch.Tensor, batch: Batch) -> str | None:
+    """The input that went into a table as it is."""
+    for name, tensor in named_tensors("inputs", batch.inputs):
+        if tensor.shape == ids.shape and bool((tensor == ids).all()):
+            return name
+    return None
 
 
 def _check(
@@ -171,9 +190,9 @@ def _column(
 ) -> str:
     """Which of the inputs, and which column of it: where it went into the table as it is, or else
     where the row has this number."""
+    if whole := _input_of(ids, batch):
+        return whole + "".join(f", column {number}" for number in place[:1])
     for name, tensor in named_tensors("inputs", batch.inputs):
-        if tensor.shape == ids.shape and bool((tensor == ids).all()):
-            return name + "".join(f", column {number}" for number in place[:1])
         if tensor.dim() == 2 and len(tensor) == len(ids) and ids.dim() == 1:
             same = (tensor == ids[:, None]).all(0).nonzero()
             if len(same):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,6 +30,26 @@ def set_rows(layer: Any, rows: int) -> None:
 def set_shape(variable: Any) -> None:
     """Let a variable know which shape its value has by now."""
     variable._shape = tuple(variable._value.shape)
+
+
+def look_at_ids(layer: Any) -> Callable[[], None]:
+    """Raise IndexError where an embedding is given ids that it has no rows for.
+
+    Keras itself takes negative ids as counted from the end, and 32 bits of int64 ids.
+
+    Returns:
+        what ends that.
+    """
+    end: Callable[[], None] = layer.register_forward_pre_hook(_look, with_kwargs=True).remove
+    return end
+
+
+def _look(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    ids = next(iter((*args, *kwargs.values())), None)
+    if torch.is_tensor(ids) and ids.numel():
+        lowest, highest = torch.aminmax(ids)
+        if lowest < 0 or highest >= layer.input_dim:
+            raise IndexError(f"ids of {layer.name} are not in 0..{layer.input_dim - 1}")
 
 
 def why_whole(layer: Any, model: Any) -> str:
