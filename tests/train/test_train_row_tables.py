@@ -1,12 +1,16 @@
 """Which tables `auto` steps by rows, what it says of them, and that results are the dense ones."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 import flatout
 from flatout.data import Batch
 from flatout.kernels import table_rows
+from flatout.train.explanation import Explanation
 from flatout.train.row_tables import Tables
 
 pytestmark = pytest.mark.skipif(not table_rows.available(), reason="the C extension is absent")
@@ -31,12 +35,14 @@ def data(rows=ROWS):
     return x, (x.sum(1) % 2).float()[:, None]
 
 
-def fit(model, recipe=None, allow="tolerant", x=None):
+def fit(
+    model, recipe=None, allow="tolerant", x=None, loss="binary_cross_entropy", kind=torch.optim.Adam
+):
     said = []
     trainer = flatout.Trainer(
         model,
-        loss="binary_cross_entropy",
-        optimizer=torch.optim.Adam(model.parameters(), lr=1e-3),
+        loss=loss,
+        optimizer=kind(model.parameters(), lr=1e-3),
         recipe=flatout.Recipe(compute={"precision": "fp32", **(recipe or {})}),
         allow=allow,
         say=said.append,
@@ -107,3 +113,55 @@ def test_small_tables_beside_large_ones_are_left_to_the_optimizer():
     assert Tables.of(model, [torch.optim.SparseAdam(model.parameters())]).whole == {
         "": "SparseAdam steps all rows"
     }
+
+
+@pytest.mark.parametrize(
+    ("penalty", "kind", "why"),
+    [
+        (
+            lambda w: 1e-5 * w.square().sum(),
+            partial(torch.optim.Adam, weight_decay=1e-5),
+            "the loss reads all of it, as L2 does; Adam with weight_decay=3e-05 instead steps it "
+            "by rows",
+        ),
+        (
+            lambda w: 1e-5 * w.square().sum(),
+            torch.optim.AdamW,
+            "the loss reads all of it, as L2 does",
+        ),
+        (lambda w: 1e-5 * w.abs().sum(), torch.optim.Adam, "something reads all of it"),
+    ],
+    ids=["adam", "adamw", "l1"],
+)
+def test_l2_that_the_loss_has_of_a_whole_table_is_offered_as_decay(penalty, kind, why):
+    model = Clicks(5000)
+
+    def loss(outputs, targets):
+        return binary_cross_entropy_with_logits(outputs, targets) + penalty(model.ids.weight)
+
+    history, _, said = fit(model, {"touched_rows": "on"}, x=data(5000), loss=loss, kind=kind)
+    line = f"tables: stepped whole: ids ({why})"
+    assert line in said
+    assert [note for note in history.notes if note.startswith("tables: ")][-1] == line
+    explained = " ".join(" ".join(Explanation(history.as_dict(), None).lines("#", ".")).split())
+    assert line in explained
+    assert "result (rounding)" not in explained
+
+
+def test_decay_as_it_is_offered_gives_the_weights_of_l2_in_the_loss():
+    penalized, decayed = Clicks(5000), Clicks(5000)
+
+    def loss(outputs, targets):
+        square = penalized.ids.weight.square().sum()
+        return binary_cross_entropy_with_logits(outputs, targets) + 1e-4 * square
+
+    def decay(parameters, lr):
+        table, *others = parameters
+        groups = [{"params": [table], "weight_decay": 2e-4}, {"params": others}]
+        return torch.optim.Adam(groups, lr=lr)
+
+    fit(penalized, {"touched_rows": "on"}, x=data(5000), loss=loss)
+    history, _, _ = fit(decayed, {"touched_rows": "on"}, x=data(5000), kind=decay)
+    assert history.notes[0].startswith("tables: 1 of 5,000 rows · touched rows only")
+    for name, value in penalized.state_dict().items():
+        assert (decayed.state_dict()[name] - value).norm() <= 1e-5 * value.norm(), name

@@ -40,6 +40,11 @@ class RowRule(Protocol):
         """What is added to the root of the squares."""
         ...
 
+    @property
+    def decay(self) -> float | None:
+        """The weight decay that is added to gradients; None where it is decoupled from them."""
+        ...
+
     def shares(self, other: Any) -> bool:
         """Whether the steps of another table have the same numbers."""
         ...
@@ -123,6 +128,11 @@ class _TorchRule:
     @property
     def epsilon(self) -> float:
         return float(self._group.get("eps", 0.0))
+
+    @property
+    def decay(self) -> float | None:
+        is_decoupled = self._group.get("decoupled_weight_decay", False)
+        return None if is_decoupled else float(self._group["weight_decay"])
 
     def shares(self, other: Any) -> bool:
         return isinstance(other, _TorchRule) and other._group is self._group

@@ -21,8 +21,10 @@ from torch import nn
 from flatout.kernels import table_rows
 from flatout.kernels.table_rows import Groups, Steps, Table
 from flatout.models import Lookup, table_weight, unwatch_table, watch_table
-from flatout.optim.row_rules import RowRule, State, clip_rows, rules_of, why_dense
+from flatout.optim.row_rules import RowRule, State, clip_rows, name_of, rules_of, why_dense
 
+# Of so many rows that no batch has read is looked at what their gradient is.
+_LOOKED_AT = 1024
 # So many steps are kept; then all rows are brought up to date, in one pass over the table.
 _ROOM = 4096
 
@@ -188,6 +190,10 @@ class Grouped:
             self._known[key] = ids, version, groups
         return groups
 
+    def rows_of(self, size: int) -> list[torch.Tensor]:
+        """What was read of tables with so many rows."""
+        return [groups.rows for key, (_, _, groups) in self._known.items() if key[-1] == size]
+
     def forget(self) -> None:
         """After a step."""
         self._known.clear()
@@ -275,10 +281,14 @@ class TouchedRows:
     Args:
         optimizer: stays the owner of options and state.
         weights: tables of its groups that are read by rows.
+
+    Attributes:
+        left: tables that were left to the optimizer since, and why.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, weights: Iterable[nn.Parameter]) -> None:
         self._optimizer = optimizer
+        self.left: dict[torch.Tensor, str] = {}
         self._grouped = Grouped()
         self._kept = [
             Kept(weight, rule, self._grouped) for weight, rule in rules_of(optimizer, weights)
@@ -323,9 +333,23 @@ class TouchedRows:
         for kept in whole:
             kept.detach()
             self._kept.remove(kept)
+            self.left[kept.weight] = self._why_left(kept)
         for kept in self._kept:
             kept.gather()
         return bool(whole)
+
+    def _why_left(self, kept: Kept) -> str:
+        """What its dense gradient tells of who reads a table whole."""
+        weight, gradient = kept.weight, kept.weight.grad
+        assert gradient is not None
+        times = _times_itself(weight, gradient, self._grouped.rows_of(len(weight)))
+        if times is None:
+            return "something reads all of it"
+        why = "the loss reads all of it, as L2 does"
+        if kept.rule.decay is None:
+            return why
+        decay = f"weight_decay={kept.rule.decay + times:.3g}"
+        return f"{why}; {name_of(self._optimizer)} with {decay} instead steps it by rows"
 
     def step(self) -> None:
         """Apply the gradients, and set them to None.
@@ -379,3 +403,21 @@ class TouchedRows:
             if kept.steps is steps:
                 kept.settle()
         steps.restart(steps.now)
+
+
+def _times_itself(
+    weight: torch.Tensor, gradient: torch.Tensor, read: Iterable[torch.Tensor]
+) -> float | None:
+    """By what rows that no batch has read are multiplied in their gradient, as L2 in the loss does.
+
+    None where there are no such rows, or their gradient is another.
+    """
+    is_unread = torch.ones(len(weight), dtype=torch.bool)
+    for rows in read:
+        is_unread[rows] = False
+    places = is_unread.nonzero()[:_LOOKED_AT, 0]
+    values, found = weight.detach()[places].double(), gradient[places].double()
+    square = values.square().sum()
+    times = (values * found).sum() / square
+    near = (found - times * values).norm() <= 1e-4 * found.norm()
+    return float(times) if square > 0 and times > 0 and near else None

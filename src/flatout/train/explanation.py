@@ -233,9 +233,9 @@ class Explanation:
             yield from _wrapped(reason, 4)
 
     def _tables(self) -> Iterator[str]:
-        for note in self.history.get("notes", ()):
-            if note.startswith(TABLES):
-                yield from _wrapped(note)
+        notes = [note for note in self.history.get("notes", ()) if note.startswith(TABLES)]
+        for note in notes[-1:]:  # steps may have shown that a table is read whole
+            yield from _wrapped(note)
 
     def _features(self) -> Iterator[str]:
         found = self.history.get("features")

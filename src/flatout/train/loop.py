@@ -535,6 +535,8 @@ class Loop:
         turn.has_stepped = True
         self._guard.after_step(turn, compute, batches, self.feed.source)
         self.count_step()
+        if self.stepper.switch.leave_read_whole():
+            self._tell_of_tables([])
         turn.tally.add(done.loss, done.weight)
         now = clock()
         self.timeline.record(

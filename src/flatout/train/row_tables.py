@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -67,6 +67,24 @@ class Tables:
             if (width := getattr(module, "embedding_dim", getattr(module, "output_dim", None)))
         }
         return cls(steppable_rows(optimizers, kept), dict(names.values()), whole, sizes)
+
+    def without(self, left: Mapping[torch.Tensor, str], model: nn.Module) -> Tables:
+        """The same, where some are stepped whole after all.
+
+        Args:
+            left: their weights, and why.
+            model: that they are of.
+        """
+        if not left:
+            return self
+        names, whole = dict(self.names), dict(self.whole)
+        for name, module, _ in adapter_of(model).tables():
+            if name in names and (why := left.get(table_weight(module))):
+                del names[name]
+                whole[name] = why
+        others = {o: [w for w in own if w not in left] for o, own in self.by_rows.items()}
+        by_rows = {optimizer: own for optimizer, own in others.items() if own}
+        return replace(self, by_rows=by_rows, names=names, whole=whole)
 
     def outgrow(self, batch: Batch, *, surely: bool = False) -> bool:
         """Whether steps by rows could be faster than those of a dense optimizer.

@@ -81,6 +81,9 @@ class Switch:
         self._undo: dict[str, list[Undo]] = {}
         self.rows: dict[torch.optim.Optimizer, TouchedRows] = {}
         self.tables: Tables | None = None  # where some are stepped by rows
+        self._read_whole: dict[
+            torch.Tensor, str
+        ] = {}  # tables that steps have shown to be, and why
 
     def use(self, wanted: Settings) -> None:
         """Bring model, optimizer and process from what they are to `wanted`."""
@@ -172,7 +175,8 @@ class Switch:
 
     def touch_rows(self) -> list[Undo]:
         """Tables are stepped by the rows that a batch has used."""
-        self.tables = Tables.of(self.model, self.optimizers)
+        found = Tables.of(self.model, self.optimizers)
+        self.tables = found.without(self._read_whole, self.model)
         for optimizer, own in self.tables.by_rows.items():
             self.rows[optimizer] = TouchedRows(optimizer, own)
             self.rows[optimizer].attach()
@@ -183,6 +187,15 @@ class Switch:
             rows.detach()
         self.rows.clear()
         self.tables = None
+
+    def leave_read_whole(self) -> bool:
+        """Whether the last step has shown that tables are read whole; that is kept in mind."""
+        left = [pair for rows in self.rows.values() for pair in rows.left.items()]
+        new = {weight: why for weight, why in left if weight not in self._read_whole}
+        self._read_whole |= new
+        if new and self.tables is not None:
+            self.tables = self.tables.without(new, self.model)
+        return bool(new)
 
     def settle_rows(self) -> None:
         """Bring all rows of tables up to date, for someone who reads them whole."""

@@ -69,6 +69,11 @@ class KerasRule:
         """Adam's, which stands beside the root; that of others is in their steps."""
         return float(self._keras.epsilon) if self.name == "adam" else 0.0
 
+    @property
+    def decay(self) -> None:
+        """Keras' weight decay is decoupled from gradients."""
+        return None
+
     def shares(self, other: Any) -> bool:
         """Whether the steps of another table have the same numbers."""
         return (
