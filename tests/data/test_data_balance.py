@@ -102,6 +102,49 @@ def test_a_resume_and_ranks_make_the_same_batches():
     assert all(map(torch.equal, batches, joined))
 
 
+def noisy(x, y, rng):
+    return x + rng.random(dtype=np.float32), y
+
+
+def test_each_time_that_a_row_comes_it_is_drawn_anew():
+    x = torch.arange(100.0).reshape(100, 1, 1, 1).repeat(1, 3, 2, 2) * torch.arange(1.0, 3)
+    base = flatout.data.arrays(x, (torch.arange(100) >= 90).long())
+    for changed in (
+        base.augment(flip="horizontal"),
+        base.augment(crop=2, padding=3, views=3),
+        base.map(noisy),
+        flatout.data.mix(base.augment(flip="horizontal"), base.augment(flip="both")),
+    ):
+        if not changed.stages:
+            pipeline = changed.repeat(9).batch(24)
+        else:
+            pipeline = changed.balance("over").shuffle(seed=2).batch(24)
+        batches = list(pipeline.batches(1))
+        numbers = torch.cat([batch.indices for batch in batches])
+        given = torch.cat([batch.inputs for batch in batches])
+        plainly = list(changed.shuffle(seed=2).batch(24).batches(1))
+        alone = dict(
+            zip(
+                torch.cat([batch.indices for batch in plainly]).tolist(),
+                torch.cat([batch.inputs for batch in plainly]),
+                strict=True,
+            )
+        )
+        kinds = []
+        for number in range(95, 100):
+            own = given[numbers == number]
+            assert len(own) == 9
+            kinds.append(len(own.unique(dim=0)))
+            # The first time it is drawn as where it comes once.
+            if changed.stages:
+                assert torch.equal(own[0], alone[number])
+        assert max(kinds) > 1
+        parts = [list(pipeline.shard(rank, 2).batches(1)) for rank in range(2)]
+        joined = [torch.cat([a.inputs, b.inputs]) for a, b in zip(*parts, strict=True)]
+        assert torch.equal(torch.cat(joined), given)
+        assert torch.equal(torch.cat([b.inputs for b in pipeline.batches(1, 3)]), given[72:])
+
+
 def test_behind_a_cache_and_in_passes():
     plain = skewed().map(lambda x, y: (x * 1, y)).balance("over").repeat(2).batch(32)
     kept = skewed().map(lambda x, y: (x * 1, y)).cache("memory").balance("over").repeat(2).batch(32)

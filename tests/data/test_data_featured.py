@@ -214,3 +214,25 @@ def test_what_is_drawn_without_end_is_not_numbered(folder):
     data = flatout.data.images(folder)
     assert "views=K" in numbered(data.augment(crop=8, padding=200).batch(5))
     assert numbered(data.augment(crop=8, padding=200, views=4).batch(5)).slots == 40
+
+
+def test_a_row_that_comes_several_times_is_found_by_the_variant_of_each(tmp_path):
+    for number in range(12):
+        content = encoded(photo(24, 24, number), "PNG")
+        write(tmp_path / "images" / "ab"[number > 8] / f"{number:02}.png", content)
+    data = flatout.data.images(tmp_path / "images", on_error="skip").augment(flip="horizontal")
+    data = data.balance("over", seed=1).shuffle(seed=2).batch(5)
+    (tmp_path / "images" / "b" / "10.png").write_bytes(b"")  # is left out each time
+    slots = np.delete(np.arange(0, 24, 3), 7)  # all but the bad row's
+    rows = rows_of(data, slots, torch.zeros(24, dtype=torch.int64))
+    for plain, found in zip(data.batches(1), data.batches(1, 0, rows), strict=True):
+        assert torch.equal(plain.indices, found.indices)
+        assert torch.equal(plain.turns, found.turns)
+        if found.kept is None:
+            assert torch.equal(plain.inputs, found.inputs)
+            continue
+        own = rows.samples.slots_of(plain.indices.numpy(), plain.turns.numpy())
+        there = torch.from_numpy(np.isin(own, slots))
+        assert torch.equal(found.kept.rows, there.nonzero().flatten())
+        assert found.kept.values[0][:, 0].tolist() == own[there].tolist()
+        assert torch.equal(plain.inputs[~there], found.inputs) if len(found.inputs) else there.all()

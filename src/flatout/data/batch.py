@@ -52,6 +52,8 @@ class Batch(NamedTuple):
         padding: how many of the last rows only fill the batch up and are no samples.
         kept: samples whose features a store had. `inputs` then has rows for the others alone, in
             their order, and is () where there are none; a step completes it (train/features.py).
+        turns: of samples that may come several times in an epoch, which time it is, as
+            `execution/turns.py` numbers them: int64 of shape (size,) on the CPU; else None.
     """
 
     inputs: Tensors
@@ -65,6 +67,7 @@ class Batch(NamedTuple):
     whole: int = 0
     padding: int = 0
     kept: KeptFeatures | None = None
+    turns: Tensor | None = None
 
     @property
     def samples(self) -> int:
@@ -101,6 +104,7 @@ class Batch(NamedTuple):
             start=self.start + start,
             whole=self.whole or self.size,
             padding=max(0, stop - max(start, self.samples)),
+            turns=None if self.turns is None else self.turns[start:stop],
         )
 
     def without_padding(self) -> Batch:

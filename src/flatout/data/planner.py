@@ -420,7 +420,10 @@ def _program(plan: Plan, cut: BatchSampler, begun: Begun) -> Any:
     draws = samples.draws or (
         bool(plan.functions) and cut.steps > 0 and _functions_draw(maker, cut)
     )
-    return Program(maker, cut, tuner, processes=options.processes, in_this_thread=draws)
+    repeats = begun.order is not None or any(stage.repeats for stage in plan.stages)
+    return Program(
+        maker, cut, tuner, processes=options.processes, in_this_thread=draws, repeats=repeats
+    )
 
 
 def _functions_draw(maker: Maker, cut: BatchSampler) -> bool:

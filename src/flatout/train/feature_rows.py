@@ -188,13 +188,14 @@ class ModelRows:
         if rows is None or batch.indices is None:
             return batch
         numbers = batch.indices.numpy()
-        slots = rows.samples.slots_of(numbers, epoch)
+        turns = epoch if batch.turns is None else batch.turns.numpy()
+        slots = rows.samples.slots_of(numbers, turns)
         if batch.kept is not None:
             there = np.zeros(batch.size, bool)
             there[batch.kept.rows.numpy()] = True
             kept = batch.kept.values
         else:
-            there = rows.has(numbers, epoch)
+            there = rows.has(numbers, turns)
             kept = Features(rows.store.get(slots[there])[: rows.parts])
         kept = map_tensors(lambda tensor: tensor.to(self._loop.device, non_blocking=True), kept)
         if there.all():

@@ -17,6 +17,7 @@ from flatout.data.buffers import Buffers
 from flatout.data.draws import Draws
 from flatout.data.execution.digests import digest_of
 from flatout.data.execution.samples import Costs, Decoded, Samples
+from flatout.data.execution.turns import Turns, turns_left
 from flatout.data.form import Form, Tree
 from flatout.errors import DataError
 
@@ -110,7 +111,7 @@ class Augmented:
         """
         return self.augmentation.variants
 
-    def own_variant(self, numbers: Numbers, epoch: int) -> Numbers:
+    def own_variant(self, numbers: Numbers, epoch: Turns) -> Numbers:
         """Which of these each sample gets in an epoch: int64 of shape (rows,).
 
         It is what `make` draws as well.
@@ -119,12 +120,12 @@ class Augmented:
             return self.augmentation.variant(self._draws(numbers, epoch))
         return self._view(numbers, epoch)
 
-    def _view(self, numbers: Numbers, epoch: int) -> Numbers:
+    def _view(self, numbers: Numbers, epoch: Turns) -> Numbers:
         assert self.augmentation.views is not None
         draws = Draws(self._known_by(numbers), self.seed, self.place, 0, epoch)
         return draws.below(self.augmentation.views, _VIEW)
 
-    def _draws(self, numbers: Numbers, epoch: int) -> Draws:
+    def _draws(self, numbers: Numbers, epoch: Turns) -> Draws:
         """From (seed, epoch, number); of fixed views from (seed, view, name)."""
         if self.augmentation.views is None:
             return Draws(numbers, self.seed, self.place, 0, epoch)
@@ -135,7 +136,7 @@ class Augmented:
         """What rows are drawn for: their names, or their numbers where they have none."""
         return numbers if self._row_words is None else self._row_words[numbers]
 
-    def make(self, numbers: Numbers, buffers: Buffers, epoch: int, costs: Costs) -> Block:
+    def make(self, numbers: Numbers, buffers: Buffers, epoch: Turns, costs: Costs) -> Block:
         """These samples, their images changed.
 
         Raises:
@@ -143,11 +144,11 @@ class Augmented:
         """
         block = self.inner.make(numbers, buffers, epoch, costs)
         start = clock()
-        made = self.apply(block, epoch, buffers)
+        made = self.apply(block, turns_left(epoch, numbers, block.numbers), buffers)
         costs.add(self.name, clock() - start)
         return made
 
-    def apply(self, block: Block, epoch: int, buffers: Buffers | None = None) -> Block:
+    def apply(self, block: Block, epoch: Turns, buffers: Buffers | None = None) -> Block:
         """The rows of a block, their images changed."""
         if not len(block):
             return block

@@ -22,6 +22,7 @@ from flatout.data.execution.digests import digest_of
 from flatout.data.execution.row_folder import Filling, RowFolder, tidy
 from flatout.data.execution.row_store import MemoryArena, RowStore, layout_of, row_bytes
 from flatout.data.execution.samples import Costs, Samples
+from flatout.data.execution.turns import Turns
 from flatout.data.form import Form
 from flatout.errors import DataError
 from flatout.measure import available_bytes
@@ -173,7 +174,7 @@ class Cached:
         """Which part of the samples is kept by now."""
         return 1 - self._missing / max(1, len(self._numbers))
 
-    def make(self, numbers: Numbers, buffers: Buffers, epoch: int, costs: Costs) -> Block:
+    def make(self, numbers: Numbers, buffers: Buffers, epoch: Turns, costs: Costs) -> Block:
         """These samples: those that were never made before are, and then kept."""
         if self._store is None:
             return self._made(numbers, buffers, costs)

@@ -15,6 +15,7 @@ from flatout.data.batch import Batch, Features, KeptFeatures, map_tensors, named
 from flatout.data.block import Numbers
 from flatout.data.execution.replaced_files import ReplacedFiles
 from flatout.data.execution.row_names import NamedSlots
+from flatout.data.execution.turns import Turns, turns_at
 from flatout.data.features.store import FeatureStore
 from flatout.data.form import Form
 
@@ -37,7 +38,7 @@ class Numbered:
     rows: int
     content: Callable[[], str | None]
     variants: int = 1
-    variant: Callable[[Numbers, int], Numbers] | None = None
+    variant: Callable[[Numbers, Turns], Numbers] | None = None
     named: Callable[[], NamedSlots | None] = lambda: None
     comes_whole: bool = False
 
@@ -46,7 +47,7 @@ class Numbered:
         """How many different samples there are."""
         return self.rows * self.variants
 
-    def slots_of(self, numbers: Numbers, epoch: int) -> Numbers:
+    def slots_of(self, numbers: Numbers, epoch: Turns) -> Numbers:
         """Where in a store these samples of an epoch are."""
         if self.variant is None:
             return numbers
@@ -70,7 +71,7 @@ class FeatureRows:
     parts: int
     files: ReplacedFiles | None = None
 
-    def has(self, numbers: Numbers, epoch: int) -> npt.NDArray[np.bool_]:
+    def has(self, numbers: Numbers, epoch: Turns) -> npt.NDArray[np.bool_]:
         """Which of these samples are kept as they are in an epoch."""
         if self.files is not None:
             self.files.look(numbers)
@@ -80,7 +81,7 @@ class FeatureRows:
         self,
         numbers: Numbers,
         there: npt.NDArray[np.bool_],
-        epoch: int,
+        epoch: Turns,
         made: Batch | None,
         form: Form,
     ) -> Batch:
@@ -89,7 +90,7 @@ class FeatureRows:
         Args:
             numbers: of the samples.
             there: which of them are kept; at least one.
-            epoch: decides their variants.
+            epoch: or their turns, which decide their variants.
             made: the others, without those that cannot be read; None where there are none.
             form: of the samples.
         """
@@ -97,8 +98,9 @@ class FeatureRows:
         if len(missing) > (0 if made is None else made.size):
             good = there.copy()
             good[~there] = False if made is None else np.isin(missing, np.asarray(made.indices))
-            numbers, there = numbers[good], there[good]
-        values = self.store.get(self.samples.slots_of(numbers[there], epoch))
+            numbers, there, epoch = numbers[good], there[good], turns_at(epoch, good)
+        slots = self.samples.slots_of(numbers[there], turns_at(epoch, there))
+        values = self.store.get(slots)
         beside = [None] * len(values) if made is None else _beside(made, form)
         rest = zip(values[self.parts :], beside, strict=False)
         joined = (joined_rows(kept, other, there) for kept, other in rest)
@@ -111,6 +113,7 @@ class FeatureRows:
             indices=torch.from_numpy(numbers),
             size=len(numbers),
             kept=KeptFeatures(Features(values[: self.parts]), places),
+            turns=None if isinstance(epoch, int) else torch.from_numpy(epoch),
         )
 
 

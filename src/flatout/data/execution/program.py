@@ -23,6 +23,7 @@ from flatout.data.execution.parallel import Ahead, Tuner
 from flatout.data.execution.process_pool import ProcessPool, refusal
 from flatout.data.execution.repay import Repay
 from flatout.data.execution.samples import Costs, Samples, name_of, sample_rng, takes_rng
+from flatout.data.execution.turns import Turns, turns_at, turns_left, turns_of
 from flatout.data.execution.worker import WorkerDied
 from flatout.data.order import batch_seed
 from flatout.data.randomness import seeded
@@ -43,8 +44,8 @@ _FIRST = 5
 _PYTHON = 0.5
 
 # Rows of a batch, led by the one that precedes them where they are blended; how many more of weight
-# 0, epoch and step; and a store that has some as features.
-Task: TypeAlias = tuple[Numbers, int, int, int, FeatureRows | None]
+# 0, epoch and step; a store that has some as features; and turns, where rows come several times.
+Task: TypeAlias = tuple[Numbers, int, int, int, FeatureRows | None, Numbers | None]
 
 
 class Maker:
@@ -77,6 +78,7 @@ class Maker:
         epoch: int,
         step: int,
         features: FeatureRows | None = None,
+        turns: Numbers | None = None,
     ) -> Batch:
         """The batch of these rows, and of `padding` more that weigh nothing.
 
@@ -87,32 +89,38 @@ class Maker:
             step: of the batch, in the epoch.
             features: has features of some rows, which then are not made; only where there is no
                 function of whole batches.
+            turns: of the rows, where they may come several times in the epoch.
         """
+        when: Turns = epoch if turns is None else turns
         if features is not None and len(numbers) and not padding:
-            there = features.has(numbers, epoch)
+            there = features.has(numbers, when)
             if there.any():
-                return self._with_features(features, numbers, there, epoch)
+                return self._with_features(features, numbers, there, when)
         led = False
         if self.functions.blends:
             # A whole batch has the row that precedes its first one: its last one.
             led = len(numbers) > 1 and (padding > 0 or bool(numbers[0] != numbers[-1]))
-            numbers = numbers if led else numbers[1:]
-        block = self.samples.make(numbers, self._buffers, epoch, self.costs)
+            numbers, when = (
+                (numbers, when) if led else (numbers[1:], turns_at(when, slice(1, None)))
+            )
+        block = self.samples.make(numbers, self._buffers, when, self.costs)
+        when = turns_left(when, numbers, block.numbers)
         # A row that cannot be read precedes none, and one alone has none to precede.
         led = led and len(block) > 0 and bool(block.numbers[0] == numbers[0])
         if led and len(block) == 1:
             block, led = rows_between(block, 1, 1), False
-        return self._batch(block, padding, epoch, step, led)
+        return self._batch(block, padding, epoch, step, when, led)
 
     def _with_features(
-        self, features: FeatureRows, numbers: Numbers, there: npt.NDArray[np.bool_], epoch: int
+        self, features: FeatureRows, numbers: Numbers, there: npt.NDArray[np.bool_], when: Turns
     ) -> Batch:
         form, made = self.samples.form, None
         if not there.all():
-            block = self.samples.make(numbers[~there], self._buffers, epoch, self.costs)
+            turns = turns_at(when, ~there)
+            block = self.samples.make(numbers[~there], self._buffers, turns, self.costs)
             made = form.batch(block, self._buffers) if len(block) else None
         began = clock()
-        batch = features.batch(numbers, there, epoch, made, form)
+        batch = features.batch(numbers, there, when, made, form)
         self.costs.add("features", clock() - began)
         self.costs.batches += 1
         return batch
@@ -125,38 +133,49 @@ class Maker:
         made: list[Batch | Exception] = []
         try:
             blocks = self._blocks(tasks)
-            for at, (numbers, padding, epoch, step, features) in enumerate(tasks):
+            for at, task in enumerate(tasks):
                 if blocks is None:
-                    made.append(self(numbers, padding, epoch, step, features))
+                    made.append(self(*task))
                 else:
-                    made.append(self._batch(blocks[at], padding, epoch, step))
+                    block, when = blocks[at]
+                    made.append(self._batch(block, *task[1:4], when))
         except Exception as error:
             made.append(error)
         return made
 
-    def _blocks(self, tasks: Sequence[Task]) -> list[Block] | None:
+    def _blocks(self, tasks: Sequence[Task]) -> list[tuple[Block, Turns]] | None:
         """The rows of each task; None where they are to be made one by one."""
-        if len(tasks) == 1 or tasks[0][-1] is not None or self.functions.blends:
+        if len(tasks) == 1 or tasks[0][4] is not None or self.functions.blends:
             return None
+        numbers, turns = np.concatenate([task[0] for task in tasks]), [task[5] for task in tasks]
+        known = [one for one in turns if one is not None]
+        when: Turns = np.concatenate(known) if len(known) == len(tasks) else tasks[0][2]
         try:
-            block = self.samples.make(
-                np.concatenate([task[0] for task in tasks]), self._buffers, tasks[0][2], self.costs
-            )
+            block = self.samples.make(numbers, self._buffers, when, self.costs)
         except Exception:
             return None  # one by one, it comes again, and in its batch
+        when = turns_left(when, numbers, block.numbers)
         ends = _ends(block.numbers, [task[0] for task in tasks])
-        return [rows_between(block, start, stop) for start, stop in pairwise([0, *ends])]
+        return [
+            (rows_between(block, start, stop), turns_at(when, slice(start, stop)))
+            for start, stop in pairwise([0, *ends])
+        ]
 
-    def _batch(self, block: Block, padding: int, epoch: int, step: int, led: bool = False) -> Batch:
+    def _batch(
+        self, block: Block, padding: int, epoch: int, step: int, when: Turns, led: bool = False
+    ) -> Batch:
         began = clock()
         if not len(block):
             # All of its rows are bad, or other ranks have them: there are as many batches anyway.
             block = self._filler(epoch, step)
-            padding = max(1, padding)
+            padding, when = max(1, padding), epoch
             block = take(block, np.zeros(padding, np.int64))
         elif padding:
-            block = take(block, np.arange(len(block) + padding) % len(block))
+            places = np.arange(len(block) + padding) % len(block)
+            block, when = take(block, places), turns_at(when, places)
         batch = self.samples.form.batch(block, self._buffers)
+        if not isinstance(when, int):
+            batch = batch._replace(turns=torch.from_numpy(when))
         self.costs.add("batch", clock() - began)
         self.costs.batches += 1
         made = self.functions(batch, epoch, step, self.costs, led)
@@ -177,10 +196,11 @@ class Maker:
         epoch: int,
         step: int,
         features: FeatureRows | None = None,
+        turns: Numbers | None = None,
     ) -> Batch:
         """The same, with the global generators seeded from (seed, epoch, step) meanwhile."""
         with seeded(batch_seed(self.seed, epoch, step)):
-            return self(numbers, padding, epoch, step, features)
+            return self(numbers, padding, epoch, step, features, turns)
 
 
 class Program:
@@ -194,6 +214,7 @@ class Program:
             where a user's Python holds the threads up.
         in_this_thread: a function draws from the global generators, so no other thread of this
             process may run it.
+        repeats: whether a row may come several times in an epoch.
     """
 
     def __init__(
@@ -204,11 +225,13 @@ class Program:
         *,
         processes: int | None,
         in_this_thread: bool,
+        repeats: bool = False,
     ) -> None:
         self.maker = maker
         self.cut = cut
         self.tuner = tuner
         self.in_this_thread = in_this_thread
+        self.repeats = repeats
         self._orders = Orders(cut)
         self.quick: bool | None = None
         self._seen, self._cost = 0, 2**63
@@ -239,22 +262,25 @@ class Program:
         """
         self.cut.first(start_step)
         order = self._orders.of(epoch)
+        turns = turns_of(order, epoch) if self.repeats else None
         steps = self.cut.steps
         middle = (start_step + steps) // 2
         uses_pool = self.pool is not None
         if uses_pool and features is not None:
             # A pool has no store. It is not needed where nothing is left to make.
-            uses_pool = not features.has(order, epoch).all()
+            uses_pool = not features.has(order, epoch if turns is None else turns).all()
             features = None if uses_pool else features
 
         def task(step: int) -> Task:
             if step == middle:
                 self._orders.prepare(epoch + 1)
             start, stop = self.cut.bounds(step)
-            numbers = order[start:stop]
+            numbers, own = order[start:stop], None if turns is None else turns[start:stop]
             if self.maker.functions.blends:
-                numbers = np.insert(numbers, 0, order[self.cut.before(step)])
-            return numbers, self.cut.padding(step), epoch, step, features
+                before = self.cut.before(step)
+                numbers = np.insert(numbers, 0, order[before])
+                own = None if turns is None else np.insert(turns[start:stop], 0, turns[before])
+            return numbers, self.cut.padding(step), epoch, step, features, own
 
         if self.pool is not None and uses_pool:
             return self._by_pool(self.pool, task, start_step, steps)

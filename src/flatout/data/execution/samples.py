@@ -15,6 +15,7 @@ from torch.utils.data import Subset
 from flatout.data.block import Block, Numbers, Ragged, as_ragged, join, offsets_of, take
 from flatout.data.buffers import Buffers
 from flatout.data.execution.digests import Nameless, digest_of, function_digest, function_name
+from flatout.data.execution.turns import Turns, places_left, turns_at, turns_left
 from flatout.data.files import stamps_of
 from flatout.data.form import Form, columns_of, form_of
 from flatout.data.origins import Rows
@@ -65,8 +66,15 @@ class Samples(Protocol):
         """
         ...
 
-    def make(self, numbers: Numbers, buffers: Buffers, epoch: int, costs: Costs) -> Block:
-        """These rows, in this order."""
+    def make(self, numbers: Numbers, buffers: Buffers, epoch: Turns, costs: Costs) -> Block:
+        """These rows, in this order.
+
+        Args:
+            numbers: of the rows.
+            buffers: where memory comes from.
+            epoch: of all of them, or their turns: what is random is drawn by it.
+            costs: counts the time.
+        """
         ...
 
     def where(self, number: int) -> str:
@@ -124,7 +132,7 @@ class Decoded:
         whole = getattr(self.source, "content", str)
         return digest_of(self.digest, whole(), stamps_of(paths))
 
-    def make(self, numbers: Numbers, buffers: Buffers, epoch: int, costs: Costs) -> Block:
+    def make(self, numbers: Numbers, buffers: Buffers, epoch: Turns, costs: Costs) -> Block:
         """Decode these rows."""
         start = clock()
         block = self.source.take(numbers, buffers)
@@ -185,7 +193,7 @@ class Made:
         finally:
             set_random_state(before)
 
-    def make(self, numbers: Numbers, buffers: Buffers, epoch: int, costs: Costs) -> Block:
+    def make(self, numbers: Numbers, buffers: Buffers, epoch: Turns, costs: Costs) -> Block:
         """These samples."""
         raise NotImplementedError
 
@@ -231,7 +239,7 @@ class Fetched(Made):
         """Those that the Dataset tells, as those of torchvision do."""
         return told_targets(self.dataset)
 
-    def make(self, numbers: Numbers, buffers: Buffers, epoch: int, costs: Costs) -> Block:
+    def make(self, numbers: Numbers, buffers: Buffers, epoch: Turns, costs: Costs) -> Block:
         """These samples of the Dataset."""
         start = clock()
         block = self._block([self._fetch(int(number)) for number in numbers], numbers)
@@ -295,25 +303,26 @@ class Mapped(Made):
             return None
         return digest_of(inner, "map", own)
 
-    def make(self, numbers: Numbers, buffers: Buffers, epoch: int, costs: Costs) -> Block:
+    def make(self, numbers: Numbers, buffers: Buffers, epoch: Turns, costs: Costs) -> Block:
         """The function's results for these rows."""
         block = self.inner.make(numbers, buffers, epoch, costs)
         start = clock()
-        made = self.apply(block, epoch)
+        made = self.apply(block, turns_left(epoch, numbers, block.numbers))
         costs.add(self.name, clock() - start)
         return made
 
-    def apply(self, block: Block, epoch: int) -> Block:
+    def apply(self, block: Block, epoch: Turns) -> Block:
         """The function's results for the rows of a block."""
         form = self.inner.form
         made = [self._call(form.sample(block, row), block, row, epoch) for row in range(len(block))]
         return self._block(made, block.numbers)
 
-    def _call(self, sample: tuple[Any, ...], block: Block, row: int, epoch: int) -> Any:
+    def _call(self, sample: tuple[Any, ...], block: Block, row: int, epoch: Turns) -> Any:
         number = int(block.numbers[row])
         try:
             if self.wants_rng:
-                return self.function(*sample, rng=sample_rng(self.seed, epoch, number))
+                turn = epoch if isinstance(epoch, int) else int(epoch[row])
+                return self.function(*sample, rng=sample_rng(self.seed, turn, number))
             return self.function(*sample)
         except FlatoutError:
             raise
@@ -381,25 +390,20 @@ class Joined:
         known = [targets for targets in found if targets is not None]
         return np.concatenate(known) if len(known) == len(found) else None
 
-    def make(self, numbers: Numbers, buffers: Buffers, epoch: int, costs: Costs) -> Block:
+    def make(self, numbers: Numbers, buffers: Buffers, epoch: Turns, costs: Costs) -> Block:
         """Each source's rows, put in the order asked for."""
         owner = np.searchsorted(self.starts, numbers, side="right") - 1
         blocks, own_places = [], []
         for at, part in enumerate(self.parts):
             own = np.flatnonzero(owner == at)
             if len(own):
-                block = part.make(numbers[own] - self.starts[at], buffers, epoch, costs)
+                turns = turns_at(epoch, own)
+                block = part.make(numbers[own] - self.starts[at], buffers, turns, costs)
                 blocks.append(Block(block.columns, block.numbers + self.starts[at]))
-                own_places.append(own)
+                own_places.append(own[places_left(numbers[own], blocks[-1].numbers)])
         if len(blocks) == 1:
             return blocks[0]
-        joined = join(blocks)
-        if len(joined) < len(numbers):  # rows were skipped: find the others by their number
-            back = np.argsort(joined.numbers, kind="stable")
-            places = np.searchsorted(joined.numbers[back], numbers)
-            found = back[np.minimum(places, len(back) - 1)]
-            return take(joined, found[joined.numbers[found] == numbers])
-        return take(joined, np.argsort(np.concatenate(own_places), kind="stable"))
+        return take(join(blocks), np.argsort(np.concatenate(own_places), kind="stable"))
 
     def where(self, number: int) -> str:
         """Where the row of one of the sources comes from."""

@@ -10,6 +10,7 @@ from flatout.data.block import Block, Numbers, Ragged
 from flatout.data.buffers import Buffers
 from flatout.data.execution.augmented import Augmented
 from flatout.data.execution.samples import Costs, Fetched, Joined, Mapped, Samples
+from flatout.data.execution.turns import Turns
 from flatout.data.randomness import random_state, same_state, set_random_state
 
 Changed: TypeAlias = Mapped | Augmented
@@ -71,13 +72,13 @@ def endless(samples: Samples, numbers: Numbers) -> str:
     return f"{samples.name} is random"
 
 
-def variant(samples: Samples, numbers: Numbers, epoch: int) -> Numbers:
+def variant(samples: Samples, numbers: Numbers, epoch: Turns) -> Numbers:
     """Which of its results each sample has in an epoch, where `variants` says how many there are.
 
     Args:
         samples: for which `variants` gives a number.
         numbers: of the samples, int64 of shape (rows,).
-        epoch: from 0.
+        epoch: from 0, or their turns.
 
     Returns:
         int64 of shape (rows,), from 0, below `variants`: by the very draws that `make` uses.

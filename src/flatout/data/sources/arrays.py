@@ -19,6 +19,7 @@ from flatout.data.buffers import Buffers
 from flatout.data.execution.batch_sampler import BatchSampler, batches_of
 from flatout.data.execution.digests import content_digest, digest_of, tensors_name
 from flatout.data.execution.samples import Costs
+from flatout.data.execution.turns import Turns
 from flatout.data.form import Form, Leaf
 from flatout.data.pipeline import Pipeline
 from flatout.data.planner import Begun
@@ -319,7 +320,7 @@ class ArraySamples:
         """Of all rows, where they are one array."""
         return self.data.label_array()
 
-    def make(self, numbers: Numbers, buffers: Buffers, epoch: int, costs: Costs) -> Block:
+    def make(self, numbers: Numbers, buffers: Buffers, epoch: Turns, costs: Costs) -> Block:
         """These rows, in this order."""
         start = clock()
         self._check()

@@ -101,10 +101,10 @@ def augment(
 ) -> P:
     """Images changed at random: for each sample and epoch otherwise.
 
-    All draws of a sample are a function of (seed, epoch, sample) alone, so they are the same with
-    any number of threads and ranks. The seed is that of `shuffle`. Choices are made in the order
-    of the arguments; for another order write several stages. Inputs are images of bytes or floats;
-    targets stay as they are.
+    All draws of a sample are a function of (seed, epoch, sample) alone, and of which time it comes
+    in the epoch, so they are the same with any number of threads and ranks. The seed is that of
+    `shuffle`. Choices are made in the order of the arguments; for another order write several
+    stages. Inputs are images of bytes or floats; targets stay as they are.
 
     Args:
         crop: height and width, or one number for both, of a part at a random place.

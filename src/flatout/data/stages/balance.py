@@ -41,6 +41,7 @@ class Balance(Stage):
     once: ClassVar[bool] = True
     by_number: ClassVar[bool] = True
     reorders = True
+    repeats = True
 
     def check(self, before: Sequence[Stage], behind: Sequence[Stage]) -> None:
         """Refuse rows that are chosen later, or by each rank: they would not be in balance."""
@@ -81,7 +82,8 @@ def balance(self: Writable[P], how: Literal["over", "under"] | int = "over", *, 
     """Each class equally often in an epoch, for training data in which some classes are rare.
 
     Rows are found by number, so a repeated one is decoded or kept only once where there is a
-    cache. An order is a function of (seed, epoch) alone. Classes take turns; `shuffle` mixes them.
+    cache; each time that it comes, what is random is drawn for it again. An order is a function
+    of (seed, epoch) alone. Classes take turns; `shuffle` mixes them.
     Validation data are other pipelines, and stay as they are: split before.
 
     Args:

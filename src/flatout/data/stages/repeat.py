@@ -20,6 +20,7 @@ class Repeat(Stage):
     times: int
 
     once: ClassVar[bool] = True
+    repeats = True
 
     def turn(self, stages: Sequence[Stage]) -> int:
         """Of samples before `batch`, of batches behind it."""

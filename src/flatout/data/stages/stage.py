@@ -146,6 +146,11 @@ class Stage:
         """Whether rows come otherwise than one after the other."""
         return False
 
+    @property
+    def repeats(self) -> bool:
+        """Whether a row may come several times in an epoch."""
+        return False
+
     def check(self, before: Sequence[Stage], behind: Sequence[Stage]) -> None:
         """Refuse what makes no sense with the stages before and behind it."""
 
