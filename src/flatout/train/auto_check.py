@@ -33,6 +33,8 @@ _PART, _FEWEST = 16, 4
 _ROUNDING, _HALF_ROUNDING = 0.01, 0.5
 # A forward pass that takes longer is made once, though the first one takes longer than others.
 _LONG_S = 0.5
+# One that takes longer needs no second time to tell, where the same was made before.
+_SURE_S = 0.05
 # A step takes about so many times its forward pass.
 _FORWARDS = 3
 # Settings that no forward or backward pass depends on.
@@ -77,6 +79,7 @@ class FirstCheck:
         self.dropped: dict[str, str] = {}
         self.slower: dict[str, float] = {}
         self.few_s: float | None = None
+        self._sample_s = 0.0  # what the plain forward of a sample took, in a batch of few
 
     def facts(self, facts: ModelFacts) -> ModelFacts:
         """`facts` with what only a forward pass shows: whether and how random numbers are drawn."""
@@ -117,6 +120,9 @@ class FirstCheck:
         Args:
             looked_s: of the first one. Where it is long there is none other, and it counts.
         """
+        if self._sample_s * self._whole.size > _LONG_S:
+            self.budget.step_s = _FORWARDS * self._sample_s * self._whole.size
+            return
         if looked_s > _LONG_S:
             self.budget.step_s, self.budget.before_s = _FORWARDS * looked_s, looked_s
             return
@@ -159,8 +165,9 @@ class FirstCheck:
             try:
                 if settings.memory_format == "channels_last":
                     batch = batch.to_memory_format(torch.channels_last)
-                taken = []
-                for _ in range(2):
+                taken: list[float] = []
+                # Of plain settings, `facts` has made the first one.
+                while len(taken) < (1 if not options and sum(taken) > _SURE_S else 2):
                     began = self._clock()
                     with self._stepper.switch.autocast():
                         self._stepper.look(batch, self._run)
@@ -169,7 +176,9 @@ class FirstCheck:
             finally:
                 self._stepper.use(self.plain)
         self.budget.before_s += sum(taken)
-        return max(min(taken) / batch.size, 1e-9)
+        found = max(min(taken) / batch.size, 1e-9)
+        self._sample_s = self._sample_s if options else found
+        return found
 
     def frozen_rates(
         self, tried: Sequence[tuple[Option, ...]], facts: ModelFacts, plain_s: float

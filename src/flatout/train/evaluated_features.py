@@ -151,7 +151,8 @@ class EvaluatedFeatures:
     def _open(self, source: Source, cut: Cut, batch: Batch) -> FeatureRows | None:
         rows = self._features.rows
         with untouched(self._model), torch.no_grad(), self._loop.autocast():
-            rows.look_at(cut, batch.rows(0, 2).inputs)
+            few = batch.rows(0, 2).inputs
+            rows.look_at(cut, few, cut.prefix(few))
         found = rows.open(source, cut, batch)
         if found is not None and found.store.kept:
             rows.hold(found)

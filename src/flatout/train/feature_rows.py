@@ -100,15 +100,16 @@ class ModelRows:
             **{name: getattr(now, name) for name in _DECIDES},
         }
 
-    def look_at(self, cut: Cut, inputs: Any) -> None:
-        """See what a row holds of a cut; in the autocast of the steps, without gradients.
+    def look_at(self, cut: Cut, inputs: Any, features: Features) -> None:
+        """See what a row holds of a cut.
 
         Args:
             cut: to be opened.
             inputs: of a few samples.
+            features: that its prefix gives for them in the autocast of the steps.
         """
         self._inputs[cut.name] = _forms(inputs)
-        self._parts[cut.name] = _forms(cut.prefix(inputs))
+        self._parts[cut.name] = _forms(features)
 
     def open(self, source: Source, cut: Cut, first: Batch | None = None) -> FeatureRows | None:
         """A source's rows of a cut; None where its samples cannot be kept.

@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 
 # After so many steps of tuning the best settings known hold, where features wait for them.
 _TUNED = 60
-# Samples that are measured on a CPU; fewer where an earlier run has kept this share of the rows.
-_MEASURED, _FEWEST, _MOST_IS_THERE = 4, 2, 0.5
+# Samples that are measured on a CPU.
+_MEASURED = 4
 
 
 class FrozenFeatures:
@@ -330,15 +330,14 @@ class FrozenFeatures:
         made_s, options, rest_s = making_s(source, loop.device), [], 0.0
         with untouched(self._model), torch.no_grad(), loop.autocast():
             for cut in cuts:
-                self.rows.look_at(cut, batch.rows(0, _FEWEST).inputs)
+                # As many samples as it was found with, so that they are not the first ones.
+                measured = batch.rows(0, _MEASURED) if loop.device.type == "cpu" else batch
+                prefix_s, features = timed(partial(cut.prefix, measured.inputs))
+                self.rows.look_at(cut, measured.inputs, features)
                 rows = self.rows.open(source, cut)
                 assert rows is not None
                 self._opened[cut.name] = rows
                 filled = rows.store.kept / samples.slots
-                measured = batch
-                if loop.device.type == "cpu":
-                    measured = batch.rows(0, _FEWEST if filled > _MOST_IS_THERE else _MEASURED)
-                prefix_s, features = timed(partial(cut.prefix, measured.inputs))
                 cut.rest(features)
                 rest_s, _ = timed(partial(cut.rest, features))
                 rest_s /= measured.size

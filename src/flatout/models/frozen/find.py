@@ -151,7 +151,7 @@ class _Search:
         first, second = every[: self.half], every[self.half :]
         # What is made once, in the first call, is made here.
         with nothing_random():
-            call_with(self.model, self.inputs(every), forward_of(self.model, self.as_written))
+            call_with(self.model, self.inputs(first), forward_of(self.model, self.as_written))
         attributes = _attributes(self.model)
         self.noted = self.note(every)
         few = self.note(first)
