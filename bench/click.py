@@ -37,7 +37,7 @@ sys.path[:] = [folder for folder in sys.path if folder != HERE]
 
 WAIT = "file_to_step_input_wait"
 FLATOUT, AGAIN, PLAIN = "flatout", "flatout-again", "adam"
-ROWS, BATCH = 1_000_000, 1024
+ROWS, FEW_ROWS, BATCH = 1_000_000, 20_000, 1024
 SIZES = {"117k": 117_581, "1m": ROWS, "10m": 10_000_000}
 LARGE, LARGE_ROWS, FEW_FACTORS = "flatout-100m-8", 100_000_000, 8
 SMALL = "flatout-1m-8"
@@ -96,7 +96,7 @@ def speed_keys(rows: dict[str, Row]) -> list[Key]:
 
 def equality(threads: int, steps: int) -> list[Key]:
     """Weights after `steps` steps against torch's dense optimizers, and on other threads."""
-    given = ("--threads", str(threads), "--steps", str(steps), "--rows", "20000")
+    given = ("--threads", str(threads), "--steps", str(steps), "--rows", str(FEW_ROWS))
     peer = Peer("equal", "click_equal.py", (*given, "--factors", "8", "--batch", "256", *TESTED))
     try:
         found = run_once(peer)
@@ -167,7 +167,7 @@ def main() -> int:
     end_peers_on_sigterm()
     threads = usable_cpus()
     passes = (arguments.steps, arguments.epochs, arguments.warm_up)
-    wait = input_wait(threads, *passes, min(ROWS, arguments.most_rows))
+    wait = input_wait(threads, *passes, ROWS if arguments.most_rows >= ROWS else FEW_ROWS)
     tell(wait.words)
     if arguments.input_wait:
         title = f"DeepFM from LibSVM text, threads: {threads}"

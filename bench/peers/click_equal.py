@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -81,6 +82,7 @@ def one_apart(ours: nn.Module, dense: nn.Module) -> float:
 
 def main() -> None:
     arguments = click_job.parser().parse_args()
+    os.environ["FLATOUT_CACHE"] = str(arguments.out.parent / "cache")
     train, held_out = click_job.of(arguments)
     ids = torch.from_numpy(train.ids).split(arguments.batch)
     batches = list(zip(ids, torch.from_numpy(train.clicks).split(arguments.batch), strict=True))
