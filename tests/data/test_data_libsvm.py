@@ -97,6 +97,19 @@ def test_one_schema_serves_training_and_test_data(tmp_path):
     assert torch.equal(whole(again).inputs, whole(test).inputs)
 
 
+@pytest.mark.parametrize("lacking", ["label", "ids", "values"])
+def test_a_schema_that_lacks_a_column_names_those_it_has(tmp_path, lacking):
+    path = write(tmp_path, "1 1:1 9:1\n")
+    stated = flatout.data.libsvm(path, layout="fixed").schema.model_dump(
+        mode="json", exclude_defaults=True
+    )
+    stated["columns"] = [one for one in stated["columns"] if one["name"] != lacking]
+    left = ", ".join(sorted({"label", "ids", "values"} - {lacking}))
+    with pytest.raises(DataError, match=f"both ids and values; the schema has {left}\n") as caught:
+        flatout.data.libsvm(path, schema=stated)
+    assert "flatout data inspect" in caught.value.do
+
+
 @pytest.mark.parametrize(
     "bad",
     ["1 2:1 1:1", "1 x:1", "1 1:nan", "1:1 2:2", "1 1;1", "1 1:1e99", "1 12:1", "1 0:1", "a 1:1"],

@@ -38,15 +38,13 @@ class LibsvmDecoder:
     def __init__(self, schema: Schema) -> None:
         self.schema = schema
         names = {column.name for column in schema.columns}
-        known = {"label", "qid", "features", "ids", "values"}
-        if not names <= known or "label" not in names:
+        if names - {"qid"} not in ({"label", "features"}, {"label", "ids", "values"}):
             raise DataError(
-                f"the columns of LibSVM are label, qid, and features or ids and values; "
-                f"found {', '.join(sorted(names))}"
+                "the columns of LibSVM are label, perhaps qid, and either features or both ids and "
+                f"values; the schema has {', '.join(sorted(names))}",
+                do="let `flatout data inspect FILE --schema schema.toml` write one",
             )
         self.dense = "features" in names
-        if self.dense == ("ids" in names) or ("ids" in names) != ("values" in names):
-            raise DataError("a LibSVM schema has either features, or both ids and values")
         self.has_qid = "qid" in names
         self.base = int(schema.options.get("base", 0))
         self.limit = int(schema.options.get("features", _NO_LIMIT))
