@@ -90,6 +90,16 @@ def test_transfer(tmp_path):
     assert found["keys"]["head_only_vs_plain"] is None
 
 
+def test_augment(tmp_path):
+    arguments = ["--images", "8", "--size", "64", "--batch", "4", "--seconds", "0.01"]
+    found = run_bench("augment.py", *arguments, "--only", "flatout", "pillow", cwd=tmp_path)
+    assert set(found["images_per_s"]) == {"flatout", "flatout again", "pillow"}
+    assert found["keys"]["all_vs_best_peer"] > 0
+    assert found["details"]["all_vs_best_peer"]["note"] == "pillow"
+    assert found["keys"]["all_vs_itself"] > 0
+    assert found["keys"]["mixup_vs_best_peer"] is None
+
+
 @pytest.mark.long
 def test_click(tmp_path):
     chosen = {"flatout-fp32", "adam", "sparse-adam"}
