@@ -695,6 +695,28 @@ def test_what_auto_does_not_compile_says_why(model, options, why, clock, monkeyp
     assert history.recipe.compute.capture == "off"
 
 
+def test_a_graph_that_is_asked_for_is_no_other_machine(clock, interpreted):
+    """Its pace is learned when it comes; where steps do get slower, settings are tried again."""
+
+    def slow(state):
+        clock.captured = 0.004
+
+    _, history = tuned(captured="on", threads="auto", epochs=90)
+    assert not any("settings are tried once more" in note for note in history.notes)
+    assert history.tuning["step_s"]["chosen"] == pytest.approx(0.001, rel=0.1)
+    calm = len(interpreted)
+    interpreted.clear()
+    changes = [Interrupt(slow, 60)]
+    _, history = tuned(captured="on", threads="auto", callbacks=changes, epochs=200)
+    (note,) = [note for note in history.notes if "settings are tried once more" in note]
+    assert "steps take 4.0 times as long" in note
+    assert len(Interpreted.graphs) == 2  # one for each run: the second's was only set aside
+    assert calm > 400
+    assert 850 < len(interpreted) < 995
+    assert not any("compute.capture" in span["settings"] for span in history.tuning["spans"])
+    assert history.tuning["step_s"]["chosen"] == pytest.approx(0.004, rel=0.1)
+
+
 def test_exact_never_compiles(clock):
     _, history = tuned(allow="exact")
     assert Interpreted.graphs == []

@@ -258,7 +258,7 @@ class Search:
         it would have to be compiled again. What the machine is too busy to tell stays.
         """
         self._is_again, self.stays = True, False
-        if self.best.capture == "on":
+        if self.captures and self.best.capture == "on":
             before = self.best
             self.step_s.clear()
             self._measured.clear()

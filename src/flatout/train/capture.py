@@ -33,7 +33,7 @@ from flatout.data import Batch
 from flatout.measure import usable_cpus
 from flatout.measure.fingerprint import fingerprint
 from flatout.optim import scaled
-from flatout.train.capture_child import END, GO_ON, HOLD
+from flatout.train.capture_child import END, GO_ON, HOLD, OPTIONS
 from flatout.train.capture_graph import (
     STRAY,
     Graph,
@@ -411,6 +411,7 @@ class Capture:
             would leave it no CPU.
 
     Attributes:
+        is_asked: as given.
         why: why no step is captured; "" while it may be.
         refused: a batch that is known to be none for the graph.
     """
@@ -424,7 +425,7 @@ class Capture:
         may_lend: bool = True,
     ) -> None:
         self._stepper, self._note, self._waits = stepper, note, waits
-        self._is_asked, self._may_lend = is_asked, may_lend
+        self.is_asked, self._may_lend = is_asked, may_lend
         self.why = ""
         self._graph: Graph | None = None
         self._compiling: Compiling | None = None
@@ -444,6 +445,8 @@ class Capture:
                 with self._giving_up():
                     self._advance(compute, batches, step)
             return done
+        if self.is_asked and self._waits():  # settings are compared without it
+            return eager()
         if program.settings != self._stepper.switch.now or not program.is_current():
             self._program = self._graph = None
             return eager()
@@ -469,7 +472,7 @@ class Capture:
             return done
         with self._giving_up():
             program.compare(done.loss)
-            if self._is_asked and not self._is_told:
+            if self.is_asked and not self._is_told:
                 self._is_told = True
                 self._note(f"from step {step + 1:,} on steps run as one compiled graph")
         return done
@@ -486,7 +489,7 @@ class Capture:
         """From now on steps run as ever."""
         self.close()
         self.why = why
-        if self._is_asked:
+        if self.is_asked:
             self._note(f"compute.capture: steps run as ever: {why}")
 
     def at_hand(self) -> Program | None:
@@ -503,7 +506,7 @@ class Capture:
         if self._compiling is not None:
             if step % _ASK_EVERY == 0:
                 self._fetch(compute)
-        elif not self._is_asked:
+        elif not self.is_asked:
             raise Unfit("the model or its settings have changed since it was compiled")
         elif not self._waits():
             self._begin(compute, batches)
@@ -539,6 +542,11 @@ class Capture:
             torch.set_num_threads(threads - 1 if lends else threads)
 
     @property
+    def is_used(self) -> bool:
+        """Whether the graph is there, for all steps that it takes."""
+        return self._program is not None
+
+    @property
     def compiling(self) -> Compiling | None:
         """The child, while it compiles."""
         return self._compiling
@@ -553,7 +561,7 @@ class Capture:
         places = places_of(model, update)
         self._graph = trace(compute, batches[0], places, update, stepper.switch)
         digest = self._graph.digest(
-            fingerprint().digest, torch.__version__, torch.get_num_threads()
+            fingerprint().digest, torch.__version__, torch.get_num_threads(), OPTIONS
         )
         kept = cache_folder() / KIND / f"{digest}.pt2"
         if is_made(kept.parent) and kept.exists():

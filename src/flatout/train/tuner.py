@@ -11,6 +11,7 @@ settings are tried once more. Where other parameters train than before, it is an
 
 from __future__ import annotations
 
+import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
@@ -92,6 +93,10 @@ class Tuner:
         self._moving = Moving(stepper.switch.model, draws=world.size == 1)
         self._kind: Any = None
         self._changed = 0
+        # Whether the pace that is known is that of the graph that a Recipe asks for; while it is
+        # not known, what steps take.
+        self._is_of_graph = False
+        self._paces: list[float] | None = None
         self._look_every = _LOOK_EVERY
         self._trained = self._trainable()
         self._first = self._last = 0
@@ -332,7 +337,7 @@ class Tuner:
 
     def _finish(self) -> None:
         self._use(self.search.best)
-        self._changed = 0
+        self._changed, self._is_of_graph, self._paces = 0, False, None
         self._trained = self._trainable()
         if self.beside is not None and not self.why:
             self.beside.judge()
@@ -432,12 +437,12 @@ class Tuner:
         # What runs under other settings than the best for all takes another time.
         is_best = split is None or split.at(values) == search.best
         if known is not None and is_best and self._is_of_kind(batches, turn):
-            factor = search.lengths.typical_s([(values, seconds)]) / known
+            factor = self._slower(search.lengths.typical_s([(values, seconds)]), known)
         thawed = self._trainable() != self._trained
         own = [factor, float(thawed)]
         factor, thawed = map(max, zip(*self._world.gather(own), strict=True))
         self._changed = self._changed + 1 if not 1 / _CHANGED < factor < _CHANGED else 0
-        if self._changed:
+        if self._changed or self._paces is not None:
             self._look_at = number + _LOOK_AGAIN
         if thawed:
             self._trained = self._trainable()
@@ -451,6 +456,26 @@ class Tuner:
             self._resume(number, self.search.again())
         else:
             self._judge_again(number)
+
+    def _slower(self, seconds: float, known: float) -> float:
+        """How many times as long a step takes as it did.
+
+        The graph that a Recipe asks for makes other steps than those that were measured: their pace
+        is what the first looks say.
+        """
+        capture, search = self._stepper.capture, self.search
+        if capture is not None and capture.is_asked and capture.compiling is not None:
+            return 1.0  # that slows them for now
+        is_of_graph = capture is not None and capture.is_asked and capture.is_used
+        if is_of_graph != self._is_of_graph:
+            self._is_of_graph, self._paces = is_of_graph, []
+        if self._paces is None:
+            return seconds / known
+        self._paces.append(seconds)
+        if len(self._paces) == _LOOKS:
+            search.step_s[search.best] = search.budget.step_s = statistics.median(self._paces)
+            self._paces = None
+        return 1.0
 
     def begin_again(
         self, search: Search, settle: Callable[[Tuner], None], last: int, now: Settings
