@@ -304,9 +304,9 @@ def tensors_of(batch: Batch) -> Tensors:
     """What a step reads of a batch."""
     found: Tensors = []
     for part in batch[:3]:
-        if torch.is_tensor(part):
+        if isinstance(part, torch.Tensor):
             found.append(part)
-        else:
+        elif part is not None:
             map_tensors(found.append, part)
     return found
 

@@ -243,7 +243,7 @@ class ArraySource:
             taken = take_inputs(at), take_targets(at), take_weight(at), indices
             parts = [_cut(part, size, -(-(end - begin) // size)) for part in taken]
             for inputs, targets, weight, own in zip(*parts, strict=True):
-                yield Batch(inputs, targets, weight, own, len(own))
+                yield Batch(inputs, targets, weight, own, own.shape[0])  # `len` is in Python
 
     def _viewed(self, order: Tensor, first: int) -> Iterator[Batch]:
         data, size, used = self.data, self.plan.batch_size, self.plan.used
