@@ -96,6 +96,7 @@ def test_a_second_fit_with_another_rate_computes_nothing(tmp_path, made, monkeyp
 
 def test_settings_are_tuned_first(made, monkeypatch):
     monkeypatch.setattr(auto_budget.Budget, "pays_before", lambda budget, seconds: True)
+    monkeypatch.setattr(frozen_precision, "_LEAST_S", 1e9)  # its forward is a short one
     x, y = images(200)
     trainer, history = fitted("memory", (x, y), epochs=12, precision="auto")
     assert history.features["kept"] is not None
@@ -147,6 +148,24 @@ def test_a_few_samples_choose_the_precision_of_rows_that_are_kept_from_the_start
     assert " a sample in bf16" in history.features["line"]
     assert history.tuning is None
     assert made[-1].computed <= 200 + 10 + 4
+
+
+def test_the_next_run_finds_the_rows_whatever_a_few_samples_tell_it(tmp_path, monkeypatch, made):
+    monkeypatch.setattr(auto, "_has_bf16_units", lambda device: True)
+    monkeypatch.setattr(frozen_precision, "_LEAST_S", 0)
+    data = written(tmp_path, 200)
+    for fast in ({0: (1.0, 0.1), 1: (0.5, 0.1), 2: (0.6, 0.1)}, {0: (1.0, 0.1), 1: (0.9, 0.1)}):
+        monkeypatch.setattr(
+            auto_check.FirstCheck,
+            "frozen_rates",
+            lambda check, tried, *given, fast=fast: {
+                one: fast[len(one)] for one in ((), *tried) if len(one) in fast
+            },
+        )
+        trainer, _ = fitted("disk", data, batch_size=20, epochs=4, precision="auto")
+        first, looked = made[0].computed, made[-1].computed
+        assert trainer.resolved.compute.precision == "bf16"
+    assert looked <= 2 + 2 + 1 < first
 
 
 def test_what_makes_the_forward_slower_is_not_chosen(monkeypatch):

@@ -134,6 +134,7 @@ def resolve(
             if found.is_frozen:
                 start = requested.resolve({**plain, **found.choices}, machine, facts)
                 say(f"auto: {start.summary()}; {found.why or _KEPT_FIRST}")
+                _keep(key, start, found)
                 return Decision(start)
         search, why_not = _checked(
             check, requested, stepper, batches[0], facts, allow, steps, began, looked_s
@@ -151,6 +152,7 @@ def resolve(
                 found = _precision(check, options, facts, planned)
             start = requested.resolve({**plain, **found.choices}, machine, facts)
             why_not = found.why or why_not
+            _keep(key, start, found)
         if why_not:
             say(f"auto: {start.summary()}; {why_not}")
         return Decision(start)
@@ -166,6 +168,12 @@ def _precision(
         if isinstance(error, OutOfMemory) or is_out_of_memory(error):
             raise
         return Found({})  # the real first step will fail in the same way
+
+
+def _keep(key: str, start: ResolvedRecipe, found: Found) -> None:
+    """Let the next run choose the same: rows that are kept are of one precision and layout."""
+    if found.choices:
+        auto_cache.write(key, start)
 
 
 def _checked(

@@ -7,8 +7,9 @@ random states stay as they are. All else is measured on the job's own steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,8 +34,6 @@ _PART, _FEWEST = 16, 4
 _ROUNDING, _HALF_ROUNDING = 0.01, 0.5
 # A forward pass that takes longer is made once, though the first one takes longer than others.
 _LONG_S = 0.5
-# One that takes longer needs no second time to tell, where the same was made before.
-_SURE_S = 0.05
 # A step takes about so many times its forward pass.
 _FORWARDS = 3
 # Settings that no forward or backward pass depends on.
@@ -79,6 +78,7 @@ class FirstCheck:
         self.dropped: dict[str, str] = {}
         self.slower: dict[str, float] = {}
         self.few_s: float | None = None
+        self._first_s = 0.0  # of the first forward of the few samples
         self._sample_s = 0.0  # what the plain forward of a sample took, in a batch of few
 
     def facts(self, facts: ModelFacts) -> ModelFacts:
@@ -95,13 +95,13 @@ class FirstCheck:
         try:
             with untouched(model), torch.no_grad():
                 try:
-                    self._stepper.look(self._few, self._run)
+                    self._first_s = self._timed(partial(self._stepper.look, self._few, self._run))
                 except OutOfMemory:
                     raise
                 except Exception:
                     # A model may take batches of one size only.
                     self._few = self._whole
-                    self._stepper.look(self._few, self._run)
+                    self._first_s = self._timed(partial(self._stepper.look, self._few, self._run))
                 drawn = not torch.equal(torch.get_rng_state(), before)
         finally:
             for handle in handles:
@@ -157,38 +157,15 @@ class FirstCheck:
                     self.dropped["together"] = f"fails here: {first_line(error)}"
         return True
 
-    def forward_of_some(self, options: Sequence[Option]) -> float:
-        """Seconds that the forward of a sample takes under options, by a few samples."""
-        settings, batch = self._under(options), self._few
-        with untouched(self._stepper.switch.model), torch.no_grad():
-            self._stepper.use(settings)
-            try:
-                if settings.memory_format == "channels_last":
-                    batch = batch.to_memory_format(torch.channels_last)
-                taken: list[float] = []
-                # Of plain settings, `facts` has made the first one.
-                while len(taken) < (1 if not options and sum(taken) > _SURE_S else 2):
-                    began = self._clock()
-                    with self._stepper.switch.autocast():
-                        self._stepper.look(batch, self._run)
-                    finish_device()
-                    taken.append(self._clock() - began)
-            finally:
-                self._stepper.use(self.plain)
-        self.budget.before_s += sum(taken)
-        found = max(min(taken) / batch.size, 1e-9)
-        self._sample_s = self._sample_s if options else found
-        return found
-
     def frozen_rates(
-        self, tried: Sequence[tuple[Option, ...]], facts: ModelFacts, plain_s: float
+        self, tried: Sequence[tuple[Option, ...]], facts: ModelFacts, least_s: float
     ) -> dict[tuple[Option, ...], tuple[float, float]]:
-        """Seconds of a sample's forward, and by which its backward makes it longer.
+        """Seconds that the forward and the backward of a sample take, by a few samples.
 
         Args:
             tried: options that are on together; the first one changes the result the most.
-            facts: of the model.
-            plain_s: what `forward_of_some` gave for plain.
+            facts: of the model, as `facts` gave them.
+            least_s: where the plain forward takes less, nothing is tried.
 
         Returns:
             of plain, (), and of those options under which a few samples have the same gradients.
@@ -196,11 +173,11 @@ class FirstCheck:
         found: dict[tuple[Option, ...], tuple[float, float]] = {}
         plain: Gradients = []
         for options in ((), *tried):
+            if plain and found[()][0] < least_s:
+                break
             try:
-                # What is made once, in a first forward, is then there for the pass with gradients.
-                forward = self.forward_of_some(options) if options else plain_s
                 with self._leaving_no_trace():
-                    gradients, seconds = self._passes(self._under(options), once=True)
+                    gradients, forward, backward = self._rates(self._under(options))
                 same = all(map(_is_finite, gradients))
                 if options and (not same or self._differ(options[0], plain, gradients, facts)):
                     continue
@@ -209,8 +186,33 @@ class FirstCheck:
                     raise
                 continue
             plain = plain or gradients
-            found[options] = forward, max(0.0, seconds / self._few.size - forward)
+            found[options] = forward, backward
+        self._sample_s = found[()][0]
         return found
+
+    def _rates(self, settings: Settings) -> tuple[Gradients, float, float]:
+        """Gradients, and the seconds that the forward and the backward of a sample take.
+
+        Each is the faster of two: a first one makes what is made once. Later epochs are told by
+        the backward, which takes little where most layers are frozen.
+        """
+        self._stepper.use(settings)
+        batch, first_s = self._few_as(settings), self._first_s
+        if settings != self.plain:
+            with torch.no_grad(), self._stepper.switch.autocast():
+                first_s = self._timed(partial(self._stepper.look, batch, self._run))
+        self._begin_pass()
+        began = self._clock()
+        loss = self._loss(batch)
+        finish_device()
+        forward = min(first_s, self._clock() - began)
+        backward = self._timed(partial(loss.backward, retain_graph=True))
+        gradients = self._take_gradients(loss)
+        with suppress(RuntimeError):  # not every graph can be gone through twice
+            backward = min(backward, self._timed(loss.backward))
+        self._stepper.update.forget()
+        forward, backward = (max(taken / batch.size, 1e-9) for taken in (forward, backward))
+        return gradients, forward, backward
 
     def _under(self, options: Sequence[Option]) -> Settings:
         return self.plain.but(**{option.setting: option.value for option in options})
@@ -252,38 +254,58 @@ class FirstCheck:
         share = _difference(plain, gradients)
         return f"gradients differ by {share:.0%}: more than rounding" if share > most else ""
 
-    def _passes(self, settings: Settings, *, once: bool = False) -> tuple[Gradients, float]:
+    def _few_as(self, settings: Settings) -> Batch:
+        """The few samples in the memory format of settings."""
+        if settings.memory_format == "channels_last":
+            return self._few.to_memory_format(torch.channels_last)
+        return self._few
+
+    def _timed(self, run: Callable[[], object]) -> float:
+        """The seconds that it takes until the device is done."""
+        began = self._clock()
+        run()
+        finish_device()
+        return self._clock() - began
+
+    def _passes(self, settings: Settings) -> tuple[Gradients, float]:
         """Loss and gradients under settings, and the seconds of the faster of two times.
 
-        The second is made where there is time, unless `once` is asked for.
+        The second is made where there is time.
         """
         began = self._clock()
         self._stepper.use(settings)
-        batch = self._few
-        if settings.memory_format == "channels_last":
-            batch = batch.to_memory_format(torch.channels_last)
+        batch = self._few_as(settings)
         found = self._gradients(batch)
         finish_device()
         seconds = self._clock() - began
-        if not once and self.budget.pays_before(2 * seconds):
-            again = self._clock()
-            self._gradients(batch)
-            finish_device()
-            seconds = min(seconds, self._clock() - again)
+        if self.budget.pays_before(2 * seconds):
+            seconds = min(seconds, self._timed(partial(self._gradients, batch)))
         self.budget.before_s += self._clock() - began
         return found, max(seconds, 1e-9)
 
     def _gradients(self, batch: Batch) -> Gradients:
-        stepper = self._stepper
-        update, keyed = stepper.update, stepper.dropout
+        self._begin_pass()
+        loss = self._loss(batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return self._take_gradients(loss)
+
+    def _begin_pass(self) -> None:
+        """Each draws the same random numbers, and has gradients of its own."""
         set_random_state(self._random)
-        update.begin()
+        self._stepper.update.begin()
+
+    def _loss(self, batch: Batch) -> torch.Tensor:
+        stepper, keyed = self._stepper, self._stepper.dropout
         with nullcontext() if keyed is None else keyed.step(0), stepper.switch.autocast():
             if keyed is not None:
                 keyed.at(0, batch.size)
             value = self._compute(batch)
-        loss = value[0] if isinstance(value, tuple) else value
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss: torch.Tensor = value[0] if isinstance(value, tuple) else value
+        return loss
+
+    def _take_gradients(self, loss: torch.Tensor) -> Gradients:
+        """The loss and the gradients, which parameters have no longer."""
+        update = self._stepper.update
         found = [loss.detach(), *map(_summed, (p.grad for p in update.parameters))]
         update.forget()
         return found

@@ -17,7 +17,7 @@ from flatout.train.auto_search import Option
 from flatout.words import rounded
 
 # Looking takes as long as the forward of so many samples, of an epoch this share at most.
-_LOOKED_AT, _SHARE = 40, 0.25
+_LOOKED_AT, _SHARE = 24, 0.25
 # A first epoch whose forward is over sooner is not looked at.
 _LEAST_S = 1.0
 # An epoch of fewer steps is over before settings are judged on them.
@@ -71,13 +71,12 @@ def choose_precision(
     looks = planned.samples * _SHARE >= _LOOKED_AT and planned.epochs > 1
     if not looks:
         return Found({})
-    plain_s = check.forward_of_some(())
-    if planned.samples * plain_s < _LEAST_S:
-        return Found({})
     tried: list[tuple[Option, ...]] = [] if precision is None else [(precision,)]
     if precision is not None and layout is not None:
         tried.append((precision, layout))
-    found = check.frozen_rates(tried, facts, plain_s)
+    found = check.frozen_rates(tried, facts, _LEAST_S / planned.samples)
+    if planned.samples * found[()][0] < _LEAST_S:
+        return Found({})
     # A backward pass of all layers takes about twice as long as the forward.
     is_frozen = found[()][1] < found[()][0]
     # What makes the forward longer, which the first epoch is made of, was timed badly or is no use.
