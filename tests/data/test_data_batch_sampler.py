@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flatout.data.execution.batch_sampler import BatchSampler, padding_share
@@ -99,6 +99,7 @@ def test_passes_have_orders_of_their_own():
 
 
 @given(st.integers(2, 300), st.integers(1, 20), st.integers(1, 5), st.integers(0, 3))
+@example(60, 20, 3, 0)
 def test_by_length_moves_rows_only_within_a_window(samples, size, window, epoch):
     lengths = np.random.default_rng(0).integers(0, 50, samples)
     inner = shuffled(in_order(np.arange(samples)), 1)
@@ -107,8 +108,9 @@ def test_by_length_moves_rows_only_within_a_window(samples, size, window, epoch)
     for start in range(0, samples, size * window):
         part = slice(start, start + size * window)
         assert sorted(found[part]) == sorted(before[part])
-    starts = BatchSampler(len(before), size, in_order(before)).starts()
-    assert padding_share(found, lengths, starts) <= padding_share(before, lengths, starts)
+    if samples % size == 0:  # where the longest fall into a last batch of few, chance may do better
+        starts = BatchSampler(len(before), size, in_order(before)).starts()
+        assert padding_share(found, lengths, starts) <= padding_share(before, lengths, starts)
 
 
 def test_padding_is_counted():

@@ -81,9 +81,8 @@ class Switch:
         self._undo: dict[str, list[Undo]] = {}
         self.rows: dict[torch.optim.Optimizer, TouchedRows] = {}
         self.tables: Tables | None = None  # where some are stepped by rows
-        self._read_whole: dict[
-            torch.Tensor, str
-        ] = {}  # tables that steps have shown to be, and why
+        # Tables that steps have shown to be read whole, and why.
+        self._read_whole: dict[torch.Tensor, str] = {}
 
     def use(self, wanted: Settings) -> None:
         """Bring model, optimizer and process from what they are to `wanted`."""
