@@ -97,7 +97,6 @@ def test_a_second_fit_with_another_rate_computes_nothing(tmp_path, made, monkeyp
 def test_settings_are_tuned_first(made, monkeypatch):
     monkeypatch.setattr(frozen_precision, "_LEAST_S", 1e9)  # however busy the machine is
     monkeypatch.setattr(auto_budget.Budget, "pays_before", lambda budget, seconds: True)
-    monkeypatch.setattr(frozen_precision, "_LEAST_S", 1e9)  # its forward is a short one
     x, y = images(200)
     trainer, history = fitted("memory", (x, y), epochs=12, precision="auto")
     assert history.features["kept"] is not None
