@@ -6,14 +6,18 @@ is there to avoid. Rows are put together in the order of ranks, so that all have
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from flatout.errors import ModelError
+from flatout.kernels import table_rows
 from flatout.models import TableParameter, modules_of
 from flatout.world import World
+
+_ID_BYTES = 8
 
 
 def sparse_weights(model: nn.Module) -> set[torch.Tensor]:
@@ -30,37 +34,83 @@ def sparse_weights(model: nn.Module) -> set[torch.Tensor]:
 def sum_rows(world: World, tables: Sequence[torch.Tensor]) -> None:
     """Make the gradient of each table that of all ranks; where no rank has one, there is none.
 
+    How many rows each rank has goes first, then the rows of all tables together.
+
     Raises:
         ModelError: a gradient is sparse in another way than by rows.
     """
     own = [_rows_of(table) for table in tables]
-    counts = torch.zeros(world.size, len(tables), 2, dtype=torch.int64, device=tables[0].device)
-    for place, rows in enumerate(own):
+    # Of a gradient that is there but has no rows, the optimizer still takes note.
+    lengths = [-1 if rows is None else rows._nnz() for rows in own]
+    counts = torch.tensor(lengths, dtype=torch.int64, device=tables[0].device)
+    each = torch.stack(world.gather_tensors(counts, "number of rows in sparse gradients")).tolist()
+    sizes = [
+        sum(_bytes(table, count) for table, count in zip(tables, of_rank, strict=True))
+        for of_rank in each
+    ]
+    message = torch.zeros(max(sizes), dtype=torch.uint8, device=counts.device)
+    at = 0
+    for table, rows in zip(tables, own, strict=True):
         if rows is not None:
-            # Of a gradient that is there but has no rows, the optimizer still takes note.
-            counts[world.rank, place] = counts.new_tensor([rows._nnz(), 1])
-    world.sum(counts, "number of rows in sparse gradients")
-    for place, (table, rows) in enumerate(zip(tables, own, strict=True)):
-        lengths = counts[:, place, 0].tolist()
-        table.grad = None
-        if counts[:, place, 1].any():
-            table.grad = _put_together(world, table, rows, lengths)
+            places, values, at = _parts(message, at, table, rows._nnz())
+            places.copy_(rows.indices()[0])
+            values.copy_(rows.values())
+    found = world.gather_tensors(message, "rows of sparse gradients") if max(sizes) else []
+    starts = [0] * world.size
+    for place, table in enumerate(tables):
+        parts = []
+        for rank, other in enumerate(found):
+            places, values, starts[rank] = _parts(other, starts[rank], table, each[rank][place])
+            parts.append((places, values))
+        is_there = any(of_rank[place] >= 0 for of_rank in each)
+        table.grad = _put_together(table, parts) if is_there else None
+
+
+def _bytes(table: torch.Tensor, rows: int) -> int:
+    """What so many rows take in a message, each part of it a multiple of 8."""
+    values = math.prod((max(rows, 0), *table.shape[1:])) * table.element_size()
+    return max(rows, 0) * _ID_BYTES + -(-values // _ID_BYTES) * _ID_BYTES
+
+
+def _parts(
+    message: torch.Tensor, at: int, table: torch.Tensor, rows: int
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Where a message has the places and the values of so many rows, and where the next begin."""
+    rows = max(rows, 0)
+    middle = at + rows * _ID_BYTES
+    shape = (rows, *table.shape[1:])
+    end = middle + math.prod(shape) * table.element_size()
+    places = message[at:middle].view(torch.int64)
+    values = message[middle:end].view(table.dtype).view(shape)
+    return places, values, at + _bytes(table, rows)
 
 
 def _put_together(
-    world: World, table: torch.Tensor, own: torch.Tensor | None, lengths: list[int]
+    table: torch.Tensor, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]
 ) -> torch.Tensor:
     """The rows of all ranks, each row once."""
-    start, length = sum(lengths[: world.rank]), lengths[world.rank]
-    # Each rank fills its own part, and zeros add nothing to the others'.
-    places = torch.zeros(1, sum(lengths), dtype=torch.int64, device=table.device)
-    values = torch.zeros(sum(lengths), *table.shape[1:], dtype=table.dtype, device=table.device)
-    if own is not None:
-        places[:, start : start + length] = own.indices()
-        values[start : start + length] = own.values()
-    world.sum(places, "places of rows in sparse gradients")
-    world.sum(values, "rows of sparse gradients")
-    return torch.sparse_coo_tensor(places, values, table.shape, check_invariants=False).coalesce()
+    places = (
+        torch.cat([one for one, _ in parts])
+        if parts
+        else torch.empty(0, dtype=torch.int64, device=table.device)
+    )
+    values = (
+        torch.cat([one for _, one in parts])
+        if parts
+        else torch.empty(0, *table.shape[1:], dtype=table.dtype, device=table.device)
+    )
+    is_ours = values.is_cpu and values.dtype is torch.float32 and values.dim() == 2
+    if not is_ours or not table_rows.available():
+        found = torch.sparse_coo_tensor(places[None], values, table.shape, check_invariants=False)
+        return found.coalesce()
+    groups = table_rows.group(places, len(table))
+    return torch.sparse_coo_tensor(
+        groups.rows[None],
+        table_rows.sum_rows(values, groups),
+        table.shape,
+        check_invariants=False,
+        is_coalesced=True,
+    )
 
 
 def _rows_of(table: torch.Tensor) -> torch.Tensor | None:

@@ -161,6 +161,23 @@ class World:
         with _together(self, self.collectives.begin(what)):
             return messages.gather(value, self.size)
 
+    def gather_tensors(self, tensor: torch.Tensor, what: str = "") -> list[torch.Tensor]:
+        """Every rank's tensor, by rank, in one collective.
+
+        Args:
+            tensor: contiguous, of the same shape and dtype on every rank, where ranks add up.
+            what: it is for.
+        """
+        if self.size == 1:
+            return [tensor]
+        import torch
+        import torch.distributed as dist
+
+        found = [torch.empty_like(tensor) for _ in range(self.size)]
+        with _together(self, self.collectives.begin(what)):
+            dist.all_gather(found, tensor)
+        return found
+
     def from_first(self, value: Any, what: str = "") -> Any:
         """Rank 0's value, on every rank; of the others it is not looked at.
 
