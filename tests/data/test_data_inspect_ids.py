@@ -46,7 +46,7 @@ def test_ids_are_told_field_by_field_against_another_day(tmp_path):
         assert one.unknown_ids == len(new)
         assert one.unknown_share == pytest.approx(sum(counts[id] for id in new) / 3000)
     assert [one.todo for one in report.fields] == [
-        "the same everywhere",
+        "constant",
         "a row for each",
         "a row for each",
         'hash, few ids come again: vocabulary = "none", buckets = 1024',

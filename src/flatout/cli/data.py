@@ -202,7 +202,7 @@ def inspect(
         raise refused
 
 
-_OF_FIELDS = ("field", "ids", "seen once", "most frequent", "half in", "unknown", "in the schema")
+_OF_FIELDS = ("field", "ids", "once", "most frequent", "half in", "unknown", "in the schema")
 
 
 def _show(report: Report, schema: Path | None, as_json: bool) -> None:

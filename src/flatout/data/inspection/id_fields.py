@@ -53,10 +53,10 @@ class FieldFacts:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Name, ids, seen once, most frequent, half of the values, unknown, what to do."""
+        """Name, ids, seen once, most frequent, half of the values, unknown (ids), what to do."""
         unknown = ""
         if self.unknown_share is not None:
-            unknown = f"{_share(self.unknown_share)} ({self.unknown_ids:,} ids)"
+            unknown = f"{_share(self.unknown_share)} ({self.unknown_ids:,})"
         return (
             self.name,
             f"{self.ids:,}",
@@ -165,7 +165,7 @@ def _facts(name: str, items: Items, known: Items | None) -> FieldFacts:
 def _todo(values: int, ids: int, once: int, unknown: float | None) -> str:
     """What the schema's `ids` of a field may say, by what it holds."""
     if ids == 1 and values > 1:
-        return "the same everywhere"
+        return "constant"
     buckets = max(_FEWEST_BUCKETS, 1 << max(0, ids - once - 1).bit_length())
     if ids > _FEW and ids > values / 2:
         return f'hash, few ids come again: vocabulary = "none", buckets = {buckets}'
