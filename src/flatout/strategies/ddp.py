@@ -7,7 +7,8 @@ behind the last bucket's gradients, so that the division by the weight comes aft
 one rank, without its own collective. With them goes which parameters any rank has used, and
 whether any rank wants to stop. Where gradients are compressed, or have few digits, these numbers
 are added up exactly in their own small bucket. Sparse gradients are no part of a bucket, and
-follow when backward is done (sparse.py).
+follow when backward is done (sparse.py). Which these are is known of layers that say so; of others
+it is told, in the first step that has one, behind which parameters were used.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flatout.errors import ModelError
 from flatout.strategies.reductions import Beside, Flat
 from flatout.strategies.sparse import sum_rows
 from flatout.world import Later, World
@@ -26,6 +26,11 @@ from flatout.world import Later, World
 _FIRST_BYTES, _BUCKET_BYTES = 1 << 20, 25 << 20
 # Of one set of optimizers, so that a bucket's number tells whose it is.
 _MOST_BUCKETS = 1 << 20
+# Of the numbers that travel with gradients, behind the sums: how many gradients are sparse that are
+# in buckets, and how each parameter was used.
+_ARE_SPARSE, _USED = 3, 4
+# How a parameter was used on a rank: not, or with a gradient, which may have only some rows.
+_UNUSED, _DENSE, _SPARSE = 0.0, 1.0, float(1 << 20)  # of fewer ranks, so that sums tell them apart
 
 
 class Sums(NamedTuple):
@@ -54,7 +59,7 @@ class _Bucket:
         more: int = 0,
     ) -> None:
         self.parameters = list(parameters)
-        self.used = [False] * len(self.parameters)
+        self.used = [_UNUSED] * len(self.parameters)
         self.name = name
         first = self.parameters[0]
         sizes = [p.numel() for p in self.parameters]
@@ -75,23 +80,16 @@ class _Bucket:
 
     def note_used(self) -> None:
         """Which parameters have a gradient on this rank."""
-        self.used = [parameter.grad is not None for parameter in self.parameters]
+        self.used = [_use_of(parameter) for parameter in self.parameters]
 
     def send(self, world: World, reduction: Beside) -> None:
         """Begin to add up; what has no gradient on this rank counts as zero."""
         self.note_used()
         views, gradients = [], []
         for parameter, view in zip(self.parameters, self.views, strict=True):
-            if parameter.grad is None:
+            if parameter.grad is None or parameter.grad.layout is not torch.strided:
                 view.zero_()
                 continue
-            if parameter.grad.layout is not torch.strided:
-                raise ModelError(
-                    f"a parameter {tuple(parameter.shape)} has a sparse gradient, which ranks add "
-                    "up only for layers that say so",
-                    do="use nn.Embedding(sparse=True) as a layer of the model, a dense gradient, "
-                    "or one rank",
-                )
             views.append(view)
             gradients.append(parameter.grad)
         if views:
@@ -108,6 +106,9 @@ class Ddp:
         reduction: how gradients are added up.
         sparse: those whose gradients have only some of their rows.
         turn: which of the job's optimizers these are, from 1: each has its own buckets.
+
+    Attributes:
+        sparse: as given, and those of which a rank had a sparse gradient since.
     """
 
     def __init__(
@@ -123,11 +124,12 @@ class Ddp:
         self._of = parameters
         trained = [p for p in parameters if p.requires_grad]
         self._trained = len(trained)
+        self.sparse = set(sparse)
         self._sparse = [p for p in trained if p in sparse]
         self.parameters = [p for p in trained if p not in sparse]
         self._device = trained[0].device
         groups = _groups(self.parameters)
-        count = 3 + len(self.parameters)
+        count = _USED + len(self.parameters)
         # In the last bucket the numbers cost no further collective.
         self._rides = _has_room_for_numbers(groups, reduction)
         names = [
@@ -151,6 +153,7 @@ class Ddp:
         self._own = Sums(0.0, 0.0, 0.0)
         self._next = 0
         self._armed = self._is_weighed = False
+        self._are_some_sparse = False  # of those in buckets
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._on_ready(bucket))  # type: ignore[no-untyped-call]
             for bucket in self._buckets
@@ -162,6 +165,8 @@ class Ddp:
         if parameters is not self._of:
             return False
         if sum([p.requires_grad for p in parameters]) != self._trained:
+            return False
+        if self._are_some_sparse:
             return False
         return all(
             parameter.stride() == view.stride()
@@ -228,9 +233,15 @@ class Ddp:
         used = [one for bucket in self._buckets for one in bucket.used]
         with self.world.within(last):
             # What this rank has used is used. Only where something is missing must it know more.
-            self._give_out(used if all(used) else self._numbers[3:].tolist())
-        if self._sparse:
-            sum_rows(self.world, self._sparse)
+            if not all(used) or self._numbers[_ARE_SPARSE] > 0:
+                used = self._numbers[_USED:].tolist()
+            own = self._give_out(used)
+        for parameter, gradient in own:
+            parameter.grad = gradient
+            self.sparse.add(parameter)
+            self._are_some_sparse = True
+        if tables := [*self._sparse, *(parameter for parameter, _ in own)]:
+            sum_rows(self.world, tables)
         # A copy, for the next step writes here again.
         total, weight, votes = self._numbers[:3].to(torch.float64, copy=True)
         return Sums(total, weight, votes)
@@ -247,24 +258,33 @@ class Ddp:
         """This rank's part of the sums, and which parameters it has used."""
         for place, number in enumerate(self._own):
             self._numbers[place] = number
-        used = [float(one) for bucket in self._buckets for one in bucket.used]
-        if all(used):
-            self._numbers[3:] = 1
+        used = [one for bucket in self._buckets for one in bucket.used]
+        self._numbers[_ARE_SPARSE] = used.count(_SPARSE)
+        if used.count(_DENSE) == len(used):
+            self._numbers[_USED:] = _DENSE
         else:
-            self._numbers[3:] = torch.tensor(used, dtype=self._numbers.dtype)
+            self._numbers[_USED:] = torch.tensor(used, dtype=self._numbers.dtype)
 
-    def _give_out(self, used: Sequence[float]) -> None:
+    def _give_out(self, used: Sequence[float]) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         """Gradients are views of the buckets; where no rank has one, there is none.
 
         Args:
-            used: how many ranks have used each parameter, bucket by bucket.
+            used: how each parameter was used, summed over ranks, bucket by bucket.
+
+        Returns:
+            the parameters of which a rank has a sparse gradient, with this rank's own.
         """
         each = iter(used)
+        own = []
         for bucket in self._buckets:
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                use = next(each)
+                if use >= _SPARSE:
+                    own.append((parameter, parameter.grad))
                 # Unused now, but an error of earlier steps may have come for it.
-                has_one = next(each) or (self.reduction.carries and bool(view.any()))
+                has_one = use or (self.reduction.carries and bool(view.any()))
                 parameter.grad = view if has_one else None
+        return own
 
     def _on_ready(self, bucket: _Bucket) -> Any:
         def ready(_: torch.Tensor) -> None:
@@ -277,6 +297,12 @@ class Ddp:
                     self._send_next()
 
         return ready
+
+
+def _use_of(parameter: torch.Tensor) -> float:
+    if parameter.grad is None:
+        return _UNUSED
+    return _DENSE if parameter.grad.layout is torch.strided else _SPARSE
 
 
 def _groups(parameters: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:

@@ -437,14 +437,16 @@ class Stepper:
             return self._alone
         turn = self.turn
         if turn.ddp is None or not turn.ddp.is_of(turn.update.parameters):
+            sparse = sparse_weights(self.switch.model)
             if turn.ddp is not None:
+                sparse |= turn.ddp.sparse
                 turn.ddp.close()
             assert self.reduction is not None
             turn.ddp = Ddp(
                 self.world,
                 turn.update.parameters,
                 self.reduction,
-                sparse=sparse_weights(self.switch.model),
+                sparse=sparse,
                 turn=turn.number,
             )
         return turn.ddp
