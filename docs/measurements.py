@@ -91,6 +91,12 @@ SECTIONS = (
         "Keras' torch backend.",
     ),
     Section(
+        "transfer",
+        "Transfer learning",
+        "VGG16 with its last block trained on a folder of JPEGs: what is frozen is computed once, "
+        "where peers compute it in each epoch. First epochs count from the start of the process.",
+    ),
+    Section(
         "large_batches",
         "Larger batches",
         "What the [learning-rate rules](large_batches.md) do where there are few samples: accuracy "
