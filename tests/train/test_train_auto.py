@@ -505,6 +505,15 @@ def test_a_damaged_cache_is_measured_again(clock, tmp_path):
     assert loop.tuning["done"]
 
 
+def test_that_nothing_is_left_to_try_is_cached_too(clock):
+    model = nn.Sequential(nn.Flatten(), nn.Linear(196, 10))
+    tuning = tuned(copy.deepcopy(model), lambda s: 0.1, clock, allow="exact").tuning
+    assert tuning["trials"] == []
+    assert "too few" in tuning["dropped"]["memory.allocator"]
+    allocator.default_memory()
+    assert job(model, allow="exact")[0].tuner is None
+
+
 def test_a_cache_that_cannot_be_written_is_no_error(clock, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "file"))

@@ -360,7 +360,7 @@ def settle(
         return resolved, line
     if search.disturbed or search.stays:
         line += "; the machine is busy, so the next run measures again"
-    elif search.trials or not search.options:
+    elif search.trials or all(one.field in search.dropped for one in search.options):
         auto_cache.write(decision.key, resolved, search.by_length)
     return resolved, line
 
