@@ -347,4 +347,9 @@ def test_what_changes_nothing_is_said():
     assert said(Asked(reduction="shared"), size=4, nodes=2)[0].startswith("there are several nodes")
     assert said(Asked(reduction="shared")) == []
     assert said(Asked(compression="powersgd"), size=1)[0].startswith("one rank has no gradients")
+    with pytest.raises(WorldError, match="strategy=local_sgd sends none"):
+        said(Asked(strategy="local_sgd", compression="powersgd"))
+    assert said(Asked(strategy="local_sgd"), size=1) == [
+        "there is one rank: strategy=local_sgd changes nothing"
+    ]
     assert said(Asked(), size=1) == said(Asked(), size=3) == []

@@ -1,6 +1,7 @@
 from flatout.strategies.alone import Alone as Alone
 from flatout.strategies.ddp import Ddp as Ddp
 from flatout.strategies.ddp import Sums as Sums
+from flatout.strategies.local_sgd import LocalSgd as LocalSgd
 from flatout.strategies.rank_rng import rank_rng as rank_rng
 from flatout.strategies.reductions import Beside as Beside
 from flatout.strategies.reductions import Reduction as Reduction

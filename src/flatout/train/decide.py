@@ -67,7 +67,7 @@ def make_stepper(
         dropout=keyed,
     )
     _note_undo(loop, stepper)
-    if loop.world.size > 1:
+    if loop.world.size > 1 and loop.requested.world.strategy == "ddp":
         stepper.meet(loop.world)
     return stepper, facts
 
@@ -101,7 +101,10 @@ def decide(
         loop.pace = Pace(loop.world.collectives)
         samples = sum(loop.world.gather(samples_of(first)))
         reduction, resolved = _reduction(loop, found)
-        loop.stepper.train_with(loop.world, samples, reduction)
+        if found.world.strategy == "local_sgd":
+            loop.stepper.train_apart(loop.world, samples, reduction, found.world)
+        else:
+            loop.stepper.train_with(loop.world, samples, reduction)
         auto.agree(decision, loop.world)
     elif decision.search is not None:  # several ranks would hold one another up
         auto.know_machine(decision.search, loop.device)

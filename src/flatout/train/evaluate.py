@@ -74,6 +74,7 @@ def evaluate(
     """
     guard.check_state(objective.model, "evaluation")
     loop.be_ready(objective.model)
+    loop.meet_others()
     world = loop.world
     job = objective.job(loop, None, training=False)
     part = part_of(agreed(source, world), world, loop.say)

@@ -217,7 +217,11 @@ class Fit:
         """How the work is shared out, such as "2 ranks x 1 CPU, ddp, global batch 64 = 2 x 32"."""
         ranks, device = self.loop.world.size, self.loop.device
         each = f" x {torch.get_num_threads()} CPU" if device.type == "cpu" else " of a GPU each"
-        words = f"{ranks} ranks{each}, ddp"
+        assert self.loop.resolved is not None
+        asked = self.loop.resolved.world
+        words = f"{ranks} ranks{each}, {asked.strategy}"
+        if asked.strategy == "local_sgd":
+            words += f" with an average every {asked.sync_every} steps"
         size = self.source.batch_size
         if size is not None:
             part = f"{size // ranks:,}" if size % ranks == 0 else f"{size / ranks:,.1f}"
@@ -438,6 +442,7 @@ class Fit:
     def _end_epoch(self, began: float) -> None:
         state, loop = self.state, self.loop
         loop.check_numbers(self.compute)
+        loop.meet_others()
         loop.stepper.switch.settle_rows()
         if self._is_time_to_compare():
             check_replicas(self.objective.model, loop.world, f"after epoch {state.epoch + 1}")

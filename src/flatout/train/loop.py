@@ -407,6 +407,11 @@ class Loop:
         if self.feed.features is None:
             self.feed.features = FrozenFeatures(self, model)
 
+    def meet_others(self) -> None:
+        """Make the ranks alike, where they step alone; all of them call it."""
+        if self._stepper is not None:
+            self._stepper.meet_others()
+
     def settings_of(self, model: nn.Module) -> Settings:
         """How the model runs: as was decided, or as it is where nothing was."""
         if self._stepper is None:
@@ -669,6 +674,7 @@ class Loop:
         """
         assert self.resolved is not None
         check_gathered(self.stepper.turns.values(), self.step_count, self.batch_in_epoch)
+        self.meet_others()
         self.stepper.switch.settle_rows()
         guard.check_state(self.model, "saving")
         path = self.checkpointing.write(

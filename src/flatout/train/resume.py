@@ -186,6 +186,7 @@ def state_of(loop: Loop, extra: Any) -> dict[str, Any]:
         "source": None if loop.feed.source is None else source_state(loop.feed.source),
         "first_samples": loop.first_samples,
         "ids": loop.ids,
+        "local_sgd": None if loop.stepper.local is None else loop.stepper.local.state_dict(),
         "extra": extra,
     }
 
@@ -270,6 +271,8 @@ def put_back(
     if loop.stepper.reduction is not None:
         kept = [own["reduction"] for own in loaded.own]
         loop.stepper.reduction.load_state_dicts([one for one in kept if one is not None])
+    if loop.stepper.local is not None and state.get("local_sgd") is not None:
+        loop.stepper.local.load_state_dict(state["local_sgd"])
     loop.epoch, loop.step_count = state["epoch"], state["step"]
     loop.step_in_epoch, loop.batch_in_epoch = state["step_in_epoch"], state["batch_in_epoch"]
     loop.restored_extra = state["extra"]

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from flatout.world import World
+
 TINY = 1e-12
 _FOLD = 256
 
@@ -54,6 +56,13 @@ class RunningMean:
         """Go on from what `state_dict` gave."""
         self.reset()
         self._total, self._weight = state["total"], state["weight"]
+
+    def share(self, world: World) -> None:
+        """Take the mean of what all ranks have counted; all of them call it."""
+        found = world.gather(self.state_dict(), "mean loss of all ranks")
+        self._total, self._weight = (
+            sum(state[name] for state in found) / world.size for name in ("total", "weight")
+        )
 
     def _fold(self) -> None:
         if not self._values:

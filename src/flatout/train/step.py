@@ -17,15 +17,25 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from time import perf_counter_ns as clock
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
 from flatout.data import Batch
-from flatout.errors import DataError, FlatoutError, OutOfMemory
-from flatout.models import SampleDropout, adapter_of, is_batch_coupled
+from flatout.errors import DataError, FlatoutError, ModelError, OutOfMemory
+from flatout.models import KerasOptimizer, SampleDropout, adapter_of, is_batch_coupled, weights_of
 from flatout.optim import LrScale, Optimizers, Update, as_tuple, scaled
-from flatout.strategies import Alone, Beside, Ddp, Reduction, Sums, SyncBatchNorm, sparse_weights
+from flatout.recipe import World as Asked
+from flatout.strategies import (
+    Alone,
+    Beside,
+    Ddp,
+    LocalSgd,
+    Reduction,
+    Sums,
+    SyncBatchNorm,
+    sparse_weights,
+)
 from flatout.strategies.rank_rng import rank_rng
 from flatout.train.losses import Value
 from flatout.train.micro_batch import forget_frames, is_out_of_memory, pieces_for, smaller
@@ -38,6 +48,7 @@ if TYPE_CHECKING:
     from flatout.train.capture import Capture
 
 Compute = Callable[[Batch], Value]
+_Strategy: TypeAlias = Alone | Ddp | LocalSgd
 # Mean loss, its weight, and the times of forward, backward and sync in ns; the gradients are in
 # place.
 _Found = tuple[torch.Tensor, torch.Tensor | float, int, int, int]
@@ -95,6 +106,7 @@ class Stepper:
         wants_to_stop: whether this rank asks all to stop after the next step.
         stopping: whether any rank has asked so; the same on all ranks.
         lr_scale: what the user's learning-rate rule does, or None.
+        local: where ranks step alone and meet now and then; None where each step is one of all.
         samples: about how many samples of all ranks make a step: only a scale, the same on all;
             0 before steps are those of all ranks.
         may_split: whether a batch is taken again in smaller pieces where memory runs out.
@@ -121,6 +133,7 @@ class Stepper:
         self.samples = 0.0
         self.may_split = True
         self.reduction: Beside | None = None
+        self.local: LocalSgd | None = None
         self._norms: SyncBatchNorm | None = None
         # Where an attempt is taken again, what the forward pass has changed is put back before.
         self._moves: Moving | Literal[False] | None = None
@@ -245,6 +258,8 @@ class Stepper:
         else:
             with scaled(self.turn.optimizers, self.lr_scale.at(step - 1)):
                 self.turn.apply()
+        if self.local is not None:
+            self.stopping = self.local.after_step() > 0
         return Done(*found, clock() - start)
 
     def _gradients(self, compute: Compute, batches: Sequence[Batch], step: int) -> _Found:
@@ -253,14 +268,19 @@ class Stepper:
             self._check_places(batches)
         strategy, log = self._strategy(), self.world.collectives
         log.step, before = step, log.waited
+        if self.local is not None:
+            self.local.before_step()
         with self._all_together():
             own = self._own_part(compute, batches, strategy, step)
             if own.is_mean:
                 return own.total, own.weight, own.forward, own.backward, 0
             start, waited = clock(), log.waited
             sums = strategy.finish()
-            self.stopping = bool(sums.votes)
+            if self.local is None:
+                self.stopping = bool(sums.votes)
             waited = log.waited - waited
+            if self.local is not None and not sums.weight:  # no sample of this rank's counts
+                self.update.forget()
             self._divide(self._samples_of(batches), sums.weight)
             assert torch.is_tensor(sums.total)
             loss = (sums.total / _not_zero(sums.weight, sums.total.dtype)).to(own.total.dtype)
@@ -268,7 +288,11 @@ class Stepper:
         return loss, sums.weight, own.forward, backward, log.waited - before
 
     def _own_part(
-        self, compute: Compute, batches: Sequence[Batch], strategy: Alone | Ddp, step: int
+        self,
+        compute: Compute,
+        batches: Sequence[Batch],
+        strategy: _Strategy,
+        step: int,
     ) -> _Part:
         """This rank's part, in smaller pieces where memory runs out."""
         weights: torch.Tensor | None = None
@@ -334,7 +358,7 @@ class Stepper:
         compute: Compute,
         pieces: Sequence[Batch],
         samples: float,
-        strategy: Alone | Ddp,
+        strategy: _Strategy,
     ) -> _Part:
         """The sum of losses, and times without waiting.
 
@@ -396,6 +420,8 @@ class Stepper:
     def _all_together(self) -> AbstractContextManager[None]:
         """Within, all ranks run the same forward and backward, and draw each their own numbers."""
         # Before steps are those of all ranks, each tries settings alone.
+        if self.local is not None:
+            return rank_rng(self.world)
         if self.world.size == 1 or self._norms is None:
             return _NO_OTHERS
         return self._of_all_ranks(self._norms)
@@ -421,6 +447,62 @@ class Stepper:
         self._moves = None
         self.reduction = Beside(reduction, self.switch.device)
 
+    def train_apart(self, world: World, samples: float, reduction: Reduction, asked: Asked) -> None:
+        """From now on this rank steps alone, and meets the others now and then.
+
+        Args:
+            world: of this rank.
+            samples: about how many samples of all ranks make a step: only a scale.
+            reduction: how what has changed is added up.
+            asked: the Recipe's section.
+
+        Raises:
+            ModelError: an optimizer is Keras'.
+        """
+        if any(isinstance(optimizer, KerasOptimizer) for optimizer in self.switch.optimizers):
+            raise ModelError(
+                "world.strategy=local_sgd averages the state of torch's optimizers, and this one "
+                "is Keras'",
+                do="train with world.strategy=ddp, or give the Trainer an optimizer of torch",
+            )
+        self.train_with(world, samples, reduction)
+        assert self.reduction is not None
+        self.local = LocalSgd(
+            world,
+            self.reduction,
+            self._trained,
+            self._states,
+            every=asked.sync_every,
+            outer=asked.outer == "nesterov",
+        )
+
+    def _trained(self) -> list[torch.Tensor]:
+        """What the optimizers train, in one order on all ranks."""
+        return [p for o in self.switch.optimizers for g in o.param_groups for p in g["params"]]
+
+    def _states(self) -> list[torch.Tensor]:
+        """What optimizers keep of these, and the model's other weights, such as statistics."""
+        trained = self._trained()
+        known = {parameter.data_ptr() for parameter in trained}
+        others = [w for w in weights_of(self.switch.model).values() if w.data_ptr() not in known]
+        kept = [
+            value
+            for optimizer in self.switch.optimizers
+            for parameter in trained
+            for _, value in sorted(optimizer.state.get(parameter, {}).items())
+            if torch.is_tensor(value)
+        ]
+        return [*others, *kept]
+
+    def meet_others(self) -> None:
+        """Make the ranks alike, where they step alone; all of them call it."""
+        if self.local is None:
+            return
+        self.switch.settle_rows()
+        self.stopping = self.local.meet() > 0 or self.stopping
+        for turn in self.turns.values():
+            turn.tally.share(self.world)
+
     @property
     def _meets_in_compute(self) -> bool:
         """Whether ranks wait for each other within forward: for BatchNorm, or losses of Keras."""
@@ -432,9 +514,11 @@ class Stepper:
         """The ranks that run the same code right now: all within a step, else this one alone."""
         return ONE if self._norms is None else self._norms.world
 
-    def _strategy(self) -> Alone | Ddp:
+    def _strategy(self) -> _Strategy:
         if self.world.size == 1:
             return self._alone
+        if self.local is not None:
+            return self.local
         turn = self.turn
         if turn.ddp is None or not turn.ddp.is_of(turn.update.parameters):
             sparse = sparse_weights(self.switch.model)

@@ -30,6 +30,29 @@ class World(Section):
         parity=Parity.EXACT,
         words="{} placement",
     )
+    strategy: Literal["ddp", "local_sgd"] = setting(
+        "ddp",
+        "What several ranks do together: `ddp` makes each step one of all ranks, with the result "
+        "of one rank. `local_sgd` is for slow links: ranks step alone, each on its part of the "
+        "batch, and average weights and the optimizer's state every `sync_every` steps, at the end "
+        "of an epoch, and before evaluating and saving.",
+        parity=Parity.LEARNING,
+        words="{}",
+    )
+    sync_every: Positive = setting(
+        32,
+        'How many steps `strategy = "local_sgd"` makes between two averages.',
+        parity=Parity.LEARNING,
+        words="an average every {} steps",
+    )
+    outer: Literal["average", "nesterov"] = setting(
+        "average",
+        'What `strategy = "local_sgd"` does with the mean of what the ranks have learned apart: '
+        "`average` takes it as it is; `nesterov` takes it as the gradient of an outer SGD with a "
+        "rate of 0.7 and Nesterov momentum of 0.9, as DiLoCo does, which suits many steps apart.",
+        parity=Parity.LEARNING,
+        words="outer {}",
+    )
     reduction: Literal["auto", "all_reduce", "shared", "ring", "to_one", "hierarchical"] = setting(
         "auto",
         "How several ranks add up their gradients: `all_reduce` as gloo or NCCL does it; `shared` "

@@ -29,7 +29,7 @@ def check_reduction(asked: Asked, world: World, say: Callable[[str], None]) -> N
         say: tells the user.
 
     Raises:
-        WorldError: a compression that does not go with the reduction.
+        WorldError: a compression that does not go with the reduction or the strategy.
     """
     if asked.compression != "off" and asked.reduction in ("shared", "ring", "to_one"):
         raise WorldError(
@@ -38,9 +38,17 @@ def check_reduction(asked: Asked, world: World, say: Callable[[str], None]) -> N
             do="leave world.reduction=auto, or take hierarchical, which compresses between nodes; "
             "or set world.compression=off",
         )
+    if asked.compression == "powersgd" and asked.strategy == "local_sgd":
+        raise WorldError(
+            "compression=powersgd makes up for its errors in the next step's gradients, and "
+            "strategy=local_sgd sends none",
+            do="take world.compression=bf16, or average more rarely: world.sync_every",
+        )
     if world.size == 1:
         if asked.compression != "off" or asked.reduction not in ("auto", "all_reduce"):
             say("one rank has no gradients to add up: reduction and compression change nothing")
+        if asked.strategy != "ddp":
+            say(f"there is one rank: strategy={asked.strategy} changes nothing")
     elif asked.reduction == "shared" and world.place.nodes > 1:
         say(
             "there are several nodes, which share no memory: reduction=shared does what all_reduce "
