@@ -97,6 +97,11 @@ def sum_rows(values: torch.Tensor, groups: Groups) -> torch.Tensor:
     return out
 
 
+def in_float32(number: float) -> float:
+    """As kernels round it: torch's, Keras' on torch and these."""
+    return float(torch.tensor(number, dtype=torch.float32))
+
+
 class Step(NamedTuple):
     """The numbers of one step of a rule.
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from flatout.kernels import table_rows
-from flatout.kernels.table_rows import Step
+from flatout.kernels.table_rows import Step, in_float32
 from flatout.models import KerasOptimizer, KerasRule, Reader
 
 State = tuple[torch.Tensor | None, torch.Tensor | None]
@@ -182,19 +182,17 @@ class _TorchRule:
             return Step(
                 rate / (1 - beta1**count),
                 1 / math.sqrt(1 - beta2**count),
-                1 - _rounded(1 - beta1),
-                _rounded(beta2),
-                _rounded(1 - rate * decay) if is_decoupled else 1.0,
+                1 - in_float32(1 - beta1),
+                in_float32(beta2),
+                in_float32(1 - rate * decay) if is_decoupled else 1.0,
                 0.0 if is_decoupled else decay,
-                first_rest=_rounded(1 - beta1),
-                second_rest=_rounded(1 - beta2),
+                first_rest=in_float32(1 - beta1),
+                second_rest=in_float32(1 - beta2),
             )
         if self.name == "adagrad":
             return Step(rate / (1 + (count - 1) * group["lr_decay"]), decay=decay)
-        momentum, alpha = _rounded(group["momentum"]), group.get("alpha", 0.0)
-        is_nesterov, rest = group.get("nesterov", False), _rounded(1 - alpha)
-        return Step(rate, 1.0, momentum, _rounded(alpha), 1.0, decay, is_nesterov, second_rest=rest)
-
-
-def _rounded(number: float) -> float:
-    return float(torch.tensor(number, dtype=torch.float32))
+        momentum, alpha = in_float32(group["momentum"]), group.get("alpha", 0.0)
+        is_nesterov, rest = group.get("nesterov", False), in_float32(1 - alpha)
+        return Step(
+            rate, 1.0, momentum, in_float32(alpha), 1.0, decay, is_nesterov, second_rest=rest
+        )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from flatout.kernels.table_rows import Step
+from flatout.kernels.table_rows import Step, in_float32
 from flatout.models.table_parameter import Reader, unwatch_table, watch_table
 
 if TYPE_CHECKING:
@@ -105,20 +105,20 @@ class KerasRule:
         if self.name == "adam":
             beta1, beta2 = (torch.tensor(beta) for beta in (keras.beta_1, keras.beta_2))
             corrected = torch.sqrt(1 - beta2**count) / (1 - beta1**count)
-            first, second = _rounded(1 - keras.beta_1), _rounded(1 - keras.beta_2)
+            first, second = in_float32(1 - keras.beta_1), in_float32(1 - keras.beta_2)
             return Step(
                 float(rate * corrected), 1.0, 1 - first, float(beta2), keep,
                 first_rest=first, second_rest=second,
             )  # fmt: skip
         if self.name == "adagrad":
             return Step(float(rate), keep=keep, within=keras.epsilon)
-        step = Step(float(rate), first=_rounded(keras.momentum), keep=keep)
+        step = Step(float(rate), first=in_float32(keras.momentum), keep=keep)
         if self.name == "sgd":
             if not keras.momentum:
                 return step
             # Keras' momentum is what is added to a weight.
             return step._replace(rate=-1.0, scale=-step.rate, nesterov=bool(keras.nesterov))
-        rho, rest = _rounded(keras.rho), _rounded(1 - keras.rho)
+        rho, rest = in_float32(keras.rho), in_float32(1 - keras.rho)
         step = step._replace(within=keras.epsilon, second=rho, second_rest=rest)
         return step._replace(rate=1.0, scale=step.rate) if keras.momentum else step
 
@@ -140,7 +140,3 @@ class KerasRule:
         for slot in self._watched:
             unwatch_table(slot)
         self._watched = []
-
-
-def _rounded(number: float) -> float:
-    return float(torch.tensor(number, dtype=torch.float32))
