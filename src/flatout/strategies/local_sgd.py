@@ -63,7 +63,7 @@ class LocalSgd:
         # The weights of the last meeting, and the outer momentum by weight.
         self._anchors: list[torch.Tensor] = []
         self._velocities: list[torch.Tensor] = []
-        self._flats: dict[torch.dtype, torch.Tensor] = {}
+        self._flats: dict[torch.dtype, Flat] = {}
 
     def before_step(self) -> None:
         """A step begins, before anything changes."""
@@ -124,23 +124,21 @@ class LocalSgd:
                 self._mean_of(group, dtype)
 
     def _mean_of(self, parts: Tensors, dtype: torch.dtype) -> None:
-        device = parts[0].device
         if dtype not in self._flats:
             number = _NUMBER + len(self._flats)
-            self._flats[dtype] = self._reduction.memory(number, _LENGTH, dtype)
-        flat, at = self._flats[dtype], 0
-        for part in parts:
-            flat[at : at + len(part)].copy_(part)
-            at += len(part)
-        flat[at:] = 0
-        flat.div_(self._world.size)
-        number = _NUMBER + [*self._flats].index(dtype)
-        begun = self._reduction.begin(Flat(flat, number))
+            memory = self._reduction.memory(number, _LENGTH, dtype)
+            self._flats[dtype] = Flat(memory, number)
+        flat = self._flats[dtype]
+        used = sum(map(len, parts))
+        pieces = torch.split(flat.values[:used], [len(part) for part in parts])
+        for piece, part in zip(pieces, parts, strict=True):
+            piece.copy_(part)
+        flat.values[used:] = 0
+        flat.values.div_(self._world.size)
+        begun = self._reduction.begin(flat)
         self._world.until(self._world.begun(begun, "mean of the ranks' weights"))
-        at = 0
-        for part in parts:
-            part.copy_(flat[at : at + len(part)].to(device))
-            at += len(part)
+        for piece, part in zip(pieces, parts, strict=True):
+            part.copy_(piece)
 
     def state_dict(self) -> dict[str, Any]:
         """What the next meeting needs besides the weights; the ranks have met."""
