@@ -30,7 +30,7 @@ def computed(cuts):
 
 
 def convolved(monkeypatch):
-    """How many samples each call of a convolution had, whoever makes it."""
+    """How many samples each call of a convolution had."""
     counts = []
     run = nn.Conv2d._conv_forward
 

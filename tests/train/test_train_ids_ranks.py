@@ -1,14 +1,12 @@
 """Ids on two ranks: the same rows as on one, and the same weights to rounding."""
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from train_clicks import fit_day, write_day
+from train_ranks import run_on_two_ranks
 
 from flatout.measure import usable_cpus
 
@@ -33,15 +31,7 @@ def test_a_day_that_begins_on_two_ranks_and_ends_on_one(tmp_path):
     shutil.copytree(tmp_path / "one", tmp_path / "two")
     whole = fit_day(tmp_path, "one", 1)
     (tmp_path / "train.py").write_text(TRAIN.format(here=str(Path(__file__).parent)))
-    call = "from flatout.cli.main import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", call, "run", "--devices", "2", "train.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "FLATOUT_CACHE": str(tmp_path / "cache")},
-    )
+    done = run_on_two_ranks(tmp_path)
     assert done.returncode != 0
     assert "RuntimeError: crash" in done.stdout + done.stderr
     said = []

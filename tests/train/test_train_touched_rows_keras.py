@@ -1,12 +1,10 @@
 """Compiled Keras models whose tables are stepped by rows: a fit, its words and its files."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from train_ranks import run_on_two_ranks
 
 import flatout
 from flatout.errors import DataError, NumbersError
@@ -171,15 +169,7 @@ def test_two_ranks_end_with_the_weights_of_one(tmp_path):
     one = network()
     fit(one, "on", batch_size=25)  # batches of which one rank has a sample more
     (tmp_path / "train.py").write_text(ON_RANKS.format(here=str(Path(__file__).parent)))
-    call = "from flatout.cli.main import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", call, "run", "--devices", "2", "train.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "FLATOUT_CACHE": str(tmp_path / "cache")},
-    )
+    done = run_on_two_ranks(tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     with np.load(tmp_path / "weights.npz") as found:
         assert_near(list(found.values()), weights_of(one))
