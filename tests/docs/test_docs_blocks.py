@@ -44,7 +44,12 @@ LONG_PAGES = [
     DOCS / "data" / "ids.md",
     *sorted((DOCS / "migrate").glob("*.md")),
 ]
-PAGES = [DOCS / "loop.md", DOCS / "data" / "pipes.md", DOCS / "freezing.md"]
+PAGES = [
+    DOCS / "loop.md",
+    DOCS / "other_systems.md",
+    DOCS / "data" / "pipes.md",
+    DOCS / "freezing.md",
+]
 # What measuring decides differs between machines, and so do the machines themselves.
 # What a machine has, and what is wrong with it, is its own.
 DIFFERS = (

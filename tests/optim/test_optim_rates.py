@@ -17,6 +17,8 @@ def test_what_the_rules_multiply_by():
     assert LrRule("power", 256, exponent=0.75).factor(4096) == 8
     assert LrRule("power", 256, exponent=0.5).factor(768) == pytest.approx(math.sqrt(3), rel=1e-15)
     assert LrRule("none", 256).factor(1024) == 1
+    assert [LrRule("sqrt", 64, most=1.5).factor(64 * k) for k in (1, 4, 32)] == [1, 1.5, 1.5]
+    assert LrRule("linear", 256, most=3).for_batch(64, None).factor == 0.25
     for rule in ("linear", "sqrt", "none"):
         assert LrRule(rule, 96).factor(96) == 1
 
@@ -63,6 +65,10 @@ WORDS = {
         LrRule("none", 256).for_batch(1024, 78),
         "learning rate 0.1 as given: rule 'none' for batch 1,024 instead of 256",
     ),
+    "at most": (
+        LrRule("sqrt", 64, most=1.5).for_batch(256, None),
+        "learning rate 0.1 -> 0.15: sqrt rule, at most 1.5 times, for batch 256 instead of 64",
+    ),
     "reference": (
         LrRule("sqrt", 256, warm_up=5).for_batch(256, 78),
         "learning rate 0.1 as given: 256 is the batch it was found with",
@@ -96,6 +102,9 @@ NONSENSE = {
     "an exponent of sqrt": (("sqrt", 8), {"exponent": 0.5}, "an exponent belongs to rule 'power'"),
     "above one": (("power", 8), {"exponent": 1.5}, "above 0 and at most 1, found 1.5"),
     "zero": (("power", 8), {"exponent": 0}, "above 0 and at most 1, found 0"),
+    "at most once": (("linear", 8), {"most": 1}, "above 1, found 1"),
+    "at most nan": (("sqrt", 8), {"most": float("nan")}, "above 1, found nan"),
+    "nothing to limit": (("none", 8), {"most": 2}, "nothing to limit"),
 }
 
 

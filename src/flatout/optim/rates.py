@@ -45,6 +45,8 @@ class LrRule:
             the reference batch to the multiplied one (Goyal et al. 2017 took 5).
         warm_up_steps: the same in optimizer steps, in place of `warm_up`.
         exponent: of "power", above 0 and up to 1.
+        most: above 1; the rate is multiplied by no more than this. `LrRule("sqrt", 64, most=1.5)`
+            makes a rate of 0.001 one of 0.0015 from four times the batch on.
 
     Raises:
         ModelError: for an unknown rule, or a value that it cannot take.
@@ -55,6 +57,7 @@ class LrRule:
     warm_up: float = 0
     warm_up_steps: int | None = None
     exponent: float | None = None
+    most: float | None = None
 
     def __post_init__(self) -> None:
         if self.rule not in RULES:
@@ -81,10 +84,23 @@ class LrRule:
             )
         if self.exponent is not None and not (_is_number(self.exponent) and 0 < self.exponent <= 1):
             raise ModelError(f"an exponent is above 0 and at most 1, found {self.exponent!r}")
+        if self.most is not None:
+            self._check_most(self.most)
+
+    def _check_most(self, most: Any) -> None:
+        if self.rule == "none":
+            raise ModelError(
+                "rule 'none' leaves the rate as it is, so there is nothing to limit",
+                do="leave most out, or choose another rule",
+            )
+        if not (_is_number(most) and most > 1):
+            raise ModelError(f"most is what a rate is multiplied by, above 1, found {most!r}")
 
     def factor(self, batch: int) -> float:
         """What the learning rate is multiplied by, for a global batch of so many samples."""
-        times = batch / self.reference_batch
+        return min(self._factor(batch / self.reference_batch), self.most or math.inf)
+
+    def _factor(self, times: float) -> float:
         if self.rule == "linear":
             return times
         if self.rule == "sqrt":
@@ -163,7 +179,8 @@ class LrScale:
         if scheduled:
             done = f"learning rate of the schedule times {rounded(self.factor, 4)}"
         name = f"power {rule.exponent:g}" if rule.exponent is not None else rule.rule
-        return f"{done}: {name} rule for {batch}{self._warm_up_words()}"
+        limit = f", at most {rule.most:g} times," if self.factor == rule.most else ""
+        return f"{done}: {name} rule{limit} for {batch}{self._warm_up_words()}"
 
     def _warm_up_words(self) -> str:
         if self.warm_up_steps:
