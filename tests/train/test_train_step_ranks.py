@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy
 
 from flatout.data.batch import Batch
 from flatout.errors import OutOfMemory
+from flatout.strategies import Beside, Ddp
 from flatout.strategies.reductions.all_reduce import AllReduce
 from flatout.train.compute import ModelCompute
 from flatout.train.losses import as_loss
@@ -90,7 +91,8 @@ def data(size=10):
 def step(model, world, given, steps=1, **options):
     stepper = Stepper(Switch(model, torch.optim.SGD(model.parameters(), lr=1.0), CPU), **options)
     stepper.meet(world)
-    stepper.train_with(world, given.size, Named(world))
+    strategy = Ddp(world, model, Beside(Named(world), CPU))
+    stepper.train_with(world, given.size, strategy)
     compute = ModelCompute(model, as_loss("cross_entropy"), (), unweighted=False)
     try:
         return [stepper(compute, [given], number) for number in range(7, 7 + steps)][-1], stepper

@@ -1,6 +1,4 @@
-from flatout.strategies.alone import Alone as Alone
 from flatout.strategies.ddp import Ddp as Ddp
-from flatout.strategies.ddp import Sums as Sums
 from flatout.strategies.local_sgd import LocalSgd as LocalSgd
 from flatout.strategies.rank_rng import rank_rng as rank_rng
 from flatout.strategies.reductions import Beside as Beside
@@ -11,4 +9,6 @@ from flatout.strategies.reductions import reduction_of as reduction_of
 from flatout.strategies.replicas import check_replicas as check_replicas
 from flatout.strategies.replicas import digest_of as digest_of
 from flatout.strategies.sparse import sparse_weights as sparse_weights
+from flatout.strategies.strategy import Strategy as Strategy
+from flatout.strategies.strategy import Sums as Sums
 from flatout.strategies.sync_batch_norm import SyncBatchNorm as SyncBatchNorm

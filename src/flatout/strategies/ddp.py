@@ -14,12 +14,14 @@ it is told, in the first step that has one, behind which parameters were used.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from torch import nn
 
 from flatout.strategies.reductions import Beside, Flat
-from flatout.strategies.sparse import sum_rows
+from flatout.strategies.sparse import sparse_weights, sum_rows
+from flatout.strategies.strategy import Strategy, Sums, Tensors
 from flatout.world import Later, World
 
 # As in torch's DistributedDataParallel: the first bucket is small, so that sending begins early.
@@ -31,20 +33,6 @@ _MOST_BUCKETS = 1 << 20
 _ARE_SPARSE, _USED = 3, 4
 # How a parameter was used on a rank: not, or with a gradient, which may have only some rows.
 _UNUSED, _DENSE, _SPARSE = 0.0, 1.0, float(1 << 20)  # of fewer ranks, so that sums tell them apart
-
-
-class Sums(NamedTuple):
-    """What travels with the gradients: of one rank, or of all together.
-
-    Attributes:
-        total: sum of the losses.
-        weight: sum of their weights.
-        votes: how many ranks want to stop.
-    """
-
-    total: torch.Tensor | float
-    weight: torch.Tensor | float
-    votes: torch.Tensor | float
 
 
 class _Bucket:
@@ -97,8 +85,8 @@ class _Bucket:
         self.sending = world.begun(reduction.begin(self.whole), self.name)
 
 
-class Ddp:
-    """Adds up the gradients of all ranks.
+class _Summed:
+    """Adds up the gradients of all ranks, for some of the job's optimizers.
 
     Args:
         world: of this rank.
@@ -297,6 +285,59 @@ class Ddp:
                     self._send_next()
 
         return ready
+
+
+class Ddp(Strategy):
+    """Adds up the gradients of all ranks, so that all make the same step.
+
+    Args:
+        world: of this rank.
+        model: of this rank.
+        reduction: how gradients are added up.
+    """
+
+    reduction: Beside
+
+    def __init__(self, world: World, model: nn.Module, reduction: Beside) -> None:
+        super().__init__()
+        self._world, self._model, self.reduction = world, model, reduction
+        # Of each turn that there was: several optimizers may step in turn.
+        self._turns: dict[int, _Summed] = {}
+
+    def before_step(self, turn: int, parameters: Tensors) -> None:
+        """A step begins: its buckets are made where there are none for its parameters."""
+        now = self._turns.get(turn)
+        if now is None or not now.is_of(parameters):
+            sparse = sparse_weights(self._model)
+            if now is not None:
+                sparse |= now.sparse
+                now.close()
+            now = _Summed(self._world, parameters, self.reduction, sparse=sparse, turn=turn)
+            self._turns[turn] = now
+        self._now = now
+
+    def arm(self, own: Sums, samples: float, scaler: torch.amp.GradScaler | None = None) -> None:
+        """The next backward completes the gradients: each bucket is sent as soon as it is full."""
+        self._now.arm(own, samples, scaler)
+
+    def disarm(self) -> None:
+        """That backward has failed."""
+        self._now.disarm()
+
+    def finish(self) -> Sums:
+        """Wait for all sums, which become the gradients."""
+        return self._now.finish()
+
+    def renew(self) -> None:
+        """Gradients may be sparse from now on, or no longer."""
+        for one in self._turns.values():
+            one.close()
+        self._turns.clear()
+
+    def close(self) -> None:
+        """Take the hooks off the parameters, and end the reduction."""
+        self.renew()
+        self.reduction.close()
 
 
 def _use_of(parameter: torch.Tensor) -> float:

@@ -11,13 +11,16 @@ all ranks are alike, and a checkpoint of one holds all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
-from flatout.strategies.ddp import Sums
+from flatout.errors import ModelError
+from flatout.models import KerasOptimizer, weights_of
 from flatout.strategies.reductions import Beside, Flat
+from flatout.strategies.strategy import Strategy, Sums, Tensors
 from flatout.world import World
 
 # Numbers that travel at a time, in a bucket of their own.
@@ -26,38 +29,49 @@ _LENGTH, _NUMBER = 1 << 22, 1 << 30
 # Those of the paper.
 _OUTER_RATE, _OUTER_MOMENTUM = 0.7, 0.9
 
-Tensors = Sequence[torch.Tensor]
 
-
-class LocalSgd:
-    """Takes the place of `Ddp` where ranks step alone.
+class LocalSgd(Strategy):
+    """Lets ranks step alone, and makes them alike now and then.
 
     Args:
         world: of this rank.
+        model: of this rank.
+        optimizers: what trains it; the same on every rank.
         reduction: how what has changed is added up.
-        weights: gives the parameters that are trained, in the same order on every rank.
-        states: gives what is averaged as it is, likewise: the states of optimizers and buffers.
         every: how many steps are made between meetings.
         outer: whether the mean change is a gradient for an outer optimizer.
 
     Attributes:
         since: steps since the ranks have met.
+
+    Raises:
+        ModelError: an optimizer is Keras'.
     """
+
+    steps_apart = True
+    reduction: Beside
 
     def __init__(
         self,
         world: World,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
         reduction: Beside,
-        weights: Callable[[], Tensors],
-        states: Callable[[], Tensors],
         *,
         every: int,
         outer: bool = False,
     ) -> None:
-        self._world, self._reduction = world, reduction
-        self._weights, self._states = weights, states
+        if any(isinstance(optimizer, KerasOptimizer) for optimizer in optimizers):
+            raise ModelError(
+                "world.strategy=local_sgd averages the state of torch's optimizers, and this one "
+                "is Keras'",
+                do="train with world.strategy=ddp, or give the Trainer an optimizer of torch",
+            )
+        super().__init__()
+        self._world, self._model, self._optimizers = world, model, optimizers
+        self.reduction = reduction
         self._every, self._outer = every, outer
-        self._own = Sums(0.0, 0.0, 0.0)
+        self._stepped: Tensors = ()
         self._vote = 0.0
         self.since = 0
         # The weights of the last meeting, and the outer momentum by weight.
@@ -65,33 +79,48 @@ class LocalSgd:
         self._velocities: list[torch.Tensor] = []
         self._flats: dict[torch.dtype, Flat] = {}
 
-    def before_step(self) -> None:
+    def before_step(self, turn: int, parameters: Tensors) -> None:
         """A step begins, before anything changes."""
+        self._stepped = parameters
         if not self.since:
             self._anchors = [weight.detach().clone() for weight in self._weights()]
-
-    def arm(self, own: Sums, samples: float, scaler: Any = None) -> None:
-        """The next backward completes the gradients, of which these are the sums."""
-        self._own = own
-
-    def disarm(self) -> None:
-        """That backward has failed."""
 
     def finish(self) -> Sums:
         """This rank's own sums: votes are counted when the ranks meet."""
         self._vote = max(self._vote, float(self._own.votes))
+        if not self._own.weight:  # no sample of this rank's counts
+            for parameter in self._stepped:
+                parameter.grad = None
         return self._own._replace(votes=0.0)
 
-    def after_step(self) -> int:
-        """A step was made; returns how many ranks want to stop, where they meet now."""
+    def after_step(self) -> bool:
+        """A step was made; returns whether a rank wants to stop, where they meet now."""
         self.since += 1
-        return self.meet() if self.since >= self._every else 0
+        return self.meet() if self.since >= self._every else False
+
+    def _weights(self) -> Tensors:
+        """What the optimizers train, in one order on all ranks."""
+        return [p for o in self._optimizers for g in o.param_groups for p in g["params"]]
+
+    def _states(self) -> Tensors:
+        """What optimizers keep of these, and the model's other weights, such as statistics."""
+        trained = self._weights()
+        known = {parameter.data_ptr() for parameter in trained}
+        others = [w for w in weights_of(self._model).values() if w.data_ptr() not in known]
+        kept = [
+            value
+            for optimizer in self._optimizers
+            for parameter in trained
+            for _, value in sorted(optimizer.state.get(parameter, {}).items())
+            if torch.is_tensor(value)
+        ]
+        return [*others, *kept]
 
     @torch.no_grad()
-    def meet(self) -> int:
-        """Make all ranks alike; all of them call it. Returns how many want to stop."""
+    def meet(self) -> bool:
+        """Make all ranks alike; returns whether one wants to stop. All of them call it."""
         if not self.since:
-            return 0
+            return False
         self.since = 0
         votes = sum(self._world.gather(self._vote, "ranks that want to stop"))
         self._vote = 0.0
@@ -99,7 +128,7 @@ class LocalSgd:
         self._mean_changes(weights)
         self._mean(self._states())
         self._anchors = []
-        return int(votes)
+        return bool(votes)
 
     def _mean_changes(self, weights: Tensors) -> None:
         """Weights become those of the last meeting, moved by the mean change of all ranks."""
@@ -126,7 +155,7 @@ class LocalSgd:
     def _mean_of(self, parts: Tensors, dtype: torch.dtype) -> None:
         if dtype not in self._flats:
             number = _NUMBER + len(self._flats)
-            memory = self._reduction.memory(number, _LENGTH, dtype)
+            memory = self.reduction.memory(number, _LENGTH, dtype)
             self._flats[dtype] = Flat(memory, number)
         flat = self._flats[dtype]
         used = sum(map(len, parts))
@@ -135,7 +164,7 @@ class LocalSgd:
             piece.copy_(part)
         flat.values[used:] = 0
         flat.values.div_(self._world.size)
-        begun = self._reduction.begin(flat)
+        begun = self.reduction.begin(flat)
         self._world.until(self._world.begun(begun, "mean of the ranks' weights"))
         for piece, part in zip(pieces, parts, strict=True):
             part.copy_(piece)
@@ -145,8 +174,12 @@ class LocalSgd:
         return {"velocities": self._velocities}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` gave."""
-        self._velocities = [value.clone() for value in state["velocities"]]
+        """Go on from what `state_dict` gave, of this strategy or another one."""
+        self._velocities = [value.clone() for value in state.get("velocities", ())]
+
+    def close(self) -> None:
+        """End the reduction."""
+        self.reduction.close()
 
 
 def _parts_in(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:

@@ -24,7 +24,15 @@ from flatout.recipe import (
     loads,
     of_change,
 )
-from flatout.strategies import Reduction, Shared, reduction_of
+from flatout.strategies import (
+    Beside,
+    Ddp,
+    LocalSgd,
+    Reduction,
+    Shared,
+    Strategy,
+    reduction_of,
+)
 from flatout.train import auto
 from flatout.train.auto import Decision
 from flatout.train.checks import MISFITS, check_first_batch
@@ -101,10 +109,8 @@ def decide(
         loop.pace = Pace(loop.world.collectives)
         samples = sum(loop.world.gather(samples_of(first)))
         reduction, resolved = _reduction(loop, found)
-        if found.world.strategy == "local_sgd":
-            loop.stepper.train_apart(loop.world, samples, reduction, found.world)
-        else:
-            loop.stepper.train_with(loop.world, samples, reduction)
+        strategy = _strategy(loop, found, Beside(reduction, loop.device))
+        loop.stepper.train_with(loop.world, samples, strategy)
         auto.agree(decision, loop.world)
     elif decision.search is not None:  # several ranks would hold one another up
         auto.know_machine(decision.search, loop.device)
@@ -211,6 +217,15 @@ def _reduction(loop: Loop, resolved: ResolvedRecipe) -> tuple[Reduction, Resolve
     choice = Choice(value="shared", reason=why, parity=parity)
     choices = {**resolved.choices, "world.reduction": choice}
     return reduction, loop.requested.resolve(choices, resolved.machine)
+
+
+def _strategy(loop: Loop, found: ResolvedRecipe, reduction: Beside) -> Strategy:
+    """What makes the steps of several ranks those of all."""
+    asked, world, model = found.world, loop.world, loop.model
+    if asked.strategy == "local_sgd":
+        every, outer = asked.sync_every, asked.outer == "nesterov"
+        return LocalSgd(world, model, loop.optimizers, reduction, every=every, outer=outer)
+    return Ddp(world, model, reduction)
 
 
 def _warn_of_trips(loop: Loop, compute: Compute, batch: Batch) -> None:

@@ -186,7 +186,7 @@ def state_of(loop: Loop, extra: Any) -> dict[str, Any]:
         "source": None if loop.feed.source is None else source_state(loop.feed.source),
         "first_samples": loop.first_samples,
         "ids": loop.ids,
-        "local_sgd": None if loop.stepper.local is None else loop.stepper.local.state_dict(),
+        "strategy": loop.stepper.strategy.state_dict(),
         "extra": extra,
     }
 
@@ -203,7 +203,7 @@ def own_state_of(loop: Loop, own: Any) -> dict[str, Any]:
 
 def _reduction_state(loop: Loop) -> dict[str, Any] | None:
     """What a reduction keeps from step to step, if it does."""
-    reduction = loop.stepper.reduction
+    reduction = loop.stepper.strategy.reduction
     return reduction.state_dict() if reduction is not None and reduction.carries else None
 
 
@@ -268,11 +268,11 @@ def put_back(
         turn.load_state_dict(saved, same_machine=same_machine)
     for turn in loop.stepper.turns.values():
         turn.update.refresh()
-    if loop.stepper.reduction is not None:
+    strategy = loop.stepper.strategy
+    if strategy.reduction is not None:
         kept = [own["reduction"] for own in loaded.own]
-        loop.stepper.reduction.load_state_dicts([one for one in kept if one is not None])
-    if loop.stepper.local is not None and state.get("local_sgd") is not None:
-        loop.stepper.local.load_state_dict(state["local_sgd"])
+        strategy.reduction.load_state_dicts([one for one in kept if one is not None])
+    strategy.load_state_dict(state.get("strategy", {}))
     loop.epoch, loop.step_count = state["epoch"], state["step"]
     loop.step_in_epoch, loop.batch_in_epoch = state["step_in_epoch"], state["batch_in_epoch"]
     loop.restored_extra = state["extra"]

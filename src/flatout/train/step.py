@@ -17,25 +17,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from time import perf_counter_ns as clock
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 import torch
 
 from flatout.data import Batch
-from flatout.errors import DataError, FlatoutError, ModelError, OutOfMemory
-from flatout.models import KerasOptimizer, SampleDropout, adapter_of, is_batch_coupled, weights_of
+from flatout.errors import DataError, FlatoutError, OutOfMemory
+from flatout.models import SampleDropout, adapter_of, is_batch_coupled
 from flatout.optim import LrScale, Optimizers, Update, as_tuple, scaled
-from flatout.recipe import World as Asked
-from flatout.strategies import (
-    Alone,
-    Beside,
-    Ddp,
-    LocalSgd,
-    Reduction,
-    Sums,
-    SyncBatchNorm,
-    sparse_weights,
-)
+from flatout.strategies import Strategy, Sums, SyncBatchNorm
 from flatout.strategies.rank_rng import rank_rng
 from flatout.train.losses import Value
 from flatout.train.micro_batch import forget_frames, is_out_of_memory, pieces_for, smaller
@@ -48,7 +38,6 @@ if TYPE_CHECKING:
     from flatout.train.capture import Capture
 
 Compute = Callable[[Batch], Value]
-_Strategy: TypeAlias = Alone | Ddp | LocalSgd
 # Mean loss, its weight, and the times of forward, backward and sync in ns; the gradients are in
 # place.
 _Found = tuple[torch.Tensor, torch.Tensor | float, int, int, int]
@@ -106,7 +95,7 @@ class Stepper:
         wants_to_stop: whether this rank asks all to stop after the next step.
         stopping: whether any rank has asked so; the same on all ranks.
         lr_scale: what the user's learning-rate rule does, or None.
-        local: where ranks step alone and meet now and then; None where each step is one of all.
+        strategy: how steps of this rank become steps of all.
         samples: about how many samples of all ranks make a step: only a scale, the same on all;
             0 before steps are those of all ranks.
         may_split: whether a batch is taken again in smaller pieces where memory runs out.
@@ -132,12 +121,10 @@ class Stepper:
         self.lr_scale: LrScale | None = None
         self.samples = 0.0
         self.may_split = True
-        self.reduction: Beside | None = None
-        self.local: LocalSgd | None = None
+        self.strategy = Strategy()
         self._norms: SyncBatchNorm | None = None
         # Where an attempt is taken again, what the forward pass has changed is put back before.
         self._moves: Moving | Literal[False] | None = None
-        self._alone = Alone()
         self._clip = (clip_norm, clip_value)
         # One step with bad numbers holds back the steps of all optimizers.
         self._flags: dict[torch.device, torch.Tensor] = {}
@@ -154,7 +141,7 @@ class Stepper:
         rows = settings.touched_rows != self.switch.now.touched_rows
         self.switch.use(settings)
         if rows:
-            self._close_ddps()
+            self.strategy.renew()
         self._use_autocast = settings.precision != "fp32"
         self._captures = settings.capture == "on"
         for turn in self.turns.values():
@@ -258,42 +245,31 @@ class Stepper:
         else:
             with scaled(self.turn.optimizers, self.lr_scale.at(step - 1)):
                 self.turn.apply()
-        if self.local is not None:
-            self.stopping = self.local.after_step() > 0
+        self.stopping = self.strategy.after_step() or self.stopping
         return Done(*found, clock() - start)
 
     def _gradients(self, compute: Compute, batches: Sequence[Batch], step: int) -> _Found:
         """Those of the mean loss over the batches of all ranks."""
         if self.dropout is not None:
             self._check_places(batches)
-        strategy, log = self._strategy(), self.world.collectives
+        strategy, log = self.strategy, self.world.collectives
         log.step, before = step, log.waited
-        if self.local is not None:
-            self.local.before_step()
+        strategy.before_step(self.turn.number, self.update.parameters)
         with self._all_together():
-            own = self._own_part(compute, batches, strategy, step)
+            own = self._own_part(compute, batches, step)
             if own.is_mean:
                 return own.total, own.weight, own.forward, own.backward, 0
             start, waited = clock(), log.waited
             sums = strategy.finish()
-            if self.local is None:
-                self.stopping = bool(sums.votes)
+            self.stopping = bool(sums.votes)
             waited = log.waited - waited
-            if self.local is not None and not sums.weight:  # no sample of this rank's counts
-                self.update.forget()
             self._divide(self._samples_of(batches), sums.weight)
             assert torch.is_tensor(sums.total)
             loss = (sums.total / _not_zero(sums.weight, sums.total.dtype)).to(own.total.dtype)
             backward = own.backward + clock() - start - waited
         return loss, sums.weight, own.forward, backward, log.waited - before
 
-    def _own_part(
-        self,
-        compute: Compute,
-        batches: Sequence[Batch],
-        strategy: _Strategy,
-        step: int,
-    ) -> _Part:
+    def _own_part(self, compute: Compute, batches: Sequence[Batch], step: int) -> _Part:
         """This rank's part, in smaller pieces where memory runs out."""
         weights: torch.Tensor | None = None
         while True:
@@ -305,14 +281,14 @@ class Stepper:
                     return self._mean(compute, pieces[0])
                 samples = self._samples_of(batches)
                 if not isinstance(compute, Weighing):
-                    return self._sums(compute, pieces, samples, strategy)
+                    return self._sums(compute, pieces, samples)
                 if weights is None:
                     weights = compute.sums_of_weights(batches)
                     self.world.sum(weights, "weights of several losses")
                 with compute.of_step(weights):
-                    return self._sums(compute, pieces, samples, strategy)
+                    return self._sums(compute, pieces, samples)
             except (RuntimeError, MemoryError) as error:
-                strategy.disarm()
+                self.strategy.disarm()
                 if not self.may_split:
                     raise
                 self._shrink(error, batches, step)
@@ -353,13 +329,7 @@ class Stepper:
         self._backward(loss)
         return _Part(loss.detach(), weight, middle - start, clock() - middle, True)
 
-    def _sums(
-        self,
-        compute: Compute,
-        pieces: Sequence[Batch],
-        samples: float,
-        strategy: _Strategy,
-    ) -> _Part:
+    def _sums(self, compute: Compute, pieces: Sequence[Batch], samples: float) -> _Part:
         """The sum of losses, and times without waiting.
 
         Only the last piece's backward completes the gradients.
@@ -377,7 +347,7 @@ class Stepper:
             middle, waited = clock(), log.waited
             if number == len(pieces):
                 vote = float(self.wants_to_stop)
-                strategy.arm(Sums(total, weight, vote), samples, self.scaler)
+                self.strategy.arm(Sums(total, weight, vote), samples, self.scaler)
             self._backward(part / (samples * piece.copies))
             forward += middle - start - (waited - begun)
             backward += clock() - middle - (log.waited - waited)
@@ -420,86 +390,36 @@ class Stepper:
     def _all_together(self) -> AbstractContextManager[None]:
         """Within, all ranks run the same forward and backward, and draw each their own numbers."""
         # Before steps are those of all ranks, each tries settings alone.
-        if self.local is not None:
-            return rank_rng(self.world)
-        if self.world.size == 1 or self._norms is None:
-            return _NO_OTHERS
-        return self._of_all_ranks(self._norms)
+        return _NO_OTHERS if self.world.size == 1 else self._of_all_ranks()
 
     @contextmanager
-    def _of_all_ranks(self, norms: SyncBatchNorm) -> Iterator[None]:
-        with rank_rng(self.world), norms.together():
+    def _of_all_ranks(self) -> Iterator[None]:
+        norms = _NO_OTHERS if self._norms is None else self._norms.together()
+        with rank_rng(self.world), norms:
             yield
 
     def meet(self, world: World) -> None:
         """Let BatchNorm layers take any part of a batch, before steps are those of all ranks."""
         self._norms = SyncBatchNorm(self.switch.model, world)
 
-    def train_with(self, world: World, samples: float, reduction: Reduction) -> None:
-        """From now on each step is one of all ranks.
+    def train_with(self, world: World, samples: float, strategy: Strategy) -> None:
+        """From now on steps are those of all ranks.
 
         Args:
             world: of this rank.
             samples: about how many samples of all ranks make a step: only a scale.
-            reduction: how gradients are added up.
+            strategy: how they become so.
         """
         self.world, self.samples = world, max(1.0, samples)
         self._moves = None
-        self.reduction = Beside(reduction, self.switch.device)
-
-    def train_apart(self, world: World, samples: float, reduction: Reduction, asked: Asked) -> None:
-        """From now on this rank steps alone, and meets the others now and then.
-
-        Args:
-            world: of this rank.
-            samples: about how many samples of all ranks make a step: only a scale.
-            reduction: how what has changed is added up.
-            asked: the Recipe's section.
-
-        Raises:
-            ModelError: an optimizer is Keras'.
-        """
-        if any(isinstance(optimizer, KerasOptimizer) for optimizer in self.switch.optimizers):
-            raise ModelError(
-                "world.strategy=local_sgd averages the state of torch's optimizers, and this one "
-                "is Keras'",
-                do="train with world.strategy=ddp, or give the Trainer an optimizer of torch",
-            )
-        self.train_with(world, samples, reduction)
-        assert self.reduction is not None
-        self.local = LocalSgd(
-            world,
-            self.reduction,
-            self._trained,
-            self._states,
-            every=asked.sync_every,
-            outer=asked.outer == "nesterov",
-        )
-
-    def _trained(self) -> list[torch.Tensor]:
-        """What the optimizers train, in one order on all ranks."""
-        return [p for o in self.switch.optimizers for g in o.param_groups for p in g["params"]]
-
-    def _states(self) -> list[torch.Tensor]:
-        """What optimizers keep of these, and the model's other weights, such as statistics."""
-        trained = self._trained()
-        known = {parameter.data_ptr() for parameter in trained}
-        others = [w for w in weights_of(self.switch.model).values() if w.data_ptr() not in known]
-        kept = [
-            value
-            for optimizer in self.switch.optimizers
-            for parameter in trained
-            for _, value in sorted(optimizer.state.get(parameter, {}).items())
-            if torch.is_tensor(value)
-        ]
-        return [*others, *kept]
+        self.strategy = strategy
 
     def meet_others(self) -> None:
         """Make the ranks alike, where they step alone; all of them call it."""
-        if self.local is None:
+        if not self.strategy.steps_apart:
             return
         self.switch.settle_rows()
-        self.stopping = self.local.meet() > 0 or self.stopping
+        self.stopping = self.strategy.meet() or self.stopping
         for turn in self.turns.values():
             turn.tally.share(self.world)
 
@@ -514,41 +434,12 @@ class Stepper:
         """The ranks that run the same code right now: all within a step, else this one alone."""
         return ONE if self._norms is None else self._norms.world
 
-    def _strategy(self) -> _Strategy:
-        if self.world.size == 1:
-            return self._alone
-        if self.local is not None:
-            return self.local
-        turn = self.turn
-        if turn.ddp is None or not turn.ddp.is_of(turn.update.parameters):
-            sparse = sparse_weights(self.switch.model)
-            if turn.ddp is not None:
-                sparse |= turn.ddp.sparse
-                turn.ddp.close()
-            assert self.reduction is not None
-            turn.ddp = Ddp(
-                self.world,
-                turn.update.parameters,
-                self.reduction,
-                sparse=sparse,
-                turn=turn.number,
-            )
-        return turn.ddp
-
     def close(self) -> None:
         """Take off what was put on the model's parameters."""
-        self._close_ddps()
-        if self.reduction is not None:
-            self.reduction.close()
+        self.strategy.close()
         if self._norms is not None:
             self._norms.close()
             self._norms = None
-
-    def _close_ddps(self) -> None:
-        for turn in self.turns.values():
-            if turn.ddp is not None:
-                turn.ddp.close()
-                turn.ddp = None
 
     def _divide(self, samples: float, weight: torch.Tensor | float) -> None:
         """Gradients were divided by the sample count; make that the loss's own weight."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -11,9 +11,6 @@ from flatout.data import Batch
 from flatout.errors import CheckpointError
 from flatout.optim import Update
 from flatout.train.running_mean import RunningMean
-
-if TYPE_CHECKING:
-    from flatout.strategies import Ddp
 
 
 class Turn:
@@ -26,7 +23,6 @@ class Turn:
         pieces: into how many micro-batches a batch is split.
 
     Attributes:
-        ddp: adds up the gradients of several ranks.
         tally: the losses of these steps.
         gathered: batches that wait for others, to make a step together.
         gathered_from: number in its epoch of the first of these.
@@ -44,7 +40,6 @@ class Turn:
         self.update = update
         self.scaler = scaler
         self.pieces = pieces
-        self.ddp: Ddp | None = None
         self.tally = RunningMean()
         self.gathered: list[Batch] = []
         self.gathered_from = 0
