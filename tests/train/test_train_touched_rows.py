@@ -27,7 +27,7 @@ def data():
     return x, (x.sum(1) % 2).float()[:, None]
 
 
-def fit(touched_rows, epochs=3, **given):
+def fit(touched_rows, epochs=3, callbacks=(), **given):
     torch.manual_seed(0)
     model = Clicks()
     recipe = flatout.Recipe(compute={"touched_rows": touched_rows, "precision": "fp32"})
@@ -40,7 +40,7 @@ def fit(touched_rows, epochs=3, **given):
         clip_norm=0.5,
         **given,
     )
-    return model, trainer.fit(*data(), batch_size=32, epochs=epochs)
+    return model, trainer.fit(*data(), batch_size=32, epochs=epochs, callbacks=callbacks)
 
 
 def test_a_fit_ends_as_under_the_dense_optimizer():
@@ -51,6 +51,39 @@ def test_a_fit_ends_as_under_the_dense_optimizer():
     assert not ours.ids.sparse
     losses = [[epoch["loss"] for epoch in history.epochs] for history in (theirs, own)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+class Reads(flatout.Callback):
+    """What a callback finds in the table and its optimizer behind each epoch."""
+
+    def __init__(self):
+        self.weights, self.means = [], []
+
+    def on_epoch_end(self, state):
+        self.weights.append(state.trainer.model.ids.weight.detach().clone())
+        self.means.append(state.trainer.optimizer.state_dict()["state"][0]["exp_avg"].clone())
+
+
+def test_who_looks_at_a_table_between_epochs_finds_it_up_to_date():
+    dense, ours = Reads(), Reads()
+    fit("off", callbacks=[dense])
+    fit("on", callbacks=[ours])
+    for name in ("weights", "means"):
+        for theirs, own in zip(getattr(dense, name), getattr(ours, name), strict=True):
+            assert (own - theirs).norm() <= 1e-5 * theirs.norm(), name
+
+
+def test_no_epoch_walks_through_a_table(monkeypatch):
+    walks, bring = [], table_rows.Steps.bring
+
+    def counted(steps, table, rows):
+        walks.append(rows is None)
+        bring(steps, table, rows)
+
+    monkeypatch.setattr(table_rows.Steps, "bring", counted)
+    fit("on", epochs=5)
+    assert len(walks) > 80
+    assert sum(walks) <= 1  # at the end
 
 
 class Roots(nn.Module):

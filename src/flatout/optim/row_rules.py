@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from flatout.devices import huge_pages
 from flatout.kernels import table_rows
 from flatout.kernels.table_rows import Step, in_float32
 from flatout.models import KerasOptimizer, KerasRule, Reader
@@ -167,7 +168,7 @@ class _TorchRule:
             if held is None or not held.is_contiguous() or held.dtype is not torch.float32:
                 # Written at once: the system would give page after page to the steps that come
                 # first.
-                fresh = torch.empty(shape)
+                fresh = huge_pages.empty(shape)
                 state[name] = fresh.zero_() if held is None else fresh.copy_(held)
         first, second = (state[name] if name else None for name in names)
         return first, second

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from flatout.devices import huge_pages
 from flatout.kernels import table_rows
 from flatout.kernels.table_rows import Groups, Steps, Table
 from flatout.models import Lookup, table_weight, unwatch_table, watch_table
@@ -390,6 +391,9 @@ class TouchedRows:
         if kept.holds(state, count):
             return
         kept.settle()  # nothing where another state was loaded: all rows were up to date
+        for values in (kept.weight, *state):
+            if values is not None:
+                huge_pages.move(values)
         count = count or 0
         begun = [one.steps for one in self._kept if one.steps and one.rule.shares(rule)]
         fresh = [steps for steps in begun if steps.base == steps.now == count]

@@ -443,7 +443,6 @@ class Fit:
         state, loop = self.state, self.loop
         loop.check_numbers(self.compute)
         loop.meet_others()
-        loop.stepper.switch.settle_rows()
         if self._is_time_to_compare():
             check_replicas(self.objective.model, loop.world, f"after epoch {state.epoch + 1}")
         logs = {"loss": loop.mean_loss(), **self._results()}
