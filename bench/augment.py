@@ -2,10 +2,11 @@
 
     python bench/augment.py [--seconds 2] [--restarts 3] [--only flatout pillow] [--json [FILE]]
 
-Each arm is a process that runs every stage it has over the same uint8 images, `--seconds` each:
-Flatout's `augment` and `mixup`, Albumentations and Pillow by image in threads, Keras' layers by
-batch on torch. Batches are uint8 again, of mixup float32. Distributions are those that each library
-has for the same words, so the work is alike, not the pixels. Flatout is run twice a round: A/A.
+Each arm is a process that runs every stage it has over the same uint8 images, `--seconds` each, on
+the same number of threads: Flatout's `augment` and `mixup`; Albumentations and Pillow by image, a
+batch in each thread, handed over in order in memory that is used again; Keras' layers by batch on
+torch. Batches are uint8 again, those of Keras' mixup float32. Distributions are those that each
+library has for the same words: the work is alike, not the pixels. Flatout runs twice a round: A/A.
 """
 
 from __future__ import annotations

@@ -6,7 +6,9 @@ import torch
 from data_made_up import same
 
 import flatout
+from flatout.data.buffers import Buffers
 from flatout.data.draws import Draws
+from flatout.data.execution.samples import Costs
 from flatout.data.execution.varying import variant, variants
 from flatout.data.resized_crop import ResizedCrop
 from flatout.errors import DataError
@@ -286,6 +288,43 @@ def test_a_cache_behind_augment_holds_what_was_there_before_it():
     assert "cache before augment(flip='both')" in "".join(cached.notes())
     runs = cached.explanation().runs
     assert runs.index("CACHE") < runs.index("augment(flip='both')")
+
+
+@pytest.mark.parametrize("kept", ["channels last", "rows last", "gray", "apart", "on the disk"])
+def test_images_in_memory_are_changed_where_they_lie(kept, tmp_path):
+    x = stored(30)
+    if kept != "channels last":
+        x = x.permute(0, 2, 3, 1)
+    if kept == "gray":
+        x = x[..., 0].contiguous()
+    if kept == "apart":
+        x = torch.cat([x, x], 1)[:, : x.shape[1]]
+    options = {"crop": 5, "padding": 1, "flip": "both"}
+    there = plain(x).map(lambda x, y: (x, y))
+    if kept == "on the disk":
+        direct = there.cache("disk", folder=str(tmp_path)).augment(**options)
+        list(direct.batch(8).batches(0))  # only then all of them are kept
+    else:
+        direct = plain(x).augment(**options)
+    direct, copied = (one.shuffle(seed=3).batch(7) for one in (direct, there.augment(**options)))
+    for epoch in range(2):
+        assert torch.equal(in_order(direct, epoch), in_order(copied, epoch))
+    samples = direct._built.plan.samples
+    lent = samples.inner.lend(np.array([3, 1]), Buffers(), Costs(), samples._is_of_use)
+    assert lent.places.tolist() == [3, 1]
+    assert {*lent.block.columns, *lent.whole} == {"inputs", "targets"}
+    if kept != "on the disk":
+        assert np.shares_memory(lent.whole["inputs"], x.numpy())
+    assert not hasattr(copied._built.plan.samples.inner, "lend")
+
+
+def test_images_that_must_be_copied_first_are():
+    x = stored(30).contiguous()  # color by color
+    options = {"crop": 5, "padding": 1, "flip": "both"}
+    found, want = (in_order(plain(one).augment(**options).batch(8)) for one in (x, stored(30)))
+    assert torch.equal(found, want)
+    scaled = flatout.data.arrays(stored(30), torch.arange(30), scale=0.5, shift=1.0)
+    assert torch.equal(in_order(scaled.augment(flip="both").batch(8)).min(), torch.tensor(1.0))
 
 
 def test_it_is_explained_and_normalized_behind():

@@ -13,7 +13,7 @@ from flatout.data.buffers import Buffers
 from flatout.data.draws import Draws
 from flatout.data.resized_crop import ResizedCrop, Size, is_count
 from flatout.errors import DataError
-from flatout.kernels import ONE, adjust, arrange
+from flatout.kernels import ONE, change_images
 
 Flip = Literal["horizontal", "vertical", "both"]
 # Of shape (rows, height, width, channels).
@@ -169,37 +169,43 @@ class Augmentation:
                 do="crop to a square: crop=SIZE, or read them with images(..., size=)",
             )
 
-    def __call__(self, pixels: Pixels, draws: Draws, buffers: Buffers) -> Pixels:
+    def __call__(
+        self, pixels: Pixels, draws: Draws, buffers: Buffers, index: Numbers | None = None
+    ) -> Pixels:
         """The images as the draws decide, in other memory.
 
         Args:
-            pixels: of shape (rows, height, width, channels).
+            pixels: of shape (images, height, width, channels).
             draws: of these rows.
             buffers: where memory comes from.
+            index: which image each row is made of, int64 of shape (rows,); None: each of its own.
         """
+        _, height, width, channels = pixels.shape
+        parts, size = None, self.crop or self.five_crop or (height, width)
         if self.random_resized_crop is not None:
-            pixels = self.random_resized_crop(pixels, draws, buffers)
-        rows, height, width, channels = pixels.shape
-        size = self.crop or self.five_crop or (height, width)
+            parts = self.random_resized_crop.places(height, width, draws)
+            size = self.random_resized_crop.size
         choices = np.array(self._orientations, np.int64)
         orientation = choices[draws.below(len(choices), _ORIENTATION)]
-        made = buffers.empty((rows, *size, channels), pixels.dtype)
-        places = np.column_stack([self._places(height, width, draws), orientation])
-        arrange(pixels, made, places)
-        if any(self._colors):
-            adjust(made, self._factors(draws))
-        if self.cutout is not None:
-            self._cut_out(made, self.cutout, draws)
+        made = buffers.empty((draws.rows, *size, channels), pixels.dtype)
+        change_images(
+            pixels,
+            made,
+            np.column_stack([self._places(height, width, draws), orientation]),
+            index=index,
+            parts=parts,
+            factors=self._factors(draws) if any(self._colors) else None,
+            boxes=None if self.cutout is None else self._boxes(size, self.cutout, draws),
+        )
         return made
 
-    def _cut_out(self, pixels: Pixels, side: int, draws: Draws) -> None:
-        """Squares of zeros, whose middle is any pixel."""
+    def _boxes(self, size: Size, side: int, draws: Draws) -> Numbers:
+        """Top, left, bottom and right of squares whose middle is any pixel, of shape (rows, 4)."""
         tops, lefts = (
             draws.below(length, at) - side // 2
-            for length, at in zip(pixels.shape[1:3], (_CUT_TOP, _CUT_LEFT), strict=True)
+            for length, at in zip(size, (_CUT_TOP, _CUT_LEFT), strict=True)
         )
-        for image, top, left in zip(pixels, tops.tolist(), lefts.tolist(), strict=True):
-            image[max(0, top) : top + side, max(0, left) : left + side] = 0
+        return np.column_stack([tops, lefts, tops + side, lefts + side])
 
     @property
     def _colors(self) -> tuple[float, float, float]:

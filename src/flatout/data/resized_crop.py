@@ -9,10 +9,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from flatout.data.block import Numbers
-from flatout.data.buffers import Buffers
 from flatout.data.draws import Draws
 from flatout.errors import DataError
 
@@ -79,23 +77,6 @@ class ResizedCrop:
                 do="hand over the images as bytes",
             )
 
-    def __call__(
-        self, pixels: npt.NDArray[Any], draws: Draws, buffers: Buffers
-    ) -> npt.NDArray[Any]:
-        """The parts, of shape (rows, *size, channels), in other memory.
-
-        Args:
-            pixels: of shape (rows, height, width, channels), C-contiguous.
-            draws: of these rows.
-            buffers: where memory comes from.
-        """
-        rows, height, width, channels = pixels.shape
-        made = buffers.empty((rows, *self.size, channels), pixels.dtype)
-        places = self.places(height, width, draws).tolist()
-        for row, (top, left, high, wide) in enumerate(places):
-            made[row] = _resized(pixels[row, top : top + high, left : left + wide], self.size)
-        return made
-
     def places(self, height: int, width: int, draws: Draws) -> Numbers:
         """Top, left, height and width of each part: int64 of shape (rows, 4)."""
         high, wide = self._fallback(height, width)
@@ -109,6 +90,8 @@ class ResizedCrop:
             good = ((tried > 0) & (tried <= (height, width))).all(axis=1) & ~fits
             sizes[good] = tried[good]
             fits |= good
+            if fits.all():
+                break
         room = np.array([height, width]) - sizes
         drawn = np.stack([draws.below(room[:, 0] + 1, _TOP), draws.below(room[:, 1] + 1, _LEFT)], 1)
         return np.hstack([np.where(fits[:, None], drawn, room // 2), sizes])
@@ -125,15 +108,6 @@ class ResizedCrop:
 
 def _between(low: float, high: float, drawn: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return low + (high - low) * drawn
-
-
-def _resized(part: npt.NDArray[Any], size: Size) -> npt.NDArray[Any]:
-    """One image in channels_last memory: torch's way for AVX2, in this thread alone."""
-    if part.shape[:2] == size:
-        return part
-    batch = torch.from_numpy(np.ascontiguousarray(part)).unsqueeze(0).permute(0, 3, 1, 2)
-    made = torch.nn.functional.interpolate(batch, size, mode="bilinear", antialias=True)
-    return made[0].permute(1, 2, 0).numpy()
 
 
 def _is_range(pair: Any, most: float) -> bool:

@@ -2,8 +2,7 @@ from flatout.kernels._clock import BackwardHook as BackwardHook
 from flatout.kernels._clock import ForwardHook as ForwardHook
 from flatout.kernels._clock import StepHook as StepHook
 from flatout.kernels.augment import ONE as ONE
-from flatout.kernels.augment import adjust as adjust
-from flatout.kernels.augment import arrange as arrange
+from flatout.kernels.augment import change_images as change_images
 from flatout.kernels.clock import Called as Called
 from flatout.kernels.clock import Clock as Clock
 from flatout.kernels.clock_fallback import AFTER as AFTER

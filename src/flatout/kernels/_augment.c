@@ -1,312 +1,399 @@
-/* Images cut out, mirrored and turned in one copy, and their colors changed in place.
+/* What augmentation does to images: a part of each is resized, or cut out, mirrored and turned; its
+   colors are changed, and a box of it made black. An image is done with before the next one begins,
+   so that it stays in the cache.
 
    Everything that comes in is checked here, whatever the caller checked before: a wrong buffer is a
-   ValueError, never a crash. */
+   ValueError, never a crash. Numbers are copied before they are looked at, since another thread may
+   write into them. */
 
+#include "_augment_arrange.h"
+#include "_augment_color.h"
+#include "_augment_resample.h"
 #include "_buffers.h"
+
+static const Colors plain_colors = {scale, sum_grays, saturate};
+
 #ifdef __x86_64__
-#include <immintrin.h>
+/* Bytes that are `apart` from one another, 16 in each lane. */
+#define WIDE __attribute__((target("avx2")))
+
+WIDE static inline __m256i load_lanes_32(const uint8_t *p, int64_t apart)
+{
+    __m256i low = _mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)p));
+    return _mm256_inserti128_si256(low, _mm_loadu_si128((const __m128i *)(p + apart)), 1);
+}
+
+WIDE static inline void store_lanes_32(uint8_t *p, int64_t apart, __m256i v)
+{
+    _mm_storeu_si128((__m128i *)p, _mm256_castsi256_si128(v));
+    _mm_storeu_si128((__m128i *)(p + apart), _mm256_extracti128_si256(v, 1));
+}
+
+#define WIDTH 32
+#define LANES 2
+#define V __m256i
+#define OP(name) _mm256_##name
+#define NAME(name) name##_32
+#define ZERO _mm256_setzero_si256()
+#define OR(a, b) _mm256_or_si256(a, b)
+#define LOAD(p) _mm256_loadu_si256((const __m256i *)(p))
+#define STORE(p, v) _mm256_storeu_si256((__m256i *)(p), v)
+#define LOAD_LANES load_lanes_32
+#define STORE_LANES store_lanes_32
+#define SPREAD(p) _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(p)))
+#include "_augment_wide.h"
+#undef WIDE
+#undef WIDTH
+#undef LANES
+#undef V
+#undef OP
+#undef NAME
+#undef ZERO
+#undef OR
+#undef LOAD
+#undef STORE
+#undef LOAD_LANES
+#undef STORE_LANES
+#undef SPREAD
+
+#define WIDE __attribute__((target("avx2,avx512f,avx512bw,avx512vl")))
+
+WIDE static inline __m512i load_lanes_64(const uint8_t *p, int64_t apart)
+{
+    __m512i v = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)p));
+    v = _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(p + apart)), 1);
+    v = _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(p + 2 * apart)), 2);
+    return _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(p + 3 * apart)), 3);
+}
+
+WIDE static inline void store_lanes_64(uint8_t *p, int64_t apart, __m512i v)
+{
+    _mm_storeu_si128((__m128i *)p, _mm512_castsi512_si128(v));
+    _mm_storeu_si128((__m128i *)(p + apart), _mm512_extracti32x4_epi32(v, 1));
+    _mm_storeu_si128((__m128i *)(p + 2 * apart), _mm512_extracti32x4_epi32(v, 2));
+    _mm_storeu_si128((__m128i *)(p + 3 * apart), _mm512_extracti32x4_epi32(v, 3));
+}
+
+#define WIDTH 64
+#define LANES 4
+#define V __m512i
+#define OP(name) _mm512_##name
+#define NAME(name) name##_64
+#define ZERO _mm512_setzero_si512()
+#define OR(a, b) _mm512_or_si512(a, b)
+#define LOAD(p) _mm512_loadu_si512(p)
+#define STORE(p, v) _mm512_storeu_si512(p, v)
+#define LOAD_LANES load_lanes_64
+#define STORE_LANES store_lanes_64
+#define SPREAD(p) _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(p)))
+#include "_augment_wide.h"
+
+static const Downs downs_32 = {32, between_32, down_32}, downs_64 = {64, between_64, down_64};
 #endif
 
-/* -- arrange: a part of an image in one of eight orientations --------------------------------- */
+/* Bytes of the widest vectors that this processor has and the caller lets be used. */
+static int usable(int most)
+{
+    int width = 0;
+#ifdef __x86_64__
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl"))
+        width = 64;
+    else if (__builtin_cpu_supports("avx2"))
+        width = 32;
+    else if (__builtin_cpu_supports("ssse3"))
+        width = 16;
+#endif
+    return width < most ? width : most;
+}
 
-enum { MIRRORED = 4, TURNS = 3, ORIENTATIONS = 8 };
+static const Colors *colors_of(int vectors)
+{
+#ifdef __x86_64__
+    if (vectors >= 32)
+        return vectors >= 64 ? &colors_64 : &colors_32;
+#endif
+    (void)vectors;
+    return &plain_colors;
+}
+
+static const Downs *downs_of(int vectors)
+{
+#ifdef __x86_64__
+    if (vectors >= 32)
+        return vectors >= 64 ? &downs_64 : &downs_32;
+#endif
+    (void)vectors;
+    return &plain_downs;
+}
+
+/* -- a batch ---------------------------------------------------------------------------------- */
+
+enum { SOURCE, OUT, INDEX, PLACES, PARTS, FACTORS, BOXES, VIEWS };
+
+static const char *const names[VIEWS] = {"source", "out",     "index", "places",
+                                         "parts",  "factors", "boxes"};
+static const int columns[VIEWS] = {0, 0, 1, 3, 4, 3, 4};
+
+/* What becomes of an image. */
+typedef struct {
+    int64_t row, place[3], part[4], factors[3], box[4];
+} Change;
 
 typedef struct {
-    const uint8_t *source;
+    const uint8_t *source, *end; /* up to where it may be read */
     uint8_t *out;
-    int64_t source_height, source_width, height, width, pixel; /* bytes of a pixel */
-} Images;
+    int64_t pitch; /* bytes from one image of the source to the next */
+    Sizes sizes;
+    int64_t rows, count; /* images of the source, and of the result */
+    int has_parts, has_factors, has_boxes, vectors;
+    Change *changes;
+} Batch;
 
-/* Pixels in a row of the result, from pixels of the source that are `step` bytes apart. */
-static inline void copy_pixels(uint8_t *restrict out, const uint8_t *source, int64_t step,
-                               int64_t count, int64_t pixel)
+static int wrong(const char *words)
 {
-    for (int64_t i = 0; i < count; i++, out += pixel, source += step)
-        for (int64_t k = 0; k < pixel; k++)
-            out[k] = source[k];
+    PyErr_SetString(PyExc_ValueError, words);
+    return 0;
 }
 
-#ifdef __x86_64__
-/* Five pixels of three bytes at a time, last first. Writes and reads stay within the row. */
-__attribute__((target("ssse3"))) static void mirror_3(uint8_t *restrict out, const uint8_t *last,
-                                                      int64_t count)
+static int check_images(Batch *b, const Py_buffer *source, const Py_buffer *out)
 {
-    const __m128i picks = _mm_setr_epi8(13, 14, 15, 10, 11, 12, 7, 8, 9, 4, 5, 6, 1, 2, 3, -1);
-    int64_t i = 0;
-    for (; i + 6 <= count; i += 5) {
-        __m128i five = _mm_loadu_si128((const __m128i *)(last + 3 - 16 - 3 * i));
-        _mm_storeu_si128((__m128i *)(out + 3 * i), _mm_shuffle_epi8(five, picks));
-    }
-    copy_pixels(out + 3 * i, last - 3 * i, -3, count - i, 3);
-}
-#endif
-
-static void copy_row(uint8_t *out, const uint8_t *source, int64_t step, int64_t count,
-                     int64_t pixel)
-{
-    if (step == pixel)
-        memcpy(out, source, (size_t)(count * pixel));
-#ifdef __x86_64__
-    else if (step == -3 && pixel == 3 && __builtin_cpu_supports("ssse3"))
-        mirror_3(out, source, count);
-#endif
-    else if (pixel == 3)
-        copy_pixels(out, source, step, count, 3);
-    else if (pixel == 1)
-        copy_pixels(out, source, step, count, 1);
-    else if (pixel == 4)
-        copy_pixels(out, source, step, count, 4);
-    else if (pixel == 12)
-        copy_pixels(out, source, step, count, 12);
-    else
-        copy_pixels(out, source, step, count, pixel);
-}
-
-/* One image. A row of the result is a row or a column of the source, in either direction; what lies
-   outside the source is 0. */
-static void arrange_image(const Images *im, const uint8_t *source, uint8_t *out, int64_t top,
-                          int64_t left, int64_t orientation)
-{
-    const int64_t turns = orientation & TURNS, mirrored = (orientation & MIRRORED) != 0;
-    const int64_t along_rows = turns % 2 == 0, line = im->width * im->pixel;
-    const int64_t side = along_rows ? im->width : im->height;
-    for (int64_t i = 0; i < im->height; i++, out += line) {
-        /* The place of the row's pixel j within the part: fixed in one direction, and in the other
-           one j or, backwards, side - 1 - j. */
-        int64_t fixed = (turns == 1 || turns == 2) ? im->height - 1 - i : i;
-        int64_t backwards = along_rows ? (turns == 2) != mirrored : turns == 3;
-        if (!along_rows && mirrored)
-            fixed = im->height - 1 - fixed;
-        const int64_t row = along_rows ? top + fixed : top, column = along_rows ? left : left + fixed;
-        const int64_t begin = along_rows ? left : top;
-        const int64_t length = along_rows ? im->source_width : im->source_height;
-        const int64_t place = along_rows ? row : column;
-        const int64_t places = along_rows ? im->source_height : im->source_width;
-        /* Of the part's pixels in this direction, those that the source has. */
-        int64_t first = begin < 0 ? -begin : 0, stop = length - begin < side ? length - begin : side;
-        if (place < 0 || place >= places || first >= stop) {
-            memset(out, 0, (size_t)line);
-            continue;
-        }
-        const int64_t distance = (along_rows ? 1 : im->source_width) * im->pixel;
-        const int64_t from = backwards ? side - stop : first, until = from + stop - first;
-        const int64_t at = begin + (backwards ? stop - 1 : first);
-        const uint8_t *pixel = source + (along_rows ? row * im->source_width + at
-                                                    : at * im->source_width + column) * im->pixel;
-        memset(out, 0, (size_t)(from * im->pixel));
-        copy_row(out + from * im->pixel, pixel, backwards ? -distance : distance, stop - first,
-                 im->pixel);
-        memset(out + until * im->pixel, 0, (size_t)((side - until) * im->pixel));
-    }
-}
-
-static int check_arrange(const Py_buffer *views, Images *im)
-{
-    const Py_buffer *source = &views[0], *out = &views[1], *places = &views[2];
     if (!holds(source, "uint8") || !holds(out, "uint8") || source->ndim != 4 || out->ndim != 4 ||
-        source->len == 0 || out->len == 0 || source->shape[0] != out->shape[0] ||
-        source->shape[3] != out->shape[3]) {
-        PyErr_SetString(PyExc_ValueError, "source and out: expected uint8 of shape (rows, height, "
-                                          "width, bytes), with the same rows and bytes, not 0");
+        source->len == 0 || out->len == 0 || source->shape[3] != out->shape[3])
+        return wrong("source and out: expected uint8 of shape (rows, height, width, bytes), with "
+                     "the same bytes, not 0");
+    const Py_ssize_t *strides = source->strides, *shape = source->shape;
+    const Py_ssize_t line = shape[2] * shape[3], all = line * shape[1];
+    /* The stride of a dimension of length 1 means nothing. */
+    if ((shape[3] > 1 && strides[3] != 1) || (shape[2] > 1 && strides[2] != shape[3]) ||
+        (shape[1] > 1 && strides[1] != line) || (shape[0] > 1 && strides[0] < all))
+        return wrong("source: expected images that are C-contiguous each, one behind the other");
+    for (int i = 1; i < 3; i++)
+        if (source->shape[i] > INT32_MAX || out->shape[i] > INT32_MAX)
+            return wrong("source and out: expected sides below 2^31");
+    b->source = source->buf;
+    b->pitch = shape[0] > 1 ? strides[0] : all;
+    b->end = b->source + (shape[0] - 1) * b->pitch + all;
+    b->out = out->buf;
+    if (b->source < b->out + out->len && b->out < b->end)
+        return wrong("out shares memory with source");
+    b->rows = source->shape[0];
+    b->count = out->shape[0];
+    b->sizes = (Sizes){source->shape[1], source->shape[2], out->shape[1], out->shape[2],
+                       source->shape[3]};
+    return 1;
+}
+
+static int check_numbers(const Py_buffer *view, int kind, Py_ssize_t count)
+{
+    const int has_columns = kind != INDEX;
+    if (!holds(view, "int64") || view->ndim != 1 + has_columns || view->shape[0] != count ||
+        (has_columns && view->shape[1] != columns[kind])) {
+        if (has_columns)
+            PyErr_Format(PyExc_ValueError, "%s: expected int64 of shape (rows, %d)", names[kind],
+                         columns[kind]);
+        else
+            PyErr_Format(PyExc_ValueError, "%s: expected int64 of shape (rows,)", names[kind]);
         return 0;
     }
-    if (!holds(places, "int64") || places->ndim != 2 || places->shape[0] != source->shape[0] ||
-        places->shape[1] != 3) {
-        PyErr_SetString(PyExc_ValueError, "places: expected int64 of shape (rows, 3)");
+    return 1;
+}
+
+static int is_within(int64_t value, int64_t least, int64_t most)
+{
+    return value >= least && value <= most;
+}
+
+static int check_change(const Batch *b, const Change *c)
+{
+    const Sizes *s = &b->sizes;
+    if (!is_within(c->row, 0, b->rows - 1)) {
+        PyErr_Format(PyExc_IndexError, "index: %lld, but the source has %lld rows",
+                     (long long)c->row, (long long)b->rows);
         return 0;
     }
-    if (overlap(source, out)) {
-        PyErr_SetString(PyExc_ValueError, "out shares memory with source");
+    for (int k = 0; k < 2; k++)
+        if (!is_within(c->place[k], -INT32_MAX, INT32_MAX))
+            return wrong("places: expected places within 2^31");
+    if (!is_within(c->place[2], 0, ORIENTATIONS - 1))
+        return wrong("places: expected an orientation from 0 to 7");
+    if (c->place[2] % 2 && s->out_height != s->out_width)
+        return wrong("places: only squares can be turned by a quarter");
+    if (b->has_parts &&
+        (!is_within(c->part[0], 0, s->height - 1) || !is_within(c->part[1], 0, s->width - 1) ||
+         !is_within(c->part[2], 1, s->height - c->part[0]) ||
+         !is_within(c->part[3], 1, s->width - c->part[1])))
+        return wrong("parts: expected parts within the images");
+    for (int k = 0; b->has_factors && k < 3; k++)
+        if (!is_within(c->factors[k], 0, MOST) || (k == 2 && s->pixel == 1 && c->factors[k] != ONE))
+            return wrong("factors: expected 65536ths from 0 to 100, and gray images saturated by 1");
+    return 1;
+}
+
+static void copy_numbers(int64_t *to, const Py_buffer *view, Py_ssize_t row, int kind)
+{
+    memcpy(to, (const int64_t *)view->buf + row * columns[kind],
+           (size_t)columns[kind] * sizeof *to);
+}
+
+/* 0 with an exception set. */
+static int check(Batch *b, const Py_buffer *views)
+{
+    if (!check_images(b, &views[SOURCE], &views[OUT]))
+        return 0;
+    for (int kind = INDEX; kind < VIEWS; kind++)
+        if (views[kind].obj && !check_numbers(&views[kind], kind, b->count))
+            return 0;
+    b->has_parts = views[PARTS].obj != NULL;
+    b->has_factors = views[FACTORS].obj != NULL;
+    b->has_boxes = views[BOXES].obj != NULL;
+    if (b->has_factors && b->sizes.pixel != 1 && b->sizes.pixel != 3)
+        return wrong("factors: expected images of 1 or 3 bytes a pixel");
+    b->changes = PyMem_Calloc((size_t)b->count, sizeof *b->changes);
+    if (b->changes == NULL) {
+        PyErr_NoMemory();
         return 0;
     }
-    *im = (Images){source->buf, out->buf, source->shape[1], source->shape[2],
-                   out->shape[1], out->shape[2], source->shape[3]};
-    const int64_t *place = places->buf;
-    for (Py_ssize_t i = 0; i < places->shape[0]; i++, place += 3) {
-        const int64_t most = INT32_MAX;
-        if (place[0] < -most || place[0] > most || place[1] < -most || place[1] > most ||
-            place[2] < 0 || place[2] >= ORIENTATIONS) {
-            PyErr_SetString(PyExc_ValueError, "places: expected places within 2^31 and an "
-                                              "orientation from 0 to 7");
+    for (int64_t i = 0; i < b->count; i++) {
+        Change *c = &b->changes[i];
+        copy_numbers(&c->row, &views[INDEX], i, INDEX);
+        copy_numbers(c->place, &views[PLACES], i, PLACES);
+        if (b->has_parts)
+            copy_numbers(c->part, &views[PARTS], i, PARTS);
+        if (b->has_factors)
+            copy_numbers(c->factors, &views[FACTORS], i, FACTORS);
+        if (b->has_boxes)
+            copy_numbers(c->box, &views[BOXES], i, BOXES);
+        if (!check_change(b, c))
+            return 0;
+    }
+    return 1;
+}
+
+/* `turned`: room for an image of the result, that quarter turns are made from. */
+static void resized(const Batch *b, const Change *c, Resampler *r, uint8_t *out, uint8_t *turned)
+{
+    const Sizes *s = &b->sizes;
+    const int64_t pitch = s->width * s->pixel, orientation = c->place[2];
+    const Part part = {
+        .first = b->source + c->row * b->pitch + c->part[0] * pitch + c->part[1] * s->pixel,
+        .end = b->end,
+        .pitch = pitch,
+        .height = c->part[2],
+        .width = c->part[3],
+    };
+    if (orientation % 2 == 0) {
+        /* Two quarters are both directions. */
+        resample(r, &part, out, s->pixel, orientation == 2 || orientation == MIRRORED,
+                 orientation == 2 || orientation == (MIRRORED | 2), b->vectors,
+                 downs_of(b->vectors));
+        return;
+    }
+    resample(r, &part, turned, s->pixel, 0, 0, b->vectors, downs_of(b->vectors));
+    const Sizes square = {s->out_height, s->out_width, s->out_height, s->out_width, s->pixel};
+    arrange(&square, turned, out, 0, 0, orientation, b->vectors);
+}
+
+static int64_t between_ends(int64_t value, int64_t most)
+{
+    return value < 0 ? 0 : value > most ? most : value;
+}
+
+static void make_black(const Sizes *s, uint8_t *out, const int64_t *box)
+{
+    const int64_t top = between_ends(box[0], s->out_height), left = between_ends(box[1], s->out_width);
+    const int64_t bottom = between_ends(box[2], s->out_height);
+    const int64_t right = between_ends(box[3], s->out_width);
+    for (int64_t y = top; y < bottom && left < right; y++)
+        memset(out + (y * s->out_width + left) * s->pixel, 0, (size_t)((right - left) * s->pixel));
+}
+
+/* 0 where memory ran out. */
+static int run(const Batch *b)
+{
+    const Sizes *s = &b->sizes;
+    const int64_t pixels = s->out_height * s->out_width, bytes = pixels * s->pixel;
+    Resampler r;
+    uint8_t *turned = NULL;
+    if (b->has_parts) {
+        int made = make_resampler(&r, s->height, s->width, s->out_height, s->out_width, s->pixel);
+        turned = malloc((size_t)bytes);
+        if (!made || turned == NULL) {
+            free_resampler(&r);
+            free(turned);
             return 0;
         }
-        if (place[2] % 2 && im->height != im->width) {
-            PyErr_SetString(PyExc_ValueError, "places: only squares can be turned by a quarter");
+    }
+    for (int64_t i = 0; i < b->count; i++) {
+        const Change *c = &b->changes[i];
+        uint8_t *out = b->out + i * bytes;
+        if (b->has_parts && (c->part[2] != s->out_height || c->part[3] != s->out_width))
+            resized(b, c, &r, out, turned);
+        else
+            arrange(s, b->source + c->row * b->pitch, out, b->has_parts ? c->part[0] : c->place[0],
+                    b->has_parts ? c->part[1] : c->place[1], c->place[2], b->vectors);
+        if (b->has_factors) {
+            const Factors by = {(int32_t)c->factors[0], (int32_t)c->factors[1],
+                                (int32_t)c->factors[2]};
+            adjust(out, pixels, s->pixel, &by, colors_of(b->vectors));
+        }
+        if (b->has_boxes)
+            make_black(s, out, c->box);
+    }
+    if (b->has_parts)
+        free_resampler(&r);
+    free(turned);
+    return 1;
+}
+
+static int take_views(PyObject *const *objects, Py_buffer *views)
+{
+    for (int kind = 0; kind < VIEWS; kind++) {
+        if (kind >= PARTS && objects[kind] == Py_None)
+            continue;
+        if (kind == SOURCE) {
+            if (PyObject_GetBuffer(objects[kind], &views[kind], PyBUF_STRIDES | PyBUF_FORMAT) < 0)
+                return 0;
+        } else if (!get_buffer(objects[kind], &views[kind], names[kind], kind == OUT)) {
             return 0;
         }
     }
     return 1;
 }
 
-PyDoc_STRVAR(arrange_doc,
-"arrange(source, out, places)\n--\n\n"
-"Copy a part of each image into `out`. `places` has a row for each image: top, left, orientation.");
+PyDoc_STRVAR(change_doc,
+"change(source, out, index, places, parts, factors, boxes, vectors)\n--\n\n"
+"Make `out` of the images `index` of `source`. All others are int64 with a row for each of them, or\n"
+"None from `parts` on. `vectors`: bytes of the widest vectors that may be used.");
 
-static PyObject *arrange(PyObject *module, PyObject *args)
+static PyObject *change(PyObject *module, PyObject *args)
 {
-    static const char *const names[] = {"source", "out", "places"};
-    PyObject *objects[3];
-    Py_buffer views[3];
-    Images im;
-    int taken = 0, done = 0;
+    PyObject *objects[VIEWS];
+    Py_buffer views[VIEWS] = {{0}};
+    Batch b = {0};
+    int most = 0, checked = 0, done = 0;
     (void)module;
-    if (!PyArg_ParseTuple(args, "OOO:arrange", &objects[0], &objects[1], &objects[2]))
+    if (!PyArg_ParseTuple(args, "OOOOOOOi:change", &objects[SOURCE], &objects[OUT],
+                          &objects[INDEX], &objects[PLACES], &objects[PARTS], &objects[FACTORS],
+                          &objects[BOXES], &most))
         return NULL;
-    while (taken < 3 && get_buffer(objects[taken], &views[taken], names[taken], taken == 1))
-        taken++;
-    if (taken == 3 && check_arrange(views, &im)) {
-        const int64_t *place = views[2].buf;
-        const int64_t rows = views[0].shape[0];
+    if (take_views(objects, views) && check(&b, views)) {
+        checked = 1;
+        b.vectors = usable(most);
         Py_BEGIN_ALLOW_THREADS
-        for (int64_t i = 0; i < rows; i++, place += 3)
-            arrange_image(&im, im.source + i * im.source_height * im.source_width * im.pixel,
-                          im.out + i * im.height * im.width * im.pixel, place[0], place[1],
-                          place[2]);
+        done = run(&b);
         Py_END_ALLOW_THREADS
-        done = 1;
     }
-    release(views, taken);
-    if (!done)
-        return NULL;
-    Py_RETURN_NONE;
-}
-
-/* -- adjust: brightness, contrast and saturation ---------------------------------------------- */
-
-/* Factors are 65536ths, and results are cut, not rounded, as torchvision's are. */
-enum { ONE = 65536, RED = 19589, GREEN = 38470, BLUE = 7471, MOST = 100 * ONE };
-
-static inline uint8_t as_byte(int32_t value)
-{
-    value >>= 16;
-    return (uint8_t)(value < 0 ? 0 : value > 255 ? 255 : value);
-}
-
-static inline int32_t gray_of(const uint8_t *p)
-{
-    return (p[0] * RED + p[1] * GREEN + p[2] * BLUE) >> 16;
-}
-
-static inline void scale_body(uint8_t *pixels, int64_t count, int32_t factor, int32_t shift)
-{
-    for (int64_t i = 0; i < count; i++)
-        pixels[i] = as_byte(pixels[i] * factor + shift);
-}
-
-static inline int64_t gray_body(const uint8_t *pixels, int64_t count, int64_t channels)
-{
-    int64_t sum = 0;
-    for (int64_t i = 0; i < count; i++)
-        sum += channels == 3 ? gray_of(pixels + 3 * i) : pixels[i];
-    return sum;
-}
-
-static inline void saturate_body(uint8_t *pixels, int64_t count, int32_t factor)
-{
-    for (int64_t i = 0; i < count; i++, pixels += 3) {
-        int32_t gray = gray_of(pixels) * (ONE - factor);
-        for (int k = 0; k < 3; k++)
-            pixels[k] = as_byte(pixels[k] * factor + gray);
-    }
-}
-
-static inline void adjust_body(uint8_t *pixels, int64_t count, int64_t channels,
-                               const int64_t *factors)
-{
-    if (factors[0] != ONE)
-        scale_body(pixels, count * channels, (int32_t)factors[0], 0);
-    if (factors[1] != ONE) {
-        /* The mean, in 65536ths, rounded. */
-        int64_t mean = (gray_body(pixels, count, channels) * ONE + count / 2) / count;
-        scale_body(pixels, count * channels, (int32_t)factors[1],
-                   (int32_t)(((ONE - factors[1]) * mean) >> 16));
-    }
-    if (factors[2] != ONE)
-        saturate_body(pixels, count, (int32_t)factors[2]);
-}
-
-typedef void Adjust(uint8_t *pixels, int64_t count, int64_t channels, const int64_t *factors);
-
-static void adjust_plain(uint8_t *pixels, int64_t count, int64_t channels, const int64_t *factors)
-{
-    adjust_body(pixels, count, channels, factors);
-}
-
-#ifdef __x86_64__
-__attribute__((target("avx2"))) static void adjust_avx2(uint8_t *pixels, int64_t count,
-                                                        int64_t channels, const int64_t *factors)
-{
-    adjust_body(pixels, count, channels, factors);
-}
-#endif
-
-static int check_adjust(const Py_buffer *pixels, const Py_buffer *factors)
-{
-    if (!holds(pixels, "uint8") || pixels->ndim != 4 || pixels->len == 0 ||
-        (pixels->shape[3] != 1 && pixels->shape[3] != 3)) {
-        PyErr_SetString(PyExc_ValueError,
-                        "pixels: expected uint8 of shape (rows, height, width, 1 or 3), not 0");
-        return 0;
-    }
-    if (!holds(factors, "int64") || factors->ndim != 2 || factors->shape[0] != pixels->shape[0] ||
-        factors->shape[1] != 3) {
-        PyErr_SetString(PyExc_ValueError, "factors: expected int64 of shape (rows, 3)");
-        return 0;
-    }
-    const int64_t *factor = factors->buf;
-    for (Py_ssize_t i = 0; i < 3 * factors->shape[0]; i++)
-        if (factor[i] < 0 || factor[i] > MOST ||
-            (i % 3 == 2 && pixels->shape[3] == 1 && factor[i] != ONE)) {
-            PyErr_SetString(PyExc_ValueError, "factors: expected 65536ths from 0 to 100, and gray "
-                                              "images saturated by 1");
-            return 0;
-        }
-    return 1;
-}
-
-PyDoc_STRVAR(adjust_doc,
-"adjust(pixels, factors)\n--\n\n"
-"Change the colors of images in place. `factors` has a row for each: brightness, contrast and\n"
-"saturation, in 65536ths.");
-
-static PyObject *adjust(PyObject *module, PyObject *args)
-{
-    static const char *const names[] = {"pixels", "factors"};
-    PyObject *objects[2];
-    Py_buffer views[2];
-    int taken = 0, done = 0;
-    (void)module;
-    if (!PyArg_ParseTuple(args, "OO:adjust", &objects[0], &objects[1]))
-        return NULL;
-    while (taken < 2 && get_buffer(objects[taken], &views[taken], names[taken], taken == 0))
-        taken++;
-    if (taken == 2 && check_adjust(&views[0], &views[1])) {
-        const int64_t *factors = views[1].buf;
-        const int64_t rows = views[0].shape[0], channels = views[0].shape[3];
-        const int64_t count = views[0].shape[1] * views[0].shape[2];
-        Adjust *adjust_image = adjust_plain;
-#ifdef __x86_64__
-        if (__builtin_cpu_supports("avx2"))
-            adjust_image = adjust_avx2;
-#endif
-        Py_BEGIN_ALLOW_THREADS
-        for (int64_t i = 0; i < rows; i++)
-            adjust_image((uint8_t *)views[0].buf + i * count * channels, count, channels,
-                         factors + 3 * i);
-        Py_END_ALLOW_THREADS
-        done = 1;
-    }
-    release(views, taken);
-    if (!done)
-        return NULL;
-    Py_RETURN_NONE;
+    PyMem_Free(b.changes);
+    release(views, VIEWS);
+    if (done)
+        Py_RETURN_NONE;
+    return checked ? PyErr_NoMemory() : NULL;
 }
 
 static PyMethodDef methods[] = {
-    {"arrange", arrange, METH_VARARGS, arrange_doc},
-    {"adjust", adjust, METH_VARARGS, adjust_doc},
+    {"change", change, METH_VARARGS, change_doc},
     {NULL, NULL, 0, NULL},
 };
 
-MODULE(_augment, "Images cut out, mirrored and turned; and their colors changed.", methods)
+MODULE(_augment, "Images resized, cut out, mirrored, turned, recolored and partly made black.", methods)

@@ -1,3 +1,12 @@
-# All take objects with the buffer protocol.
-def arrange(source: object, out: object, places: object, /) -> None: ...
-def adjust(pixels: object, factors: object, /) -> None: ...
+# All but the last take objects with the buffer protocol; from `parts` on None too.
+def change(
+    source: object,
+    out: object,
+    index: object,
+    places: object,
+    parts: object,
+    factors: object,
+    boxes: object,
+    vectors: int,
+    /,
+) -> None: ...

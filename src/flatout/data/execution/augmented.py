@@ -16,7 +16,7 @@ from flatout.data.block import Block, Numbers, Values
 from flatout.data.buffers import Buffers
 from flatout.data.draws import Draws
 from flatout.data.execution.digests import digest_of
-from flatout.data.execution.samples import Costs, Decoded, Samples
+from flatout.data.execution.samples import Costs, Decoded, Lender, Lent, Samples
 from flatout.data.execution.turns import Turns, turns_left
 from flatout.data.form import Form, Tree
 from flatout.errors import DataError
@@ -142,20 +142,35 @@ class Augmented:
         Raises:
             DataError: they are no images, or such that cannot be changed like this.
         """
-        block = self.inner.make(numbers, buffers, epoch, costs)
+        lent = None
+        if isinstance(self.inner, Lender):
+            lent = self.inner.lend(numbers, buffers, costs, self._is_of_use)
+        if lent is None:
+            block = self.inner.make(numbers, buffers, epoch, costs)
+            lent = Lent(block, {}, np.arange(len(block)))
         start = clock()
-        made = self.apply(block, turns_left(epoch, numbers, block.numbers), buffers)
+        turns = turns_left(epoch, numbers, lent.block.numbers)
+        made = self._apply(lent, turns, buffers)
         costs.add(self.name, clock() - start)
         return made
 
-    def apply(self, block: Block, epoch: Turns, buffers: Buffers | None = None) -> Block:
+    def _is_of_use(self, name: str, values: npt.NDArray[Any]) -> bool:
+        """Whether these are inputs that can be changed as they lie in memory."""
+        return name in _columns(self.inner.form.inputs) and _are_pixels(values)
+
+    def apply(self, block: Block, epoch: Turns) -> Block:
         """The rows of a block, their images changed."""
+        return self._apply(Lent(block, {}, np.arange(len(block))), epoch, Buffers())
+
+    def _apply(self, lent: Lent, epoch: Turns, buffers: Buffers) -> Block:
+        block = Block({**lent.block.columns, **lent.whole}, lent.block.numbers)
         if not len(block):
-            return block
+            return lent.block
         draws = self._draws(block.numbers, epoch)
         columns = dict(block.columns)
         for name in self._image_columns(block):
-            columns[name] = self._changed(name, columns[name], draws, buffers or Buffers())
+            places = lent.places if name in lent.whole else None
+            columns[name] = self._changed(columns[name], places, draws, buffers)
         return Block(columns, block.numbers)
 
     def _image_columns(self, block: Block) -> list[str]:
@@ -180,13 +195,13 @@ class Augmented:
         return images
 
     def _changed(
-        self, name: str, values: Values, draws: Draws, buffers: Buffers
+        self, values: Values, places: Numbers | None, draws: Draws, buffers: Buffers
     ) -> npt.NDArray[Any]:
         assert isinstance(values, np.ndarray)
-        pixels = as_pixels(values)
+        pixels = as_pixels(values) if places is None else _seen_as_pixels(values)
         _, height, width, channels = pixels.shape
         self.augmentation.check(height, width, channels, pixels.dtype)
-        made = self.augmentation(pixels, draws, buffers)
+        made = self.augmentation(pixels, draws, buffers, places)
         if values.ndim == 3:
             return made[..., 0]
         return made if _has_channels_last(values) else made.transpose(0, 3, 1, 2)
@@ -209,11 +224,22 @@ def is_image(values: Values) -> bool:
 
 def as_pixels(values: npt.NDArray[Any]) -> Pixels:
     """Images as an array of shape (rows, height, width, channels), contiguous."""
+    return np.ascontiguousarray(_seen_as_pixels(values))
+
+
+def _seen_as_pixels(values: npt.NDArray[Any]) -> Pixels:
+    """The same, without a copy."""
     if values.ndim == 3:
-        return np.ascontiguousarray(values)[..., np.newaxis]
-    if not _has_channels_last(values):
-        values = values.transpose(0, 2, 3, 1)
-    return np.ascontiguousarray(values)
+        return values[..., np.newaxis]
+    return values if _has_channels_last(values) else values.transpose(0, 2, 3, 1)
+
+
+def _are_pixels(values: npt.NDArray[Any]) -> bool:
+    """Whether these are images, each of which is contiguous with its channels last."""
+    if not is_image(values):
+        return False
+    pixels = _seen_as_pixels(values)
+    return all(one.flags.c_contiguous and pixels.strides[0] >= one.nbytes for one in pixels[:1])
 
 
 def _has_channels_last(values: npt.NDArray[Any]) -> bool:

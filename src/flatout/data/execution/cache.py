@@ -16,12 +16,12 @@ import numpy.typing as npt
 
 from flatout import unfinished
 from flatout.cache_folder import cache_folder, kind_folder
-from flatout.data.block import Block, Numbers, Ragged, as_ragged, join, take
+from flatout.data.block import Block, Numbers, Ragged, Values, as_ragged, join, take
 from flatout.data.buffers import Buffers
 from flatout.data.execution.digests import digest_of
 from flatout.data.execution.row_folder import Filling, RowFolder, tidy
 from flatout.data.execution.row_store import MemoryArena, RowStore, layout_of, row_bytes
-from flatout.data.execution.samples import Costs, Samples
+from flatout.data.execution.samples import Costs, Lent, Samples, Wanted
 from flatout.data.execution.turns import Turns
 from flatout.data.form import Form
 from flatout.errors import DataError
@@ -189,6 +189,20 @@ class Cached:
         columns = self._store.get(slots, buffers)
         costs.add(self.name, clock() - start)
         return Block(columns, numbers)
+
+    def lend(self, numbers: Numbers, buffers: Buffers, costs: Costs, wanted: Wanted) -> Lent | None:
+        """These samples as they are kept, once all of them are."""
+        store = self._store
+        if store is None or self._missing:
+            return None
+        slots = numbers if self._whole else np.searchsorted(self._numbers, numbers)
+        if not self._whole and not self._are_mine(slots, numbers):
+            return None
+        start = clock()
+        whole: dict[str, Values] = {n: v for n, v in store.in_place().items() if wanted(n, v)}
+        columns = store.get(slots, buffers, without=whole)
+        costs.add(self.name, clock() - start)
+        return Lent(Block(columns, numbers), whole, slots)
 
     def _are_mine(self, slots: Numbers, numbers: Numbers) -> bool:
         within = np.minimum(slots, len(self._numbers) - 1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from threading import Lock
 from typing import Any, NamedTuple, Protocol
 from weakref import finalize
@@ -158,22 +158,39 @@ class RowStore:
         self.rows[slots] = packed
         return packed
 
-    def get(self, slots: Numbers, buffers: Buffers) -> dict[str, Values]:
-        """The rows of these slots, in this order."""
+    def get(
+        self, slots: Numbers, buffers: Buffers, without: Collection[str] = ()
+    ) -> dict[str, Values]:
+        """The rows of these slots, in this order, `without` some columns that are not ragged."""
         if self.check is not None:
             self.check(slots)
-        outs = {field.name: _room(field, len(slots), buffers) for field in self.layout.fields}
-        pieces = [(field.offset, field.width, outs[field.name]) for field in self.layout.fields]
-        lines.split_rows(self.rows, np.ascontiguousarray(slots, np.int64), pieces)
+        fields = [field for field in self.layout.fields if field.name not in without]
+        outs = {field.name: _room(field, len(slots), buffers) for field in fields}
+        pieces = [(field.offset, field.width, outs[field.name]) for field in fields]
+        if pieces:
+            lines.split_rows(self.rows, np.ascontiguousarray(slots, np.int64), pieces)
         arenas = iter(self.arenas)
         columns: dict[str, Values] = {}
-        for field in self.layout.fields:
+        for field in fields:
             out = outs[field.name]
             if field.ragged:
                 columns[field.name] = fetch(out, next(arenas))
             else:
                 columns[field.name] = out.transpose(0, 3, 1, 2) if field.channels_last else out
         return columns
+
+    def in_place(self) -> dict[str, npt.NDArray[Any]]:
+        """The columns that are not ragged, of all slots, where they lie. Check them before use."""
+        found = {}
+        for field in self.layout.fields:
+            if field.ragged:
+                continue
+            own = self.rows[:, field.offset : field.offset + field.width].view(field.dtype)
+            if field.channels_last:
+                channels, height, width = field.shape
+                own = own.reshape(-1, height, width, channels).transpose(0, 3, 1, 2)
+            found[field.name] = own if field.channels_last else own.reshape(-1, *field.shape)
+        return found
 
     def _places(self, values: Ragged, arena: Arena) -> npt.NDArray[Any]:
         first, last = int(values.offsets[0]), int(values.offsets[-1])

@@ -6,13 +6,13 @@ import inspect
 from collections.abc import Callable
 from threading import Lock
 from time import perf_counter_ns as clock
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Subset
 
-from flatout.data.block import Block, Numbers, Ragged, as_ragged, join, offsets_of, take
+from flatout.data.block import Block, Numbers, Ragged, Values, as_ragged, join, offsets_of, take
 from flatout.data.buffers import Buffers
 from flatout.data.execution.digests import Nameless, digest_of, function_digest, function_name
 from flatout.data.execution.turns import Turns, places_left, turns_at, turns_left
@@ -79,6 +79,43 @@ class Samples(Protocol):
 
     def where(self, number: int) -> str:
         """Where a row comes from."""
+        ...
+
+
+# Whether a column, by its name and the values of all rows, is of use as it lies in memory.
+Wanted: TypeAlias = Callable[[str, npt.NDArray[Any]], bool]
+
+
+class Lent(NamedTuple):
+    """Some rows, of which columns that lie in memory were not copied.
+
+    Attributes:
+        block: the rows, with their other columns.
+        whole: the columns that were not copied, of all rows.
+        places: which of these the rows are, int64 of shape (rows,).
+    """
+
+    block: Block
+    whole: dict[str, Values]
+    places: Numbers
+
+
+@runtime_checkable
+class Lender(Protocol):
+    """Samples that may lie in memory as they are."""
+
+    def lend(self, numbers: Numbers, buffers: Buffers, costs: Costs, wanted: Wanted) -> Lent | None:
+        """What `make` gives, without copies of the columns that are wanted.
+
+        Args:
+            numbers: of the rows.
+            buffers: where memory for the other columns comes from.
+            costs: counts the time.
+            wanted: says which columns those are.
+
+        Returns:
+            None where not all of the rows lie in memory.
+        """
         ...
 
 

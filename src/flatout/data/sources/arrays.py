@@ -18,7 +18,7 @@ from flatout.data.block import Block, Numbers, Values
 from flatout.data.buffers import Buffers
 from flatout.data.execution.batch_sampler import BatchSampler, batches_of
 from flatout.data.execution.digests import content_digest, digest_of, tensors_name
-from flatout.data.execution.samples import Costs
+from flatout.data.execution.samples import Costs, Lent, Wanted
 from flatout.data.execution.turns import Turns
 from flatout.data.form import Form, Leaf
 from flatout.data.pipeline import Pipeline
@@ -328,6 +328,21 @@ class ArraySamples:
         costs.add(self.name, clock() - start)
         return Block(columns, numbers)
 
+    def lend(self, numbers: Numbers, buffers: Buffers, costs: Costs, wanted: Wanted) -> Lent:
+        """These rows; columns that are wanted stay where they are, unless they are scaled."""
+        start = clock()
+        self._check()
+        columns: dict[str, Values] = {}
+        whole: dict[str, Values] = {}
+        for name, tensor in self._columns.items():
+            array = tensor.detach().numpy()
+            if not self._is_scaled(name, tensor) and wanted(name, array):
+                whole[name] = array
+            else:
+                columns[name] = self._take(name, tensor, numbers, buffers)
+        costs.add(self.name, clock() - start)
+        return Lent(Block(columns, numbers), whole, numbers)
+
     def _check(self) -> None:
         if self.data.device.type != "cpu":
             raise DataError(
@@ -341,9 +356,12 @@ class ArraySamples:
                     do="hand over float32; the model's own precision is up to the Recipe",
                 )
 
+    def _is_scaled(self, name: str, tensor: Tensor) -> bool:
+        return self._scaled and tensor.dtype == torch.uint8 and name.startswith("inputs")
+
     def _take(self, name: str, tensor: Tensor, numbers: Numbers, buffers: Buffers) -> Values:
         array: Any = tensor.detach().numpy()
-        if self._scaled and tensor.dtype == torch.uint8 and name.startswith("inputs"):
+        if self._is_scaled(name, tensor):
             out = buffers.empty((len(numbers), *array.shape[1:]), np.float32)
             return gather_rows(array, numbers, out, self.data.scale, self.data.shift)
         if not array.flags.c_contiguous:
