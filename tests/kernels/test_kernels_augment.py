@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from flatout.kernels import augment
 from flatout.kernels.augment import ONE, change_images
 
-if augment._c is None:
+if augment._change is None:
     pytest.skip("the C extension is not built", allow_module_level=True)
 
 # numpy, and C by vectors of so many bytes, where the processor has them.
@@ -196,10 +196,10 @@ def test_bad_arrays_are_errors_and_never_a_crash():
         of = {"source": good, "out": out, "index": index, "places": places}
         of |= {"parts": None, "factors": None, "boxes": None, **wrong}
         with pytest.raises(ValueError, match=words):
-            augment._c.change(*of.values(), 64)
+            augment._change(*of.values(), 64)
     for wrong in (-1, 2):
         with pytest.raises(IndexError, match=f"index: {wrong}, but the source has 2 rows"):
-            augment._c.change(good, out, index * 0 + wrong, places, None, None, None, 64)
+            augment._change(good, out, index * 0 + wrong, places, None, None, None, 64)
     for channels, words in [(1, "gray images saturated by 1"), (4, "1 or 3 bytes")]:
         made = np.zeros((2, 4, 5, channels), np.uint8)
         with pytest.raises(ValueError, match=words):

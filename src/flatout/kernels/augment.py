@@ -14,11 +14,11 @@ from flatout.kernels import absent
 from flatout.kernels.checks import check_range
 
 try:
-    from flatout.kernels import _augment as _c
+    from flatout.kernels._augment import change as _change
 except ImportError:
-    _c = None  # type: ignore[assignment]
+    _change = None  # type: ignore[assignment]
 
-_use_c = _c is not None and absent.WANTED
+_use_c = _change is not None and absent.WANTED
 
 Images: TypeAlias = npt.NDArray[Any]
 Integers: TypeAlias = npt.NDArray[np.int64]
@@ -68,7 +68,7 @@ def change_images(
         ValueError: an array has another dtype, shape or memory layout, they share memory, or a
             number is out of range. Nothing is written.
     """
-    if _c is None:
+    if _change is None:
         absent.say_once()
     if index is None:
         if len(source) != len(out):
@@ -81,7 +81,7 @@ def change_images(
     source, out = _as_bytes("source", source), _as_bytes("out", out)
     if _use_c:
         index = np.ascontiguousarray(index, np.int64)
-        _c.change(source, out, index, places, parts, factors, boxes, _VECTORS)
+        _change(source, out, index, places, parts, factors, boxes, _VECTORS)
         return
     check_range(index, len(source), "the source has")
     for row, (at, (top, left, orientation)) in enumerate(
