@@ -25,7 +25,7 @@ def data_of(family: Family, batches: int = BATCHES) -> tuple[Any, torch.Tensor]:
     return x, family.targets(x)
 
 
-def _part(values: Any, index: torch.Tensor) -> Any:
+def part_of(values: Any, index: torch.Tensor) -> Any:
     if isinstance(values, dict):
         return {name: value[index] for name, value in values.items()}
     return values[index]
@@ -47,7 +47,7 @@ def by_hand(family: Family, arm: set[str], seed: int, seconds: float, steps: int
     while len(losses) < steps or (not steps and sum(times) < seconds):
         for index in torch.randperm(len(y)).split(family.batch):
             began = time.perf_counter()
-            inputs, targets = _part(x, index), y[index]
+            inputs, targets = part_of(x, index), y[index]
             if "channels_last" in arm:
                 inputs = inputs.to(memory_format=torch.channels_last)
             optimizer.zero_grad()

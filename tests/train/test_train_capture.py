@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 from torch import nn
-from train_jobs import CLASSES, data, network, quiet
+from train_jobs import CLASSES, Interpreted, data, network, quiet
 
 import flatout
 from flatout.errors import FlatoutError
@@ -24,22 +24,6 @@ from flatout.train.tuner import Tuner
 
 ADAM = partial(torch.optim.Adam, lr=0.01)
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
-
-
-class Interpreted:
-    """Stands in for the child: the graph runs operator by operator."""
-
-    graphs = ()
-
-    def __init__(self, graph, digest, nice):
-        self.graphs.append(graph)
-        self.asked = 0
-
-    def done(self):
-        return len(self.graphs) - 1
-
-    def close(self):
-        pass
 
 
 @pytest.fixture(autouse=True)
@@ -160,6 +144,26 @@ def test_losses(loss, interpreted):
     assert interpreted
     check_alike(ours, plain)
     assert history.epochs[-1]["loss"] == pytest.approx(by_hand.epochs[-1]["loss"], rel=1e-4)
+
+
+class Attends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True)
+        self.head = nn.Linear(4, CLASSES)
+
+    def forward(self, x):
+        return self.head(self.block(x.unflatten(1, (3, 4))).mean(1))
+
+
+def test_attention_that_drops_nothing(interpreted):
+    def fit(captured):
+        torch.manual_seed(0)
+        return fitted(Attends(), captured=captured, optimizer=SGD, epochs=4)[0]
+
+    plain, ours = fit("off"), fit("on")
+    assert interpreted
+    check_alike(ours, plain)
 
 
 def test_weights_of_classes(interpreted):

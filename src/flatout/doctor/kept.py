@@ -21,7 +21,7 @@ from flatout.unfinished import is_abandoned, is_unfinished
 KINDS = {
     "auto": "measured settings of models",
     "ranks": "measured numbers of ranks",
-    "steps": "compiled training steps",
+    "steps": "compiled steps and forwards",
     "index": "where rows begin in files",
     "files": "fetched files",
     "rows": "cached samples",

@@ -43,6 +43,7 @@ from flatout.models.layout import FORMATS as FORMATS
 from flatout.models.layout import format_of as format_of
 from flatout.models.layout import lay_out as lay_out
 from flatout.models.operators import OperatorCount as OperatorCount
+from flatout.models.operators import OperatorTimes as OperatorTimes
 from flatout.models.operators import weights_counted as weights_counted
 from flatout.models.recompute import recompute_activations as recompute_activations
 from flatout.models.rewrites import Rewrite as Rewrite

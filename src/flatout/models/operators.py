@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cache
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -76,6 +77,27 @@ class OperatorCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._end_forward()
         found = {"forward": self._before, "backward": self._backward, "optimizer": self._since}
         return {lane: kinds for lane, kinds in found.items() if kinds}
+
+
+class OperatorTimes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Within, it is timed what a CPU takes for products, attention and recurrence.
+
+    Attributes:
+        kernels_s: seconds in these: compiled code calls the same kernels. Not of convolutions,
+            whose images a compiler lays out otherwise.
+    """
+
+    kernels_s: float = 0.0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: _Args = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call the operator, and time it."""
+        began = perf_counter()
+        out = func(*args, **(kwargs or {}))
+        if _is_kernel(func):
+            self.kernels_s += perf_counter() - began
+        return out
 
 
 def weights_counted(
@@ -142,6 +164,15 @@ def _known(func: Any) -> tuple[str, _Flops | None, bool]:
     return "elementwise", None, is_view
 
 
+@cache
+def _is_kernel(func: Any) -> bool:
+    """Whether it is a product, or made of some."""
+    return _known(func)[0] in _KERNELS or func.overloadpacket.__name__ in _WHOLE
+
+
+_KERNELS = ("matmul", "attention", "recurrent")
+# What torch runs as one operator in evaluation.
+_WHOLE = ("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
 _BY_NAME = {
     "normalization": ("_norm",),
     "gather": ("embedding", "index", "gather", "scatter"),

@@ -52,7 +52,7 @@ KIND = "steps"
 # A compilation that takes longer is given up.
 _LONGEST_S = 600.0
 # It runs behind all others where a CPU is left to it, else nearly as one of them.
-_BEHIND, _BESIDE = 19, 5
+BEHIND, BESIDE = 19, 5
 # It is told to end, and killed where it has not after so long.
 _END_S = 1.0
 # The child is asked so many steps apart.
@@ -84,11 +84,11 @@ class Compiling:
         OSError: nothing can be written or started.
     """
 
-    def __init__(self, graph: Graph, digest: str, nice: int = _BEHIND) -> None:
+    def __init__(self, graph: Graph, digest: str, nice: int = BEHIND) -> None:
         self._target = kind_folder(KIND) / f"{digest}.pt2"
         self._folder = self._target.with_name(unfinished.new_name())
         self._folder.mkdir(mode=0o700)
-        self._began = monotonic()
+        self._ran_s, self._since = 0.0, monotonic()
         torch.save(
             {
                 "code": graph.code,
@@ -145,11 +145,12 @@ class Compiling:
 
     @property
     def seconds(self) -> float:
-        """Since it began."""
-        return monotonic() - self._began
+        """For which it was not held up, since it began."""
+        return self._ran_s + max(0.0, monotonic() - self._since)
 
     def hold(self, holds: bool) -> None:
         """Hold the compiling up, or let it go on."""
+        self._ran_s, self._since = self.seconds, math.inf if holds else monotonic()
         self._tell(HOLD if holds else GO_ON)
 
     def _tell(self, what: bytes) -> None:
@@ -569,7 +570,7 @@ class Capture:
         else:
             threads = self._stepper.switch.now.threads
             has_cpu = usable_cpus() > threads or lends_cpu(threads, self._may_lend)
-            self._compiling = Compiling(self._graph, digest, _BEHIND if has_cpu else _BESIDE)
+            self._compiling = Compiling(self._graph, digest, BEHIND if has_cpu else BESIDE)
             self._lend(True)
 
     def _load(self, path: Path, compute: Any) -> None:

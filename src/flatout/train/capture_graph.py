@@ -30,7 +30,7 @@ from flatout.train.step import mean_of_value
 
 Tensors = list[torch.Tensor]
 Shapes = list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]
-_PLAIN = (bool, int, float, str, bytes, type(None))
+PLAIN_TYPES = (bool, int, float, str, bytes, type(None))
 # The flag of a step that has changed nothing but it, since an id or label is out of range.
 STRAY = 2.0
 _HOOKS = tuple(
@@ -43,16 +43,18 @@ class Unfit(Exception):
 
 
 class Graph(NamedTuple):
-    """A step as code of torch.fx.
+    """A step, or a forward, as code of torch.fx.
 
     Attributes:
         code: of a function `forward(self, *inputs)` that returns a list of tensors.
         constants: tensors that it takes from `self`, by name.
         inputs: shape, strides and dtype of each input.
-        reads_ids: whether a flag of 2 tells of an id or label that is out of range.
-        behind: what is returned behind the loss, with an ellipsis for each tensor.
+        reads_ids: whether a flag of 2, or the first tensor of a forward, tells of an id or label
+            that is out of range.
+        behind: what is returned behind the loss or that tensor, with an ellipsis for each tensor.
         spec: its structure.
-        alike: the parameters that have made equally many steps, as of `Places.alike`.
+        alike: the parameters that have made equally many steps, as of `Places.alike`; none of a
+            forward.
     """
 
     code: str
@@ -63,12 +65,11 @@ class Graph(NamedTuple):
     spec: Any
     alike: list[list[str]]
 
-    def restore(self, returned: Tensors) -> tuple[torch.Tensor | float, Any]:
-        """The weight and output of a batch."""
+    def restore(self, returned: Tensors) -> Any:
+        """What lies behind the first tensor: a step's weight and output, or a forward's output."""
         left = iter(returned)
         parts = [next(left) if part is ... else part for part in self.behind]
-        weight, output = tree_unflatten(parts, self.spec)
-        return weight, output
+        return tree_unflatten(parts, self.spec)
 
     def digest(self, *facts: Any) -> str:
         """24 hex digits that differ where what is compiled may."""
@@ -132,7 +133,7 @@ def places_of(model: nn.Module, update: Update) -> Places:
     Raises:
         Unfit: the model or its optimizer is of a kind that cannot be captured.
     """
-    _check_model(model)
+    check_model(model)
     kind = kind_of(update.parts[0].optimizer) if len(update.parts) == 1 else None
     if kind is None:
         kinds = " and ".join(type(part.optimizer).__name__ for part in update.parts)
@@ -172,7 +173,12 @@ def places_of(model: nn.Module, update: Update) -> Places:
     )
 
 
-def _check_model(model: nn.Module) -> None:
+def check_model(model: nn.Module) -> None:
+    """Refuse a model whose code may do more than its graph would.
+
+    Raises:
+        Unfit: for hooks, compiled parts, and tensors in attributes.
+    """
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         raise Unfit("modules have hooks")
     for name, module in model.named_modules():
@@ -197,7 +203,7 @@ class Watch:
         self._known: list[tuple[dict[str, Any], str, Any]] = []
         for module in modules:
             own = vars(module)
-            self._known += [(own, k, v) for k, v in own.items() if isinstance(v, _PLAIN)]
+            self._known += [(own, k, v) for k, v in own.items() if isinstance(v, PLAIN_TYPES)]
             self._known.append((own, "forward", own.get("forward")))
             for names in (module._modules, module._parameters, module._buffers):
                 self._known += [(names, k, v) for k, v in names.items()]
@@ -209,7 +215,7 @@ class Watch:
             return False
         for names, key, value in self._known:
             now = names.get(key)
-            if now is not value and (not isinstance(value, _PLAIN) or now != value):
+            if now is not value and (not isinstance(value, PLAIN_TYPES) or now != value):
                 return False
         return all(parameter.requires_grad is trains for parameter, trains in self._trains)
 
@@ -240,9 +246,6 @@ def trace(
     Raises:
         Unfit: it cannot be one graph.
     """
-    from torch.fx.experimental.proxy_tensor import make_fx
-    from torch.fx.graph import CodeGen
-
     whole, held, alike = _Whole(switch.model, compute), places.tensors(), places.alike()
     rates = [
         torch.tensor(places.kind.rates(group), dtype=torch.float64)
@@ -280,24 +283,57 @@ def trace(
         return [loss.detach(), *(part.detach() for part in behind if torch.is_tensor(part))]
 
     arguments = [*held, *rates, *tensors_of(batch)]
+    code, constants = code_of(step, arguments, moved)
+    behind, spec = template
+    return Graph(code, constants, shapes_of(arguments), bool(strays), behind, spec, alike)
+
+
+def code_of(
+    function: Callable[..., Tensors], arguments: Tensors, moved: Tensors
+) -> tuple[str, dict[str, torch.Tensor]]:
+    """A function of tensors as code, and the constants in it, as `Graph` has them.
+
+    Args:
+        function: is called with tensors without values.
+        arguments: tell their shapes.
+        moved: gets the statistics that BatchNorm changes.
+
+    Raises:
+        Unfit: it cannot be one graph.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.graph import CodeGen
+
     try:
         graph = make_fx(
-            step, _decompositions(moved), tracing_mode="fake", _allow_non_fake_inputs=True
+            function, _decompositions(moved), tracing_mode="fake", _allow_non_fake_inputs=True
         )(*arguments)
     except Unfit:
         raise
     except Exception as error:  # whatever a model's code raises at tensors without values
         raise Unfit(f"it cannot be traced: {first_line(error)}") from error
     nodes = graph.graph.nodes
-    if any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in nodes):
+    if any(map(_draws, nodes)):
         raise Unfit("the model draws random numbers")
     graph.graph.set_codegen(CodeGen())  # of flat inputs and outputs
     graph.recompile()
     constants = {n.target: getattr(graph, n.target) for n in nodes if n.op == "get_attr"}
     if not all(isinstance(value, torch.Tensor) for value in constants.values()):
         raise Unfit("a part of the model is no function of tensors")
-    behind, spec = template
-    return Graph(graph.code, constants, shapes_of(arguments), bool(strays), behind, spec, alike)
+    return graph.code, constants
+
+
+def _draws(node: torch.fx.Node) -> bool:
+    """Whether an operator draws random numbers: attention does where it drops some."""
+    target: Any = node.target
+    if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
+        return False
+    names = [argument.name for argument in target._schema.arguments]
+    if "dropout_p" not in names:
+        return True
+    place = names.index("dropout_p")
+    given: Any = node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p", 0.0)
+    return bool(given != 0.0)
 
 
 def tensors_of(batch: Batch) -> Tensors:

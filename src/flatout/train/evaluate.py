@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -116,7 +116,8 @@ def evaluate_batches(
     def output(batch: Batch) -> object:
         return objective.output(batch.inputs, loop)
 
-    with evaluating(objective.model), loop.autocast():
+    graph = as_one_graph(objective, loop, source)
+    with evaluating(objective.model), loop.autocast(), graph:
         if isinstance(job, TorchJob) and job.is_of_samples:
             batches = at_the_fastest_size(objective, loop, source, batches)
         for batch in batches:
@@ -150,6 +151,31 @@ def at_the_fastest_size(
             return objective.output(loop.ready(batch).inputs, loop)
 
     return loop.evaluate_batch.over(batches, run)
+
+
+def as_one_graph(
+    objective: Evaluated, loop: Loop, source: Source | None
+) -> AbstractContextManager[None]:
+    """Within it, the model's forward runs as one compiled graph where that is faster.
+
+    As ever where `allow` wants the same bits, `compute.capture` is off, on several ranks or a GPU,
+    and of a model that is compiled or is not torch's.
+
+    Args:
+        objective: whose model is evaluated; it is asked for before `evaluating`.
+        loop: has the settings.
+        source: that is evaluated; None where a few samples are looked at.
+    """
+    model, asked = objective.model, loop.requested.compute.capture
+    if source is None or asked == "off" or loop.allow is Parity.EXACT:
+        return nullcontext()
+    if type(objective.adapter) is not TorchModel or model._compiled_call_impl is not None:
+        return nullcontext()
+    if loop.world.size > 1 or loop.device.type != "cpu":
+        return nullcontext()
+    graph = loop.evaluate_graph
+    graph.is_asked, graph.may_lend = asked == "on", loop.requested.process.threads == "auto"
+    return graph.over(model, source.samples)
 
 
 def look_at_validation(

@@ -53,6 +53,13 @@ class EvaluateBatch:
         self.trials: list[dict[str, Any]] = []
         self._tell, self._clock = tell, clock
         self._searches: dict[Any, _Search] = {}
+        self._latest: _Search | None = None
+
+    @property
+    def is_measuring(self) -> bool:
+        """Whether the latest batches were some of those that are compared."""
+        latest = self._latest
+        return latest is not None and latest.trials is not None and not latest.is_over
 
     def over(self, batches: Iterable[Batch], run: Run) -> Iterator[Batch]:
         """The same samples in the same order, in batches of the size that is due.
@@ -66,6 +73,7 @@ class EvaluateBatch:
         if first is None:
             return
         search = self._searches.setdefault(_kind(first), _Search(first.size))
+        self._latest = search
         iterator = chain([first], iterator)
         while taken := _take(iterator, search.block):
             size, began = search.size, self._clock()
@@ -254,18 +262,21 @@ def bytes_of_sample(run: Run, batch: Batch) -> int | None:
     if not alone or len(alone) != len(together):
         return None
     for a, b in zip(alone, together, strict=True):
-        if a.dim() == 0 or len(b) != few.size or not _alike(a, b[: half.size]):
+        if a.dim() == 0 or len(b) != few.size or not alike(a, b[: half.size]):
             return None
     return int(counted.bytes) // few.size
 
 
-def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.shape != b.shape:
+def alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether outputs differ by no more than rounding, of the largest of them."""
+    if a.shape != b.shape or a.dtype is not b.dtype:
         return False
     if not (a.is_floating_point() or a.is_complex()):
         return torch.equal(a, b)
     rounding = torch.finfo(a.dtype).eps ** 0.5
     if torch.is_autocast_enabled(a.device.type):
         rounding = max(rounding, _HALF_ROUNDING)
-    largest = float(b.abs().max()) if b.numel() else 0.0
-    return bool(((a - b).abs() <= rounding * largest).all())
+    finite = b[b.isfinite()]
+    largest = float(finite.abs().max()) if finite.numel() else 0.0
+    # Infinities of the same sign, as a mask makes them, and NaN are alike.
+    return torch.allclose(a, b, rtol=0.0, atol=rounding * largest, equal_nan=True)

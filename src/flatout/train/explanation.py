@@ -144,6 +144,7 @@ class Explanation:
         return {
             "tuning": self.history.get("tuning"),
             "recipe": recipe,
+            "evaluation": self.history.get("evaluation"),
             "features": self.history.get("features"),
             "roofline": None
             if not self.lanes
@@ -177,6 +178,7 @@ class Explanation:
             self._tuning(),
             self._choices(),
             self._tables(),
+            self._evaluation(),
             self._features(),
             self._roofline(full, empty),
         ]
@@ -236,6 +238,18 @@ class Explanation:
         notes = [note for note in self.history.get("notes", ()) if note.startswith(TABLES)]
         for note in notes[-1:]:  # steps may have shown that a table is read whole
             yield from _wrapped(note)
+
+    def _evaluation(self) -> Iterator[str]:
+        evaluation = self.history.get("evaluation")
+        if evaluation is None:
+            return
+        yield "evaluation"
+        for size in evaluation["sizes"]:
+            words = f"{size['b']:,} samples at a time instead of {size['a']:,}: {_ratio(size)}"
+            is_kept = "kept" if size["chosen"] == "b" else "not kept"
+            yield from _wrapped(f"{words} as fast, {is_kept}", 2)
+        for graph in evaluation["graphs"]:
+            yield from _wrapped(_graph(graph), 2)
 
     def _features(self) -> Iterator[str]:
         found = self.history.get("features")
@@ -333,9 +347,8 @@ def _trial(trial: Mapping[str, Any]) -> Iterator[str]:
     name = words_of(changed) + (f" (beside {words_of(rest)})" if rest else "")
     if trial.get("shape"):
         name += f" at {trial['shape']}"
-    interval = f"{trial['ratio']:.2f}x [{trial['low']:.2f},{trial['high']:.2f}]"
     noise = f"±{trial['floor']:.1%}"
-    figures = f"{interval:18}{noise:>6}  {trial['first']:,}-{trial['last']:,}"
+    figures = f"{_interval(trial):18}{noise:>6}  {trial['first']:,}-{trial['last']:,}"
     figures += " kept" if trial["chosen"] == "b" else " not kept"
     lines = wrap(name, _WIDTH - 2)
     if len(lines) == 1 and len(name) < _NAME:
@@ -343,6 +356,29 @@ def _trial(trial: Mapping[str, Any]) -> Iterator[str]:
         return
     yield from (f"  {line}" for line in lines)
     yield f"  {'':{_NAME}}{figures}"
+
+
+def _interval(trial: Mapping[str, Any]) -> str:
+    return f"{trial['ratio']:.2f}x [{trial['low']:.2f},{trial['high']:.2f}]"
+
+
+def _ratio(trial: Mapping[str, Any]) -> str:
+    """What a trial has measured, with its noise."""
+    return f"{_interval(trial)} (A/A ±{trial['floor']:.1%})"
+
+
+def _graph(found: Mapping[str, Any]) -> str:
+    """What came of running an evaluation's forward as one graph."""
+    words = f"the forward of {counted(found['samples'], 'sample')} as one graph: "
+    if found["chosen"] == "b":
+        took = duration(found["compile_s"])
+        made = f"compiled in {took} beside it" if found["compile_s"] else "from the cache"
+        words += f"{_ratio(found)} as fast, kept; {made}"
+    else:
+        words += f"not used: {found['why']}"
+    if found["lost_s"]:
+        words += f"; tracing, and slower calls beside compiling, cost {duration(found['lost_s'])}"
+    return words
 
 
 def _captured(found: Mapping[str, Any]) -> str:

@@ -330,6 +330,7 @@ class Fit:
         loop.end_tuning()
         assert loop.resolved is not None
         self.state.history.tuning = loop.tuning
+        self.state.history.evaluation = loop.evaluated
         assert loop.feed.features is not None
         self.state.history.features = loop.feed.features.facts
         loop.resolved = loop.feed.with_workers(loop.requested, loop.resolved)
@@ -505,7 +506,12 @@ class Fit:
         def stopped() -> bool:
             return alone and self.signals.received is not None
 
-        found = self.objective.evaluate(self.loop, source, stopped)
+        graph, later = self.loop.evaluate_graph, range(self.state.epoch + 1, self.state.epochs)
+        graph.passes_left = sum(validates(self._validation_freq, epoch) for epoch in later)
+        try:
+            found = self.objective.evaluate(self.loop, source, stopped)
+        finally:
+            graph.passes_left = None
         self._add("evaluation", start)
         if found is None:
             assert self.signals.received is not None

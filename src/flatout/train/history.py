@@ -50,6 +50,9 @@ class History:
         classes: names of the classes by number; empty where the data name none.
         tuning: which settings were measured on which steps, as plain data; None where nothing was
             to be chosen by measuring.
+        evaluation: how validations ran, as plain data: which sizes of their batches were measured,
+            and what came of running their forward as one compiled graph; None where they were over
+            too soon.
         features: what was decided about keeping the features of frozen leading layers, as plain
             data; None where none are frozen.
         roofline: operators of the first step, or of the first in which the layers that train are
@@ -72,6 +75,7 @@ class History:
     lanes_by_rank: list[dict[str, float]] = field(default_factory=list, repr=False)
     classes: list[str] = field(default_factory=list, repr=False)
     tuning: dict[str, Any] | None = field(default=None, repr=False)
+    evaluation: dict[str, Any] | None = field(default=None, repr=False)
     features: dict[str, Any] | None = field(default=None, repr=False)
     roofline: dict[str, Any] | None = field(default=None, repr=False)
     confusion: Matrix | None = field(default=None, repr=False)
@@ -165,6 +169,7 @@ class History:
                 "measured": {change.field: change.ratio for change in recipe.changes()},
             },
             "tuning": self.tuning,
+            "evaluation": self.evaluation,
             "features": self.features,
             "roofline": self.roofline,
             "steady_lanes_s": self._steady_lanes(),

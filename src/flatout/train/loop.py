@@ -49,6 +49,7 @@ from flatout.train.capture import Capture
 from flatout.train.checkpointing import Checkpointing, no_run_folder
 from flatout.train.decide import decide, make_stepper
 from flatout.train.evaluate_batch import EvaluateBatch
+from flatout.train.evaluate_graph import EvaluateGraph
 from flatout.train.features import FrozenFeatures
 from flatout.train.feed import Feed
 from flatout.train.large_batch import as_rule
@@ -105,6 +106,7 @@ class Loop:
         lr_scale: what the learning-rate rule does, after `prepare`; None without a rule.
         parts: runs a batch of an evaluation, where memory runs out in parts.
         evaluate_batch: chooses how many samples an evaluation takes at a time.
+        evaluate_graph: runs an evaluation's forward as one compiled graph.
         pace: of several ranks, what this one's steps take without waiting for others.
         planned_epochs: of the whole run, where that is known.
         shows_notes: whether a progress line says what is noted.
@@ -184,6 +186,7 @@ class Loop:
         self.parts = Parts(lambda line: self.say(line))
         self._tables_said = ""
         self.evaluate_batch = EvaluateBatch(self.tell)
+        self.evaluate_graph = EvaluateGraph(self.tell, self._may_compile)
 
     @cached_property
     def world(self) -> World:
@@ -356,6 +359,19 @@ class Loop:
 
     def _is_tuning(self) -> bool:
         return self.is_other_job or (self.tuner is not None and self.tuner.is_searching)
+
+    def _may_compile(self) -> bool:
+        """Whether an evaluation may: nothing else is measured or compiled."""
+        capture = None if self._stepper is None else self._stepper.capture
+        if self._is_tuning() or self.evaluate_batch.is_measuring:
+            return False
+        return capture is None or capture.compiling is None
+
+    @property
+    def evaluated(self) -> dict[str, Any] | None:
+        """How evaluations ran, as plain data; None where nothing was measured of them."""
+        found = {"sizes": self.evaluate_batch.trials, "graphs": self.evaluate_graph.records()}
+        return found if any(found.values()) else None
 
     @property
     def is_other_job(self) -> bool:
@@ -721,6 +737,7 @@ class Loop:
         self.end_tuning()
         if self._trial is not None and sys.exc_info()[0] is None:
             self._trial.end()
+        self.evaluate_graph.close()
         self.timeline.stop()
         if self._live is not None:
             self._live.close()

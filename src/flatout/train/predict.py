@@ -12,7 +12,7 @@ from flatout.data import Batch, Pipeline, Source, is_pipe, map_tensors, rows_of_
 from flatout.errors import DataError, ModelError
 from flatout.train import guard
 from flatout.train.checks import explained
-from flatout.train.evaluate import at_the_fastest_size, evaluating
+from flatout.train.evaluate import as_one_graph, at_the_fastest_size, evaluating
 from flatout.train.ranks import part_of
 from flatout.train.tables import explain_ids
 
@@ -51,10 +51,12 @@ def predict(objective: Objective, loop: Loop, source: Source) -> Any:
 
     outputs = []
     part = part_of(source, world, loop.say)
+    graph = as_one_graph(objective, loop, source)
     with (
         loop.feed.evaluated(source, part) as made,
         evaluating(objective.model),
         loop.autocast(),
+        graph,
     ):
         batches: Iterable[Batch] = made
         if not objective.adapter.is_compiled:

@@ -137,9 +137,10 @@ class Compute(Section):
     capture: Switch = setting(
         "auto",
         "Forward, backward and update as one compiled graph, on a CPU and one rank: for small "
-        "models, whose steps are mostly calls. It is compiled by another process while training "
-        "goes on, and kept for later runs. `auto`: in runs long enough to repay that, and only "
-        "where it is measured faster.",
+        "models, whose steps are mostly calls. Also the forward of `evaluate`, `predict` and "
+        "validation, of any model. It is compiled by another process meanwhile, and kept for later "
+        "runs. `auto`: where what is left of the run repays that, and only where it is measured "
+        "faster.",
         plain="off",
         parity=Parity.TOLERANT,
         words="captured step",

@@ -1,0 +1,128 @@
+"""The forward of a model as one graph, traced on tensors without values.
+
+Its inputs are the model's parameters and buffers, which it only reads, and the tensors of a call:
+weights that have changed since are read as they are.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Set
+from itertools import zip_longest
+from typing import Any
+from weakref import ReferenceType
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from flatout.train.capture_graph import (
+    PLAIN_TYPES,
+    Graph,
+    Tensors,
+    Unfit,
+    check_model,
+    code_of,
+    shapes_of,
+)
+from flatout.train.capture_ids import Bounded
+
+# How deep objects are looked into, and the longest containers that are.
+_DEEP, _LONG = 3, 1000
+
+
+def held_by(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters and buffers that a forward reads, in the order of the graph's inputs."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    return {name: tensor.detach() for name, tensor in named}
+
+
+def trace_forward(model: nn.Module, leaves: list[Any], spec: Any) -> Graph:
+    """The forward of calls like this one; nothing changes.
+
+    Args:
+        model: in evaluation, without gradients, in the context in which it is called.
+        leaves: of the call's arguments; what is no tensor is the same in each call.
+        spec: their structure.
+
+    Raises:
+        Unfit: it cannot be one graph.
+    """
+    check_model(model)
+    held = held_by(model)
+    strays: Tensors = []
+    # What is no tensor of what is returned; an ellipsis stands for a tensor.
+    template: list[Any] = []
+
+    def forward(*flat: torch.Tensor) -> Tensors:
+        tensors = dict(zip(held, flat, strict=False))
+        left = iter(flat[len(held) :])
+        parts = [next(left) if torch.is_tensor(leaf) else leaf for leaf in leaves]
+        args, kwargs = tree_unflatten(parts, spec)
+        before = [tensor._version for tensor in flat]
+        with Bounded() as bounded:
+            output = torch.func.functional_call(model, tensors, args, kwargs)
+        if [tensor._version for tensor in flat] != before:
+            raise Unfit("its forward changes a weight, a buffer or its input")
+        behind, made = tree_flatten(output)
+        odd = [part for part in behind if not isinstance(part, (torch.Tensor, *PLAIN_TYPES))]
+        if odd:
+            raise Unfit(f"its forward returns a {type(odd[0]).__name__}")
+        template[:] = [[... if torch.is_tensor(part) else part for part in behind], made]
+        strays[:] = bounded.strays
+        told = [torch.stack(strays).any()] if strays else []
+        return [*told, *(part for part in behind if torch.is_tensor(part))]
+
+    arguments = [*held.values(), *(leaf for leaf in leaves if torch.is_tensor(leaf))]
+    code, constants = code_of(forward, arguments, [])
+    behind, made = template
+    return Graph(code, constants, shapes_of(arguments), bool(strays), behind, made, [])
+
+
+class Attributes:
+    """What the modules of a model keep besides the values of tensors, as it is now.
+
+    These are their attributes, hooks and parts, and what is in the containers and plain objects
+    among them, such as a configuration.
+
+    Args:
+        model: whose modules are looked at.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        # The objects themselves, so that none of them makes room for another at its address.
+        self._known = list(self._now())
+
+    def hold(self) -> bool:
+        """Whether they are still the same."""
+        return all(
+            a is b or (type(a) is type(b) and isinstance(a, PLAIN_TYPES) and a == b)
+            for a, b in zip_longest(self._known, self._now(), fillvalue=...)
+        )
+
+    def _now(self) -> Iterator[Any]:
+        for module in self._model.modules():
+            for name, value in vars(module).items():
+                if name != "_compiled_call_impl":
+                    yield name
+                    yield from _inside(value, _DEEP)
+
+
+def _inside(value: Any, deep: int) -> Iterator[Any]:
+    """An object, or the kind of a container, and what it holds; of a long one how much."""
+    if isinstance(value, ReferenceType):  # of weights, in a recurrent layer
+        value = value()
+    held: list[Any] = []
+    is_container = isinstance(value, (Mapping, list, tuple, deque, Set))
+    if is_container:
+        held = [*value, *value.values()] if isinstance(value, Mapping) else list(value)
+    elif not isinstance(value, (torch.Tensor, nn.Module, type, *PLAIN_TYPES)):
+        own = getattr(value, "__dict__", {})
+        held = [*own, *own.values()]
+    if not deep or len(held) > _LONG:
+        yield from (value, len(held))
+        return
+    yield type(value) if is_container else value
+    for one in held:
+        yield from _inside(one, deep - 1)
