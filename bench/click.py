@@ -6,8 +6,9 @@
 32 factors for each id, layers 128-64-32, skewed ids, Adam, samples in memory, all usable CPUs. The
 sizes are 117,581, 1 M and 10 M rows with batches of 1,024 and 4,096, and 100 M rows with 8 factors.
 Peers run with 1 M rows and batches of 1,024: torch's dense Adam; torch's sparse gradients with
-SparseAdam or SGD, and Adam for the rest; Keras on TensorFlow and on torch. `--input-wait` measures
-only which share of a step waits for input, where samples come from LibSVM text, on two cores.
+SparseAdam or SGD, and Adam for the rest; Keras on TensorFlow and on torch. On two ranks: tables on
+both, sharded over them, and torch's DDP with a dense Adam. `--input-wait` measures only which share
+of a step waits for input, where samples come from LibSVM text, on two cores.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ ROWS, FEW_ROWS, BATCH = 1_000_000, 20_000, 1024
 SIZES = {"117k": 117_581, "1m": ROWS, "10m": 10_000_000}
 LARGE, LARGE_ROWS, FEW_FACTORS = "flatout-100m-8", 100_000_000, 8
 SMALL = "flatout-1m-8"
+REPLICATED, SHARDED, DDP = "ranks-replicated", "ranks-sharded", "ranks-ddp"
 TESTED = ("--held-out", "20000")
 
 
@@ -73,6 +75,9 @@ def peers(threads: int, steps: int, epochs: int, warm_up: int, most_rows: int) -
     for backend in ("tensorflow", "torch"):
         given = (*shared, *TESTED, "--backend", backend)
         found.append(Peer(f"keras-{backend}", "click_keras.py", given, (backend, "keras")))
+    for name in (REPLICATED, SHARDED, DDP):
+        given = (*own, "--threads", "1", "--tables", name.removeprefix("ranks-"))
+        found.append(Peer(name, "click_ranks.py", given, needs))
     return found
 
 
@@ -90,6 +95,13 @@ def speed_keys(rows: dict[str, Row]) -> list[Key]:
         Key("vs_sparse_sgd", times("sparse-sgd"), note="SGD learns something else"),
         Key("ten_million_vs_one_million", times("flatout-10m-1024"), at_most=1.3, note="of a step"),
         Key("hundred_million_vs_one_million", times(LARGE, SMALL), at_most=1.6, note="8 factors"),
+        Key(
+            "hybrid_vs_replicated",
+            times(REPLICATED, SHARDED),
+            at_least=1.2,
+            note="tables sharded over two ranks of this host, one thread each",
+        ),
+        Key("hybrid_vs_dense_ddp", times(DDP, SHARDED), note="two ranks of this host"),
         Key("flatout_vs_itself", times(AGAIN), note="A/A: what noise makes of 1"),
     ]
 

@@ -56,6 +56,7 @@ EXPECTED = [
     ("world.strategy", "ddp", "local_sgd", NOTHING, Parity.LEARNING),
     ("world.sync_every", 32, 64, NOTHING, Parity.LEARNING),
     ("world.outer", "average", "nesterov", NOTHING, Parity.LEARNING),
+    ("world.tables", "replicated", "sharded", NOTHING, Parity.TOLERANT),
     ("world.reduction", "all_reduce", "ring", NOTHING, Parity.TOLERANT),
     ("world.compression", "off", "bf16", NOTHING, Parity.TOLERANT),
     ("world.compression", "off", "powersgd", NOTHING, Parity.LEARNING),

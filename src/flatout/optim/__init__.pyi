@@ -14,6 +14,7 @@ from flatout.optim.rates import rates_of as rates_of
 from flatout.optim.rates import scaled as scaled
 from flatout.optim.row_rules import name_of as name_of
 from flatout.optim.row_rules import why_dense as why_dense
+from flatout.optim.row_shards import RowShards as RowShards
 from flatout.optim.several import Optimizers as Optimizers
 from flatout.optim.several import as_tuple as as_tuple
 from flatout.optim.touched_rows import TouchedRows as TouchedRows

@@ -23,6 +23,7 @@ from flatout.kernels import table_rows
 from flatout.kernels.table_rows import Groups, Steps, Table
 from flatout.models import Lookup, table_weight, unwatch_table, watch_table
 from flatout.optim.row_rules import RowRule, State, clip_rows, name_of, rules_of, why_dense
+from flatout.optim.row_shards import RowShards
 
 # Of so many rows that no batch has read is looked at what their gradient is.
 _LOOKED_AT = 1024
@@ -73,14 +74,23 @@ class Kept:
         weight: float32 on the CPU, of shape (rows, width), contiguous.
         rule: by which its optimizer steps it.
         grouped: of ids that were read since the last step, their rows.
+        shards: where rows lie on several ranks while they train; None where each has all.
     """
 
-    def __init__(self, weight: nn.Parameter, rule: RowRule, grouped: Grouped) -> None:
-        self.weight, self.rule = weight, rule
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        rule: RowRule,
+        grouped: Grouped,
+        shards: RowShards | None = None,
+    ) -> None:
+        self.weight, self.rule, self.shards = weight, rule, shards
         self.steps: Steps | None = None
         self.table: Table | None = None
         self._grouped = grouped
         self._size = len(weight)
+        self._state: State = (None, None)  # of the optimizer, of all rows
+        self._address = 0  # of the weights
         self._settled = -1  # the step to which all rows were brought
         self._rows: torch.Tensor | None = None  # of the gradient that was made last
 
@@ -90,15 +100,26 @@ class Kept:
         self.rule.attach(self)
 
     def detach(self) -> None:
-        """Bring all rows up to date, and leave them to the optimizer."""
+        """Bring all rows that are here up to date, and leave them to the optimizer."""
         unwatch_table(self.weight)
         self.rule.detach()
-        self.settle()
+        self.bring_all()
         self.steps = self.table = None
 
     def whole(self) -> None:
         """The values are to be read, or written."""
         self.settle()
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The weights as they are, whose reads no one watches."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.weight.detach()
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether this rank has nothing but its own rows now."""
+        return self.shards is not None and self.weight in self.shards.spread
 
     def by_rows(self, ids: torch.Tensor) -> Lookup | None:
         """Bring the rows of ids up to date; None of ids that are none: torch says it."""
@@ -108,10 +129,38 @@ class Kept:
             groups = self._grouped.of(ids.detach(), self._size)
         except IndexError:
             return None
+        if self.shards is not None and self.is_spread:
+            block = self.shards.fetch(self.weight, groups.rows, self._read)
+            return _Lookup(self, ids, groups, block)
+        self._bring(groups.rows)
+        return _Lookup(self, ids, groups, None)
+
+    @property
+    def _is_behind(self) -> bool:
+        """Whether rows may have missed steps."""
         steps = self.steps
-        if steps is not None and self.table is not None and steps.now > self._settled:
-            steps.bring(self.table, groups.rows)
-        return _Lookup(self, ids, groups)
+        return steps is not None and self.table is not None and steps.now > self._settled
+
+    def _bring(self, rows: torch.Tensor) -> None:
+        """Rows, each once, up to date."""
+        if self._is_behind:
+            assert self.steps is not None
+            assert self.table is not None
+            self.steps.bring(self.table, rows)
+
+    def _read(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows that this rank owns, each of which several others may want."""
+        assert self.shards is not None
+        own, places = self.shards.part(self.weight, self.values), self.places_of(rows)
+        if self._is_behind:
+            self._bring(table_rows.group(places, len(own)).rows)
+        return own.index_select(0, places)
+
+    def places_of(self, rows: torch.Tensor) -> torch.Tensor:
+        """Where rows lie in `table`."""
+        if self.shards is None or not self.is_spread:
+            return rows
+        return self.shards.places(self.weight, rows)
 
     def gradient(self, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """The table's gradient: these values in these rows, which rise, and zeros elsewhere."""
@@ -141,23 +190,73 @@ class Kept:
             table is not None
             and self.steps is not None
             and count in (None, self.steps.now)
-            and table.first is state[0]
-            and table.second is state[1]
+            and self._state[0] is state[0]
+            and self._state[1] is state[1]
             and table.epsilon == self.rule.epsilon
-            and table.weights.data_ptr() == self.weight.data_ptr()
+            and self._address == self.weight.data_ptr()
         )
 
     def settle(self) -> None:
-        """Bring all rows up to date."""
-        steps = self.steps
-        if steps is not None and self.table is not None and steps.now > self._settled:
-            steps.bring(self.table, None)
-            self._settled = steps.now
+        """Bring all rows up to date.
+
+        Raises:
+            ModelError: its rows lie on several ranks.
+        """
+        if self.is_spread:
+            assert self.shards is not None
+            self.shards.refuse(self.weight)
+        self.bring_all()
+
+    def bring_all(self) -> None:
+        """The rows that are here."""
+        if self._is_behind:
+            assert self.steps is not None
+            assert self.table is not None
+            self.steps.bring(self.table, None)
+            self._settled = self.steps.now
             torch.autograd.graph.increment_version(self.weight)
 
-    def begin(self, table: Table, steps: Steps) -> None:
-        """Step from here on: all rows are at the last step."""
-        self.table, self.steps, self._settled = table, steps, steps.now
+    def begin(self, state: State, steps: Steps) -> None:
+        """Step from here on: all rows are at the last step.
+
+        Args:
+            state: the optimizer's, of all rows.
+            steps: that are made.
+        """
+        self.steps, self._settled = steps, steps.now
+        self._state, self._address = state, self.weight.data_ptr()
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        """Step what is here; all of it is at the last step."""
+        assert self.steps is not None
+        tensors = [self.values, *self._state]
+        if self.shards is not None and self.is_spread:
+            weight, shards = self.weight, self.shards
+            tensors = [None if one is None else shards.part(weight, one) for one in tensors]
+        weights, first, second = tensors
+        assert weights is not None
+        last = torch.full((len(weights),), self.steps.now, dtype=torch.int32)
+        self.table = Table(weights, first, second, last, self.rule.epsilon)
+
+    def spread(self) -> None:
+        """From now on this rank has nothing but its own rows, until `gather_rows`."""
+        if self.shards is None or self.is_spread:
+            return
+        self.settle()
+        self.shards.part(self.weight, self.values)
+        if self.table is not None:
+            self._lay_out()
+
+    def gather_rows(self) -> None:
+        """Get the rows of all ranks, which all call it."""
+        if self.shards is None or not self.is_spread:
+            return
+        self.bring_all()
+        self.shards.gather(self.weight)
+        if self.table is not None:
+            self._lay_out()
+        torch.autograd.graph.increment_version(self.weight)
 
 
 class Grouped:
@@ -206,6 +305,7 @@ class _Lookup(NamedTuple):
     kept: Kept
     ids: torch.Tensor
     groups: Groups
+    block: torch.Tensor | None  # the rows, where they have come from other ranks
 
     def embedding(self, padding_idx: int | None, scale_grad_by_freq: bool) -> torch.Tensor:
         """As torch.nn.functional.embedding."""
@@ -216,19 +316,25 @@ class _Lookup(NamedTuple):
     ) -> torch.Tensor:
         """What torch's operator gives of the rows of ids, as a table of their own."""
         groups = self.groups
-        counts, numbers = groups.starts.diff(), torch.empty_like(groups.places)
-        numbers[groups.places] = torch.arange(len(counts)).repeat_interleave(counts)
+        numbers = _numbers_in(groups)
         if padding_idx is not None:
             place = int(torch.searchsorted(groups.rows, padding_idx))
-            is_there = place < len(counts) and int(groups.rows[place]) == padding_idx
+            is_there = place < len(groups.rows) and int(groups.rows[place]) == padding_idx
             padding_idx = place if is_there else None
         return F.embedding_bag(
             numbers.reshape(self.ids.shape),
-            _Compact.apply(self.kept.weight, self.kept, groups),  # type: ignore[no-untyped-call]
+            _Compact.apply(self.kept.weight, self.kept, groups, self.block),  # type: ignore[no-untyped-call]
             None if offsets is None else offsets.to(numbers.dtype),
             padding_idx=padding_idx,
             **options,
         )
+
+
+def _numbers_in(groups: Groups) -> torch.Tensor:
+    """Of each place, which of the rows is used there."""
+    counts, numbers = groups.starts.diff(), torch.empty_like(groups.places)
+    numbers[groups.places] = torch.arange(len(counts)).repeat_interleave(counts)
+    return numbers
 
 
 class _Gathered(torch.autograd.Function):
@@ -241,11 +347,14 @@ class _Gathered(torch.autograd.Function):
         kept: Kept,
         ids: torch.Tensor,
         groups: Groups,
+        block: torch.Tensor | None,
         padding_idx: int | None,
         scale_grad_by_freq: bool,
     ) -> torch.Tensor:
         ctx.kept, ctx.groups = kept, groups
         ctx.padding_idx, ctx.scale_grad_by_freq = padding_idx, scale_grad_by_freq
+        if block is not None:
+            return F.embedding(_numbers_in(groups).reshape(ids.shape), block)
         return F.embedding(ids, weight)
 
     @staticmethod
@@ -259,21 +368,23 @@ class _Gathered(torch.autograd.Function):
         if ctx.padding_idx is not None:
             others = rows != ctx.padding_idx
             rows, values = rows[others], values[others]
-        return ctx.kept.gradient(rows, values), None, None, None, None, None
+        return ctx.kept.gradient(rows, values), None, None, None, None, None, None
 
 
 class _Compact(torch.autograd.Function):
     """The rows that a batch uses, each once, for an operator that reads them as a table."""
 
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, kept: Kept, groups: Groups) -> torch.Tensor:
+    def forward(
+        ctx: Any, weight: torch.Tensor, kept: Kept, groups: Groups, block: torch.Tensor | None
+    ) -> torch.Tensor:
         ctx.kept, ctx.rows = kept, groups.rows
-        return weight.index_select(0, groups.rows)
+        return weight.index_select(0, groups.rows) if block is None else block
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        return ctx.kept.gradient(ctx.rows, gradient.contiguous()), None, None
+        return ctx.kept.gradient(ctx.rows, gradient.contiguous()), None, None, None
 
 
 class TouchedRows:
@@ -282,17 +393,25 @@ class TouchedRows:
     Args:
         optimizer: stays the owner of options and state.
         weights: tables of its groups that are read by rows.
+        shards: takes those whose rows are to lie on several ranks while they train; None where
+            each rank has all rows.
 
     Attributes:
         left: tables that were left to the optimizer since, and why.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, weights: Iterable[nn.Parameter]) -> None:
-        self._optimizer = optimizer
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        weights: Iterable[nn.Parameter],
+        shards: RowShards | None = None,
+    ) -> None:
+        self._optimizer, self.shards = optimizer, shards
         self.left: dict[torch.Tensor, str] = {}
         self._grouped = Grouped()
         self._kept = [
-            Kept(weight, rule, self._grouped) for weight, rule in rules_of(optimizer, weights)
+            Kept(weight, rule, self._grouped, shards if shards and shards.takes(weight) else None)
+            for weight, rule in rules_of(optimizer, weights)
         ]
         self._undo: list[Callable[[], Any]] = []
 
@@ -321,6 +440,16 @@ class TouchedRows:
         """Bring all rows up to date."""
         for kept in self._kept:
             kept.settle()
+
+    def spread(self) -> None:
+        """From now on this rank has nothing but its own rows of tables that are sharded."""
+        for kept in self._kept:
+            kept.spread()
+
+    def gather_rows(self) -> None:
+        """Get the rows of all ranks, which all call it."""
+        for kept in self._kept:
+            kept.gather_rows()
 
     # -- a step ------------------------------------------------------------------------------
 
@@ -361,7 +490,7 @@ class TouchedRows:
         used = [kept for kept in self._kept if kept.weight.grad is not None]
         for kept in self._kept:
             if kept.weight.grad is None and any(kept.steps is one.steps for one in used):
-                kept.settle()
+                kept.bring_all()
                 kept.steps = None
         for kept in used:
             self._begin(kept)
@@ -375,7 +504,8 @@ class TouchedRows:
                 kept.steps.write(kept.rule.step(kept.steps.now + 1))
             gradient = kept.weight.grad
             assert gradient is not None
-            kept.steps.apply(kept.table, gradient._indices()[0], gradient._values())
+            rows = kept.places_of(gradient._indices()[0])
+            kept.steps.apply(kept.table, rows, gradient._values())
             torch.autograd.graph.increment_version(kept.weight)
             kept.weight.grad = None
             kept.rule.made()
@@ -390,22 +520,19 @@ class TouchedRows:
         state, count = rule.state(), rule.count()
         if kept.holds(state, count):
             return
-        kept.settle()  # nothing where another state was loaded: all rows were up to date
-        for values in (kept.weight, *state):
+        kept.bring_all()  # nothing where another state was loaded: all rows were up to date
+        for values in () if kept.is_spread else (kept.weight, *state):
             if values is not None:
                 huge_pages.move(values)
         count = count or 0
         begun = [one.steps for one in self._kept if one.steps and one.rule.shares(rule)]
         fresh = [steps for steps in begun if steps.base == steps.now == count]
-        kept.steps = fresh[0] if fresh else Steps(rule.name, count, _ROOM)
-        last = torch.full((len(kept.weight),), count, dtype=torch.int32)
-        plain = kept.weight.detach()  # whose reads no one watches
-        kept.begin(Table(plain, *state, last, rule.epsilon), kept.steps)
+        kept.begin(state, fresh[0] if fresh else Steps(rule.name, count, _ROOM))
 
     def _restart(self, steps: Steps) -> None:
         for kept in self._kept:
             if kept.steps is steps:
-                kept.settle()
+                kept.bring_all()
         steps.restart(steps.now)
 
 

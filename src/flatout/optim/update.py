@@ -24,6 +24,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from flatout.errors import ModelError
 from flatout.optim.fused import align_state, begins_late
+from flatout.optim.row_shards import RowShards
 from flatout.optim.several import Optimizers, as_tuple
 from flatout.optim.touched_rows import TouchedRows
 
@@ -86,6 +87,8 @@ class Update:
         self.flag = self._flags[next(iter(devices))] if len(devices) == 1 else None
         self._one_kind = _one_kind(self.parameters) and self.parameters[0].is_floating_point()
         self._on_cpu = list(devices) == [torch.device("cpu")]
+        shards = {id(rows.shards): rows.shards for rows in self._rows.values() if rows.shards}
+        self._shards = next(iter(shards.values()), None)
 
     @property
     def gated(self) -> bool:
@@ -118,19 +121,29 @@ class Update:
 
     def _clip_rows(self) -> None:
         """The same where torch's functions refuse: of sparse gradients, the rows that they have."""
-        values = []
+        values: Tensors = []
+        own: Tensors = []
+        shards = self._shards_now()
         for parameter in self.parameters:
             if parameter.grad is not None and parameter.grad.layout is not torch.strided:
                 parameter.grad = parameter.grad.coalesce()
-                values.append(parameter.grad.values())
+                is_part = shards is not None and parameter in shards
+                (own if is_part else values).append(parameter.grad.values())
             elif parameter.grad is not None:
                 values.append(parameter.grad)
+        every = [*values, *own]
         if self.clip_norm is not None:
-            norm = torch.nn.utils.get_total_norm(values)
-            torch._foreach_mul_(values, (self.clip_norm / (norm + 1e-6)).clamp(max=1.0))
+            whole = torch.nn.utils.get_total_norm(values)
+            norm = whole if shards is None else shards.total_norm(whole, own)
+            torch._foreach_mul_(every, (self.clip_norm / (norm + 1e-6)).clamp(max=1.0))
         if self.clip_value is not None:
-            torch._foreach_clamp_min_(values, -self.clip_value)
-            torch._foreach_clamp_max_(values, self.clip_value)
+            torch._foreach_clamp_min_(every, -self.clip_value)
+            torch._foreach_clamp_max_(every, self.clip_value)
+
+    def _shards_now(self) -> RowShards | None:
+        """Those of tables of which each rank has its own rows, in a step of all ranks."""
+        shards = self._shards
+        return shards if shards is not None and shards.is_in_step else None
 
     def begin(self) -> None:
         """Before a step's first backward: forget the gradients that are there."""
@@ -155,6 +168,8 @@ class Update:
         self.clip()
         gradients = _gradients(self.parameters)
         self._check(gradients)
+        if (shards := self._shards_now()) is not None and self.flag is not None:
+            shards.share(self.flag)
         # On a CPU the flag can be read at no cost, and a bad step need not even begin.
         if not (self._on_cpu and self.was_bad()):
             alone = len(self.parts) == 1 and not self._rows

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from flatout.optim import RowShards
 from flatout.strategies.reductions import Beside, Flat
-from flatout.strategies.sparse import sparse_weights, sum_rows
+from flatout.strategies.sparse import sparse_weights, sum_own_rows, sum_rows
 from flatout.strategies.strategy import Strategy, Sums, Tensors
 from flatout.world import Later, World
 
@@ -94,6 +95,7 @@ class _Summed:
         reduction: how gradients are added up.
         sparse: those whose gradients have only some of their rows.
         turn: which of the job's optimizers these are, from 1: each has its own buckets.
+        shards: whose tables each rank steps in the rows that it owns; None without such.
 
     Attributes:
         sparse: as given, and those of which a rank had a sparse gradient since.
@@ -107,8 +109,9 @@ class _Summed:
         *,
         sparse: Collection[torch.Tensor] = (),
         turn: int = 1,
+        shards: RowShards | None = None,
     ) -> None:
-        self.world, self.reduction = world, reduction
+        self.world, self.reduction, self._shards = world, reduction, shards
         self._of = parameters
         trained = [p for p in parameters if p.requires_grad]
         self._trained = len(trained)
@@ -179,6 +182,8 @@ class _Summed:
             scaler: what the loss was scaled by, if it was.
         """
         self._own = own
+        if self._shards is not None:
+            self._shards.end_forward()
         if self.reduction.carries and not self._is_weighed:
             self._is_weighed = True
             weight = own.weight / samples
@@ -228,8 +233,12 @@ class _Summed:
             parameter.grad = gradient
             self.sparse.add(parameter)
             self._are_some_sparse = True
-        if tables := [*self._sparse, *(parameter for parameter, _ in own)]:
-            sum_rows(self.world, tables)
+        tables = [*self._sparse, *(parameter for parameter, _ in own)]
+        shards = self._shards or ()
+        if whole := [table for table in tables if table not in shards]:
+            sum_rows(self.world, whole)
+        if self._shards and (sharded := [table for table in tables if table in shards]):
+            sum_own_rows(self.world, sharded, self._shards)
         # A copy, for the next step writes here again.
         total, weight, votes = self._numbers[:3].to(torch.float64, copy=True)
         return Sums(total, weight, votes)
@@ -294,13 +303,17 @@ class Ddp(Strategy):
         world: of this rank.
         model: of this rank.
         reduction: how gradients are added up.
+        shards: whose tables each rank steps in the rows that it owns; None without such.
     """
 
     reduction: Beside
 
-    def __init__(self, world: World, model: nn.Module, reduction: Beside) -> None:
+    def __init__(
+        self, world: World, model: nn.Module, reduction: Beside, shards: RowShards | None = None
+    ) -> None:
         super().__init__()
         self._world, self._model, self.reduction = world, model, reduction
+        self._shards = shards
         # Of each turn that there was: several optimizers may step in turn.
         self._turns: dict[int, _Summed] = {}
 
@@ -312,7 +325,14 @@ class Ddp(Strategy):
             if now is not None:
                 sparse |= now.sparse
                 now.close()
-            now = _Summed(self._world, parameters, self.reduction, sparse=sparse, turn=turn)
+            now = _Summed(
+                self._world,
+                parameters,
+                self.reduction,
+                sparse=sparse,
+                turn=turn,
+                shards=self._shards,
+            )
             self._turns[turn] = now
         self._now = now
 

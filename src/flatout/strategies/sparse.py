@@ -15,6 +15,7 @@ from torch import nn
 from flatout.errors import ModelError
 from flatout.kernels import table_rows
 from flatout.models import TableParameter, modules_of
+from flatout.optim import RowShards
 from flatout.world import World
 
 _ID_BYTES = 8
@@ -64,6 +65,65 @@ def sum_rows(world: World, tables: Sequence[torch.Tensor]) -> None:
             parts.append((places, values))
         is_there = any(of_rank[place] >= 0 for of_rank in each)
         table.grad = _put_together(table, parts) if is_there else None
+
+
+def sum_own_rows(world: World, tables: Sequence[torch.Tensor], shards: RowShards) -> None:
+    """Make the gradient of each table that of all ranks in the rows that this rank owns.
+
+    Where no rank has one, there is none. How many rows each rank has for which goes first, then
+    the rows of all tables together.
+
+    Args:
+        world: of this rank.
+        tables: that are sharded.
+        shards: tells who owns which row.
+    """
+    own: list[tuple[torch.Tensor, torch.Tensor] | None] = []
+    counts: list[list[int]] = []
+    for table in tables:
+        rows = _rows_of(table)
+        if rows is None:
+            own.append(None)
+            counts.append([-1] * world.size)
+            continue
+        places, lengths = shards.by_owner(table, rows.indices()[0])
+        own.append((rows.indices()[0][places], rows.values()[places]))
+        counts.append(lengths)
+    told = world.gather_tensors(torch.tensor(counts), "number of rows for the owners")
+    each = torch.stack(told).tolist()  # by rank, table, owner
+    parts, starts = [], [0] * len(tables)
+    for owner in range(world.size):
+        counts_to = [of_table[owner] for of_table in counts]
+        parts.append(_message(tables, own, starts, counts_to))
+        starts = [at + max(0, count) for at, count in zip(starts, counts_to, strict=True)]
+    come = [[of_table[world.rank] for of_table in of_rank] for of_rank in each]
+    sizes = [sum(map(_bytes, tables, counts_from)) for counts_from in come]
+    found = world.all_to_all(parts, sizes, "rows of sparse gradients for their owners")
+    ends = [0] * world.size
+    for place, table in enumerate(tables):
+        pieces = []
+        for rank, other in enumerate(found):
+            ids, values, ends[rank] = _parts(other, ends[rank], table, come[rank][place])
+            pieces.append((ids, values))
+        is_there = any(counts_from[place] >= 0 for counts_from in come)
+        table.grad = _put_together(table, pieces) if is_there else None
+
+
+def _message(
+    tables: Sequence[torch.Tensor],
+    own: Sequence[tuple[torch.Tensor, torch.Tensor] | None],
+    starts: Sequence[int],
+    counts: Sequence[int],
+) -> torch.Tensor:
+    """So many rows of each table from a start on, with their values."""
+    message = torch.zeros(sum(map(_bytes, tables, counts)), dtype=torch.uint8)
+    at = 0
+    for table, held, start, count in zip(tables, own, starts, counts, strict=True):
+        if held is not None:
+            places, values, at = _parts(message, at, table, count)
+            places.copy_(held[0][start : start + count])
+            values.copy_(held[1][start : start + count])
+    return message
 
 
 def _bytes(table: torch.Tensor, rows: int) -> int:

@@ -40,6 +40,7 @@ from flatout.train.frozen_precision import Planned
 from flatout.train.micro_batch import estimate_pieces
 from flatout.train.sample_dropout import sample_dropout
 from flatout.train.settings import Settings, Switch
+from flatout.train.sharded_tables import SHARDED, shards_of, shards_tables
 from flatout.train.snapshot import untouched
 from flatout.train.step import Compute, Stepper
 from flatout.train.stragglers import Pace
@@ -109,6 +110,7 @@ def decide(
         loop.pace = Pace(loop.world.collectives)
         samples = sum(loop.world.gather(samples_of(first)))
         reduction, resolved = _reduction(loop, found)
+        loop.stepper.switch.shards = shards_of(loop, found)
         strategy = _strategy(loop, found, Beside(reduction, loop.device))
         loop.stepper.train_with(loop.world, samples, strategy)
         auto.agree(decision, loop.world)
@@ -190,6 +192,9 @@ def _planned(loop: Loop, first: list[Batch]) -> Planned | None:
 def asked_here(loop: Loop) -> Recipe:
     """What is asked for; what is said of the device names the one that runs."""
     asked = loop.requested
+    if shards_tables(asked, loop.world):
+        open_ = [field for field in SHARDED if asked.get(field) == "auto"]
+        asked = asked.replace({field: SHARDED[field] for field in open_})
     if asked.world.device != "auto":
         asked = asked.replace({"world.device": str(loop.device)})
     return asked
@@ -225,7 +230,7 @@ def _strategy(loop: Loop, found: ResolvedRecipe, reduction: Beside) -> Strategy:
     if asked.strategy == "local_sgd":
         every, outer = asked.sync_every, asked.outer == "nesterov"
         return LocalSgd(world, model, loop.optimizers, reduction, every=every, outer=outer)
-    return Ddp(world, model, reduction)
+    return Ddp(world, model, reduction, loop.stepper.switch.shards)
 
 
 def _warn_of_trips(loop: Loop, compute: Compute, batch: Batch) -> None:

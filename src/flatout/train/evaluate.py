@@ -72,9 +72,9 @@ def evaluate(
         NumbersError: if a weight or buffer is not finite.
         OutOfMemory: on a single sample, or where ranks compute a batch together.
     """
+    loop.meet_others()
     guard.check_state(objective.model, "evaluation")
     loop.be_ready(objective.model)
-    loop.meet_others()
     world = loop.world
     job = objective.job(loop, None, training=False)
     part = part_of(agreed(source, world), world, loop.say)

@@ -305,6 +305,7 @@ class Fit:
         try:
             self._call("on_fit_start")
             self._epochs()
+            loop.meet_others()
             state.history.stop_reason = state.stop_reason
             self._note_settings()
             state.history.lanes_by_rank = loop.world.gather(loop.timeline.lanes())

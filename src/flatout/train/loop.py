@@ -424,7 +424,7 @@ class Loop:
             self.feed.features = FrozenFeatures(self, model)
 
     def meet_others(self) -> None:
-        """Make the ranks alike, where they step alone; all of them call it."""
+        """Make the ranks alike, where they step alone or have parts of tables; all call it."""
         if self._stepper is not None:
             self._stepper.meet_others()
 
@@ -539,6 +539,7 @@ class Loop:
         try:
             run = watched(compute) if looks else compute
             if self._other_job is not None and self._other_job.is_due:
+                self.stepper.switch.gather_rows()
                 self._other_job.decide(compute, batches[0])
             number, tuner = self.step_count + 1, self.tuner
             with self._seen(batches):
@@ -549,7 +550,8 @@ class Loop:
                     done = tuner.step(make, batches, turn, number, copy / 1e9)
         except (IndexError, RuntimeError, ValueError) as error:
             explain_one_sample(error, batches, self.step_count + 1)
-            explain_ids(error, self.model, batches, compute, self.feed.source)
+            with self.stepper.switch.rows_as_they_lie():
+                explain_ids(error, self.model, batches, compute, self.feed.source)
             raise
         stepped = clock()
         frozen = 0 if self.feed.features is None else self.feed.features.rows.taken()
@@ -735,8 +737,11 @@ class Loop:
             CheckpointError: if the last checkpoint could not be written.
         """
         self.end_tuning()
-        if self._trial is not None and sys.exc_info()[0] is None:
-            self._trial.end()
+        if sys.exc_info()[0] is None:  # else other ranks may not come
+            if self._stepper is not None:
+                self._stepper.switch.gather_rows()
+            if self._trial is not None:
+                self._trial.end()
         self.evaluate_graph.close()
         self.timeline.stop()
         if self._live is not None:

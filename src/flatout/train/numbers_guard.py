@@ -107,6 +107,7 @@ class NumbersGuard:
 
     def _explain(self, compute: Compute, batches: Sequence[Batch], step: Step) -> NumbersError:
         stepper, batches = self._stepper, placed(batches)
+        stepper.switch.gather_rows()  # here each rank computes alone
         model, keyed = stepper.switch.model, stepper.dropout
 
         def forward(batch: Batch) -> Any:

@@ -35,12 +35,14 @@ class Tables:
         names: of these, each once, with their rows.
         whole: by name, why others are stepped whole.
         sizes: rows and width of every table that is there, those that are stepped whole as well.
+        layout: where their rows lie, in words; "" where each rank has all.
     """
 
     by_rows: dict[torch.optim.Optimizer, list[nn.Parameter]]
     names: dict[str, int]
     whole: dict[str, str]
     sizes: dict[str, tuple[int, int]]
+    layout: str = ""
 
     @classmethod
     def of(cls, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Tables:
@@ -120,6 +122,8 @@ class Tables:
                 f"{len(self.names)} of {sum(self.names.values()):,} rows",
                 f"touched rows only, dense {' and '.join(kinds)}'s result (rounding)",
             ]
+        if self.layout:
+            parts.append(self.layout)
         if self.whole:
             parts.append(f"stepped whole: {self._whole_words()}")
         return f"{TABLES}{' · '.join(parts)}"

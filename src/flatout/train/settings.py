@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import make_dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from flatout.models import (
 )
 from flatout.optim import (
     Optimizers,
+    RowShards,
     TouchedRows,
     align_state,
     as_tuple,
@@ -81,6 +82,7 @@ class Switch:
         self._undo: dict[str, list[Undo]] = {}
         self.rows: dict[torch.optim.Optimizer, TouchedRows] = {}
         self.tables: Tables | None = None  # where some are stepped by rows
+        self.shards: RowShards | None = None  # where rows are to lie on several ranks
         # Tables that steps have shown to be read whole, and why.
         self._read_whole: dict[torch.Tensor, str] = {}
 
@@ -123,6 +125,8 @@ class Switch:
     def release(self) -> None:
         """Take the code changes off the model again; weights, layout and optimizer stay."""
         self.use(self.now.but(**dict.fromkeys(_LAYERS, "off")))
+        if self.shards is not None:
+            self.shards.keep_from_reads()
 
     # -- what settings ask for ---------------------------------------------------------------
 
@@ -177,8 +181,10 @@ class Switch:
         found = Tables.of(self.model, self.optimizers)
         self.tables = found.without(self._read_whole, self.model)
         for optimizer, own in self.tables.by_rows.items():
-            self.rows[optimizer] = TouchedRows(optimizer, own)
+            self.rows[optimizer] = TouchedRows(optimizer, own, self.shards)
             self.rows[optimizer].attach()
+        if self.shards is not None and self.tables.names:
+            self.tables = replace(self.tables, layout=self.shards.words())
         return [self._leave_rows, *look_at_ids(self.model, self.tables.names)]
 
     def _leave_rows(self) -> None:
@@ -200,6 +206,27 @@ class Switch:
         """Bring all rows of tables up to date, for someone who reads them whole."""
         for rows in self.rows.values():
             rows.settle()
+
+    def spread_rows(self) -> None:
+        """Each rank has nothing but its own rows of tables that are sharded, from here on."""
+        for rows in self.rows.values():
+            rows.spread()
+
+    def gather_rows(self) -> None:
+        """All ranks, which all call it, have all rows of their tables again."""
+        for rows in self.rows.values():
+            rows.gather_rows()
+
+    @contextmanager
+    def rows_as_they_lie(self) -> Iterator[None]:
+        """Within, lookups give what is here, for someone who wants to know only of their ids."""
+        if self.shards is not None:
+            self.shards.lies = True
+        try:
+            yield
+        finally:
+            if self.shards is not None:
+                self.shards.lies = False
 
     def compile(self) -> list[Undo]:
         """The model, as model.compile does."""

@@ -138,7 +138,10 @@ class Stepper:
 
     def use(self, settings: Settings) -> None:
         """Switch to other settings before the next step."""
-        rows = settings.touched_rows != self.switch.now.touched_rows
+        now = self.switch.now
+        rows = settings.touched_rows != now.touched_rows
+        if rows or settings.memory_format != now.memory_format:
+            self.switch.gather_rows()  # ranks switch together
         self.switch.use(settings)
         if rows:
             self.strategy.renew()
@@ -232,6 +235,15 @@ class Stepper:
 
     def _eager(self, compute: Compute, batches: Sequence[Batch], step: int) -> Done:
         """One operator after another."""
+        shards = self.switch.shards
+        if shards is None:
+            return self._whole(compute, batches, step)
+        self.switch.spread_rows()
+        with shards.step():
+            return self._whole(compute, batches, step)
+
+    def _whole(self, compute: Compute, batches: Sequence[Batch], step: int) -> Done:
+        """Gradients, and what the optimizers make of them."""
         self.turn.update.begin()
         if self.dropout is None:
             found = self._gradients(compute, batches, step)
@@ -379,7 +391,8 @@ class Stepper:
     def _pieces_on_all_ranks(self, batch: Batch) -> int:
         """Into how many: equally many on each where what they compute has collectives in it."""
         wanted = pieces_for(batch.size, self.micro_batch) * self.pieces
-        if not isinstance(self.micro_batch, int) or not self._meets_in_compute:
+        may_differ = isinstance(self.micro_batch, int) or wanted > 1
+        if not may_differ or not self._meets_in_compute:
             return wanted
         table = torch.zeros(2, self.world.size, dtype=torch.int64)
         table[:, self.world.rank] = torch.tensor([wanted, batch.size])
@@ -415,7 +428,8 @@ class Stepper:
         self.strategy = strategy
 
     def meet_others(self) -> None:
-        """Make the ranks alike, where they step alone; all of them call it."""
+        """Make the ranks alike, where they step alone or have parts of tables; all call it."""
+        self.switch.gather_rows()
         if not self.strategy.steps_apart:
             return
         self.switch.settle_rows()
@@ -425,9 +439,10 @@ class Stepper:
 
     @property
     def _meets_in_compute(self) -> bool:
-        """Whether ranks wait for each other within forward: for BatchNorm, or losses of Keras."""
+        """Whether ranks wait for one another in forward: BatchNorm, losses of Keras, tables."""
         has_norms = self._norms is not None and self._norms.has_layers
-        return has_norms or adapter_of(self.switch.model).meets_in_loss
+        is_sharded = self.switch.shards is not None
+        return has_norms or is_sharded or adapter_of(self.switch.model).meets_in_loss
 
     @property
     def together(self) -> World:
@@ -487,9 +502,11 @@ class Stepper:
                 do="set Memory(micro_batch='auto'), which splits the batch until it fits, or "
                 "Memory(activation_checkpointing='on')",
             ) from error
-        if on_rank and adapter_of(self.switch.model).meets_in_loss:
+        is_sharded = step > 0 and self.switch.shards is not None
+        if on_rank and (is_sharded or adapter_of(self.switch.model).meets_in_loss):
+            what = "lookups in sharded tables" if is_sharded else "Keras' losses"
             raise OutOfMemory(
-                f"memory ran out{on_rank}, and Keras' losses may meet other ranks' within a "
+                f"memory ran out{on_rank}, and {what} may meet other ranks' within a "
                 "step, so that none can take its part again",
                 where=f"{when}, batch of {largest}",
                 do=f"set Memory(micro_batch={max(1, largest // 2)}), lower batch_size, or use "

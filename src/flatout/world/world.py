@@ -178,6 +178,27 @@ class World:
             dist.all_gather(found, tensor)
         return found
 
+    def all_to_all(
+        self, parts: Sequence[torch.Tensor], lengths: Sequence[int], what: str = ""
+    ) -> list[torch.Tensor]:
+        """Send a tensor to each rank; what each rank has sent to this one, by rank.
+
+        Args:
+            parts: by rank, of one dtype and of the same shape but for their lengths.
+            lengths: of what comes, by rank.
+            what: it is for.
+        """
+        if self.size == 1:
+            return list(parts)
+        import torch
+        import torch.distributed as dist
+
+        sent = torch.cat(list(parts))
+        found = sent.new_empty(sum(lengths), *sent.shape[1:])
+        with _together(self, self.collectives.begin(what)):
+            dist.all_to_all_single(found, sent, list(lengths), [len(part) for part in parts])
+        return list(torch.split(found, list(lengths)))
+
     def from_first(self, value: Any, what: str = "") -> Any:
         """Rank 0's value, on every rank; of the others it is not looked at.
 

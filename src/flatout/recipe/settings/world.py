@@ -53,6 +53,17 @@ class World(Section):
         parity=Parity.LEARNING,
         words="outer {}",
     )
+    tables: Literal["replicated", "sharded"] = setting(
+        "replicated",
+        "Where the rows of embedding tables lie while several ranks train on CPUs: `replicated` on "
+        "every rank. `sharded` on one rank each, in blocks that go round the ranks: a rank asks "
+        "the owners for the rows that its part of a batch needs and sends them their gradients, "
+        "and the owner alone steps a row, as `compute.touched_rows` does, which this turns on. "
+        "Before evaluating and saving, at the end of an epoch and of training every rank has all "
+        "rows again.",
+        parity=Parity.TOLERANT,
+        words="{} tables",
+    )
     reduction: Literal["auto", "all_reduce", "shared", "ring", "to_one", "hierarchical"] = setting(
         "auto",
         "How several ranks add up their gradients: `all_reduce` as gloo or NCCL does it; `shared` "

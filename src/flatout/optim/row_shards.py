@@ -1,0 +1,337 @@
+"""Tables whose rows lie on several ranks while they train: who owns which, and who asks for them.
+
+Blocks of rows go round the ranks, over all tables together, so that no rank owns more than one
+block more than another. A rank reads the rows that its part of a batch needs from their owners,
+and sends their gradients back; the owner alone steps a row. So what a rank does in a step grows
+with its part of the batch and not with the number of ranks.
+
+A rank keeps its rows beside one another. The table and the optimizer's state keep their shape, but
+their memory is given back to the system. Where someone reads a table whole, all ranks give one
+another their rows first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from flatout.devices import huge_pages
+from flatout.errors import ModelError
+from flatout.kernels import table_rows
+from flatout.models import Lookup, watch_table
+from flatout.words import size_words
+from flatout.world import World
+
+# Of a table. Rows that many samples use are often beside one another.
+_BLOCK_BYTES = 1 << 14
+# A smaller table stays on every rank: asking for its rows takes longer than stepping them.
+_LEAST_BYTES = 1 << 18
+# What ranks tell one another at a time of rows that all are to have.
+_GATHERED_BYTES = 1 << 23
+# In the place of a table's number: a forward is over.
+_NO_MORE = -1
+
+
+class _Table(NamedTuple):
+    """How a table is cut.
+
+    Attributes:
+        number: of the table, the same on all ranks.
+        first: the rank of its first block; the next blocks are the next ranks'.
+        rows: in a block.
+        blocks: of it.
+    """
+
+    number: int
+    first: int
+    rows: int
+    blocks: int
+
+
+class RowShards:
+    """Which rank owns which row of which table.
+
+    Args:
+        world: of this rank, of several.
+
+    Attributes:
+        spread: of tables of which this rank has nothing but its own rows now, the weights and the
+            tensors of the optimizer's state, each with this rank's rows of it.
+        is_in_step: whether all ranks make a step, so that rows can be asked for.
+        lies: whether rows that lie elsewhere are zeros, for someone who looks only at ids.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.is_in_step = self.lies = False
+        self._takes_lookups = False
+        self._tables: dict[torch.Tensor, _Table] = {}
+        self._held = [0] * world.size  # bytes of weights, by rank
+        self.spread: dict[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+
+    def __contains__(self, weight: object) -> bool:
+        return weight in self._tables
+
+    def takes(self, weight: nn.Parameter) -> bool:
+        """Shard a table, if it is large enough; all ranks ask in the same order."""
+        if weight in self._tables:
+            return True
+        row = weight.shape[1] * weight.element_size()
+        if len(weight) * row < _LEAST_BYTES:
+            return False
+        rows = max(1, _BLOCK_BYTES // row)
+        blocks = -(-len(weight) // rows)
+        starts = [
+            _Table(len(self._tables), first, rows, blocks) for first in range(self.world.size)
+        ]
+        held = {one: self._held_with(one, len(weight), row) for one in starts}
+        best = min(starts, key=lambda one: max(held[one]) - min(held[one]))
+        self._tables[weight], self._held = best, held[best]
+        return True
+
+    def _held_with(self, table: _Table, rows: int, row: int) -> list[int]:
+        """Bytes of weights of each rank, one more table of rows of so many bytes included."""
+        return [held + self._count(table, rows, rank) * row for rank, held in enumerate(self._held)]
+
+    def words(self) -> str:
+        """How many bytes of weights each rank holds."""
+        if not self._tables:
+            return f"too small to be sharded over {self.world.size} ranks"
+        least, most = size_words(min(self._held)), size_words(max(self._held))
+        each = least if least == most else f"{least} to {most}"
+        return f"sharded over {self.world.size} ranks, {each} of weights on each"
+
+    # -- who owns what -----------------------------------------------------------------------
+
+    def _owners(self, weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        table = self._tables[weight]
+        return rows.div(table.rows, rounding_mode="floor").add_(table.first) % self.world.size
+
+    def by_owner(self, weight: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+        """The places of rows in the order of their owners, and how many each owner has.
+
+        Args:
+            weight: of the table.
+            rows: int64 of shape (rows,).
+        """
+        groups = table_rows.group(self._owners(weight, rows), self.world.size)
+        counts = torch.zeros(self.world.size, dtype=torch.int64)
+        counts[groups.rows] = groups.starts.diff()
+        return groups.places, counts.tolist()
+
+    def places(self, weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Where rows of this rank lie among its own, int64 of shape (rows,)."""
+        table, ranks = self._tables[weight], self.world.size
+        first = (self.world.rank - table.first) % ranks  # of the blocks of this rank
+        blocks = rows.div(table.rows, rounding_mode="floor")
+        skipped = blocks - (blocks - first).div(ranks, rounding_mode="floor")
+        return rows - skipped * table.rows
+
+    def _parts(self, weight: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        row = max(1, weight.shape[1] * weight.element_size())
+        each = self._tables[weight].rows * self.world.size
+        stride = max(1, _GATHERED_BYTES // (row * each)) * each
+        for rows in torch.split(torch.arange(len(weight)), stride):
+            yield rows, self._owners(weight, rows)
+
+    # -- rows that lie elsewhere ---------------------------------------------------------------
+
+    def part(self, weight: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's rows, beside one another: from now on, until `gather`, they are those here.
+
+        Args:
+            weight: of the table.
+            whole: its values, or the optimizer's: contiguous, with a row for each of the table's.
+        """
+        held = self.spread.setdefault(weight, [])
+        for other, part in held:
+            if other.data_ptr() == whole.data_ptr():
+                return part
+        count, at = self._count(self._tables[weight], len(weight), self.world.rank), 0
+        part = huge_pages.empty(torch.Size([count, whole.shape[1]]))
+        for rows, owners in self._parts(weight):
+            own = rows[owners == self.world.rank]
+            torch.index_select(whole, 0, own, out=part[at : at + len(own)])
+            at += len(own)
+        held.append((whole, part))
+        _give_back(whole)
+        return part
+
+    def _count(self, table: _Table, rows: int, rank: int) -> int:
+        """How many of a table's rows are a rank's."""
+        own = range((rank - table.first) % self.world.size, table.blocks, self.world.size)
+        is_last_short = table.blocks - 1 in own
+        return len(own) * table.rows - is_last_short * (table.blocks * table.rows - rows)
+
+    def gather(self, weight: torch.Tensor) -> None:
+        """Fill the table and its state in with the rows of all ranks; all of them call it.
+
+        Args:
+            weight: of the table, which is spread.
+        """
+        for whole, part in self.spread[weight]:
+            at = 0
+            for rows, owners in self._parts(weight):
+                by_rank = [rows[owners == rank] for rank in range(self.world.size)]
+                length = len(by_rank[self.world.rank])
+                sent = part.new_zeros(max(map(len, by_rank)), part.shape[1])
+                sent[:length] = part[at : at + length]
+                at += length
+                found = self.world.gather_tensors(sent, "rows of a sharded table")
+                for theirs, values in zip(by_rank, found, strict=True):
+                    whole[theirs] = values[: len(theirs)]
+        del self.spread[weight]
+
+    def fetch(
+        self,
+        weight: nn.Parameter,
+        rows: torch.Tensor,
+        read: Callable[[torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """Rows of a table from their owners, of shape (rows, width); all ranks call it.
+
+        Args:
+            weight: of the table.
+            rows: int64, that this rank needs, each once.
+            read: gives rows of this rank, of which some may be asked for several times.
+
+        Raises:
+            ModelError: ranks look up rows of different tables, or not equally often.
+        """
+        if self.lies:
+            return torch.zeros(len(rows), weight.shape[1])
+        self._check_step(weight)
+        places, counts = self.by_owner(weight, rows)
+        each = self._say([self._tables[weight].number, *counts])
+        lengths = [counts_of[1 + self.world.rank] for counts_of in each]
+        asked = self.world.all_to_all(
+            torch.split(rows[places], counts), lengths, "ids of a sharded table"
+        )
+        values = torch.split(read(torch.cat(asked)), lengths)
+        found = self.world.all_to_all(values, counts, "rows of a sharded table")
+        block = torch.empty(len(rows), weight.shape[1])
+        block[places] = torch.cat(found)
+        return block
+
+    def _say(self, own: list[int]) -> list[list[int]]:
+        """What each rank says of its next lookup; all must be of the same table."""
+        sent = torch.tensor(own)
+        found = self.world.gather_tensors(sent, "lookups in sharded tables")
+        each = torch.stack(found).tolist()
+        if any(said[0] != own[0] for said in each):
+            names = dict(enumerate(tuple(weight.shape) for weight in self._tables))
+            said = ", ".join(
+                f"rank {rank} reads {names.get(said[0], 'no more')}"
+                for rank, said in enumerate(each)
+            )
+            raise ModelError(
+                "ranks look up rows of tables in different orders or not equally often, which "
+                "world.tables=sharded cannot wait for",
+                where=said,
+                do="look up the same tables in each forward, whatever the samples are, or train "
+                "with world.tables=replicated",
+            )
+        return each
+
+    # -- a step --------------------------------------------------------------------------------
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Within, all ranks run the same forward and backward."""
+        self.is_in_step = self._takes_lookups = True
+        try:
+            yield
+        finally:
+            self.is_in_step = self._takes_lookups = False
+
+    def end_forward(self) -> None:
+        """No more lookups come in this step; all ranks call it before the last backward.
+
+        Raises:
+            ModelError: another rank has one more.
+        """
+        self._say([_NO_MORE] * (1 + self.world.size))
+        self._takes_lookups = False
+
+    def _check_step(self, weight: nn.Parameter) -> None:
+        if not self.is_in_step:
+            self.refuse(weight)
+        if not self._takes_lookups:
+            raise ModelError(
+                f"the backward pass looks up rows of a table {tuple(weight.shape)} whose rows lie "
+                "on several ranks",
+                do="train with world.tables=replicated, or without activation checkpointing",
+            )
+
+    def refuse(self, weight: nn.Parameter) -> None:
+        """Someone reads a table while its rows lie on several ranks.
+
+        Raises:
+            ModelError: always.
+        """
+        raise ModelError(
+            f"a table {tuple(weight.shape)} is read whole, or between steps, while its rows lie "
+            f"on {self.world.size} ranks",
+            do="read weights at the end of an epoch or after the fit, where every rank has all "
+            "rows, or train with world.tables=replicated",
+        )
+
+    def keep_from_reads(self) -> None:
+        """Refuse reads of tables whose rows will not come any more: the ranks did not end well."""
+        for weight in self.spread:
+            assert isinstance(weight, nn.Parameter)
+            watch_table(weight, _Elsewhere(self, weight))
+
+    def total_norm(self, alike: torch.Tensor, own: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The 2-norm of all gradients; all ranks call it.
+
+        Args:
+            alike: that of gradients which are the same on all ranks.
+            own: gradients of the rows that this rank owns.
+        """
+        squares = torch.zeros((), dtype=torch.float64)
+        for one in own:
+            squares += one.double().square().sum()
+        each = self.world.gather_tensors(squares, "norm of the gradients of sharded tables")
+        return (alike.double().square() + torch.stack(each).sum()).sqrt().float()
+
+    def share(self, flag: torch.Tensor) -> None:
+        """Let a flag be set where any rank has set it; all ranks call it."""
+        self.world.sum(flag, "whether gradients of sharded tables are finite")
+        flag.clamp_(max=1)
+
+
+class _Elsewhere(NamedTuple):
+    """Refuses reads of a table."""
+
+    shards: RowShards
+    weight: nn.Parameter
+
+    def by_rows(self, ids: torch.Tensor) -> Lookup | None:
+        """An embedding reads rows."""
+        self.shards.refuse(self.weight)
+        return None
+
+    def whole(self) -> None:
+        """Something reads or writes any of the values."""
+        self.shards.refuse(self.weight)
+
+
+def _give_back(tensor: torch.Tensor) -> None:
+    """Give the pages of a tensor back to the system, which has zeros in their place."""
+    if _madvise is None:
+        return
+    page, start = mmap.PAGESIZE, tensor.data_ptr()
+    first, end = -(-start // page) * page, (start + tensor.nbytes) // page * page
+    if end > first:
+        _madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED)
+
+
+_madvise = ctypes.CDLL(None).madvise if sys.platform == "linux" else None
