@@ -100,6 +100,11 @@ def test_what_is_tried_depends_on_the_ids_of_a_batch():
     assert tables.outgrow(few)
     assert not tables.outgrow(few, surely=True)
     assert tables_of(users=600_000).outgrow(few, surely=True)
+    columns = tables_of(**{f"column_{i}": 5_000 for i in range(8)})
+    inputs = {"numbers": torch.zeros(1000, 13), "ids": torch.zeros(1000, 8, dtype=torch.int64)}
+    batch = Batch(inputs, None, None, None, 1000)
+    assert columns.outgrow(batch)
+    assert not columns.outgrow(batch, surely=True)
 
 
 def test_small_tables_beside_large_ones_are_left_to_the_optimizer():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -93,10 +94,10 @@ class Tables:
 
         Args:
             batch: of its inputs, each number may be an id.
-            surely: whether they are, without a trial.
+            surely: whether they are, without a trial, however its ids are spread over the tables.
         """
-        ids = most_ids(batch)
         sizes = [self.sizes[name] for name in self.names if name in self.sizes]
+        ids = most_ids(batch) if surely else _likely_ids(batch, len(sizes))
         return _outgrow(sizes, ids, surely=surely)
 
     def are_whole_though_large(self, batch: Batch) -> bool:
@@ -143,6 +144,13 @@ class Tables:
 def most_ids(batch: Batch) -> int:
     """How many ids a batch can have at most."""
     return sum(tensor.numel() for tensor in tensors_in(batch.inputs))
+
+
+def _likely_ids(batch: Batch, tables: int) -> int:
+    """How many ids each of so many tables reads where these are columns of whole numbers."""
+    inputs = list(tensors_in(batch.inputs))
+    whole = [tensor for tensor in inputs if not tensor.is_floating_point()]
+    return math.ceil(sum(tensor.numel() for tensor in whole or inputs) / max(1, tables))
 
 
 def _outgrow(sizes: Sequence[tuple[int, int]], ids: int, *, surely: bool) -> bool:
