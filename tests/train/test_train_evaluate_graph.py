@@ -276,6 +276,23 @@ def test_weights_that_change_between_passes_are_read(clock, compiled):
     changed(lambda: resnet.__dict__.update(sign=-1), graphs=3, uses=1)
 
 
+def test_a_tensor_that_is_no_buffer_is_followed(clock, compiled):
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * scales["all"]
+
+    torch.manual_seed(0)
+    scales, model, x = {"all": torch.ones(CLASSES)}, Scaled(12, CLASSES), torch.randn(SAMPLES, 12)
+    trainer = job(model, clock)
+    trainer.predict(x, batch_size=BATCH)
+    scales["all"].mul_(2)
+    before = len(compiled)
+    predicted = trainer.predict(x, batch_size=BATCH)
+    assert torch.allclose(predicted, by_hand(model, x), atol=1e-5)
+    assert len(compiled) > before
+    assert len(Interpreted.graphs) == 2
+
+
 def test_validation_of_a_fit_reads_the_weights_of_each_epoch(clock, compiled):
     def fit(asked):
         model, x, y = made("mlp")

@@ -295,7 +295,8 @@ class _Form:
         finally:
             self._model._compiled_call_impl = ours
         facts = (fingerprint().digest, torch.__version__, torch.get_num_threads(), OPTIONS)
-        self._made = _Made(graph, graph.digest("forward", *facts), attributes)
+        versions = [tensor._version for tensor in graph.constants.values()]
+        self._made = _Made(graph, graph.digest("forward", *facts), attributes, versions)
         self._lost_s += self._owner.clock() - began
 
     def _get(self, times: OperatorTimes) -> None:
@@ -415,7 +416,7 @@ class _Form:
 
     def resume(self) -> bool:
         """Go on in another evaluation; False where the model is another by now."""
-        if self._made is not None and not self._made.attributes.hold():
+        if self._made is not None and not self._made.is_current():
             self.close()
             return False
         if self._left <= _CHECK_EVERY - _CHECK_AGAIN:
@@ -480,11 +481,18 @@ class _Made:
         graph: of it.
         digest: its name in the cache.
         attributes: of the model that was traced.
+        versions: of the tensors that the graph holds the values of.
     """
 
     graph: Graph
     digest: str
     attributes: Attributes
+    versions: list[int]
+
+    def is_current(self) -> bool:
+        """Whether the model is still what was traced, but for its weights and buffers."""
+        now = [tensor._version for tensor in self.graph.constants.values()]
+        return now == self.versions and self.attributes.hold()
 
     @property
     def package(self) -> Path:
