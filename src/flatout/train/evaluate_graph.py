@@ -112,7 +112,7 @@ class EvaluateGraph:
         self._context = (half, torch.get_num_threads())
         self._samples, self._seen = samples, 0
         self._is_within = True
-        self._forms = [form for form in self._forms if form.resume()]
+        self._forms = [form for form in self._forms if form.resume(self._context)]
         self.lend()
         model._compiled_call_impl = self._call
         try:
@@ -414,9 +414,10 @@ class _Form:
 
     # -- around the passes -------------------------------------------------------------------
 
-    def resume(self) -> bool:
-        """Go on in another evaluation; False where the model is another by now."""
-        if self._made is not None and not self._made.is_current():
+    def resume(self, context: tuple[Any, int]) -> bool:
+        """Go on in another evaluation; False where the model or the settings are others by now."""
+        is_current = self._made is None or self._made.is_current()
+        if self.key[: len(context)] != context or not is_current:
             self.close()
             return False
         if self._left <= _CHECK_EVERY - _CHECK_AGAIN:
