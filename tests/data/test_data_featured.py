@@ -9,9 +9,11 @@ import torch
 from data_photographs import encoded, photo, write
 
 import flatout
-from flatout.data import FeatureRows, numbered, stays_with_rank
+from flatout.data import FeatureRows, WatchedFiles, numbered, stays_with_rank
+from flatout.data.execution import replaced_files
 from flatout.data.execution import samples as made_samples
 from flatout.data.ranked import ranked
+from flatout.errors import DataError
 
 
 class Kept:
@@ -46,6 +48,25 @@ def table(tmp_path):
     path = tmp_path / "rows.svm"
     path.write_text("".join(f"{row % 5} 1:{row + 0.5} 2:{row}\n" for row in range(60)))
     return flatout.data.libsvm(path, layout="dense").shuffle(seed=3).batch(8)
+
+
+def test_files_of_many_rows_are_looked_at_where_no_row_is_read(table, tmp_path, monkeypatch):
+    monkeypatch.setattr(replaced_files, "_EVERY_S", 0.0)
+    path = tmp_path / "rows.svm"
+    files = numbered(flatout.data.libsvm(path, layout="dense").map(made_by).batch(8)).files
+    assert [file.path for file in files] == [str(path)]
+    watched, later = WatchedFiles(files), WatchedFiles(files)
+    watched.look(np.arange(3))
+    monkeypatch.setattr(replaced_files, "_EVERY_S", 3600.0)
+    later.look(np.arange(3))
+    was = path.stat()
+    path.write_bytes(path.read_bytes())
+    os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))
+    later.look(np.arange(3))  # not yet due
+    with pytest.raises(DataError, match="replaced or written while features of its rows"):
+        watched.look(np.arange(3))
+    cached = flatout.data.libsvm(path, layout="dense").cache("memory").batch(8)
+    assert not numbered(cached).files  # its own copy stays
 
 
 def test_rows_that_are_kept_are_not_made_and_the_order_stays(table, monkeypatch):

@@ -3,11 +3,15 @@
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 from train_frozen import fitted, frozen, images, watched_cuts, written
-from train_jobs import quiet, same
+from train_jobs import figures, quiet, same
 
 import flatout
+from flatout.data.execution import samples
+from flatout.data.files import stamp_of, stamps_of
+from flatout.data.sources import image_folders
 from flatout.models import Cut, find_cuts
 from flatout.recipe import Recipe
 from flatout.train import features
@@ -88,6 +92,74 @@ def test_another_trainer_finds_what_is_on_the_disk(tmp_path, made, monkeypatch):
     assert computed(made) < 20
     assert said.count("features: kept behind 5 (Flatten) of 40 samples") == 1
     assert same(trainer.model, before.model)
+
+
+def photographs(tmp_path, *classes):
+    """Of 13 gray images for each class."""
+    for name in classes:
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for number in range(13):
+            pixels = np.random.default_rng([ord(name), number]).integers(0, 256, (12, 12))
+            path = tmp_path / "photos" / name / f"{number}.png"
+            Image.fromarray(pixels.astype(np.uint8)).save(path)
+    return tmp_path / "photos"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["memory", "disk"])
+def test_images_without_labels_find_what_was_kept_with_them(tmp_path, made, monkeypatch, where):
+    monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "cache"))
+    folder = photographs(tmp_path, "b", "c", "d")
+
+    def read(**options):
+        return flatout.data.images(folder, size=12, channels=1, **options).normalize(0.5, 0.5)
+
+    def four():
+        model = frozen()
+        model[-1] = nn.Linear(72, 4)
+        return model
+
+    trainer, _ = fitted(where, read().shuffle(seed=1).batch(10), model=four())
+    plain = evaluated("off", trainer.model)
+    unlabeled = read(labels=False).batch(10)
+    expected = plain.predict(unlabeled), plain.evaluate(read().batch(10))
+    if where == "disk":
+        trainer = evaluated("disk", trainer.model)
+    del made[:]
+    assert torch.equal(trainer.predict(unlabeled), expected[0])
+    assert trainer.evaluate(read().batch(10)) == expected[1]
+    assert computed(made) < 20
+    with monkeypatch.context() as patch:
+        asked = []
+        patch.setattr(image_folders, "stamp_of", lambda path: asked.append(path) or stamp_of(path))
+        patch.setattr(samples, "stamps_of", lambda paths: asked.extend(paths) or stamps_of(paths))
+        assert torch.equal(trainer.predict(unlabeled), expected[0])
+        assert sorted(asked) == sorted(map(str, folder.rglob("*.png")))  # each once
+    if where == "disk":  # a class in front of them: other labels, the same rows
+        photographs(tmp_path, "a")
+        data = read().shuffle(seed=1).batch(10)
+        plain, expected = fitted("off", data, model=four())
+        del made[:]
+        trainer, history = fitted("disk", data, model=four())
+        assert same(trainer.model, plain.model)
+        assert figures(history) == figures(expected)
+        assert 13 <= computed(made) < 39
+
+
+def test_what_a_function_made_of_labels_is_not_found_without_them(tmp_path, made, monkeypatch):
+    monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "cache"))
+    folder = photographs(tmp_path, "b", "c", "d")
+
+    def shifted(x, y=0):
+        return (x + y) / 255, y
+
+    data = flatout.data.images(folder, size=12, channels=1).map(shifted)
+    fitted("disk", data.shuffle(seed=1).batch(10))
+    unlabeled = (
+        flatout.data.images(folder, size=12, channels=1, labels=False).map(shifted).batch(10)
+    )
+    expected = evaluated("off").predict(unlabeled)
+    assert torch.equal(evaluated("disk").predict(unlabeled), expected)
 
 
 def test_what_is_evaluated_again_is_kept(made):

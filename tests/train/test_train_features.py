@@ -1,5 +1,7 @@
 """A fit whose frozen layers are computed once learns what it learns without."""
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,9 @@ from train_frozen import fitted, frozen, images, watched_cuts, written
 from train_jobs import figures, quiet, same
 
 import flatout
+from flatout.data.execution import replaced_files
 from flatout.data.sources.image_rows import ImageRows
+from flatout.errors import DataError
 from flatout.models import find_cuts
 from flatout.recipe import Recipe
 from flatout.train import auto, auto_budget, auto_check, feature_costs, frozen_precision
@@ -32,6 +36,27 @@ def test_the_result_is_that_without(made):
     assert history.features["kept"]["name"] == "behind 5 (Flatten)"
     # A few for looking, then each training sample and each validation sample once.
     assert made[-1].computed <= 50 + 20 + 10 + 1
+
+
+@pytest.mark.slow
+def test_a_file_of_many_rows_that_is_replaced_while_training_is_noticed(
+    tmp_path, made, monkeypatch
+):
+    """Though no row is read from it any more."""
+    monkeypatch.setattr(replaced_files, "_EVERY_S", 0.0)
+    data, path = written(tmp_path), tmp_path / "x.npz"
+
+    class Replace(flatout.Callback):
+        def on_epoch_end(self, state):
+            if state.epoch == 1:
+                was = path.stat()
+                path.write_bytes(path.read_bytes())
+                os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))
+
+    with pytest.raises(DataError, match="replaced or written while features") as error:
+        fitted("memory", data, epochs=4, callbacks=[Replace()])
+    assert error.value.where == str(path)
+    assert made[-1].computed <= 30 + 10 + 4
 
 
 def test_the_model_is_left_as_it_was():

@@ -23,6 +23,7 @@ from flatout.data.execution.featured import Numbered as Numbered
 from flatout.data.execution.featured import joined_rows as joined_rows
 from flatout.data.execution.prefetch import prefetch as prefetch
 from flatout.data.execution.replaced_files import ReplacedFiles as ReplacedFiles
+from flatout.data.execution.replaced_files import WatchedFiles as WatchedFiles
 from flatout.data.execution.row_names import NamedSlots as NamedSlots
 from flatout.data.execution.row_store import SharedRows as SharedRows
 from flatout.data.execution.row_store import layout_of as layout_of

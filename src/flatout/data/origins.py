@@ -68,6 +68,10 @@ class Rows(Origin, Protocol):
         """
         return None
 
+    def input_words(self) -> str:
+        """What decides about the inputs of a row, beside what it is read from."""
+        return self.schema.dumps()
+
     def row_keys(self) -> Sequence[str] | None:
         """What each row is called, the same on any machine and when other rows come or go."""
         return None

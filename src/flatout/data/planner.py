@@ -34,6 +34,7 @@ from flatout.data.execution.featured import Numbered
 from flatout.data.execution.labels import targets_of
 from flatout.data.execution.parallel import Tuner
 from flatout.data.execution.program import Functions, Maker, Program
+from flatout.data.execution.replaced_files import files_of
 from flatout.data.execution.row_names import named_slots
 from flatout.data.execution.samples import Costs, Decoded, Samples, name_of
 from flatout.data.execution.stream_program import StreamProgram, StreamRows
@@ -151,7 +152,8 @@ class Built:
         if not isinstance(self.program, Program):  # straight from memory
             return Numbered(samples.rows, plan.base.inputs_content, comes_whole=True)
         named = partial(named_slots, samples, count)
-        return Numbered(samples.rows, samples.content, count, which, named)
+        files = files_of(samples)
+        return Numbered(samples.rows, samples.content, count, which, named, files=files)
 
     def targets(self) -> npt.NDArray[Any]:
         """The target of each sample of epoch 0, in its order, without those that cannot be read."""

@@ -108,7 +108,7 @@ class EvaluatedFeatures:
             found = None if cut is None else self._open(source, cut, batch)
             return None if cut is None or found is None else (cut, found)
         finally:
-            del rows.contents[id(source)]  # it may be another when the source comes again
+            rows.forget(source)
 
     def _cuts_for(self, source: Source, batch: Batch | None, known: list[list[int]]) -> list[Cut]:
         """The model's cuts for batches of this form, on all ranks the same."""
@@ -128,7 +128,7 @@ class EvaluatedFeatures:
     def _name(self, source: Source, cuts: list[Cut], batch: Batch, known: list[list[int]]) -> str:
         """Of the cut that is used: the one that has the most rows, else what pays; "" for none."""
         rows = self._features.rows
-        content = rows.contents[id(source)]
+        content = rows.contents[source]
         opened = {c.name: self._open(source, c, batch) for c in cuts if c.place in known}
         kept = {name: one.store.kept for name, one in opened.items() if one is not None}
         most = max(kept, key=lambda name: kept[name], default="")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -25,6 +26,7 @@ from flatout.data import (
     ReplacedFiles,
     RowPart,
     Source,
+    WatchedFiles,
     feature_key,
     joined_rows,
     map_tensors,
@@ -55,12 +57,12 @@ class ModelRows:
     Attributes:
         model: whose features they are.
         where: they are kept, as `input.features`.
-        contents: of sources, what tells their samples from all others, by id.
+        contents: of sources, what tells their samples from all others.
     """
 
     def __init__(self, loop: Loop, model: nn.Module) -> None:
         self.where: Any = loop.requested.input.features
-        self.contents: dict[int, str] = {}
+        self.contents: WeakKeyDictionary[Source, str] = WeakKeyDictionary()
         self._named: dict[str, NamedSlots | None] = {}  # by content
         self._loop, self.model = loop, model
         # Of each cut what a row holds of it, and of which inputs.
@@ -138,19 +140,24 @@ class ModelRows:
             "normalization": repr(getattr(source, "normalization", None)),
             "cut": [cut.name, cut.calls],
         }
-        beside = [] if samples.comes_whole else _forms(tuple(_beside(first)))
+        targets = None if named is None else named.targets
+        are_alone = samples.comes_whole or targets is not None
+        beside = [] if are_alone else _forms(tuple(_beside(first)))
         key = feature_key(cut.tensors, facts)
         parts = self._parts[cut.name]
         # In memory a store is another one as soon as the samples are.
-        name = (key, content, *beside)
+        name = (key, content if named is None else _digest(named.names), *beside)
         store = self._held.get(name)
         if store is None:
             names = None if named is None else named.names
             store = FeatureStore.open(key, samples.slots, [*parts, *beside], where, names=names)
             store.say = self._loop.tell
             self._names[store] = name
-        files = None if named is None else ReplacedFiles(named, samples.variants, store)
-        return FeatureRows(samples, store, len(parts), files)
+        if named is not None:
+            files: Any = ReplacedFiles(named, samples.variants, store)
+        else:
+            files = WatchedFiles(samples.files) if samples.files else None
+        return FeatureRows(samples, store, len(parts), files, targets)
 
     def hold(self, rows: FeatureRows) -> None:
         """Keep what is in memory for evaluations, as long as not many others come."""
@@ -162,12 +169,20 @@ class ModelRows:
 
     def content_of(self, source: Source, samples: Numbered) -> str:
         """What tells a source's samples from all others; "only ..." where no other run finds it."""
-        if id(source) not in self.contents:
+        if source not in self.contents:
             content = samples.content()
             if content is None:
                 content = self._loop.world.from_first(f"only {os.getpid()} {time.time_ns()}")
-            self.contents[id(source)] = content
-        return self.contents[id(source)]
+            self.contents[source] = content
+        return self.contents[source]
+
+    def forget(self, source: Source) -> None:
+        """Ask for a source's content again when it comes again: it may be another by then.
+
+        Not where samples are known by their files: these are looked at when rows are asked for.
+        """
+        if self._named.get(self.contents[source]) is None:
+            del self.contents[source]
 
     def _named_of(self, content: str, samples: Numbered) -> NamedSlots | None:
         """What each sample is known by; None where only all together have a name."""
@@ -256,6 +271,10 @@ def forms_of(batch: Batch) -> list[RowPart]:
     return _forms(batch.inputs)
 
 
+def _digest(names: npt.NDArray[np.uint64]) -> str:
+    return hashlib.sha256(names.tobytes()).hexdigest()
+
+
 def _forms(tensors: Any) -> list[RowPart]:
     return [RowPart(tuple(one.shape[1:]), one.dtype) for one in tensors_in(tensors)]
 
@@ -264,8 +283,8 @@ def _keep(
     batch: Batch, rows: FeatureRows, slots: Any, missing: Tensor, made: Sequence[Tensor]
 ) -> None:
     own = missing[missing < batch.samples]  # what fills a batch up has another weight
-    whole = rows.samples.comes_whole
-    beside = [] if whole else [tensor.cpu().index_select(0, own) for tensor in _beside(batch)]
+    others = [] if rows.are_alone else _beside(batch)
+    beside = [tensor.cpu().index_select(0, own) for tensor in others]
     rows.store.put(slots[own.numpy()], [*(part[: len(own)] for part in made), *beside])
 
 

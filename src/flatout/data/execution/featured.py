@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,11 @@ from torch import Tensor
 
 from flatout.data.batch import Batch, Features, KeptFeatures, map_tensors, named_tensors
 from flatout.data.block import Numbers
-from flatout.data.execution.replaced_files import ReplacedFiles
+from flatout.data.execution.replaced_files import ReplacedFiles, WatchedFiles
 from flatout.data.execution.row_names import NamedSlots
 from flatout.data.execution.turns import Turns, turns_at
 from flatout.data.features.store import FeatureStore
+from flatout.data.files import File
 from flatout.data.form import Form
 
 
@@ -33,6 +34,7 @@ class Numbered:
         named: gives names of the slots that stay when samples come or go; None without such names.
         comes_whole: whether batches have all samples anyway, so that `content` and rows are of the
             inputs alone.
+        files: of many rows each, that samples are read from in each epoch.
     """
 
     rows: int
@@ -41,6 +43,7 @@ class Numbered:
     variant: Callable[[Numbers, Turns], Numbers] | None = None
     named: Callable[[], NamedSlots | None] = lambda: None
     comes_whole: bool = False
+    files: Sequence[File] = ()
 
     @property
     def slots(self) -> int:
@@ -62,17 +65,29 @@ class FeatureRows:
         samples: whose features they are.
         store: has them.
         parts: of a row, how many are features; behind them stand the targets and the weight, in
-            the order in which `named_tensors` gives them, unless batches come whole.
-        files: that samples are read from one by one; None where they are not.
+            the order in which `named_tensors` gives them, unless batches come whole or the targets
+            are known.
+        files: that samples are read from, to be looked at; None where there are none.
+        targets: of all samples, where they are known without reading any.
     """
 
     samples: Numbered
     store: FeatureStore
     parts: int
-    files: ReplacedFiles | None = None
+    files: ReplacedFiles | WatchedFiles | None = None
+    targets: npt.NDArray[Any] | None = None
+
+    @property
+    def are_alone(self) -> bool:
+        """Whether rows hold features, and neither targets nor weights."""
+        return self.samples.comes_whole or self.targets is not None
 
     def has(self, numbers: Numbers, epoch: Turns) -> npt.NDArray[np.bool_]:
-        """Which of these samples are kept as they are in an epoch."""
+        """Which of these samples are kept as they are in an epoch.
+
+        Raises:
+            DataError: a file that holds many of them was replaced.
+        """
         if self.files is not None:
             self.files.look(numbers)
         return self.store.has(self.samples.slots_of(numbers, epoch))
@@ -101,10 +116,13 @@ class FeatureRows:
             numbers, there, epoch = numbers[good], there[good], turns_at(epoch, good)
         slots = self.samples.slots_of(numbers[there], turns_at(epoch, there))
         values = self.store.get(slots)
-        beside = [None] * len(values) if made is None else _beside(made, form)
-        rest = zip(values[self.parts :], beside, strict=False)
-        joined = (joined_rows(kept, other, there) for kept, other in rest)
-        targets, weight = map_tensors(lambda _: next(joined), (form.targets, form.weight))
+        if self.targets is None:
+            beside = [None] * len(values) if made is None else _beside(made, form)
+            rest = zip(values[self.parts :], beside, strict=False)
+            joined = (joined_rows(kept, other, there) for kept, other in rest)
+            targets, weight = map_tensors(lambda _: next(joined), (form.targets, form.weight))
+        else:
+            targets, weight = torch.from_numpy(self.targets[numbers]), None
         places = torch.from_numpy(np.flatnonzero(there))
         return Batch(
             inputs=() if made is None else made.inputs,

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from threading import Lock
+from time import monotonic
 
 import numpy as np
 
 from flatout.data.block import Numbers
+from flatout.data.execution.augmented import Augmented
 from flatout.data.execution.row_names import NamedSlots
+from flatout.data.execution.samples import Decoded, Joined, Mapped, Samples
 from flatout.data.features.store import FeatureStore
+from flatout.data.files import File, stamp_of
+from flatout.errors import DataError
+
+# Files that hold many rows are looked at when so much time has passed: there may be thousands.
+_EVERY_S = 1.0
 
 
 class ReplacedFiles:
@@ -44,3 +53,45 @@ class ReplacedFiles:
             file = known[new[0]].partition("\n")[0]
             more = f" and {len(new) - 1:,} more" if len(new) > 1 else ""
             self._store.say(f"features: replaced, and computed each time in this run: {file}{more}")
+
+
+class WatchedFiles:
+    """Looks from time to time at files that hold many rows each.
+
+    Who reads from such a file learns by an error that it is another one. Where features of all its
+    rows are kept no one reads from it any more, and learns it here.
+
+    Args:
+        files: as they were opened.
+    """
+
+    def __init__(self, files: Iterable[File]) -> None:
+        self._stamps = {file.name: (file.path, stamp_of(file.path)) for file in files}
+        self._due = 0.0
+
+    def look(self, numbers: Numbers) -> None:
+        """Look at all files, where that is due, whichever rows are asked for.
+
+        Raises:
+            DataError: a file was written, replaced or has gone.
+        """
+        now = monotonic()
+        if now < self._due:
+            return
+        self._due = now + _EVERY_S
+        for name, (path, stamp) in self._stamps.items():
+            if stamp_of(path) != stamp:
+                raise DataError(
+                    "the file was replaced or written while features of its rows are used",
+                    where=name,
+                    do="start again once it is complete; nothing else may write to it meanwhile",
+                )
+
+
+def files_of(samples: Samples) -> list[File]:
+    """Files of many rows that samples are read from in each epoch; none where a cache has them."""
+    while isinstance(samples, (Augmented, Mapped)):
+        samples = samples.inner
+    if isinstance(samples, Joined):
+        return [file for part in samples.parts for file in files_of(part)]
+    return list(getattr(samples.source, "files", ())) if isinstance(samples, Decoded) else []

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from flatout.data.block import Numbers
 from flatout.data.execution.augmented import Augmented
@@ -25,12 +26,15 @@ class NamedSlots(NamedTuple):
         names: of each sample's variants, uint64 of shape (samples * variants, 2).
         stamps: of the rows that samples are made of, when they were named.
         stamps_now: gives those of some rows as they are now.
+        targets: of all samples, where the names are of their inputs alone; None where there are no
+            targets, or a user's function has seen them.
     """
 
     made: str
     names: Names
     stamps: Sequence[str]
-    stamps_now: Callable[[Numbers], Sequence[str]]
+    stamps_now: Callable[[Numbers | None], Sequence[str]]
+    targets: npt.NDArray[Any] | None
 
 
 def named_slots(samples: Samples, variants: int) -> NamedSlots | None:
@@ -41,24 +45,34 @@ def named_slots(samples: Samples, variants: int) -> NamedSlots | None:
         variants: that each of them has.
     """
     words: list[str] = []
+    are_mapped = False
     while isinstance(samples, (Augmented, Cached, Mapped)):
         own = _own_words(samples)
         if own is None:
             return None
         words.append(own)
+        are_mapped |= isinstance(samples, Mapped)
         samples = samples.inner
     if not isinstance(samples, Decoded):
         return None
-    source = samples.source
-    stamps = source.row_stamps()
-    if stamps is None:
+    source, targets = samples.source, samples.targets()
+    if source.row_stamps(np.empty(0, np.int64)) is None:
         return None
+    # A function may make inputs of targets, and targets of inputs.
+    seen = targets if are_mapped else None
 
-    def now(numbers: Numbers) -> Sequence[str]:
-        return source.row_stamps(numbers) or ()
+    def now(numbers: Numbers | None = None) -> Sequence[str]:
+        stamps = source.row_stamps(numbers) or ()
+        if seen is None:
+            return stamps
+        own = (seen if numbers is None else seen[numbers]).tolist()
+        return [f"{stamp}\n{target}" for stamp, target in zip(stamps, own, strict=True)]
 
-    made = digest_of(source.schema.dumps(), *words)
-    return NamedSlots(made, _names_of(stamps, variants), stamps, now)
+    stamps = now()
+    made = digest_of(source.schema.dumps() if are_mapped else source.input_words(), *words)
+    return NamedSlots(
+        made, _names_of(stamps, variants), stamps, now, None if are_mapped else targets
+    )
 
 
 def _own_words(samples: Augmented | Cached | Mapped) -> str | None:

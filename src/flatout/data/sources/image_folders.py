@@ -74,18 +74,14 @@ class ImageFolders:
         return [entry.key for entry in self._entries]
 
     def stamps(self, numbers: Numbers | None = None) -> list[str]:
-        """What tells images, with their class, from all others and from what they were before.
+        """What tells images from all others and from what they were before.
 
         Args:
             numbers: of the images; None for all.
         """
-        chosen = np.arange(len(self._entries)) if numbers is None else numbers
+        chosen = range(len(self._entries)) if numbers is None else numbers.tolist()
         entries = [self._entries[number] for number in chosen]
-        labels = [""] * len(chosen) if self.labels is None else self.labels[chosen].tolist()
-        return [
-            f"{entry.key}\n{label}\n{stamp_of(entry.path)}"
-            for entry, label in zip(entries, labels, strict=True)
-        ]
+        return [f"{entry.key}\n{stamp_of(entry.path)}" for entry in entries]
 
     def contents(self, numbers: Numbers, buffers: Buffers) -> Callable[[int], bytes]:
         """What reads the files, each when it is asked for."""

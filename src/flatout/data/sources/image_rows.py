@@ -149,6 +149,10 @@ class ImageRows(Rows):
         stamps = getattr(self._images, "stamps", None)
         return None if stamps is None else stamps(numbers)
 
+    def input_words(self) -> str:
+        """What becomes of an image, whether or not it has a label."""
+        return f"{self.schema.format} {self._look}"
+
     def row_keys(self) -> list[str] | None:
         """Paths within the folder, where images lie in files of their own."""
         found: list[str] | None = getattr(self._images, "keys", None)
