@@ -204,6 +204,7 @@ class Search:
         self._until = _SEARCHED
         self._now: Settings | ByLength | None = None
         self._measured: dict[tuple[Settings | ByLength, ...], TrialResult] = {}
+        self._noted: dict[tuple[Settings | ByLength, ...], dict[str, Any]] = {}
         self._skipped: list[Option] = []
 
     @property
@@ -363,11 +364,19 @@ class Search:
                 result = self._measured.get((off, on))
                 if result is None:
                     result = yield from self._compare(off, on, slower, option.field)
-                if result is not None and not self._is_hidden(option.field, result):
-                    self.results[option.field] = result
-                    self.best = on if is_faster(result) else off
+                if result is None or self._is_hidden(option.field, result):
+                    continue
+                wins = is_faster(result) or self._still_wins(option.field, result)
+                self._noted[off, on]["chosen"] = "b" if wins else "a"
+                self.results[option.field] = result
+                self.best = on if wins else off
             if self.best == before:
                 return
+
+    def _still_wins(self, field: str, again: TrialResult) -> bool:
+        """Whether an option that has won beside others stays, since `again` does not deny it."""
+        before = self.results.get(field)
+        return before is not None and is_faster(before) and again.ratio > 1
 
     def _confirm(self) -> _Steps:
         """What is left against plain."""
@@ -553,13 +562,12 @@ class Search:
     def _note(
         self, off: Settings, on: Settings | ByLength, first: int, result: TrialResult
     ) -> None:
-        self.trials.append(
-            {
-                "a": off.other_than(self.plain),
-                "b": on.other_than(self.plain),
-                "first": first,
-                "last": self._at,
-                **result.figures,
-                "chosen": "b" if is_faster(result) else "a",
-            }
-        )
+        self._noted[off, on] = {
+            "a": off.other_than(self.plain),
+            "b": on.other_than(self.plain),
+            "first": first,
+            "last": self._at,
+            **result.figures,
+            "chosen": "b" if is_faster(result) else "a",
+        }
+        self.trials.append(self._noted[off, on])
