@@ -97,6 +97,11 @@ SECTIONS = (
         "where peers compute it in each epoch. First epochs count from the start of the process.",
     ),
     Section(
+        "augment",
+        "Augmentation",
+        "Images in memory changed at random, each library in its best form on as many threads.",
+    ),
+    Section(
         "large_batches",
         "Larger batches",
         "What the [learning-rate rules](large_batches.md) do where there are few samples: accuracy "
