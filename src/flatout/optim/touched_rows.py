@@ -453,6 +453,12 @@ class TouchedRows:
 
     # -- a step ------------------------------------------------------------------------------
 
+    def merge(self) -> None:
+        """Make each sparse gradient one with every row once, before ranks add it up."""
+        for kept in self._kept:
+            if kept.weight.grad is not None and kept.weight.grad.is_sparse:
+                kept.gather()
+
     def gather(self) -> bool:
         """Make each table's gradient one with every row once, in rising order.
 

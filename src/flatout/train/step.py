@@ -272,6 +272,8 @@ class Stepper:
             if own.is_mean:
                 return own.total, own.weight, own.forward, own.backward, 0
             start, waited = clock(), log.waited
+            for rows in self.switch.rows.values():
+                rows.merge()
             sums = strategy.finish()
             self.stopping = bool(sums.votes)
             waited = log.waited - waited
