@@ -14,7 +14,7 @@ from flatout.world import Place, World
 
 pytestmark = pytest.mark.skipif(not table_rows.available(), reason="the C extension is absent")
 
-BLOCK = 1 << 14
+BLOCK = 64
 
 
 def shards_of(rank, size, tables):
@@ -24,22 +24,26 @@ def shards_of(rank, size, tables):
     return found
 
 
-def test_ranks_own_all_rows_once_and_bytes_but_for_a_block():
-    shapes = ((9000, 8), (70_000, 1), (30_001, 3), (900, 9))
+def test_ranks_own_all_rows_once_and_about_as_many_bytes():
+    shapes = ((9000, 8), (70_000, 1), (30_001, 3), (9000, 16), (900, 9))
     tables = [nn.Embedding(rows, width).weight for rows, width in shapes]
     held = []
     for rank in range(3):
         shards = shards_of(rank, 3, tables)
-        assert [weight in shards for weight in tables] == [True, True, True, False]
+        assert [weight in shards for weight in tables] == [True] * 4 + [False]
         held.append(0)
-        for weight in tables[:3]:
+        first = shards.by_owner(tables[0], torch.arange(9000))
+        first = first[0].split(first[1])[rank]
+        for weight in tables[:4]:
             places, counts = shards.by_owner(weight, torch.arange(len(weight)))
             assert torch.equal(places.sort().values, torch.arange(len(weight)))
             own = places[sum(counts[:rank]) :][: counts[rank]]
             assert torch.equal(shards.places(weight, own), torch.arange(len(own)))
+            # Tables that may be read by the same ids.
+            assert len(weight) != 9000 or torch.equal(own, first)
             held[-1] += len(own) * weight.shape[1] * 4
-    assert sum(held) == sum(weight.numel() * 4 for weight in tables[:3])
-    assert max(held) - min(held) <= BLOCK
+    assert sum(held) == sum(weight.numel() * 4 for weight in tables[:4])
+    assert max(held) - min(held) <= BLOCK * (8 + 16) * 4
     assert f"{size_words(min(held))} to {size_words(max(held))}" in shards.words()
 
 

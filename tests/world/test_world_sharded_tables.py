@@ -27,7 +27,7 @@ MODEL = """
 
     torch.set_num_threads(1)
     folder, size, rank = Path(sys.argv[1]), int(sys.argv[2]), place().rank
-    ROWS = 9000  # of 32 bytes: five blocks, of which the last is smaller
+    ROWS = 9000
     draw = torch.Generator().manual_seed(1)
     # The last batch of an epoch has 5 samples.
     x = (torch.rand(165, 4, generator=draw) ** 3 * ROWS).long()
@@ -38,7 +38,7 @@ MODEL = """
         def __init__(self):
             super().__init__()
             torch.manual_seed(0)
-            self.users = nn.Embedding(ROWS, 8)
+            self.users, self.more = nn.Embedding(ROWS, 8), nn.Embedding(ROWS, 10)
             self.items = nn.Embedding(ROWS, 8, padding_idx=3)
             self.bag = nn.EmbeddingBag(ROWS, 8, mode="mean")
             self.never = nn.Embedding(ROWS, 8)
@@ -46,7 +46,9 @@ MODEL = """
             self.head = nn.Linear(8, 1)
 
         def forward(self, x):
-            read = self.users(x[:, 0]) + self.items(x[:, 1:3]).sum(1) + self.bag(x)
+            user = x[:, 0]
+            read = self.users(user) + self.items(x[:, 1:3]).sum(1) + self.bag(x)
+            read = read + self.more(user)[:, :8]  # by the same ids
             return self.head(read + self.few(x[:, 3] % 2000))
 
 

@@ -1,9 +1,8 @@
 """Tables whose rows lie on several ranks while they train: who owns which, and who asks for them.
 
-Blocks of rows go round the ranks, over all tables together, so that no rank owns more than one
-block more than another. A rank reads the rows that its part of a batch needs from their owners,
-and sends their gradients back; the owner alone steps a row. So what a rank does in a step grows
-with its part of the batch and not with the number of ranks.
+Blocks of rows go round the ranks. A rank reads the rows that its part of a batch needs from their
+owners, and sends their gradients back; the owner alone steps a row. So what a rank does in a step
+grows with its part of the batch and not with the number of ranks.
 
 A rank keeps its rows beside one another. The table and the optimizer's state keep their shape, but
 their memory is given back to the system. Where someone reads a table whole, all ranks give one
@@ -17,6 +16,8 @@ import mmap
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import reduce
+from operator import and_
 from typing import NamedTuple
 
 import torch
@@ -29,14 +30,18 @@ from flatout.models import Lookup, watch_table
 from flatout.words import size_words
 from flatout.world import World
 
-# Of a table. Rows that many samples use are often beside one another.
-_BLOCK_BYTES = 1 << 14
+# Rows in a block: few, for rows that many samples use are often beside one another.
+_BLOCK = 64
 # A smaller table stays on every rank: asking for its rows takes longer than stepping them.
 _LEAST_BYTES = 1 << 18
 # What ranks tell one another at a time of rows that all are to have.
 _GATHERED_BYTES = 1 << 23
 # In the place of a table's number: a forward is over.
 _NO_MORE = -1
+# As many tables have a bit of their own in an int64.
+_MOST_TOGETHER = 62
+
+_Read = Callable[[torch.Tensor], torch.Tensor]
 
 
 class _Table(NamedTuple):
@@ -45,13 +50,11 @@ class _Table(NamedTuple):
     Attributes:
         number: of the table, the same on all ranks.
         first: the rank of its first block; the next blocks are the next ranks'.
-        rows: in a block.
         blocks: of it.
     """
 
     number: int
     first: int
-    rows: int
     blocks: int
 
 
@@ -73,6 +76,12 @@ class RowShards:
         self.is_in_step = self.lies = False
         self._takes_lookups = False
         self._tables: dict[torch.Tensor, _Table] = {}
+        self._reads: dict[int, _Read] = {}
+        # By a table's number: of this step, rows that have come; of earlier ones, a bit for each
+        # table that was read by the same ids after it.
+        self._ahead: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._together: dict[int, int] = {}
+        self._asked: list[tuple[int, torch.Tensor]] = []
         self._held = [0] * world.size  # bytes of weights, by rank
         self.spread: dict[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
@@ -86,11 +95,11 @@ class RowShards:
         row = weight.shape[1] * weight.element_size()
         if len(weight) * row < _LEAST_BYTES:
             return False
-        rows = max(1, _BLOCK_BYTES // row)
-        blocks = -(-len(weight) // rows)
-        starts = [
-            _Table(len(self._tables), first, rows, blocks) for first in range(self.world.size)
-        ]
+        number, ranks = len(self._tables), self.world.size
+        # Tables of as many rows may be read by the same ids, which then have the same owners.
+        alike = [table.first for one, table in self._tables.items() if len(one) == len(weight)]
+        blocks = -(-len(weight) // _BLOCK)
+        starts = [_Table(number, first, blocks) for first in alike[:1] or range(ranks)]
         held = {one: self._held_with(one, len(weight), row) for one in starts}
         best = min(starts, key=lambda one: max(held[one]) - min(held[one]))
         self._tables[weight], self._held = best, held[best]
@@ -112,7 +121,7 @@ class RowShards:
 
     def _owners(self, weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         table = self._tables[weight]
-        return rows.div(table.rows, rounding_mode="floor").add_(table.first) % self.world.size
+        return rows.div(_BLOCK, rounding_mode="floor").add_(table.first) % self.world.size
 
     def by_owner(self, weight: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
         """The places of rows in the order of their owners, and how many each owner has.
@@ -130,13 +139,13 @@ class RowShards:
         """Where rows of this rank lie among its own, int64 of shape (rows,)."""
         table, ranks = self._tables[weight], self.world.size
         first = (self.world.rank - table.first) % ranks  # of the blocks of this rank
-        blocks = rows.div(table.rows, rounding_mode="floor")
+        blocks = rows.div(_BLOCK, rounding_mode="floor")
         skipped = blocks - (blocks - first).div(ranks, rounding_mode="floor")
-        return rows - skipped * table.rows
+        return rows - skipped * _BLOCK
 
     def _parts(self, weight: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         row = max(1, weight.shape[1] * weight.element_size())
-        each = self._tables[weight].rows * self.world.size
+        each = _BLOCK * self.world.size
         stride = max(1, _GATHERED_BYTES // (row * each)) * each
         for rows in torch.split(torch.arange(len(weight)), stride):
             yield rows, self._owners(weight, rows)
@@ -168,7 +177,7 @@ class RowShards:
         """How many of a table's rows are a rank's."""
         own = range((rank - table.first) % self.world.size, table.blocks, self.world.size)
         is_last_short = table.blocks - 1 in own
-        return len(own) * table.rows - is_last_short * (table.blocks * table.rows - rows)
+        return len(own) * _BLOCK - is_last_short * (table.blocks * _BLOCK - rows)
 
     def gather(self, weight: torch.Tensor) -> None:
         """Fill the table and its state in with the rows of all ranks; all of them call it.
@@ -189,18 +198,24 @@ class RowShards:
                     whole[theirs] = values[: len(theirs)]
         del self.spread[weight]
 
-    def fetch(
-        self,
-        weight: nn.Parameter,
-        rows: torch.Tensor,
-        read: Callable[[torch.Tensor], torch.Tensor],
-    ) -> torch.Tensor:
+    def reads(self, weight: nn.Parameter, read: _Read) -> None:
+        """Say what gives rows of a table.
+
+        Args:
+            weight: of the table.
+            read: gives rows of this rank, of which some may be asked for several times.
+        """
+        self._reads[self._tables[weight].number] = read
+
+    def fetch(self, weight: nn.Parameter, rows: torch.Tensor) -> torch.Tensor:
         """Rows of a table from their owners, of shape (rows, width); all ranks call it.
+
+        With them come those of other tables that were read by the same ids in an earlier step, as
+        a factorization machine's are, so that these need not be asked for.
 
         Args:
             weight: of the table.
             rows: int64, that this rank needs, each once.
-            read: gives rows of this rank, of which some may be asked for several times.
 
         Raises:
             ModelError: ranks look up rows of different tables, or not equally often.
@@ -208,17 +223,37 @@ class RowShards:
         if self.lies:
             return torch.zeros(len(rows), weight.shape[1])
         self._check_step(weight)
+        number = self._tables[weight].number
+        self._note(number, rows)
+        known, ahead = self._ahead.get(number, (None, None))
         places, counts = self.by_owner(weight, rows)
-        each = self._say([self._tables[weight].number, *counts])
-        lengths = [counts_of[1 + self.world.rank] for counts_of in each]
+        each = self._say([number, known is rows, self._together.get(number, 0), *counts])
+        if ahead is not None and all(said[1] for said in each):
+            return ahead
+        weights, others = list(self._tables), _bits(reduce(and_, (said[2] for said in each)))
+        wanted = [number, *(one for one in others if weights[one] in self.spread)]
+        lengths = [said[3 + self.world.rank] for said in each]
         asked = self.world.all_to_all(
-            torch.split(rows[places], counts), lengths, "ids of a sharded table"
+            torch.split(rows[places], counts), lengths, "ids of sharded tables"
         )
-        values = torch.split(read(torch.cat(asked)), lengths)
-        found = self.world.all_to_all(values, counts, "rows of a sharded table")
-        block = torch.empty(len(rows), weight.shape[1])
+        ids = torch.cat(asked)
+        values = [self._reads[one](ids) for one in wanted]
+        found = self.world.all_to_all(
+            torch.split(torch.cat(values, 1), lengths), counts, "rows of sharded tables"
+        )
+        block = torch.empty(len(rows), sum(one.shape[1] for one in values))
         block[places] = torch.cat(found)
-        return block
+        parts = torch.split(block, [one.shape[1] for one in values], 1)
+        for one, part in zip(wanted, parts, strict=True):
+            self._ahead[one] = rows, part.contiguous()
+        return self._ahead[number][1]
+
+    def _note(self, number: int, rows: torch.Tensor) -> None:
+        """Keep in mind which tables are read by the same ids."""
+        for other, theirs in self._asked:
+            if theirs is rows and other != number and number < _MOST_TOGETHER:
+                self._together[other] = self._together.get(other, 0) | 1 << number
+        self._asked.append((number, rows))
 
     def _say(self, own: list[int]) -> list[list[int]]:
         """What each rank says of its next lookup; all must be of the same table."""
@@ -249,6 +284,8 @@ class RowShards:
         try:
             yield
         finally:
+            self._asked.clear()
+            self._ahead.clear()
             self.is_in_step = self._takes_lookups = False
 
     def end_forward(self) -> None:
@@ -257,7 +294,7 @@ class RowShards:
         Raises:
             ModelError: another rank has one more.
         """
-        self._say([_NO_MORE] * (1 + self.world.size))
+        self._say([_NO_MORE] * (3 + self.world.size))
         self._takes_lookups = False
 
     def _check_step(self, weight: nn.Parameter) -> None:
@@ -322,6 +359,11 @@ class _Elsewhere(NamedTuple):
     def whole(self) -> None:
         """Something reads or writes any of the values."""
         self.shards.refuse(self.weight)
+
+
+def _bits(number: int) -> list[int]:
+    """The places of its bits."""
+    return [place for place in range(number.bit_length()) if number >> place & 1]
 
 
 def _give_back(tensor: torch.Tensor) -> None:

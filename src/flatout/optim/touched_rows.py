@@ -98,6 +98,8 @@ class Kept:
         """Bring rows up to date before they are read, and get sparse gradients."""
         watch_table(self.weight, self)
         self.rule.attach(self)
+        if self.shards is not None:
+            self.shards.reads(self.weight, self._read)
 
     def detach(self) -> None:
         """Bring all rows that are here up to date, and leave them to the optimizer."""
@@ -130,7 +132,7 @@ class Kept:
         except IndexError:
             return None
         if self.shards is not None and self.is_spread:
-            block = self.shards.fetch(self.weight, groups.rows, self._read)
+            block = self.shards.fetch(self.weight, groups.rows)
             return _Lookup(self, ids, groups, block)
         self._bring(groups.rows)
         return _Lookup(self, ids, groups, None)
