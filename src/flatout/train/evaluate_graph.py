@@ -274,14 +274,16 @@ class _Form:
         """Make a call, and see what it does besides: trace it, and have it compiled if it pays."""
         self._is_due = False
         before, times = Attributes(self._model), OperatorTimes()  # type: ignore[no-untyped-call]
+        began = self._owner.clock()
         with times:
             output = call()
+        kernels = times.kernels_s / max(1e-9, self._owner.clock() - began)
         with self._giving_up():
             if not before.hold():
                 raise Unfit("its forward changes an attribute of a module")
             if self._made is None:
                 self._trace(leaves, before)
-            self._get(times)
+            self._get(kernels)
         return output
 
     def _trace(self, leaves: list[Any], attributes: Attributes) -> None:
@@ -299,8 +301,12 @@ class _Form:
         self._made = _Made(graph, graph.digest("forward", *facts), attributes, versions)
         self._lost_s += self._owner.clock() - began
 
-    def _get(self, times: OperatorTimes) -> None:
-        """Take the package of an earlier process, or have one compiled."""
+    def _get(self, kernels: float) -> None:
+        """Take the package of an earlier process, or have one compiled.
+
+        Args:
+            kernels: the share of a call that is in kernels which a graph would call too.
+        """
         assert self._made is not None
         known = self._made.answer()
         if known is not None and known["chosen"] == "a":
@@ -310,26 +316,24 @@ class _Form:
             self._result = known or {}
             self._load(self._made.package)
             return
-        self._waits = "" if self._owner.is_asked else self._objection(times)
+        self._waits = "" if self._owner.is_asked else self._objection(kernels)
         if self._waits:
             return
         has_cpu = usable_cpus() > torch.get_num_threads() or self._owner.lends
         self._compiling = self._made.compiled(behind=has_cpu)
         self._owner.lend()
 
-    def _objection(self, times: OperatorTimes) -> str:
+    def _objection(self, kernels: float) -> str:
         """Why compiling does not pay; "" where it may."""
-        kernels_s, each_s = times.kernels_s, self.spent_s / self.calls
-        share = max(0.0, 1.0 - kernels_s / each_s)
         left_s = self._owner.left_s(self)
-        saved_s = _SAVED * share * left_s
+        saved_s = _SAVED * max(0.0, 1.0 - kernels) * left_s
         threads = torch.get_num_threads()
         slowed = _SLOWED if usable_cpus() > threads else 1 / threads
         self._may_lose_s = saved_s / _REPAID
         if saved_s >= _REPAID * slowed * _COMPILE_S:
             return ""
         return (
-            f"about {duration(left_s)} of forward are left, of which {1 - share:.0%} are kernels "
+            f"about {duration(left_s)} of forward are left, of which {kernels:.0%} are kernels "
             "that it would call too: too little to repay compiling"
         )
 
