@@ -84,6 +84,35 @@ def _slowed(search: Search) -> float:
     return _SLOWED if threads < usable_cpus() else 1.0
 
 
+class Spells:
+    """What is slower beside a child: it is held up for short spells, which tell.
+
+    Attributes:
+        is_alone: whether the child is to be held up.
+        cost_s: seconds that were lost.
+    """
+
+    def __init__(self) -> None:
+        self.is_alone, self.cost_s = False, 0.0
+        # What was made in the present spell, and in the one before it beside the child.
+        self._took, self._count = 0.0, 0
+        self._before: tuple[float, int] | None = None
+
+    def count(self, seconds: float) -> bool:
+        """Something was made in so many seconds; returns whether the spell is over."""
+        self._took += seconds
+        self._count += 1
+        if self._took < (_ALONE_S if self.is_alone else _BESIDE_S):
+            return False
+        mean, count = self._took / self._count, self._count
+        self._took, self._count = 0.0, 0
+        if not self.is_alone:
+            self._before = (mean, count)
+        elif self._before is not None:
+            self.cost_s += (self._before[0] - mean) * self._before[1]
+        return True
+
+
 class Beside:
     """The compilation of a step beside the run.
 
@@ -100,7 +129,6 @@ class Beside:
         is_there: whether it came.
         seconds: that compiling took.
         traced_s: that the run stood still for tracing.
-        cost_s: by which steps beside the child were slower.
         steps: the numbers of the first and the last of them.
     """
 
@@ -116,11 +144,14 @@ class Beside:
         search.prefers_capture = lambda: not objection(search)
         self.is_open, self.waits = False, search.is_settled
         self.has_begun = self.is_there = False
-        self.seconds = self.traced_s = self.cost_s = 0.0
+        self.seconds = self.traced_s = 0.0
         self.steps = (0, 0)
-        # The present spell: whether the child is held up, and what its steps took so far.
-        self._is_alone, self._took, self._count = False, 0.0, 0
-        self._before: tuple[float, int] | None = None
+        self._spells = Spells()
+
+    @property
+    def cost_s(self) -> float:
+        """By which steps beside the child were slower."""
+        return self._spells.cost_s
 
     def judge(self) -> None:
         """Whether to compile, now that all else is decided; never a second time."""
@@ -153,29 +184,16 @@ class Beside:
             number: of it.
         """
         self.steps = (self.steps[0], number)
-        self._took += seconds
-        self._count += 1
-        if self._took < (_ALONE_S if self._is_alone else _BESIDE_S):
+        if not self._spells.count(seconds):
             return
-        self._account()
         self._ask()
         if self._capture.compiling is None:
             return
         if self.cost_s > self._search.budget.left_s:
             self.drop(f"compiling beside the run cost its steps {duration(self.cost_s)}: too much")
             return
-        self._is_alone = not self._is_alone
-        self._capture.hold(self._is_alone)
-
-    def _account(self) -> None:
-        """The spells with the child and without in turn tell what it costs."""
-        mean, count = self._took / self._count, self._count
-        self._took, self._count = 0.0, 0
-        if not self._is_alone:
-            self._before = (mean, count)
-        elif self._before is not None:
-            slower, steps = self._before[0] - mean, self._before[1]
-            self.cost_s += slower * steps
+        self._spells.is_alone = not self._spells.is_alone
+        self._capture.hold(self._spells.is_alone)
 
     def _ask(self) -> None:
         compiling = self._capture.compiling

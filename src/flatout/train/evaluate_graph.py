@@ -29,6 +29,7 @@ from flatout.console import first_line
 from flatout.measure import TrialResult, available_bytes, quadruples, usable_cpus
 from flatout.measure.fingerprint import fingerprint
 from flatout.models import OperatorTimes
+from flatout.train.auto_capture import Spells
 from flatout.train.capture import BEHIND, BESIDE, FAILURES, KIND, Compiling, lends_cpu, loaded
 from flatout.train.capture_child import OPTIONS
 from flatout.train.capture_graph import PLAIN_TYPES, Graph, Tensors, Unfit, shapes_of
@@ -47,8 +48,6 @@ _COMPILE_S, _SLOWED, _SAVED = 25.0, 0.05, 0.25
 _REPAID = 2.0
 # Forms of calls that are told apart, and those of them that are traced.
 _MOST_FORMS, _MOST_GRAPHS = 16, 4
-# The child is asked so many seconds apart.
-_ASK_S = 0.25
 # The graph runs beside a call as ever again after so many calls, and in another evaluation after
 # the second number of them.
 _CHECK_EVERY, _CHECK_AGAIN = 1000, 16
@@ -138,7 +137,8 @@ class EvaluateGraph:
         if form is None:
             return call()
         self._seen += form.samples
-        form.seen += form.samples
+        if self.may_begin():  # else sizes are compared
+            form.seen += form.samples
         return form(leaves, call)
 
     def _form_of(self, leaves: list[Any], spec: Any) -> _Form | None:
@@ -180,7 +180,7 @@ class EvaluateGraph:
     def lend(self) -> None:
         """Leave a CPU to a child that compiles, or take it back: threads that wait spin."""
         threads = self._context[1]
-        lends = self.lends and any(form.is_compiling for form in self._forms)
+        lends = self.lends and any(form.is_beside for form in self._forms)
         if self._is_lent != (self._is_within and lends):
             self._is_lent = not self._is_lent
             torch.set_num_threads(threads - 1 if self._is_lent else threads)
@@ -212,7 +212,7 @@ class _Form:
     Attributes:
         key: what they have in common.
         samples: of a call.
-        seen: samples of all of them.
+        seen: samples of all of them, but for those in which sizes were compared.
         calls, spent_s: made as ever, and the seconds that they took.
         why: why they are made as ever for good; "" while that is open.
     """
@@ -228,8 +228,8 @@ class _Form:
         self._judge_at, self._is_due = _WORTH_S, False
         self._made: _Made | None = None
         self._compiling: Compiling | None = None
-        self._ask_at = 0.0
-        self._compile_s = self._lost_s = self._may_lose_s = 0.0
+        self._spells = Spells()
+        self._compile_s = self._traced_s = self._may_lose_s = 0.0
         self._program: _Program | None = None
         self._trial: _Trial | None = None
         self._result: dict[str, Any] = {}
@@ -255,8 +255,7 @@ class _Form:
         output = call()
         took = self._owner.clock() - began
         if self._compiling is not None:
-            self._lost_s += took - self.spent_s / self.calls
-            self._wait()
+            self._wait(took)
             return output
         self.calls += 1
         self.spent_s += took
@@ -299,7 +298,7 @@ class _Form:
         facts = (fingerprint().digest, torch.__version__, torch.get_num_threads(), OPTIONS)
         versions = [tensor._version for tensor in graph.constants.values()]
         self._made = _Made(graph, graph.digest("forward", *facts), attributes, versions)
-        self._lost_s += self._owner.clock() - began
+        self._traced_s = self._owner.clock() - began
 
     def _get(self, kernels: float) -> None:
         """Take the package of an earlier process, or have one compiled.
@@ -337,12 +336,10 @@ class _Form:
             "that it would call too: too little to repay compiling"
         )
 
-    def _wait(self) -> None:
-        """Ask for the package now and then."""
-        now = self._owner.clock()
-        if now < self._ask_at or self._compiling is None:
+    def _wait(self, took: float) -> None:
+        """A call was made beside the child: ask for the package now and then."""
+        if self._compiling is None or not self._spells.count(took):
             return
-        self._ask_at = now + _ASK_S
         with self._giving_up():
             self._compile_s = self._compiling.seconds
             path = self._compiling.done()
@@ -350,8 +347,12 @@ class _Form:
                 self._compiling = None
                 self._owner.lend()
                 self._load(path)
-            elif self._lost_s > self._may_lose_s and not self._owner.is_asked:
-                raise Unfit(f"compiling beside it cost {duration(self._lost_s)}: too much")
+            elif self._spells.cost_s > self._may_lose_s and not self._owner.is_asked:
+                raise Unfit(f"compiling beside it cost {duration(self._spells.cost_s)}: too much")
+            else:
+                self._spells.is_alone = not self._spells.is_alone
+                self._compiling.hold(self._spells.is_alone)
+                self._owner.lend()
 
     def _load(self, path: Path) -> None:
         assert self._made is not None
@@ -435,12 +436,17 @@ class _Form:
     def hold(self, holds: bool) -> None:
         """Hold the child up, or let it go on."""
         if self._compiling is not None:
-            self._compiling.hold(holds)
+            self._compiling.hold(holds or self._spells.is_alone)
 
     @property
     def is_compiling(self) -> bool:
         """Whether a child compiles it."""
         return self._compiling is not None
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether the child runs, and is not held up."""
+        return self.is_compiling and not self._spells.is_alone
 
     @contextmanager
     def _giving_up(self) -> Iterator[None]:
@@ -470,7 +476,7 @@ class _Form:
             "samples": self.samples,
             "seconds": self.spent_s,
             "compile_s": self._compile_s,
-            "lost_s": max(0.0, self._lost_s),
+            "lost_s": self._traced_s + max(0.0, self._spells.cost_s),
             "is_open": not is_used and not self.why,
             "why": "" if is_used else self.why or self._waits or "it was not there in time",
             **self._result,
