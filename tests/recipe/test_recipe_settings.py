@@ -53,6 +53,7 @@ EXPECTED = [
     ("compute.dropout", "torch", "by_sample", DRAWS, Parity.REDRAWN),
     ("compute.dropout", "torch", "by_sample", KEYED, Parity.REDRAWN),
     ("world.placement", "soft", "strict", NOTHING, Parity.EXACT),
+    ("world.strategy", "ddp", "fsdp", NOTHING, Parity.TOLERANT),
     ("world.strategy", "ddp", "local_sgd", NOTHING, Parity.LEARNING),
     ("world.sync_every", 32, 64, NOTHING, Parity.LEARNING),
     ("world.outer", "average", "nesterov", NOTHING, Parity.LEARNING),

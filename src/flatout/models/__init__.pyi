@@ -50,6 +50,10 @@ from flatout.models.rewrites import Rewrite as Rewrite
 from flatout.models.rewrites import find_pairs as find_pairs
 from flatout.models.sample_dropout import Layout as Layout
 from flatout.models.sample_dropout import SampleDropout as SampleDropout
+from flatout.models.shards import is_shard as is_shard
+from flatout.models.shards import own_part as own_part
+from flatout.models.shards import sharded_like as sharded_like
+from flatout.models.shards import whole as whole
 from flatout.models.table_parameter import Lookup as Lookup
 from flatout.models.table_parameter import Reader as Reader
 from flatout.models.table_parameter import TableParameter as TableParameter

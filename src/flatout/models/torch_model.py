@@ -15,6 +15,7 @@ from flatout.data import arguments_words, code_digest, is_library
 from flatout.errors import ModelError
 from flatout.models import hold
 from flatout.models.rewrites import Rewrite, rewrites_of
+from flatout.models.shards import is_shard, sharded_like, whole
 from flatout.models.weights import layers_of, own_names
 
 # Gets a layer's name and kind, its inputs and its output.
@@ -94,15 +95,27 @@ class TorchModel:
         return rewrites_of(self.module)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Everything that is saved of the model, by name; the tensors themselves."""
+        """Everything that is saved of the model, by name; the tensors themselves.
+
+        Where each rank holds a part, all call it, and get whole tensors.
+        """
         state = self.module.state_dict()
         own = own_names(self.module, state)
-        return {own[name]: value for name, value in state.items()}
+        return {own[name]: whole(value) for name, value in state.items()}
+
+    def replicated(self) -> dict[str, torch.Tensor]:
+        """Those weights of which each rank has all."""
+        state = self.module.state_dict()
+        own = own_names(self.module, state)
+        return {own[name]: value for name, value in state.items() if not is_shard(value)}
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Put into the model what `weights` gave; names and shapes have been checked."""
-        own = own_names(self.module, self.module.state_dict())
-        self.module.load_state_dict({name: weights[own[name]] for name in own})
+        state = self.module.state_dict()
+        own = own_names(self.module, state)
+        self.module.load_state_dict(
+            {name: sharded_like(weights[own[name]], value) for name, value in state.items()}
+        )
 
     def parameters(self) -> list[torch.Tensor]:
         """What a step may change of the model, but for its buffers."""

@@ -48,6 +48,8 @@ class Update:
 
     Attributes:
         parameters: of all optimizers, each once.
+        across: adds up numbers, in place, over all ranks that hold the other parts of these
+            parameters; None where they are whole.
 
     Raises:
         ModelError: an optimizer's step needs a closure, as that of LBFGS.
@@ -68,6 +70,7 @@ class Update:
         self.parts = [Part(optimizer, rows) for optimizer in as_tuple(optimizers)]
         self.clip_norm = clip_norm
         self.clip_value = clip_value
+        self.across: Callable[[torch.Tensor], None] | None = None
         self._flags = {} if flags is None else flags
         self.refresh()
 
@@ -145,6 +148,24 @@ class Update:
         shards = self._shards
         return shards if shards is not None and shards.is_in_step else None
 
+    def _check_and_clip_parts(
+        self, gradients: Tensors, across: Callable[[torch.Tensor], None]
+    ) -> None:
+        """Check and clip where other ranks hold the rest, so that all do the same."""
+        assert self.flag is not None
+        self._check(gradients)
+        numbers = torch.zeros(2, dtype=torch.float64, device=self.flag.device)
+        numbers[0] = self.flag
+        if self.clip_norm is not None:
+            numbers[1] = torch.nn.utils.get_total_norm(gradients).double().square()
+        across(numbers)
+        self.flag.copy_(numbers[0].clamp(max=1.0))
+        if self.clip_norm is not None:
+            norm = numbers[1].sqrt().to(gradients[0].dtype) if gradients else numbers[1]
+            torch.nn.utils.clip_grads_with_norm_(self.parameters, self.clip_norm, norm)
+        if self.clip_value is not None:
+            torch.nn.utils.clip_grad_value_(self.parameters, self.clip_value)
+
     def begin(self) -> None:
         """Before a step's first backward: forget the gradients that are there."""
         if any(part.is_stale() for part in self.parts):
@@ -165,9 +186,13 @@ class Update:
         if self._rows:
             for part in self.parts:
                 part.gather_rows()
-        self.clip()
-        gradients = _gradients(self.parameters)
-        self._check(gradients)
+        if self.across is None:
+            self.clip()
+            gradients = _gradients(self.parameters)
+            self._check(gradients)
+        else:
+            gradients = _gradients(self.parameters)
+            self._check_and_clip_parts(gradients, self.across)
         if (shards := self._shards_now()) is not None and self.flag is not None:
             shards.share(self.flag)
         # On a CPU the flag can be read at no cost, and a bad step need not even begin.

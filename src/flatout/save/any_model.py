@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from flatout.models import adapter_of, load_weights, weights_of
 from flatout.save.fits import check_fits
 from flatout.save.keras_file import load_keras, save_keras
@@ -14,7 +16,10 @@ from flatout.save.weights_file import check_ending, load_weights_file, save_weig
 
 
 def save_model_file(
-    path: str | Path, model: Any, metadata: Mapping[str, str] | None = None
+    path: str | Path,
+    model: Any,
+    metadata: Mapping[str, str] | None = None,
+    weights: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write the model, or its weights under its own keys, whole or not at all.
 
@@ -22,6 +27,7 @@ def save_model_file(
         path: a path or fsspec URL with one of the endings of the model's framework.
         model: of that framework.
         metadata: text that goes with it, by names that begin with "flatout.".
+        weights: the model's, where they were put together of what several ranks hold.
 
     Raises:
         CheckpointError: the ending is another, or the file cannot be written.
@@ -30,7 +36,7 @@ def save_model_file(
     if os.fspath(path).endswith(adapter_of(model).own_files):
         save_keras(model, path, metadata)
     else:
-        save_weights(path, weights_of(model), metadata)
+        save_weights(path, weights or weights_of(model), metadata)
 
 
 def load_model_file(

@@ -1,4 +1,7 @@
 from flatout.strategies.ddp import Ddp as Ddp
+from flatout.strategies.fsdp import Fsdp as Fsdp
+from flatout.strategies.fsdp_settings import LEFT_OUT as LEFT_OUT
+from flatout.strategies.fsdp_settings import check_settings as check_settings
 from flatout.strategies.local_sgd import LocalSgd as LocalSgd
 from flatout.strategies.rank_rng import rank_rng as rank_rng
 from flatout.strategies.reductions import Beside as Beside

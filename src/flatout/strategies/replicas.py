@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from flatout.errors import WorldError
-from flatout.models import weights_of
+from flatout.models import adapter_of
 from flatout.world import World
 
 
 def check_replicas(model: nn.Module, world: World, when: str) -> None:
-    """Compare the weights and buffers of all ranks, bit for bit.
+    """Compare the weights and buffers that all ranks have whole, bit for bit.
 
     Of a Keras model these are its weights, statistics and the states of its seed generators.
 
@@ -27,7 +27,8 @@ def check_replicas(model: nn.Module, world: World, when: str) -> None:
     """
     if world.size == 1:
         return
-    own = {name: digest_of(tensor) for name, tensor in weights_of(model).items()}
+    held = adapter_of(model).replicated()
+    own = {name: digest_of(tensor) for name, tensor in held.items()}
     found = world.gather(own, f"comparison of the replicas, {when}")
     names = [set(digests) for digests in found]
     for rank, theirs in enumerate(names):

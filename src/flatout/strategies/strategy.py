@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
+from flatout.models import weights_of
 from flatout.strategies.reductions import Beside
 
 Tensors = Sequence[torch.Tensor]
@@ -35,14 +37,23 @@ class Strategy:
     Attributes:
         steps_apart: whether ranks step alone and are alike only where they meet: then losses are
             a rank's own, and all call `meet` before they compare, evaluate or save.
+        meets_in_compute: whether ranks wait for each other within forward and backward: then all
+            run as many, an evaluation's included.
         reduction: adds up gradients; None where none is used.
+        across: adds up numbers of what this rank holds of the gradients, in place, over all ranks
+            that hold the rest; None where it holds them whole.
     """
 
     steps_apart = False
+    meets_in_compute = False
     reduction: Beside | None = None
+    across: Callable[[torch.Tensor], None] | None = None
 
     def __init__(self) -> None:
         self._own = Sums(0.0, 0.0, 0.0)
+
+    def begin(self) -> None:
+        """The settings of the first step are there, and what is looked at before it is done."""
 
     def before_step(self, turn: int, parameters: Tensors) -> None:
         """A step begins, before anything changes.
@@ -77,6 +88,23 @@ class Strategy:
     def meet(self) -> bool:
         """Make all ranks alike; returns whether one wants to stop. All of them call it."""
         return False
+
+    def weights(self, model: nn.Module, *, kept: bool) -> dict[str, torch.Tensor]:
+        """Everything that is saved of a model, by name, whole; all ranks call it.
+
+        Args:
+            model: of this rank.
+            kept: whether this rank wants them; where not, tensors may be empty.
+        """
+        return weights_of(model)
+
+    def state_of(self, optimizer: torch.optim.Optimizer, *, kept: bool) -> dict[str, Any]:
+        """An optimizer's state, whole, likewise."""
+        return optimizer.state_dict()
+
+    def part_of(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """Of an optimizer's whole state what this rank loads."""
+        return state
 
     def renew(self) -> None:
         """Gradients may be of another kind from the next step on."""

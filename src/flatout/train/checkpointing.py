@@ -43,6 +43,11 @@ class Checkpointing:
         self._in_pieces = asked.pieces == "per_rank" and world.size > 1
         self._in_use: InUse | None = None
 
+    @property
+    def keeps(self) -> bool:
+        """Whether this rank writes weights."""
+        return self._in_pieces or self._world.is_first
+
     @cached_property
     def checkpoints(self) -> Checkpoints:
         """Writes and reads them."""

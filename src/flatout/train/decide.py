@@ -15,6 +15,7 @@ from flatout.errors import FlatoutError
 from flatout.models import adapter_of, facts_of
 from flatout.recipe import (
     PLAIN,
+    SETTINGS,
     Choice,
     ModelFacts,
     Parity,
@@ -25,8 +26,10 @@ from flatout.recipe import (
     of_change,
 )
 from flatout.strategies import (
+    LEFT_OUT,
     Beside,
     Ddp,
+    Fsdp,
     LocalSgd,
     Reduction,
     Shared,
@@ -76,7 +79,7 @@ def make_stepper(
         dropout=keyed,
     )
     _note_undo(loop, stepper)
-    if loop.world.size > 1 and loop.requested.world.strategy == "ddp":
+    if loop.world.size > 1 and loop.requested.world.strategy != "local_sgd":
         stepper.meet(loop.world)
     return stepper, facts
 
@@ -102,16 +105,15 @@ def decide(
         looked_s = _check_first(loop, compute, first)
         _warn_of_trips(loop, compute, first[0])
     decision = _decision(loop, facts, compute, first, steps, looked_s)
-    resolved = _with_device(loop, decision.recipe, facts)
+    resolved = _with_device(loop, _with_reasons(loop, decision.recipe), facts)
     if loop.world.size > 1:
         # Each rank has looked; what the first found holds for all.
         found = loads(loop.world.from_first(dumps(resolved)))
         assert isinstance(found, ResolvedRecipe)
         loop.pace = Pace(loop.world.collectives)
         samples = sum(loop.world.gather(samples_of(first)))
-        reduction, resolved = _reduction(loop, found)
         loop.stepper.switch.shards = shards_of(loop, found)
-        strategy = _strategy(loop, found, Beside(reduction, loop.device))
+        strategy, resolved = _strategy(loop, found, compute, first)
         loop.stepper.train_with(loop.world, samples, strategy)
         auto.agree(decision, loop.world)
     elif decision.search is not None:  # several ranks would hold one another up
@@ -120,6 +122,7 @@ def decide(
     if compute is not None and estimated > 1:
         _agree_on_pieces(loop, compute, first, estimated)  # the settings chosen may need less
         _tell_of_pieces(loop, first)
+    loop.stepper.begin()
     if decision.search is not None:
         resolved = auto.started(resolved, loop.requested, decision.search)
     return resolved, decision
@@ -173,9 +176,28 @@ def _decision(
     if kept is not None:
         return Decision(loop.requested.resolve(*kept, facts))
     asked, planned = asked_here(loop), _planned(loop, first)
+    asked = asked.replace({field: SETTINGS[field].plain for field in _left_out(loop)})
     return auto.resolve(
         asked, loop.stepper, compute, first, facts, loop.allow, steps, loop.say, planned, looked_s
     )
+
+
+def _left_out(loop: Loop) -> dict[str, str]:
+    """Settings that are not tried with this strategy, and why."""
+    if not loop.lays_out:
+        return {}
+    return {f: why for f, why in LEFT_OUT.items() if loop.requested.get(f) == "auto"}
+
+
+def _with_reasons(loop: Loop, resolved: ResolvedRecipe) -> ResolvedRecipe:
+    """The Recipe in which what the strategy leaves out is plain, and says why."""
+    left = {
+        field: Choice(value=SETTINGS[field].plain, reason=why, parity=Parity.EXACT)
+        for field, why in _left_out(loop).items()
+    }
+    if not left:
+        return resolved
+    return loop.requested.resolve({**resolved.choices, **left}, resolved.machine)
 
 
 def _planned(loop: Loop, first: list[Batch]) -> Planned | None:
@@ -224,13 +246,29 @@ def _reduction(loop: Loop, resolved: ResolvedRecipe) -> tuple[Reduction, Resolve
     return reduction, loop.requested.resolve(choices, resolved.machine)
 
 
-def _strategy(loop: Loop, found: ResolvedRecipe, reduction: Beside) -> Strategy:
-    """What makes the steps of several ranks those of all."""
-    asked, world, model = found.world, loop.world, loop.model
+def _strategy(
+    loop: Loop, resolved: ResolvedRecipe, compute: Compute | None, first: list[Batch]
+) -> tuple[Strategy, ResolvedRecipe]:
+    """What makes the steps of several ranks those of all; and how they add up, in the Recipe."""
+    asked, world, model = resolved.world, loop.world, loop.model
+    if asked.strategy == "fsdp":
+        run = None
+        if compute is not None and first:
+            run = partial(_run_first, loop, compute, first[0])
+        return Fsdp(world, model, loop.optimizers, run, loop.tell), resolved
+    adds_up, resolved = _reduction(loop, resolved)
+    reduction = Beside(adds_up, loop.device)
     if asked.strategy == "local_sgd":
         every, outer = asked.sync_every, asked.outer == "nesterov"
-        return LocalSgd(world, model, loop.optimizers, reduction, every=every, outer=outer)
-    return Ddp(world, model, reduction, loop.stepper.switch.shards)
+        local = LocalSgd(world, model, loop.optimizers, reduction, every=every, outer=outer)
+        return local, resolved
+    return Ddp(world, model, reduction, loop.stepper.switch.shards), resolved
+
+
+def _run_first(loop: Loop, compute: Compute, batch: Batch) -> None:
+    """Forward and loss of the first piece of a batch, without a trace."""
+    with untouched(loop.model), torch.no_grad():
+        loop.stepper.look(batch, lambda pieces: compute(pieces[0]))
 
 
 def _warn_of_trips(loop: Loop, compute: Compute, batch: Batch) -> None:

@@ -98,8 +98,9 @@ def evaluate_batches(
 ) -> RunningMean | None:
     """The losses of this rank's batches; the metrics are the job's. None where it is stopped."""
     tally = RunningMean()
-    # Losses of Keras may meet other ranks' in each batch.
-    whole = loop.world.size > 1 and objective.adapter.meets_in_loss
+    # Losses of Keras may meet other ranks' in each batch, and weights that are gathered.
+    meets = objective.adapter.meets_in_loss or loop.meets_in_compute
+    whole = loop.world.size > 1 and meets
 
     def take(batch: Batch) -> None:
         value = job.compute(batch)

@@ -298,6 +298,8 @@ class FrozenFeatures:
         loop, samples = self._loop, numbered(source)
         if isinstance(samples, str):
             return samples
+        if loop.meets_in_compute:
+            return "world.strategy=fsdp gathers the weights of frozen layers with those behind them"
         if batch is None or batch.indices is None:
             return "the source does not number its samples"
         if loop.allow < Parity.TOLERANT:

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from flatout.data import Batch, named_tensors
 from flatout.errors import NumbersError
-from flatout.models import adapter_of, own_names
+from flatout.models import adapter_of, own_names, own_part
 from flatout.train.losses import Value
 from flatout.train.snapshot import untouched
 from flatout.world import ONE, LostRank, World
@@ -76,7 +76,7 @@ def check_state(model: nn.Module, before: str) -> None:
 def _checkable(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {
         name: tensor.detach()
-        for name, tensor in named
+        for name, tensor in ((name, own_part(tensor)) for name, tensor in named)
         if tensor.is_floating_point() and tensor.numel() and tensor.layout is torch.strided
     }
 
@@ -103,6 +103,7 @@ def explain_bad_step(
     held_back: bool,
     pieces: int = 1,
     world: World = ONE,
+    together: World = ONE,
 ) -> NumbersError:
     """The error for a step whose gradients were not finite, with the cause where it can be found.
 
@@ -116,6 +117,7 @@ def explain_bad_step(
         held_back: the step did not reach the weights.
         pieces: micro-batches that the batch has to be split into to fit in memory.
         world: the ranks that all look at their parts of this step.
+        together: those that compute a step together, so that all make it once more or none.
 
     Raises:
         LostRank: of several ranks, on those whose part is not the cause.
@@ -123,13 +125,14 @@ def explain_bad_step(
     on_rank = f"rank {world.rank} of {world.size}, " if world.size > 1 else ""
     lines = [f"{on_rank}step {step}, learning rate {learning_rate:g}"]
     suspicion = _NOTHING_FOUND
+    bad = [] if batch is None else _bad_samples(batch)
+    is_known = any(together.gather(bool(bad or batch is None), "bad samples in a step"))
     if batch is not None:
-        bad = _bad_samples(batch)
         lines += bad or _samples_in(batch)
         if bad:
             suspicion = _BAD_SAMPLES
-        elif held_back:
-            found = _first_bad_value(model, compute, batch.split(pieces))
+        elif held_back and not is_known:
+            found = _first_bad_value(model, compute, batch.split(pieces), together)
             lines += found.lines
             suspicion = found.suspicion
     _leave_it_to_the_culprit(world, suspicion, step)
@@ -188,18 +191,30 @@ def _samples(batch: Batch, rows: list[int]) -> str:
 
 
 def _first_bad_value(
-    model: nn.Module, compute: Callable[[Batch], Value], pieces: Sequence[Batch]
+    model: nn.Module,
+    compute: Callable[[Batch], Value],
+    pieces: Sequence[Batch],
+    together: World,
 ) -> _Found:
-    """Run the step's forward and backward again and say where the first bad value appears."""
+    """Run the step's forward and backward again and say where the first bad value appears.
+
+    Ranks that compute together go as far as the first of them that has found something.
+    """
     compiled, model._compiled_call_impl = model._compiled_call_impl, None
     model.zero_grad()  # what other losses left in it is not of this step
     try:
         with untouched(model):
             for piece in pieces:
-                if found := _in_forward(model, compute, piece):
-                    return _Found([found], _BAD_FORWARD)
-                if found := _in_backward(model, piece):
-                    return _Found([found], _BAD_GRADIENT)
+                found, loss = _in_forward(model, compute, piece)
+                if any(together.gather(found is not None, "bad values in a forward")):
+                    break
+                loss.backward()  # type: ignore[no-untyped-call]
+                bad = _in_backward(model, piece)
+                if any(together.gather(bad is not None, "bad gradients")):
+                    suspicion = _BAD_GRADIENT if bad else _NOTHING_FOUND
+                    return _Found([bad or "forward is finite"], suspicion)
+            if found is not None:
+                return _Found([found], _BAD_FORWARD)
     except Exception as error:
         return _Found([f"running the step again failed: {error}"], _NOTHING_FOUND)
     finally:
@@ -209,8 +224,10 @@ def _first_bad_value(
     return _Found([words], _NOTHING_FOUND)
 
 
-def _in_forward(model: nn.Module, compute: Callable[[Batch], Value], batch: Batch) -> str | None:
-    """The first module or loss with a bad value; leaves the gradients if there is none."""
+def _in_forward(
+    model: nn.Module, compute: Callable[[Batch], Value], batch: Batch
+) -> tuple[str | None, torch.Tensor]:
+    """The first module or loss with a bad value, if there is one, and the loss."""
     first: list[str] = []
 
     def look(name: str, kind: str, inputs: tuple[Any, ...], output: Any) -> None:
@@ -226,14 +243,12 @@ def _in_forward(model: nn.Module, compute: Callable[[Batch], Value], batch: Batc
     loss = value[0] if isinstance(value, tuple) else value
     if not first and not torch.isfinite(loss).all():
         first.append("the loss itself, from finite model outputs")
-    if first:
-        return f"first bad value: {first[0]}"
-    loss.backward()  # type: ignore[no-untyped-call]
-    return None
+    return f"first bad value: {first[0]}" if first else None, loss
 
 
 def _in_backward(model: nn.Module, batch: Batch) -> str | None:
-    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    named = model.named_parameters()
+    gradients = {n: own_part(p.grad) for n, p in named if p.grad is not None}
     names = [name for name, gradient in gradients.items() if _is_bad(gradient)]
     # Gradients flow from the last layer to the first, so the last name had its own first.
     if not names:

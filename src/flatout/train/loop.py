@@ -35,7 +35,6 @@ from flatout.data import Batch, Source
 from flatout.devices import Placement, process
 from flatout.errors import FlatoutError, ModelError
 from flatout.measure import Live, Timeline
-from flatout.models import weights_of
 from flatout.optim import LrRule, LrScale, Optimizers, as_tuple
 from flatout.recipe import ModelFacts, Parity, Recipe, ResolvedRecipe, dumps
 from flatout.save import Checkpoints, LoadedCheckpoint
@@ -321,14 +320,15 @@ class Loop:
     def _decide(self, compute: Compute | None, first: list[Batch], steps: int | None) -> None:
         """Resolve the Recipe on the first batches and switch to it; `close` switches back."""
         self._stepper, self.facts = make_stepper(self, compute, first)
-        if compute is not None and first:
+        # Layers that all ranks compute together are not looked at again.
+        if compute is not None and first and not self.lays_out:
             self._other_job = OtherJob(self, steps)
         self.resolved, decision = decide(self, self.facts, compute, first, steps)
         self._guard = NumbersGuard(self.stepper, self.world, self.feed.first, self._latest)
         self.feed.channels_last = self.resolved.compute.memory_format == "channels_last"
         if decision.search is not None:
             settle = partial(self.settle, decision)
-            changed = partial(getattr, self._other_job, "notice")
+            changed = partial(getattr, self._other_job, "notice", None)
             self.tuner = Tuner(
                 decision.search, self.stepper, self.feed, self.world, settle, self.note,
                 changed=changed,
@@ -422,6 +422,16 @@ class Loop:
             place_model(self, model)
         if self.feed.features is None:
             self.feed.features = FrozenFeatures(self, model)
+
+    @property
+    def lays_out(self) -> bool:
+        """Whether each rank is to hold a part of the model alone."""
+        return self.world.size > 1 and self.requested.world.strategy == "fsdp"
+
+    @property
+    def meets_in_compute(self) -> bool:
+        """Whether ranks wait for each other within the model's forward."""
+        return self._stepper is not None and self._stepper.strategy.meets_in_compute
 
     def meet_others(self) -> None:
         """Make the ranks alike, where they step alone or have parts of tables; all call it."""
@@ -665,7 +675,10 @@ class Loop:
         """
         if self.run is None:
             raise no_run_folder()
-        return Checkpointing(self.run, self.world, self.requested.save)
+        asked = self.requested.save
+        if self.lays_out:  # the copy that another thread writes would be of all weights
+            asked = asked.model_copy(update={"asynchronous": False})
+        return Checkpointing(self.run, self.world, asked)
 
     @property
     def checkpoints(self) -> Checkpoints:
@@ -697,7 +710,7 @@ class Loop:
         guard.check_state(self.model, "saving")
         path = self.checkpointing.write(
             self.step_count,
-            weights_of(self.model),
+            self.stepper.strategy.weights(self.model, kept=self.checkpointing.keeps),
             state_of(self, extra),
             own_state_of(self, own),
             meta={"recipe": dumps(self.resolved)},

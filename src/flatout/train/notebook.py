@@ -93,6 +93,13 @@ def _fit_there(trainer: FittingTrainer, args: tuple[Any, ...], kwargs: dict[str,
 
     from flatout.world import Rendezvous, first_failure, run_ranks
 
+    if trainer.loop.requested.world.strategy == "fsdp":
+        raise WorldError(
+            "with world.strategy=fsdp each rank has a part of the optimizer's state, and of ranks "
+            "that a notebook has started only one's would come back",
+            do="put the training into a script and start it with flatout run --devices "
+            f"{trainer.devices}, or take world.strategy=ddp",
+        )
     given = signature(type(trainer).fit).bind(trainer, *args, **kwargs).arguments
     # What is iterated over twice must not be used up the first time.
     kwargs = {name: value for name, value in given.items() if name != "self"}

@@ -17,7 +17,7 @@ from flatout.train.micro_batch import pieces_for
 from flatout.train.snapshot import untouched
 from flatout.train.step import Compute, Stepper, placed
 from flatout.train.turn import Turn
-from flatout.world import World
+from flatout.world import ONE, World
 
 
 class Step(NamedTuple):
@@ -116,7 +116,11 @@ class NumbersGuard:
             with stepper.switch.autocast():
                 return compute(batch)
 
+        together = self._world if stepper.strategy.meets_in_compute else ONE
+
         def pieces(batch: Batch) -> int:
+            if together.size > 1:
+                return stepper.pieces_on_all_ranks(batch)
             return pieces_for(batch.size, stepper.micro_batch) * stepper.pieces
 
         # Of several batches the first with a bad loss; where only a gradient is bad, the first.
@@ -124,14 +128,11 @@ class NumbersGuard:
         with nullcontext() if keyed is None else keyed.step(step.number):
             if len(batches) > 1:
                 with untouched(model), torch.no_grad():
-                    culprit = next(
-                        (
-                            batch
-                            for batch in batches
-                            if not all(_is_finite(forward(p)) for p in batch.split(pieces(batch)))
-                        ),
-                        culprit,
-                    )
+                    for batch in batches:
+                        found = [_is_finite(forward(p)) for p in batch.split(pieces(batch))]
+                        if not all(together.gather(all(found), "the first bad batch of a step")):
+                            culprit = batch
+                            break
             return guard.explain_bad_step(
                 model,
                 forward,
@@ -141,6 +142,7 @@ class NumbersGuard:
                 held_back=stepper.update.gated,
                 pieces=1 if culprit is None else pieces(culprit),
                 world=self._world,
+                together=together,
             )
 
 

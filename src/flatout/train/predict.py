@@ -65,7 +65,7 @@ def predict(objective: Objective, loop: Loop, source: Source) -> Any:
             batch = loop.ready(batch)
             with explained(objective.model, batch):
                 try:
-                    found = loop.parts(take, batch)
+                    found = loop.parts(take, batch, whole=loop.meets_in_compute)
                 except (IndexError, RuntimeError) as error:
                     explain_ids(error, objective.model, [batch], take, source)
                     raise

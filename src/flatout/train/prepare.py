@@ -9,7 +9,7 @@ from torch import nn
 from flatout.data import Batch, Source, is_pipe
 from flatout.devices import place
 from flatout.measure import Live
-from flatout.strategies import check_reduction
+from flatout.strategies import check_reduction, check_settings
 from flatout.train.decide import samples_of
 from flatout.train.large_batch import resumed_words, scale_rates
 from flatout.train.preflight import check_last_batch
@@ -49,6 +49,8 @@ def first_batches(loop: Loop, data: Source | None, compute: Compute | None) -> l
         source_state(data)
     check_ranks(loop.model, data, loop.world)
     check_reduction(loop.requested.world, loop.world, loop.say)
+    if loop.lays_out:
+        check_settings(loop.requested)
     loop.feed.source = data
     if data is None or compute is None:
         return []

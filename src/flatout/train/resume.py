@@ -76,6 +76,10 @@ class Resume:
             loop.say(f"settings are decided again, with allow={loop.allow.name.lower()}")
             return loop.requested
         asked = {field: v for field, v in loop.requested.named().items() if v != "auto"}
+        strategy = asked.get("world.strategy", saved.world.strategy)
+        if strategy != saved.world.strategy:  # not all settings go with each
+            loop.say(f"settings are decided again, with world.strategy={strategy}")
+            return loop.requested
         _say_changes(loop, saved, asked)
         # Whether a step may be split when memory runs out is a rule, not a measured value.
         # Each rank has its own device, and what was not here may be here now.
@@ -172,21 +176,25 @@ def _facts(loop: Loop) -> Facts:
 
 
 def state_of(loop: Loop, extra: Any) -> dict[str, Any]:
-    """Everything but the weights that the next step depends on, and what tells the job."""
+    """Everything but the weights that the next step depends on, and what tells the job.
+
+    All ranks call it.
+    """
+    strategy, keeps = loop.stepper.strategy, loop.checkpointing.keeps
     return {
         "epoch": loop.epoch,
         "step": loop.step_count,
         "step_in_epoch": loop.step_in_epoch,
         "batch_in_epoch": loop.batch_in_epoch,
         "job": loop.job,
-        "optimizers": [optimizer.state_dict() for optimizer in loop.optimizers],
+        "optimizers": [strategy.state_of(optimizer, kept=keeps) for optimizer in loop.optimizers],
         "optimizer_kinds": [kind_of(optimizer) for optimizer in loop.optimizers],
         "schedulers": [scheduler.state_dict() for scheduler in loop.schedulers],
         "turns": [turn.state_dict() for turn in loop.stepper.turns.values()],
         "source": None if loop.feed.source is None else source_state(loop.feed.source),
         "first_samples": loop.first_samples,
         "ids": loop.ids,
-        "strategy": loop.stepper.strategy.state_dict(),
+        "strategy": strategy.state_dict(),
         "extra": extra,
     }
 
@@ -256,8 +264,9 @@ def put_back(
     """Load what `state_of` gave, and the weights, into a prepared Loop; but for what is new."""
     state = loaded.state
     load_weights(loop.model, loaded.model)
+    strategy = loop.stepper.strategy
     for optimizer, saved in zip(loop.optimizers, state["optimizers"], strict=True):
-        load_optimizer(optimizer, saved)
+        load_optimizer(optimizer, strategy.part_of(optimizer, saved))
     replayed = [loop.optimizers[number] for number in changes.replayed]
     for scheduler, saved in zip(loop.schedulers, state["schedulers"], strict=True):
         if not any(getattr(scheduler, "optimizer", None) is one for one in replayed):
@@ -268,7 +277,6 @@ def put_back(
         turn.load_state_dict(saved, same_machine=same_machine)
     for turn in loop.stepper.turns.values():
         turn.update.refresh()
-    strategy = loop.stepper.strategy
     if strategy.reduction is not None:
         kept = [own["reduction"] for own in loaded.own]
         strategy.reduction.load_state_dicts([one for one in kept if one is not None])

@@ -41,6 +41,8 @@ def shards_of(loop: Loop, resolved: ResolvedRecipe) -> RowShards | None:
 
 
 def _why_not(loop: Loop, resolved: ResolvedRecipe) -> str:
+    if resolved.world.strategy == "fsdp":
+        return "world.strategy=fsdp gives each rank a part of every weight already"
     if resolved.world.strategy != "ddp":
         return f"world.strategy={resolved.world.strategy} lets each rank step all rows alone"
     if loop.device.type != "cpu":

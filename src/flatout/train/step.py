@@ -186,6 +186,7 @@ class Stepper:
                 flags=self._flags,
                 rows=self.switch.rows,
             )
+            update.across = self.strategy.across
             scaler = self._new_scaler() if self.switch.now.precision == "fp16" else None
             pieces = self.joint.pieces if self.turns else 1
             found = self.turns[places] = Turn(places, update, scaler, pieces)
@@ -316,7 +317,7 @@ class Stepper:
         return [
             piece
             for batch in placed(batches)
-            for piece in batch.split(self._pieces_on_all_ranks(batch))
+            for piece in batch.split(self.pieces_on_all_ranks(batch))
         ]
 
     def _samples_of(self, batches: Sequence[Batch]) -> float:
@@ -327,7 +328,11 @@ class Stepper:
         """What is put back where an attempt fails and may be taken again."""
         if self._moves is None:
             model = self.switch.model
-            is_retried = self.micro_batch == "auto" and not is_batch_coupled(model)
+            is_retried = (
+                self.micro_batch == "auto"
+                and not is_batch_coupled(model)
+                and not self.strategy.meets_in_compute
+            )
             # Of several ranks each draws from a generator that a step begins.
             self._moves = Moving(model, draws=self.world.size == 1) if is_retried else False
         if not self._moves:
@@ -390,7 +395,7 @@ class Stepper:
                 "give a Batch of your own its `start` and `whole`",
             )
 
-    def _pieces_on_all_ranks(self, batch: Batch) -> int:
+    def pieces_on_all_ranks(self, batch: Batch) -> int:
         """Into how many: equally many on each where what they compute has collectives in it."""
         wanted = pieces_for(batch.size, self.micro_batch) * self.pieces
         may_differ = isinstance(self.micro_batch, int) or wanted > 1
@@ -429,6 +434,13 @@ class Stepper:
         self._moves = None
         self.strategy = strategy
 
+    def begin(self) -> None:
+        """All that is looked at before the first step is done: let the strategy lay things out."""
+        self.strategy.begin()
+        for turn in self.turns.values():
+            turn.update.across = self.strategy.across
+            turn.update.refresh()
+
     def meet_others(self) -> None:
         """Make the ranks alike, where they step alone or have parts of tables; all call it."""
         self.switch.gather_rows()
@@ -444,7 +456,9 @@ class Stepper:
         """Whether ranks wait for one another in forward: BatchNorm, losses of Keras, tables."""
         has_norms = self._norms is not None and self._norms.has_layers
         is_sharded = self.switch.shards is not None
-        return has_norms or is_sharded or adapter_of(self.switch.model).meets_in_loss
+        if is_sharded or self.strategy.meets_in_compute:
+            return True
+        return has_norms or adapter_of(self.switch.model).meets_in_loss
 
     @property
     def together(self) -> World:
@@ -505,8 +519,11 @@ class Stepper:
                 "Memory(activation_checkpointing='on')",
             ) from error
         is_sharded = step > 0 and self.switch.shards is not None
-        if on_rank and (is_sharded or adapter_of(self.switch.model).meets_in_loss):
-            what = "lookups in sharded tables" if is_sharded else "Keras' losses"
+        meets = self.strategy.meets_in_compute or is_sharded
+        if on_rank and (meets or adapter_of(self.switch.model).meets_in_loss):
+            what = "Keras' losses"
+            if meets:
+                what = "lookups in sharded tables" if is_sharded else "weights that are gathered"
             raise OutOfMemory(
                 f"memory ran out{on_rank}, and {what} may meet other ranks' within a "
                 "step, so that none can take its part again",

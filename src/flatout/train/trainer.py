@@ -425,7 +425,9 @@ class Trainer:
         ids = None if self.signature is None else self.signature.ids
         if ids is not None:
             self.world().by_first(lambda: ids.save(path))
-        self.world().by_first(lambda: save_model_file(path, self.model, self.metadata()))
+        # Put together by all, before the first writes them.
+        weights = weights_of(self.model) if self.loop.meets_in_compute else None
+        self.world().by_first(lambda: save_model_file(path, self.model, self.metadata(), weights))
         return Path(path)
 
     def load(self, path: str | Path) -> None:

@@ -118,6 +118,10 @@ class KerasModel(TorchModel):
         """Weights, statistics, seeds and states, in Keras' order."""
         return {name: one.value.detach() for name, one in _variables(self.module).items()}
 
+    def replicated(self) -> dict[str, torch.Tensor]:
+        """All of them."""
+        return self.weights()
+
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Put into the variables what `weights` gave."""
         for name, variable in _variables(self.module).items():

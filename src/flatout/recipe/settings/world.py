@@ -30,13 +30,16 @@ class World(Section):
         parity=Parity.EXACT,
         words="{} placement",
     )
-    strategy: Literal["ddp", "local_sgd"] = setting(
+    strategy: Literal["ddp", "fsdp", "local_sgd"] = setting(
         "ddp",
         "What several ranks do together: `ddp` makes each step one of all ranks, with the result "
-        "of one rank. `local_sgd` is for slow links: ranks step alone, each on its part of the "
-        "batch, and average weights and the optimizer's state every `sync_every` steps, at the end "
-        "of an epoch, and before evaluating and saving.",
-        parity=Parity.LEARNING,
+        "of one rank. `fsdp` does so where each rank holds a part of the weights, gradients and "
+        "the optimizer's state: less memory, more to send. `local_sgd` is for slow links: ranks "
+        "step alone, each on its part of the batch, and average weights and the optimizer's state "
+        "every `sync_every` steps, at the end of an epoch, and before evaluating and saving.",
+        # The same sums in another order.
+        parity=Parity.TOLERANT,
+        learns="local_sgd",
         words="{}",
     )
     sync_every: Positive = setting(

@@ -1,0 +1,392 @@
+"""Each rank holds a part of every parameter, of its gradient and of the optimizer's state.
+
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
+torch's `fully_shard` does the work: it gathers the parameters of a block when its forward and its
+backward begin, forgets them behind each, and leaves every rank the sum of its part of the
+gradients. As in ddp.py they are gradients of loss sums, and what they are divided by travels behind
+them, with which parameters any rank has used.
+
+The user's optimizers step the parts as ordinary tensors: each element by itself, so that parts are
+stepped as the whole would be. At the end of a fit the model has its own parameters again.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from flatout.errors import ModelError
+from flatout.models import own_names, sharded_like, whole
+from flatout.strategies.blocks import blocks_of
+from flatout.strategies.fsdp_comms import AllGatherOf, ReduceScatterOf
+from flatout.strategies.fsdp_memory import Held, expected_words, state_bytes, taken_words
+from flatout.strategies.fsdp_refusals import check_layout
+from flatout.strategies.fsdp_undo import take_off
+from flatout.strategies.replicas import check_replicas
+from flatout.strategies.strategy import Strategy, Sums, Tensors
+from flatout.world import World
+
+# Of the numbers that travel, behind the sums: whether a rank has used each parameter.
+_USED = 3
+
+
+class _Part(NamedTuple):
+    """A parameter of the model, and what this rank has of it.
+
+    Attributes:
+        own: the user's parameter, without memory meanwhile.
+        shard: what stands in its place in the model.
+        part: this rank's part of that, which the optimizer steps.
+        places: where in the model it is: modules and names.
+        block: that gathers it.
+    """
+
+    own: nn.Parameter
+    shard: Any
+    part: nn.Parameter
+    places: list[tuple[nn.Module, str]]
+    block: nn.Module
+
+
+class Fsdp(Strategy):
+    """Lays a model, its gradients and its optimizers' states over the ranks.
+
+    Args:
+        world: of this rank.
+        model: of this rank; the same on all. Until `begin` it stays as it is.
+        optimizers: what trains it.
+        run: a forward and loss of a few samples, for all ranks to call; None where there are none.
+        say: gets a line about memory.
+
+    Attributes:
+        held: bytes that this rank holds; None before the first step.
+
+    Raises:
+        ModelError: something of the model or the optimizers cannot be laid out; what, and what to
+            do instead.
+        WorldError: the ranks' models are not the same.
+    """
+
+    meets_in_compute = True
+
+    def __init__(
+        self,
+        world: World,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        run: Callable[[], object] | None,
+        say: Callable[[str], None],
+    ) -> None:
+        super().__init__()
+        self._world, self._model, self._optimizers = world, model, optimizers
+        self._run, self._say = run, say
+        self.across = self._sum_over_parts
+        self._parts: list[_Part] = []
+        self._known: set[torch.Tensor] = set()
+        self._seen: Tensors = ()
+        self._used: set[int] = set()
+        self._hooks: list[Any] = []
+        self._gradient_bytes = 0
+        self.held: Held | None = None
+        check_layout(model, optimizers)
+        check_replicas(model, world, "at the start")
+
+    # -- laying out --------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Lay the model and the states out, and say what memory that takes."""
+        blocks = self._blocks()
+        places = _places(self._model)
+        owners = self._shard([*blocks, self._model])
+        device = next(iter(places)).device
+        for own, where in places.items():
+            module, name = where[0]
+            shard = module._parameters[name]
+            assert isinstance(shard, DTensor)
+            part = nn.Parameter(shard.to_local().detach(), requires_grad=own.requires_grad)
+            self._parts.append(_Part(own, shard, part, where, owners[shard]))
+        for block in {part.block: None for part in self._parts}:
+            self._note_use_within(block)
+        # The root's parameters stay whole behind its forward, for a backward that begins at once.
+        self._hooks.append(self._model.register_forward_hook(_forget_without_gradients))
+        self._step_parts()
+        for one in self._parts:
+            one.own.data = torch.empty(0, dtype=one.own.dtype, device=device)
+        self._known = {one.part for one in self._parts}
+        self._say(self._expected())
+
+    def _blocks(self) -> list[nn.Module]:
+        """Those that a rank with a batch has found; the same on all ranks."""
+        run, self._run = self._run, None
+        modules = dict(self._model.named_modules())
+        names = {module: name for name, module in modules.items()}
+        own = None if run is None else [names[b] for b in blocks_of(self._model, run)]
+        each = self._world.gather(own, "parts of the model")
+        found = next((one for one in each if one is not None), None)
+        return blocks_of(self._model, None) if found is None else [modules[n] for n in found]
+
+    def _shard(self, blocks: Sequence[nn.Module]) -> dict[torch.Tensor, nn.Module]:
+        """Let each block be gathered by itself; which one gathers each shard."""
+        channel = self._world.among(range(self._world.size))
+        assert channel is not None
+        device = next(self._model.parameters()).device
+        mesh = DeviceMesh.from_group(channel.channel, device.type)
+        owners: dict[torch.Tensor, nn.Module] = {}
+        names = {module: name for name, module in self._model.named_modules()}
+        for block in blocks:
+            fully_shard(block, mesh=mesh)
+            assert isinstance(block, FSDPModule)
+            # Sums, which are divided by the weight of all losses.
+            block.set_gradient_divide_factor(1.0)
+            block.set_force_sum_reduction_for_comms(True)
+            block.set_reduce_scatter_unused_params(True, recurse=False)
+            name = own_names(self._model, [names[block]])[names[block]] or "the model"
+            block.set_custom_all_gather(AllGatherOf(self._world, f"weights of {name}"))
+            block.set_custom_reduce_scatter(ReduceScatterOf(self._world, f"gradients of {name}"))
+            for parameter in block.parameters():
+                owners.setdefault(parameter, block)
+        return owners
+
+    def _note_use_within(self, block: nn.Module) -> None:
+        """Note which of its parameters this rank's backward reaches.
+
+        What is gathered is made once, with the first forward.
+        """
+        waiting = [
+            (place, part.places[0]) for place, part in enumerate(self._parts) if part.block is block
+        ]
+
+        def watch(*_: Any) -> None:
+            for one in list(waiting):
+                place, (module, name) = one
+                gathered = module._parameters[name]
+                assert gathered is not None
+                if gathered.requires_grad and not isinstance(gathered, DTensor):
+                    note = partial(self._note_use, place)
+                    gathered.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+                    waiting.remove(one)
+
+        self._hooks.append(block.register_forward_pre_hook(watch))
+
+    def _note_use(self, place: int, _: torch.Tensor) -> None:
+        self._used.add(place)
+
+    def _step_parts(self) -> None:
+        """Let optimizers step this rank's parts in place of the parameters."""
+        parts: dict[Any, _Part] = {one.own: one for one in self._parts}
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["params"][:] = [parts[p].part for p in group["params"]]
+            for own in [p for p in optimizer.state if p in parts]:
+                state = optimizer.state.pop(own)
+                one = parts[own]
+                optimizer.state[one.part] = {k: _part_of(v, one) for k, v in state.items()}
+
+    # -- around a step -----------------------------------------------------------------------
+
+    def before_step(self, turn: int, parameters: Tensors) -> None:
+        """A step begins: no gradients of other losses count.
+
+        Raises:
+            ModelError: an optimizer was given parameters since.
+        """
+        if parameters is not self._seen:
+            if not self._known.issuperset(parameters):
+                raise ModelError(
+                    "world.strategy=fsdp lays out what the optimizers train before the first step, "
+                    "and parameters were added since",
+                    do="give the optimizer all parameters that will train from the start, or train "
+                    "with world.strategy=ddp",
+                )
+            self._seen = parameters
+        self._used.clear()
+        for one in self._parts:
+            one.shard.grad = None
+
+    @torch.no_grad()
+    def finish(self) -> Sums:
+        """Add up the losses; the sums of gradients are there."""
+        numbers = torch.zeros(
+            _USED + len(self._parts), dtype=torch.float64, device=self._parts[0].part.device
+        )
+        for place, number in enumerate(self._own):
+            numbers[place] = number
+        used = [float(place in self._used) for place in range(len(self._parts))]
+        numbers[_USED:] = torch.tensor(used, dtype=numbers.dtype)
+        later = self._world.sum(numbers, "sum of the losses", later=True)
+        assert later is not None
+        self._world.until(later)
+        # What this rank has used is used. Only where something is missing must it know more.
+        if not all(used):
+            with self._world.within(later):
+                used = numbers[_USED:].tolist()
+        for one, is_used in zip(self._parts, used, strict=True):
+            gradient, one.shard.grad = one.shard.grad, None
+            # Where no rank has a gradient, there is none: torch has filled it up with zeros.
+            one.part.grad = gradient.to_local() if gradient is not None and is_used else None
+        if self.held is None:
+            grads = (one.part.nbytes for one in self._parts if one.part.grad is not None)
+            self._gradient_bytes = sum(grads)
+        total, weight, votes = numbers[:_USED]
+        return Sums(total, weight, votes)
+
+    def _sum_over_parts(self, numbers: torch.Tensor) -> None:
+        self._world.sum(numbers, "size of the gradients, and whether they are finite")
+
+    def after_step(self) -> bool:
+        """The weights have changed; the first time, say what memory all takes."""
+        if self.held is None:
+            self.held = self._measured()
+            self._say(taken_words(self.held, self._world.rank))
+        return False
+
+    # -- whole again -------------------------------------------------------------------------
+
+    def weights(self, model: nn.Module, *, kept: bool) -> dict[str, torch.Tensor]:
+        """Everything that is saved of the model, whole; all ranks call it."""
+        state = model.state_dict()
+        own = own_names(model, state)
+        found: dict[int, torch.Tensor] = {}  # a parameter of two names is one tensor
+        for value in state.values():
+            if id(value) not in found:
+                found[id(value)] = self._gathered(value, kept=kept)
+        return {own[name]: found[id(value)] for name, value in state.items()}
+
+    def state_of(self, optimizer: torch.optim.Optimizer, *, kept: bool) -> dict[str, Any]:
+        """An optimizer's state, whole; all ranks call it."""
+        state = optimizer.state_dict()
+        parts = {one.part: one for one in self._parts}
+        order = [p for group in optimizer.param_groups for p in group["params"]]
+        return {
+            **state,
+            "state": {
+                number: {
+                    name: self._gathered(_as_shard(value, parts[order[number]]), kept=kept)
+                    for name, value in values.items()
+                }
+                for number, values in state["state"].items()
+            },
+        }
+
+    def part_of(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """Of an optimizer's whole state what this rank loads."""
+        parts = {one.part: one for one in self._parts}
+        order = [p for group in optimizer.param_groups for p in group["params"]]
+        return {
+            **state,
+            "state": {
+                number: {k: _part_of(v, parts[order[number]]) for k, v in values.items()}
+                for number, values in state["state"].items()
+            },
+        }
+
+    def _gathered(self, value: Any, *, kept: bool) -> Any:
+        if not isinstance(value, DTensor):
+            return value
+        with self._world.within(self._world.begun(None, "weights put together")):
+            found = whole(value)
+        return found if kept else torch.empty(0, dtype=found.dtype)
+
+    def close(self) -> None:
+        """Give the model its own parameters back, whole; the optimizers keep this rank's states.
+
+        After an error there may be no ranks to gather them from: then all stays as it is.
+        """
+        if not self._parts or sys.exc_info()[0] is not None:
+            return
+        for hook in self._hooks:
+            hook.remove()
+        for one in self._parts:
+            one.own.data = self._gathered(one.shard, kept=True)
+            one.own.requires_grad_(one.shard.requires_grad)
+        for block in {one.block for one in self._parts} | {self._model}:
+            take_off(block)
+        for one in self._parts:
+            for module, name in one.places:
+                module._parameters[name] = one.own
+        owns: dict[Any, nn.Parameter] = {one.part: one.own for one in self._parts}
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["params"][:] = [owns[p] for p in group["params"]]
+            for part in [p for p in optimizer.state if p in owns]:
+                optimizer.state[owns[part]] = optimizer.state.pop(part)
+        self._parts.clear()
+        self.meets_in_compute = False
+
+    # -- memory ------------------------------------------------------------------------------
+
+    def _expected(self) -> str:
+        trained = {p for o in self._optimizers for g in o.param_groups for p in g["params"]}
+        blocks: dict[nn.Module, int] = {self._model: 0}
+        for one in self._parts:
+            size = one.shard.numel() * one.shard.element_size()
+            blocks[one.block] = blocks.get(one.block, 0) + size
+        return expected_words(
+            self._world.size,
+            parameters=sum(one.part.nbytes for one in self._parts),
+            gradients=sum(p.nbytes for p in trained if p.requires_grad),
+            states=[state_bytes(optimizer) for optimizer in self._optimizers],
+            root=blocks.pop(self._model),
+            blocks=list(blocks.values()),
+        )
+
+    def _measured(self) -> Held:
+        """What this rank holds, once all of it is there."""
+        return Held(
+            sum(one.part.nbytes for one in self._parts),
+            self._gradient_bytes,
+            sum(
+                value.nbytes
+                for optimizer in self._optimizers
+                for state in optimizer.state.values()
+                for value in state.values()
+                if torch.is_tensor(value)
+            ),
+        )
+
+
+def _places(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
+    """Where each parameter is; one that several layers share is in several places."""
+    found: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                found.setdefault(parameter, []).append((module, name))
+    return found
+
+
+def _part_of(value: Any, one: _Part) -> Any:
+    """Of a parameter's state this rank's part; what is not of its shape stays as it is."""
+    if not torch.is_tensor(value) or value.shape == one.part.shape or not value.dim():
+        return value
+    if value.shape != one.shard.shape:
+        return value
+    # A copy, or it would keep the whole in memory.
+    return sharded_like(value, one.shard).to_local().clone()  # type: ignore[attr-defined]
+
+
+def _as_shard(value: Any, one: _Part) -> Any:
+    """A tensor of a parameter's state as a part of the whole; anything else as it is."""
+    if not torch.is_tensor(value) or value.shape != one.part.shape or not value.dim():
+        return value
+    return DTensor.from_local(
+        value,
+        one.shard.device_mesh,
+        one.shard.placements,
+        run_check=False,
+        shape=one.shard.shape,
+        stride=one.shard.stride(),
+    )
+
+
+def _forget_without_gradients(model: nn.Module, *_: Any) -> None:
+    if not torch.is_grad_enabled():
+        model.reshard()  # type: ignore[operator]

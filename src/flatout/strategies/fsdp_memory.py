@@ -1,0 +1,83 @@
+"""What a rank holds of a model that is laid over all of them, before and after the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from flatout.words import size_words
+
+# Enough elements that what a state has once, such as its count of steps, does not show.
+_TRIED = 1024
+
+
+class Held(NamedTuple):
+    """Bytes that one rank holds all the time."""
+
+    parameters: int
+    gradients: int
+    states: int
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int | None:
+    """Bytes that an optimizer keeps of its parameters after a step; None where trying fails.
+
+    A step on other parameters with the same options tells.
+    """
+    total = 0.0
+    try:
+        for group in optimizer.param_groups:
+            parameter = nn.Parameter(torch.zeros(_TRIED))
+            parameter.grad = torch.zeros(_TRIED)
+            options = {**group, "params": [parameter]}
+            tried = type(optimizer)([options], lr=float(group["lr"]))  # type: ignore[call-arg]
+            tried.step()
+            kept = [v for v in tried.state[parameter].values() if torch.is_tensor(v) and v.dim()]
+            share = sum(value.nbytes for value in kept) / parameter.nbytes
+            total += share * sum(p.nbytes for p in group["params"] if p.requires_grad)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    return round(total)
+
+
+def expected_words(
+    ranks: int,
+    *,
+    parameters: int,
+    gradients: int,
+    states: Sequence[int | None],
+    root: int,
+    blocks: Sequence[int],
+) -> str:
+    """What the first step will take.
+
+    Args:
+        ranks: how many there are.
+        parameters: bytes of one rank's.
+        gradients: the like.
+        states: of each optimizer, the like; None where that is not known.
+        root: bytes of what is whole from the beginning of the forward to the end of the backward.
+        blocks: bytes of each of the others, whole.
+    """
+    known = sum(size for size in states if size is not None)
+    optimizer = f"optimizer {size_words(known)}" if None not in states else "optimizer not known"
+    # Of the others one is gathered while another one is in use. In backward each has gradients.
+    passing = 2 * (root + sum(sorted(blocks)[-2:]))
+    return (
+        f"fsdp: each of {ranks} ranks will hold {size_words(parameters + gradients + known)} = "
+        f"parameters {size_words(parameters)} + gradients {size_words(gradients)} + {optimizer}; "
+        f"at its peak {size_words(passing)} more of weights that are whole, in "
+        f"{len(blocks) + 1} parts, beside the activations"
+    )
+
+
+def taken_words(held: Held, rank: int) -> str:
+    """What it has taken."""
+    return (
+        f"fsdp: rank {rank} holds {size_words(sum(held))} = parameters "
+        f"{size_words(held.parameters)} + gradients {size_words(held.gradients)} + optimizer "
+        f"{size_words(held.states)}"
+    )

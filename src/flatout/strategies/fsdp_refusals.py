@@ -1,0 +1,104 @@
+"""What cannot be laid over ranks by parts, refused before any of them trains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from flatout.errors import ModelError
+from flatout.models import TableParameter, is_keras, own_names
+
+_DDP = "train with world.strategy=ddp"
+_WRAPPERS = (DataParallel, DistributedDataParallel, FSDPModule)
+# These step each element by itself, so that a part is stepped as the whole would be.
+_ELEMENTWISE = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.RMSprop,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.ASGD,
+    torch.optim.Rprop,
+)
+
+
+def check_layout(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Refuse models and optimizers that cannot be laid out.
+
+    Raises:
+        ModelError: naming what, and what to do instead.
+    """
+    if any(map(is_keras, model.modules())):
+        raise ModelError(
+            "world.strategy=fsdp gathers weights around the calls of torch's modules, and Keras "
+            "calls its layers in another way",
+            do=_DDP,
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, _WRAPPERS):
+            raise ModelError(
+                f"{name or 'the model'} is wrapped in {type(module).__name__} already",
+                do="give Flatout the model without it: it does the same",
+            )
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise ModelError(
+                f"{name} has sparse gradients, which world.strategy=fsdp cannot add up",
+                do=f"make it with sparse=False, or {_DDP}",
+            )
+    named = dict(model.named_parameters())
+    own = own_names(model, named)
+    for name, parameter in named.items():
+        if why := _refusal(parameter):
+            raise ModelError(f"world.strategy=fsdp cannot cut {own[name]}, which {why}", do=_DDP)
+    kinds = {p.dtype: own[name] for name, p in named.items() if p.requires_grad}
+    if len(kinds) > 1:
+        words = ", ".join(f"{name} is {str(k).removeprefix('torch.')}" for k, name in kinds.items())
+        raise ModelError(
+            f"world.strategy=fsdp wants all weights that train in one dtype: {words}",
+            do=f"convert the model, as with model.float(), or {_DDP}",
+        )
+    for optimizer in optimizers:
+        _check_optimizer(optimizer, set(named.values()))
+
+
+def _refusal(parameter: nn.Parameter) -> str:
+    if is_lazy(parameter):
+        return "has no shape before the first batch"
+    if isinstance(parameter, TableParameter):
+        return "is stepped by the rows that a batch has used"
+    if not parameter.dim():
+        return "is a single number: give it the shape (1,)"
+    if not parameter.is_floating_point():
+        return f"holds {str(parameter.dtype).removeprefix('torch.')}"
+    if parameter._backward_hooks or _after_accumulating(parameter):
+        return "has hooks of its own"
+    return ""
+
+
+def _after_accumulating(parameter: Any) -> Any:
+    return getattr(parameter, "_post_accumulate_grad_hooks", None)
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, known: set[Any]) -> None:
+    if type(optimizer) not in _ELEMENTWISE:
+        names = ", ".join(kind.__name__ for kind in _ELEMENTWISE)
+        raise ModelError(
+            f"world.strategy=fsdp lets each rank step its part of every parameter by itself, and "
+            f"{type(optimizer).__name__} is not known to step each element alone",
+            do=f"take one of torch's {names}, or {_DDP}",
+        )
+    if not known.issuperset(p for group in optimizer.param_groups for p in group["params"]):
+        raise ModelError(
+            f"{type(optimizer).__name__} trains parameters that are not the model's",
+            do="give Flatout a model that holds all that is trained",
+        )
