@@ -12,7 +12,7 @@ import flatout
 from flatout.data.batch import Batch
 from flatout.errors import OutOfMemory
 from flatout.recipe import Memory, Recipe
-from flatout.train import micro_batch
+from flatout.train import evaluate_batch, micro_batch
 from flatout.train.micro_batch import estimate_pieces, is_out_of_memory, pieces_for, smaller
 
 
@@ -241,8 +241,11 @@ def fitted(*layers, micro_batch="auto", **options):
     return trainer, history, said
 
 
+@pytest.mark.parametrize("worth_s", [1e9, 0.0])
 @pytest.mark.parametrize("micro_batch", ["auto", 8])
-def test_a_forward_pass_that_does_not_fit_runs_in_pieces(micro_batch):
+def test_a_forward_pass_that_does_not_fit_runs_in_pieces(micro_batch, worth_s, monkeypatch):
+    # Whether a few samples of an evaluation are looked at, too.
+    monkeypatch.setattr(evaluate_batch, "_WORTH_S", worth_s)
     trainer, history, said = fitted(Hungry(), micro_batch=micro_batch)
     plain, expected, _ = fitted(nn.Identity())
     assert close(trainer.model, plain.model)

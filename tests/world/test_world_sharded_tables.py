@@ -55,9 +55,12 @@ MODEL = """
     said = []
 
 
-    def trainer_of(model, tables, rate=1e-2, make=torch.optim.Adam, world=(), memory=(), **given):
+    def trainer_of(
+        model, tables, rate=1e-2, make=torch.optim.Adam, world=(), memory=(), precision="fp32",
+        **given,
+    ):
         recipe = flatout.Recipe(
-            compute={"touched_rows": "on", "precision": "fp32"},
+            compute={"touched_rows": "on", "precision": precision},
             world={"tables": tables, **dict(world)},
             memory=dict(memory),
         )
@@ -110,6 +113,9 @@ JOB = (
         if rank == 0:
             shutil.copytree(half, copied)
         found["adam"] = fit("sharded", run=half, resume=True)
+        # Settings are looked at on each rank alone before tables are sharded.
+        fit("sharded", epochs=1, allow="tolerant", precision="auto")
+        assert "sharded over 2 ranks" in " ".join(lines[-3:]) or rank, lines
     if size == 3:
         found["adam"] = fit("sharded")
         found["adam, resumed"] = fit("sharded", run=copied, resume=True)

@@ -112,7 +112,7 @@ def decide(
         assert isinstance(found, ResolvedRecipe)
         loop.pace = Pace(loop.world.collectives)
         samples = sum(loop.world.gather(samples_of(first)))
-        loop.stepper.switch.shards = shards_of(loop, found)
+        loop.stepper.switch.shard(shards_of(loop, found))
         strategy, resolved = _strategy(loop, found, compute, first)
         loop.stepper.train_with(loop.world, samples, strategy)
         auto.agree(decision, loop.world)

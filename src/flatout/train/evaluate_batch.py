@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatout.data import Batch, map_tensors, named_tensors, tensors_in
 from flatout.measure import TrialResult, available_bytes, finish_device, quadruples
+from flatout.train.micro_batch import is_out_of_memory
 
 # Evaluation that has taken less than this in all is over before anything could be gained.
 _WORTH_S = 0.2
@@ -89,7 +90,7 @@ class EvaluateBatch:
         if search.trials is None:
             search.spent_s += seconds
             if search.spent_s >= _WORTH_S:
-                search.begin(bytes_of_sample(run, taken[0]))
+                search.begin(_bytes_where_it_fits(run, taken[0]))
         elif samples >= search.block:
             search.send(seconds / samples)
         if search.is_over:
@@ -243,6 +244,16 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = func(*args, **(kwargs or {}))
         self.bytes += sum(tensor.nbytes for tensor in tensors_in(made))
         return made
+
+
+def _bytes_where_it_fits(run: Run, batch: Batch) -> int | None:
+    """As `bytes_of_sample`; None where the batch's own samples were run in smaller parts, too."""
+    try:
+        return bytes_of_sample(run, batch)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
 
 
 def bytes_of_sample(run: Run, batch: Batch) -> int | None:

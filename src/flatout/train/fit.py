@@ -184,7 +184,6 @@ class Fit:
             self._load_state_dict(loop.restored_extra)
             self.job.load_state_dict(self._own_metrics(loop.restored_own))
         state.history.lr_scale = loop.lr_scale
-        state.history.notes.extend(loop.notes())
         for callback in self.callbacks:
             callback.check(state, figures)
         part, features = part_of(self.source, loop.world, loop.note), loop.feed.features
@@ -304,6 +303,8 @@ class Fit:
         loop, state = self.loop, self.state
         try:
             self._call("on_fit_start")
+            # Behind it, so that Progress shows them: those from before are of a resumed run.
+            state.history.notes.extend(loop.notes())
             self._epochs()
             loop.meet_others()
             state.history.stop_reason = state.stop_reason

@@ -187,6 +187,12 @@ class Switch:
             self.tables = replace(self.tables, layout=self.shards.words())
         return [self._leave_rows, *look_at_ids(self.model, self.tables.names)]
 
+    def shard(self, shards: RowShards | None) -> None:
+        """Let rows of tables lie on several ranks, those of tables stepped by rows now as well."""
+        if shards is not None and self.rows:
+            self.use(self.now.but(touched_rows="off"))
+        self.shards = shards
+
     def _leave_rows(self) -> None:
         for rows in self.rows.values():
             rows.detach()

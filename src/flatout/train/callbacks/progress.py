@@ -73,6 +73,7 @@ class Progress(Callback):
 
     def on_epoch_start(self, state: FitState) -> None:
         """Begin a new bar and leave what lies between epochs out of the throughput."""
+        self._say_notes(state)
         now = perf_counter()
         self._rate.restart(state.samples)
         self._began = state.step_in_epoch, state.samples
