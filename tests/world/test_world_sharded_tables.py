@@ -293,7 +293,7 @@ def test_what_ranks_cannot_do_with_parts_of_tables_is_said(tmp_path):
         for case in ("whole", "reads"):
             assert "is read whole, or between steps" in found[case], case
         assert "is read whole, or between steps" in found["read later"]
-        assert "local_sgd lets each rank step all rows alone" in found["local"]
+        assert "that is for world.strategy=ddp, not local_sgd" in found["local"]
         assert found["stopped alike"]
         assert found["own loop"]
         assert found["tried"]

@@ -44,7 +44,7 @@ def _why_not(loop: Loop, resolved: ResolvedRecipe) -> str:
     if resolved.world.strategy == "fsdp":
         return "world.strategy=fsdp gives each rank a part of every weight already"
     if resolved.world.strategy != "ddp":
-        return f"world.strategy={resolved.world.strategy} lets each rank step all rows alone"
+        return f"that is for world.strategy=ddp, not {resolved.world.strategy}"
     if loop.device.type != "cpu":
         return f"tables are stepped by rows on CPUs, and this rank computes on {loop.device}"
     if resolved.compute.touched_rows != "on":
