@@ -48,6 +48,8 @@ _COMPILE_S, _SLOWED, _SAVED = 25.0, 0.05, 0.25
 _REPAID = 2.0
 # Forms of calls that are told apart, and those of them that are traced.
 _MOST_FORMS, _MOST_GRAPHS = 16, 4
+# The child is asked so many seconds apart.
+_ASK_S = 0.25
 # The graph runs beside a call as ever again after so many calls, and in another evaluation after
 # the second number of them.
 _CHECK_EVERY, _CHECK_AGAIN = 1000, 16
@@ -228,7 +230,7 @@ class _Form:
         self._judge_at, self._is_due = _WORTH_S, False
         self._made: _Made | None = None
         self._compiling: Compiling | None = None
-        self._spells = Spells()
+        self._spells, self._ask_at = Spells(), 0.0
         self._compile_s = self._traced_s = self._may_lose_s = 0.0
         self._program: _Program | None = None
         self._trial: _Trial | None = None
@@ -338,8 +340,11 @@ class _Form:
 
     def _wait(self, took: float) -> None:
         """A call was made beside the child: ask for the package now and then."""
-        if self._compiling is None or not self._spells.count(took):
+        assert self._compiling is not None
+        is_over, now = self._spells.count(took), self._owner.clock()
+        if not is_over and now < self._ask_at:  # short calls are a small part of the time
             return
+        self._ask_at = now + _ASK_S
         with self._giving_up():
             self._compile_s = self._compiling.seconds
             path = self._compiling.done()
@@ -349,7 +354,7 @@ class _Form:
                 self._load(path)
             elif self._spells.cost_s > self._may_lose_s and not self._owner.is_asked:
                 raise Unfit(f"compiling beside it cost {duration(self._spells.cost_s)}: too much")
-            else:
+            elif is_over:
                 self._spells.is_alone = not self._spells.is_alone
                 self._compiling.hold(self._spells.is_alone)
                 self._owner.lend()
