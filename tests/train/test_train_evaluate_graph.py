@@ -657,9 +657,11 @@ def test_compiled_code_gives_the_same():
     while time.monotonic() < ends:
         assert torch.allclose(trainer.predict(x, batch_size=BATCH), wanted, atol=1e-5)
         graphs = (trainer.loop.evaluated or {"graphs": []})["graphs"]
-        if graphs and "ratio" in graphs[0]:
+        # Batches of another size may be faster, and what is compiled is for these.
+        settled = [one for one in graphs if not one["is_open"]]
+        if settled:
             break
-    (found,) = graphs
+    (found,) = settled
     assert found["compile_s"] > 0
     assert found["ratio"] > 0
     assert found["chosen"] == "b" or "as fast" in found["why"]
