@@ -784,6 +784,22 @@ def test_other_parameters_that_train_are_measured_again(clock):
     assert loop.resolved.compute.memory_format == "channels_last"
 
 
+def test_parameters_that_begin_to_train_within_an_epoch_are_noticed_there(clock):
+    model = small_net()
+    model[0].weight.requires_grad_(False)
+    data = small_data(64 * 120)
+    loop, compute, source = job(model, lambda s: 0.1, clock, steps=3_000, data=data)
+    run(loop, compute, source)
+    assert loop.thaws == 0
+    for number, batch in enumerate(loop.batches(source)):
+        model[0].weight.requires_grad_(number > 0)
+        loop.step(compute, batch)
+        if loop.thaws:
+            break
+    assert loop.thaws == 1
+    assert number < 119
+
+
 def thawing(clock, said, steps=3_000, until=800, thaw_at=0, **options):
     """A job whose first layer trains from some step on; channels_last is faster only then."""
     model = small_net()

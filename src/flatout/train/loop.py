@@ -328,13 +328,17 @@ class Loop:
         self.feed.channels_last = self.resolved.compute.memory_format == "channels_last"
         if decision.search is not None:
             settle = partial(self.settle, decision)
-            changed = partial(getattr, self._other_job, "notice", None)
             self.tuner = Tuner(
                 decision.search, self.stepper, self.feed, self.world, settle, self.note,
-                changed=changed,
+                changed=self._notice_thaw,
             )  # fmt: skip
             if compute is not None and is_compiled(self.model):
                 rehearse(self.tuner, self.stepper, compute, first)
+
+    def _notice_thaw(self) -> None:
+        """Other parameters train: settings are decided again, with the next step."""
+        if self._other_job is not None:
+            self._other_job.notice()
 
     def capture_steps(self, compute: Compute | None, search: Search | None) -> None:
         """Let the steps of this job run as one compiled graph, or have that tried.
