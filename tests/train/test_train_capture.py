@@ -486,7 +486,7 @@ def test_a_graph_that_fails_is_dropped_and_the_step_is_made(interpreted, monkeyp
         interpreted.clear()
         ours, history = fitted(net())
         assert len(interpreted) == fails_at
-        assert "compute.capture: steps run as ever: index out of bounds" in history.notes
+        assert "compute.capture: steps run eagerly: index out of bounds" in history.notes
         check_alike(ours, plain)
 
 
@@ -666,7 +666,7 @@ def test_a_compilation_that_slows_the_steps_too_much_is_ended(clock, monkeypatch
 
 
 def test_what_is_captured_by_choice_is_compiled_once(clock, interpreted):
-    """A layer changes later: from then on steps run as ever."""
+    """A layer changes later: from then on steps run eagerly."""
 
     def change(state):
         state.trainer.model[1].momentum = 0.5

@@ -218,7 +218,7 @@ def test_outputs_loss_and_metrics_are_those_of_a_loop_by_hand(name, clock, compi
     model, x, y = made(name)
     trainer = job(model, clock, metrics=["accuracy"])
     predicted = trainer.predict(x, batch_size=BATCH)
-    assert set(compiled) == {BATCH}  # the last batch, of 8, runs as ever
+    assert set(compiled) == {BATCH}  # the last batch, of 8, runs eagerly
     measured = len(compiled)
     found = trainer.evaluate(x, y, batch_size=BATCH)
     assert len(compiled) - measured == SAMPLES // BATCH
@@ -350,7 +350,7 @@ def test_what_is_not_faster_is_not_kept_and_not_compiled_again(clock, compiled, 
     assert len(Interpreted.graphs) == 1
     assert record(later)["why"] == "an earlier run measured it 1.00x as fast"
     (line,) = [line for line in said if "compute.capture" in line]
-    assert line.endswith("evaluation runs as ever: an earlier run measured it 1.00x as fast")
+    assert line.endswith("evaluation runs eagerly: an earlier run measured it 1.00x as fast")
 
 
 def test_an_answer_serves_later_processes(clock, compiled, tmp_path, monkeypatch):

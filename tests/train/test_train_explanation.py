@@ -152,7 +152,7 @@ def test_a_captured_step_stands_as_a_whole():
     (line,) = (line for line in found if line.startswith("  step "))
     assert line.split()[1:3] == ["60", "ms"]
     assert any(line.startswith("  captured step ") for line in found)
-    # Where steps ran as ever after all, they have lanes.
+    # Where steps ran eagerly after all, they have lanes.
     took["backward"] = 0.01
     assert len(Explanation.of(history(recipe=recipe, steady_lanes_s=took)).lanes) == 3
 

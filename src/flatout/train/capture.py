@@ -2,10 +2,10 @@
 
 The graph is traced from the step as it is now (capture_graph.py) and compiled by a child process
 while training goes on (capture_child.py). A step whose batch has another shape, or before which
-something of the model has changed, is made as ever.
+something of the model has changed, is made eagerly.
 
 When the graph is there, and every thousandth time from then on, it runs on copies beside a step
-that is made as ever, and is not used where the two differ by more than rounding.
+that is made eagerly, and is not used where the two differ by more than rounding.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ BEHIND, BESIDE = 19, 5
 _END_S = 1.0
 # The child is asked so many steps apart.
 _ASK_EVERY = 20
-# The graph runs beside a step as ever again after so many steps.
+# The graph runs beside an eager step again after so many steps.
 _CHECK_EVERY = 1000
 # The graph computes the same but for rounding where gradients, or losses, differ by this share; by
 # the other one under autocast. The update is a quotient of two of them.
@@ -487,11 +487,11 @@ class Capture:
             self.give_up(first_line(error))
 
     def give_up(self, why: str) -> None:
-        """From now on steps run as ever."""
+        """From now on steps run eagerly."""
         self.close()
         self.why = why
         if self.is_asked:
-            self._note(f"compute.capture: steps run as ever: {why}")
+            self._note(f"compute.capture: steps run eagerly: {why}")
 
     def at_hand(self) -> Program | None:
         """The compiled step, where the next step is one that it makes."""
@@ -600,7 +600,7 @@ class Capture:
         return ""
 
     def close(self) -> None:
-        """End what goes on beside the training; from now on steps run as ever."""
+        """End what goes on beside the training; from now on steps run eagerly."""
         self._program = self._graph = None
         if self._compiling is not None:
             self._compiling.close()

@@ -32,7 +32,7 @@ def captured_steps(
         stops: whether to end after the present step.
 
     Returns:
-        a batch that was taken and is to be trained on as ever; None where there is none.
+        a batch that was taken and is to be trained on eagerly; None where there is none.
 
     Raises:
         NumbersError: as of `Loop.step`.

@@ -2,7 +2,7 @@
 
 Within `EvaluateGraph.over` the model's calls are timed. Where those that are left repay it, the
 forward is traced (forward_graph.py) and compiled by a process beside them, as steps are
-(capture.py). When the graph is there, it is compared with a call as ever, and then measured against
+(capture.py). When the graph is there, it is compared with an eager call, and then measured against
 such calls in the order A B B A, on the evaluation's own batches: no sample is computed twice but
 those of the comparison. What was found is kept beside the package, for later processes.
 """
@@ -50,7 +50,7 @@ _REPAID = 2.0
 _MOST_FORMS, _MOST_GRAPHS = 16, 4
 # The child is asked so many seconds apart.
 _ASK_S = 0.25
-# The graph runs beside a call as ever again after so many calls, and in another evaluation after
+# The graph runs beside an eager call again after so many calls, and in another evaluation after
 # the second number of them.
 _CHECK_EVERY, _CHECK_AGAIN = 1000, 16
 # Of a trial's block; a smaller gain is none, and one that may be larger is measured again.
@@ -144,7 +144,7 @@ class EvaluateGraph:
         return form(leaves, call)
 
     def _form_of(self, leaves: list[Any], spec: Any) -> _Form | None:
-        """What is known of calls like this one; None where they are made as ever."""
+        """What is known of calls like this one; None where they are made eagerly."""
         told: list[Any] = []
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
@@ -195,7 +195,7 @@ class EvaluateGraph:
     def records(self) -> list[dict[str, Any]]:
         """What came of each form of calls that took longer than a moment, as plain data.
 
-        Each has `samples` of a call, `seconds` of those made as ever, `chosen` ("a" as ever, "b"
+        Each has `samples` of a call, `seconds` of those made eagerly, `chosen` ("a" eager, "b"
         the graph), `why` it is not used, `is_open` where it may still come, `compile_s`, `lost_s`
         by which tracing held calls up and compiling slowed them, and where it was measured the
         figures of the trial.
@@ -215,8 +215,8 @@ class _Form:
         key: what they have in common.
         samples: of a call.
         seen: samples of all of them, but for those in which sizes were compared.
-        calls, spent_s: made as ever, and the seconds that they took.
-        why: why they are made as ever for good; "" while that is open.
+        calls, spent_s: made eagerly, and the seconds that they took.
+        why: why they are made eagerly for good; "" while that is open.
     """
 
     def __init__(
@@ -240,7 +240,7 @@ class _Form:
     def __call__(self, leaves: list[Any], call: Call) -> Any:
         """Make a call, by the graph where it can."""
         if self._program is None:
-            return call() if self.why else self._as_ever(leaves, call)
+            return call() if self.why else self._eager(leaves, call)
         if self._left <= 0:
             return self._compared(leaves, call)
         self._left -= 1
@@ -249,7 +249,7 @@ class _Form:
         output = self._by_graph(leaves)
         return call() if output is ... else output
 
-    def _as_ever(self, leaves: list[Any], call: Call) -> Any:
+    def _eager(self, leaves: list[Any], call: Call) -> Any:
         """Make a call, and do what comes next until the graph is there."""
         if self._is_due:
             return self._looked_at(leaves, call)
@@ -367,7 +367,7 @@ class _Form:
     # -- by the graph ------------------------------------------------------------------------
 
     def _by_graph(self, leaves: list[Any]) -> Any:
-        """What the graph returns; an ellipsis where the call is to be made as ever."""
+        """What the graph returns; an ellipsis where the call is to be made eagerly."""
         assert self._program is not None
         with self._giving_up():
             return self._program(leaves)
@@ -465,7 +465,7 @@ class _Form:
         self.why, self._program, self._trial = why, None, None
         self.close()
         if self._owner.is_asked:
-            self._owner.tell(f"compute.capture: evaluation runs as ever: {why}")
+            self._owner.tell(f"compute.capture: evaluation runs eagerly: {why}")
 
     def close(self) -> None:
         """End the child; it may be begun again."""
@@ -574,7 +574,7 @@ class _Program:
 
 
 class _Trial:
-    """Blocks of calls as ever (a) and by the graph (b), in the order A B B A.
+    """Blocks of eager calls (a) and by the graph (b), in the order A B B A.
 
     Attributes:
         side: of the present block.

@@ -210,7 +210,7 @@ class Tuner:
         return done
 
     def _not_captured(self, settings: Settings | ByLength) -> str:
-        """Why steps that were to be one graph were made as ever; "" where they were not."""
+        """Why steps that were to be one graph were made eagerly; "" where they were not."""
         capture = self._stepper.capture
         if capture is None or isinstance(settings, ByLength) or settings.capture != "on":
             return ""
@@ -394,7 +394,7 @@ class Tuner:
             search.dropped["compute.capture"] = why
             search.best = search.best.but(capture="off")
             self._use(search.best)
-            self._note(f"compute.capture: steps run as ever: {why}")
+            self._note(f"compute.capture: steps run eagerly: {why}")
             self.of_capture = True
             self._settle(self)
 
