@@ -45,7 +45,7 @@ def test_json_has_the_same_data(run):
     done = explain(run, "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert set(found) == {"tuning", "recipe", "features", "roofline"}
+    assert set(found) == {"tuning", "evaluation", "recipe", "features", "roofline"}
     assert found["recipe"]["values"]["compute.precision"]
 
 

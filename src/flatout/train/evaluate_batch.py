@@ -25,7 +25,7 @@ _WORTH_S = 0.2
 _STEP, _FEWEST, _MOST = 4, 8, 4096
 # Of the free memory, what all values that a forward makes may take together.
 _SHARE = 0.25
-# A difference so large shows in a single round of four blocks.
+# A difference so large, and beyond three times the noise, shows in a single round of four blocks.
 _CLEAR = 1.5
 # A smaller gain is none, and one below the second is not told.
 _LEAST_GAIN, _TOLD = 0.02, 1.1
@@ -162,13 +162,17 @@ class _Search:
     def _is_faster(self, a: int, b: int) -> Generator[int, float, bool]:
         self.block = max(a, b, self.given)
         result = yield from quadruples(a, b, max_pairs=4, floor=_LEAST_GAIN, enough=_is_clear)
-        wins = result.wins or (result.pairs == 1 and result.ratio > _CLEAR)
+        wins = result.wins or (result.pairs == 1 and result.ratio > _clear_from(result))
         self.found.append({"a": a, "b": b, **result.figures, "chosen": "b" if wins else "a"})
         return wins
 
 
 def _is_clear(result: TrialResult) -> bool:
-    return max(result.ratio, 1 / result.ratio) > _CLEAR
+    return max(result.ratio, 1 / result.ratio) > _clear_from(result)
+
+
+def _clear_from(result: TrialResult) -> float:
+    return _CLEAR + 3 * result.floor
 
 
 # -- batches -------------------------------------------------------------------------------------
