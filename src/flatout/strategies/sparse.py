@@ -57,14 +57,7 @@ def sum_rows(world: World, tables: Sequence[torch.Tensor]) -> None:
             places.copy_(rows.indices()[0])
             values.copy_(rows.values())
     found = world.gather_tensors(message, "rows of sparse gradients") if max(sizes) else []
-    starts = [0] * world.size
-    for place, table in enumerate(tables):
-        parts = []
-        for rank, other in enumerate(found):
-            places, values, starts[rank] = _parts(other, starts[rank], table, each[rank][place])
-            parts.append((places, values))
-        is_there = any(of_rank[place] >= 0 for of_rank in each)
-        table.grad = _put_together(table, parts) if is_there else None
+    _set_gradients(tables, found, each)
 
 
 def sum_own_rows(world: World, tables: Sequence[torch.Tensor], shards: RowShards) -> None:
@@ -99,14 +92,29 @@ def sum_own_rows(world: World, tables: Sequence[torch.Tensor], shards: RowShards
     come = [[of_table[world.rank] for of_table in of_rank] for of_rank in each]
     sizes = [sum(map(_bytes, tables, counts_from)) for counts_from in come]
     found = world.all_to_all(parts, sizes, "rows of sparse gradients for their owners")
-    ends = [0] * world.size
+    _set_gradients(tables, found, come)
+
+
+def _set_gradients(
+    tables: Sequence[torch.Tensor],
+    messages: Sequence[torch.Tensor],
+    counts: Sequence[Sequence[int]],
+) -> None:
+    """Make the gradient of each table that of its rows in all messages.
+
+    Args:
+        tables: that the messages are of, in their order.
+        messages: of the ranks; none where no rank has rows.
+        counts: by rank and table, how many rows; -1 where a rank has no gradient.
+    """
+    starts = [0] * len(counts)
     for place, table in enumerate(tables):
-        pieces = []
-        for rank, other in enumerate(found):
-            ids, values, ends[rank] = _parts(other, ends[rank], table, come[rank][place])
-            pieces.append((ids, values))
-        is_there = any(counts_from[place] >= 0 for counts_from in come)
-        table.grad = _put_together(table, pieces) if is_there else None
+        parts = []
+        for rank, message in enumerate(messages):
+            ids, values, starts[rank] = _parts(message, starts[rank], table, counts[rank][place])
+            parts.append((ids, values))
+        is_there = any(of_rank[place] >= 0 for of_rank in counts)
+        table.grad = _put_together(table, parts) if is_there else None
 
 
 def _message(
