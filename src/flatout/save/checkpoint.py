@@ -308,9 +308,7 @@ class Checkpoints:
             self._write_part(folder, name, mark, content, self._pieces)
             return
         try:
-            files = self._write_content(folder, name, content)
-            if self._pieces is not None:
-                files |= self._pieces.collect(mark)
+            files = self._write_all(folder, name, mark, content)
             folder.write(MANIFEST, [manifests.dump(replace(manifest, files=files))])
             if self._folder.renames:
                 names = itertools.chain([name], _names(manifest.step))
@@ -324,6 +322,22 @@ class Checkpoints:
             with suppress(CheckpointError):  # beside a manifest it does no harm
                 folder.remove(mark)
         self._keep(name, manifest.score)
+
+    def _write_all(
+        self, folder: Folder, name: str, mark: str, content: _Content
+    ) -> dict[str, Written]:
+        """Write what the first rank does, and wait for the others' parts."""
+        if self._pieces is None:
+            return self._write_content(folder, name, content)
+        try:
+            files = self._write_content(folder, name, content)
+        except Exception:
+            # The folder is removed next, and the others write into it still: that it is gone would
+            # be their error.
+            with suppress(LostPiece):
+                self._pieces.collect(mark)
+            raise
+        return files | self._pieces.collect(mark)
 
     def _write_part(
         self, folder: Folder, name: str, mark: str, content: _Content, pieces: Pieces

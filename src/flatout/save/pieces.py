@@ -92,8 +92,9 @@ class Pieces:
             LostPiece: a rank could not write its part, or this one has been told to give up.
         """
         files: dict[str, Written] = {}
-        for rank in range(1, self._world.size):
-            told = self._hear(f"{mark}/{rank}", rank)
+        # All are heard before one's failure is raised, so that no one writes any more by then.
+        heard = [(r, self._hear(f"{mark}/{r}", r)) for r in range(1, self._world.size)]
+        for rank, told in heard:
             if "error" in told:
                 raise LostPiece(
                     f"rank {rank} could not write its part of the checkpoint: {told['error']}"
