@@ -6,7 +6,8 @@
                    roofline of this model says will lose
     3  allocator   before the others, because its limits cannot be put back
     4  one by one  each option against the best settings so far without it; what is not measured
-                   faster goes, and what others have changed since is tried once more
+                   faster goes (where all together have won: what has no part in that), and what
+                   others have changed since is tried once more
     5  the whole   what is left against plain, where not all together have won; if that does not
                    win, plain it is
     6  by length   where batches change in length: other settings for short ones or for long ones,
@@ -41,7 +42,7 @@ _MOST_STEPS = 200
 _MIXED_STEPS, _FIRST_MIXED = 4, 24
 # The most quadruples of blocks in a trial. Where no difference shows they cost nothing, and a
 # difference that noise could hide is looked for until the floor is this low.
-_MOST_PAIRS, TIE_FLOOR = 8, 0.015
+_MOST_PAIRS, TIE_FLOOR = 16, 0.015
 # A smaller gain is none.
 _LEAST_GAIN = 0.005
 # Of an option that was not measured yet a step may take so much longer than it should.
@@ -366,17 +367,25 @@ class Search:
                     result = yield from self._compare(off, on, slower, option.field)
                 if result is None or self._is_hidden(option.field, result):
                     continue
-                wins = is_faster(result) or self._still_wins(option.field, result)
+                wins = self._stays(option.field, result)
                 self._noted[off, on]["chosen"] = "b" if wins else "a"
                 self.results[option.field] = result
                 self.best = on if wins else off
             if self.best == before:
                 return
 
-    def _still_wins(self, field: str, again: TrialResult) -> bool:
-        """Whether an option that has won beside others stays, since `again` does not deny it."""
+    def _stays(self, field: str, result: TrialResult) -> bool:
+        """Whether an option is to be among the best.
+
+        One that has won before, beside others, stays unless the trial denies it. And where all
+        together have won, it is no longer to be proven that there is something to win, only that
+        this one has a part in it: the interval says so, and need not lie beyond the floor.
+        """
         before = self.results.get(field)
-        return before is not None and is_faster(before) and again.ratio > 1
+        if is_faster(result) or (before is not None and is_faster(before)):
+            return result.ratio > 1
+        together = self.together is not None and is_faster(self.together)
+        return together and result.pairs > 1 and result.low > 1 + _LEAST_GAIN
 
     def _confirm(self) -> _Steps:
         """What is left against plain."""
