@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 
 from flatout.data.batch import named_tensors
 from flatout.data.order import order
-from flatout.data.sources.arrays import Arrays, array_source
+from flatout.data.sources.arrays import Arrays, array_source, arrays
 from flatout.errors import DataError
 
 
@@ -123,6 +125,25 @@ def test_images_that_are_not_contiguous_are_scaled_too():
     images = torch.arange(48, dtype=torch.uint8).view(4, 4, 3).permute(0, 2, 1)
     (batch,) = array_source(images, scale=2.0, batch_size=4, shuffle=False).batches(0)
     assert torch.equal(batch.inputs, images.float() * 2)
+
+
+@pytest.mark.parametrize("layout", ["transposed", "sliced", "channels last"])
+def test_of_arrays_that_are_not_contiguous_no_more_is_copied_than_a_batch(layout):
+    whole = np.random.default_rng(0).random((60, 256, 64), np.float32)
+    x = {
+        "transposed": np.asfortranarray(whole),
+        "sliced": whole[:, :, :32],
+        "channels last": whole.reshape(60, 64, 64, 4).transpose(0, 3, 1, 2),
+    }[layout]
+    assert not x.flags.c_contiguous
+    made = arrays(x).map(lambda x: x).shuffle(seed=1).batch(3).options(threads=1, depth=1)
+    made.peek(1)
+    tracemalloc.start()
+    for batch in made.batches(0):
+        assert torch.equal(batch.inputs, torch.from_numpy(x)[batch.indices])
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < x.nbytes / 2
 
 
 def test_only_bytes_are_scaled_among_several_inputs():

@@ -365,7 +365,8 @@ class ArraySamples:
             out = buffers.empty((len(numbers), *array.shape[1:]), np.float32)
             return gather_rows(array, numbers, out, self.data.scale, self.data.shift)
         if not array.flags.c_contiguous:
-            return np.take(array, numbers, axis=0)
+            # np.take would copy all of the array first.
+            return np.ascontiguousarray(array[numbers])
         out = buffers.empty((len(numbers), *array.shape[1:]), array.dtype)
         return gather_rows(array, np.ascontiguousarray(numbers), out)
 
