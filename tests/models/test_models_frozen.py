@@ -3,12 +3,13 @@
 import copy
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import flatout
-from flatout.data import Features
+from flatout.data import Features, feature_key
 from flatout.models import find_cuts, find_rewrites, fused_norms_of, recompute_activations
 
 
@@ -153,22 +154,54 @@ def test_a_skip_is_kept_once_though_it_is_read_in_several_places():
     assert skip in [cut.bytes_per_sample for cut in few]
 
 
-@pytest.mark.parametrize("change", ["constant", "function"])
-def test_a_forward_that_does_something_else_has_other_calls(change):
-    class Scaled(nn.Module):
-        def __init__(self, gain, act):
-            super().__init__()
-            self.front, self.head = nn.Linear(16, 4).requires_grad_(False), nn.Linear(4, 2)
-            self.gain, self.act = gain, act
+class Scaled(nn.Module):
+    def __init__(self, gain=2.0, act=torch.relu, shift=0.0):
+        super().__init__()
+        self.front, self.head = nn.Linear(16, 4).requires_grad_(False), nn.Linear(4, 2)
+        self.gain, self.act, self.shift = gain, act, [shift]
+        self.warmth = 1.0
 
-        def forward(self, x):
-            return self.head(self.act(self.front(x)) * self.gain)
+    def forward(self, x):
+        shifted = x - torch.tensor(self.shift)
+        return self.head(self.act(self.front(shifted)) * self.gain) / self.warmth
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"gain": 3.0}, {"gain": np.float32(3)}, {"act": torch.tanh}, {"shift": 0.5}],
+    ids=lambda change: "".join(change),
+)
+def test_a_forward_that_does_something_else_has_another_key(change):
+    def key(**options):
+        cut = find_cuts(made(lambda: Scaled(**options)), given).cuts[-1]
+        return feature_key(cut.tensors, {"calls": cut.calls})
 
     given = torch.randn(6, 16)
-    one, same = (find_cuts(made(lambda: Scaled(2.0, torch.relu)), given) for _ in range(2))
-    other = (3.0, torch.relu) if change == "constant" else (2.0, torch.tanh)
-    found = find_cuts(made(lambda: Scaled(*other)), given)
-    assert one.cuts[-1].calls == same.cuts[-1].calls != found.cuts[-1].calls
+    before = {name: type(value)(2) for name, value in change.items() if name == "gain"}
+    assert key(**before) == key(**before) != key(**change)
+
+
+def test_tensors_of_outer_names_are_part_of_the_key():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.front, self.head = nn.Linear(16, 4).requires_grad_(False), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.head(self.front((x - mean) / (deviation + 1)))
+
+    mean, deviation = torch.zeros(16), torch.ones(16)
+    given = torch.randn(6, 16)
+
+    def cut():
+        return find_cuts(made(Net), given).cuts[-1]
+
+    first, same = cut(), cut()
+    assert feature_key(first.tensors, {}) == feature_key(same.tensors, {})
+    assert first.is_current()
+    deviation[3] = 2
+    assert not first.is_current()
+    assert feature_key(cut().tensors, {}) != feature_key(same.tensors, {})
 
 
 def test_norms_that_act_and_dropout_end_the_frozen_part():
@@ -359,20 +392,58 @@ def test_what_else_happens_in_a_call_keeps_it_from_being_left_out(spoiled):
         assert find_cuts(model, torch.randn(6, 16)).cuts
 
 
-@pytest.mark.parametrize("change", ["another tensor", "an attribute", "a hook"])
+@pytest.mark.parametrize(
+    "change", ["another tensor", "an attribute", "a hook", "another layer", "a forward"]
+)
 def test_a_change_past_the_tensors_is_noticed(change):
     model = flatout.freeze(made(Net), until="blocks.0").train()
     block = model.blocks[0]
     block.gain = 1.0
     cut = find_cuts(model, pictures()).cuts[-1]
+    model.head = nn.Linear(8, 3)
     assert cut.is_current()
     if change == "another tensor":
         block.first.weight = nn.Parameter(block.first.weight.clone(), requires_grad=False)
     elif change == "an attribute":
         block.gain = 0.5
-    else:
+    elif change == "a hook":
         block.norm.register_forward_hook(lambda *call: None)
+    elif change == "another layer":
+        model.stem = copy.deepcopy(model.stem)
+    else:
+        block.forward = lambda x: x
     assert not cut.is_current()
+
+
+def test_what_changes_around_the_frozen_part_is_tried_out():
+    model = made(Scaled)
+    cut = find_cuts(model, torch.randn(6, 16)).cuts[-1]
+    model.warmth = 0.5  # of what is behind it
+    assert cut.is_current()
+    model.gain = 3.0
+    assert not cut.is_current()
+
+
+def test_an_own_layer_that_begins_to_draw_is_noticed():
+    class Noisy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(16), requires_grad=False)
+
+        def forward(self, x):
+            return nn.functional.dropout(x * self.weight, 0.5, self.training)
+
+    model = nn.Sequential(Noisy(), nn.Linear(16, 2))
+    assert find_cuts(model.train(), torch.randn(6, 16)).cuts[-1].name == "behind mul in 0"
+    model[0].eval()
+    cut = find_cuts(model, torch.randn(6, 16)).cuts[-1]
+    assert cut.name == "behind 0 (Noisy)"
+    model.eval()
+    assert cut.is_current()
+    model.train()
+    state = torch.get_rng_state()
+    assert not cut.is_current()
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_keras_layers_are_cut_within_a_model_of_the_model():

@@ -87,6 +87,8 @@ def _words(value: Any, seen: frozenset[int]) -> Iterator[str]:
     seen = seen | {id(value)}
     if isinstance(value, _PLAIN):
         yield _plain_words(value)
+    elif isinstance(value, np.generic):
+        yield f"{value.dtype} {value!r}"
     elif isinstance(value, (torch.Tensor, np.ndarray)):
         yield _array_words(value)
     elif isinstance(value, (tuple, list, dict, set, frozenset)):

@@ -117,8 +117,12 @@ def written_of(part: Any, as_written: bool) -> Callable[..., Any] | None:
     written, so that it is cut in the same place whatever is rewritten meanwhile.
     """
     own = vars(part).get("forward")
-    is_ours = getattr(own, "__module__", "").startswith("flatout.models.")
-    return MethodType(type(part).forward, part) if as_written and is_ours else None
+    return MethodType(type(part).forward, part) if as_written and is_ours(own) else None
+
+
+def is_ours(forward: Any) -> bool:
+    """Whether a module's own forward is a rewrite, or takes part in a run."""
+    return str(getattr(forward, "__module__", "")).startswith("flatout.models.")
 
 
 def call_with(model: Any, inputs: Any, call: Callable[..., Any] | None = None) -> Any:

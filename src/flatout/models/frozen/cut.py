@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -16,22 +16,48 @@ from flatout.models.frozen.calls import (
     Frame,
     call_with,
     is_keras,
+    is_ours,
     is_transparent,
     taking_part,
     written_of,
 )
 from flatout.models.frozen.form import Form
-from flatout.models.frozen.kept_input import features_of
+from flatout.models.frozen.kept_input import autocast_now, features_of
 from flatout.models.frozen.plan import Plan, Step
-from flatout.models.frozen.recording import Given
+from flatout.models.frozen.recording import Given, is_same, nothing_random
 from flatout.models.frozen.stand_in import StandIn, about, name_of, stand_ins, with_values
 
 _ACTING = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
 _PLAIN = (bool, int, float, str)
+# Of changes around the frozen part so many are tried out, and from then on one in so many.
+_TRIED, _TRIED_EVERY = 4, 64
 
 
 def _is_option(name: str, value: Any) -> bool:
     return name != "training" and type(value) in _PLAIN
+
+
+def _attributes_of(parts: Iterable[nn.Module]) -> list[tuple[dict[str, Any], list[str]]]:
+    """The attributes of modules of one's own, with the names of those that are plain values."""
+    return [
+        (vars(part), [name for name, value in vars(part).items() if _is_option(name, value)])
+        for part in parts
+        if not type(part).__module__.startswith("torch.")
+    ]
+
+
+def _children_of(
+    inside: Collection[nn.Module], around: Iterable[nn.Module]
+) -> list[tuple[dict[str, Any], str]]:
+    """Where modules of the frozen part are registered."""
+    own = set(map(id, inside))
+    found = [(part._modules, name) for part in inside for name, _ in part._modules.items()]
+    for part in around:
+        for name, child in part._modules.items():
+            if child is not None and not own.isdisjoint(map(id, child.modules())):
+                found.append((part._modules, name))
+    # Those of a ScriptModule are in something else than a dict, and stay.
+    return [(children, name) for children, name in found if isinstance(children, dict)]
 
 
 class _Enough(BaseException):
@@ -153,6 +179,20 @@ class _Part:
         return {number: given[place] for place, number in step.writes}
 
 
+class _Remembered(NamedTuple):
+    """What the prefix gave for a few samples.
+
+    Attributes:
+        inputs: of the model.
+        features: of them.
+        autocast: in which it did, as `autocast_now` tells it.
+    """
+
+    inputs: Any
+    features: Sequence[torch.Tensor]
+    autocast: tuple[bool, torch.dtype]
+
+
 class Cut:
     """A place in a model's forward: what is before it is frozen.
 
@@ -178,6 +218,7 @@ class Cut:
         as_written: bool,
         place: list[int],
         calls: str,
+        around: list[nn.Module],
     ) -> None:
         self._model = ref(model)
         self.place, self.calls = place, calls
@@ -190,11 +231,14 @@ class Cut:
         self._as_written = as_written
         own = {id(part): part for module in modules for part in module.modules()}
         self._modules = list(own.values())
-        self._attributes = [
-            (vars(part), [name for name, value in vars(part).items() if _is_option(name, value)])
-            for part in self._modules
-            if not type(part).__module__.startswith("torch.")
-        ]
+        self._attributes = _attributes_of(self._modules)
+        self._children = _children_of(self._modules, around)
+        # What has changed in these may concern what is behind the cut alone.
+        self._around = _attributes_of([part for part in around if id(part) not in own])
+        self._could_act = [part for part in self._modules if not part.training]
+        self._around_was = self._around_now()
+        self._changes = 0
+        self._remembered: _Remembered | None = None
         read = {id(tensor) for tensor in tensors.values()}
         self._places = [
             (owner, name)
@@ -203,6 +247,8 @@ class Cut:
             for name, tensor in owner.items()
             if torch.is_tensor(tensor) and id(tensor) in read
         ]
+        placed = {id(owner[name]) for owner, name in self._places}
+        self._others = [tensor for tensor in tensors.values() if id(tensor) not in placed]
         self._state = self._state_now()
 
     def __repr__(self) -> str:
@@ -214,6 +260,11 @@ class Cut:
         model = self._model()
         assert model is not None
         return model
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """All that are before it whole, with those in them."""
+        return self._modules
 
     @property
     def bytes_per_sample(self) -> int:
@@ -276,21 +327,62 @@ class Cut:
             do="look for its cuts again after its forward or its settings have changed",
         )
 
+    def remember(self, inputs: Any, features: Sequence[torch.Tensor]) -> None:
+        """Have a few inputs, and what the prefix gives for them in the autocast of now."""
+        self._remembered = _Remembered(inputs, features, autocast_now(features[0].device.type))
+
     def is_current(self) -> bool:
-        """Whether the frozen part is what it was: its tensors, flags, plain attributes, hooks."""
-        return bool(self._state == self._state_now())
+        """Whether the frozen part is what it was: its tensors, flags, attributes, hooks, modules.
+
+        Where an attribute of a module around it has changed, which may concern what is behind it
+        alone, the prefix is run on a few samples; of one that changes in each step, seldom.
+        """
+        if self._state != self._state_now():
+            return False
+        now = self._around_now()
+        if now == self._around_was:
+            return True
+        self._changes += 1
+        is_tried = self._changes <= _TRIED or self._changes % _TRIED_EVERY == 0
+        then = self._remembered
+        if is_tried and (then is None or not self._gives_still(then)):
+            return False
+        self._around_was = now
+        return True
 
     def _state_now(self) -> list[Any]:
         tensors = [own.get(name) for own, name in self._places]
         state: list[Any] = [
             t if t is None else (id(t), t._version, t.data_ptr(), t.requires_grad) for t in tensors
         ]
+        state += [None if t.is_inference() else t._version for t in self._others]
         state += [own.get(name) for own, names in self._attributes for name in names]
+        state += [id(own.get(name)) for own, name in self._children]
         for part in self._modules:
             state.append(len(part._forward_hooks) + len(part._forward_pre_hooks))
             # Only these do something else in training; an evaluation turns them off, never on.
             state.append(part.training if isinstance(part, _ACTING) else None)
+            forward = vars(part).get("forward")
+            state.append(None if forward is None or is_ours(forward) else forward)
         return state
+
+    def _around_now(self) -> list[Any]:
+        state = [own.get(name) for own, names in self._around for name in names]
+        return [*state, *(part.training for part in self._could_act)]
+
+    def _gives_still(self, then: _Remembered) -> bool:
+        """Whether the prefix gives what it gave."""
+        is_on, dtype = then.autocast
+        with (
+            nothing_random(),
+            torch.no_grad(),
+            torch.autocast(then.features[0].device.type, dtype, enabled=is_on),
+        ):
+            try:
+                now = self.prefix(then.inputs)
+            except Exception:
+                return False
+        return all(map(is_same, now, then.features))
 
     def apply(self) -> Callable[[], None]:
         """Let the model take `Features` in place of its inputs, until what this returns is called.

@@ -293,9 +293,14 @@ class _Search:
             as_written=self.as_written,
             place=prefix,
             calls=self.calls(prefix, kept),
+            around=self.around(prefix),
         )
         few = self.inputs(list(range(max(2, self.half))))
-        return cut if _holds_in_both_modes(cut, few) else None
+        features = _features_in_both_modes(cut, few)
+        if features is None:
+            return None
+        cut.remember(few, features)
+        return cut
 
     def calls(self, prefix: list[int], kept: list[int]) -> str:
         """What tells the calls before a cut from all others: which, of what, with what else."""
@@ -313,6 +318,13 @@ class _Search:
         ]
         leaves = [self.noted.events[index].module for index in prefix]
         return [part for part in [*whole, *leaves] if part is not None]
+
+    def around(self, prefix: list[int]) -> list[Any]:
+        """The modules that the prefix is a part of."""
+        chosen = set(prefix)
+        calls = [call for call in self.noted.calls if not call.is_leaf]
+        whole = [(call.module, set(range(call.start, call.stop))) for call in calls]
+        return [self.model, *(part for part, own in whole if own & chosen and own - chosen)]
 
     def name(self, prefix: list[int], kept: list[int]) -> str:
         """Where it is, in words."""
@@ -339,16 +351,22 @@ class _Search:
         )
 
     def tensors(self, prefix: list[int]) -> dict[str, torch.Tensor]:
-        """What the prefix reads of the model."""
+        """What the prefix reads of the model, and of global names and the like."""
         read = {id(t) for module in self.modules(prefix) for t in tensors_of(module)}
         chosen = set(prefix)
-        for tensor, at, is_within in self.noted.tensors_read:
-            if at in chosen if is_within else at <= prefix[-1]:
-                read.add(id(tensor))
+        others = {}
+        for one in self.noted.tensors_read:
+            if one.at in chosen if one.is_within else one.at <= prefix[-1]:
+                read.add(id(one.tensor))
+                if not one.is_in_module:
+                    others[id(one.tensor)] = one.tensor
         named = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         for name, part in {"": self.model, **self.parts}.items():
             plain = {key: value for key, value in vars(part).items() if torch.is_tensor(value)}
             named |= {f"{name}.{key}".lstrip("."): value for key, value in plain.items()}
+        for tensor in named.values():
+            others.pop(id(tensor), None)
+        named |= {f"read as number {at}": value for at, value in enumerate(others.values())}
         return {name: t for name, t in named.items() if id(t) in read and not t.requires_grad}
 
 
@@ -368,17 +386,20 @@ def _features_if_it_holds(cut: Cut, inputs: Any) -> list[Any] | None:
     return kept if _equal(whole, parts) else None
 
 
-def _holds_in_both_modes(cut: Cut, inputs: Any) -> bool:
-    """Whether it is the same cut for a model in evaluation: an epoch's rows serve both."""
+def _features_in_both_modes(cut: Cut, inputs: Any) -> list[Any] | None:
+    """What is kept of this batch; None where a model in evaluation gives something else.
+
+    An epoch's rows serve both.
+    """
     trained = _features_if_it_holds(cut, inputs)
     if trained is None:
-        return False
+        return None
     parts = [(part, part.training) for part in cut.model.modules()]
     try:
         for part, _ in parts:
             part.training = False
         evaluated = _features_if_it_holds(cut, inputs)
-        return evaluated is not None and _equal(evaluated, trained)
+        return trained if evaluated is not None and _equal(evaluated, trained) else None
     finally:
         for part, training in parts:
             part.training = training

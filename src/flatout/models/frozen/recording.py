@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from hashlib import sha256
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -101,6 +102,24 @@ class Call:
     is_leaf: bool = False
 
 
+class Read(NamedTuple):
+    """A tensor that a function was given, and that is no stand-in.
+
+    Attributes:
+        tensor: that was read.
+        at: the event in which it was or, where `is_within` is false, before which: any later one
+            may have what was made of it.
+        is_within: see `at`.
+        is_in_module: whether a module that is not looked into read it, which may have made it of
+            its inputs.
+    """
+
+    tensor: torch.Tensor
+    at: int
+    is_within: bool
+    is_in_module: bool
+
+
 class Recording(TorchFunctionMode):
     """Notes the calls of one forward.
 
@@ -112,8 +131,7 @@ class Recording(TorchFunctionMode):
     Attributes:
         events, calls: in order.
         values: all tensors that were given, by number.
-        tensors_read: other tensors that functions were given; each with the event in which it was
-            read or, where that is false, before which: any later one may have what was made of it.
+        tensors_read: other tensors that functions were given.
         stopped_at, stopped_why: from which event on nothing is certain.
         given: by the whole forward.
     """
@@ -130,7 +148,7 @@ class Recording(TorchFunctionMode):
         self.calls: list[Call] = []
         self.values: dict[int, torch.Tensor] = {}
         self.inputs: list[int] = []
-        self.tensors_read: list[tuple[torch.Tensor, int, bool]] = []
+        self.tensors_read: list[Read] = []
         self.stopped_at: int | None = None
         self.stopped_why = ""
         self.given: Given | None = None
@@ -176,7 +194,8 @@ class Recording(TorchFunctionMode):
     def _note_reads(self, given: Any, *, within: bool) -> None:
         for tensor in _tensors(given):
             if not isinstance(tensor, StandIn):
-                self.tensors_read.append((tensor, len(self.events), within))
+                read = Read(tensor, len(self.events), within, self._inside > 0)
+                self.tensors_read.append(read)
 
     def _outside(self, name: str, function: Any, args: Any, kwargs: Any) -> Any:
         """A function that no input reaches: what it gives may still be another in each step."""
@@ -376,7 +395,10 @@ def _constants(args: Any, kwargs: Any) -> str:
     words = []
     for leaf in leaves:
         is_told = isinstance(leaf, plain) or (isinstance(leaf, slice) and not [*stand_ins(leaf)])
-        words.append(repr(leaf) if is_told else type(leaf).__name__)
+        if isinstance(leaf, (np.generic, np.ndarray)) and leaf.dtype.kind != "O":
+            words.append(f"{leaf.dtype} {leaf.shape} {sha256(leaf.tobytes()).hexdigest()}")
+        else:
+            words.append(repr(leaf) if is_told else type(leaf).__name__)
     return f"{spec.num_leaves} {sorted(kwargs)} {', '.join(words)}"
 
 
