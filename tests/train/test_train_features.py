@@ -119,6 +119,23 @@ def test_a_second_fit_with_another_rate_computes_nothing(tmp_path, made, monkeyp
     assert figures(history) == figures(expected)
 
 
+def test_another_head_finds_what_was_kept(tmp_path, made, monkeypatch):
+    monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "cache"))
+    data = written(tmp_path)
+    fitted("disk", data)
+
+    def other():
+        model = frozen()
+        model[6] = nn.Sequential(nn.Linear(72, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 5))
+        return model
+
+    plain, expected = fitted("off", data, model=other())
+    trainer, history = fitted("disk", data, model=other())
+    assert made[-1].computed <= 2 + 2 + 1
+    assert same(trainer.model, plain.model)
+    assert figures(history) == figures(expected)
+
+
 def test_settings_are_tuned_first(made, monkeypatch):
     monkeypatch.setattr(frozen_precision, "_LEAST_S", 1e9)  # however busy the machine is
     monkeypatch.setattr(auto_budget.Budget, "pays_before", lambda budget, seconds: True)

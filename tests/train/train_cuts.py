@@ -15,6 +15,7 @@ class SequentialCut:
         self.model, self.count = model, count
         self.name = f"behind {count - 1} ({type(model[count - 1]).__name__})"
         layers = model[:count]
+        self.modules = list(layers.modules())
         self.tensors = {**dict(layers.named_parameters()), **dict(layers.named_buffers())}
         self.place, self.calls = list(range(count)), ""
         self.computed = 0

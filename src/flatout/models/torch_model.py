@@ -193,9 +193,15 @@ class TorchModel:
         """Its layers and options as text: two models with the same text compute the same."""
         return repr(self.module)
 
-    def lines(self) -> dict[str, str]:
-        """Each layer: its class, what it was made with, and the user's code in it."""
-        return {name or "the model": _module_words(module) for name, module in self.layers()}
+    def lines(self, parts: Iterable[nn.Module] | None = None) -> dict[str, str]:
+        """Each layer: its class, what it was made with, and the user's code in it.
+
+        Args:
+            parts: which layers; None for all.
+        """
+        own = None if parts is None else set(map(id, parts))
+        layers = [one for one in self.layers() if own is None or id(one[1]) in own]
+        return {name or "the model": _module_words(module) for name, module in layers}
 
 
 def uses_convolution(model: nn.Module) -> bool:

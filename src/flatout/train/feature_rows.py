@@ -90,14 +90,17 @@ class ModelRows:
 
     def _marks(self) -> str:
         """What tells this model, as it runs, from others whose cuts have the same names."""
-        text = json.dumps(self._facts(), sort_keys=True)
+        text = json.dumps(self._facts(_frozen_in(self.model)), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def _facts(self) -> dict[str, Any]:
-        """Of the model and how it runs, what decides about its features beside its tensors."""
+    def _facts(self, parts: Sequence[nn.Module]) -> dict[str, Any]:
+        """Of layers and how they run, what decides about their features beside their tensors.
+
+        Layers that train are none of them, so that another head finds what was kept.
+        """
         now = self._loop.settings_of(self.model)
         return {
-            "model": adapter_of(self.model).lines(),
+            "model": adapter_of(self.model).lines(parts),
             "device": self._loop.device.type,
             **{name: getattr(now, name) for name in _DECIDES},
         }
@@ -133,7 +136,7 @@ class ModelRows:
             where = "memory"
         named = self._named_of(content, samples)
         facts = {
-            **self._facts(),
+            **self._facts(cut.modules),
             "content": content if named is None else named.made,
             "variants": samples.variants,
             "inputs": repr(self._loop.feed.inputs),
@@ -269,6 +272,15 @@ def batches_of(
 def forms_of(batch: Batch) -> list[RowPart]:
     """What a sample of a batch's inputs is."""
     return _forms(batch.inputs)
+
+
+def _frozen_in(model: nn.Module) -> list[nn.Module]:
+    """The layers that have parameters, none of which trains."""
+    return [
+        part
+        for part in model.modules()
+        if (own := list(part.parameters())) and not any(one.requires_grad for one in own)
+    ]
 
 
 def _digest(names: npt.NDArray[np.uint64]) -> str:

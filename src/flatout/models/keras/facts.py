@@ -13,9 +13,15 @@ from flatout.data import arguments_of, arguments_words, code_digest, digest_of, 
 _UNTOLD = ("name", "seed", "build_config", "registered_name", "layers", "dtype")
 
 
-def layer_lines(model: Any) -> dict[str, str]:
-    """Each layer in Keras' order: its class and configuration, and the user's code in it."""
-    layers = list(model._flatten_layers())
+def layer_lines(model: Any, parts: Iterable[Any] | None = None) -> dict[str, str]:
+    """Each layer in Keras' order: its class and configuration, and the user's code in it.
+
+    Args:
+        model: a Keras model.
+        parts: which of its layers; None for all.
+    """
+    own = None if parts is None else set(map(id, parts))
+    layers = [layer for layer in model._flatten_layers() if own is None or id(layer) in own]
     numbers = {layer.name: f"layer {number}" for number, layer in enumerate(layers)}
     return {numbers[layer.name]: _layer_words(layer, numbers) for layer in layers}
 

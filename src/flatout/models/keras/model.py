@@ -195,9 +195,13 @@ class KerasModel(TorchModel):
             kinds = [type(layer).__qualname__ for layer in self.module._flatten_layers()]
             return " ".join([type(self.module).__qualname__, *kinds])
 
-    def lines(self) -> dict[str, str]:
-        """Each layer in Keras' order: its class and configuration, and the user's code in it."""
-        return layer_lines(self.module)
+    def lines(self, parts: Iterable[Any] | None = None) -> dict[str, str]:
+        """Each layer in Keras' order: its class and configuration, and the user's code in it.
+
+        Args:
+            parts: which layers; None for all.
+        """
+        return layer_lines(self.module, parts)
 
 
 class _Called:
