@@ -9,17 +9,20 @@ import torch
 from torch import nn
 
 from flatout.cache_folder import cache_folder
-from flatout.cures import features, record
+from flatout.cures import cut_features, features, kept_samples, record
 from flatout.cures.dataset_now import Dataset, DatasetNow
-from flatout.cures.features import FIELD, digests, keep_features
+from flatout.cures.features import keep_features, keep_whole
+from flatout.cures.kept_samples import FIELD, digests
 from flatout.data.features import room
+from flatout.train.frozen_choice import Choice
 
 
 @pytest.fixture(autouse=True)
 def _begun(monkeypatch):
     # As in a process that has compiled nothing, whatever other tests did.
     monkeypatch.setattr(features, "is_anything_compiled", lambda: False)
-    monkeypatch.setattr(features, "_CHECKED", 0)
+    monkeypatch.setattr(kept_samples, "_CHECKED", 0)
+    monkeypatch.setattr(kept_samples, "_UNPROVEN", 1)
     record.begin({FIELD: "memory"})
 
 
@@ -50,7 +53,13 @@ class Job:
         self.now = DatasetNow()
         self.call = keep_features(where, self.now, self.model, (), {}, nn.Module.__call__)
         cells = [cell.cell_contents for cell in self.call.__closure__]
-        (self.features,) = next(found for found in cells if isinstance(found, list))
+        self.parts = next(found for found in cells if isinstance(found, list))
+
+    @property
+    def features(self):
+        """Of the body, which sets an attribute in forward, so that the model is not cut."""
+        (one,) = self.parts
+        return one
 
     def __call__(self, x):
         return self.call(self.model, x)
@@ -78,7 +87,7 @@ def test_a_sample_is_computed_once_in_whatever_batch_it_comes():
     assert not job.computes(X[[7, 0, 3, 3]])
     assert job.computes(X[4:])
     assert not job.computes(X.flip(0))
-    assert dict(record.applied())[FIELD] == "features of 1 frozen layers of Sequential in memory"
+    assert dict(record.applied())[FIELD] == "features of frozen layers of Sequential in memory"
     assert told() is None
 
 
@@ -93,7 +102,7 @@ def test_gradients_are_those_without():
 
 
 def test_the_first_batches_are_computed_as_well(monkeypatch):
-    monkeypatch.setattr(features, "_CHECKED", 2)
+    monkeypatch.setattr(kept_samples, "_CHECKED", 2)
     job = Job()
     assert [job.computes(X) for _ in range(5)] == [True, True, True, False, False]
 
@@ -110,7 +119,7 @@ class Centerd(nn.Module):
 
 
 def test_layers_for_which_samples_depend_on_one_another_are_left_alone(monkeypatch):
-    monkeypatch.setattr(features, "_CHECKED", 2)
+    monkeypatch.setattr(kept_samples, "_CHECKED", 2)
     job = Job(nn.Linear(6, 5), Centerd())
     assert job.computes(X)
     assert job.computes(X[:5])
@@ -119,7 +128,7 @@ def test_layers_for_which_samples_depend_on_one_another_are_left_alone(monkeypat
 
 
 def test_numbers_that_are_none_are_left_alone(monkeypatch):
-    monkeypatch.setattr(features, "_CHECKED", 1)
+    monkeypatch.setattr(kept_samples, "_CHECKED", 1)
     job = Job()
     bad = X.clone()
     bad[0, 0] = torch.nan
@@ -189,11 +198,12 @@ def test_under_autocast_they_are_others():
 
 def test_what_is_kept_in_inference_mode_can_be_trained_on():
     job = Job()
+    job(X[:2])
     with torch.inference_mode():
         job(X)
         assert not job(X).requires_grad
     job(X).sum().backward()
-    assert job.body.calls == 1
+    assert job.body.calls == 2
     assert job.model[1].weight.grad is not None
 
 
@@ -245,7 +255,7 @@ def test_samples_of_which_none_comes_again_are_forgotten(monkeypatch):
 
 @pytest.mark.parametrize("validated", [False, True])
 def test_a_dataset_that_changes_its_samples_at_random_is_not_kept(monkeypatch, validated):
-    monkeypatch.setattr(features, "_AHEAD", 0)
+    monkeypatch.setattr(kept_samples, "_AHEAD", 0)
     job = Job(where="disk")
     drawn = torch.Generator().manual_seed(2)
     for epoch in range(3):
@@ -480,6 +490,233 @@ def test_what_no_sample_came_again_for_leaves_the_disk(monkeypatch):
     assert not folder.exists()
 
 
+class Front(nn.Module):
+    """Several frozen layers with a skip, two inputs, and layers that train behind them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.third = nn.Conv2d(8, 6, 3)
+        self.head = nn.Linear(7, 2)
+
+    def forward(self, image, extra):
+        low = self.first(image).relu()
+        high = self.norm(self.second(torch.cat([low, -low], 1)))
+        pooled = nn.functional.max_pool2d(high.relu(), 2)
+        mean = self.third(pooled).mean((2, 3))
+        return self.head(nn.functional.dropout(torch.cat([mean, extra], 1), 0.5, self.training))
+
+
+class CutJob:
+    """A script's calls of a model that is cut."""
+
+    def __init__(self, monkeypatch, where="memory", *, kwargs=False):
+        monkeypatch.setattr("flatout.train.frozen_choice.choose", self.choose)
+        self.computed = []
+        whole = cut_features._computed
+        monkeypatch.setattr(
+            cut_features,
+            "_computed",
+            lambda cut, inputs: (
+                self.computed.append(len(cut_features._leaves(inputs)[0])),
+                whole(cut, inputs),
+            )[1],
+        )
+        self.model, self.kwargs = self.made(), kwargs
+        self.now = DatasetNow()
+        self.call = keep_features(where, self.now, self.model, (), {}, nn.Module.__call__)
+
+    @staticmethod
+    def choose(options, samples, epochs, plain_s):
+        return Choice(min(options, key=lambda one: one.bytes))
+
+    @staticmethod
+    def made():
+        torch.manual_seed(0)
+        model = Front()
+        for part in (model.first, model.second, model.norm):
+            part.requires_grad_(False)
+        model.norm.eval()
+        return model
+
+    def __call__(self, image, extra):
+        if self.kwargs:
+            return self.call(self.model, image=image, extra=extra)
+        return self.call(self.model, image, extra)
+
+
+def pictures(count=12, seed=1):
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randn(count, 3, 8, 8, generator=draw), torch.randn(count, 1, generator=draw)
+
+
+@pytest.mark.parametrize("kwargs", [False, True])
+def test_a_forward_with_several_frozen_layers_is_cut_once(monkeypatch, kwargs):
+    job, plain = CutJob(monkeypatch, kwargs=kwargs), CutJob.made()
+    x, extra = pictures()
+    results = []
+    for call in (job, plain):
+        model = plain if call is plain else job.model
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
+        torch.manual_seed(1)
+        for epoch in range(3):
+            for at in torch.arange(12).roll(epoch).split(4):
+                optimizer.zero_grad()
+                call(x[at], extra[at]).square().mean().backward()
+                optimizer.step()
+        model.eval()
+        results.append(call(x, extra))
+        model.train()
+        model.norm.eval()
+    assert torch.equal(*results)
+    assert all(map(torch.equal, job.model.parameters(), plain.parameters()))
+    assert sum(job.computed) == 12
+    words = dict(record.applied())[FIELD]
+    assert words.startswith("features kept behind ")
+    assert "max_pool2d" in words
+    torch.save(job.model, io.BytesIO())
+    assert "_call_impl" not in vars(job.model)
+    assert told() is None
+
+
+def test_a_cut_that_does_not_hold_any_more_is_looked_for_again(monkeypatch):
+    job = CutJob(monkeypatch)
+    job(*pictures())
+    job(*pictures())
+    assert sum(job.computed) == 12
+    job.model.second.requires_grad_(True)
+    assert job(*pictures()).requires_grad
+    job(*pictures())
+    assert job.computed == [12, 12]  # as far as the first layer
+    job.model.norm.train()
+    job.model.first.requires_grad_(True)
+    before = job.model.norm.num_batches_tracked.item()
+    job(*pictures())
+    assert job.model.norm.num_batches_tracked == before + 1
+    assert job.computed == [12, 12]
+
+
+def test_the_next_run_of_a_cut_model_computes_nothing(monkeypatch):
+    CutJob(monkeypatch, "disk")(*pictures())
+    job = CutJob(monkeypatch, "disk")
+    for _ in range(2):
+        job(*pictures())
+    assert sum(job.computed) == 12  # to know what a row holds
+    other = CutJob(monkeypatch, "disk")
+    other.model.first.weight.data[0, 0, 0, 0] += 1
+    other(*pictures())
+    other(pictures()[0], pictures(seed=2)[1])
+    assert sum(other.computed) == 24
+
+
+def test_why_a_model_with_several_frozen_layers_is_not_cut(monkeypatch):
+    job = CutJob(monkeypatch)
+    job.model.first.requires_grad_(True)
+    job(*pictures())
+    assert told() == "no leading layers of Front are frozen and in eval mode"
+    record.begin({FIELD: "memory"})
+    job = CutJob(monkeypatch)
+    job.model.first.register_forward_hook(lambda *call: None)
+    job(*pictures())
+    assert told() == "first has a hook, which would run for a trial too"
+
+
+def test_layers_that_draw_random_numbers_are_left_alone():
+    class Noisy(Counted):
+        def forward(self, x):
+            return super().forward(x) + 1e-6 * torch.rand(())
+
+    job = Job()
+    job.body.__class__ = Noisy
+    for _ in range(2):
+        job(X)
+    assert told() == "Noisy draws random numbers"
+    assert not job.features._kept
+
+
+def test_random_samples_that_no_loader_gives_are_told_by_the_evaluations(monkeypatch):
+    monkeypatch.setattr(kept_samples, "_AHEAD", 0)
+    job = Job(where="disk")
+    drawn = torch.Generator().manual_seed(2)
+    for epoch in range(4):
+        for _ in range(2):
+            assert job.computes(torch.randn(4, 6, generator=drawn))
+        with torch.no_grad():
+            assert job.computes(X) is (epoch == 0)
+    why = "the script changes its 8 samples at random: none came again in Counted"
+    assert told() == why
+    (found,) = job.features._kept.values()
+    assert found.store.kept == 8 + 12  # nothing of the later epochs
+
+
+def test_without_any_sign_of_an_epoch_no_more_than_a_part_of_the_room_is_filled(monkeypatch):
+    monkeypatch.setattr("flatout.data.features.kept_rows.disk_room", lambda: 40 * 24)
+    monkeypatch.setattr(kept_samples, "_UNPROVEN", 0.25)
+    job = Job(where="disk")
+    drawn = torch.Generator().manual_seed(2)
+    for _ in range(5):
+        assert job.computes(torch.randn(4, 6, generator=drawn))
+    assert told() == "none of 12 samples came again in Counted: they are kept once some do"
+    assert not list((cache_folder() / "features").glob("*/"))
+    assert job.computes(X)
+    assert job.computes(X)  # it has come again, and is kept from now on
+    assert not job.computes(X)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_stream_whose_second_pass_has_none_of_the_first_is_random(monkeypatch, again):
+    monkeypatch.setattr(kept_samples, "_AHEAD", 0)
+    job = Job()
+    drawn = torch.Generator().manual_seed(2)
+    for passed in (1, 2, 3):
+        if again:
+            drawn.manual_seed(2)
+        for _ in range(2):
+            job.now.dataset = Dataset(7, "Stream", None, passed)
+            job(torch.randn(4, 6, generator=drawn))
+    random = "Stream changes its 8 samples at random: none came again in Counted"
+    assert told() == (None if again else random)
+
+
+def test_rows_of_earlier_runs_stay_where_none_of_this_one_comes_again(monkeypatch):
+    Job(where="disk")(X)
+    (folder,) = (cache_folder() / "features").glob("*/")
+    monkeypatch.setattr("flatout.data.features.kept_rows.disk_room", lambda: 0)
+    job = Job(where="disk")
+    job(torch.randn(4, 6))
+    assert told().endswith("samples came again in Counted")
+    assert folder.exists()
+
+
+@pytest.mark.parametrize("frozen_by", ["requires_grad", "no_grad"])
+def test_a_backbone_that_the_script_calls_by_itself_is_kept(frozen_by):
+    torch.manual_seed(0)
+    body = Counted(nn.Linear(6, 5), nn.ReLU()).eval()
+    if frozen_by == "requires_grad":
+        body.requires_grad_(False)
+    with torch.set_grad_enabled(frozen_by == "requires_grad"):
+        call = keep_whole("memory", DatasetNow(), body, (), {}, nn.Module.__call__)
+        given = [call(body, X[at]) for at in torch.arange(12).split(4) for _ in range(2)]
+    assert body.calls == 3
+    assert torch.equal(torch.cat(given[::2]), torch.cat(given[1::2]))
+    assert dict(record.applied())[FIELD] == "features of frozen layers of Counted in memory"
+    if frozen_by == "no_grad":
+        assert call(body, X).requires_grad
+        assert body.calls == 4
+    # A head alone, the script's root, has no frozen layers.
+    keep_features("memory", DatasetNow(), nn.Linear(5, 2), (), {}, nn.Module.__call__)
+    assert told() is None
+
+
+def test_a_module_that_trains_or_has_no_weights_is_no_backbone():
+    for module in (nn.CrossEntropyLoss(), nn.Linear(6, 5), nn.Sequential(nn.BatchNorm1d(6))):
+        if isinstance(module, nn.Sequential):
+            module.requires_grad_(False)
+        call = keep_whole("memory", DatasetNow(), module, (), {}, nn.Module.__call__)
+        assert call is nn.Module.__call__
+
+
 HEAD = """
 import json, torch
 from torch import nn
@@ -513,7 +750,7 @@ def test_a_script_learns_the_same_and_computes_each_sample_once(scripts, tmp_pat
     path.write_text(HEAD)
     plain, cured = scripts.run(path), scripts.run(path, "script.features=memory")
     assert plain.code == cured.code == 0, cured.err
-    assert cured.applied == {FIELD: "features of 1 frozen layers of Sequential in memory"}
+    assert cured.applied == {FIELD: "features of frozen layers of Sequential in memory"}
     all_of_it, calls, weights, right = json.loads(plain.out)
     once, *rest = json.loads(cured.out)
     assert (all_of_it, once) == (200, 40 + 4 * 8)  # and the four batches that are checked

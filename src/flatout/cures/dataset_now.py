@@ -10,31 +10,34 @@ from flatout.hooks import wrap
 
 
 class Dataset(NamedTuple):
-    """Samples that a DataLoader makes batches of.
+    """Samples that batches are made of.
 
     Attributes:
         identity: tells it from others.
         name: of its class.
-        samples: how many it has.
+        samples: how many it has; None where that is not known.
         passes: over it that have begun.
+        is_guessed: whether no DataLoader gives its batches, so that a pass may be a part of one.
     """
 
     identity: int
     name: str
-    samples: int
+    samples: int | None
     passes: int
+    is_guessed: bool = False
 
 
 class DatasetNow:
     """Sees whose batches the DataLoaders give.
 
     Attributes:
-        dataset: of the latest batch; None where there was none, or its length is not known.
+        dataset: of the latest batch; None where there was none.
     """
 
     def __init__(self) -> None:
         self.dataset: Dataset | None = None
         self._passes: Counter[int] = Counter()
+        self._trains: bool | None = None
 
     def watch(self) -> None:
         """Hooks into the iterators of DataLoaders."""
@@ -47,14 +50,30 @@ class DatasetNow:
             batch = original(iterator)
             dataset = iterator._dataset
             self._passes[id(dataset)] += begins
-            self.dataset = _of(dataset, self._passes[id(dataset)])
+            name = type(dataset).__name__
+            self.dataset = Dataset(
+                id(dataset), name, _samples_of(dataset), self._passes[id(dataset)]
+            )
             return batch
 
         return __next__
 
+    def called(self, trains: bool) -> None:
+        """A model is called with a batch.
 
-def _of(dataset: Any, passes: int) -> Dataset | None:
+        Where no DataLoader has given it, a pass over the training samples begins where the script
+        turns from evaluating to training, and over those of the evaluation where it turns back.
+        """
+        if self.dataset is not None and not self.dataset.is_guessed:
+            return
+        identity, name = (-1, "the script") if trains else (-2, "the script's evaluation")
+        self._passes[identity] += trains is not self._trains
+        self._trains = trains
+        self.dataset = Dataset(identity, name, None, self._passes[identity], is_guessed=True)
+
+
+def _samples_of(dataset: Any) -> int | None:
     try:
-        return Dataset(id(dataset), type(dataset).__name__, len(dataset), passes)
+        return len(dataset)
     except (TypeError, NotImplementedError):  # a stream
         return None

@@ -1,4 +1,4 @@
-"""The outermost modules that an optimizer steps: what cures of a model wrap."""
+"""The outermost modules, most of all those that an optimizer steps: what cures of a model wrap."""
 
 from __future__ import annotations
 
@@ -70,12 +70,14 @@ class Roots:
         generation = self._steps.generation
         if other is not None and other[1] == generation and other[0]() is module:
             return None
+        call, cures = original, self._cures
         if not self._steps.owns(module.parameters()):
+            cures = self._steps.of_unstepped if generation else []
+        for cure in cures:
+            call = cure(module, args, kwargs, call)
+        if call is original and cures is not self._cures:
             self._others[id(module)] = (ref(module), generation)
             return None
-        call = original
-        for cure in self._cures:
-            call = cure(module, args, kwargs, call)
         self._calls[id(module)] = (ref(module), call)
         return call
 

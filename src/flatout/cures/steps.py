@@ -24,6 +24,8 @@ class Steps:
         generation: changes whenever an optimizer gets parameters.
         thread: the one that trains.
         asked: of the script: value by dotted name.
+        of_unstepped: cures of outermost modules that no optimizer steps, such as a backbone that
+            the script calls by itself.
     """
 
     took, leave = staticmethod(took), staticmethod(leave)
@@ -36,6 +38,7 @@ class Steps:
         self.thread = get_ident()
         self.before: list[Callable[[Any], None]] = []
         self.after: list[Callable[[], None]] = []
+        self.of_unstepped: list[Callable[..., Any]] = []
         self._counts: dict[int, int] = {}
         self._optimizers: dict[int, Any] = {}
         self._owned: set[int] = set()

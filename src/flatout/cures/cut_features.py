@@ -1,0 +1,271 @@
+"""What a model's forward gives up to a cut behind its frozen layers, kept for a script as it is.
+
+The model is called with the features in place of the batch, and goes on behind the cut.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import numpy as np
+
+from flatout.cures.dataset_now import DatasetNow
+from flatout.cures.kept_samples import FIELD, Kept, KeptSamples, digests
+from flatout.cures.layers import words_of
+from flatout.cures.record import took
+from flatout.cures.roots import Call
+from flatout.data import Features, RowPart, joined_rows
+from flatout.observe import unwrapped
+from flatout.words import size_words
+
+if TYPE_CHECKING:
+    from flatout.models import Cut
+
+# Samples that are measured.
+_MEASURED = 4
+# After so many changes of the frozen layers none are looked for any more.
+_LOOKS = 4
+
+
+class CutFeatures(KeptSamples):
+    """What the frozen part of a root module has given, by sample.
+
+    Args:
+        root: a module that the script calls, or a wrapper of one.
+        where: "memory" or "disk".
+        now: has the dataset of the latest batch.
+
+    Attributes:
+        is_open: whether the forward is to be looked at.
+        why: there is no cut, in words; "" where nothing is frozen.
+    """
+
+    def __init__(self, root: Any, where: Any, now: DatasetNow) -> None:
+        model = unwrapped(root)[-1]
+        super().__init__(type(model).__name__, where, now)
+        self._model = ref(model)
+        self.is_open, self.why = True, ""
+        self._cut: Cut | None = None
+        self._form: Any = None  # of the inputs that it is for
+        self._looked = 0
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the forward is cut."""
+        return self._cut is not None
+
+    def look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Look for the best cut, within a call of the root in training.
+
+        Args:
+            args: of the call.
+            kwargs: likewise.
+        """
+        import torch
+
+        from flatout.models import autocast_now, find_cuts
+        from flatout.train.feature_costs import room
+        from flatout.train.snapshot import untouched
+
+        self._looked += 1
+        self.is_open = False
+        inputs = _inputs_of(args, kwargs)
+        if inputs is None:
+            self.why = f"{self._name} is called with something else than a batch of tensors"
+            return
+        model: Any = self._model()
+        if (hooked := _hooked(model)) is not None:
+            self.why = f"{hooked or self._name} has a hook, which would run for a trial too"
+            return
+        dataset = self._now.dataset
+        samples = 1 if dataset is None or dataset.samples is None else max(1, dataset.samples)
+        with untouched(model), torch.no_grad():
+            found = find_cuts(model, inputs, room(self._where) / samples)
+            self.why = found.hindrance
+            cut = self._best(found.cuts, inputs, samples) if found.cuts else None
+        if cut is None:
+            return
+        self._cut, self._form = cut, (_form_of(args, kwargs), autocast_now("cpu"))
+        place = "on disk" if self._where == "disk" else "in memory"
+        each = f"{size_words(cut.bytes_per_sample)} a sample"
+        more = f"; more could be kept: {self.why}" if self.why else ""
+        took(FIELD, f"features kept {cut.name} of {self._name} {place}, {each}{more}")
+
+    def _best(self, cuts: list[Cut], inputs: Any, samples: int) -> Cut | None:
+        """The cut that saves most; None where none saves anything."""
+        from flatout.train.feature_costs import read_rate, room, timed
+        from flatout.train.frozen_choice import Kept as Option
+        from flatout.train.frozen_choice import choose
+
+        few = _rows(inputs, slice(_MEASURED))
+        count = len(_leaves(few)[0])
+        naming_s, _ = timed(partial(digests, *_leaves(few)))
+        options, rest_s = [], 0.0
+        for cut in cuts:
+            prefix_s, features = timed(partial(cut.prefix, few))
+            cut.rest(features)
+            rest_s, _ = timed(partial(cut.rest, features))
+            read_s = cut.bytes_per_sample / read_rate(self._where, samples * cut.bytes_per_sample)
+            options.append(
+                Option(
+                    cut.name,
+                    saved_s=prefix_s / count,
+                    bytes=cut.bytes_per_sample,
+                    variants=1,
+                    read_s=read_s + naming_s / count,
+                    room=room(self._where),
+                )
+            )
+        # Backward takes about twice as long as forward.
+        plain_s = max(one.saved_s for one in options) + 3 * rest_s / count
+        choice = choose(options, samples, None, plain_s)
+        if choice.kept is None:
+            self.why = choice.why.removeprefix("nothing kept: ")
+            return None
+        name = choice.kept.name
+        return next(cut for cut in cuts if cut.name == name)
+
+    def __call__(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call
+    ) -> Any:
+        """A call of the root, with what is kept of its batch, or can be."""
+        cut, inputs = self._cut, self._inputs_of(args, kwargs)
+        if cut is None or inputs is None or not self._is_current(cut):
+            return call(module, *args, **kwargs)
+        names = digests(*_leaves(inputs))
+        if self._is_doubted(names):
+            return call(module, *args, **kwargs)
+        features = self._features(cut, inputs, names)
+        if self._is_over:
+            self._cut = None
+            return call(module, *args, **kwargs)
+        undo = cut.apply()
+        try:
+            return call(module, features)
+        finally:
+            undo()
+
+    def _inputs_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The batch that the root is called with; None where it is not one that the cut is for."""
+        from flatout.hooks import is_anything_compiled
+        from flatout.models import autocast_now
+
+        if self._is_over or is_anything_compiled():
+            return None
+        inputs = _inputs_of(args, kwargs)
+        if inputs is None or self._form != (_form_of(args, kwargs), autocast_now("cpu")):
+            return None
+        return inputs
+
+    def _is_current(self, cut: Cut) -> bool:
+        """Whether the cut is what it was; else it is let go, and looked for again."""
+        if cut.is_current():
+            return True
+        self._cut, self.is_open = None, self._looked < _LOOKS
+        self._changed()
+        self.is_open &= not self._is_over
+        return False
+
+    def _features(self, cut: Cut, inputs: Any, names: list[bytes]) -> Features:
+        """What is before the cut gives for a batch, as far as it is not kept computed now."""
+        import torch
+
+        kept, made = self._opened(cut, inputs)
+        places = self._look(kept, names)
+        there = places >= 0
+        is_checked = self._unchecked > 0 and bool(there.any())
+        if made is None and (is_checked or not there.any()):
+            made = _computed(cut, inputs)
+        rows = []
+        if there.any():
+            with torch.inference_mode(False), torch.no_grad():
+                rows = kept.store.get(places[there])
+        if there.all() and made is None:
+            return Features(rows)
+        missing = torch.from_numpy(np.flatnonzero(~there))
+        if made is None:
+            new = _computed(cut, _rows(inputs, missing))
+        else:
+            new = Features(one[missing] for one in made)
+            if is_checked:
+                at = torch.from_numpy(np.flatnonzero(there))
+                self._check([one[at] for one in made], rows)
+        if len(missing) and not self._is_over:
+            again = len(names) - len(missing)
+            self._keep(kept, [names[at] for at in missing.tolist()], new, again)
+        if made is not None:
+            return made
+        pairs = zip(rows, new, strict=True)
+        return Features(joined_rows(row, one, there) for row, one in pairs)
+
+    def _opened(self, cut: Cut, inputs: Any) -> tuple[Kept, Features | None]:
+        """The rows, and the batch's own where it had to be computed to know what a row holds."""
+        if (kept := self._kept.get("")) is not None:
+            return kept, None
+        made = _computed(cut, inputs)
+        parts = [RowPart(tuple(one.shape[1:]), one.dtype) for one in made]
+        words = [words_of(module, ("forward", "train")) for module in cut.modules]
+        facts = {"cut": [cut.name, cut.calls], "layers": words, "autocast": repr(self._form[1])}
+        return self._begin("", parts, cut.tensors, facts), made
+
+
+def _hooked(model: Any) -> str | None:
+    """A module that has hooks of the script's; None where none has."""
+    for name, module in model.named_modules():
+        if module._forward_hooks or module._forward_pre_hooks:
+            return str(name)
+    return None
+
+
+def _computed(cut: Cut, inputs: Any) -> Features:
+    """What is before the cut gives now."""
+    import torch
+
+    count = len(_leaves(inputs)[0])
+    if count == 1:
+        # A single sample often takes other kernels than a batch, which round otherwise.
+        inputs = _rows(inputs, torch.zeros(2, dtype=torch.int64))
+    with torch.no_grad():
+        return Features(part[:count] for part in cut.prefix(inputs))
+
+
+def _inputs_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The arguments of a call as a batch: a tensor, a tuple or a dict; None where they are none."""
+    import torch
+
+    if args and kwargs:
+        return None
+    leaves = [*args, *kwargs.values()]
+    is_batch = bool(leaves) and all(
+        type(one) is torch.Tensor
+        and one.device.type == "cpu"
+        and one.layout is torch.strided
+        and one.dim() > 0
+        and one.numel() > 0
+        and not one.requires_grad
+        for one in leaves
+    )
+    if not is_batch or len({len(one) for one in leaves}) > 1:
+        return None
+    return kwargs or (args if len(args) > 1 else args[0])
+
+
+def _form_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the batches are alike in that a cut is for."""
+    named = [*enumerate(args), *kwargs.items()]
+    return [(name, one.dtype, tuple(one.shape[1:])) for name, one in named]
+
+
+def _leaves(inputs: Any) -> list[Any]:
+    if isinstance(inputs, dict):
+        return list(inputs.values())
+    return list(inputs) if isinstance(inputs, tuple) else [inputs]
+
+
+def _rows(inputs: Any, at: Any) -> Any:
+    """Some of the samples."""
+    if isinstance(inputs, dict):
+        return {name: one[at] for name, one in inputs.items()}
+    return tuple(one[at] for one in inputs) if isinstance(inputs, tuple) else inputs[at]

@@ -1,0 +1,255 @@
+"""Rows of what frozen layers give, by sample: a sample is known by its bytes.
+
+Who made a batch, and in which order, is not asked. Where none of the samples comes again they are
+changed at random, and nothing of them is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+from flatout.cures.dataset_now import DatasetNow
+from flatout.cures.record import fill, leave
+from flatout.data import NamedStore, RowPart, feature_key
+
+FIELD = "script.features"
+# So many batches are computed though all of them is kept.
+_CHECKED = 4
+# They may differ by so much of the largest number: other batches round otherwise.
+_SAME = {"float32": 1e-4, "float64": 1e-8}
+_SAME_IN_HALF = 2e-2
+# Of how samples are named.
+_DIGESTS = 1
+# A dataset that has given so many more new samples than it has changes them at random. Batches that
+# a loader gave ahead may be counted as another dataset's.
+_TOO_MANY, _AHEAD = 1.25, 64
+# Where it is not known how many there are, the share of what is free that may be filled before one
+# comes again.
+_UNPROVEN = 0.25
+# After so many changes of the weights with no sample that came again between them.
+_CHANGES = 3
+# So many names of samples are remembered that are not kept.
+_NAMES = 1 << 19
+
+
+@dataclass
+class Kept:
+    """A store of what layers give in one mode.
+
+    Attributes:
+        store: has rows of some parts.
+        parts: what it holds of a sample.
+        found: so many rows were there when it was opened.
+        has_come_again: whether it had a sample when that came.
+    """
+
+    store: NamedStore
+    parts: list[RowPart]
+    found: int = 0
+    has_come_again: bool = False
+
+    def end(self) -> None:
+        """Close it, and remove what this run has kept of samples of which none came again."""
+        if self.has_come_again or self.found:
+            self.store.close()
+        else:
+            self.store.discard()
+
+
+@dataclass
+class _Given:
+    """What came of a dataset: samples that were new, and those that were kept.
+
+    Attributes:
+        new: so many were.
+        again: likewise.
+        first: so many came in its first pass.
+    """
+
+    new: int = 0
+    again: int = 0
+    first: int = 0
+
+
+class KeptSamples:
+    """What some layers have given, by sample.
+
+    Args:
+        name: of the layers, for people.
+        where: "memory" or "disk".
+        now: has the dataset of the latest batch.
+    """
+
+    def __init__(self, name: str, where: Any, now: DatasetNow) -> None:
+        self._name = name
+        self._where = where
+        self._now = now
+        self._given: dict[int, _Given] = {}  # by dataset
+        self._is_over = False
+        self._kept: dict[Any, Kept] = {}  # by mode
+        # Names of samples that are not kept, while none came again; None where they are.
+        self._doubted: set[bytes] | None = None
+        self._is_proven = False  # that samples do come again
+        self._changes = 0
+        self._unchecked = _CHECKED
+
+    def _forget(self) -> None:
+        """Let go of what was given; on the disk it stays."""
+        for kept in self._kept.values():
+            kept.store.close()
+        self._kept = {}
+        self._given = {}
+        self._unchecked = _CHECKED
+
+    def _changed(self) -> None:
+        """The layers are others by now: forget what they gave."""
+        has_come_again = any(kept.has_come_again for kept in self._kept.values())
+        self._changes = 0 if has_come_again else self._changes + 1
+        self._forget()
+        if self._changes == _CHANGES:
+            self._end(f"the weights of {self._name} change while it trains")
+
+    def _begin(self, mode: Any, parts: list[RowPart], tensors: Any, facts: Any) -> Kept:
+        """Open the rows of a mode.
+
+        Args:
+            mode: which the same layers give other features under.
+            parts: of a row.
+            tensors: of the layers, by name.
+            facts: what else they compute by.
+        """
+        facts = {**facts, "mode": repr(mode), "digests": _DIGESTS}
+        store = NamedStore.open(feature_key(tensors, facts), parts, self._where)
+        store.say = lambda line: leave(FIELD, line.removeprefix("features: "))
+        self._kept[mode] = kept = Kept(store, parts, store.kept)
+        fill(is_full=False)
+        return kept
+
+    def _look(self, kept: Kept, names: list[bytes]) -> Any:
+        """Where the rows of samples are; -1 where there is none."""
+        places = kept.store.places(names)
+        kept.has_come_again |= bool((places >= 0).any())
+        if (places >= 0).all():
+            fill(is_full=True)
+        return places
+
+    def _keep(self, kept: Kept, names: list[bytes], given: Sequence[Any], again: int) -> None:
+        """Keep rows of samples, unless they seem to be other ones each time.
+
+        Args:
+            kept: the rows.
+            names: of samples that are not there.
+            given: of them, a tensor for each part.
+            again: how many more came with them that are there.
+        """
+        forms = [(tuple(one.shape[1:]), one.dtype) for one in given]
+        if forms != [(part.shape, part.dtype) for part in kept.parts]:
+            return  # of another form than the first ones
+        if self._is_random(kept, len(names), again):
+            return
+        store = kept.store
+        store.put(names, given)
+        if kept.has_come_again:
+            return
+        why = f"none of {store.kept:,} samples came again in {self._name}"
+        dataset = self._now.dataset
+        is_known = dataset is not None and dataset.samples is not None
+        if store.is_full:
+            kept.end()
+            self._end(why)
+        elif not is_known and not self._is_proven and store.bytes > _UNPROVEN * store.free:
+            self._doubt(why)
+
+    def _is_random(self, kept: Kept, new: int, again: int) -> bool:
+        """Whether the samples' dataset has given more than it has, and none of them again."""
+        dataset = self._now.dataset
+        if dataset is None:
+            return False
+        # An item of a dataset may be several samples, so that the first pass has more of them.
+        is_later = dataset.passes > 1
+        seen = self._given.setdefault(dataset.identity, _Given())
+        seen.new, seen.again = seen.new + new, seen.again + again
+        if not is_later:
+            seen.first += new + again
+        count = seen.first if dataset.samples is None else dataset.samples
+        if seen.again or not is_later or not count or seen.new <= _TOO_MANY * count + _AHEAD:
+            return False
+        why = (
+            f"{dataset.name} changes its {count:,} samples at random: none came again "
+            f"in {self._name}"
+        )
+        # There is another one, such as that of a validation; or this may be a part of an epoch.
+        if len(self._given) > 1 or dataset.is_guessed:
+            leave(FIELD, why)
+            return True
+        kept.end()
+        self._end(why)
+        return True
+
+    def _doubt(self, why: str) -> None:
+        """Keep nothing until a sample comes again."""
+        leave(FIELD, f"{why}: they are kept once some do")
+        for kept in self._kept.values():
+            kept.end()
+        self._kept, self._given, self._doubted = {}, {}, set()
+        fill(is_full=True)
+
+    def _is_doubted(self, names: list[bytes]) -> bool:
+        """Whether none of the samples that were not kept has come again yet."""
+        if self._doubted is None:
+            return False
+        if not self._doubted.isdisjoint(names):
+            self._doubted, self._is_proven = None, True
+            return False
+        if len(self._doubted) < _NAMES:
+            self._doubted.update(names)
+        return True
+
+    def _check(self, given: Sequence[Any], kept: Sequence[Any]) -> None:
+        """Compare a batch's features as they were computed with those that were kept."""
+        self._unchecked = max(0, self._unchecked - 1)
+        if not all(map(_is_near, given, kept)):
+            self._end(f"what {self._name} gives for a sample depends on the rest of its batch")
+
+    def _end(self, why: str) -> None:
+        leave(FIELD, why)
+        self._is_over = True
+        self._forget()
+        fill(is_full=True)
+
+
+def _is_near(given: Any, kept: Any) -> bool:
+    if not given.is_floating_point() or not given.numel():
+        return bool((given == kept).all())
+    name = str(given.dtype).removeprefix("torch.")
+    largest = float(given.abs().max())
+    apart = float((given.double() - kept.double()).abs().max())
+    return apart <= _SAME.get(name, _SAME_IN_HALF) * largest
+
+
+def digests(*tensors: Any) -> list[bytes]:
+    """One for each row of a batch on the CPU, by its bytes, shape and dtype.
+
+    Args:
+        tensors: of the same length, whose rows make up a sample.
+    """
+    import torch
+
+    every = []
+    for batch in tensors:
+        rows = batch.detach().contiguous().reshape(len(batch), -1).view(torch.uint8).numpy()
+        words = repr((batch.dtype, tuple(batch.shape[1:]))).encode()
+        form = blake2b(words, digest_size=16)
+        found = []
+        for row in rows:
+            one = form.copy()
+            one.update(row)
+            found.append(one.digest())
+        every.append(found)
+    if len(every) == 1:
+        return every[0]
+    together = zip(*every, strict=True)
+    return [blake2b(b"".join(parts), digest_size=16).digest() for parts in together]

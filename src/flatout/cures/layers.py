@@ -1,0 +1,48 @@
+"""What tells a module's layers from all others: their tensors, and what they compute with them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from flatout.data import code_digest, is_library
+
+
+def tensors_of(part: Any) -> dict[str, Any]:
+    """Parameters and buffers of a module, and tensors that are plain attributes, by name."""
+    import torch
+
+    found = {**dict(part.named_parameters()), **dict(part.named_buffers())}
+    for path, inner in part.named_modules():
+        for name, value in vars(inner).items():
+            if isinstance(value, torch.Tensor):
+                found[f"{path}.{name}"] = value
+    return found
+
+
+def layers_of(part: Any) -> dict[str, list[str]]:
+    """What a module computes apart from its tensors: code, attributes and hooks, by layer."""
+    found = {}
+    for path, inner in part.named_modules():
+        # Of the module itself these are ours, or stay.
+        found[path] = words_of(inner, () if inner is not part else ("forward",))
+        if inner is not part:
+            hooks = [*inner._forward_pre_hooks.values(), *inner._forward_hooks.values()]
+            found[path].append(code_digest(hooks))
+    return found
+
+
+def words_of(layer: Any, without: Collection[str] = ()) -> list[str]:
+    """What one layer computes apart from its tensors and the layers in it.
+
+    Args:
+        layer: a module.
+        without: names of attributes that do not count.
+    """
+    from torch import nn
+
+    kind, common = type(layer), {*vars(nn.Module()), *without}
+    own = {name: value for name, value in vars(layer).items() if name not in common}
+    words = [f"{kind.__module__}.{kind.__qualname__}", repr(getattr(layer, "code", ""))]
+    words += [] if is_library(kind) else [code_digest(kind)]
+    return [*words, code_digest(own)]
