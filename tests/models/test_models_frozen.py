@@ -338,6 +338,44 @@ def test_a_transformer_is_cut_between_its_layers():
     assert the_same(model, inputs, cut)
 
 
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.front = nn.Linear(16, 16)
+        self.attention = nn.MultiheadAttention(16, 4, batch_first=True)
+        self.head = nn.Linear(16, 2)
+
+    def forward(self, x):
+        x = self.front(x)
+        return self.head((x + self.attention(x, x, x, need_weights=False)[0]).mean(1))
+
+
+def test_attention_may_take_another_kernel_in_evaluation():
+    model = made(Attending)
+    model.front.requires_grad_(False)
+    model.attention.requires_grad_(False)
+    inputs = torch.randn(8, 6, 16)
+    cut = find_cuts(model.train(), inputs).cuts[-1]
+    assert cut.bytes_per_sample == 64
+    assert the_same(model, inputs, cut)
+    model.eval()
+    with torch.no_grad():
+        assert torch.equal(cut.rest(cut.prefix(inputs)), model(inputs))
+
+
+def test_why_nothing_is_kept_where_no_cut_holds():
+    class Other(nn.Linear):
+        def forward(self, x):
+            gain = 2 if type(x) is torch.Tensor else 1
+            return super().forward(x) * gain
+
+    model = nn.Sequential(nn.Linear(4, 4), Other(4, 2))
+    model[0].requires_grad_(False)
+    found = find_cuts(model, torch.randn(6, 4))
+    assert not found.cuts
+    assert found.hindrance == "forward in two parts gives other numbers than as a whole"
+
+
 def test_rounding_by_place_is_not_taken_for_a_batch_that_counts():
     model = nn.Sequential(nn.Linear(1024, 1024), nn.Tanh(), nn.Linear(1024, 256), nn.Linear(256, 4))
     model[:3].requires_grad_(False)
