@@ -63,6 +63,13 @@ def test_all_have_come_so_it_is_the_network():
     assert "look at the network" in hang.lines[0]
 
 
+def test_a_rank_that_computes_within_a_collective_keeps_the_others_waiting():
+    hang = explain(8, 0, {0: stand(8, 8), 1: stand(8, stack=["  here"]), 2: stand(8, 8)}, 31)
+    assert hang.culprits == (1,)
+    assert hang.lines[0].endswith("for what rank 1 is to give")
+    assert "here" in hang.lines[-1]
+
+
 def test_of_many_missing_ranks_some_are_shown():
     stands = {0: stand(8, 8)} | {rank: stand(3, stack=["  here"]) for rank in range(1, 13)}
     hang = explain(8, 0, stands, 31)

@@ -90,6 +90,11 @@ def explain(number: int, rank: int, stands: Mapping[int, Stand], seconds: float)
         )
         blame = f"rank {rank} was in {name}, rank {others[0]} in {theirs}"
         return _told(first, blame, [rank, *others], stands)
+    # Ranks that pass on to one another what they compute are in one collective meanwhile.
+    busy = [one for one, stand in stands.items() if (stand.begun, stand.waiting) == (number, None)]
+    if busy:
+        blame = f"{_ranks(busy)} did not go on in {name}"
+        return _told(f"{waited} for what {_ranks(busy)} is to give", blame, busy, stands)
     first = f"{waited}; all ranks have come to it and answer: look at the network between them"
     return Hang([first], f"{name} did not end, though all ranks had come to it", ())
 

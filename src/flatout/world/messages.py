@@ -104,24 +104,25 @@ def gather(value: Any, size: int, channel: Any = None) -> list[Any]:
     return [unpack(one[:count].cpu()) for one, count in zip(found, counts, strict=True)]
 
 
-def from_first(value: Any, is_first: bool) -> Any:
-    """Rank 0's value, on every rank.
+def from_rank(value: Any, source: int, own: int) -> Any:
+    """One rank's value, on every rank.
 
     Args:
         value: as `pack` takes it; of the other ranks it is not looked at.
-        is_first: whether this is rank 0.
+        source: the rank that has it.
+        own: this rank.
     """
     import torch
     import torch.distributed as dist
 
     device = _device(None)
-    message = pack(value).to(device) if is_first else torch.empty(0, dtype=torch.uint8)
+    message = pack(value).to(device) if own == source else torch.empty(0, dtype=torch.uint8)
     length = torch.tensor([len(message)], device=device)
-    dist.broadcast(length, src=0)
-    if not is_first:
+    dist.broadcast(length, src=source)
+    if own != source:
         message = torch.empty(int(length), dtype=torch.uint8, device=device)
-    dist.broadcast(message, src=0)
-    return value if is_first else unpack(message.cpu())
+    dist.broadcast(message, src=source)
+    return value if own == source else unpack(message.cpu())
 
 
 def _device(channel: Any) -> str:

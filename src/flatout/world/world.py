@@ -209,10 +209,38 @@ class World:
         Raises:
             WorldError: on rank 0, the value holds something else.
         """
+        return self.from_rank(value, 0, what)
+
+    def from_rank(self, value: Any, source: int, what: str = "") -> Any:
+        """One rank's value, on every rank; of the others it is not looked at.
+
+        Args:
+            value: as `gather` takes it.
+            source: the rank that has it.
+            what: it is for.
+
+        Raises:
+            WorldError: on that rank, the value holds something else.
+        """
         if self.size == 1:
             return value
         with _together(self, self.collectives.begin(what)):
-            return messages.from_first(value, self.is_first)
+            return messages.from_rank(value, source, self.rank)
+
+    def broadcast(self, tensor: torch.Tensor, source: int, what: str = "") -> None:
+        """Write one rank's tensor into that of every rank.
+
+        Args:
+            tensor: contiguous, of the same shape and dtype on every rank, where ranks add up.
+            source: the rank that has it.
+            what: it is for.
+        """
+        if self.size == 1:
+            return
+        import torch.distributed as dist
+
+        with _together(self, self.collectives.begin(what)):
+            dist.broadcast(tensor, src=source)
 
     def by_first(self, do: Callable[[], Any], what: str = "") -> Any:
         """What `do` gives on rank 0, on every rank; where it raises there, all ranks do.
