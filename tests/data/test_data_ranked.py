@@ -34,3 +34,12 @@ def test_each_sample_is_at_its_place(source, world_size):
             assert world_size == 1 or part.whole == len(batch)
             for piece in part.split(2):
                 assert torch.equal(piece.inputs, batch[piece.start : piece.start + piece.size])
+
+
+def test_ranks_that_have_one_model_together_read_whole_batches(source):
+    for rank in range(3):
+        for part, batch in zip(
+            ranked(source, rank, 3, whole=True).batches(0), X.split(SIZE), strict=True
+        ):
+            assert torch.equal(part.inputs, batch)
+            assert (part.is_copy, part.copies, part.whole) == (rank < 2, 3, len(batch))

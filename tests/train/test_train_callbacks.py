@@ -29,6 +29,7 @@ from torch import nn
 
 import flatout
 from flatout.errors import ModelError
+from flatout.models import weights_of
 from flatout.train.callbacks import (
     BestCheckpoint,
     Callback,
@@ -67,7 +68,11 @@ class Fit:
         trainer: Any = SimpleNamespace(
             model=self.model,
             optimizer=self.optimizer,
-            loop=SimpleNamespace(learning_rate=0.5, mean_loss=self._read_loss),
+            loop=SimpleNamespace(
+                learning_rate=0.5,
+                mean_loss=self._read_loss,
+                weights=lambda: weights_of(self.model),
+            ),
             save_checkpoint=self._save,
         )
         self.state = FitState(

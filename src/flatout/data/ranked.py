@@ -13,7 +13,12 @@ from flatout.errors import DataError
 
 
 def ranked(
-    source: Source, rank: int, world_size: int, look: Callable[[Batch], None] | None = None
+    source: Source,
+    rank: int,
+    world_size: int,
+    look: Callable[[Batch], None] | None = None,
+    *,
+    whole: bool = False,
 ) -> Source:
     """The source for one rank of several: each global batch is cut in parts, one for each rank.
 
@@ -24,6 +29,7 @@ def ranked(
         rank: whose part.
         world_size: how many ranks there are.
         look: gets the first whole batch of each epoch, where ranks read whole batches.
+        whole: every rank gets each batch whole, and that of the last one counts.
 
     Raises:
         DataError: the source is already the part of another rank.
@@ -38,21 +44,26 @@ def ranked(
         )
     if world_size == 1 or (shard is not None and shard.has_own_rows):
         return source
-    return _Ranked(source, rank, world_size, look)
+    return _Ranked(source, rank, world_size, look, whole)
 
 
 class _Ranked:
     """Follows `flatout.data.source.Source`. Its numbers are those of all ranks together."""
 
     def __init__(
-        self, source: Source, rank: int, world_size: int, look: Callable[[Batch], None] | None
+        self,
+        source: Source,
+        rank: int,
+        world_size: int,
+        look: Callable[[Batch], None] | None,
+        all_whole: bool,
     ) -> None:
-        self._rank, self._world_size = rank, world_size
+        self._rank, self._world_size, self._all_whole = rank, world_size, all_whole
         self._look = look
         self._whole = source
         # A Pipeline makes only the rows of its own rank; of any other source each rank cuts what
         # it has read.
-        self._own = source if isinstance(source, Pipeline) else None
+        self._own = source if isinstance(source, Pipeline) and not all_whole else None
         if self._own is not None and self._own.sharded is None:
             self._own = self._own.shard(rank, world_size)
 
@@ -91,6 +102,9 @@ class _Ranked:
         return [self._counted(batch, step) for step, batch in enumerate(self._own.peek(count))]
 
     def _part(self, batch: Batch) -> Batch:
+        if self._all_whole:
+            is_copy = self._rank < self._world_size - 1
+            return batch._replace(copies=self._world_size, is_copy=is_copy, whole=batch.samples)
         if batch.size < self._world_size:
             return self._copy(batch)
         start = batch.size * self._rank // self._world_size

@@ -113,8 +113,11 @@ class TorchModel:
         """Put into the model what `weights` gave; names and shapes have been checked."""
         state = self.module.state_dict()
         own = own_names(self.module, state)
+        # What another rank has is on the meta device here.
+        held = {name: value for name, value in state.items() if not value.is_meta}
         self.module.load_state_dict(
-            {name: sharded_like(weights[own[name]], value) for name, value in state.items()}
+            {name: sharded_like(weights[own[name]], value) for name, value in held.items()},
+            strict=len(held) == len(state),
         )
 
     def parameters(self) -> list[torch.Tensor]:

@@ -82,6 +82,8 @@ class Update:
             dict.fromkeys(p for part in self.parts for p in part.parameters)
         )
         devices = dict.fromkeys(p.device for p in self.parameters)
+        if not devices:  # other ranks have all of these optimizers' parameters
+            devices = {torch.device("cpu"): None}
         for device in devices:
             # A flag that is set stays set, until someone clears it.
             self._flags.setdefault(device, torch.zeros((), device=device))

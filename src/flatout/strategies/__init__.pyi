@@ -12,6 +12,8 @@ from flatout.strategies.reductions import reduction_of as reduction_of
 from flatout.strategies.replicas import check_replicas as check_replicas
 from flatout.strategies.replicas import digest_of as digest_of
 from flatout.strategies.sparse import sparse_weights as sparse_weights
+from flatout.strategies.staged_refusals import STAGED_LEFT_OUT as STAGED_LEFT_OUT
+from flatout.strategies.staged_refusals import check_staged_settings as check_staged_settings
 from flatout.strategies.strategy import Strategy as Strategy
 from flatout.strategies.strategy import Sums as Sums
 from flatout.strategies.sync_batch_norm import SyncBatchNorm as SyncBatchNorm

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from flatout.data import Batch
 from flatout.models import weights_of
 from flatout.strategies.reductions import Beside
 
@@ -39,6 +40,7 @@ class Strategy:
             a rank's own, and all call `meet` before they compare, evaluate or save.
         meets_in_compute: whether ranks wait for each other within forward and backward: then all
             run as many, an evaluation's included.
+        takes_whole_batches: whether every rank is given each batch whole, of which the last counts.
         reduction: adds up gradients; None where none is used.
         across: adds up numbers of what this rank holds of the gradients, in place, over all ranks
             that hold the rest; None where it holds them whole.
@@ -46,6 +48,7 @@ class Strategy:
 
     steps_apart = False
     meets_in_compute = False
+    takes_whole_batches = False
     reduction: Beside | None = None
     across: Callable[[torch.Tensor], None] | None = None
 
@@ -63,6 +66,24 @@ class Strategy:
             parameters: what they train, in the same order on every rank; the same object while it
                 is the same.
         """
+
+    def pass_on(
+        self,
+        compute: Callable[[Batch], Any],
+        batch: Batch,
+        loss: Callable[[Batch], torch.Tensor],
+    ) -> tuple[int, int]:
+        """Forward and backward of a whole batch, by all ranks; for those that take whole batches.
+
+        Args:
+            compute: forward and loss of a batch.
+            batch: the same on every rank.
+            loss: what a micro-batch adds to the loss, by `compute`; one rank calls it.
+
+        Returns:
+            how long this rank's forward and backward have computed, in ns.
+        """
+        raise NotImplementedError
 
     def arm(self, own: Sums, samples: float, scaler: torch.amp.GradScaler | None = None) -> None:
         """The next backward completes the gradients.

@@ -19,9 +19,14 @@ if TYPE_CHECKING:
 
 
 def operator_count(loop: Loop) -> OperatorCount | None:
-    """What counts the next step; None where the model is compiled: it would run otherwise."""
+    """What counts the next step; None where the model is compiled: it would run otherwise.
+
+    Of a rank that has a stage alone neither, for most of a step's time is not of these operators.
+    """
     asked = loop.resolved is not None and loop.resolved.compute.compile == "on"
-    return None if asked or is_compiled(loop.model) else OperatorCount()
+    if asked or is_compiled(loop.model) or loop.takes_whole_batches:
+        return None
+    return OperatorCount()
 
 
 def counted(count: OperatorCount, loop: Loop) -> dict[str, Any]:

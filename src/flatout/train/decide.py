@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ import torch
 
 from flatout.data import Batch
 from flatout.devices import PingPong, find_ping_pong
-from flatout.errors import FlatoutError
+from flatout.errors import FlatoutError, ModelError
 from flatout.models import adapter_of, facts_of
 from flatout.recipe import (
     PLAIN,
@@ -27,6 +27,7 @@ from flatout.recipe import (
 )
 from flatout.strategies import (
     LEFT_OUT,
+    STAGED_LEFT_OUT,
     Beside,
     Ddp,
     Fsdp,
@@ -79,7 +80,7 @@ def make_stepper(
         dropout=keyed,
     )
     _note_undo(loop, stepper)
-    if loop.world.size > 1 and loop.requested.world.strategy != "local_sgd":
+    if loop.world.size > 1 and loop.requested.world.strategy not in ("local_sgd", "staged"):
         stepper.meet(loop.world)
     return stepper, facts
 
@@ -99,7 +100,7 @@ def decide(
         steps: that are planned.
     """
     estimated, looked_s = 1, 0.0
-    if compute is not None:
+    if compute is not None and not loop.is_staged:
         estimated = _agree_on_pieces(loop, compute, first, 1)
     if first and compute is not None:
         looked_s = _check_first(loop, compute, first)
@@ -186,7 +187,8 @@ def _left_out(loop: Loop) -> dict[str, str]:
     """Settings that are not tried with this strategy, and why."""
     if not loop.lays_out:
         return {}
-    return {f: why for f, why in LEFT_OUT.items() if loop.requested.get(f) == "auto"}
+    left_out = STAGED_LEFT_OUT if loop.is_staged else LEFT_OUT
+    return {f: why for f, why in left_out.items() if loop.requested.get(f) == "auto"}
 
 
 def _with_reasons(loop: Loop, resolved: ResolvedRecipe) -> ResolvedRecipe:
@@ -256,6 +258,8 @@ def _strategy(
         if compute is not None and first:
             run = partial(_run_first, loop, compute, first[0])
         return Fsdp(world, model, loop.optimizers, run, loop.tell), resolved
+    if asked.strategy == "staged":
+        return _stages(loop, resolved, compute, first), resolved
     adds_up, resolved = _reduction(loop, resolved)
     reduction = Beside(adds_up, loop.device)
     if asked.strategy == "local_sgd":
@@ -263,6 +267,27 @@ def _strategy(
         local = LocalSgd(world, model, loop.optimizers, reduction, every=every, outer=outer)
         return local, resolved
     return Ddp(world, model, reduction, loop.stepper.switch.shards), resolved
+
+
+def _stages(
+    loop: Loop, resolved: ResolvedRecipe, compute: Compute | None, first: list[Batch]
+) -> Strategy:
+    """Each rank has some layers of the model."""
+    # With them comes torch's compiler, which takes a second to import.
+    from flatout.strategies.staged import Asked, Staged
+
+    if compute is None or not first or loop.told is None:
+        raise ModelError(
+            "world.strategy=staged is for a Trainer's fit: it measures the model's layers on the "
+            "first batch, and calls the loss itself",
+            do="train with flatout.Trainer, or with world.strategy=ddp or fsdp",
+        )
+    world = resolved.world
+    asked = Asked(world.schedule, world.micro_batches, world.batch_statistics == "per_micro_batch")
+    casts = resolved.compute.precision != "fp32"
+    within = loop.stepper.switch.autocast if casts else nullcontext
+    given = (compute, first[0])
+    return Staged(loop.world, loop.model, loop.optimizers, given, asked, loop.tell, within)
 
 
 def _run_first(loop: Loop, compute: Compute, batch: Batch) -> None:

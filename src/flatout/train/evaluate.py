@@ -77,7 +77,8 @@ def evaluate(
     loop.be_ready(objective.model)
     world = loop.world
     job = objective.job(loop, None, training=False)
-    part = part_of(agreed(source, world), world, loop.say)
+    whole = loop.takes_whole_batches
+    part = part_of(agreed(source, world), world, loop.say, whole=whole)
     with loop.feed.evaluated(source, part) as batches:
         tally = evaluate_batches(objective, loop, job, watched(batches), stopped, source)
     if tally is None:
@@ -201,7 +202,8 @@ def look_at_validation(
     job = objective.job(loop, source, training=False)
     names: list[str] | None = None
     with untouched(objective.model):
-        part = part_of(agreed(source, world), world, lambda line: None)
+        whole = loop.takes_whole_batches
+        part = part_of(agreed(source, world), world, lambda line: None, whole=whole)
         batches = [b.rows(0, most) if b.size > most else b for b in part.peek(_BATCHES)]
         for batch in batches:
             try:

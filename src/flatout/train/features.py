@@ -299,7 +299,8 @@ class FrozenFeatures:
         if isinstance(samples, str):
             return samples
         if loop.meets_in_compute:
-            return "world.strategy=fsdp gathers the weights of frozen layers with those behind them"
+            strategy = loop.requested.world.strategy
+            return f"world.strategy={strategy} leaves each rank a part of the model"
         if batch is None or batch.indices is None:
             return "the source does not number its samples"
         if loop.allow < Parity.TOLERANT:

@@ -45,7 +45,13 @@ class Feed:
         self._copies = device.type != "cpu"
 
     def batches(
-        self, world: World, note: Callable[[str], None], epoch: int, epochs: int | None
+        self,
+        world: World,
+        note: Callable[[str], None],
+        epoch: int,
+        epochs: int | None,
+        *,
+        whole: bool = False,
     ) -> Iterator[Batch]:
         """The batches of an epoch that were not taken yet.
 
@@ -54,9 +60,10 @@ class Feed:
             note: gets what the user should know.
             epoch: its number.
             epochs: of the whole run, where that is known.
+            whole: every rank takes each batch whole.
         """
         assert self.source is not None
-        part, log = part_of(self.source, world, note), world.collectives
+        part, log = part_of(self.source, world, note, whole=whole), world.collectives
         if hasattr(self.source, "expect_epochs"):
             self.source.expect_epochs(epochs)
         features = self.features

@@ -186,7 +186,8 @@ class Fit:
         state.history.lr_scale = loop.lr_scale
         for callback in self.callbacks:
             callback.check(state, figures)
-        part, features = part_of(self.source, loop.world, loop.note), loop.feed.features
+        part = part_of(self.source, loop.world, loop.note, whole=loop.takes_whole_batches)
+        features = loop.feed.features
         assert features is not None
         features.begin(self.source, part, loop.epoch)
         self._open_run()
@@ -195,7 +196,8 @@ class Fit:
         state.history.startup_s = time.time() - psutil.Process().create_time()
         loop.timeline.reset()
         loop.timeline.start()
-        self._times = RankTimes(loop.world, loop.timeline, loop.pace)
+        alike = not loop.takes_whole_batches
+        self._times = RankTimes(loop.world, loop.timeline, loop.pace, alike=alike)
         self._count, self._thaws = operator_count(loop), loop.thaws
 
     def _figures(self) -> Figures:
@@ -222,7 +224,9 @@ class Fit:
         if asked.strategy == "local_sgd":
             words += f" with an average every {asked.sync_every} steps"
         size = self.source.batch_size
-        if size is not None:
+        if size is not None and self.loop.takes_whole_batches:
+            words += f", global batch {size:,}"
+        elif size is not None:
             part = f"{size // ranks:,}" if size % ranks == 0 else f"{size / ranks:,.1f}"
             words += f", global batch {size:,} = {ranks} x {part}"
         return words
@@ -446,7 +450,7 @@ class Fit:
         state, loop = self.state, self.loop
         loop.check_numbers(self.compute)
         loop.meet_others()
-        if self._is_time_to_compare():
+        if not loop.takes_whole_batches and self._is_time_to_compare():
             check_replicas(self.objective.model, loop.world, f"after epoch {state.epoch + 1}")
         logs = {"loss": loop.mean_loss(), **self._results()}
         self._check_loss(logs["loss"])

@@ -78,6 +78,7 @@ def _checkable(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Ten
         name: tensor.detach()
         for name, tensor in ((name, own_part(tensor)) for name, tensor in named)
         if tensor.is_floating_point() and tensor.numel() and tensor.layout is torch.strided
+        if not tensor.is_meta  # another rank has it
     }
 
 

@@ -288,7 +288,8 @@ class Loop:
         self.feed.features = FrozenFeatures(self, model, calls)
         self.undo.callback(self.feed.features.close)
         self.capture_steps(compute, None if self.tuner is None else self.tuner.search)
-        check_replicas(model, world, "at the start")
+        if not self.takes_whole_batches:
+            check_replicas(model, world, "at the start")
         if is_trial():
             tunes = partial(getattr, self.tuner, "is_searching", False)
             self._trial = RankTrial(lambda: self.step_count, tunes, world.is_first)
@@ -430,7 +431,17 @@ class Loop:
     @property
     def lays_out(self) -> bool:
         """Whether each rank is to hold a part of the model alone."""
-        return self.world.size > 1 and self.requested.world.strategy == "fsdp"
+        return self.world.size > 1 and self.requested.world.strategy in ("fsdp", "staged")
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether each rank is to hold some of the layers."""
+        return self.lays_out and self.requested.world.strategy == "staged"
+
+    @property
+    def takes_whole_batches(self) -> bool:
+        """Whether every rank is given each batch whole, for the model that all have together."""
+        return self._stepper is not None and self._stepper.strategy.takes_whole_batches
 
     @property
     def meets_in_compute(self) -> bool:
@@ -487,7 +498,10 @@ class Loop:
         self.feed.taken = self.batch_in_epoch
         if self._other_job is not None:
             self._other_job.look()
-        return self.feed.batches(self.world, self.note, self.epoch, self.planned_epochs)
+        whole = self.takes_whole_batches
+        return self.feed.batches(
+            self.world, self.note, self.epoch, self.planned_epochs, whole=whole
+        )
 
     def ready(self, batch: Batch) -> Batch:
         """The batch on the device, in the memory format that was chosen."""
@@ -693,6 +707,14 @@ class Loop:
         """
         return self.checkpointing.checkpoints
 
+    def weights(self, *, kept: bool = True) -> dict[str, torch.Tensor]:
+        """Everything that is saved of the model, by name, whole; all ranks call it.
+
+        Args:
+            kept: whether this rank wants them; where not, tensors may be empty.
+        """
+        return self.stepper.strategy.weights(self.model, kept=kept)
+
     def save(self, extra: Any = None, score: float | None = None, own: Any = None) -> str:
         """Write a checkpoint of everything; returns its path. Resuming from it is bitwise.
 
@@ -714,7 +736,7 @@ class Loop:
         guard.check_state(self.model, "saving")
         path = self.checkpointing.write(
             self.step_count,
-            self.stepper.strategy.weights(self.model, kept=self.checkpointing.keeps),
+            self.weights(kept=self.checkpointing.keeps),
             state_of(self, extra),
             own_state_of(self, own),
             meta={"recipe": dumps(self.resolved)},

@@ -93,10 +93,11 @@ def _fit_there(trainer: FittingTrainer, args: tuple[Any, ...], kwargs: dict[str,
 
     from flatout.world import Rendezvous, first_failure, run_ranks
 
-    if trainer.loop.requested.world.strategy == "fsdp":
+    strategy = trainer.loop.requested.world.strategy
+    if strategy in ("fsdp", "staged"):
         raise WorldError(
-            "with world.strategy=fsdp each rank has a part of the optimizer's state, and of ranks "
-            "that a notebook has started only one's would come back",
+            f"with world.strategy={strategy} each rank has a part of the optimizer's state, and of "
+            "ranks that a notebook has started only one's would come back",
             do="put the training into a script and start it with flatout run --devices "
             f"{trainer.devices}, or take world.strategy=ddp",
         )

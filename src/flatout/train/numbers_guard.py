@@ -101,7 +101,8 @@ class NumbersGuard:
     def _fetch_again(self, step: Step, source: Source | None) -> list[Batch]:
         if source is None or not source.seekable:
             return []
-        own = ranked(source, self._world.rank, self._world.size)
+        whole = self._stepper.strategy.takes_whole_batches
+        own = ranked(source, self._world.rank, self._world.size, whole=whole)
         again = own.batches(step.epoch, step.first_batch)
         return [self._ready(batch) for batch in islice(again, step.batches)]
 

@@ -50,7 +50,7 @@ def predict(objective: Objective, loop: Loop, source: Source) -> Any:
         return rows_of_samples(map_tensors(partial(_to_host, batch.size), output), batch)
 
     outputs = []
-    part = part_of(source, world, loop.say)
+    part = part_of(source, world, loop.say, whole=loop.takes_whole_batches)
     graph = as_one_graph(objective, loop, source)
     with (
         loop.feed.evaluated(source, part) as made,

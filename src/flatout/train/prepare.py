@@ -9,7 +9,7 @@ from torch import nn
 from flatout.data import Batch, Source, is_pipe
 from flatout.devices import place
 from flatout.measure import Live
-from flatout.strategies import check_reduction, check_settings
+from flatout.strategies import check_reduction, check_settings, check_staged_settings
 from flatout.train.decide import samples_of
 from flatout.train.large_batch import resumed_words, scale_rates
 from flatout.train.preflight import check_last_batch
@@ -50,11 +50,11 @@ def first_batches(loop: Loop, data: Source | None, compute: Compute | None) -> l
     check_ranks(loop.model, data, loop.world)
     check_reduction(loop.requested.world, loop.world, loop.say)
     if loop.lays_out:
-        check_settings(loop.requested)
+        (check_staged_settings if loop.is_staged else check_settings)(loop.requested)
     loop.feed.source = data
     if data is None or compute is None:
         return []
-    part = part_of(data, loop.world, loop.note)
+    part = part_of(data, loop.world, loop.note, whole=loop.is_staged)
     first = part.peek(2)
     # A rank may have none where others have some; all ask.
     loop.first_batch_size = round(sum(loop.world.gather(samples_of(first)))) or None

@@ -12,7 +12,7 @@ from torch import nn
 from flatout.console import say
 from flatout.data import Batch, OwnPipe, Pipeline, Source, is_pipe, listed, named_tensors, own_pipe
 from flatout.data.ranked import ranked
-from flatout.errors import ModelError, WorldError
+from flatout.errors import DataError, ModelError, WorldError
 from flatout.models import has_own_moments, modules_of
 from flatout.strategies import digest_of
 from flatout.world import World
@@ -94,7 +94,9 @@ def _check_layer(layer: Any) -> None:
         )
 
 
-def part_of(source: Source, world: World, say: Callable[[str], None] = say) -> Source:
+def part_of(
+    source: Source, world: World, say: Callable[[str], None] = say, *, whole: bool = False
+) -> Source:
     """What this rank reads of a source.
 
     Where an iterator of the user's own decides the order, the ranks compare an epoch's first batch.
@@ -104,15 +106,23 @@ def part_of(source: Source, world: World, say: Callable[[str], None] = say) -> S
         source: the same on all ranks.
         world: of this rank.
         say: gets a line about what is left over in pipes, on all ranks.
+        whole: every rank reads each batch whole, as stages of one model do.
 
     Raises:
+        DataError: ranks read whole batches, and the source has other rows for each.
         WorldError: while reading, on every rank: they have read different batches.
     """
+    if whole and isinstance(source, Pipeline) and (source.has_own_rows or is_pipe(source)):
+        raise DataError(
+            "with world.strategy=staged every rank reads the same batches, and these data have "
+            "other rows for each rank",
+            do="leave shard out and read files, or train with world.strategy=ddp or fsdp",
+        )
     own = _own_pipe(source, world)
     if own is not None:
         return OwnPipe(own, partial(_dry, world), world.gather, say)
     look = None if source.seekable else partial(_check_same_batch, world=world)
-    return ranked(source, world.rank, world.size, look)
+    return ranked(source, world.rank, world.size, look, whole=whole)
 
 
 def _dry(world: World, is_dry: bool) -> int:

@@ -295,13 +295,14 @@ class Stepper:
                 if is_mean:
                     return self._mean(compute, pieces[0])
                 samples = self._samples_of(batches)
+                run = self._staged if self.strategy.takes_whole_batches else self._sums
                 if not isinstance(compute, Weighing):
-                    return self._sums(compute, pieces, samples)
+                    return run(compute, pieces, samples)
                 if weights is None:
                     weights = compute.sums_of_weights(batches)
                     self.world.sum(weights, "weights of several losses")
                 with compute.of_step(weights):
-                    return self._sums(compute, pieces, samples)
+                    return run(compute, pieces, samples)
             except (RuntimeError, MemoryError) as error:
                 self.strategy.disarm()
                 if not self.may_split:
@@ -312,6 +313,8 @@ class Stepper:
 
     def _pieces_of(self, batches: Sequence[Batch]) -> list[Batch]:
         """The micro-batches of this rank's part of a step."""
+        if self.strategy.takes_whole_batches:
+            return placed(batches)
         if len(batches) == 1 and self.pieces == 1 and not isinstance(self.micro_batch, int):
             return [batches[0]]
         return [
@@ -371,6 +374,22 @@ class Stepper:
             forward += middle - start - (waited - begun)
             backward += clock() - middle - (log.waited - waited)
         assert torch.is_tensor(total)
+        return _Part(total, weight, forward, backward, False)
+
+    def _staged(self, compute: Compute, batches: Sequence[Batch], samples: float) -> _Part:
+        """The same where each rank has some of the layers: the last one sees losses."""
+        total = torch.zeros(())
+        weight: torch.Tensor | float = 0.0
+
+        def loss(piece: Batch) -> torch.Tensor:
+            nonlocal total, weight
+            part, part_weight = _sum(self._forward(compute, piece), piece.size)
+            total, weight = total + part.detach(), weight + part_weight
+            return part / samples
+
+        times = [self.strategy.pass_on(compute, batch, loss) for batch in batches]
+        self.strategy.arm(Sums(total, weight, float(self.wants_to_stop)), samples)
+        forward, backward = map(sum, zip(*times, strict=True))
         return _Part(total, weight, forward, backward, False)
 
     def _forward(self, compute: Compute, piece: Batch) -> Value:
@@ -522,14 +541,20 @@ class Stepper:
         meets = self.strategy.meets_in_compute or is_sharded
         if on_rank and (meets or adapter_of(self.switch.model).meets_in_loss):
             what = "Keras' losses"
-            if meets:
+            do = (
+                f"set Memory(micro_batch={max(1, largest // 2)}), lower batch_size, or use "
+                "Memory(activation_checkpointing='on')"
+            )
+            if self.strategy.takes_whole_batches:
+                what = "micro-batches of a stage"
+                do = "set a larger world.micro_batches, lower batch_size, or take more ranks"
+            elif meets:
                 what = "lookups in sharded tables" if is_sharded else "weights that are gathered"
             raise OutOfMemory(
                 f"memory ran out{on_rank}, and {what} may meet other ranks' within a "
                 "step, so that none can take its part again",
                 where=f"{when}, batch of {largest}",
-                do=f"set Memory(micro_batch={max(1, largest // 2)}), lower batch_size, or use "
-                "Memory(activation_checkpointing='on')",
+                do=do,
             ) from error
         self.pieces = smaller(self.switch.model, self.pieces, largest, when, on_rank)
         whose = "its part" if on_rank else "the batch"

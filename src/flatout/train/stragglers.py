@@ -87,10 +87,11 @@ class RankTimes:
         world: of this rank.
         timeline: of this rank.
         pace: of this rank.
+        alike: whether all do the same, so that one that takes longer is told.
     """
 
-    def __init__(self, world: World, timeline: Timeline, pace: Pace) -> None:
-        self._world, self._timeline, self._pace = world, timeline, pace
+    def __init__(self, world: World, timeline: Timeline, pace: Pace, *, alike: bool = True) -> None:
+        self._world, self._timeline, self._pace, self._alike = world, timeline, pace, alike
         self._before: dict[str, float] = {}
         self._steps_before = 0
         self._named: set[tuple[tuple[int, ...], str]] = set()
@@ -117,7 +118,7 @@ class RankTimes:
         gathered = self._world.gather(tuple(own), "the ranks' times, after an epoch")
         found = [Times(*times) for times in gathered]
         told = [note for times in found for note in times.notes]
-        slow = straggler(found)
+        slow = straggler(found) if self._alike else None
         if slow is not None and (slow.ranks, slow.lane) not in self._named:
             self._named.add((slow.ranks, slow.lane))
             told.append(slow.words)

@@ -426,7 +426,9 @@ class Trainer:
         if ids is not None:
             self.world().by_first(lambda: ids.save(path))
         # Put together by all, before the first writes them.
-        weights = weights_of(self.model) if self.loop.meets_in_compute else None
+        weights = None
+        if self.loop.meets_in_compute:
+            weights = self.loop.weights(kept=self.world().is_first)
         self.world().by_first(lambda: save_model_file(path, self.model, self.metadata(), weights))
         return Path(path)
 

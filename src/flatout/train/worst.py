@@ -130,7 +130,7 @@ def worst(
         return loss.values(output, batch).cpu(), output.detach().float().cpu()
 
     with evaluating(objective.model), loop.autocast():
-        for raw in part_of(source, world, loop.say).batches(0, 0):
+        for raw in part_of(source, world, loop.say, whole=loop.takes_whole_batches).batches(0, 0):
             batch = loop.ready(raw)
             with explained(objective.model, batch):
                 parts = loop.parts(take, batch)

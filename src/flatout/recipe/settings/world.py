@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from flatout.recipe.parity import Parity, redrawn_if
-from flatout.recipe.setting import Positive, Section, setting
+from flatout.recipe.setting import NotNegative, Positive, Section, setting
 
 CudaDevice = Annotated[
     str, Field(pattern=r"^cuda:(0|[1-9][0-9]*)$", json_schema_extra={"allowed": "cuda:N"})
@@ -30,17 +30,42 @@ class World(Section):
         parity=Parity.EXACT,
         words="{} placement",
     )
-    strategy: Literal["ddp", "fsdp", "local_sgd"] = setting(
+    strategy: Literal["ddp", "fsdp", "staged", "local_sgd"] = setting(
         "ddp",
         "What several ranks do together: `ddp` makes each step one of all ranks, with the result "
         "of one rank. `fsdp` does so where each rank holds a part of the weights, gradients and "
-        "the optimizer's state: less memory, more to send. `local_sgd` is for slow links: ranks "
-        "step alone, each on its part of the batch, and average weights and the optimizer's state "
-        "every `sync_every` steps, at the end of an epoch, and before evaluating and saving.",
+        "the optimizer's state: less memory, more to send. `staged` does so where each rank has "
+        "some layers of the model, through which parts of a batch pass from rank to rank. "
+        "`local_sgd` is for slow links: ranks step alone, each on its part of the batch, and "
+        "average weights and the optimizer's state every `sync_every` steps, at the end of an "
+        "epoch, and before evaluating and saving.",
         # The same sums in another order.
         parity=Parity.TOLERANT,
         learns="local_sgd",
         words="{}",
+    )
+    schedule: Literal["1f1b", "gpipe"] = setting(
+        "1f1b",
+        'In which order `strategy = "staged"` computes: `gpipe` runs the forward of all '
+        "micro-batches, then the backward of all; `1f1b` begins a backward as soon as it can, so "
+        "that fewer activations are kept.",
+        # Gradients of the same micro-batches in the same order.
+        parity=Parity.TOLERANT,
+        words="schedule {}",
+    )
+    micro_batches: NotNegative = setting(
+        0,
+        'Into how many parts `strategy = "staged"` splits a batch, which is as large as ever. 0 is '
+        "four for each stage. More of them leave ranks idle for less time, and make each smaller.",
+        parity=Parity.TOLERANT,
+        words="{} micro-batches",
+    )
+    batch_statistics: Literal["whole", "per_micro_batch"] = setting(
+        "whole",
+        'Whether `strategy = "staged"` takes models with BatchNorm in training: `whole` refuses '
+        "them, `per_micro_batch` lets each micro-batch have its own statistics.",
+        parity=Parity.LEARNING,
+        words="statistics {}",
     )
     sync_every: Positive = setting(
         32,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flatout.models import load_weights, weights_of
+from flatout.models import load_weights
 from flatout.train.callbacks.callback import Callback, Figures
 from flatout.train.callbacks.monitor import Mode, Monitor
 
@@ -79,7 +79,7 @@ class EarlyStopping(Callback):
             self.best_epoch = state.epoch + 1
             self.waited = 0
             if self.restore_best:
-                self._weights = _copied(weights_of(state.model))
+                self._weights = _copied(state.trainer.loop.weights())
             return
         self.waited += 1
         self._stop_if_due(state)

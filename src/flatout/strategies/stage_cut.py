@@ -1,0 +1,199 @@
+"""Where a model is cut into stages: where the slowest one is least, by measured times and bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from time import perf_counter_ns as clock
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves, tree_map
+
+from flatout.errors import ModelError
+from flatout.strategies.stage_chain import Chain
+
+# The fastest of so many counts: the first one allocates.
+_TIMES = 3
+
+
+class Measured(NamedTuple):
+    """What a forward and backward of a micro-batch showed.
+
+    Attributes:
+        spent: time of each call, in ns.
+        sizes: bytes of each value; None where it is no tensor.
+        torn: cuts that would part a value from a call that writes into it.
+    """
+
+    spent: list[int]
+    sizes: Mapping[fx.Node, int | None]
+    torn: set[int]
+
+
+class Cut(NamedTuple):
+    """Where a model is cut.
+
+    Attributes:
+        places: before which calls.
+        shares: of the stages, of the time of all.
+    """
+
+    places: list[int]
+    shares: list[float]
+
+
+def measure(chain: Chain, inputs: Sequence[torch.Tensor]) -> Measured:
+    """Time each call of a forward, with its backward. Gradients of weights are thrown away.
+
+    Args:
+        chain: the forward.
+        inputs: a micro-batch.
+    """
+    timed = _Timed(chain)
+    timed.run(*inputs)
+    return Measured([timed.spent[call] for call in chain.calls], timed.sizes, timed.torn)
+
+
+class _Timed(fx.Interpreter):
+    """Runs calls one by one, each several times on copies of what it is given."""
+
+    def __init__(self, chain: Chain) -> None:
+        super().__init__(chain.model, graph=chain.graph)
+        self._chain = chain
+        self.spent: dict[fx.Node, int] = {}
+        self.sizes: dict[fx.Node, int | None] = {}
+        self.torn: set[int] = set()
+
+    def run_node(self, n: fx.Node) -> Any:
+        """One call, and its backward."""
+        if not n.op.startswith("call"):
+            found = super().run_node(n)
+        else:
+            found, best = None, None
+            for _ in range(_TIMES):
+                found, took, copies = self._once(n)
+                best = took if best is None else min(best, took)
+            assert best is not None
+            self.spent[n] = best
+            for value in n.all_input_nodes:  # later calls read what this one has written
+                copy = copies.get(id(self.env[value]))
+                if copy is not None and copy._version:
+                    self.torn.update(self._chain.between(value, n))
+                    self.env[value] = _leaf(copy)
+            found = tree_map(_leaf, found)
+        self.sizes[n] = found.nbytes if isinstance(found, torch.Tensor) else None
+        return found
+
+    def _once(self, n: fx.Node) -> tuple[Any, int, dict[int, torch.Tensor]]:
+        leaves: dict[int, torch.Tensor] = {}
+        copies: dict[int, torch.Tensor] = {}
+
+        def fresh(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            if id(value) not in copies:
+                leaves[id(value)] = _leaf(value)
+                copies[id(value)] = leaves[id(value)].clone()  # which may be written into
+            return copies[id(value)]
+
+        args, kwargs = tree_map(fresh, self.fetch_args_kwargs_from_env(n))
+        module = self.module.get_submodule(str(n.target)) if n.op == "call_module" else None
+        weights = [] if module is None else list(module.parameters())
+        wanted = [t for t in (*leaves.values(), *weights) if t.requires_grad]
+        start = clock()
+        found = getattr(self, n.op)(n.target, args, kwargs)
+        given = [t for t in tree_leaves(found) if isinstance(t, torch.Tensor) and t.grad_fn]
+        if given and wanted:
+            ones = [torch.ones_like(t) for t in given]
+            torch.autograd.grad(given, wanted, ones, allow_unused=True)
+        return found, clock() - start, copies
+
+
+def _leaf(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().requires_grad_(value.requires_grad)
+
+
+def cut(chain: Chain, measured: Measured, stages: int, ns_per_byte: float) -> Cut:
+    """Where the slowest stage takes least, what it sends and gets included.
+
+    Args:
+        chain: the forward.
+        measured: of a micro-batch.
+        stages: how many.
+        ns_per_byte: between two ranks.
+
+    Raises:
+        ModelError: there are not as many places, or only within what reads one weight.
+    """
+    calls = len(chain.calls)
+    sent = {
+        place: [measured.sizes.get(value) for value in chain.crossing(place)]
+        for place in range(1, calls)
+        if place not in measured.torn
+    }
+    crossing = {p: sum(s for s in sizes if s) for p, sizes in sent.items() if None not in sizes}
+    untied = _untied(chain, crossing, stages)
+    until = [0]
+    for spent in measured.spent:
+        until.append(until[-1] + spent)
+    # A gradient goes back for each value.
+    ways = {place: 2 * size * ns_per_byte for place, size in untied.items()}
+    places = _best(until, ways, stages)
+    ends = [0, *places, calls]
+    total = max(1, until[-1])
+    return Cut(places, [(until[b] - until[a]) / total for a, b in pairwise(ends)])
+
+
+def _untied(chain: Chain, crossing: Mapping[int, int], stages: int) -> dict[int, int]:
+    """Without the places between two readers of one weight."""
+    spans = list(chain.spans())
+    found = {
+        place: size
+        for place, size in crossing.items()
+        if not any(first < place <= last for _, first, last in spans)
+    }
+    if len(found) >= stages - 1:
+        return found
+    shared = [name for name, first, last in spans if first < last]
+    if shared and len(crossing) >= stages - 1:
+        raise ModelError(
+            f"{shared[0]} is read in several places, and one rank has a weight: that leaves "
+            f"{len(found)} places to cut the model, and {stages} ranks need {stages - 1}",
+            do="give each place a weight of its own, take fewer ranks, or train with "
+            "world.strategy=ddp or fsdp",
+        )
+    raise ModelError(
+        f"the model can be cut in {len(found)} places, and {stages} ranks need {stages - 1}: a "
+        "layer that is called as a whole is in one stage",
+        do="take fewer ranks, write larger layers as several, or train with world.strategy=ddp or "
+        "fsdp",
+    )
+
+
+def _best(until: Sequence[int], ways: Mapping[int, float], stages: int) -> list[int]:
+    """The places of least largest cost; of equal ones the first."""
+    calls = len(until) - 1
+    places = [0, *sorted(ways), calls]
+
+    def cost(a: int, b: int) -> float:
+        return until[b] - until[a] + ways.get(a, 0.0) + ways.get(b, 0.0)
+
+    # For each place, the least largest cost of so many stages up to there, and where they began.
+    least: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
+    for stage in range(1, stages + 1):
+        ends = [calls] if stage == stages else places[stage:-1]
+        following: dict[int, tuple[float, list[int]]] = {}
+        for end in ends:
+            tried = [
+                (max(worst, cost(begin, end)), [*before, begin])
+                for begin, (worst, before) in least.items()
+                if begin < end
+            ]
+            if tried:
+                following[end] = min(tried, key=lambda one: one[0])
+        least = following
+    return least[calls][1][1:]

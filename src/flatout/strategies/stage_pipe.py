@@ -1,0 +1,209 @@
+"""One rank's stage in torch.distributed.pipelining: schedules, and what torch's stages lack here.
+
+torch's stages want micro-batches of one size; here the receiving ends are made for each micro-batch
+by itself, so that a ragged batch is what it is. What waits is noted as a collective of the World,
+and what computes is not, so that a rank that hangs is named and waiting is counted as such.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from time import perf_counter_ns as clock
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+from flatout.strategies.stage_shapes import Shape
+from flatout.world import Group, World
+
+Sent = list[list[Shape]]
+"""Of each micro-batch, what crosses."""
+
+Loss = Callable[[tuple[torch.Tensor, ...], int], torch.Tensor]
+"""What a micro-batch's output and number are worth."""
+
+Within = Callable[[], AbstractContextManager[Any]]
+
+
+class Failed(BaseException):
+    """The rank's own code has failed within a schedule, which takes no other error for that.
+
+    Attributes:
+        error: its own.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.error = error
+
+
+class Clock:
+    """How long a rank computes within a schedule.
+
+    Args:
+        world: of this rank.
+
+    Attributes:
+        forward, backward: ns so far.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._log = world.collectives
+        self.forward = self.backward = 0
+
+    @contextmanager
+    def computing(self, lane: str) -> Iterator[None]:
+        """Within, the rank does not wait for others."""
+        log = self._log
+        waiting, log.waiting = log.waiting, None
+        start = clock()
+        try:
+            yield
+        except Failed:
+            raise
+        except BaseException as error:
+            # Of a backward torch tells what was computed, in place of why it failed.
+            own = error.__cause__ if lane == "backward" else None
+            raise Failed(own or error) from error
+        finally:
+            took = clock() - start
+            log.waited -= took
+            setattr(self, lane, getattr(self, lane) + took)
+            log.waiting = None if waiting is None else waiting._replace(since=clock())
+
+
+class OwnStage(PipelineStage):
+    """A stage whose micro-batches may be of different sizes.
+
+    Args:
+        module: what it computes.
+        group: of the ranks, one for each stage.
+        given: what each micro-batch gets from the stage before; of the first stage, its inputs.
+        gives: what it gives.
+        clock: notes what it takes.
+        within: around each forward.
+    """
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        group: Group,
+        given: Sent,
+        gives: Sent,
+        clock: Clock,
+        within: Within,
+    ) -> None:
+        super().__init__(
+            module,
+            group.own,
+            len(group.ranks),
+            torch.device("cpu"),
+            input_args=tuple(one.like("meta") for one in given[0]),
+            output_args=tuple(one.like("meta") for one in gives[0]),
+            group=group.channel,
+        )
+        self._given, self._gives, self._clock, self._within = given, gives, clock, within
+
+    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
+        super()._setup_forward_recv_info(num_microbatches, has_backward)
+        if not self.is_first:
+            for chunk, infos in self.args_recv_info.items():
+                _make_room(infos, self._given[chunk])
+
+    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
+        super()._setup_backward_recv_info(num_microbatches)
+        if not self.is_last:
+            for chunk, infos in self.grad_recv_info.items():
+                _make_room(infos, self._gives[chunk])
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
+        """What goes back: as gloo wants it, and of the micro-batch's own size."""
+        found = self.bwd_cache.get(bwd_chunk_id)
+        if found is not None and not self.is_first:
+            self.bwd_cache[bwd_chunk_id] = tuple(
+                _as_sent(gradient, shape)
+                for gradient, shape in zip(found, self._given[bwd_chunk_id], strict=True)
+            )
+        return list(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward of a micro-batch."""
+        with self._clock.computing("forward"), self._within():
+            found = self.submod(*args, **kwargs)
+            return tuple(value.contiguous() for value in found)
+
+    def backward_maybe_with_nosync(
+        self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        """The backward of a micro-batch; where nothing of it trains there is none."""
+        given = bwd_kwargs["stage_output"]
+        outputs = given if isinstance(given, tuple) else (given,)
+        if not any(value.requires_grad for value in outputs):
+            return tuple(None for _ in bwd_kwargs["input_values"]), None
+        with self._clock.computing("backward"):
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+
+
+def _make_room(infos: Sequence[Any], shapes: Sequence[Shape]) -> None:
+    for info, shape in zip(infos, shapes, strict=True):
+        if info.buffer is not None:
+            info.buffer = torch.empty(shape.size, dtype=shape.dtype)
+
+
+def _as_sent(gradient: torch.Tensor | None, shape: Shape) -> torch.Tensor | None:
+    if gradient is None:
+        return torch.zeros(shape.size, dtype=shape.dtype) if shape.requires_grad else None
+    return gradient.contiguous()
+
+
+class Run:
+    """A schedule for batches of one form.
+
+    Args:
+        world: of this rank.
+        stage: of this rank.
+        micro_batches: into how many a batch is split.
+        schedule: "gpipe" or "1f1b"; the first where micro-batches are fewer than stages.
+        trains: whether there is a backward.
+    """
+
+    def __init__(
+        self, world: World, stage: OwnStage, micro_batches: int, schedule: str, *, trains: bool
+    ) -> None:
+        self._world, self._stage, self._count = world, stage, micro_batches
+        is_one = schedule == "1f1b" and micro_batches >= stage.num_stages and trains
+        kind = Schedule1F1B if is_one else ScheduleGPipe
+        loss = self._loss_of if trains else None
+        self._schedule = kind(stage, micro_batches, loss_fn=loss, scale_grads=False)
+        self._loss: Loss | None = None
+        self._trains = trains
+
+    def _loss_of(self, output: tuple[torch.Tensor, ...], number: torch.Tensor) -> torch.Tensor:
+        assert self._loss is not None
+        with self._stage._clock.computing("forward"):
+            return self._loss(output, int(number))
+
+    def __call__(self, inputs: Sequence[torch.Tensor], loss: Loss | None, what: str) -> Any:
+        """Run it; returns the output of an evaluation, on the last rank.
+
+        Args:
+            inputs: of the whole batch.
+            loss: of the last rank's outputs; None in an evaluation.
+            what: it is for, where it hangs.
+        """
+        self._loss = loss
+        stage = self._stage
+        args = tuple(inputs) if stage.is_first else ()
+        target = torch.arange(self._count) if stage.is_last and self._trains else None
+        try:
+            with self._world.within(self._world.begun(None, what)):
+                found = self._schedule.step(*args, target=target, return_outputs=not self._trains)
+                stage.clear_runtime_states()
+                return found
+        except Failed as failed:
+            raise failed.error from None
+        finally:
+            self._loss = None

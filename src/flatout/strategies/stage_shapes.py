@@ -1,0 +1,86 @@
+"""What crosses between stages, found on tensors without memory.
+
+So each rank knows by itself what it will be sent, and torch.distributed.pipelining need not send
+that as pickle.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+
+from flatout.errors import ModelError
+
+_KNOWN = (RuntimeError, TypeError, ValueError, NotImplementedError)
+
+
+class Shape(NamedTuple):
+    """Of a tensor that crosses."""
+
+    size: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    def like(self, device: str) -> torch.Tensor:
+        """A tensor of this form with anything in it."""
+        made = torch.empty(self.size, dtype=self.dtype, device=device)
+        return made.requires_grad_(self.requires_grad)
+
+
+def shape_of(tensor: torch.Tensor) -> Shape:
+    """The form of a tensor."""
+    return Shape(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+
+def shapes(stages: Sequence[fx.GraphModule], inputs: Sequence[Shape]) -> list[list[Shape]]:
+    """What each stage gives for inputs, with gradients where they are on.
+
+    Raises:
+        ModelError: the form of what crosses depends on values.
+    """
+    found: list[list[Shape]] = []
+    with torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True):
+        given = [one.like("cpu") for one in inputs]
+        for stage in stages:
+            try:
+                with _without_hooks(stage):
+                    given = list(functional_call(stage, _weights(stage), tuple(given)))
+            except _KNOWN as error:
+                if str(error).startswith("Expected more than 1 value per channel"):
+                    raise  # torch's own words on BatchNorm and one sample
+                raise ModelError(
+                    "what passes from stage to stage has no form that is known before: "
+                    f"{type(error).__name__}: {str(error).splitlines()[0]}",
+                    do="see that the model runs on torch's meta device, or train with "
+                    "world.strategy=ddp or fsdp",
+                ) from error
+            found.append([shape_of(tensor) for tensor in given])
+            given = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in given]
+    return found
+
+
+@contextmanager
+def _without_hooks(stage: nn.Module) -> Iterator[None]:
+    """Who watches layers would be shown tensors without values."""
+    names = ("_forward_hooks", "_forward_pre_hooks")
+    kept = [(module, {name: vars(module)[name] for name in names}) for module in stage.modules()]
+    for module, _ in kept:
+        vars(module).update({name: OrderedDict() for name in names})
+    try:
+        yield
+    finally:
+        for module, hooks in kept:
+            vars(module).update(hooks)
+
+
+def _weights(stage: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers, of which some other rank may have the memory."""
+    named = (*stage.named_parameters(), *stage.named_buffers())
+    return {name: shape_of(tensor).like("cpu") for name, tensor in named}

@@ -1,0 +1,519 @@
+"""Each rank has some layers of the model, and micro-batches pass from rank to rank.
+
+Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", 2019;
+Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", 2019 (1F1B).
+torch.distributed.pipelining does the work. Every rank is given each batch whole: the first one's
+stage takes the inputs, the last one has the outputs and computes the loss, as a sum that is divided
+by the weight of the whole batch. So the result is that of one rank, to rounding.
+
+    stage_chain.py    the forward as a row of calls;  stage_cut.py: where it is cut
+    stage_shapes.py   what crosses;  stage_pipe.py: torch's stages and schedules
+
+A rank keeps the weights of its own stage; those of others have no memory here until the fit ends.
+The optimizers step what is there, each parameter as a whole.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from itertools import count, pairwise
+from time import perf_counter_ns as clock
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx, nn
+
+from flatout.data import Batch
+from flatout.errors import ModelError
+from flatout.strategies.replicas import check_replicas
+from flatout.strategies.stage_chain import Chain, Stage
+from flatout.strategies.stage_cut import Cut, cut, measure
+from flatout.strategies.stage_pipe import Clock, OwnStage, Run, Within
+from flatout.strategies.stage_shapes import Shape, shape_of, shapes
+from flatout.strategies.staged_refusals import check_stages
+from flatout.strategies.strategy import Strategy, Sums, Tensors
+from flatout.world import World
+
+# Micro-batches for each stage, if no one says: the ranks then idle a fifth of the time at most.
+_FOR_EACH_STAGE = 4
+# What is sent to find out what a byte takes, and how often.
+_PROBE, _PROBES = 1 << 18, 3
+# Forms of batches that are kept ready.
+_READY = 16
+
+Compute = Callable[[Batch], Any]
+
+
+class Asked(NamedTuple):
+    """What settings ask for.
+
+    Attributes:
+        schedule: "gpipe" or "1f1b".
+        micro_batches: into how many a batch is split; 0 for four times the stages.
+        per_micro_batch: whether layers may take statistics over a micro-batch.
+    """
+
+    schedule: str
+    micro_batches: int
+    per_micro_batch: bool
+
+
+class _Taken(BaseException):
+    """What a compute function calls the model with."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.args, self.kwargs = args, kwargs
+
+
+class Staged(Strategy):
+    """Lays the layers of a model over the ranks.
+
+    Args:
+        world: of this rank.
+        model: of this rank; the same on all. Until `begin` it stays as it is.
+        optimizers: what trains it.
+        first: forward and loss, and the first batch.
+        asked: the settings.
+        say: gets a line about the stages.
+        within: around each forward, such as autocast.
+
+    Attributes:
+        shares: of the stages, of the time of all; after `begin`.
+
+    Raises:
+        ModelError: the model cannot be cut, or the optimizers cannot step parts of it; what, and
+            what to do instead.
+        WorldError: the ranks' models are not the same.
+    """
+
+    meets_in_compute = takes_whole_batches = True
+
+    def __init__(
+        self,
+        world: World,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        first: tuple[Compute, Batch],
+        asked: Asked,
+        say: Callable[[str], None],
+        within: Within = nullcontext,
+    ) -> None:
+        super().__init__()
+        check_stages(model, optimizers, per_micro_batch=asked.per_micro_batch)
+        check_replicas(model, world, "at the start")
+        self._world, self._model, self._optimizers = world, model, optimizers
+        self._asked, self._say, self._within = asked, say, within
+        self._chain = Chain(model)
+        self._clock = Clock(world)
+        compute, batch = first
+        self._first, self._size = self._inputs(compute, batch), batch.size
+        self.across = self._sum_over_stages
+        self.shares: list[float] = []
+        self._stages: list[fx.GraphModule] = []
+        # Which rank has each weight, by name and, of parameters, by the user's own object.
+        self._owners: dict[str, int] = {}
+        self._owner_of: dict[torch.Tensor, int] = {}
+        # The user's parameters whose memory is on another rank.
+        self._elsewhere: dict[str, nn.Parameter] = {}
+        # The optimizers' parameters by group, all of them.
+        self._orders: list[list[list[nn.Parameter]]] = []
+        self._seen: Tensors = ()
+        self._runs: dict[Any, tuple[Run, list[Shape]]] = {}
+        # What the model gives to the loss of a micro-batch; while that is computed.
+        self._output: list[Any] | None = None
+
+    # -- laying out --------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Cut the model where it is measured to be best, and leave each rank its stage."""
+        rate = self._rate()
+        places, self.shares = self._world.by_first(
+            partial(self._find_cut, rate), "cut of the model into stages"
+        )
+        self._first = []
+        spans = list(pairwise([0, *places, len(self._chain.calls)]))
+        self._find_owners(spans)
+        self._move_states()
+        self._keep_own()
+        graphs = [self._chain.stage(span) for span in spans]
+        self._stages = [fx.GraphModule(self._model, graph) for graph in graphs]
+        self._model.forward = MethodType(self._forward, self._model)
+        count, stages = self._count(self._size), self._world.size
+        names = " | ".join(map(self._chain.words, spans))
+        shares = " | ".join(f"{share:.0%}" for share in self.shares)
+        bubble = (stages - 1) / (count + stages - 1)
+        self._say(
+            f"staged: {names} ({shares} of the time), {count} micro-batches, bubble {bubble:.0%}"
+        )
+
+    def _rate(self) -> float:
+        """What a byte takes from one rank to another, in ns."""
+        probe, best = torch.zeros(_PROBE), float("inf")
+        for _ in range(_PROBES):
+            start = clock()
+            self._world.gather_tensors(probe, "how fast ranks send")
+            best = min(best, clock() - start)
+        return best / (self._world.size - 1) / probe.nbytes
+
+    def _find_cut(self, ns_per_byte: float) -> tuple[list[int], list[float]]:
+        chain = self._chain
+        piece = [t.tensor_split(self._count(self._size))[0] for t in self._first]
+        buffers = {name: value.clone() for name, value in self._model.named_buffers()}
+        with torch.random.fork_rng(devices=[]):
+            with self._within():
+                found: Cut = cut(chain, measure(chain, piece), self._world.size, ns_per_byte)
+            with torch.no_grad():
+                self._check_same(found, piece, buffers)
+                self._put_back(buffers)
+        return found.places, found.shares
+
+    def _put_back(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        for name, value in self._model.named_buffers():
+            value.copy_(buffers[name])
+
+    def _check_same(
+        self, found: Cut, piece: list[torch.Tensor], buffers: Mapping[str, torch.Tensor]
+    ) -> None:
+        """See that stage behind stage gives what the model gives, bit for bit."""
+        chain, outputs = self._chain, []
+        for staged in (False, True):
+            self._put_back(buffers)
+            torch.manual_seed(0)
+            if not staged:
+                outputs.append(self._model(*piece))
+                continue
+            values = tuple(piece)
+            for span in pairwise([0, *found.places, len(chain.calls)]):
+                values = fx.GraphModule(self._model, chain.stage(span))(*values)
+                values = tuple(value.clone() for value in values)
+            outputs.append(chain.put_together(values))
+        try:
+            torch.testing.assert_close(*outputs, rtol=0, atol=0, equal_nan=True)
+        except AssertionError as error:
+            raise ModelError(
+                "the stages of the model do not give what the model gives: "
+                f"{str(error).splitlines()[0]}",
+                do="write the forward without views that are written into later, or train with "
+                "world.strategy=ddp or fsdp",
+            ) from error
+
+    def _find_owners(self, spans: Sequence[Stage]) -> None:
+        """The rank of each weight: the stage that reads it, or the first where none does."""
+        readers = {
+            id(tensor): stage
+            for stage, span in enumerate(spans)
+            for call in self._chain.calls[slice(*span)]
+            for _, tensor in self._chain.weights_read(call)
+        }
+        named = (
+            *self._model.named_parameters(remove_duplicate=False),
+            *self._model.named_buffers(remove_duplicate=False),
+        )
+        self._owners = {name: readers.get(id(tensor), 0) for name, tensor in named}
+        self._owner_of = {p: self._owners[name] for name, p in self._model.named_parameters()}
+        self._orders = [[list(g["params"]) for g in o.param_groups] for o in self._optimizers]
+
+    def _move_states(self) -> None:
+        """Give each rank what optimizers know of its parameters, and only that.
+
+        An earlier fit may have been cut elsewhere.
+        """
+        for optimizer, order in zip(self._optimizers, self._orders, strict=True):
+            parameters = [p for group in order for p in group]
+            have = self._world.gather(
+                [bool(optimizer.state.get(p)) for p in parameters], "states of the optimizer"
+            )
+            for number, parameter in enumerate(parameters):
+                owner = self._owner_of[parameter]
+                holders = [rank for rank, known in enumerate(have) if known[number]]
+                if holders and owner not in holders:
+                    state = optimizer.state.get(parameter)
+                    state = self._world.from_rank(
+                        None if state is None else dict(state), holders[0], "a moved state"
+                    )
+                    optimizer.state[parameter] = state
+                if owner != self._world.rank:
+                    optimizer.state.pop(parameter, None)
+
+    def _keep_own(self) -> None:
+        """Leave optimizers and model the parameters of this rank, and others no memory."""
+        rank, owner_of = self._world.rank, self._owner_of
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["params"][:] = [p for p in group["params"] if owner_of[p] == rank]
+        stand_ins: dict[nn.Parameter, nn.Parameter] = {}
+        for name, own in list(self._model.named_parameters(remove_duplicate=False)):
+            if owner_of[own] == rank:
+                continue
+            if own not in stand_ins:
+                empty = torch.empty_like(own, device="meta")
+                stand_ins[own] = nn.Parameter(empty, requires_grad=own.requires_grad)
+            self._elsewhere[name] = own
+            _put(self._model, name, stand_ins[own])
+        for own in stand_ins:
+            own.grad = None
+            own.data = torch.empty(0, dtype=own.dtype)
+
+    # -- a batch through the stages ------------------------------------------------------------
+
+    def _count(self, samples: int) -> int:
+        """Into how many micro-batches a batch is split."""
+        wanted = self._asked.micro_batches or _FOR_EACH_STAGE * self._world.size
+        return min(wanted, samples)
+
+    def _inputs(self, compute: Compute, batch: Batch) -> list[torch.Tensor]:
+        """What forward and loss of a batch give the model, in the order of its forward."""
+        model, before = self._model, vars(self._model).get("forward")
+
+        def take(*args: Any, **kwargs: Any) -> Any:
+            raise _Taken(args, kwargs)
+
+        model.forward = take
+        try:
+            compute(batch)
+        except _Taken as taken:
+            return self._in_order(taken.args, taken.kwargs)
+        finally:
+            if before is None:
+                del model.forward
+            else:
+                model.forward = before
+        raise ModelError(
+            "forward and loss of a batch do not call the model",
+            do="train with world.strategy=ddp or fsdp",
+        )
+
+    def _in_order(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+        written = inspect.signature(type(self._model).forward)
+        given = written.bind(self._model, *args, **kwargs).arguments
+        inputs = list(given.values())[1:]
+        rows = {len(one) if torch.is_tensor(one) and one.dim() else None for one in inputs}
+        if len(rows) != 1 or None in rows or len(inputs) != len(self._chain.inputs):
+            raise ModelError(
+                "world.strategy=staged splits what the model takes into micro-batches, which is to "
+                "be tensors with a row for each sample",
+                do="give the model such tensors, or train with world.strategy=ddp or fsdp",
+            )
+        return inputs
+
+    def _run(
+        self, inputs: list[torch.Tensor], within: Within, *, trains: bool
+    ) -> tuple[Run, list[Shape]]:
+        """The schedule for inputs of this form, and what the model gives for all of them."""
+        training = tuple(p.requires_grad for p in self._model.parameters()) if trains else ()
+        modes = tuple(module.training for module in self._model.modules())
+        with within():
+            casts = torch.is_autocast_enabled("cpu")
+        key = (trains, casts, training, modes, *((tuple(t.shape), t.dtype) for t in inputs))
+        if key not in self._runs:
+            if len(self._runs) >= _READY:
+                self._runs.pop(next(iter(self._runs)))
+            self._runs[key] = self._made(inputs, within, trains=trains)
+        return self._runs[key]
+
+    def _made(
+        self, inputs: list[torch.Tensor], within: Within, *, trains: bool
+    ) -> tuple[Run, list[Shape]]:
+        size, rank = len(inputs[0]), self._world.rank
+        count = self._count(size)
+        own = [shape_of(one) for one in inputs]
+        with torch.set_grad_enabled(trains), within():
+            sizes = {-(-size // count), size // count}
+            known = {rows: self._crossing(own, rows) for rows in sizes}
+            whole = [] if trains else self._crossing(own, size)[-1]
+        rows = [len(part) for part in torch.arange(size).tensor_split(count)]
+        given, gives = ([known[n][rank + of] for n in rows] for of in (0, 1))
+        group = self._world.among(range(self._world.size))
+        assert group is not None
+        stage = OwnStage(self._stages[rank], group, given, gives, self._clock, within)
+        return Run(self._world, stage, count, self._asked.schedule, trains=trains), whole
+
+    def _crossing(self, inputs: Sequence[Shape], rows: int) -> list[list[Shape]]:
+        """What each stage is given for so many rows, and last what the model gives."""
+        given = [one._replace(size=(rows, *one.size[1:])) for one in inputs]
+        return [given, *shapes(self._stages, given)]
+
+    def pass_on(
+        self, compute: Compute, batch: Batch, loss: Callable[[Batch], torch.Tensor]
+    ) -> tuple[int, int]:
+        """Forward and backward of a batch; the last rank calls the loss.
+
+        Raises:
+            ModelError: a plain attribute of the model has changed, or the loss calls the model
+                in another way than once.
+        """
+        self._chain.check_constants()
+        clock = self._clock
+        clock.forward = clock.backward = 0
+        inputs = self._inputs(compute, batch)
+        run, _ = self._run(inputs, self._within, trains=True)
+        pieces = batch.split(self._count(batch.size))
+
+        def loss_of(values: tuple[torch.Tensor, ...], number: int) -> torch.Tensor:
+            self._output = [self._chain.put_together(values)]
+            try:
+                found = loss(pieces[number])
+                if self._output:
+                    raise ModelError("forward and loss of a batch do not call the model")
+                return found
+            finally:
+                self._output = None
+
+        run(inputs, loss_of, "micro-batches of a step")
+        return clock.forward, clock.backward
+
+    def _forward(self, _: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward: of a step's micro-batch, or of a batch that all ranks evaluate."""
+        if self._output is not None:
+            if not self._output:
+                raise ModelError(
+                    "world.strategy=staged runs the model once for each micro-batch, and its loss "
+                    "calls it once more",
+                    do="call the model once, or train with world.strategy=ddp or fsdp",
+                )
+            return self._output.pop()
+        inputs = self._in_order(args, kwargs)
+        differentiates = torch.is_grad_enabled()
+        with torch.no_grad():
+            values = self._evaluated(inputs)
+        if differentiates:  # who looks for a NaN, which the rank tells that has it first
+            is_last = self._world.rank == self._world.size - 1
+            values = [v if is_last else v.nan_to_num() for v in values]
+            values = [v.requires_grad_(v.is_floating_point()) for v in values]
+        return self._chain.put_together(values)
+
+    def _evaluated(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """What the last stage gives for a batch, on every rank."""
+        run, gives = self._run(inputs, nullcontext, trains=False)
+        found = run(inputs, None, "micro-batches of an evaluation")
+        values = list(found) if found is not None else [one.like("cpu") for one in gives]
+        for value, shape in zip(values, gives, strict=True):
+            if tuple(value.shape) != shape.size:
+                raise ModelError(
+                    f"the model gives {tuple(value.shape)} for {len(inputs[0])} samples in parts, "
+                    f"and {shape.size} for all of them",
+                    do="let it give a row for each sample, or train with world.strategy=ddp",
+                )
+            self._world.broadcast(value, self._world.size - 1, "outputs of the model")
+        return values
+
+    # -- around a step -----------------------------------------------------------------------
+
+    def before_step(self, turn: int, parameters: Tensors) -> None:
+        """A step begins.
+
+        Raises:
+            ModelError: an optimizer was given parameters since.
+        """
+        if parameters is not self._seen:
+            if not self._owner_of.keys() >= set(parameters):
+                raise ModelError(
+                    "world.strategy=staged lays out what the optimizers train before the first "
+                    "step, and parameters were added since",
+                    do="give the optimizer all parameters that will train from the start, or train "
+                    "with world.strategy=ddp",
+                )
+            self._seen = parameters
+
+    def finish(self) -> Sums:
+        """Add up losses and votes; the gradients of this stage are there."""
+        numbers = torch.tensor([float(number) for number in self._own], dtype=torch.float64)
+        self._world.sum(numbers, "sum of the losses")
+        total, weight, votes = numbers
+        return Sums(total, weight, votes)
+
+    def _sum_over_stages(self, numbers: torch.Tensor) -> None:
+        self._world.sum(numbers, "size of the gradients, and whether they are finite")
+
+    # -- whole again -------------------------------------------------------------------------
+
+    def weights(self, model: nn.Module, *, kept: bool) -> dict[str, torch.Tensor]:
+        """Everything that is saved of the model, whole; all ranks call it."""
+        state = model.state_dict()
+        found: dict[int, torch.Tensor] = {}  # a weight of two names is one tensor
+        for name, value in state.items():
+            if id(value) not in found:
+                found[id(value)] = self._fetched(value, self._owners[name], kept=kept)
+        return {name: found[id(value)] for name, value in state.items()}
+
+    def _fetched(self, value: torch.Tensor, owner: int, *, kept: bool) -> torch.Tensor:
+        """A tensor of another rank, in memory of its own here; all ranks call it."""
+        is_mine = owner == self._world.rank
+        found = (
+            value.detach().contiguous() if is_mine else torch.empty(value.shape, dtype=value.dtype)
+        )
+        self._world.broadcast(found, owner, "weights put together")
+        return found if kept else torch.empty(0, dtype=found.dtype)
+
+    def state_of(self, optimizer: torch.optim.Optimizer, *, kept: bool) -> dict[str, Any]:
+        """An optimizer's state, whole; all ranks call it."""
+        order, states, groups, numbers = self._order_of(optimizer), {}, [], count()
+        own = optimizer.state_dict()
+        for group, parameters in zip(own["param_groups"], order, strict=True):
+            groups.append({**group, "params": [next(numbers) for _ in parameters]})
+        for number, parameter in enumerate(p for group in order for p in group):
+            state = optimizer.state.get(parameter)
+            state = self._world.from_rank(
+                None if state is None else dict(state),
+                self._owner_of[parameter],
+                "states of the optimizer",
+            )
+            if state and kept:
+                states[number] = state
+        return {**own, "state": states, "param_groups": groups}
+
+    def part_of(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """Of an optimizer's whole state what this rank loads."""
+        groups, mine = [], set()
+        order = self._order_of(optimizer)
+        for group, parameters in zip(state["param_groups"], order, strict=True):
+            kept = [
+                number
+                for number, parameter in zip(group["params"], parameters, strict=True)
+                if self._owner_of[parameter] == self._world.rank
+            ]
+            mine.update(kept)
+            groups.append({**group, "params": kept})
+        states = {number: one for number, one in state["state"].items() if number in mine}
+        return {**state, "state": states, "param_groups": groups}
+
+    def _order_of(self, optimizer: torch.optim.Optimizer) -> list[list[nn.Parameter]]:
+        """An optimizer's parameters by group, those of other ranks too."""
+        return next(
+            o for one, o in zip(self._optimizers, self._orders, strict=True) if one is optimizer
+        )
+
+    def close(self) -> None:
+        """Give the model its weights back, whole; the optimizers keep this rank's states.
+
+        After an error there may be no ranks to get them from: then all stays as it is.
+        """
+        if not self._stages or sys.exc_info()[0] is not None:
+            return
+        del self._model.forward
+        for name, held in list(self._model.named_parameters()):
+            found = self._fetched(held, self._owners[name], kept=True)
+            if name in self._elsewhere:
+                self._elsewhere[name].data = found
+                self._elsewhere[name].requires_grad_(held.requires_grad)
+        for name, buffer in self._model.named_buffers():
+            buffer.copy_(self._fetched(buffer, self._owners[name], kept=True))
+        for name, own in self._elsewhere.items():
+            _put(self._model, name, own)
+        for optimizer, order in zip(self._optimizers, self._orders, strict=True):
+            for group, parameters in zip(optimizer.param_groups, order, strict=True):
+                group["params"][:] = parameters
+        self._stages.clear()
+        self._runs.clear()
+        self.meets_in_compute = self.takes_whole_batches = False
+
+
+def _put(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    path, _, last = name.rpartition(".")
+    model.get_submodule(path)._parameters[last] = parameter

@@ -1,0 +1,135 @@
+"""What cannot be laid over ranks by layers, refused before any of them trains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
+
+from flatout.errors import ModelError, RecipeError
+from flatout.models import TableParameter, is_batch_coupled, is_keras, own_names
+from flatout.optim import Lamb, Lars
+from flatout.recipe import SETTINGS, Recipe
+
+_OTHERWISE = "train with world.strategy=ddp or fsdp"
+_DDP = "train with world.strategy=ddp"
+_LAYERS = "world.strategy=staged calls layers from a graph of its own"
+
+STAGED_LEFT_OUT = {
+    "compute.precision": "world.strategy=staged takes fp32, or what is asked for",
+    "compute.fp32_operators": _LAYERS,
+    "compute.memory_format": "world.strategy=staged sends what crosses in its plain layout",
+    "compute.rewrites": _LAYERS,
+    "compute.fused_norms": _LAYERS,
+    "compute.touched_rows": "world.strategy=staged steps whole weights",
+    "compute.compile": _LAYERS,
+    "compute.capture": "that is for one rank on a CPU",
+}
+"""Settings that stay plain with world.strategy=staged, and why."""
+
+_PLAIN = {
+    "compute.dropout": "a stage does not know which samples it has",
+    "memory.activation_checkpointing": _LAYERS,
+    "world.reduction": "no gradient is on more than one rank",
+    "world.compression": "no gradient is on more than one rank",
+    "world.tables": "each table is on the rank of its stage",
+}
+
+
+def check_staged_settings(requested: Recipe) -> None:
+    """Refuse settings that were asked for by name and do not go with stages.
+
+    Raises:
+        RecipeError: naming one.
+    """
+    for field, why in {**STAGED_LEFT_OUT, **_PLAIN}.items():
+        value = requested.get(field)
+        if field != "compute.precision" and value not in ("auto", SETTINGS[field].plain):
+            raise RecipeError(
+                f"{field}={value} cannot be had: {why}", do=f"leave it out, or {_OTHERWISE}"
+            )
+    if requested.get("compute.precision") == "fp16":
+        raise RecipeError(
+            "world.strategy=staged does not scale losses as compute.precision=fp16 wants it",
+            do="take compute.precision=bf16",
+        )
+    if isinstance(requested.get("memory.micro_batch"), int):
+        raise RecipeError(
+            "memory.micro_batch is how many samples a rank takes at once, and with "
+            "world.strategy=staged world.micro_batches says into how many parts a batch is split",
+            do="set world.micro_batches in its place",
+        )
+
+
+def check_stages(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, per_micro_batch: bool
+) -> None:
+    """Refuse models and optimizers that cannot be laid out.
+
+    Args:
+        model: to be cut.
+        optimizers: that train it.
+        per_micro_batch: whether layers may take statistics over a micro-batch.
+
+    Raises:
+        ModelError: naming what, and what to do instead.
+    """
+    if any(map(is_keras, model.modules())):
+        raise ModelError(
+            "world.strategy=staged cuts the forward of torch modules, and this is Keras'", do=_DDP
+        )
+    if is_batch_coupled(model) and not per_micro_batch:
+        names = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+        raise ModelError(
+            f"{names[0]} takes its statistics over the whole batch, and world.strategy=staged "
+            "sends micro-batches through the model",
+            do="take GroupNorm or LayerNorm, freeze it with flatout.freeze, say "
+            f"world.batch_statistics=per_micro_batch to let them differ, or {_OTHERWISE}",
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise ModelError(
+                f"{name} has sparse gradients, which world.strategy=staged does not clip",
+                do=f"make it with sparse=False, or {_DDP}",
+            )
+    named = dict(model.named_parameters())
+    own = own_names(model, named)
+    for name, parameter in named.items():
+        if why := _refusal(parameter):
+            raise ModelError(
+                f"world.strategy=staged cannot place {own[name]}, which {why}", do=_DDP
+            )
+    for optimizer in optimizers:
+        _check_optimizer(optimizer, set(named.values()))
+
+
+def _refusal(parameter: Any) -> str:
+    if is_lazy(parameter):
+        return "has no shape before the first batch"
+    if isinstance(parameter, TableParameter):
+        return "is stepped by the rows that a batch has used"
+    if parameter.device.type != "cpu":
+        return f"is on {parameter.device}: it runs on CPUs alone so far"
+    # They would see the gradient of each micro-batch.
+    if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        return "has hooks of its own"
+    return ""
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, known: set[Any]) -> None:
+    kind = type(optimizer)
+    if not kind.__module__.startswith("torch.optim") and kind not in (Lamb, Lars):
+        raise ModelError(
+            f"world.strategy=staged lets each rank step the weights of its own layers, and "
+            f"{kind.__name__} is not known to step each weight by itself",
+            do=f"take one of torch's optimizers, Lars or Lamb, or {_DDP}",
+        )
+    if not known.issuperset(p for group in optimizer.param_groups for p in group["params"]):
+        raise ModelError(
+            f"{kind.__name__} trains parameters that are not the model's",
+            do="give Flatout a model that holds all that is trained",
+        )

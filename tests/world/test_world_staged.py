@@ -1,0 +1,232 @@
+"""Ranks that have some layers of the model each: the results of one rank, and its checkpoints."""
+
+import json
+import shutil
+
+import pytest
+from safetensors.torch import load_file
+from torch.testing import assert_close
+from world_ranks import run
+
+SCRIPT = """
+    import json
+    import os
+    import signal
+    import sys
+    from pathlib import Path
+
+    import torch
+    from torch import nn
+
+    import flatout
+    from flatout.errors import NumbersError
+    from flatout.world import LostRank, place
+
+    torch.set_num_threads(1)
+    folder, phase = Path(sys.argv[1]), sys.argv[3]
+    rank, ranks = place().rank, place().world_size
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randn(121, 8, generator=draw)
+    y = 2 * x[:, :1] + 0.1 * torch.randn(121, 1, generator=draw)
+
+
+    class Block(nn.Module):
+        def __init__(self, norm):
+            super().__init__()
+            self.norm = norm(16)
+            self.up, self.down = nn.Linear(16, 33), nn.Linear(33, 16)
+            self.relu = nn.ReLU(inplace=True)
+
+        def forward(self, x):
+            return x + self.down(self.relu(self.up(self.norm(x))))
+
+
+    class Net(nn.Module):
+        def __init__(self, norm=nn.LayerNorm):
+            super().__init__()
+            self.first, self.twin = nn.Linear(8, 16), nn.Linear(8, 16)
+            self.twin.weight = self.first.weight  # on one rank, both
+            self.blocks = nn.ModuleList(Block(norm) for _ in range(3))
+            self.scale = nn.Parameter(torch.ones(1))
+            self.spare = nn.Parameter(torch.ones(5))  # no loss reaches it
+            self.last = nn.Linear(16, 1)
+
+        def forward(self, x):
+            first = self.first(x) + self.twin(x * x)
+            x = first
+            for block in self.blocks:
+                x = block(x)
+            return self.last(x + first) * self.scale  # past all stages
+
+
+    def grouped(net):
+        return [
+            {"params": list(net.blocks.parameters()), "lr": 0.002},
+            {"params": [net.scale, *net.first.parameters(), *net.last.parameters()]},
+            {"params": [net.spare, net.twin.bias], "weight_decay": 0.5},
+        ]
+
+
+    KINDS = {
+        "sgd": lambda net: torch.optim.SGD(net.parameters(), 0.001, momentum=0.9),
+        "adam": lambda net: torch.optim.Adam(net.parameters(), 0.003),
+        "adamw": lambda net: torch.optim.AdamW(grouped(net), 0.003, weight_decay=0.1),
+    }
+
+
+    class Ends(flatout.Callback):
+        every = 1
+
+        def on_step(self, state):
+            if state.step == 9 and rank == ranks - 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+
+    class Saves(flatout.Callback):
+        def on_epoch_end(self, state):
+            state.trainer.save(folder / f"saved{ranks}.safetensors")
+
+
+    def fit(
+        name, strategy="staged", epochs=3, run=None, norm=nn.LayerNorm, kind="adam", x=x,
+        again=False, frozen=0, **given,
+    ):
+        torch.manual_seed(0)
+        net = Net(norm)
+        for module in (net.first, net.twin, *net.blocks)[:frozen]:
+            module.requires_grad_(False)
+        recipe = given.pop("recipe", {})
+        recipe["world"] = dict(strategy=strategy, **recipe.get("world", {}))
+        said = []
+        trainer = flatout.Trainer(
+            net, loss="mse", optimizer=KINDS[kind](net), allow="exact",
+            metrics=["mae"], run=None if run is None else str(run), recipe=flatout.Recipe(**recipe),
+            say=said.append, **given.pop("trainer", {}),
+        )
+        history = trainer.fit(
+            (x, y), batch_size=24, epochs=epochs, validation_data=(x, y), shuffle=False,
+            progress=False, resume=run is not None and run.exists(), **given,
+        )
+        logs = {k: v for k, v in history.epochs[-1].items() if k != "seconds"}
+        shape = [(n, list(p.shape), type(p).__name__) for n, p in net.named_parameters()]
+        if again:  # the optimizer goes on with its state
+            history = trainer.fit((x, y), batch_size=24, epochs=1, shuffle=False, progress=False)
+        predicted = trainer.predict(x[:7])
+        rounding = 0.1 if name == "bf16" else 1e-5
+        found = net.eval()(x[:7])
+        assert torch.allclose(predicted, found, atol=rounding), (name, predicted, found)
+        return {
+            "logs": logs, "shape": shape, "said": said, "notes": history.notes,
+            "weights": sum([p.double().flatten().tolist() for p in net.state_dict().values()], []),
+            "reasons": {k: c.reason for k, c in history.recipe.choices.items()},
+        }
+
+
+    def exact(strategy, few=False):
+        one = {"strategy": strategy}
+        # One rank takes statistics over as many samples.
+        norms = dict(memory=dict(micro_batch=3))
+        if strategy == "staged":
+            norms = dict(world=dict(batch_statistics="per_micro_batch", micro_batches=8))
+        world = dict(schedule="gpipe", micro_batches=5)
+        found = {
+            "sgd": fit("sgd", **one, kind="sgd", again=True, callbacks=[Saves()]),
+            "adamw": fit(
+                "adamw", **one, kind="adamw", trainer=dict(clip_norm=0.5, accumulate=2),
+                recipe=dict(world=world),
+            ),
+        }
+        return found if few else {
+            **found,
+            "norm": fit(
+                "norm", **one, norm=nn.BatchNorm1d, drop_last=True, trainer=dict(clip_value=0.01),
+                recipe=norms, epochs=2,
+            ),
+            "frozen": fit("frozen", **one, frozen=3, epochs=2, trainer=dict(clip_norm=0.05)),
+            "bf16": fit("bf16", **one, recipe=dict(compute=dict(precision="bf16")), epochs=2),
+            "fused": fit(
+                "fused", **one, recipe=dict(compute=dict(fused_optimizer="on")),
+                callbacks=[flatout.EarlyStopping(patience=1, min_delta=100.0)],
+            ),
+        }
+
+
+    found = {}
+    if phase == "one":
+        found = exact("ddp")
+        found["whole"] = fit("whole", "ddp", 4)
+        for name in ("written", "pieces"):
+            found[f"{name} on 1"] = fit(name, "ddp", 4, folder / f"{name} for 1")
+    elif phase == "two":
+        found = exact("staged")
+        fit("written", "staged", 2, folder / "written")
+        fit("pieces", "staged", 2, folder / "pieces", recipe=dict(save=dict(pieces="per_rank")))
+        fit("ddp", "ddp", 2, folder / "ddp")
+        try:
+            fit("stopped", "staged", 4, folder / "stopped", callbacks=[Ends()])
+        except SystemExit as error:
+            found["stopped"] = [error.code, sorted(os.listdir(folder / "stopped" / "checkpoints"))]
+        found["resumed"] = fit("stopped", "staged", 4, folder / "stopped", callbacks=[Ends()])
+        spoiled = x.clone()
+        spoiled[100] = float("nan")
+        try:
+            fit("spoiled", x=spoiled)
+        except (NumbersError, LostRank) as error:
+            found["spoiled"] = str(error)
+        try:
+            fit("overflowing", x=x * 1e25)
+        except (NumbersError, LostRank) as error:
+            found["overflowing"] = str(error)
+    else:
+        found = exact("staged", few=True)
+        found["written on 3"] = fit("written", "fsdp", 4, folder / "written for 3")
+        found["ddp on 3"] = fit("ddp", "staged", 4, folder / "ddp for 3")
+    (folder / f"{phase}{rank}.json").write_text(json.dumps(found))
+"""
+
+
+def close(found, wanted, bound=1e-5):
+    assert found["weights"] == pytest.approx(wanted["weights"], abs=bound)
+    for name, value in wanted["logs"].items():
+        assert found["logs"][name] == pytest.approx(value, rel=10 * bound, abs=bound)
+    assert found["shape"] == wanted["shape"]
+
+
+@pytest.mark.slow
+def test_stages_on_ranks_give_what_one_rank_gives_and_its_checkpoints(tmp_path):
+    run(SCRIPT, 2, tmp_path, "two")
+    for name, ranks in (("written", 1), ("pieces", 1), ("written", 3), ("ddp", 3)):
+        shutil.copytree(tmp_path / name, tmp_path / f"{name} for {ranks}")
+    run(SCRIPT, 3, tmp_path, "three")
+    run(SCRIPT, 1, tmp_path, "one")
+    two, three, one = (
+        [json.loads((tmp_path / f"{phase}{rank}.json").read_text()) for rank in range(ranks)]
+        for phase, ranks in (("two", 2), ("three", 3), ("one", 1))
+    )
+    saved = [load_file(tmp_path / f"saved{ranks}.safetensors") for ranks in (1, 2, 3)]
+    for found in saved[1:]:
+        assert_close(found, saved[0], atol=1e-5, rtol=1e-5)
+    for ranks in (two, three):
+        assert all(other["sgd"]["weights"] == ranks[0]["sgd"]["weights"] for other in ranks)
+        for name in ranks[0].keys() & {"sgd", "adamw", "norm", "frozen", "fused"}:
+            close(ranks[0][name], one[0][name])
+    close(two[0]["bf16"], one[0]["bf16"], 0.02)
+    whole = one[0]["whole"]
+    for found in (one[0]["written on 1"], one[0]["pieces on 1"], two[0]["resumed"]):
+        close(found, whole)
+    for found in (three[0]["written on 3"], three[0]["ddp on 3"]):
+        close(found, whole)
+    # A signal to the last rank stops all, behind a checkpoint.
+    checkpoints = ["step-000000006", "step-000000010"]
+    assert two[0]["stopped"] == two[1]["stopped"] == [143, checkpoints]
+    # A bad sample holds back the step of all, and one rank names it.
+    assert "NaN or infinity in sample 100" in two[0]["spoiled"]
+    assert "step 5 is not finite by the part of rank 0" in two[1]["spoiled"]
+    # Of a model's own numbers the first stage that has them tells.
+    assert "first bad value" in two[0]["overflowing"]
+    said = two[0]["sgd"]["said"]
+    assert any(
+        line.startswith("staged: first") and "8 micro-batches, bubble 11%" in line for line in said
+    )
+    assert any("staged, global batch 24" in line for line in said)
+    assert "staged" in two[0]["sgd"]["reasons"]["compute.rewrites"]

@@ -1,0 +1,188 @@
+"""How a model is cut into stages: which calls, where, and what is refused."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import fx, nn
+
+from flatout.errors import ModelError, RecipeError
+from flatout.optim import Lamb
+from flatout.recipe import Recipe
+from flatout.strategies import check_staged_settings
+from flatout.strategies.stage_chain import Chain
+from flatout.strategies.stage_cut import Measured, cut, measure
+from flatout.strategies.stage_shapes import shape_of, shapes
+from flatout.strategies.staged_refusals import check_stages
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.relu, self.down = nn.Linear(4, 9), nn.ReLU(inplace=True), nn.Linear(9, 4)
+
+    def forward(self, x):
+        return x + self.down(self.relu(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self, tied=False):
+        super().__init__()
+        self.table = nn.Embedding(7, 4)
+        self.blocks = nn.Sequential(Block(), Block())
+        self.scale = nn.Parameter(torch.full((1,), 2.0))
+        self.out = nn.Linear(4, 7, bias=False)
+        if tied:
+            self.out.weight = self.table.weight
+
+    def forward(self, ids, shift):
+        x = self.table(ids) + shift
+        return {"logits": self.out(self.blocks(x) * self.scale), "first": x}
+
+
+IDS, SHIFT = torch.arange(6) % 7, torch.randn(6, 4)
+
+
+def stages_of(chain, places):
+    ends = [0, *places, len(chain.calls)]
+    return [fx.GraphModule(chain.model, chain.stage(span)) for span in pairwise(ends)]
+
+
+def test_stages_one_behind_the_other_are_the_model():
+    model = Net()
+    chain = Chain(model)
+    assert [str(call.target) for call in chain.calls if call.op == "call_module"] == [
+        "table",
+        *(f"blocks.{n}.{name}" for n in (0, 1) for name in ("up", "relu", "down")),
+        "out",
+    ]
+    wanted = model(IDS, SHIFT)
+    measured = measure(chain, [IDS, SHIFT])
+    assert all(spent > 0 for spent in measured.spent)
+    assert model.out.weight.grad is None
+    # ReLU writes into what the layer before it has given.
+    torn = [i + 1 for i, call in enumerate(chain.calls) if str(call.target).endswith("up")]
+    assert sorted(measured.torn) == torn
+    for place in range(1, len(chain.calls)):
+        if place in measured.torn:
+            continue
+        values = (IDS, SHIFT)
+        made = stages_of(chain, [place])
+        forms = shapes(made, [shape_of(value) for value in values])
+        for stage, form in zip(made, forms, strict=True):
+            values = stage(*values)
+            assert [shape_of(value) for value in values] == form
+        found = chain.put_together(values)
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_the_cut_is_where_the_slowest_stage_is_least():
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(6)))
+    chain = Chain(model)
+    sizes = dict.fromkeys([*chain.inputs, *chain.calls], 10)
+    measured = Measured([1, 1, 1, 5, 1, 3], sizes, set())
+    assert cut(chain, measured, 2, 0.0) == ([4], [8 / 12, 4 / 12])
+    assert cut(chain, measured, 3, 0.0) == ([3, 4], [3 / 12, 5 / 12, 4 / 12])
+    # What it takes to send counts: one value is smaller than the others.
+    sizes[chain.calls[2]] = 1
+    assert cut(chain, measured, 2, 1.0).places == [3]
+    assert chain.words((0, 3)) == "0-2"
+
+
+def test_weights_of_several_places_stay_together():
+    tied = Chain(Net(tied=True))
+    measured = measure(tied, [IDS, SHIFT])
+    with pytest.raises(ModelError, match=r"table\.weight is read in several places"):
+        cut(tied, measured, 2, 0.0)
+    single = Chain(nn.Sequential(nn.LSTM(4, 4)))
+    measured = measure(single, [torch.randn(2, 3, 4)])
+    with pytest.raises(ModelError, match="can be cut in 0 places, and 2 ranks need 1"):
+        cut(single, measured, 2, 0.0)
+
+
+class Branches(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.layer = how, nn.Linear(4, 4)
+
+    def forward(self, x):
+        if self.how == "twice":
+            x = self.layer(x)
+        return self.layer(x)
+
+
+class Drops(nn.Module):
+    def forward(self, x):
+        return nn.functional.dropout(x, 0.5, self.training)
+
+
+class Factor(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.factor, self.layers = 2.0, nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def forward(self, x):
+        return self.layers(x) * self.factor
+
+
+def test_a_forward_that_is_no_straight_line_is_refused_or_called_as_a_whole():
+    for model in (Branches("once"), Drops()):
+        with pytest.raises(ModelError, match="straight line"):
+            Chain(model)
+        inside = Chain(nn.Sequential(nn.Linear(4, 4), model))
+        assert [call.target for call in inside.calls] == ["0", "1"]
+    model = Factor()
+    chain = Chain(model)
+    chain.check_constants()
+    model.factor = 3.0
+    with pytest.raises(ModelError, match=r"Factor\.factor was 2\.0"):
+        chain.check_constants()
+
+
+def refuse(model, make=torch.optim.Adam, per_micro_batch=False):
+    optimizers = [make(model.parameters(), lr=0.1)]
+    check_stages(model, optimizers, per_micro_batch=per_micro_batch)
+
+
+def test_what_cannot_be_laid_out_is_refused_with_what_to_do():
+    refuse(nn.Linear(3, 3), Lamb)
+    refuse(nn.BatchNorm1d(3), per_micro_batch=True)
+    refuse(nn.BatchNorm1d(3).eval())
+    hooked = nn.Linear(3, 3)
+    hooked.weight.register_hook(lambda gradient: gradient)
+    for model, words in (
+        (
+            nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)),
+            "1 takes its statistics over the whole",
+        ),
+        (nn.Sequential(nn.Embedding(3, 3, sparse=True)), "0 has sparse gradients"),
+        (nn.Sequential(nn.LazyLinear(3)), "0.weight, which has no shape"),
+        (hooked, "weight, which has hooks"),
+    ):
+        with pytest.raises(ModelError, match=words):
+            refuse(model)
+
+    class Own(torch.optim.SGD):
+        pass
+
+    with pytest.raises(ModelError, match="Own is not known to step each weight by itself"):
+        refuse(nn.Linear(3, 3), Own)
+    other = torch.optim.SGD(nn.Linear(3, 3).parameters(), lr=0.1)
+    with pytest.raises(ModelError, match="trains parameters that are not the model's"):
+        check_stages(nn.Linear(3, 3), [other], per_micro_batch=False)
+
+
+def test_settings_that_do_not_go_with_stages_are_refused_by_name():
+    check_staged_settings(Recipe())
+    check_staged_settings(Recipe(compute={"precision": "bf16", "rewrites": "off"}))
+    for field, value in (
+        ("compute.compile", "on"),
+        ("compute.precision", "fp16"),
+        ("compute.dropout", "by_sample"),
+        ("memory.micro_batch", 4),
+        ("memory.activation_checkpointing", "on"),
+        ("world.compression", "bf16"),
+        ("world.tables", "sharded"),
+    ):
+        with pytest.raises(RecipeError, match=f"{field}={value}|{field} is|{value}"):
+            check_staged_settings(Recipe().replace({field: value}))
