@@ -730,6 +730,29 @@ def test_a_run_that_ends_first_keeps_what_was_proven(clock):
     loop.close()
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_only_its_own_error_makes_a_run_a_failed_one(clock, fails):
+    """One may begin in an `except` block, and end in `finally` behind an error of its own."""
+    said: list[str] = []
+    with contextlib.suppress(KeyError):
+        try:
+            raise ValueError("before")
+        except ValueError:
+            loop, compute, source = job(
+                small_net(), lambda s: 0.1, clock, said=said, steps=200,
+                recipe=Recipe(memory={"allocator": "default"}),
+            )  # fmt: skip
+            try:
+                run(loop, compute, source, 18)
+                assert loop.tuner.is_searching
+                if fails:
+                    raise KeyError("in training")
+            finally:
+                loop.close()
+    assert loop.tuner.is_searching == fails
+    assert any("the run ended" in line for line in said) != fails
+
+
 def test_a_machine_that_becomes_busy_is_measured_again(clock):
     """Two threads wait for one another then; in the end one is faster for good."""
     torch.set_num_threads(1)

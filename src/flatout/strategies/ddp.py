@@ -354,7 +354,7 @@ class Ddp(Strategy):
             one.close()
         self._turns.clear()
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """Take the hooks off the parameters, and end the reduction."""
         self.renew()
         self.reduction.close()

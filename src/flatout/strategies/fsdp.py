@@ -12,7 +12,6 @@ stepped as the whole would be. At the end of a fit the model has its own paramet
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -295,12 +294,12 @@ class Fsdp(Strategy):
             found = whole(value)
         return found if kept else torch.empty(0, dtype=found.dtype)
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """Give the model its own parameters back, whole; the optimizers keep this rank's states.
 
         After an error there may be no ranks to gather them from: then all stays as it is.
         """
-        if not self._parts or sys.exc_info()[0] is not None:
+        if not self._parts or error is not None:
             return
         for hook in self._hooks:
             hook.remove()

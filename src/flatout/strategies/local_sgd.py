@@ -177,7 +177,7 @@ class LocalSgd(Strategy):
         """Go on from what `state_dict` gave, of this strategy or another one."""
         self._velocities = [value.clone() for value in state.get("velocities", ())]
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """End the reduction."""
         self.reduction.close()
 

@@ -137,5 +137,9 @@ class Strategy:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` gave, of this strategy or another one."""
 
-    def close(self) -> None:
-        """Take off what was put on the model's parameters."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Take off what was put on the model's parameters.
+
+        Args:
+            error: what has ended the training, where it has failed.
+        """

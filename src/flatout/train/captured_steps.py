@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from time import perf_counter_ns as clock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from flatout.train.loop import Loop
 from flatout.console import first_line
 from flatout.data import ArraySource, Batch
-from flatout.train.capture import FAILURES
-
-if TYPE_CHECKING:
-    from flatout.train.loop import Loop
+from flatout.train.capture import FAILURES, Capture
 
 
 def captured_steps(
@@ -43,7 +41,7 @@ def captured_steps(
     capture = stepper.capture
     # Between batches that are made elsewhere, code of the user's runs.
     are_ours = type(feed.source) is ArraySource and loop.accumulate == 1
-    if capture is None or most < 1 or not are_ours:
+    if not isinstance(capture, Capture) or most < 1 or not are_ours:
         return None
     program = capture.at_hand()
     if program is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from itertools import chain, count
@@ -193,17 +192,19 @@ class Checkpointing:
         loaded = self.checkpoints.load(name) if self._world.is_first else None
         return LoadedCheckpoint(**self._world.from_first(None if loaded is None else vars(loaded)))
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """Wait for the last checkpoint, as long as that has a chance, and leave the folder.
+
+        Args:
+            error: what has ended the training, where it has failed.
 
         Raises:
             CheckpointError: it could not be written.
         """
-        failed = sys.exc_info()[0]
         try:
             if "checkpoints" in vars(self):
-                if failed is not None:
-                    self.checkpoints.give_up(0 if issubclass(failed, LostRank) else _LAST_PIECES_S)
+                if error is not None:
+                    self.checkpoints.give_up(0 if isinstance(error, LostRank) else _LAST_PIECES_S)
                 self.checkpoints.wait()
         finally:
             if self._in_use is not None:

@@ -6,10 +6,11 @@ import numbers
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from flatout.train.loop import Loop
 from flatout.data import Arrays, Pipeline, Source, as_keras_source, split_validation
 from flatout.errors import DataError, ModelError
 from flatout.models import (
@@ -45,9 +46,6 @@ from flatout.train.signature import Signature
 from flatout.train.state import FitState
 from flatout.train.warm_start import warm_start
 from flatout.world.place import place
-
-if TYPE_CHECKING:
-    from flatout.train.loop import Loop
 
 
 class KerasHistory(History):

@@ -5,17 +5,15 @@ Where other parameters train than before, the next step is counted in its place.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from flatout.train.loop import Loop
 from flatout.measure.fingerprint import fingerprint
 from flatout.measure.machine import known_rates
 from flatout.models import OperatorCount, weights_counted
 from flatout.train.rehearsal import is_compiled
-
-if TYPE_CHECKING:
-    from flatout.train.loop import Loop
 
 
 def operator_count(loop: Loop) -> OperatorCount | None:

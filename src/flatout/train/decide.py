@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -41,6 +40,7 @@ from flatout.train import auto
 from flatout.train.auto import Decision
 from flatout.train.checks import MISFITS, check_first_batch
 from flatout.train.frozen_precision import Planned
+from flatout.train.loop_state import LoopState
 from flatout.train.micro_batch import estimate_pieces
 from flatout.train.sample_dropout import sample_dropout
 from flatout.train.settings import Settings, Switch
@@ -49,15 +49,12 @@ from flatout.train.snapshot import untouched
 from flatout.train.step import Compute, Stepper
 from flatout.train.stragglers import Pace
 
-if TYPE_CHECKING:
-    from flatout.train.loop import Loop
-
 # Samples of a first batch, where a forward of all would show.
 _CHECKED = 4
 
 
 def make_stepper(
-    loop: Loop, compute: Compute | None, first: list[Batch]
+    loop: LoopState, compute: Compute | None, first: list[Batch]
 ) -> tuple[Stepper, ModelFacts]:
     """Makes the Loop's steps, as the model is now; and what is known of the model."""
     keyed, facts = sample_dropout(
@@ -86,7 +83,11 @@ def make_stepper(
 
 
 def decide(
-    loop: Loop, facts: ModelFacts, compute: Compute | None, first: list[Batch], steps: int | None
+    loop: LoopState,
+    facts: ModelFacts,
+    compute: Compute | None,
+    first: list[Batch],
+    steps: int | None,
 ) -> tuple[ResolvedRecipe, Decision]:
     """Resolve the Recipe on the first batches and switch the stepper to it.
 
@@ -129,7 +130,7 @@ def decide(
     return resolved, decision
 
 
-def _check_first(loop: Loop, compute: Compute, first: list[Batch]) -> float:
+def _check_first(loop: LoopState, compute: Compute, first: list[Batch]) -> float:
     """See that the first batch fits the model and the loss; the seconds that all of it took.
 
     Where frozen layers are computed once, a forward of the whole batch would be a good part of the
@@ -150,7 +151,7 @@ def samples_of(batches: Sequence[Batch]) -> float:
     return batches[0].size / batches[0].copies if batches else 0.0
 
 
-def _note_undo(loop: Loop, stepper: Stepper) -> None:
+def _note_undo(loop: LoopState, stepper: Stepper) -> None:
     """What a script expects to find as it was: its model's code and torch's global settings."""
     undo = loop.undo.callback
     undo(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
@@ -160,13 +161,13 @@ def _note_undo(loop: Loop, stepper: Stepper) -> None:
         warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
     )
     undo(stepper.switch.release)
-    undo(stepper.close)
+    loop.undo.push(lambda _, error, __: stepper.close(error))
     if loop.requested.compute.deterministic:
         torch.use_deterministic_algorithms(True)
 
 
 def _decision(
-    loop: Loop,
+    loop: LoopState,
     facts: ModelFacts,
     compute: Compute | None,
     first: list[Batch],
@@ -183,7 +184,7 @@ def _decision(
     )
 
 
-def _left_out(loop: Loop) -> dict[str, str]:
+def _left_out(loop: LoopState) -> dict[str, str]:
     """Settings that are not tried with this strategy, and why."""
     if not loop.lays_out:
         return {}
@@ -191,7 +192,7 @@ def _left_out(loop: Loop) -> dict[str, str]:
     return {f: why for f, why in left_out.items() if loop.requested.get(f) == "auto"}
 
 
-def _with_reasons(loop: Loop, resolved: ResolvedRecipe) -> ResolvedRecipe:
+def _with_reasons(loop: LoopState, resolved: ResolvedRecipe) -> ResolvedRecipe:
     """The Recipe in which what the strategy leaves out is plain, and says why."""
     left = {
         field: Choice(value=SETTINGS[field].plain, reason=why, parity=Parity.EXACT)
@@ -202,7 +203,7 @@ def _with_reasons(loop: Loop, resolved: ResolvedRecipe) -> ResolvedRecipe:
     return loop.requested.resolve({**resolved.choices, **left}, resolved.machine)
 
 
-def _planned(loop: Loop, first: list[Batch]) -> Planned | None:
+def _planned(loop: LoopState, first: list[Batch]) -> Planned | None:
     """What the run is, where what frozen layers give may be kept in it."""
     source = loop.feed.source
     if source is None or not first or first[0].indices is None or loop.planned_epochs is None:
@@ -213,7 +214,7 @@ def _planned(loop: Loop, first: list[Batch]) -> Planned | None:
     return Planned(source.samples, loop.planned_epochs)
 
 
-def asked_here(loop: Loop) -> Recipe:
+def asked_here(loop: LoopState) -> Recipe:
     """What is asked for; what is said of the device names the one that runs."""
     asked = loop.requested
     if shards_tables(asked, loop.world):
@@ -224,7 +225,7 @@ def asked_here(loop: Loop) -> Recipe:
     return asked
 
 
-def _with_device(loop: Loop, resolved: ResolvedRecipe, facts: ModelFacts) -> ResolvedRecipe:
+def _with_device(loop: LoopState, resolved: ResolvedRecipe, facts: ModelFacts) -> ResolvedRecipe:
     """Say in the Recipe on which device the job runs, where another one was asked for."""
     name = str(loop.device)
     if resolved.world.device == name and loop.requested.world.device in ("auto", name):
@@ -235,7 +236,7 @@ def _with_device(loop: Loop, resolved: ResolvedRecipe, facts: ModelFacts) -> Res
     return loop.requested.resolve(choices, resolved.machine, facts)
 
 
-def _reduction(loop: Loop, resolved: ResolvedRecipe) -> tuple[Reduction, ResolvedRecipe]:
+def _reduction(loop: LoopState, resolved: ResolvedRecipe) -> tuple[Reduction, ResolvedRecipe]:
     """How the ranks add up, which is noted in the Recipe where that left it open."""
     asked, is_exact = loop.requested.world, loop.allow < Parity.TOLERANT
     reduction = reduction_of(asked, loop.world, loop.device, exact=is_exact)
@@ -249,7 +250,7 @@ def _reduction(loop: Loop, resolved: ResolvedRecipe) -> tuple[Reduction, Resolve
 
 
 def _strategy(
-    loop: Loop, resolved: ResolvedRecipe, compute: Compute | None, first: list[Batch]
+    loop: LoopState, resolved: ResolvedRecipe, compute: Compute | None, first: list[Batch]
 ) -> tuple[Strategy, ResolvedRecipe]:
     """What makes the steps of several ranks those of all; and how they add up, in the Recipe."""
     asked, world, model = resolved.world, loop.world, loop.model
@@ -270,7 +271,7 @@ def _strategy(
 
 
 def _stages(
-    loop: Loop, resolved: ResolvedRecipe, compute: Compute | None, first: list[Batch]
+    loop: LoopState, resolved: ResolvedRecipe, compute: Compute | None, first: list[Batch]
 ) -> Strategy:
     """Each rank has some layers of the model."""
     # With them comes torch's compiler, which takes a second to import.
@@ -290,13 +291,13 @@ def _stages(
     return Staged(loop.world, loop.model, loop.optimizers, given, asked, loop.tell, within)
 
 
-def _run_first(loop: Loop, compute: Compute, batch: Batch) -> None:
+def _run_first(loop: LoopState, compute: Compute, batch: Batch) -> None:
     """Forward and loss of the first piece of a batch, without a trace."""
     with untouched(loop.model), torch.no_grad():
         loop.stepper.look(batch, lambda pieces: compute(pieces[0]))
 
 
-def _warn_of_trips(loop: Loop, compute: Compute, batch: Batch) -> None:
+def _warn_of_trips(loop: LoopState, compute: Compute, batch: Batch) -> None:
     """Say which data leave the device and come back in a step: each trip waits twice."""
     if loop.device.type == "cpu":
         return
@@ -309,7 +310,7 @@ def _warn_of_trips(loop: Loop, compute: Compute, batch: Batch) -> None:
         loop.say(trip.words)
 
 
-def _agree_on_pieces(loop: Loop, compute: Compute, first: list[Batch], known: int) -> int:
+def _agree_on_pieces(loop: LoopState, compute: Compute, first: list[Batch], known: int) -> int:
     """Into how many micro-batches the steps split a batch, by the memory that is free.
 
     All ranks ask, also one without a batch; what one has split further since stays so.
@@ -322,7 +323,7 @@ def _agree_on_pieces(loop: Loop, compute: Compute, first: list[Batch], known: in
     return loop.stepper.pieces
 
 
-def _tell_of_pieces(loop: Loop, first: list[Batch]) -> None:
+def _tell_of_pieces(loop: LoopState, first: list[Batch]) -> None:
     if first and loop.stepper.pieces > 1:
         loop.say(
             f"a batch of {first[0].size} would not fit in the free memory: "

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from flatout.train.loop import Loop
 from flatout.data import Batch, Source
 from flatout.errors import DataError, FlatoutError, ModelError
 from flatout.models import is_batch_coupled
@@ -23,9 +24,6 @@ from flatout.train.ranks import agreed, part_of
 from flatout.train.running_mean import RunningMean, mean_of
 from flatout.train.snapshot import untouched
 from flatout.train.tables import explain_ids, ids_checked
-
-if TYPE_CHECKING:
-    from flatout.train.loop import Loop
 
 # How many of a validation's batches are looked at before a fit.
 _BATCHES = 2

@@ -7,10 +7,10 @@ what `ModelRows.remember` has written down. Data that are evaluated again and ag
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -25,17 +25,36 @@ from flatout.data import (
 )
 from flatout.models import Cut, Cuts
 from flatout.recipe import Parity
-from flatout.train.feature_rows import forms_of
+from flatout.train.feature_rows import ModelRows, forms_of
 from flatout.train.frozen_candidates import agreed_cuts
+from flatout.train.frozen_choice import Choice
+from flatout.train.loop_state import LoopState
 from flatout.train.snapshot import untouched
 from flatout.words import counted
 
-if TYPE_CHECKING:
-    from flatout.train.features import FrozenFeatures
-    from flatout.train.loop import Loop
-
 # For fewer samples, looking for a cut takes as long as computing them.
 _WORTH = 32
+
+
+class Chooses(Protocol):
+    """Looks for cuts of a model and chooses among them; features.py says what these are."""
+
+    rows: ModelRows
+
+    @property
+    def may_keep(self) -> bool:
+        """Whether there may be anything to keep."""
+
+    def look(self, source: Source, batch: Batch | None) -> tuple[Cuts, str]:
+        """The model's cuts; where there are none, why."""
+
+    def choose(
+        self, source: Source, cuts: Sequence[Cut], batch: Batch, left: int | None, passes: int
+    ) -> Choice:
+        """What pays of them."""
+
+    def opened(self, name: str) -> FeatureRows:
+        """The rows of a cut that was chosen."""
 
 
 class EvaluatedFeatures:
@@ -47,7 +66,7 @@ class EvaluatedFeatures:
         model: that is evaluated.
     """
 
-    def __init__(self, features: FrozenFeatures, loop: Loop, model: nn.Module) -> None:
+    def __init__(self, features: Chooses, loop: LoopState, model: nn.Module) -> None:
         self._features, self._loop, self._model = features, loop, model
         self._looked, self._cuts = Cuts(), list[Cut]()
         self._forms: list[RowPart] = []  # of the inputs that they are for

@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from flatout.train.loop_state import LoopState
 from flatout.data import (
     Batch,
     FeatureRows,
@@ -37,9 +38,6 @@ from flatout.data import (
 from flatout.models import Cut, adapter_of
 from flatout.train.known_cuts import add_place, places_of
 
-if TYPE_CHECKING:
-    from flatout.train.loop import Loop
-
 # Settings of a Switch by which features differ.
 _DECIDES = ("precision", "fp32_operators", "memory_format", "fused_norms")
 # So many stores stay open for later evaluations, the latest.
@@ -60,7 +58,7 @@ class ModelRows:
         contents: of sources, what tells their samples from all others.
     """
 
-    def __init__(self, loop: Loop, model: nn.Module) -> None:
+    def __init__(self, loop: LoopState, model: nn.Module) -> None:
         self.where: Any = loop.requested.input.features
         self.contents: WeakKeyDictionary[Source, str] = WeakKeyDictionary()
         self._named: dict[str, NamedSlots | None] = {}  # by content
@@ -257,16 +255,6 @@ class ModelRows:
         """Nanoseconds that the frozen layers took since this was asked last."""
         taken, self._ns = self._ns, 0
         return taken
-
-
-def batches_of(
-    part: Source, epoch: int, start_step: int, rows: FeatureRows | None
-) -> Iterator[Batch]:
-    """The batches of an epoch; of a pipeline, made without the samples whose features are kept."""
-    whole = getattr(part, "_whole", part)
-    if rows is None or rows.samples.comes_whole or not isinstance(whole, Pipeline):
-        return part.batches(epoch, start_step)
-    return part.batches(epoch, start_step, rows)  # type: ignore[call-arg]
 
 
 def forms_of(batch: Batch) -> list[RowPart]:

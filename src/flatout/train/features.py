@@ -15,11 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
+from flatout.train.loop_state import LoopState
 from flatout.data import (
     Batch,
     FeatureRows,
@@ -44,9 +45,6 @@ from flatout.train.given_inputs import GivenInputs
 from flatout.train.snapshot import untouched
 from flatout.train.watch_calls import Calls
 
-if TYPE_CHECKING:
-    from flatout.train.loop import Loop
-
 # After so many steps of tuning the best settings known hold, where features wait for them.
 _TUNED = 60
 # Samples that are measured on a CPU.
@@ -68,7 +66,7 @@ class FrozenFeatures:
         rows: where features are kept.
     """
 
-    def __init__(self, loop: Loop, model: nn.Module, calls: Calls | None = None) -> None:
+    def __init__(self, loop: LoopState, model: nn.Module, calls: Calls | None = None) -> None:
         self.line = ""
         self.facts: dict[str, Any] | None = None
         self.rows = ModelRows(loop, model)

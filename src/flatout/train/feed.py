@@ -3,18 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from time import perf_counter_ns as clock
+from typing import Protocol
 
 import torch
 
-from flatout.data import Batch, Features, Pipeline, Source, found_of, prefetch
+from flatout.data import Batch, FeatureRows, Features, Pipeline, Source, found_of, prefetch
 from flatout.recipe import Choice, Parity, Recipe, ResolvedRecipe
-from flatout.train.feature_rows import batches_of
-from flatout.train.features import FrozenFeatures
 from flatout.train.inputs import Inputs
 from flatout.train.ranks import part_of
 from flatout.world import World
+
+
+class KeepsFeatures(Protocol):
+    """Keeps what frozen layers give for samples; features.py says what these are."""
+
+    def begin(self, source: Source, part: Source, epoch: int) -> bool:
+        """Before an epoch; whether its batches need be looked at."""
+
+    def read_from(self, part: Source) -> Source:
+        """What batches are read from."""
+
+    def rows_to_make(self, source: Source) -> FeatureRows | None:
+        """The rows whose samples need not be made."""
+
+    def must_restart(self) -> bool:
+        """Whether batches that are being made are not those that are wanted by now."""
+
+    def settle(self, batch: Batch) -> None:
+        """Before the next batch is made ready."""
+
+    def batch(self, batch: Batch, epoch: int, step: int) -> Batch:
+        """A training batch, as the model takes it."""
+
+    def evaluated(self, source: Source, part: Source) -> AbstractContextManager[Iterator[Batch]]:
+        """Within, the batches of an evaluation."""
 
 
 class Feed:
@@ -35,7 +59,7 @@ class Feed:
         self.channels_last = False
         self.inputs = Inputs()
         self.taken = 0
-        self.features: FrozenFeatures | None = None
+        self.features: KeepsFeatures | None = None
         self._lanes: tuple[int, int, int, int] | None = None
 
     def set_device(self, device: torch.device) -> None:
@@ -159,3 +183,13 @@ class Feed:
         )
         choices = {**resolved.choices, "input.workers": choice}
         return requested.resolve(choices, resolved.machine)
+
+
+def batches_of(
+    part: Source, epoch: int, start_step: int, rows: FeatureRows | None
+) -> Iterator[Batch]:
+    """The batches of an epoch; of a pipeline, made without the samples whose features are kept."""
+    whole = getattr(part, "_whole", part)
+    if rows is None or rows.samples.comes_whole or not isinstance(whole, Pipeline):
+        return part.batches(epoch, start_step)
+    return part.batches(epoch, start_step, rows)  # type: ignore[call-arg]

@@ -107,10 +107,10 @@ class Fit:
             try:
                 self._prepare()
                 self._train()
-            except BaseException:
+            except BaseException as error:
                 # The first error is the one to tell; a failed save has been logged.
                 with suppress(CheckpointError):
-                    self.loop.close()
+                    self.loop.close(error)
                 raise
             finally:
                 self._running = False
@@ -187,9 +187,8 @@ class Fit:
         for callback in self.callbacks:
             callback.check(state, figures)
         part = part_of(self.source, loop.world, loop.note, whole=loop.takes_whole_batches)
-        features = loop.feed.features
-        assert features is not None
-        features.begin(self.source, part, loop.epoch)
+        assert loop.features is not None
+        loop.features.begin(self.source, part, loop.epoch)
         self._open_run()
         place = loop.world.place
         state.history.world_size, state.history.nodes = place.world_size, place.nodes
@@ -337,8 +336,8 @@ class Fit:
         assert loop.resolved is not None
         self.state.history.tuning = loop.tuning
         self.state.history.evaluation = loop.evaluated
-        assert loop.feed.features is not None
-        self.state.history.features = loop.feed.features.facts
+        assert loop.features is not None
+        self.state.history.features = loop.features.facts
         loop.resolved = loop.feed.with_workers(loop.requested, loop.resolved)
         self.state.history.recipe = loop.resolved
         if (folder := self._run_folder()) is not None:

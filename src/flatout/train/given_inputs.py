@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flatout.data import Batch, Features, Source
 from flatout.errors import DataError
 from flatout.models import KeptInputs, autocast_now
-
-if TYPE_CHECKING:
-    from flatout.train.loop import Loop
+from flatout.train.loop_state import LoopState
 
 
 class GivenInputs:
@@ -24,7 +22,7 @@ class GivenInputs:
         are_read: whether the loop reads inputs besides the model, so that all are made.
     """
 
-    def __init__(self, loop: Loop) -> None:
+    def __init__(self, loop: LoopState) -> None:
         self.template: Any = None
         self.are_read = False
         self._loop = loop

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from flatout.train.loop import Loop
 from flatout.data import Growth, IdMap, Pipeline, Source, digest_of
 from flatout.errors import CheckpointError, DataError, FlatoutError
 from flatout.kernels.ids import Items
@@ -30,9 +31,6 @@ from flatout.train.grow_tables import (
 )
 from flatout.train.snapshot import untouched
 from flatout.words import counted
-
-if TYPE_CHECKING:
-    from flatout.train.loop import Loop
 
 # What tells the ids of columns apart where tables are looked for that read them.
 _APART = 1 << 22

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -34,6 +34,7 @@ from flatout.train.evaluate import evaluate, evaluating
 from flatout.train.history import History
 from flatout.train.job import Job, TorchJob, metrics_of
 from flatout.train.job_facts import Facts, fact, losses_facts, metrics_fact
+from flatout.train.loop import Loop
 from flatout.train.losses import Loss, as_loss
 from flatout.train.metrics import Given
 from flatout.train.narrow import Narrow
@@ -43,9 +44,6 @@ from flatout.train.signature import Signature
 from flatout.train.snapshot import untouched
 from flatout.train.state import FitState
 from flatout.train.warm_start import warm_start
-
-if TYPE_CHECKING:
-    from flatout.train.loop import Loop
 
 _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flatout.data import Batch, Features, tensors_in
 from flatout.models import KeptInput, adapter_of
@@ -19,13 +19,11 @@ from flatout.train.auto_budget import Budget
 from flatout.train.auto_check import NOT_IN_PASSES
 from flatout.train.auto_search import Search
 from flatout.train.decide import asked_here
+from flatout.train.loop_state import LoopState
 from flatout.train.rehearsal import is_compiled
 from flatout.train.settings import FIELDS, Settings
 from flatout.train.step import Compute
-from flatout.train.tuner import Tuner
-
-if TYPE_CHECKING:
-    from flatout.train.loop import Loop
+from flatout.train.tuning import capture_steps, settle, tune
 
 OTHER = "other parameters train than before"
 
@@ -37,16 +35,13 @@ class OtherJob:
         loop: has its settings.
         steps: that are planned in all.
 
-    Attributes:
-        is_due: whether settings are to be decided again with the next step.
-        count: how many times it has become another one.
+    It notes in the Loop whether settings are to be decided again with the next step
+    (`is_other_job`), and how many times the job has become another one (`thaws`).
     """
 
-    def __init__(self, loop: Loop, steps: int | None) -> None:
+    def __init__(self, loop: LoopState, steps: int | None) -> None:
         self._loop, self._steps = loop, steps
         self._plain = loop.stepper.switch.now
-        self.is_due = False
-        self.count = 0
         # A checkpoint's settings are for the job that it goes on with.
         self._begins = loop.resume is not None and loop.resume.choices(loop.requested) is not None
         self.taken()
@@ -70,9 +65,9 @@ class OtherJob:
     def notice(self) -> None:
         """It is another job."""
         self.taken()
-        self.count += 1
+        self._loop.thaws += 1
         # What is compiled would be compiled again for each setting.
-        self.is_due = not is_compiled(self._loop.model)
+        self._loop.is_other_job = not is_compiled(self._loop.model)
 
     def decide(self, compute: Compute, batch: Batch) -> None:
         """Decide the settings for the steps from here on.
@@ -81,8 +76,8 @@ class OtherJob:
             compute: forward and loss of a batch.
             batch: of the next step, ready on the device.
         """
-        self.is_due = False
         loop, stepper = self._loop, self._loop.stepper
+        loop.is_other_job = False
         if loop.tuner is not None:
             loop.tuner.stop(OTHER)
             loop.tuner.stop_splitting()
@@ -112,7 +107,7 @@ class OtherJob:
                 decision.search.best = Settings.of(loop.resolved)
             if decision.search is not None:
                 self._search(decision, before)
-            loop.capture_steps(compute, decision.search)
+            capture_steps(loop, compute, decision.search)
         elif decision.search is None:
             self._use(before)
             if stepper.capture is not None and loop.requested.compute.capture != "on":
@@ -120,7 +115,7 @@ class OtherJob:
         else:
             loop.note(f"auto: {OTHER}: settings are tried once more")
             self._search(decision, before)
-            loop.capture_steps(compute, decision.search)
+            capture_steps(loop, compute, decision.search)
 
     def _fixed(self, batch: Batch) -> Iterator[tuple[str, Any]]:
         """Settings that stay: what kept features were computed with holds for them."""
@@ -138,15 +133,11 @@ class OtherJob:
         loop = self._loop
         assert decision.search is not None
         assert loop.resolved is not None
-        settle = partial(loop.settle, decision)
         if loop.tuner is None:
-            loop.tuner = Tuner(
-                decision.search, loop.stepper, loop.feed, loop.world, settle, loop.note,
-                changed=self.notice,
-            )  # fmt: skip
-            loop.tuner.follows(loop.step_count, before)
+            tune(loop, decision, self.notice).follows(loop.step_count, before)
         else:
-            loop.tuner.begin_again(decision.search, settle, loop.step_count, before)
+            found = partial(settle, loop, decision)
+            loop.tuner.begin_again(decision.search, found, loop.step_count, before)
         loop.resolved = auto.started(loop.resolved, loop.requested, decision.search)
 
     def _use(self, settings: Settings) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -13,12 +13,10 @@ from flatout.errors import DataError, ModelError
 from flatout.train import guard
 from flatout.train.checks import explained
 from flatout.train.evaluate import as_one_graph, at_the_fastest_size, evaluating
+from flatout.train.loop import Loop
+from flatout.train.objective import Objective
 from flatout.train.ranks import part_of
 from flatout.train.tables import explain_ids
-
-if TYPE_CHECKING:
-    from flatout.train.loop import Loop
-    from flatout.train.objective import Objective
 
 
 def predict(objective: Objective, loop: Loop, source: Source) -> Any:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import nn
 
 from flatout.data import Batch, Source, is_pipe
@@ -12,17 +10,15 @@ from flatout.measure import Live
 from flatout.strategies import check_reduction, check_settings, check_staged_settings
 from flatout.train.decide import samples_of
 from flatout.train.large_batch import resumed_words, scale_rates
+from flatout.train.loop_state import LoopState
 from flatout.train.preflight import check_last_batch
 from flatout.train.rank_device import device_here
 from flatout.train.ranks import agreed, check_ranks, part_of
 from flatout.train.resume import first_samples, source_state
 from flatout.train.step import Compute
 
-if TYPE_CHECKING:
-    from flatout.train.loop import Loop
 
-
-def place_model(loop: Loop, model: nn.Module) -> list[str]:
+def place_model(loop: LoopState, model: nn.Module) -> list[str]:
     """Move the model, and what its optimizers hold; returns what is said of another place."""
     asked = loop.requested.world
     device, loop.why_device = device_here(asked)
@@ -40,7 +36,7 @@ def place_model(loop: Loop, model: nn.Module) -> list[str]:
     return words
 
 
-def first_batches(loop: Loop, data: Source | None, compute: Compute | None) -> list[Batch]:
+def first_batches(loop: LoopState, data: Source | None, compute: Compute | None) -> list[Batch]:
     """The first batches on the device, where all is checked that can be before a step."""
     if data is not None and is_pipe(data):
         data = agreed(data, loop.world)
@@ -69,7 +65,7 @@ def first_batches(loop: Loop, data: Source | None, compute: Compute | None) -> l
     return ready
 
 
-def follow_rule(loop: Loop) -> None:
+def follow_rule(loop: LoopState) -> None:
     """Follow the user's rule for the learning rate; trials ran without it."""
     scale, words = scale_rates(
         loop.lr_rule,
@@ -90,7 +86,7 @@ def follow_rule(loop: Loop) -> None:
         loop.stepper.lr_scale = scale
 
 
-def show(loop: Loop) -> Live:
+def show(loop: LoopState) -> Live:
     """Let `flatout top` see the steps."""
     here, world = loop.world.place, loop.world
     return Live(

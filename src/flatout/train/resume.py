@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from flatout.train.loop_state import LoopState
 from flatout.data import Batch, Source
 from flatout.errors import DataError
 from flatout.measure.fingerprint import fingerprint
@@ -29,9 +30,6 @@ from flatout.train.same_job import check_same_job, in_words, kind_of
 from flatout.train.snapshot import random_state, set_random_state
 from flatout.train.step import Compute
 
-if TYPE_CHECKING:
-    from flatout.train.loop import Loop
-
 # So many sample numbers of the first batch tell one order from another.
 _SHOWN = 8
 _NEW_RUN = "or begin a new run with warm_start"
@@ -51,7 +49,7 @@ class Resume:
         CheckpointError: it is of another job; naming what differs.
     """
 
-    def __init__(self, loop: Loop, loaded: LoadedCheckpoint) -> None:
+    def __init__(self, loop: LoopState, loaded: LoadedCheckpoint) -> None:
         self._loaded = loaded
         self._changes = check_same_job(
             loaded, loop.job, weights_of(loop.model), loop.optimizers, loop.schedulers
@@ -61,7 +59,7 @@ class Resume:
         self.own = [own["own"] for own in loaded.own]
         self._own = loaded.own[loop.world.rank if len(loaded.own) == loop.world.size else 0]
 
-    def recipe(self, loop: Loop) -> Recipe:
+    def recipe(self, loop: LoopState) -> Recipe:
         """What is asked for now: the settings of then, but for those that are asked for by name.
 
         On another machine they are decided again.
@@ -112,7 +110,7 @@ class Resume:
         """
         check_same_data(source, self._loaded.state, first)
 
-    def put_back(self, loop: Loop) -> None:
+    def put_back(self, loop: LoopState) -> None:
         """Bring a prepared Loop to where the checkpoint was written, and say so."""
         put_back(loop, self._loaded, self._changes, same_machine=self._kept is not None)
         set_random_state(self._own["random"])
@@ -137,7 +135,7 @@ class Resume:
         set_random_state(self._own["random"])
 
 
-def _say_changes(loop: Loop, saved: ResolvedRecipe, asked: Mapping[str, Any]) -> None:
+def _say_changes(loop: LoopState, saved: ResolvedRecipe, asked: Mapping[str, Any]) -> None:
     """Say which settings are not those of then, or are though no one asks for them now."""
     here = {**asked, "world.device": str(device_here(loop.requested.world)[0])}
     changed = [f"{f}={v} (was {saved.get(f)})" for f, v in asked.items() if here[f] != saved.get(f)]
@@ -149,7 +147,7 @@ def _say_changes(loop: Loop, saved: ResolvedRecipe, asked: Mapping[str, Any]) ->
         loop.say(f"kept from the checkpoint, though not asked for now: {', '.join(kept)}")
 
 
-def job_of(loop: Loop, compute: Compute | None) -> dict[str, Any]:
+def job_of(loop: LoopState, compute: Compute | None) -> dict[str, Any]:
     """What a checkpoint keeps of the job, before any step has changed it."""
     return {
         "facts": {**_facts(loop), **(loop.told or compute_fact(compute))},
@@ -160,7 +158,7 @@ def job_of(loop: Loop, compute: Compute | None) -> dict[str, Any]:
     }
 
 
-def _facts(loop: Loop) -> Facts:
+def _facts(loop: LoopState) -> Facts:
     """What a Loop was given."""
     norm, value = loop.clip
     rule = as_saved(loop.lr_rule)
@@ -175,7 +173,7 @@ def _facts(loop: Loop) -> Facts:
     }
 
 
-def state_of(loop: Loop, extra: Any) -> dict[str, Any]:
+def state_of(loop: LoopState, extra: Any) -> dict[str, Any]:
     """Everything but the weights that the next step depends on, and what tells the job.
 
     All ranks call it.
@@ -199,7 +197,7 @@ def state_of(loop: Loop, extra: Any) -> dict[str, Any]:
     }
 
 
-def own_state_of(loop: Loop, own: Any) -> dict[str, Any]:
+def own_state_of(loop: LoopState, own: Any) -> dict[str, Any]:
     """What the next step depends on and each rank has for itself."""
     return {
         "random": random_state(),
@@ -209,7 +207,7 @@ def own_state_of(loop: Loop, own: Any) -> dict[str, Any]:
     }
 
 
-def _reduction_state(loop: Loop) -> dict[str, Any] | None:
+def _reduction_state(loop: LoopState) -> dict[str, Any] | None:
     """What a reduction keeps from step to step, if it does."""
     reduction = loop.stepper.strategy.reduction
     return reduction.state_dict() if reduction is not None and reduction.carries else None
@@ -259,7 +257,7 @@ def check_same_data(source: Source, state: Mapping[str, Any], first: list[int] |
 
 
 def put_back(
-    loop: Loop, loaded: LoadedCheckpoint, changes: RateChanges, *, same_machine: bool
+    loop: LoopState, loaded: LoadedCheckpoint, changes: RateChanges, *, same_machine: bool
 ) -> None:
     """Load what `state_of` gave, and the weights, into a prepared Loop; but for what is new."""
     state = loaded.state

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from flatout.errors import ModelError
 from flatout.models import KerasOptimizer
 from flatout.optim import RowShards
 from flatout.recipe import Recipe, ResolvedRecipe
+from flatout.train.loop_state import LoopState
 from flatout.world import World
-
-if TYPE_CHECKING:
-    from flatout.train.loop import Loop
-
 
 SHARDED = {"compute.touched_rows": "on", "compute.compile": "off"}
 """What sharded tables need of settings that are left open."""
@@ -23,7 +18,7 @@ def shards_tables(recipe: Recipe | ResolvedRecipe, world: World) -> bool:
     return recipe.world.tables == "sharded" and world.size > 1
 
 
-def shards_of(loop: Loop, resolved: ResolvedRecipe) -> RowShards | None:
+def shards_of(loop: LoopState, resolved: ResolvedRecipe) -> RowShards | None:
     """What shards the tables of a job that is decided, where that is asked for.
 
     Raises:
@@ -40,7 +35,7 @@ def shards_of(loop: Loop, resolved: ResolvedRecipe) -> RowShards | None:
     return RowShards(loop.world)
 
 
-def _why_not(loop: Loop, resolved: ResolvedRecipe) -> str:
+def _why_not(loop: LoopState, resolved: ResolvedRecipe) -> str:
     if resolved.world.strategy == "fsdp":
         return "world.strategy=fsdp gives each rank a part of every weight already"
     if resolved.world.strategy != "ddp":

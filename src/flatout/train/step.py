@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from time import perf_counter_ns as clock
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -33,9 +33,6 @@ from flatout.train.settings import Settings, Switch
 from flatout.train.snapshot import Moving
 from flatout.train.turn import Turn
 from flatout.world import ONE, World
-
-if TYPE_CHECKING:
-    from flatout.train.capture import Capture
 
 Compute = Callable[[Batch], Value]
 # Mean loss, its weight, and the times of forward, backward and sync in ns; the gradients are in
@@ -78,6 +75,37 @@ class Done(NamedTuple):
     backward: int
     sync: int
     optimizer: int
+
+
+class MakesGraphs(Protocol):
+    """Makes steps as one compiled graph; capture.py says what these are.
+
+    Attributes:
+        is_asked: whether steps are to be captured, not only tried so.
+        why: why no step is captured; "" while it may be.
+    """
+
+    is_asked: bool
+    why: str
+
+    def __call__(
+        self, eager: Callable[[], Done], compute: Any, batches: Sequence[Batch], step: int
+    ) -> Done:
+        """Make a step, by the graph where it can."""
+
+    @property
+    def is_used(self) -> bool:
+        """Whether the graph is there."""
+
+    @property
+    def compiling(self) -> object | None:
+        """What compiles, while it does."""
+
+    def give_up(self, why: str) -> None:
+        """Make all steps from here on eagerly."""
+
+    def close(self) -> None:
+        """End what goes on beside the training."""
 
 
 class Stepper:
@@ -134,7 +162,7 @@ class Stepper:
         self.notes: list[str] = []
         self._use_autocast = False
         self._captures = False
-        self.capture: Capture | None = None
+        self.capture: MakesGraphs | None = None
 
     def use(self, settings: Settings) -> None:
         """Switch to other settings before the next step."""
@@ -484,9 +512,13 @@ class Stepper:
         """The ranks that run the same code right now: all within a step, else this one alone."""
         return ONE if self._norms is None else self._norms.world
 
-    def close(self) -> None:
-        """Take off what was put on the model's parameters."""
-        self.strategy.close()
+    def close(self, error: BaseException | None = None) -> None:
+        """Take off what was put on the model's parameters.
+
+        Args:
+            error: what has ended the training, where it has failed.
+        """
+        self.strategy.close(error)
         if self._norms is not None:
             self._norms.close()
             self._norms = None

@@ -18,6 +18,7 @@ from flatout.plotting import figure_class
 from flatout.train import guard
 from flatout.train.checks import explained
 from flatout.train.evaluate import evaluating
+from flatout.train.loop import Loop
 from flatout.train.ranks import part_of
 from flatout.train.sample_loss import SampleLoss
 from flatout.words import rounded

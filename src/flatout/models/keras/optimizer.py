@@ -22,7 +22,6 @@ import torch
 from flatout.data import code_digest, is_library
 from flatout.errors import ModelError
 from flatout.models.keras.build_again import build_again
-from flatout.models.keras.row_rule import why_all_rows
 from flatout.models.keras.tables import set_shape
 
 Tensors = list[torch.Tensor]
@@ -32,6 +31,13 @@ _OPTIONS = (
     "ema_overwrite_frequency", "loss_scale_factor", "gradient_accumulation_steps", "beta_1",
     "beta_2", "epsilon", "amsgrad", "momentum", "nesterov", "rho", "centered",
 )  # fmt: skip
+
+ROW_RULES = {
+    "Adam": "adam", "AdamW": "adam", "SGD": "sgd", "RMSprop": "rmsprop", "Adagrad": "adagrad",
+}  # fmt: skip
+"""By which rule of `flatout.kernels` rows of a table are stepped, by the optimizer's name."""
+# Under which a row's missed steps do not follow from its own state, or that no kernel has.
+_ALL_ROWS = ("amsgrad", "centered", "use_ema", "gradient_accumulation_steps")
 
 # Lists of variables that are none of the state of one.
 _NOT_STATE = ("_variables", "_trainable_variables")
@@ -237,7 +243,11 @@ class KerasOptimizer(torch.optim.Optimizer):
 
     def why_all_rows(self) -> str:
         """What keeps it from stepping single rows of a table; "" where nothing does."""
-        return why_all_rows(self.keras)
+        kind = type(self.keras)
+        if kind.__name__ not in ROW_RULES or not kind.__module__.startswith("keras."):
+            return f"{kind.__name__} steps all rows"
+        asked = [name for name in _ALL_ROWS if getattr(self.keras, name, None)]
+        return f"{asked[0]} steps all rows" if asked else ""
 
     def decays(self, weight: torch.Tensor) -> bool:
         """Whether its weight decay is also a variable's with this value."""

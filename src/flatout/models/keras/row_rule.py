@@ -10,18 +10,15 @@ Keras' formulas are not torch's (src/backend/torch/optimizers of Keras):
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from flatout.kernels.table_rows import Step, in_float32
+from flatout.models.keras.optimizer import ROW_RULES, KerasOptimizer
 from flatout.models.table_parameter import Reader, unwatch_table, watch_table
 
-if TYPE_CHECKING:
-    from flatout.models.keras.optimizer import KerasOptimizer
-
-_RULES = {"Adam": "adam", "AdamW": "adam", "SGD": "sgd", "RMSprop": "rmsprop", "Adagrad": "adagrad"}
 # Where Keras has the state of a rule.
 _SLOTS = {
     "adam": ("_momentums", "_velocities"),
@@ -29,18 +26,6 @@ _SLOTS = {
     "rmsprop": ("_momentums", "_velocities"),
     "adagrad": ("_accumulators", None),
 }
-# Under which a row's missed steps do not follow from its own state, or that no kernel has.
-_OPTIONS = ("amsgrad", "centered", "use_ema", "gradient_accumulation_steps")
-
-
-def why_all_rows(keras: Any) -> str:
-    """What keeps an optimizer of Keras' from stepping single rows; "" where nothing does."""
-    kind = type(keras)
-    if kind.__name__ not in _RULES or not kind.__module__.startswith("keras."):
-        return f"{kind.__name__} steps all rows"
-    asked = [name for name in _OPTIONS if getattr(keras, name, None)]
-    return f"{asked[0]} steps all rows" if asked else ""
-
 
 class KerasRule:
     """By which an optimizer of Keras' steps one table.
@@ -59,7 +44,7 @@ class KerasRule:
     ) -> None:
         self._optimizer, self._group, self._weight = optimizer, group, weight
         self._keras = optimizer.keras
-        self.name = _RULES[type(self._keras).__name__]
+        self.name = ROW_RULES[type(self._keras).__name__]
         self._decays = optimizer.decays(weight)
         self._reader: Reader | None = None
         self._watched: list[nn.Parameter] = []

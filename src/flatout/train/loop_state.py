@@ -1,0 +1,322 @@
+"""What a Loop knows: of the job, its settings and its ranks, and how far training has come.
+
+`Loop.prepare` and its steps are functions of this state in files beside this one; they import it,
+and the Loop imports them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from flatout.console import say
+from flatout.data import Batch, Source
+from flatout.devices import Placement
+from flatout.errors import FlatoutError
+from flatout.measure import Timeline
+from flatout.optim import LrRule, LrScale
+from flatout.recipe import Choice, ModelFacts, Parity, Recipe, ResolvedRecipe
+from flatout.save import Checkpoints
+from flatout.train.checkpointing import Checkpointing, no_run_folder
+from flatout.train.evaluate_batch import EvaluateBatch
+from flatout.train.evaluate_graph import EvaluateGraph
+from flatout.train.feed import Feed
+from flatout.train.large_batch import as_rule
+from flatout.train.micro_batch import Parts
+from flatout.train.rank_device import device_here
+from flatout.train.rank_trial import is_trial
+from flatout.train.requested import requested_here
+from flatout.train.settings import Settings, Switch
+from flatout.train.step import Stepper
+from flatout.train.stragglers import Pace
+from flatout.train.tuner import Tuner
+from flatout.train.turn import Turn
+from flatout.world import ONE, World, join, restarts, share_cpus
+
+Scheduler = Any  # torch's schedulers share no base class that covers ReduceLROnPlateau
+
+
+class Resumed(Protocol):
+    """A checkpoint that a Loop goes on from; resume.py says what these are."""
+
+    def choices(self, requested: Recipe) -> tuple[dict[str, Choice], Mapping[str, Any]] | None:
+        """What was decided then."""
+
+    def check_data(self, source: Source, first: list[int] | None) -> None:
+        """Raise if the data differ from the checkpoint's."""
+
+
+class LoopState:
+    """What a Loop knows, and asks of its ranks.
+
+    Attributes:
+        epoch: number of the current epoch, from 0.
+        step_count: optimizer steps done since training began (a resume goes on counting).
+        step_in_epoch: optimizer steps done in this epoch.
+        batch_in_epoch: batches of this epoch that were taken up to the last step.
+        resolved: how the steps run; None before `prepare`.
+        lr_scale: what the learning-rate rule does, after `prepare`; None without a rule.
+        parts: runs a batch of an evaluation, where memory runs out in parts.
+        evaluate_batch: chooses how many samples an evaluation takes at a time.
+        evaluate_graph: runs an evaluation's forward as one compiled graph.
+        pace: of several ranks, what this one's steps take without waiting for others.
+        planned_epochs: of the whole run, where that is known.
+        shows_notes: whether a progress line says what is noted.
+        tuner: tries settings on the steps; None where nothing was left open.
+        facts: of the model, after `prepare`.
+        restored_extra: after a resume, what was given to `save` as `extra`.
+        restored_own: after a resume, what the ranks then gave to `save` as `own`, by rank.
+        told: what a Trainer tells of its job, for a resume to compare; None without a Trainer.
+        job: all that tells this job from others, as a checkpoint keeps it.
+        fresh_groups: the optimizers' groups as `prepare` found them.
+        feed: gives the batches.
+        metadata: text that goes with the weights into checkpoints; as a Trainer sets it.
+        ids: rows of ids, for checkpoints; as a Trainer sets it.
+        resume: the checkpoint that this Loop went on from; None where there was none.
+        is_other_job: whether other parameters train than those that settings were decided for.
+        thaws: how many times other parameters began to train, or no longer did.
+        undo: what `close` puts back; it is told whether training has failed.
+        why_device: why this rank computes on its device.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe | ResolvedRecipe | None = None,
+        *,
+        allow: str = "tolerant",
+        seed: int = 0,
+        accumulate: int = 1,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        lr_rule: LrRule | None = None,
+        run: str | Path | None = None,
+        resume: bool | str = False,
+        say: Callable[[str], None] = say,
+    ) -> None:
+        if accumulate < 1:
+            raise FlatoutError(f"accumulate must be at least 1, found {accumulate}")
+        self.say = say
+        self.why_device = ""
+        self.requested, self._first_words = requested_here(recipe)
+        self.allow = Parity.from_name(allow)
+        self.seed = seed
+        self.accumulate = accumulate
+        self.run = None if run is None or is_trial() else str(run).rstrip("/")
+        self.timeline = Timeline()
+        self.epoch = 0
+        self.step_count = 0
+        self.step_in_epoch = 0
+        self.batch_in_epoch = 0
+        self.resolved: ResolvedRecipe | None = None
+        self.feed = Feed()
+        self.first_samples: list[int] | None = None
+        self.first_batch_size: int | None = None
+        self.placement: Placement
+        self.lr_scale: LrScale | None = None
+        self.planned_epochs: int | None = None
+        self.shows_notes = False
+        self.tuner: Tuner | None = None
+        self.facts = ModelFacts()
+        self.is_other_job = False
+        self.thaws = 0
+        self.restored_extra: Any = None
+        self.restored_own: list[Any] = []
+        self.clip = (clip_norm, clip_value)
+        self.told: dict[str, list[str]] | None = None
+        self.job: dict[str, Any] = {}
+        self.model: nn.Module
+        self.optimizers: tuple[torch.optim.Optimizer, ...] = ()
+        self.schedulers: tuple[Scheduler, ...] = ()
+        self.fresh_groups: list[list[dict[str, Any]]] = []
+        self.metadata: dict[str, str] = {}
+        self.ids: dict[str, Any] | None = None
+        self.lr_rule = as_rule(lr_rule)
+        # After a rank was killed all start again, and go on where the last checkpoint was.
+        self._resume = not is_trial() and (resume or (run is not None and restarts() > 0))
+        self.resume: Resumed | None = None
+        self._saved: tuple[int, int] | None = None
+        self.undo = ExitStack()
+        self._stepper: Stepper | None = None
+        self.pace = Pace(ONE.collectives)
+        self.parts = Parts(lambda line: self.say(line))
+        self.tables_said = ""
+        self.evaluate_batch = EvaluateBatch(self.tell)
+        self.evaluate_graph = EvaluateGraph(self.tell, self._may_compile)
+
+    @cached_property
+    def world(self) -> World:
+        """The ranks that train together; asked for the first time, they meet.
+
+        From then on the first speaks for all.
+
+        Raises:
+            WorldError: they do not come.
+        """
+        device, asked = device_here(self.requested.world)[0].type, self.requested.world
+        world = join(device, asked.timeout, asked.patience)
+        if not world.is_first:
+            self.say = lambda line: None
+        if device == "cpu":
+            share_cpus(world, self.requested.process)
+        return world
+
+    @property
+    def stepper(self) -> Stepper:
+        """Makes the steps.
+
+        Raises:
+            FlatoutError: `prepare` was not called.
+        """
+        if self._stepper is None:
+            raise FlatoutError("the Loop has no model yet", do="call loop.prepare(...) first")
+        return self._stepper
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self.feed.device
+
+    @property
+    def together(self) -> World:
+        """The ranks that run the same code right now: all within a step, else this one alone."""
+        return ONE if self._stepper is None else self._stepper.together
+
+    @property
+    def lays_out(self) -> bool:
+        """Whether each rank is to hold a part of the model alone."""
+        return self.world.size > 1 and self.requested.world.strategy in ("fsdp", "staged")
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether each rank is to hold some of the layers."""
+        return self.lays_out and self.requested.world.strategy == "staged"
+
+    @property
+    def takes_whole_batches(self) -> bool:
+        """Whether every rank is given each batch whole, for the model that all have together."""
+        return self._stepper is not None and self._stepper.strategy.takes_whole_batches
+
+    @property
+    def meets_in_compute(self) -> bool:
+        """Whether ranks wait for each other within the model's forward."""
+        return self._stepper is not None and self._stepper.strategy.meets_in_compute
+
+    def meet_others(self) -> None:
+        """Make the ranks alike, where they step alone or have parts of tables; all call it."""
+        if self._stepper is not None:
+            self._stepper.meet_others()
+
+    def settings_of(self, model: nn.Module) -> Settings:
+        """How the model runs: as was decided, or as it is where nothing was."""
+        if self._stepper is None:
+            return Switch(model, (), self.device).now
+        return self._stepper.switch.now
+
+    def is_tuning(self) -> bool:
+        """Whether settings are still being tried."""
+        return self.is_other_job or (self.tuner is not None and self.tuner.is_searching)
+
+    def _may_compile(self) -> bool:
+        """Whether an evaluation may: nothing else is measured or compiled."""
+        capture = None if self._stepper is None else self._stepper.capture
+        if self.is_tuning() or self.evaluate_batch.is_measuring:
+            return False
+        return capture is None or capture.compiling is None
+
+    @property
+    def tuning(self) -> dict[str, Any] | None:
+        """What was tried on which steps, as plain data; None where nothing was."""
+        return None if self.tuner is None else self.tuner.record(self.step_count)
+
+    @property
+    def evaluated(self) -> dict[str, Any] | None:
+        """How evaluations ran, as plain data; None where nothing was measured of them."""
+        found = {"sizes": self.evaluate_batch.trials, "graphs": self.evaluate_graph.records()}
+        return found if any(found.values()) else None
+
+    def ready(self, batch: Batch) -> Batch:
+        """The batch on the device, in the memory format that was chosen."""
+        return self.feed.ready(batch)
+
+    def tell(self, line: str) -> None:
+        """Note it while there is a History, else say it."""
+        (self.say if self._stepper is None else self.note)(line)
+
+    def note(self, line: str) -> None:
+        """Say what the user should know, and keep it for the History of the rank that speaks."""
+        if not self.shows_notes:
+            self.say(line)
+        if self.world.is_first:
+            self.stepper.notes.append(line)
+
+    def count_step(self) -> None:
+        """A step was made, of all batches taken up to now."""
+        self.step_count += 1
+        self.step_in_epoch += 1
+        self.batch_in_epoch = self.feed.taken
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the first parameter group in the next step: what a rule makes of the optimizer's."""
+        return self._rate_of(self.stepper.joint)
+
+    def _rate_of(self, turn: Turn) -> float:
+        scale = self.stepper.lr_scale
+        factor = 1.0 if scale is None else scale.at(self.step_count)
+        return float(turn.optimizers[0].param_groups[0]["lr"]) * factor
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The precision that a step's forward runs at, for an evaluation of one's own."""
+        if self.tuner is not None:
+            self.tuner.back()
+        return nullcontext() if self._stepper is None else self._stepper.switch.autocast()
+
+    @cached_property
+    def checkpointing(self) -> Checkpointing:
+        """Writes checkpoints into `run`.
+
+        Raises:
+            CheckpointError: if the Loop has no `run` folder.
+        """
+        if self.run is None:
+            raise no_run_folder()
+        asked = self.requested.save
+        if self.lays_out:  # the copy that another thread writes would be of all weights
+            asked = asked.model_copy(update={"asynchronous": False})
+        return Checkpointing(self.run, self.world, asked)
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """The checkpoints in `run`.
+
+        Raises:
+            CheckpointError: if the Loop has no `run` folder.
+        """
+        return self.checkpointing.checkpoints
+
+    def weights(self, *, kept: bool = True) -> dict[str, torch.Tensor]:
+        """Everything that is saved of the model, by name, whole; all ranks call it.
+
+        Args:
+            kept: whether this rank wants them; where not, tensors may be empty.
+        """
+        return self.stepper.strategy.weights(self.model, kept=kept)
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether the newest checkpoint is of this very place in training."""
+        return self._saved == (self.epoch, self.step_count)
+
+    def next_checkpoint(self) -> str:
+        """The path that `save` would return now.
+
+        Raises:
+            CheckpointError: if the Loop has no `run` folder.
+        """
+        return self.checkpointing.next_path(self.step_count)

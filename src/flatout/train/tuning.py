@@ -1,0 +1,93 @@
+"""Tries the settings of a Loop that are open on its steps, and takes what was found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from flatout.data import Batch
+from flatout.recipe import Parity
+from flatout.train import auto
+from flatout.train.auto import Decision
+from flatout.train.auto_capture import Beside
+from flatout.train.auto_search import Search
+from flatout.train.capture import Capture
+from flatout.train.loop_state import LoopState
+from flatout.train.row_tables import Tables
+from flatout.train.step import Compute
+from flatout.train.tuner import Tuner
+
+
+def tune(loop: LoopState, decision: Decision, changed: Callable[[], None]) -> Tuner:
+    """Begin to try what was left open, from the next step on.
+
+    Args:
+        loop: has a stepper.
+        decision: has a search.
+        changed: called where other parameters train than before.
+    """
+    assert decision.search is not None
+    found = partial(settle, loop, decision)
+    loop.tuner = Tuner(
+        decision.search, loop.stepper, loop.feed, loop.world, found, loop.note, changed=changed
+    )
+    return loop.tuner
+
+
+def settle(loop: LoopState, decision: Decision, tuner: Tuner) -> None:
+    """What was tried is decided: it holds from the next step on."""
+    assert loop.resolved is not None
+    loop.resolved, line = auto.settle(
+        decision,
+        loop.resolved,
+        loop.requested,
+        tuner.why,
+        suffices=tuner.suffices,
+        pending=tuner.is_pending,
+    )
+    if tuner.of_capture and tuner.beside is not None:
+        line = auto.captured_line(tuner.search, tuner.beside)
+    if line:
+        loop.note(line)
+    tell_of_tables(loop, [])
+
+
+def capture_steps(loop: LoopState, compute: Compute | None, search: Search | None) -> None:
+    """Let the steps of this job run as one compiled graph, or have that tried.
+
+    Args:
+        loop: whose settings are decided, but for what is being tried.
+        compute: forward and loss of a batch.
+        search: for the settings of this job, where these are not known.
+    """
+    assert loop.resolved is not None
+    stepper, tries = loop.stepper, search is not None and search.captures
+    is_asked = not tries and loop.resolved.compute.capture == "on"
+    if stepper.capture is not None:  # of the job before
+        stepper.capture.close()
+        stepper.capture = None
+    if is_asked or tries:
+        may_lend = loop.requested.process.threads == "auto"
+        capture = Capture(stepper, loop.note, loop.is_tuning, is_asked, may_lend)
+        stepper.capture = capture
+        loop.undo.callback(capture.close)
+        if loop.tuner is not None and search is not None and tries:
+            loop.tuner.beside = Beside(capture, compute, search)
+
+
+def tell_of_tables(loop: LoopState, first: Sequence[Batch]) -> None:
+    """Say how embedding tables are stepped, where that is by rows, or large ones cannot be."""
+    switch, tables = loop.stepper.switch, loop.stepper.switch.tables
+    if tables is None and first and _may_step_by_rows(loop):
+        found = Tables.of(switch.model, switch.optimizers)
+        tables = found if found.are_whole_though_large(first[0]) else None
+    if tables is None or tables.words == loop.tables_said:
+        return
+    loop.tables_said = tables.words
+    (loop.note if loop.resume is None else loop.say)(tables.words)
+
+
+def _may_step_by_rows(loop: LoopState) -> bool:
+    asked = loop.requested.compute.touched_rows
+    is_allowed = asked == "auto" and loop.allow >= Parity.TOLERANT
+    return loop.device.type == "cpu" and (is_allowed or asked == "on")
