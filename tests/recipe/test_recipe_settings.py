@@ -166,6 +166,31 @@ def test_which_settings_a_live_model_is_switched_to():
         "compute.compile",
         "compute.touched_rows",
     ]
+    live = {field: SETTINGS[field].live for field in those("live")}
+    assert {f: one.switches for f, one in live.items() if one.switches != "step"} == {
+        "compute.memory_format": "seldom",
+        "compute.compile": "once",
+        "compute.capture": "once",
+        "memory.allocator": "once",
+        "process.threads": "seldom",
+    }
+    assert {f for f, one in live.items() if not one.in_passes} == {
+        "compute.fused_optimizer",
+        "memory.allocator",
+        "process.threads",
+    }
+    assert {f for f, one in live.items() if one.in_features} == {
+        "compute.precision",
+        "compute.fp32_operators",
+        "compute.memory_format",
+        "compute.fused_norms",
+    }
+    assert {f for f, one in live.items() if not one.in_graph} == {
+        "compute.fused_norms",
+        "compute.touched_rows",
+        "compute.compile",
+        "memory.activation_checkpointing",
+    }
 
 
 def test_which_settings_auto_tries_before_the_first_step():

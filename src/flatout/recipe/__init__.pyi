@@ -16,6 +16,7 @@ from flatout.recipe.sections import SECTIONS as SECTIONS
 from flatout.recipe.sections import SETTINGS as SETTINGS
 from flatout.recipe.sections import of_change as of_change
 from flatout.recipe.sections import phrase as phrase
+from flatout.recipe.setting import Live as Live
 from flatout.recipe.setting import Setting as Setting
 from flatout.recipe.setting import Trial as Trial
 from flatout.recipe.setting import Value as Value

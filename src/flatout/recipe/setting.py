@@ -63,12 +63,21 @@ class Live:
         may_change: something else may change it meanwhile, so it is always applied.
         layer: of a change of the model's code, how high it lies above others; `apply` then puts
             it on and returns a list of what takes it off.
+        switches: how often it may: "step", before any step; "seldom", for many steps; "once", not
+            back and forth.
+        in_passes: forward or backward depends on it.
+        in_features: what frozen layers give depends on it, so features are kept for each value.
+        in_graph: a step that is captured as one graph may have another value than the plain one.
     """
 
     apply: Callable[[Any, Any], Any] | None = None
     now: Callable[[Any], Value] | None = None
     may_change: bool = False
     layer: int = 0
+    switches: Literal["step", "seldom", "once"] = "step"
+    in_passes: bool = True
+    in_features: bool = False
+    in_graph: bool = True
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from flatout.models import adapter_of
 from flatout.recipe import ModelFacts, Parity, of_change
 from flatout.train.auto_budget import Budget
 from flatout.train.auto_search import Option
-from flatout.train.settings import Settings
+from flatout.train.settings import LIVE, Settings
 from flatout.train.snapshot import random_state, set_random_state, untouched
 from flatout.train.step import Compute, Stepper
 
@@ -36,8 +36,6 @@ _ROUNDING, _HALF_ROUNDING = 0.01, 0.5
 _LONG_S = 0.5
 # A step takes about so many times its forward pass.
 _FORWARDS = 3
-# Settings that no forward or backward pass depends on.
-NOT_IN_PASSES = ("allocator", "fused_optimizer", "threads")
 # An option that is this many times slower on a few samples is not tried on whole batches.
 _FAR_SLOWER = 4.0
 
@@ -139,7 +137,7 @@ class FirstCheck:
             RuntimeError, MemoryError: as of a pass under plain settings.
         """
         few_s = self.budget.step_s * self._few.size / self._whole.size
-        in_passes = [one for one in options if one.setting not in NOT_IN_PASSES]
+        in_passes = [one for one in options if LIVE[one.setting].in_passes]
         if not self.budget.pays_before(2 * (min(len(in_passes), 2) + 1) * few_s):
             return False
         with self._leaving_no_trace():

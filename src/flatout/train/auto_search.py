@@ -33,7 +33,7 @@ from flatout.measure import Promise, TrialResult, quadruples, run_trial
 from flatout.recipe import Trial
 from flatout.train.auto_budget import Budget
 from flatout.train.lengths import ByLength, Lengths
-from flatout.train.settings import Settings
+from flatout.train.settings import LIVE, Settings
 
 # A block of steps lasts about so long, and of a long run at least this share of it.
 BLOCK_S, _LONGER_BLOCK_S, _BLOCK_SHARE = 0.04, 0.25, 0.002
@@ -60,8 +60,6 @@ NOISE = 0.2
 _BUSY = "stays as it was: the machine is too busy to measure"
 # A compilation may take so long, and so long for each module of the model.
 _COMPILE_S = (30.0, 1.0)
-# Those that cannot be switched on and off at any time.
-_AT_ONCE = ("allocator", "compile", "capture")
 # Of a run, what is tried late still pays where it was waited for.
 _LATE = 0.9
 
@@ -211,7 +209,7 @@ class Search:
     @property
     def _rest(self) -> list[Option]:
         """Options that can be switched on and off at any time."""
-        return [option for option in self.options if option.setting not in _AT_ONCE]
+        return [option for option in self.options if LIVE[option.setting].switches != "once"]
 
     @property
     def disturbed(self) -> bool:

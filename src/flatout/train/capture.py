@@ -33,6 +33,7 @@ from flatout.data import Batch
 from flatout.measure import usable_cpus
 from flatout.measure.fingerprint import fingerprint
 from flatout.optim import scaled
+from flatout.recipe import SETTINGS
 from flatout.train.capture_child import END, GO_ON, HOLD, OPTIONS
 from flatout.train.capture_graph import (
     STRAY,
@@ -45,6 +46,7 @@ from flatout.train.capture_graph import (
     trace,
 )
 from flatout.train.compute import ModelCompute
+from flatout.train.settings import FIELDS, LIVE
 from flatout.train.step import Done, Stepper
 from flatout.words import duration
 
@@ -594,8 +596,8 @@ class Capture:
             return "samples come from what frozen layers gave, or fill a batch up"
         if stepper.dropout is not None or stepper.scaler is not None:
             return "dropout by sample and the scaled loss of fp16 are not captured"
-        for name in ("compile", "fused_norms", "touched_rows", "activation_checkpointing"):
-            if getattr(now, name, "off") != "off":
+        for name, live in LIVE.items():
+            if not live.in_graph and getattr(now, name) != SETTINGS[FIELDS[name]].plain:
                 return f"{name} is on"
         return ""
 

@@ -29,11 +29,14 @@ _NAME = 34
 _MOST_SPANS = 5
 # Fields that a roofline tells apart, and what is plain.
 _KNOWN = {
-    "compute.precision": "fp32",
-    "compute.memory_format": "contiguous",
-    "compute.fused_optimizer": "off",
-    "compute.compile": "off",
-    "compute.capture": "off",
+    field: SETTINGS[field].plain
+    for field in (
+        "compute.precision",
+        "compute.memory_format",
+        "compute.fused_optimizer",
+        "compute.compile",
+        "compute.capture",
+    )
 }
 _OPTIONS: tuple[dict[str, Any], ...] = (
     {"compute.fused_optimizer": "on"},

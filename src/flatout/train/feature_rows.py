@@ -15,7 +15,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from flatout.train.loop_state import LoopState
 from flatout.data import (
     Batch,
     FeatureRows,
@@ -23,7 +22,6 @@ from flatout.data import (
     FeatureStore,
     NamedSlots,
     Numbered,
-    Pipeline,
     ReplacedFiles,
     RowPart,
     Source,
@@ -36,10 +34,11 @@ from flatout.data import (
     tensors_in,
 )
 from flatout.models import Cut, adapter_of
+from flatout.train.feed import batches_of
 from flatout.train.known_cuts import add_place, places_of
+from flatout.train.loop_state import LoopState
+from flatout.train.settings import LIVE
 
-# Settings of a Switch by which features differ.
-_DECIDES = ("precision", "fp32_operators", "memory_format", "fused_norms")
 # So many stores stay open for later evaluations, the latest.
 _HELD = 4
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -100,7 +99,7 @@ class ModelRows:
         return {
             "model": adapter_of(self.model).lines(parts),
             "device": self._loop.device.type,
-            **{name: getattr(now, name) for name in _DECIDES},
+            **{name: getattr(now, name) for name, live in LIVE.items() if live.in_features},
         }
 
     def look_at(self, cut: Cut, inputs: Any, features: Features) -> None:

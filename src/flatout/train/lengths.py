@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from flatout.recipe import phrase
-from flatout.train.settings import Settings
+from flatout.train.settings import LIVE, Settings
 
 Step = tuple[int, float]
 """The values that the inputs of its batches have, and its seconds."""
@@ -29,8 +29,6 @@ _CLASSES = 2
 _LATEST, _TYPICAL = 32, 32
 # Other settings for a part of the lengths need so many steps of a class, and save this share.
 _FEWEST, _WORTH = 3, 0.01
-# What is switched for more than a step.
-_LASTING = ("memory_format", "allocator", "threads", "compile", "capture")
 
 
 @dataclass(frozen=True)
@@ -118,7 +116,8 @@ class Lengths:
         found, saved_most = None, _WORTH * whole
         for other in self._steps:
             if not isinstance(other, Settings) or any(
-                getattr(other, name) != getattr(best, name) for name in _LASTING
+                live.switches != "step" and getattr(other, name) != getattr(best, name)
+                for name, live in LIVE.items()
             ):
                 continue
             theirs = self._medians(other)

@@ -16,12 +16,11 @@ from flatout.models import KeptInput, adapter_of
 from flatout.recipe import Recipe, ResolvedRecipe, dumps, loads
 from flatout.train import auto
 from flatout.train.auto_budget import Budget
-from flatout.train.auto_check import NOT_IN_PASSES
 from flatout.train.auto_search import Search
 from flatout.train.decide import asked_here
 from flatout.train.loop_state import LoopState
 from flatout.train.rehearsal import is_compiled
-from flatout.train.settings import FIELDS, Settings
+from flatout.train.settings import FIELDS, LIVE, Settings
 from flatout.train.step import Compute
 from flatout.train.tuning import capture_steps, settle, tune
 
@@ -123,7 +122,7 @@ class OtherJob:
             isinstance(tensor, KeptInput) for tensor in tensors_in(batch.inputs)
         ):
             now = self._loop.stepper.switch.now
-            yield from ((n, getattr(now, n)) for n in FIELDS if n not in NOT_IN_PASSES)
+            yield from ((n, getattr(now, n)) for n, live in LIVE.items() if live.in_passes)
 
     def _asked(self, batch: Batch) -> Recipe:
         asked = asked_here(self._loop)

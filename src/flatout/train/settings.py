@@ -32,7 +32,7 @@ from flatout.optim import (
     fuse,
     is_fused,
 )
-from flatout.recipe import SETTINGS, ResolvedRecipe
+from flatout.recipe import SETTINGS, Live, ResolvedRecipe
 from flatout.train.row_tables import Tables
 
 Undo = Callable[[], None]
@@ -41,10 +41,13 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 # The Recipe's field of each setting, by its name in its section.
 FIELDS = {f.partition(".")[2]: f for f, setting in SETTINGS.items() if setting.live}
-_LIVE: dict[str, Any] = {name: SETTINGS[field].live for name, field in FIELDS.items()}
+LIVE: dict[str, Live] = {
+    name: live for name, field in FIELDS.items() if (live := SETTINGS[field].live) is not None
+}
+"""How a live model is switched to each of them."""
 # The lowest first: rewriting leaves alone what is recomputed, and both must be there before the
 # model is compiled.
-_LAYERS = sorted(filter(lambda name: _LIVE[name].layer, _LIVE), key=lambda name: _LIVE[name].layer)
+_LAYERS = sorted(filter(lambda name: LIVE[name].layer, LIVE), key=lambda name: LIVE[name].layer)
 _VALUES = [(name, Any, SETTINGS[field].plain) for name, field in FIELDS.items()]
 
 
@@ -77,7 +80,7 @@ class Switch:
         self.model = model
         self.optimizers = as_tuple(optimizers)
         self.device = device
-        asked = {name: live.now(self) for name, live in _LIVE.items() if live.now}
+        asked = {name: live.now(self) for name, live in LIVE.items() if live.now}
         self.now = Settings(**asked)
         self._undo: dict[str, list[Undo]] = {}
         self.rows: dict[torch.optim.Optimizer, TouchedRows] = {}
@@ -91,7 +94,7 @@ class Switch:
         now = self.now
         # In the order of the Recipe: the optimizer's state follows its parameters into a memory
         # format before a fused kernel sees both.
-        for name, live in _LIVE.items():
+        for name, live in LIVE.items():
             value = getattr(wanted, name)
             if live.apply and not live.layer and (live.may_change or value != getattr(now, name)):
                 live.apply(self, value)
@@ -112,7 +115,9 @@ class Switch:
         for name in above:
             value = getattr(wanted, name)
             if value != "off":
-                self._undo[name] = _LIVE[name].apply(self, value)
+                apply = LIVE[name].apply
+                assert apply is not None
+                self._undo[name] = apply(self, value)
                 self.now = self.now.but(**{name: value})
 
     def autocast(self) -> AbstractContextManager[Any]:

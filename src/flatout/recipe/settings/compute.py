@@ -30,7 +30,7 @@ class Compute(Section):
         trial=Trial(
             "bf16", lambda job: job.could_use_bf16, why="bf16 units are there", by_size=False
         ),
-        live=Live(),
+        live=Live(in_features=True),
         cure="flatout.cures.precision:autocast",
         around=5,
         cures_plain=True,
@@ -48,7 +48,7 @@ class Compute(Section):
             why="their bf16 kernels may be slower",
             by_size=False,
         ),
-        live=Live(lambda at, value: at.keep_in_fp32(), layer=4),
+        live=Live(lambda at, value: at.keep_in_fp32(), layer=4, in_features=True),
     )
     memory_format: Literal["auto", "contiguous", "channels_last"] = setting(
         "auto",
@@ -62,7 +62,12 @@ class Compute(Section):
             why="convolutions read it in order",
             by_size=False,
         ),
-        live=Live(lambda at, value: at.lay_out(value), now=lambda at: at.memory_format),
+        live=Live(
+            lambda at, value: at.lay_out(value),
+            now=lambda at: at.memory_format,
+            switches="seldom",
+            in_features=True,
+        ),
         cure="flatout.cures.memory_format:channels_last",
         around=4,
     )
@@ -87,7 +92,7 @@ class Compute(Section):
         parity=Parity.TOLERANT,
         words="fused norms",
         trial=Trial("on", lambda job: job.has_fused_norms, why="less memory traffic"),
-        live=Live(lambda at, value: at.fuse_norms(), layer=3),
+        live=Live(lambda at, value: at.fuse_norms(), layer=3, in_features=True, in_graph=False),
     )
     fused_optimizer: Switch = setting(
         "auto",
@@ -100,6 +105,7 @@ class Compute(Section):
             lambda at, value: at.fuse(value == "on"),
             now=lambda at: "on" if at.is_fused else "off",
             may_change=True,
+            in_passes=False,
         ),
         cure="flatout.cures.fused:fuse_steps",
     )
@@ -119,7 +125,7 @@ class Compute(Section):
         trial=Trial(
             "on", lambda job: job.has_large_tables, why="a batch reads few of the tables' rows"
         ),
-        live=Live(lambda at, value: at.touch_rows(), layer=6),
+        live=Live(lambda at, value: at.touch_rows(), layer=6, in_graph=False),
         cure="flatout.cures.touched_rows:step_rows",
     )
     compile: Switch = setting(
@@ -130,7 +136,7 @@ class Compute(Section):
         parity=lambda facts: redrawn_if(facts.draws_random, Parity.TOLERANT),
         words="torch.compile",
         trial=Trial("on", lambda job: job.can_compile),
-        live=Live(lambda at, value: at.compile(), layer=5),
+        live=Live(lambda at, value: at.compile(), layer=5, switches="once", in_graph=False),
         cure="flatout.cures.compile:cure",
         around=3,
     )
@@ -144,7 +150,7 @@ class Compute(Section):
         plain="off",
         parity=Parity.TOLERANT,
         words="captured step",
-        live=Live(),
+        live=Live(switches="once"),
     )
     matmul_precision: Literal["auto", "highest", "high", "medium"] = setting(
         "auto",

@@ -33,7 +33,7 @@ class Memory(Section):
         # The second forward has the random state and the buffers of the first, and updates neither.
         parity=Parity.EXACT,
         words="activation checkpointing",
-        live=Live(lambda at, value: at.recompute_activations(), layer=1),
+        live=Live(lambda at, value: at.recompute_activations(), layer=1, in_graph=False),
     )
     allocator: Literal["auto", "default", "keep"] = setting(
         "auto",
@@ -43,7 +43,12 @@ class Memory(Section):
         parity=Parity.EXACT,
         words="memory kept by the allocator",
         trial=Trial("keep", lambda job: job.returns_memory, why="fewer page faults"),
-        live=Live(lambda at, value: at.set_allocator(value), now=lambda at: at.allocator.current()),
+        live=Live(
+            lambda at, value: at.set_allocator(value),
+            now=lambda at: at.allocator.current(),
+            switches="once",
+            in_passes=False,
+        ),
         unmeasured=lambda at: (at.now.allocator, "as the process started"),
         cure="flatout.cures.process:keep_memory",
     )

@@ -40,7 +40,10 @@ class Process(Section):
             others=lambda cpus: [1, max(1, cpus // 2), cpus],
         ),
         live=Live(
-            lambda at, value: at.set_threads(value), now=lambda at: at.torch.get_num_threads()
+            lambda at, value: at.set_threads(value),
+            now=lambda at: at.torch.get_num_threads(),
+            switches="seldom",
+            in_passes=False,
         ),
         unmeasured=lambda at: (at.torch.get_num_threads(), "torch's own"),
         written=lambda seen: seen.threads,
