@@ -11,8 +11,7 @@ def devices(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show what this machine has for training."""
-    from flatout.devices import rows
-    from flatout.devices.inventory import inventory
+    from flatout.devices import inventory, rows
 
     found = inventory()
     if as_json:

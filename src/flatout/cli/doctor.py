@@ -199,8 +199,7 @@ def _seconds(text: str) -> float:
 
 
 def _check_machine(as_json: bool) -> None:
-    from flatout.devices import rows
-    from flatout.devices.inventory import inventory
+    from flatout.devices import inventory, rows
     from flatout.doctor import MACHINE_CHECKS, Facts, check_machine
 
     machine = inventory()

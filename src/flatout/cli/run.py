@@ -204,7 +204,7 @@ def _after_inherited(settings: list[str]) -> str:
 def _recipe_here() -> Recipe:
     """Returns the Recipe that holds; of one measured elsewhere, only what holds everywhere."""
     from flatout.devices import affinity, reset_affinity, set_affinity
-    from flatout.measure.fingerprint import fingerprint
+    from flatout.measure import fingerprint
     from flatout.recipe import ResolvedRecipe, effective, from_file
 
     found = from_file()

@@ -23,7 +23,7 @@ from flatout.data import Attributes
 from flatout.hooks import wrap
 from flatout.measure import available_bytes
 from flatout.observe import generators_of
-from flatout.world.place import place
+from flatout.world import place
 
 FIELD = "script.cache"
 # So many samples are made twice before any is kept; fewer where that takes longer than this.

@@ -41,7 +41,7 @@ def recipe_here() -> Recipe:
     """
     found = from_file()
     if isinstance(found, ResolvedRecipe):
-        from flatout.measure.fingerprint import fingerprint
+        from flatout.measure import fingerprint
 
         is_here, differences = found.on_this_machine(fingerprint().as_dict())
         if not is_here:

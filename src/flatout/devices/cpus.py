@@ -8,8 +8,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from flatout.measure import cgroup_cpu_quota, usable_cpus
-from flatout.measure.fingerprint import fingerprint
+from flatout.measure import cgroup_cpu_quota, fingerprint, usable_cpus
 
 
 @dataclass(frozen=True)

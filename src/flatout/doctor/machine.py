@@ -16,8 +16,7 @@ from typing import TypeAlias
 
 from flatout import keras_import
 from flatout.cache_folder import cache_folder
-from flatout.devices import Inventory
-from flatout.devices.inventory import inventory
+from flatout.devices import Inventory, inventory
 from flatout.doctor.finding import Finding
 from flatout.words import counted
 

@@ -25,4 +25,12 @@ from flatout.kernels.example import crc32c_blocks as crc32c_blocks
 from flatout.kernels.example import masked_crc32c as masked_crc32c
 from flatout.kernels.gather import available as available
 from flatout.kernels.gather import gather_rows as gather_rows
+from flatout.kernels.ids import IdNumbers as IdNumbers
+from flatout.kernels.ids import Items as Items
+from flatout.kernels.ids import hash_ids as hash_ids
 from flatout.kernels.resize import resize_linear as resize_linear
+from flatout.kernels.table_rows import Groups as Groups
+from flatout.kernels.table_rows import Step as Step
+from flatout.kernels.table_rows import Steps as Steps
+from flatout.kernels.table_rows import Table as Table
+from flatout.kernels.table_rows import in_float32 as in_float32

@@ -8,6 +8,7 @@ from flatout.measure.fingerprint import said as said
 from flatout.measure.live import Live as Live
 from flatout.measure.live import Rank as Rank
 from flatout.measure.live import Ranks as Ranks
+from flatout.measure.machine import ROUGH as ROUGH
 from flatout.measure.machine import known_rates as known_rates
 from flatout.measure.machine import machine_rates as machine_rates
 from flatout.measure.meters import available_bytes as available_bytes
@@ -23,6 +24,7 @@ from flatout.measure.processes import Processes as Processes
 from flatout.measure.processes import ProcessUse as ProcessUse
 from flatout.measure.pulse import Pulse as Pulse
 from flatout.measure.pulse import Watched as Watched
+from flatout.measure.roofline import KINDS as KINDS
 from flatout.measure.roofline import Promise as Promise
 from flatout.measure.roofline import bound as bound
 from flatout.measure.roofline import predicted as predicted

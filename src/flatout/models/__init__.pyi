@@ -64,3 +64,5 @@ from flatout.models.table_size import table_weight as table_weight
 from flatout.models.torch_model import TorchModel as TorchModel
 from flatout.models.torch_model import uses_convolution as uses_convolution
 from flatout.models.weights import own_names as own_names
+from flatout.models.dangers import moving_norms as moving_norms
+from flatout.models.dangers import not_stepped as not_stepped

@@ -9,7 +9,7 @@ from weakref import ref
 
 from flatout.hooks import SEARCH_STEPS, ModuleCalls
 from flatout.kernels import Called
-from flatout.models.dangers import moving_norms, not_stepped
+from flatout.models import moving_norms, not_stepped
 from flatout.observe.inside import Inside
 from flatout.observe.lanes import AFTER, FORWARD, HOST
 from flatout.observe.model_facts import describe, unwrapped

@@ -46,7 +46,7 @@ from flatout.observe.tensors import IndexWindow, watch_tensors
 from flatout.observe.watch import Watch
 from flatout.observe.within_loader import watch_workers
 from flatout.observe.writing import Writer, write
-from flatout.world.place import place
+from flatout.world import place
 
 # What is left of a script that was ended has so long to go, then the process ends.
 _GRACE_S = 5.0

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from flatout.devices import huge_pages
-from flatout.kernels import table_rows
-from flatout.kernels.table_rows import Step, in_float32
+from flatout.kernels import Step, in_float32, table_rows
 from flatout.models import KerasOptimizer, KerasRule, Reader
 
 State = tuple[torch.Tensor | None, torch.Tensor | None]

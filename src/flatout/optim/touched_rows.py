@@ -20,7 +20,7 @@ from torch import nn
 
 from flatout.devices import huge_pages
 from flatout.kernels import table_rows
-from flatout.kernels.table_rows import Groups, Steps, Table
+from flatout.kernels import Groups, Steps, Table
 from flatout.models import Lookup, table_weight, unwatch_table, watch_table
 from flatout.optim.row_rules import RowRule, State, clip_rows, name_of, rules_of, why_dense
 from flatout.optim.row_shards import RowShards

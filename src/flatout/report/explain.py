@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from flatout.errors import FlatoutError
-from flatout.train.explanation import Explanation
+from flatout.train import Explanation
 
 _DO = "name the run folder of a fit that has ended, or a file of History.save"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from flatout.doctor import Prescription, Verdict, Verified
 from flatout.errors import FlatoutError
-from flatout.measure.fingerprint import fingerprint
+from flatout.measure import fingerprint
 from flatout.report.baseline import Baseline, Compared, compare
 from flatout.report.chrome_trace import trace
 from flatout.report.page import page

@@ -14,8 +14,7 @@ from functools import cache
 from types import FrameType
 from typing import Any
 
-from flatout.devices import Inventory
-from flatout.devices.inventory import inventory
+from flatout.devices import Inventory, inventory
 from flatout.doctor.judge import judge
 from flatout.observe import Cells
 from flatout.report.first_look import FirstLookReport

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from flatout.doctor import Prescription, Proof
 from flatout.errors import FlatoutError
-from flatout.measure.fingerprint import fingerprint
+from flatout.measure import fingerprint
 from flatout.recipe import Choice, Parity, Recipe, ResolvedRecipe, Value, dump
 
 DEFAULT = Path("flatout.toml")

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from flatout.console import say_as_is
-from flatout.devices.inventory import inventory
+from flatout.devices import inventory
 from flatout.doctor import (
     Cure,
     FirstLook,

@@ -1,3 +1,4 @@
+from flatout.train.explanation import Explanation as Explanation
 from flatout.train.history import History as History
 from flatout.train.history import json_safe as json_safe
 from flatout.train.trainer import Trainer as Trainer

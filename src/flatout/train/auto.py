@@ -19,8 +19,8 @@ from flatout.data import Batch
 from flatout.devices import allocator
 from flatout.errors import OutOfMemory
 from flatout.measure import TrialResult, known_rates, machine_rates, usable_cpus
-from flatout.measure.fingerprint import fingerprint
-from flatout.measure.machine import ROUGH
+from flatout.measure import fingerprint
+from flatout.measure import ROUGH
 from flatout.models import find_rewrites, fused_norms_of, may_be_slower_in_bf16, uses_convolution
 from flatout.recipe import SETTINGS, Choice, ModelFacts, Parity, Recipe, ResolvedRecipe, of_change
 from flatout.train import auto_cache

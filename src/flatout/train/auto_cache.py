@@ -16,7 +16,7 @@ import flatout
 from flatout.atomic_file import atomic_write
 from flatout.cache_folder import cache_folder, kind_folder, private
 from flatout.data import Batch, named_tensors
-from flatout.measure.fingerprint import fingerprint
+from flatout.measure import fingerprint
 from flatout.models import adapter_of
 from flatout.recipe import PLAIN, Parity, Recipe, ResolvedRecipe, dumps, loads
 from flatout.train.lengths import ByLength

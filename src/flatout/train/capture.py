@@ -31,7 +31,7 @@ from flatout.cache_folder import remove as remove_made
 from flatout.console import first_line
 from flatout.data import Batch
 from flatout.measure import usable_cpus
-from flatout.measure.fingerprint import fingerprint
+from flatout.measure import fingerprint
 from flatout.optim import scaled
 from flatout.recipe import SETTINGS
 from flatout.train.capture_child import END, GO_ON, HOLD, OPTIONS

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from flatout.train.loop import Loop
 from flatout.data import Arrays, Pipeline, Source, as_keras_source, split_validation
 from flatout.errors import DataError, ModelError
 from flatout.models import (
@@ -40,12 +39,13 @@ from flatout.train.history import History
 from flatout.train.job import Job
 from flatout.train.job_facts import Facts
 from flatout.train.keras_callbacks import KerasCallbacks, watched
+from flatout.train.loop import Loop
 from flatout.train.objective import FitData, Objective
 from flatout.train.sample_loss import SampleLoss, of_compiled
 from flatout.train.signature import Signature
 from flatout.train.state import FitState
 from flatout.train.warm_start import warm_start
-from flatout.world.place import place
+from flatout.world import place
 
 
 class KerasHistory(History):

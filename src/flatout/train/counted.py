@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from flatout.train.loop import Loop
-from flatout.measure.fingerprint import fingerprint
-from flatout.measure.machine import known_rates
+from flatout.measure import fingerprint
+from flatout.measure import known_rates
 from flatout.models import OperatorCount, weights_counted
 from flatout.train.rehearsal import is_compiled
 

@@ -14,7 +14,7 @@ from flatout.train.loop import Loop
 from flatout.data import Batch, Source
 from flatout.errors import DataError, FlatoutError, ModelError
 from flatout.models import is_batch_coupled
-from flatout.models.torch_model import TorchModel
+from flatout.models import TorchModel
 from flatout.recipe import Parity
 from flatout.train import guard
 from flatout.train.checks import explained

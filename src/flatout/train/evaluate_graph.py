@@ -27,7 +27,7 @@ from flatout.cache_folder import cache_folder, is_made, kind_folder, private
 from flatout.cache_folder import remove as remove_made
 from flatout.console import first_line
 from flatout.measure import TrialResult, available_bytes, quadruples, usable_cpus
-from flatout.measure.fingerprint import fingerprint
+from flatout.measure import fingerprint
 from flatout.models import OperatorTimes
 from flatout.train.auto_capture import Spells
 from flatout.train.capture import BEHIND, BESIDE, FAILURES, KIND, Compiling, lends_cpu, loaded

@@ -12,9 +12,7 @@ from functools import cached_property
 from textwrap import wrap
 from typing import Any
 
-from flatout.measure.fingerprint import fingerprint
-from flatout.measure.machine import ROUGH, machine_rates
-from flatout.measure.roofline import bound, predicted
+from flatout.measure import ROUGH, bound, fingerprint, machine_rates, predicted
 from flatout.recipe import SETTINGS, phrase
 from flatout.words import counted, duration, rounded
 

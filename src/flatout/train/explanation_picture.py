@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from flatout.errors import FlatoutError
-from flatout.measure.roofline import KINDS
+from flatout.measure import KINDS
 from flatout.plotting import figure_class
 from flatout.train.explanation import Explanation
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatout.models.dangers import moving_norms, not_stepped
+from flatout.models import moving_norms, not_stepped
 from flatout.optim import KerasOptimizer
 
 _NAMED = 3

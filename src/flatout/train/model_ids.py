@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from flatout.train.loop import Loop
 from flatout.data import Growth, IdMap, Pipeline, Source, digest_of
 from flatout.errors import CheckpointError, DataError, FlatoutError
-from flatout.kernels.ids import Items
+from flatout.kernels import Items
 from flatout.models import adapter_of, table_weight
 from flatout.save import ids_beside, load_ids, save_ids
 from flatout.train.broadcast import uncompiled

@@ -31,8 +31,7 @@ from flatout.train.model_ids import make_room
 from flatout.train.signals import is_interactive
 from flatout.train.state import FittingTrainer
 from flatout.train.transfer import pack, unpack_result
-from flatout.world import Nodes, check_devices
-from flatout.world.place import place
+from flatout.world import Nodes, check_devices, place
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from flatout.train.signals import NOTEBOOK
 from flatout.train.transfer import pack_error, pack_result, unpack
-from flatout.world import POLITE_S, LostRank, end_with_parent
-from flatout.world.place import place
+from flatout.world import POLITE_S, LostRank, end_with_parent, place
 
 
 def main(folder: Path) -> int:

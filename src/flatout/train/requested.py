@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flatout.measure.fingerprint import fingerprint
+from flatout.measure import fingerprint
 from flatout.recipe import Recipe, ResolvedRecipe, effective, from_file
 
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from flatout.train.loop_state import LoopState
 from flatout.data import Batch, Source
 from flatout.errors import DataError
-from flatout.measure.fingerprint import fingerprint
+from flatout.measure import fingerprint
 from flatout.models import adapter_of, load_weights, weights_of
 from flatout.optim import align_state, fuse, is_fused
 from flatout.recipe import ASKED, Choice, Recipe, ResolvedRecipe, loads
@@ -25,6 +24,7 @@ from flatout.train.changed_rates import (
 )
 from flatout.train.job_facts import Facts, compute_fact, fact
 from flatout.train.large_batch import as_saved
+from flatout.train.loop_state import LoopState
 from flatout.train.rank_device import device_here
 from flatout.train.same_job import check_same_job, in_words, kind_of
 from flatout.train.snapshot import random_state, set_random_state

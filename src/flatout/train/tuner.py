@@ -20,7 +20,7 @@ from typing import Any
 from flatout.console import first_line
 from flatout.data import Batch, tensors_in
 from flatout.measure import Promise, finish_device, page_faults, promises
-from flatout.measure.machine import ROUGH
+from flatout.measure import ROUGH
 from flatout.train.auto_capture import Beside
 from flatout.train.auto_search import Block, Failed, Measured, Search
 from flatout.train.feed import Feed

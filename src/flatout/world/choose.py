@@ -22,7 +22,7 @@ import psutil
 
 from flatout.cache_folder import cache_folder, kind_folder, private
 from flatout.errors import WorldError
-from flatout.measure.fingerprint import fingerprint
+from flatout.measure import fingerprint
 from flatout.words import counted, rounded
 from flatout.world.place import RANK_TRIAL
 
@@ -55,7 +55,7 @@ class Speed:
 
 def candidates() -> list[int]:
     """Numbers of ranks worth trying here: the powers of two, and one for each device."""
-    from flatout.devices.inventory import inventory
+    from flatout.devices import inventory
     from flatout.measure import usable_cpus
 
     most = len(inventory().cuda) or usable_cpus()

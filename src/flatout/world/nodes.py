@@ -81,7 +81,7 @@ def check_devices(ranks: int) -> None:
     """
     if ranks == 1:
         return
-    from flatout.devices.inventory import inventory
+    from flatout.devices import inventory
     from flatout.measure import usable_cpus
 
     gpus = len(inventory().cuda)

@@ -14,7 +14,7 @@ from flatout.data.ids.id_map import Places, places_of, width_of
 from flatout.data.schema import Column
 from flatout.data.threads import Pool
 from flatout.errors import DataError
-from flatout.kernels.ids import IdNumbers, Items
+from flatout.kernels import IdNumbers, Items
 from flatout.measure import available_bytes, usable_cpus
 from flatout.words import size_words
 

@@ -20,7 +20,7 @@ from flatout.data.block import Numbers
 from flatout.data.execution.digests import digest_of
 from flatout.data.schema import Column, Ids
 from flatout.errors import DataError
-from flatout.kernels.ids import IdNumbers, Items, hash_ids
+from flatout.kernels import IdNumbers, Items, hash_ids
 from flatout.words import counted
 
 # Of the form in which a map is kept.

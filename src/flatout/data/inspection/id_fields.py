@@ -11,7 +11,7 @@ import numpy as np
 
 from flatout.data.block import Block, Numbers, Ragged
 from flatout.data.schema import Column
-from flatout.kernels.ids import IdNumbers, Items
+from flatout.kernels import IdNumbers, Items
 from flatout.measure import available_bytes
 from flatout.words import rounded
 

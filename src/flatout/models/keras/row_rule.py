@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatout.kernels.table_rows import Step, in_float32
+from flatout.kernels import Step, in_float32
 from flatout.models.keras.optimizer import ROW_RULES, KerasOptimizer
 from flatout.models.table_parameter import Reader, unwatch_table, watch_table
 
@@ -26,6 +26,7 @@ _SLOTS = {
     "rmsprop": ("_momentums", "_velocities"),
     "adagrad": ("_accumulators", None),
 }
+
 
 class KerasRule:
     """By which an optimizer of Keras' steps one table.
