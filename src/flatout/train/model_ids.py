@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flatout.train.loop import Loop
 from flatout.data import Growth, IdMap, Pipeline, Source, digest_of
 from flatout.errors import CheckpointError, DataError, FlatoutError
 from flatout.kernels import Items
@@ -29,6 +28,7 @@ from flatout.train.grow_tables import (
     set_rows,
     tables_of,
 )
+from flatout.train.loop import Loop
 from flatout.train.snapshot import untouched
 from flatout.words import counted
 
@@ -243,11 +243,10 @@ def _grown(
     counts = source.count_ids(list(columns.values()), world.rank, world.size)
     if counts is None:  # a stream
         return {name: (one, None) for name, one in maps.items()}
-    if world.size > 1:
-        parts = world.gather({n: list(one.items()) for n, one in counts.items()}, "ids of the data")
-        for other in (part for rank, part in enumerate(parts) if rank != world.rank):
-            for name, found in other.items():
-                counts[name].merge(Items(*found))
+    parts = world.gather({n: list(one.items()) for n, one in counts.items()}, "ids of the data")
+    for other in (part for rank, part in enumerate(parts) if rank != world.rank):
+        for name, found in other.items():
+            counts[name].merge(Items(*found))
     return {
         name: one.grown(columns[name], counts[name].items(), digest) for name, one in maps.items()
     }
