@@ -560,10 +560,13 @@ def test_a_damaged_row_cache_is_made_anew(tmp_path):
 
 
 def test_two_processes_do_not_write_the_same_shards(tmp_path):
-    from flatout.data.conversion.shards import Place
+    from flatout.data.conversion.shards import ShardFiles
 
     source = svm(tmp_path / "a.svm")
-    with Place(tmp_path, "a", ".tfrecord", 1).locked(), pytest.raises(DataError, match="another"):
+    with (
+        ShardFiles(tmp_path, "a", ".tfrecord", 1).locked(),
+        pytest.raises(DataError, match="another"),
+    ):
         convert(source, tmp_path / "a.tfrecord")
     convert(source, tmp_path / "a.tfrecord")
 

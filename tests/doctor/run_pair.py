@@ -6,14 +6,14 @@ from contextlib import closing
 from pathlib import Path
 
 from flatout.doctor.trials.pair import Against, Pair
-from flatout.doctor.trials.process import Job, Process
+from flatout.doctor.trials.process import Command, Process
 from flatout.doctor.trials.schedule import Schedule
 from flatout.doctor.trials.scratch import scratch
 
 
 def run_pair(
-    a: Job,
-    b: Job,
+    a: Command,
+    b: Command,
     *,
     budget_s: float = 60.0,
     max_pairs: int = 8,

@@ -16,7 +16,7 @@ import pytest
 
 from flatout.doctor.trials import landlock, own_network, step_sync
 from flatout.doctor.trials.namespaces import NETWORK, PROCESSES
-from flatout.doctor.trials.process import Job, Process, containment
+from flatout.doctor.trials.process import Command, Process, containment
 from flatout.doctor.trials.scratch import scratch, temporary_of
 
 # A program that no part of Flatout sees, as native code is.
@@ -38,7 +38,7 @@ def _apart():
 @contextmanager
 def started(code, *arguments, variables=None, **options):
     with scratch() as folder:
-        job = Job([sys.executable, "-c", textwrap.dedent(code), *arguments], variables or {})
+        job = Command([sys.executable, "-c", textwrap.dedent(code), *arguments], variables or {})
         process = Process(job, folder / "a", temporary_of(folder) / "a", **options)
         try:
             yield process
@@ -349,7 +349,7 @@ def test_what_nothing_contains_is_told():
 
 def test_a_command_that_cannot_be_started_is_named():
     with scratch() as folder, pytest.raises(Exception, match="no_such_command: No such file"):
-        Process(Job(["no_such_command"]), folder / "a", temporary_of(folder) / "a")
+        Process(Command(["no_such_command"]), folder / "a", temporary_of(folder) / "a")
 
 
 def test_a_trial_is_met_however_long_its_folders_name_is(tmp_path):

@@ -15,7 +15,7 @@ from run_pair import run_pair
 
 from flatout.doctor.trials.arm import Arm
 from flatout.doctor.trials.pair import Against
-from flatout.doctor.trials.process import Job
+from flatout.doctor.trials.process import Command
 from flatout.doctor.trials.schedule import Schedule
 from flatout.doctor.trials.scratch import scratch, trials_folder
 
@@ -55,14 +55,14 @@ for x, y in DataLoader(data, batch_size=16, num_workers=2, prefetch_factor=3):
 """
 
 
-def job(tmp_path: Path, code: str, *arguments: str, name: str = "script") -> Job:
+def job(tmp_path: Path, code: str, *arguments: str, name: str = "script") -> Command:
     script = tmp_path / f"{name}.py"
     script.write_text(textwrap.dedent(code))
-    return Job([sys.executable, str(script), *arguments])
+    return Command([sys.executable, str(script), *arguments])
 
 
 @contextmanager
-def measured_against(a: Job, seconds: float, started=lambda side, process: None):
+def measured_against(a: Command, seconds: float, started=lambda side, process: None):
     until = time.monotonic() + seconds
     with scratch() as folder, closing(Against(a, folder, until, started=started)) as against:
         yield against
@@ -198,8 +198,8 @@ CONTROLLER = f"""
 import os, sys, time
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from run_pair import run_pair
-from flatout.doctor.trials.process import Job
-script = Job([sys.executable, *sys.argv[1:]])
+from flatout.doctor.trials.process import Command
+script = Command([sys.executable, *sys.argv[1:]])
 run_pair(script, script, budget_s=240, max_pairs=1000, block_s=0.1,
          started=lambda side, process: print(process.pid, flush=True))
 """
@@ -373,7 +373,7 @@ def test_a_killed_keeper_takes_its_script_along(tmp_path):
 @pytest.mark.parametrize("redirected", [None, True])
 def test_a_script_is_stopped_with_its_workers(tmp_path, redirected):
     script = job(tmp_path, WITH_WORKERS)
-    one = Job([script.command[0], str(STEPPING), *script.command[1:]])
+    one = Command([script.command[0], str(STEPPING), *script.command[1:]])
     seen: list[int] = []
     states: list[str] = []
 

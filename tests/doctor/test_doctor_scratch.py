@@ -14,7 +14,7 @@ import pytest
 
 from flatout.cache_folder import MARK, kind_folder
 from flatout.doctor.trials import landlock
-from flatout.doctor.trials.process import Ended, Job, Process
+from flatout.doctor.trials.process import Command, Ended, Process
 from flatout.doctor.trials.scratch import left, scratch, temporary_of, trials_folder
 from flatout.processes import machine
 
@@ -133,7 +133,7 @@ def contained(tmp_path, monkeypatch, code, *, redirected, argument=""):
     before = all_of(user)
     with scratch() as folder:
         process = Process(
-            Job([sys.executable, str(script), argument or str(user)]),
+            Command([sys.executable, str(script), argument or str(user)]),
             folder / "a",
             temporary_of(folder) / "a",
             is_redirected=redirected,
@@ -247,7 +247,7 @@ def test_files_that_cannot_be_overlaid_are_redirected(monkeypatch):
         monkeypatch.chdir(user)
         code = "open('kept', 'w').write('changed'); assert open('kept').read() == 'changed'"
         command = [sys.executable, "-c", code]
-        process = Process(Job(command), folder / "a", temporary_of(folder) / "a")
+        process = Process(Command(command), folder / "a", temporary_of(folder) / "a")
         assert process.wait() == 0
         assert process.held in ("landlock", "python")
         assert kept.read_text() == "kept"
@@ -339,7 +339,7 @@ def test_results_can_be_let_through(tmp_path, monkeypatch):
     for redirected in (None, True):
         with scratch() as folder:
             process = Process(
-                Job([sys.executable, "-c", code, str(results)]),
+                Command([sys.executable, "-c", code, str(results)]),
                 folder / "a",
                 temporary_of(folder) / "a",
                 passes=[results],

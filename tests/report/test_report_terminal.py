@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 
 from flatout.recipe import Choice, Parity, Recipe, ResolvedRecipe, sections
-from flatout.report import Changes, Comparison, Job, Lanes
+from flatout.report import Changes, Comparison, JobResult, Lanes
 
 BF16 = Choice(
     value="bf16",
@@ -20,8 +20,8 @@ BF16 = Choice(
     high=1.85,
     floor=0.01,
 )
-PLAIN = Job("plain loop", 3000, 21.34, 22, 5, 13.4, 0.9861)
-FLATOUT = Job("Flatout", 12_600, 5.08, 6, 5, 5.5, 0.9868)
+PLAIN = JobResult("plain loop", 3000, 21.34, 22, 5, 13.4, 0.9861)
+FLATOUT = JobResult("Flatout", 12_600, 5.08, 6, 5, 5.5, 0.9868)
 
 
 def resolved(**choices: Choice) -> ResolvedRecipe:
@@ -101,7 +101,9 @@ def test_no_step_is_said() -> None:
 def test_without_unicode_bars_are_ascii() -> None:
     file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     console = Console(file=file, width=80)
-    console.print(Lanes({"input": 3.0, "forward": 1.0}), Comparison([Job("plain", 1, 1, 1, 1, 1)]))
+    console.print(
+        Lanes({"input": 3.0, "forward": 1.0}), Comparison([JobResult("plain", 1, 1, 1, 1, 1)])
+    )
     file.seek(0)
     assert "input ##" in file.read()
 
@@ -135,7 +137,7 @@ def test_jobs_are_compared_with_the_first() -> None:
 
 
 def test_an_accuracy_that_was_not_measured_is_not_compared() -> None:
-    jobs = [Job("plain loop", 3000, 21.34, 22, 1.75, 35), FLATOUT]
+    jobs = [JobResult("plain loop", 3000, 21.34, 22, 1.75, 35), FLATOUT]
     text = shown(Comparison(jobs))
     assert "not compared" in text
     assert " 1.75 " in text

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from flatout.cli.demo_job import ConvNet
     from flatout.data import Arrays
-    from flatout.report import Job
+    from flatout.report import JobResult
     from flatout.terminal import Console
     from flatout.train import History, Trainer
 
@@ -143,7 +143,9 @@ def _tensors(part: Arrays) -> tuple[Tensor, Tensor]:
     return images, labels
 
 
-def _train_plainly(out: Console, model: ConvNet, train: Arrays, test: Arrays, epochs: int) -> Job:
+def _train_plainly(
+    out: Console, model: ConvNet, train: Arrays, test: Arrays, epochs: int
+) -> JobResult:
     from rich.control import Control
     from rich.segment import ControlType
 
@@ -175,10 +177,10 @@ def _train_plainly(out: Console, model: ConvNet, train: Arrays, test: Arrays, ep
 
 def _train(
     model: ConvNet, train: Arrays, test: Arrays, epochs: int, folder: Path, seed: int
-) -> tuple[Job, Trainer, History]:
+) -> tuple[JobResult, Trainer, History]:
     import flatout
     from flatout.cli.demo_job import BATCH_SIZE, schedule
-    from flatout.report import Job
+    from flatout.report import JobResult
 
     steps = epochs * -(-len(train) // BATCH_SIZE)
     began = time.perf_counter()
@@ -189,7 +191,7 @@ def _train(
     seconds = time.perf_counter() - began
     # From one step to the next, as in the plain loop.
     step_ms = history.percentiles()[50] * 1e3 + history.lanes()["idle"]
-    job = Job(
+    job = JobResult(
         name="Flatout",
         images_per_s=BATCH_SIZE / step_ms * 1e3,
         step_ms=step_ms,
@@ -201,7 +203,7 @@ def _train(
     return job, trainer, history
 
 
-def _show(out: Console, jobs: list[Job], history: History, saved: Path) -> None:
+def _show(out: Console, jobs: list[JobResult], history: History, saved: Path) -> None:
     from flatout.report import Changes, Comparison, Lanes
 
     out.print(Comparison(jobs))
@@ -218,7 +220,7 @@ def _show(out: Console, jobs: list[Job], history: History, saved: Path) -> None:
 
 
 def _as_dict(
-    plain: Job, fast: Job, history: History, saved: Path, samples: tuple[int, int]
+    plain: JobResult, fast: JobResult, history: History, saved: Path, samples: tuple[int, int]
 ) -> dict[str, Any]:
     from dataclasses import asdict
 

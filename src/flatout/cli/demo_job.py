@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from flatout.report import Job
+from flatout.report import JobResult
 
 BATCH_SIZE = 64
 PEAK_LR = 3e-3
@@ -59,7 +59,7 @@ def train_plainly(
     epochs: int,
     most_s: float,
     tell: Callable[[int, float], None],
-) -> Job:
+) -> JobResult:
     """Train as most scripts do: a DataLoader that shuffles, Adam, fp32.
 
     Args:
@@ -92,7 +92,7 @@ def train_plainly(
             break
         accuracy = _accuracy(model, test, device)
         tell(epoch + 1, accuracy)
-    return Job(
+    return JobResult(
         name="plain loop",
         images_per_s=BATCH_SIZE / median(times),
         step_ms=median(times) * 1e3,

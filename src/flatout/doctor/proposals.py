@@ -8,7 +8,7 @@ from typing import Any
 
 from flatout.doctor.checks import CHECKS, RANK_CHECKS
 from flatout.doctor.edits.code import Unsure
-from flatout.doctor.edits.place import Place
+from flatout.doctor.edits.place import FoundAt
 from flatout.doctor.edits.source import Source, by_file
 from flatout.doctor.finding import Edit, Finding
 from flatout.errors import FlatoutError
@@ -31,7 +31,7 @@ def propose(finding: Finding, seen: Observation) -> tuple[Edit, ...]:
     if how is None:
         return ()
     try:
-        edits = tuple(how(Place.of(finding, seen)))
+        edits = tuple(how(FoundAt.of(finding, seen)))
         for file, some in by_file(edits).items():
             Source.read(file).with_edits(some)  # it is Python still
     except (Unsure, FlatoutError):

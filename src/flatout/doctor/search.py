@@ -37,13 +37,13 @@ def widened(verdict: Verdict) -> Verdict:
             do="see what a trial says",
             recipe={field: value},
         )
-        for field, value in _settings(Job(verdict.observations[0]))
+        for field, value in _settings(ScriptFacts(verdict.observations[0]))
         if field not in known
     ]
     return replace(verdict, findings=[*verdict.findings, *more])
 
 
-def _settings(job: Job) -> Iterator[tuple[str, Any]]:
+def _settings(job: ScriptFacts) -> Iterator[tuple[str, Any]]:
     """Fields of a Recipe with a value that this script does not have yet, and could take.
 
     The input comes first: waiting for it costs the most.
@@ -54,7 +54,7 @@ def _settings(job: Job) -> Iterator[tuple[str, Any]]:
             yield field, trial.value(job) if callable(trial.value) else trial.value
 
 
-class Job:
+class ScriptFacts:
     """A script as settings ask about it, by what was observed."""
 
     # Not observed.

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import psutil
 
-from flatout.doctor.trials.process import Ended, Job, Process
+from flatout.doctor.trials.process import Command, Ended, Process
 from flatout.processes import adopt_orphans, die_with_parent
 
 _TERMINATES_WITHIN_S = 3.0
@@ -62,7 +62,7 @@ class Contained:
     """
 
     def __init__(self, command: Sequence[str], folder: Path, temporary: Path, passes: Path) -> None:
-        self._process = Process(Job(command), folder, temporary, passes=[passes])
+        self._process = Process(Command(command), folder, temporary, passes=[passes])
         self.printed = self._process.printed
         self.held, self.lacks = self._process.held, self._process.lacks
         self.code: int | None = None

@@ -21,7 +21,7 @@ from typing import Any
 from flatout.doctor.prescription import Prescription
 from flatout.doctor.proving.cure import NOTHING, Cure
 from flatout.doctor.proving.jobs import job
-from flatout.doctor.trials.process import Ended, Job, Process
+from flatout.doctor.trials.process import Command, Ended, Process
 from flatout.doctor.trials.scratch import scratch, temporary_of
 from flatout.doctor.trials.start import LOSSES, SEED
 from flatout.doctor.trials.whole import Curve
@@ -193,7 +193,7 @@ def _whole_run(what: Sequence[str], cure: Cure, seed: int) -> tuple[WholeRun, Cu
         variables = {**made.variables, SEED: str(seed), LOSSES: str(losses)}
         began = time.monotonic()
         process = Process(
-            Job(made.command, variables),
+            Command(made.command, variables),
             folder / "run",
             temporary_of(folder) / "run",
             passes=[results],

@@ -6,7 +6,7 @@ from flatout.report.session import Asked as Asked
 from flatout.report.session import visit as visit
 from flatout.report.terminal import Changes as Changes
 from flatout.report.terminal import Comparison as Comparison
-from flatout.report.terminal import Job as Job
+from flatout.report.terminal import JobResult as JobResult
 from flatout.report.terminal import Lanes as Lanes
 from flatout.report.top import Top as Top
 from flatout.report.top import watch as watch

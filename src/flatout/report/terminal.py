@@ -27,7 +27,7 @@ _CALM = 1.5
 
 
 @dataclass(frozen=True)
-class Job:
+class JobResult:
     """One way of running a training job, with what it gave.
 
     Attributes:
@@ -53,7 +53,7 @@ class Job:
 class Comparison:
     """A table of jobs; the first is what the others are measured by."""
 
-    jobs: Sequence[Job]
+    jobs: Sequence[JobResult]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)

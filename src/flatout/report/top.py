@@ -56,7 +56,7 @@ class RankNow:
 
 
 @dataclass(frozen=True)
-class Job:
+class RunningJob:
     """The ranks of one job on this machine, the first one first."""
 
     ranks: Sequence[RankNow]
@@ -138,7 +138,7 @@ class Sample:
         pulse: how that process works and stands still; None likewise.
     """
 
-    jobs: Sequence[Job]
+    jobs: Sequence[RunningJob]
     processes: Sequence[ProcessUse] | None
     gpus: Sequence[GpuUse]
     pulse: Pulse | None = None
@@ -247,7 +247,7 @@ class Top:
             jobs = [ranks for ranks in jobs if any(rank.pid in inside for rank in ranks)]
         if self._which is not None:
             jobs = [ranks for ranks in jobs if any(_is_asked_for(r, self._which) for r in ranks)]
-        seen = [Job(list(self._now(ranks))) for ranks in jobs]
+        seen = [RunningJob(list(self._now(ranks))) for ranks in jobs]
         gpus = gpu_use()
         pulse = None
         if self._watched is not None and processes is not None:

@@ -11,13 +11,13 @@ from typing import Any, Literal, get_args
 
 from flatout.data import formats
 from flatout.data.conversion.converted import Converted, ShardSizes, To
-from flatout.data.conversion.job import Job, job_of
+from flatout.data.conversion.job import Conversion, job_of
 from flatout.data.conversion.passes import pieces_of
 from flatout.data.conversion.shards import (
     Encoded,
     Manifest,
     Out,
-    Place,
+    ShardFiles,
     Writer,
     begin,
     disk,
@@ -178,13 +178,13 @@ def _writer(kind: str) -> type[Any]:
     return ParquetWriter
 
 
-def _place(path: Path, kind: str, count: int | None) -> Place:
+def _place(path: Path, kind: str, count: int | None) -> ShardFiles:
     suffix = f".{kind}"
-    return Place(path.parent, path.name.removesuffix(suffix), suffix, count)
+    return ShardFiles(path.parent, path.name.removesuffix(suffix), suffix, count)
 
 
 def _to_shards(
-    job: Job,
+    job: Conversion,
     path: Path,
     kind: str,
     sizes: ShardSizes,
@@ -218,7 +218,9 @@ def _to_shards(
     return Converted.of_shards(place, manifest, found, began, classes)
 
 
-def _to_rows(job: Job, path: Path, overwrite: bool, progress: bool, began: float) -> Converted:
+def _to_rows(
+    job: Conversion, path: Path, overwrite: bool, progress: bool, began: float
+) -> Converted:
     from flatout.data.conversion.writers import rows as folder
 
     schema = folder.rows_schema(job.schema)
@@ -242,7 +244,7 @@ def _to_rows(job: Job, path: Path, overwrite: bool, progress: bool, began: float
     return Converted.of_folder(path, total, found, began)
 
 
-def _encoded_bytes(writer: Writer, job: Job) -> int:
+def _encoded_bytes(writer: Writer, job: Conversion) -> int:
     out = Out(None)
     sink = writer.open(out)
     sink.write(writer.encode(job.probe))

@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from flatout.data.conversion.shards import Manifest, Place
+from flatout.data.conversion.shards import Manifest, ShardFiles
 from flatout.data.execution.row_folder import read_meta
 from flatout.errors import DataError
 from flatout.words import size_words
@@ -101,7 +101,7 @@ class Converted:
     @classmethod
     def of_shards(
         cls,
-        place: Place,
+        place: ShardFiles,
         manifest: Manifest,
         found: int,
         began: float,

@@ -35,7 +35,7 @@ _MEANINGS = ("classes", "categories", "unknown")
 
 
 @dataclass(frozen=True)
-class Job:
+class Conversion:
     """Rows to be converted.
 
     Attributes:
@@ -88,7 +88,7 @@ def job_of(
     shuffle: int | None,
     balance: str | None,
     sampling: Literal["over", "under"] = "over",
-) -> Job:
+) -> Conversion:
     """The rows of a pipeline, shuffled and balanced as is wanted.
 
     Raises:
@@ -120,7 +120,7 @@ def job_of(
         **({"sampling": sampling} if balance == "class" else {}),
         "order": hashlib.sha256(numbers.tobytes()).hexdigest()[:16],
     }
-    return Job(
+    return Conversion(
         samples=samples,
         numbers=numbers,
         schema=schema,

@@ -138,7 +138,7 @@ class Out:
 
 
 @dataclass
-class Place:
+class ShardFiles:
     """Where shards go, and what they are called there.
 
     Attributes:
@@ -278,7 +278,7 @@ def _checked_shard(shard: Shard) -> Shard:
     return shard
 
 
-def begin(place: Place, wanted: Manifest, overwrite: bool) -> Manifest:
+def begin(place: ShardFiles, wanted: Manifest, overwrite: bool) -> Manifest:
     """The manifest to go on with, of what is there already or of nothing.
 
     Shards that are not what the manifest says are left out of it: they are written again.
@@ -312,7 +312,7 @@ def begin(place: Place, wanted: Manifest, overwrite: bool) -> Manifest:
 
 
 def _refusal(
-    place: Place, found: Manifest | None, wanted: Manifest, present: Sequence[Path]
+    place: ShardFiles, found: Manifest | None, wanted: Manifest, present: Sequence[Path]
 ) -> DataError:
     if found is None:
         what = f"{present[0].name} is there already, and no manifest tells how it was made"
@@ -353,7 +353,7 @@ def _is_whole(folder: Path, shard: Shard) -> bool:
 
 
 @contextmanager
-def open_shard(place: Place, name: str) -> Iterator[Out]:
+def open_shard(place: ShardFiles, name: str) -> Iterator[Out]:
     """A shard to write: whole under its name when the block ends well, else absent."""
     path = place.folder / name
     with atomic_write(path, "wb", durable=True, draft=f".{name}.part") as file:
@@ -366,7 +366,7 @@ def open_shard(place: Place, name: str) -> Iterator[Out]:
 
 
 def write_shards(
-    place: Place,
+    place: ShardFiles,
     writer: Writer,
     manifest: Manifest,
     pieces: Sequence[Piece],

@@ -13,8 +13,8 @@ from flatout.data.conversion.converted import SHARD_BYTES, Converted, ShardSizes
 from flatout.data.conversion.shards import (
     Manifest,
     Out,
-    Place,
     Shard,
+    ShardFiles,
     Writer,
     begin,
     disk,
@@ -29,7 +29,7 @@ from flatout.errors import DataError
 
 def write_stream(
     pipeline: Pipeline,
-    place: Place,
+    place: ShardFiles,
     writer_of: Callable[[Schema], Writer],
     sizes: ShardSizes,
     overwrite: bool,
@@ -93,7 +93,7 @@ def _schema(schema: Schema, block: Block) -> Schema:
 class _Writing:
     def __init__(
         self,
-        place: Place,
+        place: ShardFiles,
         writer: Writer,
         manifest: Manifest,
         sizes: ShardSizes,

@@ -16,7 +16,7 @@ import numpy as np
 
 from flatout.cache_folder import cache_folder
 from flatout.data.block import Block
-from flatout.data.conversion.job import Job, job_of
+from flatout.data.conversion.job import Conversion, job_of
 from flatout.data.conversion.passes import pieces_of
 from flatout.data.error_policy import ErrorPolicy
 from flatout.data.execution.samples import Decoded
@@ -184,7 +184,7 @@ def _stored_size(file: File) -> int:
 
 
 def _count(
-    job: Job, images: ImageBytes | None, tally: ColumnCounts, ids: IdFields, progress: bool
+    job: Conversion, images: ImageBytes | None, tally: ColumnCounts, ids: IdFields, progress: bool
 ) -> None:
     """Look at all rows; of images, at some, and at all labels."""
     numbers = job.numbers
@@ -209,7 +209,7 @@ def _count(
 
 
 def _facts(
-    kind: str, paths: Paths, stored: _Stored, pipeline: Pipeline, job: Job, tally: ColumnCounts
+    kind: str, paths: Paths, stored: _Stored, pipeline: Pipeline, job: Conversion, tally: ColumnCounts
 ) -> Facts:
     """What advice rests on; the rates are measured here."""
     numbers = order(len(job.numbers), 0, 0) if job.samples.random else job.numbers

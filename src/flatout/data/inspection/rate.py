@@ -16,7 +16,7 @@ import numpy as np
 from flatout.cache_folder import cache_folder, kind_folder
 from flatout.data.block import Block, Numbers
 from flatout.data.buffers import Buffers
-from flatout.data.conversion.job import Job, job_of
+from flatout.data.conversion.job import Conversion, job_of
 from flatout.data.conversion.passes import Piece
 from flatout.data.conversion.writers.rows import rows_schema
 from flatout.data.execution.row_folder import Filling
@@ -60,7 +60,7 @@ class Sample:
 
 
 @contextmanager
-def row_cache_of(job: Job, seconds: float = _SAMPLE_S) -> Iterator[Sample]:
+def row_cache_of(job: Conversion, seconds: float = _SAMPLE_S) -> Iterator[Sample]:
     """A row cache of as many rows as are made in some seconds, drawn from all of them.
 
     Rows that cost more out of their order are taken from the begin.

@@ -24,7 +24,7 @@ _DTYPES = {
 }
 
 
-class Place(NamedTuple):
+class StoredArray(NamedTuple):
     """Where an array lies.
 
     Attributes:
@@ -49,7 +49,7 @@ class Place(NamedTuple):
         return f"{self.file.name}: {self.name}" if self.name else self.file.name
 
 
-Part: TypeAlias = Mapping[str, Place]
+Part: TypeAlias = Mapping[str, StoredArray]
 
 
 class Wanted(NamedTuple):
@@ -135,12 +135,12 @@ def _check_rows(part: Part) -> None:
             )
 
 
-def _column(name: str, role: Role, place: Place) -> Column:
+def _column(name: str, role: Role, place: StoredArray) -> Column:
     dtype: Any = _dtype_of(place)
     return Column(name=name, dtype=dtype, shape=place.shape[1:], role=role)
 
 
-def _dtype_of(place: Place) -> str:
+def _dtype_of(place: StoredArray) -> str:
     native = place.dtype.newbyteorder("=")
     if native.name in _DTYPES and native.names is None:
         return _DTYPES[native.name]
@@ -153,7 +153,7 @@ def _dtype_of(place: Place) -> str:
     raise DataError(f"expected an array of numbers, found {words}", where=place.where, do=do)
 
 
-def _check_fits(place: Place, column: Column) -> None:
+def _check_fits(place: StoredArray, column: Column) -> None:
     found = np.dtype(_dtype_of(place))
     wanted = column.numpy_dtype
     whole = wanted.kind in "iu" and found.kind in "iu"
@@ -169,7 +169,7 @@ def _check_fits(place: Place, column: Column) -> None:
         )
 
 
-def convert(values: npt.NDArray[Any], out: npt.NDArray[Any], place: Place) -> None:
+def convert(values: npt.NDArray[Any], out: npt.NDArray[Any], place: StoredArray) -> None:
     """Write values to an array of another dtype.
 
     Raises:

@@ -26,7 +26,7 @@ from flatout.data.sources.fifo_formats import WORDS, Format, Wrap, decoder_of, s
 from flatout.errors import DataError
 from flatout.processes import machine
 
-Place: TypeAlias = "str | os.PathLike[str] | TextIO"
+PipePath: TypeAlias = "str | os.PathLike[str] | TextIO"
 
 # Rows of one pipe before it is the next one's turn: many enough to be decoded together, few enough
 # that a batch holds rows of all pipes.
@@ -261,7 +261,7 @@ def _turn(reader: Iterator[Part | None]) -> Generator[Part, None, bool]:
 
 
 def fifo(
-    path: Place | Sequence[Place],
+    path: PipePath | Sequence[PipePath],
     *,
     format: Format = "libsvm",
     schema: Given | None = None,

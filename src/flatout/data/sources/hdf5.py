@@ -27,7 +27,7 @@ from flatout.data.sealed import Seals
 from flatout.data.sources.arrays_in_files import (
     Names,
     Part,
-    Place,
+    StoredArray,
     convert,
     schema_of,
     wanted_columns,
@@ -104,7 +104,7 @@ def hdf5_rows(
     return HDF5Chunks(parts, pieces, made)
 
 
-def _unpack_nothing(place: Place) -> Any:
+def _unpack_nothing(place: StoredArray) -> Any:
     raise AssertionError(f"{place.where} can be mapped")
 
 
@@ -248,12 +248,12 @@ def _dataset(opened: h5py.File, name: str, file: File) -> h5py.Dataset:
     )
 
 
-def _place(data: h5py.Dataset, name: str, file: File) -> Place:
+def _place(data: h5py.Dataset, name: str, file: File) -> StoredArray:
     where = f"{file.name}: {name}"
     with _telling(where, file):
         if data.shape is None:
             raise DataError("the dataset is empty: expected rows", where=where)
-        return Place(file, name, data.dtype, data.shape, _offset(data))
+        return StoredArray(file, name, data.dtype, data.shape, _offset(data))
 
 
 def _offset(data: h5py.Dataset) -> int | None:

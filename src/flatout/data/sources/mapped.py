@@ -20,7 +20,7 @@ from flatout.data.indexed import files_digest
 from flatout.data.origins import Rows
 from flatout.data.schema import Column, Schema
 from flatout.data.sealed import Seals, mapped_reader
-from flatout.data.sources.arrays_in_files import Part, Place, convert
+from flatout.data.sources.arrays_in_files import Part, StoredArray, convert
 from flatout.errors import DataError
 from flatout.kernels import gather_rows
 
@@ -53,7 +53,7 @@ class MappedRows(Rows):
         kind: str,
         parts: Sequence[Part],
         schema: Schema,
-        unpack: Callable[[Place], npt.NDArray[Any]],
+        unpack: Callable[[StoredArray], npt.NDArray[Any]],
     ) -> None:
         self.schema = schema
         self._kind = kind
@@ -75,7 +75,7 @@ class MappedRows(Rows):
 
     def _forget(self) -> None:
         self._maps: OrderedDict[File, mmap.mmap] = OrderedDict()
-        self._unpacked: dict[Place, npt.NDArray[Any]] = {}
+        self._unpacked: dict[StoredArray, npt.NDArray[Any]] = {}
         self._lock = Lock()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -133,7 +133,7 @@ class MappedRows(Rows):
         else:
             convert(array[own], out, place)
 
-    def _array(self, place: Place) -> npt.NDArray[Any]:
+    def _array(self, place: StoredArray) -> npt.NDArray[Any]:
         if place.offset is None:
             with self._lock:
                 if place not in self._unpacked:
@@ -148,7 +148,7 @@ class MappedRows(Rows):
             raise DataError(f"the file cannot be mapped: {error}", where=place.where) from error
         return flat.reshape(place.shape[::-1]).T if place.fortran else flat.reshape(place.shape)
 
-    def _check(self, place: Place, rows: Numbers | None) -> None:
+    def _check(self, place: StoredArray, rows: Numbers | None) -> None:
         """Compare the bytes of some rows, or of all, with the file's checksums if it has some."""
         seal = self._seals.of(place.file)
         if seal is None or place.offset is None:
@@ -219,7 +219,7 @@ class MappedRows(Rows):
         return notes
 
 
-def _range(place: Place) -> tuple[int, int]:
+def _range(place: StoredArray) -> tuple[int, int]:
     """Where an array's values begin and end in its file; nothing of one that is packed."""
     start = place.offset or 0
     size = 0 if place.offset is None else math.prod(place.shape) * place.dtype.itemsize

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from flatout.data.files import File, Paths, find, most_unpacked
 from flatout.data.pipeline import Pipeline
 from flatout.data.schema import Given, Role
-from flatout.data.sources.arrays_in_files import Names, Place, schema_of, wanted_columns
+from flatout.data.sources.arrays_in_files import Names, StoredArray, schema_of, wanted_columns
 from flatout.data.sources.mapped import MappedRows
 from flatout.errors import DataError, as_data_error
 
@@ -92,7 +92,7 @@ def npy_rows(
     given: dict[Role, Any] = {"input": inputs, "target": targets, "weight": weight}
     usual = {"input": "inputs", "target": "targets", "weight": "weight"}
     roles: dict[str, Role] = {}
-    places: dict[str, list[Place]] = {}
+    places: dict[str, list[StoredArray]] = {}
     for role, paths in given.items():
         if paths is None:
             continue
@@ -129,7 +129,7 @@ def npz_rows(
     return MappedRows("npz", parts, schema_of("npz", schema, roles, parts), _unpacked)
 
 
-def _npy_place(file: File) -> Place:
+def _npy_place(file: File) -> StoredArray:
     with as_data_error("the file cannot be read", file.name), open(file.path, "rb") as stream:
         if stream.read(4) == b"PK\x03\x04":
             raise DataError(
@@ -141,7 +141,7 @@ def _npy_place(file: File) -> Place:
         return _place(stream, file, "", file.size)
 
 
-def _npz_place(file: File, name: str, most: int | None) -> Place:
+def _npz_place(file: File, name: str, most: int | None) -> StoredArray:
     try:
         with zipfile.ZipFile(file.path) as archive, open(file.path, "rb") as stream:
             names = [one.removesuffix(".npy") for one in archive.namelist()]
@@ -175,7 +175,7 @@ def _npz_place(file: File, name: str, most: int | None) -> Place:
         ) from error
 
 
-def _place(stream: IO[bytes], file: File, name: str, size: int) -> Place:
+def _place(stream: IO[bytes], file: File, name: str, size: int) -> StoredArray:
     """The array whose `size` bytes begin here, header included."""
     where = f"{file.name}: {name}" if name else file.name
     start = stream.tell()
@@ -200,10 +200,10 @@ def _place(stream: IO[bytes], file: File, name: str, size: int) -> Place:
             f"{shape}, found {found:,}",
             where=where,
         )
-    return Place(file, name, dtype, shape, start + header, bool(fortran))
+    return StoredArray(file, name, dtype, shape, start + header, bool(fortran))
 
 
-def _unpacked(place: Place) -> npt.NDArray[Any]:
+def _unpacked(place: StoredArray) -> npt.NDArray[Any]:
     """An array from an archive, its checksum checked."""
     place.file.check_unchanged()
     try:

@@ -7,13 +7,13 @@ from dataclasses import replace
 from functools import partial, wraps
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
-from flatout.doctor.edits.place import Place
+from flatout.doctor.edits.place import FoundAt
 from flatout.doctor.finding import Edit, Finding
 from flatout.observe import Observation
 
 Seen = TypeVar("Seen", Observation, Sequence[Observation])
 Findings: TypeAlias = Iterable[Finding]
-Write: TypeAlias = Callable[[Place], list[Edit]]
+Write: TypeAlias = Callable[[FoundAt], list[Edit]]
 
 
 class NoSignal(Exception):

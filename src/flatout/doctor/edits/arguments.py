@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from flatout.doctor.edits.code import Change, Code, Unsure, name_of
 from flatout.doctor.edits.names import calls_of, is_imported, made_by
-from flatout.doctor.edits.place import Place
+from flatout.doctor.edits.place import FoundAt
 from flatout.doctor.finding import Edit
 
 _LOADERS = ("DataLoader",)
@@ -25,7 +25,7 @@ _POSITION = {
 """Of arguments that DataLoader takes without their names too."""
 
 
-def forget_gradients(at: Place) -> list[Edit]:
+def forget_gradients(at: FoundAt) -> list[Edit]:
     """zero_grad(set_to_none=False) to zero_grad(), where nothing reads the zeros."""
     call = at.call("zero_grad")
     keyword = next((word for word in call.keywords if word.arg == "set_to_none"), None)
@@ -50,7 +50,7 @@ def _must_always_train_all(code: Code) -> None:
             raise Unsure("parameters may be frozen on the way")
 
 
-def fuse(at: Place) -> list[Edit]:
+def fuse(at: FoundAt) -> list[Edit]:
     """fused=True for the only optimizer of this class."""
     steps = at.call("step")
     kinds = {one.kind.rpartition(".")[2] for one in at.seen.optimizers if not one.fused}
@@ -66,7 +66,7 @@ def fuse(at: Place) -> list[Edit]:
     return [code.edit(*code.with_arguments(call, fused="True"))]
 
 
-def no_search(at: Place) -> list[Edit]:
+def no_search(at: FoundAt) -> list[Edit]:
     """DistributedDataParallel without find_unused_parameters=True."""
     code, call = at.only_call(*_WRAPPERS)
     keyword = next((w for w in call.keywords if w.arg == "find_unused_parameters"), None)
@@ -75,7 +75,7 @@ def no_search(at: Place) -> list[Edit]:
     return [code.edit(*code.without_argument(call, keyword))]
 
 
-def threads(at: Place) -> list[Edit]:
+def threads(at: FoundAt) -> list[Edit]:
     """torch.set_num_threads, with as many as the finding's Recipe says."""
     call = at.call("set_num_threads")
     count = at.finding.recipe.get("process.threads")
@@ -84,7 +84,7 @@ def threads(at: Place) -> list[Edit]:
     return [at.code.edit((at.code.begin(call.args[0]), at.code.end(call.args[0]), str(count)))]
 
 
-def workers(at: Place) -> list[Edit]:
+def workers(at: FoundAt) -> list[Edit]:
     """num_workers, as the finding's Recipe says, workers that stay, and the threads beside them."""
     count = at.finding.recipe.get("input.workers")
     if not isinstance(count, int):
@@ -115,22 +115,22 @@ def _threads_before(code: Code, call: ast.Call, count: int) -> Change:
     return begin, begin, f"torch.set_num_threads({count})\n{indent}"
 
 
-def stay(at: Place) -> list[Edit]:
+def stay(at: FoundAt) -> list[Edit]:
     """persistent_workers=True."""
     return _set(at, "persistent_workers")
 
 
-def pin(at: Place) -> list[Edit]:
+def pin(at: FoundAt) -> list[Edit]:
     """pin_memory=True."""
     return _set(at, "pin_memory")
 
 
-def drop_last(at: Place) -> list[Edit]:
+def drop_last(at: FoundAt) -> list[Edit]:
     """drop_last=True."""
     return _set(at, "drop_last")
 
 
-def loader(at: Place) -> tuple[Code, ast.Call]:
+def loader(at: FoundAt) -> tuple[Code, ast.Call]:
     """The call that made the DataLoader over which the line iterates.
 
     Raises:
@@ -164,7 +164,7 @@ def given(call: ast.Call, name: str) -> ast.Constant | None:
     return value
 
 
-def _set(at: Place, name: str) -> list[Edit]:
+def _set(at: FoundAt, name: str) -> list[Edit]:
     code, call = loader(at)
     given(call, name)
     return [code.edit(*code.with_arguments(call, **{name: "True"}))]

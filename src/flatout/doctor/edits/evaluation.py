@@ -6,14 +6,14 @@ import ast
 
 from flatout.doctor.edits.code import Code, Unsure, first_line, inside, name_of
 from flatout.doctor.edits.names import is_imported, passed
-from flatout.doctor.edits.place import Place
+from flatout.doctor.edits.place import FoundAt
 from flatout.doctor.finding import Edit
 
 _TRAINS = ("backward", "manual_backward", "step", "grad", "requires_grad_", "zero_grad")
 _NO_GRADIENTS = ("no_grad", "inference_mode")
 
 
-def no_grad(at: Place) -> list[Edit]:
+def no_grad(at: FoundAt) -> list[Edit]:
     """`@torch.no_grad()` over a function that evaluates, else `with` around what follows eval()."""
     code, statement = at.code, at.statement
     if not is_imported(code, "torch"):
@@ -27,7 +27,7 @@ def no_grad(at: Place) -> list[Edit]:
     return [code.edit(*code.under("with torch.no_grad():", [evaluation]))]
 
 
-def _only_evaluates(at: Place, function: ast.FunctionDef) -> bool:
+def _only_evaluates(at: FoundAt, function: ast.FunctionDef) -> bool:
     nodes = list(inside(function.body))
     if _trains(nodes) or not any(_is_eval(node) for node in nodes):
         return False
@@ -35,7 +35,7 @@ def _only_evaluates(at: Place, function: ast.FunctionDef) -> bool:
     return is_plain and not _is_called_elsewhere_in(at, function)
 
 
-def _is_called_elsewhere_in(at: Place, statement: ast.stmt) -> bool:
+def _is_called_elsewhere_in(at: FoundAt, statement: ast.stmt) -> bool:
     """Whether a model was seen to be called in this statement on another line, as in training."""
     lines = range(first_line(statement), (statement.end_lineno or statement.lineno) + 1)
     sites = [model.site for model in at.seen.models if model.site]
@@ -67,7 +67,7 @@ def _is_eval(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and name_of(node.func) == "eval" and not node.args
 
 
-def eval_first(at: Place) -> list[Edit]:
+def eval_first(at: FoundAt) -> list[Edit]:
     """`model.eval()` before an evaluation, and `model.train()` after it."""
     code = at.code
     model = at.model()

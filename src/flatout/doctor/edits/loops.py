@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from flatout.doctor.edits.arguments import given, loader
 from flatout.doctor.edits.code import Change, Code, Unsure, inside, name_of
 from flatout.doctor.edits.names import is_imported, made_by
-from flatout.doctor.edits.place import Place
+from flatout.doctor.edits.place import FoundAt
 from flatout.doctor.finding import Edit
 
 EVERY = 50
@@ -25,7 +25,7 @@ _READS = (
 _MUTATES = ("append", "extend", "insert", "add", "update", "setdefault", "pop", "clear")
 
 
-def tell_less(at: Place) -> list[Edit]:
+def tell_less(at: FoundAt) -> list[Edit]:
     """`if step % 50 == 0:` before a line that prints or logs."""
     statement, code = at.statement, at.code
     call = statement.value if isinstance(statement, ast.Expr) else None
@@ -34,7 +34,7 @@ def tell_less(at: Place) -> list[Edit]:
     return [code.edit(*code.under(f"if {_step(code, statement)} % {EVERY} == 0:", [statement]))]
 
 
-def _only_tells(at: Place, call: ast.Call) -> bool:
+def _only_tells(at: FoundAt, call: ast.Call) -> bool:
     for node in inside([*call.args, *call.keywords]):
         if isinstance(node, (ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom)):
             return False
@@ -105,7 +105,7 @@ def _counter(loop: ast.For) -> str:
     return target.id if isinstance(target, ast.Name) else ""
 
 
-def set_epoch(at: Place) -> list[Edit]:
+def set_epoch(at: FoundAt) -> list[Edit]:
     """`sampler.set_epoch(epoch)` at the beginning of each epoch."""
     code = at.code
     loops = [one for one in at.seen.loaders if str(one.site) == at.finding.where]
@@ -119,7 +119,7 @@ def set_epoch(at: Place) -> list[Edit]:
     return [code.edit(_with_epoch(at, name))]
 
 
-def _with_epoch(at: Place, sampler: str) -> Change:
+def _with_epoch(at: FoundAt, sampler: str) -> Change:
     """The call of set_epoch, before the line's loop begins."""
     code, loop = at.code, at.statement
     if not isinstance(loop, ast.For):
@@ -158,7 +158,7 @@ def _iterated(code: Code, loop: ast.For) -> str:
     return found[0]
 
 
-def share_samples(at: Place) -> list[Edit]:
+def share_samples(at: FoundAt) -> list[Edit]:
     """A DistributedSampler for the loader, and its set_epoch."""
     code, call = loader(at)
     if code is not at.code or not is_imported(code, "torch"):
@@ -180,7 +180,7 @@ def share_samples(at: Place) -> list[Edit]:
     return [*edits, code.edit(_with_epoch(at, ""))] if not order else edits
 
 
-def train_again(at: Place) -> list[Edit]:
+def train_again(at: FoundAt) -> list[Edit]:
     """`model.train()` before the steps of each epoch."""
     code, model = at.code, ast.unparse(at.model())
     loop = code.above(at.statement, ast.For, ast.While, ast.FunctionDef)

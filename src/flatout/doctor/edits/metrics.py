@@ -7,7 +7,7 @@ import builtins
 from collections.abc import Sequence
 
 from flatout.doctor.edits.code import Code, Unsure, inside, name_of
-from flatout.doctor.edits.place import Place
+from flatout.doctor.edits.place import FoundAt
 from flatout.doctor.finding import Edit
 
 _READS = (
@@ -21,7 +21,7 @@ _LEAVES = (ast.Break, ast.Continue, ast.Return, ast.Yield, ast.YieldFrom, ast.Ra
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
-def after_loop(at: Place) -> list[Edit]:
+def after_loop(at: FoundAt) -> list[Edit]:
     """The statement that computes a metric, moved behind the loop that it stands in.
 
     The last turn's value is the only one that anyone can have read, and all that it is made of is

@@ -6,7 +6,7 @@ import ast
 
 from flatout.doctor.edits.code import Unsure, inside, name_of
 from flatout.doctor.edits.names import is_imported, values
-from flatout.doctor.edits.place import Place
+from flatout.doctor.edits.place import FoundAt
 from flatout.doctor.finding import Edit
 
 _WRAPPERS = {
@@ -17,7 +17,7 @@ _LEAVES = ("numpy", "tolist", "item")
 _ENDS = ("backward", "manual_backward", "zero_grad")
 
 
-def channels_last(at: Place) -> list[Edit]:
+def channels_last(at: FoundAt) -> list[Edit]:
     """A line after the model is made that gives its weights the other format."""
     code, model = at.code, at.model()
     made = values(code, model)
@@ -32,7 +32,7 @@ def channels_last(at: Place) -> list[Edit]:
     return [code.edit(code.after(statement, f"{name}.to(memory_format=torch.channels_last)"))]
 
 
-def autocast(at: Place) -> list[Edit]:
+def autocast(at: FoundAt) -> list[Edit]:
     """`with torch.autocast(...)` around forward and loss."""
     code, first = at.code, at.statement
     at.model()
@@ -69,7 +69,7 @@ def _called(statement: ast.stmt) -> set[str]:
     return {name_of(node.func) for node in inside([statement]) if isinstance(node, ast.Call)}
 
 
-def save_bare(at: Place) -> list[Edit]:
+def save_bare(at: FoundAt) -> list[Edit]:
     """`model.state_dict()` to `model.module.state_dict()`, where nothing loads it here."""
     code = at.code
     if any(name_of(call) == "load_state_dict" for call in ast.walk(code.tree)):

@@ -17,7 +17,7 @@ _LOSSES = ("criterion", "loss_fn", "loss_function", "loss_func", "objective")
 
 
 @dataclass(frozen=True)
-class Place:
+class FoundAt:
     """A finding at its line.
 
     Attributes:
@@ -33,7 +33,7 @@ class Place:
     line: int
 
     @classmethod
-    def of(cls, finding: Finding, seen: Observation) -> Place:
+    def of(cls, finding: Finding, seen: Observation) -> FoundAt:
         """The line that a finding names, else the one where the optimizer steps.
 
         Raises:

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator, Sequence
 
 from flatout.doctor.edits.code import Code, Unsure, inside, name_of
-from flatout.doctor.edits.place import Place
+from flatout.doctor.edits.place import FoundAt
 from flatout.doctor.finding import Edit
 
 _BACKWARD = ("backward", "manual_backward")
@@ -17,7 +17,7 @@ _KEEPS = (ast.BinOp, ast.Tuple, ast.List, ast.Dict)
 _FILLS = ("append", "extend", "insert", "add", "update", "setdefault", "appendleft")
 
 
-def detach(at: Place) -> list[Edit]:
+def detach(at: FoundAt) -> list[Edit]:
     """The losses that are added up or collected in the function around the line, detached."""
     code = at.code
     function = code.function(at.statement)
@@ -136,7 +136,7 @@ def _names(node: ast.AST) -> set[str]:
     return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
 
 
-def read_later(at: Place) -> list[Edit]:
+def read_later(at: FoundAt) -> list[Edit]:
     """`total += loss.item()` to a sum on the device, where only formatted numbers come of it.
 
     In double, as Python adds up: the sum is the same to the last bit.
@@ -221,7 +221,7 @@ def _is_formatted(code: Code, use: ast.AST) -> bool:
     return isinstance(last, ast.Constant) and str(last.value).endswith(("f", "e", "g", "%"))
 
 
-def index_select(at: Place) -> list[Edit]:
+def index_select(at: FoundAt) -> list[Edit]:
     """`x[rows]` to `x.index_select(0, rows)`, where rows was seen to be a list of rows."""
     code = at.code
     places = at.seen_call("index").detail.get("rows") or []

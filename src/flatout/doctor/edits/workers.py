@@ -6,11 +6,11 @@ import ast
 
 from flatout.doctor.edits.code import Unsure, inside, name_of
 from flatout.doctor.edits.names import calls_of, is_imported
-from flatout.doctor.edits.place import Place
+from flatout.doctor.edits.place import FoundAt
 from flatout.doctor.finding import Edit
 
 
-def seed_each(at: Place) -> list[Edit]:
+def seed_each(at: FoundAt) -> list[Edit]:
     """Constant seeds in worker_init_fn to torch's, which differs in each worker."""
     code = at.code
     drawn = {one.worker_draws for one in at.seen.loaders if one.worker_draws}

@@ -13,14 +13,14 @@ from flatout.devices import environment
 from flatout.doctor import edits
 from flatout.doctor.proving.cure import Cure
 from flatout.doctor.torchrun import under_torchrun
-from flatout.doctor.trials.process import Job
+from flatout.doctor.trials.process import Command
 from flatout.doctor.trials.start import EDITS, SEED
 from flatout.recipe import SET_VARIABLE, Recipe, apply, from_set
 
 _START = ("-m", "flatout.doctor.trials.start")
 
 
-def job(what: Sequence[str], cure: Cure, folder: Path) -> Job:
+def job(what: Sequence[str], cure: Cure, folder: Path) -> Command:
     """How a script is run with a cure.
 
     Args:
@@ -42,7 +42,7 @@ def job(what: Sequence[str], cure: Cure, folder: Path) -> Job:
         path = folder / f"edits-{len(list(folder.glob('edits-*')))}.json"
         edits.dump(path, cure.own_edits)
         variables[EDITS] = str(path)
-    return Job(command, variables)
+    return Command(command, variables)
 
 
 def _text(value: Any) -> str:

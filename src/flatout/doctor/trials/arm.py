@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout.doctor.trials import step_sync
-from flatout.doctor.trials.process import Ended, Job, Process
+from flatout.doctor.trials.process import Command, Ended, Process
 from flatout.doctor.trials.scratch import remove_tree, temporary_of
 
 FEWEST_STEPS = 3
@@ -118,7 +118,7 @@ class Arm:
     def __init__(
         self,
         name: str,
-        job: Job,
+        job: Command,
         folder: Path,
         until: float,
         *,
@@ -160,7 +160,9 @@ class Arm:
         self._listener = step_sync.listen(str(meeting))
         try:
             self.process = Process(
-                Job(self._job.command, {**self._job.variables, step_sync.VARIABLE: str(meeting)}),
+                Command(
+                    self._job.command, {**self._job.variables, step_sync.VARIABLE: str(meeting)}
+                ),
                 folder,
                 temporary,
                 passes=[*self._passes, meeting],

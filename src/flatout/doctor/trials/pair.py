@@ -31,7 +31,7 @@ from pathlib import Path
 from statistics import median
 
 from flatout.doctor.trials.arm import Arm, Block, Showed
-from flatout.doctor.trials.process import Ended, Job, Process
+from flatout.doctor.trials.process import Command, Ended, Process
 from flatout.doctor.trials.schedule import WARM_STEPS, Schedule
 from flatout.measure import TrialResult, run_trial
 
@@ -89,7 +89,7 @@ class Against:
 
     def __init__(
         self,
-        a: Job,
+        a: Command,
         folder: Path,
         until: float,
         *,
@@ -99,7 +99,7 @@ class Against:
         is_renewed: bool = False,
         started: Callable[[str, Process], None] = lambda side, process: None,
     ) -> None:
-        def start(name: str, job: Job, until: float, warm: int) -> Arm:
+        def start(name: str, job: Command, until: float, warm: int) -> Arm:
             return Arm(
                 name,
                 job,
@@ -132,7 +132,7 @@ class Against:
 
     def measure(
         self,
-        b: Job,
+        b: Command,
         terms: Schedule,
         *,
         budget_s: float,

@@ -27,7 +27,7 @@ _ANSWERS_WITHIN_S = 30.0
 
 
 @dataclass(frozen=True)
-class Job:
+class Command:
     """What one side of a trial runs.
 
     Attributes:
@@ -66,7 +66,7 @@ class Process:
 
     def __init__(
         self,
-        job: Job,
+        job: Command,
         folder: Path,
         temporary: Path,
         *,
@@ -227,7 +227,7 @@ def containment(command: Sequence[str]) -> tuple[str, list[str]]:
         FlatoutError: a trial cannot begin here.
     """
     with scratch() as folder:
-        nothing = Job([sys.executable, "-c", "", *command])
+        nothing = Command([sys.executable, "-c", "", *command])
         process = Process(nothing, folder / "nothing", temporary_of(folder) / "nothing")
         process.end()
         return process.held, process.lacks
