@@ -135,14 +135,14 @@ def _rate_by_now(scheduler: Any, optimizer: torch.optim.Optimizer) -> Any:
     now, group = optimizer.param_groups[0]["lr"], optimizer.param_groups[-1]
     for one in groups:
         one["lr"] = _apart(one["initial_lr"])
-    twin = _twin(scheduler, SimpleNamespace(param_groups=groups, step=None))
+    copied = _copied(scheduler, SimpleNamespace(param_groups=groups, step=None))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that no optimizer has stepped in between
         try:
             steps = _steps(scheduler)
-            _start(twin)
+            _start(copied)
             for _ in range(steps):
-                twin.step()
+                copied.step()
         except Exception:  # of a schedule of the user's own that cannot be run again
             groups[0]["lr"] = None
     if groups[0]["lr"] == now:
@@ -155,13 +155,13 @@ def _apart(value: Any) -> Any:
     return value.clone() if torch.is_tensor(value) else value
 
 
-def _twin(scheduler: Any, optimizer: Any) -> Any:
+def _copied(scheduler: Any, optimizer: Any) -> Any:
     """The schedule, on other groups."""
-    twin = copy.copy(scheduler)
-    twin.optimizer = optimizer
-    if hasattr(twin, "_schedulers"):
-        twin._schedulers = [_twin(inner, optimizer) for inner in twin._schedulers]
-    return twin
+    copied = copy.copy(scheduler)
+    copied.optimizer = optimizer
+    if hasattr(copied, "_schedulers"):
+        copied._schedulers = [_copied(inner, optimizer) for inner in copied._schedulers]
+    return copied
 
 
 def _start(scheduler: Any) -> None:

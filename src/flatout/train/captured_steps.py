@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from time import perf_counter_ns as clock
 from typing import Any
 
-from flatout.train.loop import Loop
 from flatout.console import first_line
 from flatout.data import ArraySource, Batch
 from flatout.train.capture import FAILURES, Capture
+from flatout.train.loop import Loop
 
 
 def captured_steps(
@@ -47,7 +47,7 @@ def captured_steps(
     if program is None:
         return None
     turn = stepper.turn = stepper.joint
-    add, was_bad, record = turn.tally.add, turn.update.was_bad, loop.record
+    add, was_bad, record = turn.mean_loss.add, turn.update.was_bad, loop.record
     make = program.in_a_row(loop.step_count + 1)
     try:
         for _ in range(min(most, program.left)):

@@ -78,10 +78,10 @@ def evaluate(
     whole = loop.takes_whole_batches
     part = part_of(agreed(source, world), world, loop.say, whole=whole)
     with loop.feed.evaluated(source, part) as batches:
-        tally = evaluate_batches(objective, loop, job, watched(batches), stopped, source)
-    if tally is None:
+        mean = evaluate_batches(objective, loop, job, watched(batches), stopped, source)
+    if mean is None:
         return None
-    loss = mean_of(world.gather(tally.state_dict(), "loss of an evaluation"))
+    loss = mean_of(world.gather(mean.state_dict(), "loss of an evaluation"))
     found = {"loss": loss, **job.results(world)}
     objective.confusion = job.confusion if isinstance(job, TorchJob) else None
     return found
@@ -96,7 +96,7 @@ def evaluate_batches(
     source: Source | None = None,
 ) -> RunningMean | None:
     """The losses of this rank's batches; the metrics are the job's. None where it is stopped."""
-    tally = RunningMean()
+    mean = RunningMean()
     # Losses of Keras may meet other ranks' in each batch, and weights that are gathered.
     meets = objective.adapter.meets_in_loss or loop.meets_in_compute
     whole = loop.world.size > 1 and meets
@@ -109,9 +109,9 @@ def evaluate_batches(
             total, weight = value
             # Where nothing is counted, nothing is added.
             safe = torch.as_tensor(weight, dtype=total.dtype).clamp_min(1e-12)
-            tally.add(total / safe, weight)
+            mean.add(total / safe, weight)
         else:
-            tally.add(value, batch.size)
+            mean.add(value, batch.size)
 
     def output(batch: Batch) -> object:
         return objective.output(batch.inputs, loop)
@@ -130,7 +130,7 @@ def evaluate_batches(
                     raise
             if stopped():
                 return None
-    return tally
+    return mean
 
 
 def at_the_fastest_size(

@@ -57,7 +57,7 @@ class TorchJob:
             self._losses = loss
             of_outputs = OutputMetrics(metrics, loss.parts)
             several = SeveralCompute(model, loss, of_outputs, class_weight or {}, narrow.batch)
-            parts = {f"{name}_loss": tally for name, tally in several.tallies.items()}
+            parts = {f"{name}_loss": part for name, part in several.part_losses.items()}
             self._metrics = {**parts, **of_outputs.by_name()}
             self.compute: Compute = several
         else:

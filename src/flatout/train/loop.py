@@ -237,7 +237,7 @@ class Loop(LoopState):
         self.step_in_epoch = 0
         self.batch_in_epoch = self.feed.taken = 0
         for turn in self.stepper.turns.values():
-            turn.tally.reset()
+            turn.mean_loss.reset()
 
     def batches(self, source: Source) -> Iterator[Batch]:
         """This epoch's batches on the device, from where a resume left off.
@@ -326,7 +326,7 @@ class Loop(LoopState):
         self.count_step()
         if self.stepper.switch.leave_read_whole():
             tell_of_tables(self, [])
-        turn.tally.add(done.loss, done.weight)
+        turn.mean_loss.add(done.loss, done.weight)
         now = clock()
         self.timeline.record(
             start,
@@ -379,7 +379,7 @@ class Loop(LoopState):
         """
         stepper = self.stepper
         turns = stepper.turns.values() if optimizer is None else [stepper.turn_of(optimizer)]
-        return mean_of([turn.tally.state_dict() for turn in turns])
+        return mean_of([turn.mean_loss.state_dict() for turn in turns])
 
     def notes(self) -> list[str]:
         """What happened since the last call that the user should know."""

@@ -56,5 +56,5 @@ def rehearse(tuner: Tuner, stepper: Stepper, compute: Compute, batches: Sequence
     finally:
         snapshot.restore()
         stepper.use(switch.now)
-        turn.tally.reset()
+        turn.mean_loss.reset()
     tuner.restart_numbers()

@@ -82,7 +82,7 @@ def not_zero(weight: torch.Tensor | float) -> torch.Tensor | float:
 
 
 def mean_of(states: Sequence[Mapping[str, float]]) -> float:
-    """The weighted mean of what several tallies have counted; NaN where that is nothing."""
+    """The weighted mean of what several have counted; NaN where that is nothing."""
     weight = sum(state["weight"] for state in states)
     return sum(state["total"] for state in states) / weight if weight else float("nan")
 

@@ -168,7 +168,7 @@ class SeveralCompute(Weighing):
         self._unseen: int | None = None
         # Of the present step: samples over each loss's weight, or None where a batch is a whole.
         self._shares: dict[str, torch.Tensor] | None = None
-        self.tallies = {name: PartLoss() for name in losses.parts}
+        self.part_losses = {name: PartLoss() for name in losses.parts}
 
     def __call__(self, batch: Batch) -> Value:
         """The total loss: a mean over the samples, or its sum and their number."""
@@ -187,7 +187,7 @@ class SeveralCompute(Weighing):
                 value = value_of(loss, output, part, watches, unweighted=False)
                 total = total + self._losses.weights[name] * self._share_of(name, value, batch)
             if not batch.is_copy and batch.samples:
-                self.tallies[name].take(value, batch.samples)
+                self.part_losses[name].take(value, batch.samples)
                 feed(list(self._metrics.of_output.get(name, {}).values()), output, part, watches)
         if self._metrics.of_all and not batch.is_copy and batch.samples:
             feed(list(self._metrics.of_all.values()), outputs, batch, watches)
@@ -247,7 +247,7 @@ class SeveralCompute(Weighing):
 
 
 def total_of(losses: SeveralLosses, states: Sequence[Mapping[str, Any]]) -> float:
-    """The total over what tallies of the parts have counted; a loss that counted nothing adds none.
+    """The total over what the parts' losses have counted; a loss that counted nothing adds none.
 
     Args:
         losses: of the outputs.

@@ -496,7 +496,7 @@ class Stepper:
         self.switch.settle_rows()
         self.stopping = self.strategy.meet() or self.stopping
         for turn in self.turns.values():
-            turn.tally.share(self.world)
+            turn.mean_loss.share(self.world)
 
     @property
     def _meets_in_compute(self) -> bool:

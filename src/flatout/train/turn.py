@@ -23,7 +23,7 @@ class Turn:
         pieces: into how many micro-batches a batch is split.
 
     Attributes:
-        tally: the losses of these steps.
+        mean_loss: of these steps.
         gathered: batches that wait for others, to make a step together.
         gathered_from: number in its epoch of the first of these.
         has_stepped: whether one of these steps was made in this process.
@@ -40,7 +40,7 @@ class Turn:
         self.update = update
         self.scaler = scaler
         self.pieces = pieces
-        self.tally = RunningMean()
+        self.mean_loss = RunningMean()
         self.gathered: list[Batch] = []
         self.gathered_from = 0
         self.has_stepped = False
@@ -82,7 +82,7 @@ class Turn:
             "optimizers": list(self.places),
             "pieces": self.pieces,
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
-            "loss": self.tally.state_dict(),
+            "loss": self.mean_loss.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any], *, same_machine: bool) -> None:
@@ -91,7 +91,7 @@ class Turn:
             self.pieces = state["pieces"]
         if self.scaler is not None and state["scaler"] is not None:
             self.scaler.load_state_dict(state["scaler"])
-        self.tally.load_state_dict(state["loss"])
+        self.mean_loss.load_state_dict(state["loss"])
 
 
 def check_gathered(turns: Iterable[Turn], step: int, batch: int) -> None:

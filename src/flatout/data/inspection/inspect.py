@@ -89,7 +89,7 @@ def inspect(
             options=options,
         )
     stored = _Stored.of(kind, paths, images)
-    tally, bad, ids = ColumnCounts(), "", IdFields(())
+    counts, bad, ids = ColumnCounts(), "", IdFields(())
     advised: list[Advice] = []
     schema: Schema | None = getattr(pipeline.origin, "schema", None)
     columns = () if schema is None else schema.columns
@@ -97,19 +97,19 @@ def inspect(
         job = job_of(pipeline, None, None)
         columns = columns or job.schema.columns
         ids = IdFields(() if images else columns)
-        _count(job, images, tally, ids, progress)
+        _count(job, images, counts, ids, progress)
     except DataError as error:
         if kind in SKIPPING:
             raise
         bad = " ".join(str(error).split())
     else:
-        advised = advice(_facts(kind, paths, stored, pipeline, job, tally))
+        advised = advice(_facts(kind, paths, stored, pipeline, job, counts))
     other = None
     if against is not None:
         other = _other_day(
             against, kind, [c for c in columns if c.name in ids.names], schema, options
         )
-    found = _report(kind, stored, pipeline, images, columns, tally, bad, advised)
+    found = _report(kind, stored, pipeline, images, columns, counts, bad, advised)
     full = "more different ones than memory holds"
     notes = [f"ids of {name}: {full}" for name in ids.dropped]
     if other is not None:
@@ -184,7 +184,7 @@ def _stored_size(file: File) -> int:
 
 
 def _count(
-    job: Conversion, images: ImageBytes | None, tally: ColumnCounts, ids: IdFields, progress: bool
+    job: Conversion, images: ImageBytes | None, counts: ColumnCounts, ids: IdFields, progress: bool
 ) -> None:
     """Look at all rows; of images, at some, and at all labels."""
     numbers = job.numbers
@@ -202,14 +202,19 @@ def _count(
     with showing("looking at rows", len(numbers), progress) as tell:
         for counted in looking:
             if counted is not None:
-                tally.add(counted)
-            tell(tally.rows, "")
+                counts.add(counted)
+            tell(counts.rows, "")
     if images is not None:
-        tally.only_labels(images.targets())
+        counts.only_labels(images.targets())
 
 
 def _facts(
-    kind: str, paths: Paths, stored: _Stored, pipeline: Pipeline, job: Conversion, tally: ColumnCounts
+    kind: str,
+    paths: Paths,
+    stored: _Stored,
+    pipeline: Pipeline,
+    job: Conversion,
+    counts: ColumnCounts,
 ) -> Facts:
     """What advice rests on; the rates are measured here."""
     numbers = order(len(job.numbers), 0, 0) if job.samples.random else job.numbers
@@ -230,8 +235,8 @@ def _facts(
         opening_s=opening_s(stored.paths),
         parts=None if sizes is None else len(sizes),
         random=job.samples.random,
-        sorted_by_class=tally.sorted_by_class,
-        decoded=tally.bytes / tally.rows * len(job.numbers),
+        sorted_by_class=counts.sorted_by_class,
+        decoded=counts.bytes / counts.rows * len(job.numbers),
         decode_per_s=rows_per_s(job.samples, numbers, _RATE_BATCH, _RATE_S),
         cache_per_s=cache_per_s,
         memory=available_bytes(),
@@ -252,13 +257,13 @@ def _report(
     pipeline: Pipeline,
     images: ImageBytes | None,
     columns: Sequence[Column],
-    tally: ColumnCounts,
+    counts: ColumnCounts,
     bad: str,
     advised: list[Advice],
 ) -> Report:
     origin: Any = pipeline.origin
     schema = getattr(origin, "schema", None)
-    found = [_column(column, tally) for column in columns]
+    found = [_column(column, counts) for column in columns]
     targets = [column for column in columns if column.role == "target"]
     index = getattr(origin, "index", None)
     facts = {} if index is None else index.facts
@@ -278,15 +283,15 @@ def _report(
         packed=stored.packed,
         unpacked_bytes=sum(stored.unpacked),
         rows=rows,
-        looked_at=tally.rows,
+        looked_at=counts.rows,
         columns=found,
         values_a_row=(int(facts["shortest"]), int(facts["longest"]))
         if "shortest" in facts
         else None,
         max_id=int(facts["highest"]) if "highest" in facts else _max_id(found),
         target=targets[0].name if len(targets) == 1 else None,
-        classes=_classes(tally, names) if targets else None,
-        target_mean=tally.mean if targets else None,
+        classes=_classes(counts, names) if targets else None,
+        target_mean=counts.mean if targets else None,
         bad_rows=skipped.rows + bool(bad),
         bad=bad or skipped.words,
         schema=schema,
@@ -313,8 +318,8 @@ def _skipped(notes: Sequence[str]) -> tuple[_Skipped, list[str]]:
     return found, others
 
 
-def _column(column: Column, tally: ColumnCounts) -> ColumnFacts:
-    part = tally.columns.get(column.name)
+def _column(column: Column, counts: ColumnCounts) -> ColumnFacts:
+    part = counts.columns.get(column.name)
     empty = part is None or part.low > part.high
     lengths = percentiles(part.lengths) if part is not None and part.lengths else None
     return ColumnFacts(
@@ -337,8 +342,8 @@ def _max_id(columns: Sequence[ColumnFacts]) -> int | None:
     return int(max(highs)) if highs else None
 
 
-def _classes(tally: ColumnCounts, names: Sequence[str]) -> dict[str, int] | None:
-    classes = tally.classes
+def _classes(counts: ColumnCounts, names: Sequence[str]) -> dict[str, int] | None:
+    classes = counts.classes
     if classes is None:
         return None
     return {
