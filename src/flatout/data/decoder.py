@@ -79,15 +79,15 @@ class StreamDecoder(Protocol):
         ...
 
     def decode(
-        self, rows: Encoded, lengths: Lengths, buffers: Buffers, faults: ErrorPolicy
+        self, rows: Encoded, lengths: Lengths, buffers: Buffers, policy: ErrorPolicy
     ) -> Block:
-        """Decode rows; those that are bad are left out, where `faults` skips them.
+        """Decode rows; those that are bad are left out, where `policy` skips them.
 
         Args:
             rows: as a file has them.
             lengths: of ragged columns; found by a survey where it is None and needed.
             buffers: gives the arrays.
-            faults: what to do about bad rows.
+            policy: what to do about bad rows.
         """
         ...
 
@@ -103,7 +103,7 @@ class Decoder(StreamDecoder, Protocol):
     schema: Schema
     needs_survey: bool
 
-    def survey(self, rows: Encoded, faults: ErrorPolicy) -> Survey:
+    def survey(self, rows: Encoded, policy: ErrorPolicy) -> Survey:
         """Look at rows without keeping them."""
         ...
 
@@ -114,11 +114,11 @@ class Errors:
     Args:
         rows: that it reads.
         codes: the kernel's `Bad`.
-        faults: what to do about bad rows.
+        policy: what to do about bad rows.
     """
 
-    def __init__(self, rows: Encoded, codes: Any, faults: ErrorPolicy) -> None:
-        self.rows, self._codes, self._faults = rows, codes, faults
+    def __init__(self, rows: Encoded, codes: Any, policy: ErrorPolicy) -> None:
+        self.rows, self._codes, self._policy = rows, codes, policy
         self.status = np.zeros(len(rows.starts), np.uint8)
         self.at = np.zeros(len(rows.starts), np.int64)
 
@@ -126,7 +126,7 @@ class Errors:
         """Count the bad rows, or raise for the first. Gives which are good."""
         for row in np.flatnonzero(self.status):
             words = str(self._codes(int(self.status[row])).words)
-            self._faults.bad(words, self.rows.where(int(row), int(self.at[row])))
+            self._policy.bad(words, self.rows.where(int(row), int(self.at[row])))
         good: npt.NDArray[np.bool_] = self.status == 0
         return good
 
@@ -136,10 +136,10 @@ class Errors:
         return take(block, np.flatnonzero(self.report())) if bad else block
 
 
-def good_rows(decoder: Decoder, rows: Encoded, faults: ErrorPolicy) -> Survey:
+def good_rows(decoder: Decoder, rows: Encoded, policy: ErrorPolicy) -> Survey:
     """A survey by decoding rows."""
     numbers = np.arange(len(rows.starts), dtype=np.int64)
-    block = decoder.decode(rows._replace(numbers=numbers), None, Buffers(), faults)
+    block = decoder.decode(rows._replace(numbers=numbers), None, Buffers(), policy)
     good = np.zeros(len(numbers), bool)
     good[block.numbers] = True
     return Survey(good, {}, {})

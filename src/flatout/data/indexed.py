@@ -76,7 +76,7 @@ class IndexedRows(Rows):
     Args:
         files: as `files.find` gives them.
         decoder: of their format.
-        faults: what to do about bad rows. Where they are skipped, all rows are looked at when the
+        policy: what to do about bad rows. Where they are skipped, all rows are looked at when the
             index is built, so that those that remain can be counted.
         kind: what the format is called.
         budget: bytes of memory for the files' bytes; None means a quarter of what is free.
@@ -89,7 +89,7 @@ class IndexedRows(Rows):
         self,
         files: Sequence[File],
         decoder: Decoder,
-        faults: ErrorPolicy,
+        policy: ErrorPolicy,
         kind: str,
         *,
         budget: int | None = None,
@@ -100,9 +100,9 @@ class IndexedRows(Rows):
         self.schema: Schema = decoder.schema
         self._kind, self._say = kind, say
         self._bytes = _FileBytes(self.files, budget)
-        self._faults = ErrorPolicy()  # what the index holds is good
-        look = decoder.needs_survey or faults.skip
-        self.index = index_of(self._bytes, decoder, faults, look, say)
+        self._policy = ErrorPolicy()  # what the index holds is good
+        look = decoder.needs_survey or policy.skip
+        self.index = index_of(self._bytes, decoder, policy, look, say)
         self.rows = len(self.index.starts)
         if self.rows == 0:
             raise DataError("the files hold no rows", where=names_of(self.files))
@@ -117,13 +117,13 @@ class IndexedRows(Rows):
         """Where each file's rows begin, and at last where they end, int64 of shape (files + 1,)."""
         return np.searchsorted(self.index.starts, self._bytes.bases).astype(np.int64)
 
-    def read_by(self, decoder: Decoder, faults: ErrorPolicy) -> IndexedRows:
+    def read_by(self, decoder: Decoder, policy: ErrorPolicy) -> IndexedRows:
         """The same files, by a decoder that finds the same rows in them and makes more of them."""
         other = copy(self)
         other.__dict__.pop("digest", None)  # that of the other schema
         other.decoder, other.schema = decoder, decoder.schema
-        if decoder.needs_survey or faults.skip:
-            other.index = index_of(self._bytes, decoder, faults, True, self._say)
+        if decoder.needs_survey or policy.skip:
+            other.index = index_of(self._bytes, decoder, policy, True, self._say)
             other.rows = len(other.index.starts)
             if other.rows == 0:
                 raise DataError("the files hold no rows", where=names_of(self.files))
@@ -148,7 +148,7 @@ class IndexedRows(Rows):
             name: found.take(numbers, mode="clip") for name, found in self.index.lengths.items()
         }
         encoded = self.encoded(numbers, buffers)
-        return self.decoder.decode(encoded, lengths or None, buffers, self._faults)
+        return self.decoder.decode(encoded, lengths or None, buffers, self._policy)
 
     def lengths(self) -> Numbers | None:
         """Of the longest ragged column."""
@@ -371,7 +371,7 @@ def _read_piece(file: File, whole: Bytes, start: int) -> None:
 def index_of(
     held: _FileBytes,
     decoder: Decoder,
-    faults: ErrorPolicy,
+    policy: ErrorPolicy,
     look: bool,
     say: Callable[[str], None] = say_as_is,
 ) -> Index:
@@ -380,12 +380,12 @@ def index_of(
     Args:
         held: the files' bytes.
         decoder: finds rows in them.
-        faults: what to do about bad rows.
+        policy: what to do about bad rows.
         look: whether every row is surveyed.
         say: gets a line for what takes more than a second.
     """
     words = [
-        f"{_VERSION} {look} {faults.skip} {faults.max_errors}",
+        f"{_VERSION} {look} {policy.skip} {policy.max_errors}",
         decoder.schema.dumps(),
         *(f"{file.path} {file.mtime_ns} {content_words(file)}" for file in held.files),
     ]
@@ -397,7 +397,7 @@ def index_of(
         ends = loaded.starts + loaded.sizes
         if not len(ends) or (loaded.starts.min() >= 0 and ends.max() <= held.size):
             return loaded
-    index = _build(held, decoder, faults, look, say)
+    index = _build(held, decoder, policy, look, say)
     _save(index, path)
     return index
 
@@ -405,15 +405,15 @@ def index_of(
 def survey_files(
     files: Sequence[File],
     decoder: Decoder,
-    faults: ErrorPolicy,
+    policy: ErrorPolicy,
     say: Callable[[str], None] = say_as_is,
 ) -> Index:
     """What a look at all rows finds, to infer a schema from."""
-    return index_of(_FileBytes(files, None), decoder, faults, True, say)
+    return index_of(_FileBytes(files, None), decoder, policy, True, say)
 
 
 def _build(
-    held: _FileBytes, decoder: Decoder, faults: ErrorPolicy, look: bool, say: Callable[[str], None]
+    held: _FileBytes, decoder: Decoder, policy: ErrorPolicy, look: bool, say: Callable[[str], None]
 ) -> Index:
     said = time.monotonic()
     parts: list[Index] = []
@@ -421,7 +421,7 @@ def _build(
         for at, file in enumerate(held.files):
             base = int(held.bases[at])
             for found, buffer, place in held.pieces(at, decoder):
-                part = _part(held, decoder, faults, look, found, buffer, base + place, pool)
+                part = _part(held, decoder, policy, look, found, buffer, base + place, pool)
                 parts.append(part)
                 if time.monotonic() - said > _QUIET_S:
                     said = time.monotonic()
@@ -433,14 +433,14 @@ def _build(
         np.concatenate([part.sizes for part in parts]),
         {name: np.concatenate([part.lengths[name] for part in parts]) for name in names},
         _merged([part.facts for part in parts if len(part.starts)]),
-        faults.notes(),
+        policy.notes(),
     )
 
 
 def _part(
     held: _FileBytes,
     decoder: Decoder,
-    faults: ErrorPolicy,
+    policy: ErrorPolicy,
     look: bool,
     found: Any,
     buffer: Bytes,
@@ -460,7 +460,7 @@ def _part(
         own = slice(first, first + _SURVEYED)
         starts, ends = found.starts[own], found.ends[own]
         numbers = np.arange(len(starts), dtype=np.int64)
-        return decoder.survey(Encoded(buffer, starts, ends, numbers, where), faults)
+        return decoder.survey(Encoded(buffer, starts, ends, numbers, where), policy)
 
     surveys = list(pool.map(survey, range(0, len(starts), _SURVEYED)))
     good = np.concatenate([survey.good for survey in surveys])

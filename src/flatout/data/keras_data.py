@@ -45,7 +45,7 @@ def as_keras_source(
         seed: of the orders of arrays.
         class_weight: weight of each class number; a Pipeline and Arrays are left as they are.
         steps: batches that make an epoch, where the data do not say.
-        workers: "thread" reads a PyDataset, generator or loader ahead of need; "auto" where that is
+        workers: "thread" reads a PyDataset, generator or loader ahead; "auto" where that is
             measured faster.
 
     Raises:

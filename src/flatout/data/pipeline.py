@@ -264,7 +264,7 @@ class Pipeline(Staged["Pipeline"]):
 
     @property
     def prefetches(self) -> Prefetch | None:
-        """To which device batches are copied ahead of need."""
+        """To which device batches are copied ahead."""
         return only(self.stages, Prefetch)
 
     @property

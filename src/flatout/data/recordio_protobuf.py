@@ -73,7 +73,7 @@ class RecordioDecoder:
         return split_recordio(buffer, final)
 
     def decode(
-        self, rows: Encoded, lengths: Lengths, buffers: Buffers, faults: ErrorPolicy
+        self, rows: Encoded, lengths: Lengths, buffers: Buffers, policy: ErrorPolicy
     ) -> Block:
         """Decode rows into arrays from `buffers`."""
         good: list[int] = []
@@ -85,9 +85,9 @@ class RecordioDecoder:
                 values.append([source.values(maps) for source in self._sources])
                 good.append(row)
             except _Bad as bad:
-                faults.bad(str(bad), rows.where(row, start))
+                policy.bad(str(bad), rows.where(row, start))
             except WireError as error:
-                faults.bad(f"no Record: {error}", rows.where(row, start))
+                policy.bad(f"no Record: {error}", rows.where(row, start))
         columns: dict[str, Values] = {}
         for at, column in enumerate(self.schema.columns):
             columns[column.name] = _put_together(column, [row[at] for row in values], buffers)

@@ -146,7 +146,7 @@ def as_source(
         seed: of the orders.
         drop_last: leave out a smaller last batch.
         workers: who makes the batches of a Dataset: 0 this process when they are asked for,
-            "thread" a thread of it ahead of need, a number so many processes; "auto" begins with 0
+            "thread" a thread of it ahead, a number so many processes; "auto" begins with 0
             and keeps what is measured faster while batches are used. Of iterables and loaders
             without workers a thread may read ahead.
         pin_memory: batches in pinned memory, for copies to an accelerator; without one, no effect.

@@ -9,7 +9,7 @@ host wait for the device. So the check runs on the device (the same one that `Gr
 its flag goes to the fused kernel, which then leaves weights and state as they are. The flag is
 never cleared: once a step was bad, all later ones are held back too, until the host reads it. On a
 CPU, where reading is free, it is read at once. Where an optimizer on another device has no fused
-kernel and does not heed such a flag itself, a bad step cannot be held back, only reported.
+kernel and does not read such a flag itself, a bad step cannot be held back, only reported.
 """
 
 from __future__ import annotations

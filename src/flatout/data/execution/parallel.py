@@ -1,4 +1,4 @@
-"""Items made by several threads ahead of need, handed out in order."""
+"""Items made by several threads ahead, handed out in order."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Tuner:
         return self._depth is not None
 
     def depth(self, batches: int) -> int:
-        """The most items made ahead of need, where each is of some batches.
+        """The most items made ahead, where each is of some batches.
 
         Fewer where they are larger: what was just made is still in the processor's caches.
         """

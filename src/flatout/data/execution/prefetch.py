@@ -55,7 +55,7 @@ class _Copier:
 
 
 def prefetch(batches: Iterator[Batch], device: torch.device, depth: int = 2) -> Iterator[Batch]:
-    """The same batches on `device`, copied up to `depth` ahead of need.
+    """The same batches on `device`, copied up to `depth` ahead.
 
     Args:
         batches: read by another thread.

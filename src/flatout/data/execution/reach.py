@@ -1,6 +1,6 @@
 """What a user's Dataset, generator or function works with, as far as its code and attributes tell.
 
-Batches that are made ahead of need, or twice to be compared, must not depend on when that is.
+Batches that are made ahead, or twice to be compared, must not depend on when that is.
 """
 
 from __future__ import annotations

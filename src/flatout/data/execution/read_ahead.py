@@ -1,4 +1,4 @@
-"""An iterator's items, read ahead of need by one thread where that is faster."""
+"""An iterator's items, read ahead by one thread where that is faster."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def read_ahead(items: Iterator[T], depth: int = _DEPTH) -> Generator[T, None, No
 
 
 class EpochReader:
-    """Decides between epochs whether a thread reads an iterator's batches ahead of need.
+    """Decides between epochs whether a thread reads an iterator's batches ahead.
 
     The first epoch is read when batches are asked for. Where these were waited for, a thread reads
     the next one, and goes on with it if its steps took less time.

@@ -43,15 +43,15 @@ class CriteoDecoder:
         """Lines."""
         return split_lines(buffer, final)
 
-    def survey(self, rows: Encoded, faults: ErrorPolicy) -> Survey:
+    def survey(self, rows: Encoded, policy: ErrorPolicy) -> Survey:
         """Which rows are good."""
-        return good_rows(self, rows, faults)
+        return good_rows(self, rows, policy)
 
     def decode(
-        self, rows: Encoded, lengths: Lengths, buffers: Buffers, faults: ErrorPolicy
+        self, rows: Encoded, lengths: Lengths, buffers: Buffers, policy: ErrorPolicy
     ) -> Block:
         """Decode rows into arrays from `buffers`."""
-        errors, count = Errors(rows, kernel.Bad, faults), len(rows.starts)
+        errors, count = Errors(rows, kernel.Bad, policy), len(rows.starts)
         integers = buffers.empty((count, *self.integers.shape), self.integers.numpy_dtype)
         categories = buffers.empty((count, *self.categories.shape), self.categories.numpy_dtype)
         labels = None

@@ -73,12 +73,12 @@ class CsvDecoder:
         """As `split`, of what does not begin a file: a line like its header is a row."""
         return split_rows(buffer, final, self.dialect)
 
-    def survey(self, rows: Encoded, faults: ErrorPolicy) -> Survey:
+    def survey(self, rows: Encoded, policy: ErrorPolicy) -> Survey:
         """Which rows are good."""
-        return good_rows(self, rows, faults)
+        return good_rows(self, rows, policy)
 
     def decode(
-        self, rows: Encoded, lengths: Lengths, buffers: Buffers, faults: ErrorPolicy
+        self, rows: Encoded, lengths: Lengths, buffers: Buffers, policy: ErrorPolicy
     ) -> Block:
         """Decode rows into arrays from `buffers`."""
         good = np.arange(len(rows.starts))
@@ -89,7 +89,7 @@ class CsvDecoder:
                 return Block(columns, rows.numbers[good])
             except BadValue as bad:
                 row = int(good[bad.row])
-                faults.bad(bad.what, rows.where(row, int(rows.starts[row]) + bad.byte))
+                policy.bad(bad.what, rows.where(row, int(rows.starts[row]) + bad.byte))
                 good = np.delete(good, bad.row)
 
     def _parse(self, buffer: Bytes, starts: Numbers, ends: Numbers) -> pa.Table:

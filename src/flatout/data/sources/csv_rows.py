@@ -90,7 +90,7 @@ class _Opened(NamedTuple):
 def csv_rows(
     files: Sequence[File],
     wanted: Wanted,
-    faults: ErrorPolicy,
+    policy: ErrorPolicy,
     schema: Given | None = None,
     **given: Any,
 ) -> IndexedRows:
@@ -103,12 +103,12 @@ def csv_rows(
     opened = _open(files, options)
     files = [begin.file for begin in opened.begins]
     if base is None:
-        return _inferred(files, opened, wanted, faults)
+        return _inferred(files, opened, wanted, policy)
     base = base.model_copy(update={"options": opened.options})
     check_options(base, _OPTIONS)
     named = [name for name in opened.names if not name.startswith(UNNAMED)]
     notes = [*opened.notes, *left_out_notes(base, named)]
-    return IndexedRows(files, CsvDecoder(base, opened.names, opened.headers, notes), faults, "CSV")
+    return IndexedRows(files, CsvDecoder(base, opened.names, opened.headers, notes), policy, "CSV")
 
 
 def _open(files: Sequence[File], given: Mapping[str, Any]) -> _Opened:
@@ -154,7 +154,7 @@ def _as_utf8(file: File, encoding: str | None, notes: list[str]) -> File:
 
 
 def _inferred(
-    files: Sequence[File], opened: _Opened, wanted: Wanted, faults: ErrorPolicy
+    files: Sequence[File], opened: _Opened, wanted: Wanted, policy: ErrorPolicy
 ) -> IndexedRows:
     """Rows by a schema that is found out, with the categories in them."""
     names, options = opened.names, opened.options
@@ -173,7 +173,7 @@ def _inferred(
             bare = Schema(format="csv", columns=blank, options=options)
             decoder = CsvDecoder(bare, names, opened.headers)
             rows = IndexedRows(files, decoder, ErrorPolicy(), "CSV")
-        return _learned(rows, opened, columns, faults)
+        return _learned(rows, opened, columns, policy)
 
     wanted = with_vocabularies(_with_dates(wanted, types), types, count)
     schema = infer_schema("csv", types, wanted, options)
@@ -185,8 +185,8 @@ def _inferred(
     notes = [*opened.notes, *notes_of(schema.options, wanted.numberish)]
     decoder = CsvDecoder(schema, names, opened.headers, notes)
     if rows is None:
-        return IndexedRows(files, decoder, faults, "CSV")
-    return rows.read_by(decoder, faults)
+        return IndexedRows(files, decoder, policy, "CSV")
+    return rows.read_by(decoder, policy)
 
 
 def _with_dates(wanted: Wanted, types: Mapping[str, pa.DataType]) -> Wanted:
@@ -212,14 +212,14 @@ def _texts_in_samples(
 
 
 def _texts(
-    text: Any, opened: _Opened, columns: Sequence[str], faults: ErrorPolicy | None
+    text: Any, opened: _Opened, columns: Sequence[str], policy: ErrorPolicy | None
 ) -> dict[str, Texts]:
     """The texts in columns of whole rows; what is no UTF-8 is left to who reads the rows."""
     types = dict.fromkeys(columns, pa.binary())
     table = read_text(text, opened.names, opened.dialect, types, columns, skip_invalid=True)
     found = {}
     for name, texts in texts_of(table, columns).items():
-        strict = faults is not None and not faults.skip
+        strict = policy is not None and not policy.skip
         values = set()
         for value in texts.values:
             try:
@@ -232,13 +232,13 @@ def _texts(
 
 
 def _learned(
-    rows: IndexedRows, opened: _Opened, columns: Sequence[str], faults: ErrorPolicy
+    rows: IndexedRows, opened: _Opened, columns: Sequence[str], policy: ErrorPolicy
 ) -> Mapping[str, Texts]:
     """The texts of all rows, from the cache or looked for now."""
     # Their digest reads the files' ends alone.
     written = [(file.path, file.mtime_ns) for file in rows.files]
     words = json.dumps(
-        [_VERSION, rows.digest, written, opened.names, list(columns), *opened.dialect, faults.skip]
+        [_VERSION, rows.digest, written, opened.names, list(columns), *opened.dialect, policy.skip]
     )
     digest = hashlib.sha256(words.encode()).hexdigest()[:24]
     # Beside the index of the same rows.
@@ -252,10 +252,10 @@ def _learned(
         numbers = np.arange(start, min(start + _LOOKED_AT, rows.rows))
         buffer, starts, ends, _, where = rows.encoded(numbers, Buffers())
         try:
-            return _texts(in_one_piece(buffer, starts, ends), opened, columns, faults)
+            return _texts(in_one_piece(buffer, starts, ends), opened, columns, policy)
         except UnicodeDecodeError as error:
             row, byte, found = _row_of(error.object, buffer, starts, ends)
-            faults.bad(found, where(row, int(starts[row]) + byte))
+            policy.bad(found, where(row, int(starts[row]) + byte))
             raise
 
     with Pool(usable_cpus()) as pool:

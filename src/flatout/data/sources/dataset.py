@@ -44,7 +44,7 @@ def dataset(
         shuffle: a new order every epoch, from (seed, epoch). An iterable Dataset has its own order.
         seed: of the orders and of random augmentation.
         drop_last: leave out a smaller last batch.
-        workers: 0 reads samples in this process when they are asked for, "thread" ahead of need in
+        workers: 0 reads samples in this process when they are asked for, "thread" ahead in
             a thread of it, a number in so many worker processes; "auto" begins with 0 and keeps
             what is measured faster while batches are used. An iterable Dataset is read by one
             process at most, because several would each give all of its samples.

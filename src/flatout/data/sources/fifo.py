@@ -82,7 +82,7 @@ class FifoStream:
         self._paths, self._wrap = list(paths), wrap
         self._on_error, self._max_errors = on_error, max_errors
         self._timeout_s, self._longest, self._say = timeout_s, longest, say
-        self._faults = ErrorPolicy(on_error, max_errors)
+        self._policy = ErrorPolicy(on_error, max_errors)
         self._block = max(1, min(_BLOCK_ROWS, _BLOCK_BYTES // max(1, _row_bytes(schema))))
         self._passes = 0
         self._open: list[Pipe] = []
@@ -107,7 +107,7 @@ class FifoStream:
             DataError: a pipe cannot be read to its end, or a row is not as it should be.
         """
         turn, self._passes = self._passes, self._passes + 1
-        faults = self._faults = ErrorPolicy(self._on_error, self._max_errors)
+        policy = self._policy = ErrorPolicy(self._on_error, self._max_errors)
         pipes = self._open = [
             Pipe(path, turn, timeout_s=self._timeout_s, say=self._say) for path in self._paths
         ]
@@ -116,7 +116,7 @@ class FifoStream:
             for pipe in pipes:
                 pipe.open()
                 self._check_new(pipe, turn)
-            with closing(self._parts(pipes, faults, buffers)) as parts:
+            with closing(self._parts(pipes, policy, buffers)) as parts:
                 yield from self._numbered(parts)
         finally:
             for pipe in pipes:
@@ -166,13 +166,13 @@ class FifoStream:
             raise DataError("expected rows, found the end of the stream", where=self._names)
 
     def _parts(
-        self, pipes: Sequence[Pipe], faults: ErrorPolicy, buffers: Buffers
+        self, pipes: Sequence[Pipe], policy: ErrorPolicy, buffers: Buffers
     ) -> Generator[Part, None, None]:
         """The rows of all pipes. Whose turn it is depends on counts, not on who is first."""
         if len(pipes) == 1:
-            yield from self._rows_of(pipes[0], faults, buffers)
+            yield from self._rows_of(pipes[0], policy, buffers)
             return
-        readers = [_in_a_thread(self._rows_of(pipe, faults, buffers)) for pipe in pipes]
+        readers = [_in_a_thread(self._rows_of(pipe, policy, buffers)) for pipe in pipes]
         left = list(map(iter, readers))
         try:
             while left:
@@ -185,7 +185,7 @@ class FifoStream:
                 pipe.stop()
                 thread.close()
 
-    def _rows_of(self, pipe: Pipe, faults: ErrorPolicy, buffers: Buffers) -> Iterator[Part]:
+    def _rows_of(self, pipe: Pipe, policy: ErrorPolicy, buffers: Buffers) -> Iterator[Part]:
         """The rows of one pipe."""
         decoder = decoder_of(self.schema, self._wrap, pipe.name)
         text = getattr(decoder, "text", True)
@@ -203,7 +203,7 @@ class FifoStream:
                     numbers,
                     lambda row, byte, of=piece: of.where(pipe.name, byte, text),  # type: ignore[misc]
                 )
-                block = decoder.decode(encoded, None, buffers, faults)
+                block = decoder.decode(encoded, None, buffers, policy)
                 left -= len(numbers)
                 yield Part(block, len(numbers), left == 0)
                 left, at = left or turn, rows.stop
@@ -226,7 +226,7 @@ class FifoStream:
 
     def notes(self) -> list[str]:
         """What was skipped in the latest pass."""
-        return self._faults.notes()
+        return self._policy.notes()
 
 
 def _real(path: str) -> str:

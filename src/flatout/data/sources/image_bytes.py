@@ -37,7 +37,7 @@ class ImageBytes:
 
     Args:
         paths: as `flatout.data.images` takes them.
-        faults: what to do about files that are no images.
+        policy: what to do about files that are no images.
 
     Attributes:
         entries: the files.
@@ -52,13 +52,13 @@ class ImageBytes:
 
     random = True
 
-    def __init__(self, paths: Paths, faults: ErrorPolicy) -> None:
+    def __init__(self, paths: Paths, policy: ErrorPolicy) -> None:
         found = find_images(paths)
         check_no_splits(found, paths, takes_classes=False)
-        self._faults = faults
+        self._policy = policy
         self._skipped: set[int] = set()
         self.others = found.others
-        self.entries, self.headers = open_images(found.entries, faults)
+        self.entries, self.headers = open_images(found.entries, policy)
         self.rows = len(self.entries)
         self.classes = _classes(self.entries, found.folders)
         numbers = {name: number for number, name in enumerate(self.classes)}
@@ -69,12 +69,12 @@ class ImageBytes:
 
     def __getstate__(self) -> dict[str, Any]:
         # Another process counts for itself.
-        return {**self.__dict__, "_faults": (self._faults.skip, self._faults.max_errors)}
+        return {**self.__dict__, "_policy": (self._policy.skip, self._policy.max_errors)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        skip, max_errors = state["_faults"]
+        skip, max_errors = state["_policy"]
         self.__dict__.update(state)
-        self._faults = ErrorPolicy("skip" if skip else "fail", max_errors)
+        self._policy = ErrorPolicy("skip" if skip else "fail", max_errors)
 
     @cached_property
     def digest(self) -> str:
@@ -111,7 +111,7 @@ class ImageBytes:
         try:
             return read_bytes(self.entries[number], Header(*self.headers[number].tolist()))
         except Damaged as error:
-            self._faults.bad(str(error), self.where(number))
+            self._policy.bad(str(error), self.where(number))
             self._skipped.add(number)
             return None
 
@@ -135,7 +135,7 @@ class ImageBytes:
 
     def notes(self) -> list[str]:
         """What was skipped or not read."""
-        notes = self._faults.notes()
+        notes = self._policy.notes()
         if self.others:
             more = ", …" if len(self.others) > 3 else ""
             names = ", ".join(map(short_name, self.others[:3])) + more

@@ -233,7 +233,7 @@ def _parent(name: str) -> str:
     return os.path.basename(os.path.dirname(os.path.abspath(name)))
 
 
-def open_images(entries: list[Entry], faults: ErrorPolicy) -> tuple[list[Entry], npt.NDArray[Any]]:
+def open_images(entries: list[Entry], policy: ErrorPolicy) -> tuple[list[Entry], npt.NDArray[Any]]:
     """Read all headers.
 
     Returns:
@@ -249,14 +249,14 @@ def open_images(entries: list[Entry], faults: ErrorPolicy) -> tuple[list[Entry],
     with Pool(_THREADS) as pool:
         found = list(chain.from_iterable(pool.map(read, range(0, len(entries), _PIECE))))
     bad = [(one, entry) for one, entry in zip(found, entries, strict=True) if isinstance(one, str)]
-    if bad and not faults.skip:
+    if bad and not policy.skip:
         what, entry = bad[0]
         if len(bad) > 1:
             what = f"{len(bad):,} of {len(entries):,} images cannot be read; the first: {what}"
-        do = f'fix or remove it, or on_error="skip", max_errors={max(faults.max_errors, len(bad))}'
+        do = f'fix or remove it, or on_error="skip", max_errors={max(policy.max_errors, len(bad))}'
         raise DataError(what, where=short_name(entry.name), do=do)
     for what, entry in bad:
-        faults.bad(what, short_name(entry.name))
+        policy.bad(what, short_name(entry.name))
     if len(bad) == len(entries):
         raise DataError(
             f"none of the images can be read; the first: {bad[0][0]}",

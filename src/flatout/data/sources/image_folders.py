@@ -36,20 +36,20 @@ class ImageFolders:
         labeled: whether there are classes.
         classes: their names in the order of their numbers; None for the sorted names of the
             folders.
-        faults: what to do about files that are no images.
+        policy: what to do about files that are no images.
 
     Raises:
         DataError: see `flatout.data.images`.
     """
 
     def __init__(
-        self, paths: Paths, labeled: bool, classes: tuple[str, ...] | None, faults: ErrorPolicy
+        self, paths: Paths, labeled: bool, classes: tuple[str, ...] | None, policy: ErrorPolicy
     ) -> None:
         found = find_images(paths)
         if labeled and classes is None:
             check_no_splits(found, paths, takes_classes=True)
         self.classes = _classes(found, classes) if labeled else ()
-        self._entries, self.headers = open_images(found.entries, faults)
+        self._entries, self.headers = open_images(found.entries, policy)
         self.labels = _labels(self._entries, self.classes) if labeled else None
         self._others = found.others
 

@@ -46,19 +46,19 @@ class ImageRecords:
         classes: their names in the order of their numbers; None for those that `flatout data
             convert` has left beside the shards, or the numbers. Where those are all among these, a
             record belongs to the class that is called so, whatever its number was.
-        faults: what to do about records that are damaged, or hold no image.
+        policy: what to do about records that are damaged, or hold no image.
 
     Raises:
         DataError: see `flatout.data.images`.
     """
 
     def __init__(
-        self, paths: Paths, labeled: bool, classes: tuple[str, ...] | None, faults: ErrorPolicy
+        self, paths: Paths, labeled: bool, classes: tuple[str, ...] | None, policy: ErrorPolicy
     ) -> None:
         files = find(paths)
         _check_features(files[0], labeled)
         decoder = _ImageDecoder(_schema(labeled))
-        self._records = IndexedRows(files, decoder, faults, "TFRecord")
+        self._records = IndexedRows(files, decoder, policy, "TFRecord")
         known = self._records.index.lengths
         self.headers = np.empty(self._records.rows, HEADER)
         for name in HEADER.names or ():
@@ -120,9 +120,9 @@ class _ImageDecoder(TfrecordDecoder):
     so the index keeps them.
     """
 
-    def survey(self, rows: Encoded, faults: ErrorPolicy) -> Survey:
+    def survey(self, rows: Encoded, policy: ErrorPolicy) -> Survey:
         """Lengths, headers and labels; a record with a bad header is bad."""
-        found = super().survey(rows, faults)
+        found = super().survey(rows, policy)
         buffer, starts, ends, _, where = rows
         good = np.zeros(len(starts), np.bool_)
         headers = np.zeros(len(starts), HEADER)
@@ -135,7 +135,7 @@ class _ImageDecoder(TfrecordDecoder):
                 buffer, starts[part], ends[part], part,
                 lambda row, byte, part=part: where(int(part[row]), byte),  # type: ignore[misc]
             )  # fmt: skip
-            block = self.decode(own, lengths, buffers, faults)
+            block = self.decode(own, lengths, buffers, policy)
             image, path = _each(block.columns["image"]), _each(block.columns["path"])
             for place, row in enumerate(block.numbers.tolist()):
                 try:
@@ -143,7 +143,7 @@ class _ImageDecoder(TfrecordDecoder):
                     good[row] = True
                 except Damaged as error:
                     at = where(row, int(starts[row])) + _in_brackets(path(place))
-                    faults.bad(str(error), at)
+                    policy.bad(str(error), at)
             if "label" in block.columns:
                 labels[block.numbers] = block.columns["label"]
         known = {name: headers[name].astype(np.int64) for name in HEADER.names or ()}

@@ -97,7 +97,7 @@ class ImageRows(Rows):
     Args:
         images: as they are stored.
         wanted: what to make of them.
-        faults: what to do about images that cannot be decoded.
+        policy: what to do about images that cannot be decoded.
 
     Attributes:
         classes: names of the classes, by number; () without labels.
@@ -108,9 +108,9 @@ class ImageRows(Rows):
 
     random = True
 
-    def __init__(self, images: Images, wanted: Wanted, faults: ErrorPolicy) -> None:
+    def __init__(self, images: Images, wanted: Wanted, policy: ErrorPolicy) -> None:
         self._images = images
-        self._faults = faults
+        self._policy = policy
         self._bad: set[int] = set()
         self.rows = len(images.headers)
         self.classes = images.classes
@@ -181,7 +181,7 @@ class ImageRows(Rows):
             try:
                 decode(content(place), headers[place], look, pixels[len(kept)], scratch)
             except Damaged as error:
-                self._faults.bad(str(error), self.where(number))
+                self._policy.bad(str(error), self.where(number))
                 # Counted once, however many epochs meet it.
                 self._bad.add(number)
             else:
@@ -213,7 +213,7 @@ class ImageRows(Rows):
 
     def notes(self) -> list[str]:
         """What was skipped or not read, and what a reduced decode costs."""
-        return [*self._faults.notes(), *self._notes]
+        return [*self._policy.notes(), *self._notes]
 
     def _headers_of(self, numbers: Numbers) -> list[Header]:
         return [Header(*fields) for fields in self._images.headers[numbers].tolist()]

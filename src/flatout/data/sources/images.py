@@ -109,7 +109,7 @@ def images(
         if beside:
             raise DataError(f"{', '.join(beside)}: the schema says that already; found both")
         wanted = _of_schema(read)
-    faults = ErrorPolicy(on_error, max_errors)
+    policy = ErrorPolicy(on_error, max_errors)
     labeled = wanted.label is not None
     stored: Images
     if _are_records(paths) if records is None else records:
@@ -117,8 +117,8 @@ def images(
         of_index = ErrorPolicy(on_error, max_errors)
         stored = ImageRecords(paths, labeled, wanted.classes, of_index)
     else:
-        stored = ImageFolders(paths, labeled, wanted.classes, faults)
-    return Pipeline(ImageRows(stored, wanted, faults))
+        stored = ImageFolders(paths, labeled, wanted.classes, policy)
+    return Pipeline(ImageRows(stored, wanted, policy))
 
 
 def _are_records(paths: Paths) -> bool:

@@ -254,7 +254,7 @@ def iterable(
             fresh iterator for every epoch; or an iterator, which serves one epoch (with `steps`,
             epoch after epoch until it ends).
         steps: batches per epoch. Needed where the iterator never ends.
-        workers: "thread" reads them ahead of need in a thread, unless they depend on the model; 0
+        workers: "thread" reads them ahead in a thread, unless they depend on the model; 0
             when they are asked for; "auto" keeps what is measured faster from the second epoch on.
 
     Raises:

@@ -61,9 +61,9 @@ class LibsvmDecoder:
         """Lines; blank ones and comments are no rows."""
         return split_lines(buffer, final, comment=b"#", white=b" \t\r")
 
-    def survey(self, rows: Encoded, faults: ErrorPolicy) -> Survey:
+    def survey(self, rows: Encoded, policy: ErrorPolicy) -> Survey:
         """Lengths, and the facts that a schema is inferred from."""
-        errors, count = Errors(rows, kernel.Bad, faults), len(rows.starts)
+        errors, count = Errors(rows, kernel.Bad, policy), len(rows.starts)
         lengths = np.empty(count, np.int32)
         labels = np.empty(count, np.float64)
         qid = np.empty(count, np.int64)
@@ -93,10 +93,10 @@ class LibsvmDecoder:
         return Survey(good, {"ids": wide, "values": wide}, facts)
 
     def decode(
-        self, rows: Encoded, lengths: Lengths, buffers: Buffers, faults: ErrorPolicy
+        self, rows: Encoded, lengths: Lengths, buffers: Buffers, policy: ErrorPolicy
     ) -> Block:
         """Decode rows into arrays from `buffers`."""
-        errors, count = Errors(rows, kernel.Bad, faults), len(rows.starts)
+        errors, count = Errors(rows, kernel.Bad, policy), len(rows.starts)
         columns: dict[str, Values] = {
             "label": buffers.empty(count, self.schema["label"].numpy_dtype)
         }

@@ -58,9 +58,9 @@ class TfrecordDecoder:
         found = kernel.scan(buffer, final=final)
         return Split(found.starts, found.ends, found.consumed, found.problem)
 
-    def survey(self, rows: Encoded, faults: ErrorPolicy) -> Survey:
+    def survey(self, rows: Encoded, policy: ErrorPolicy) -> Survey:
         """Lengths of the ragged columns."""
-        errors = Errors(rows, kernel.Bad, faults)
+        errors = Errors(rows, kernel.Bad, policy)
         lengths = np.zeros((len(self._ragged), len(rows.starts)), np.int64)
         kernel.measure(
             *rows[:3], self._plan, lengths=lengths, status=errors.status, at=errors.at,
@@ -69,10 +69,10 @@ class TfrecordDecoder:
         return Survey(errors.report(), dict(zip(self._ragged, lengths, strict=True)), {})
 
     def decode(
-        self, rows: Encoded, lengths: Lengths, buffers: Buffers, faults: ErrorPolicy
+        self, rows: Encoded, lengths: Lengths, buffers: Buffers, policy: ErrorPolicy
     ) -> Block:
         """Decode rows into arrays from `buffers`."""
-        errors, count = Errors(rows, kernel.Bad, faults), len(rows.starts)
+        errors, count = Errors(rows, kernel.Bad, policy), len(rows.starts)
         if lengths is None and self.needs_survey:
             # Bad rows are reported when they are decoded, once.
             lengths = self.survey(rows, ErrorPolicy("skip", count)).lengths
@@ -159,14 +159,14 @@ def tfrecord(
 
 
 def _first_records(
-    files: Sequence[File], faults: ErrorPolicy, check: bool
+    files: Sequence[File], policy: ErrorPolicy, check: bool
 ) -> tuple[File, list[tuple[int, bytes]]]:
     """The first file that has good records, and the first of them with the bytes they begin at."""
     for file in files:
         records = []
         for start, record, crc in _records(file):
             if check and kernel.masked_crc32c(record) != crc:
-                faults.bad(kernel.Bad.DATA_CRC.words, f"{file.name}: byte {start:,}")
+                policy.bad(kernel.Bad.DATA_CRC.words, f"{file.name}: byte {start:,}")
             else:
                 records.append((start, record))
             if len(records) == _LOOKED_AT:

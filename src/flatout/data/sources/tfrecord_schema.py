@@ -27,7 +27,7 @@ class Seen(NamedTuple):
     values: int
 
 
-def infer_schema(records: Iterable[tuple[int, bytes]], where: str, faults: ErrorPolicy) -> Schema:
+def infer_schema(records: Iterable[tuple[int, bytes]], where: str, policy: ErrorPolicy) -> Schema:
     """The schema that these records fit.
 
     A feature that some records lack gets the default 0. Bytes and features of different lengths are
@@ -36,7 +36,7 @@ def infer_schema(records: Iterable[tuple[int, bytes]], where: str, faults: Error
     Args:
         records: the byte of the file where each begins, and the record.
         where: the file.
-        faults: what to do about a record that is no Example.
+        policy: what to do about a record that is no Example.
 
     Raises:
         DataError: a record is no Example, a feature changes its kind, or there is no feature.
@@ -47,7 +47,7 @@ def infer_schema(records: Iterable[tuple[int, bytes]], where: str, faults: Error
         try:
             found = features_of(record)
         except ValueError as error:
-            faults.bad(f"the record is no tf.train.Example: {error}", f"{where}: byte {byte:,}")
+            policy.bad(f"the record is no tf.train.Example: {error}", f"{where}: byte {byte:,}")
             continue
         total += 1
         for name, one in found.items():

@@ -2,8 +2,8 @@
 
     asked for     in the main process, sample by sample: where each run begins
     whole         at once, where the Dataset gives the same for an array of numbers
-    thread        ahead of need, in a thread of the process
-    processes     ahead of need, in worker processes
+    thread        ahead, in a thread of the process
+    processes     ahead, in worker processes
 
 All make the same batches; the first one that a candidate makes is compared with that of the main
 process. A Dataset that is not the same at any time and in any process is read as it is written.

@@ -1,4 +1,4 @@
-"""prefetch: batches are copied to a device ahead of need."""
+"""prefetch: batches are copied to a device ahead."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flatout.errors import DataError
 
 @dataclass(frozen=True)
 class Prefetch(Stage):
-    """Batches are copied to a device ahead of need."""
+    """Batches are copied to a device ahead."""
 
     device: str
     depth: int

@@ -12,7 +12,7 @@ class Input(Section):
     workers: Literal["auto", "thread"] | NotNegative = setting(
         "auto",
         "Who makes the batches of a torch Dataset: 0 the process itself when they are asked for, "
-        "`thread` a thread of it ahead of need, a number so many worker processes. `auto` begins "
+        "`thread` a thread of it ahead, a number so many worker processes. `auto` begins "
         "with 0 and, where batches are waited for, keeps what is measured faster on the job's own "
         "steps. Generators, Keras' PyDatasets and DataLoaders without workers can be read ahead "
         "by a thread.",
