@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import torch
 
-from flatout.models import KerasOptimizer
 from flatout.optim.lamb import Lamb
 from flatout.optim.lars import Lars
 from flatout.optim.rates import LrScale
+from flatout.optim.row_rules import name_of
 
 
 class Tried(NamedTuple):
@@ -55,8 +55,8 @@ def warnings_of(
     if scale is not None and scale.changes:
         if scale.rule.rule == "linear" and is_adaptive(optimizer):
             said.append(
-                f"the linear rule was found for SGD; for {_name(optimizer)} theory and experiments "
-                "speak for 'sqrt' (Malladi et al. 2022)"
+                f"the linear rule was found for SGD; for {name_of(optimizer)} theory and "
+                "experiments speak for 'sqrt' (Malladi et al. 2022)"
             )
         times = batch / scale.rule.reference_batch if batch else 1.0
         if times > _TIMES_TRIED:
@@ -70,7 +70,7 @@ def warnings_of(
     if isinstance(optimizer, Lars | Lamb):
         tried = LARS if isinstance(optimizer, Lars) else LAMB
         said += _beyond(tried, batch, steps_per_epoch) or [
-            f"{_name(optimizer)} is for very large batches; it was tried up to {tried.batch:,} "
+            f"{name_of(optimizer)} is for very large batches; it was tried up to {tried.batch:,} "
             f"samples ({tried.source}), and larger batches may generalize worse: {_CHECK}"
         ]
     return said
@@ -78,7 +78,7 @@ def warnings_of(
 
 def is_adaptive(optimizer: torch.optim.Optimizer) -> bool:
     """Whether each weight's step is divided by the size of its gradients."""
-    return any(word in _name(optimizer).lower() for word in _ADAPTIVE)
+    return any(word in name_of(optimizer).lower() for word in _ADAPTIVE)
 
 
 def _beyond(tried: Tried, batch: int | None, steps_per_epoch: int | None) -> list[str]:
@@ -93,8 +93,3 @@ def _beyond(tried: Tried, batch: int | None, steps_per_epoch: int | None) -> lis
         f"{' and '.join(found)} ({tried.source}): training may need more epochs and may "
         f"generalize worse; {_CHECK}"
     ]
-
-
-def _name(optimizer: torch.optim.Optimizer) -> str:
-    own = optimizer.keras if isinstance(optimizer, KerasOptimizer) else optimizer
-    return type(own).__name__
