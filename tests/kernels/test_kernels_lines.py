@@ -86,8 +86,6 @@ def test_lines_are_those_that_python_splits(text, part, skip_blank, comment, whi
     options = {"skip_blank": skip_blank, "comment": comment, "white": white}
     expected = _expected(text, start, stop, **options)
     assert _index(text, start, stop, **options) == expected
-    count = text[:stop].count(b"\n")
-    assert _both(lambda: lines.count_newlines(text, stop)) == [count, count]
 
 
 def test_blank_lines_and_comments_are_left_out_by_default():
@@ -151,12 +149,6 @@ def test_any_buffer_has_lines(tmp_path):
 def test_wrong_ranges_of_text_are_refused(options, words, use_c):
     with pytest.raises(ValueError, match=words):
         lines.index_lines(**({"buffer": b"1\n2\n"} | options))
-
-
-@pytest.mark.parametrize("stop", [-1, 5])
-def test_newlines_are_counted_within_the_text_only(stop, use_c):
-    with pytest.raises(ValueError, match=f"expected 0 to 4, found {stop}"):
-        lines.count_newlines(b"1\n2\n", stop)
 
 
 # ---- byte ranges of a file ----
@@ -519,8 +511,6 @@ def test_wrong_arrays_to_join_are_refused(changed, words, use_c):
         ("index", (b"1\n", 0, 2, _TWO, _TWO, 0, True, b"", b""), ValueError),
         ("index", (b"1\n", 0, 2, bytes(16), _TWO, 0, True, b"", b""), ValueError),
         ("index", ("1\n", 0, 2, _TWO.copy(), _TWO.copy(), 0, True, b"", b""), TypeError),
-        ("count", (b"1\n", 3), ValueError),
-        ("count", (b"1\n", -1), ValueError),
         ("split", (_ROWS, _TWO, 3), TypeError),
         ("split", (_ROWS, _TWO, [3]), TypeError),
         ("split", (_ROWS, _TWO, [(0, 4)]), TypeError),
@@ -538,11 +528,6 @@ def test_the_extension_alone_refuses_wrong_buffers(function, arguments, error):
 
 
 # ---- threads ----
-
-
-def _count(_):
-    text = np.full(60_000_000, ord("x"), np.uint8)
-    return lambda: lines.count_newlines(text, len(text))
 
 
 def _find(_):
@@ -573,7 +558,7 @@ def _join(_):
     return lambda: lines.join_rows([(0, 4096, column)], out, index)
 
 
-@pytest.mark.parametrize("prepare", [_count, _find, _read, _split, _join])
+@pytest.mark.parametrize("prepare", [_find, _read, _split, _join])
 def test_other_threads_run_meanwhile(prepare, tmp_path, monkeypatch):
     monkeypatch.setattr(lines, "_use_c", True)
     work = prepare(tmp_path)

@@ -96,31 +96,6 @@ done:
     return ok ? Py_BuildValue("LL", (long long)lines.count, (long long)lines.at) : NULL;
 }
 
-PyDoc_STRVAR(count_doc,
-"count(text, stop)\n--\n\n"
-"How many newlines there are in `text[:stop]`.");
-
-static PyObject *count_(PyObject *module, PyObject *args)
-{
-    PyObject *text;
-    Py_buffer view = {0};
-    long long stop, count = -1;
-    (void)module;
-    if (!PyArg_ParseTuple(args, "OL:count", &text, &stop))
-        return NULL;
-    if (get_bytes(text, &view, "text", 1, 0)) {
-        if (stop < 0 || stop > view.len) {
-            PyErr_Format(PyExc_ValueError, "stop: expected 0 to %zd, found %lld", view.len, stop);
-        } else {
-            Py_BEGIN_ALLOW_THREADS
-            count = lines_count(view.buf, stop);
-            Py_END_ALLOW_THREADS
-        }
-    }
-    PyBuffer_Release(&view);
-    return count < 0 ? NULL : PyLong_FromLongLong(count);
-}
-
 /* ---- byte ranges of a file ---- */
 
 /* NULL with an exception set, None, or (row, byte) where the file ends early. */
@@ -383,7 +358,7 @@ done:
 }
 
 static PyMethodDef methods[] = {
-    {"index", index_, METH_VARARGS, index_doc}, {"count", count_, METH_VARARGS, count_doc},
+    {"index", index_, METH_VARARGS, index_doc},
     {"read", read_, METH_VARARGS, read_doc},    {"split", split, METH_VARARGS, split_doc},
     {"join", join, METH_VARARGS, join_doc},     {NULL, NULL, 0, NULL},
 };

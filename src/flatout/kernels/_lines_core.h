@@ -26,14 +26,6 @@ static inline uint64_t newlines_of(const uint8_t *bytes, int64_t count)
     return places_of('\n', block);
 }
 
-static int64_t lines_count(const uint8_t *bytes, int64_t size)
-{
-    int64_t count = 0;
-    for (int64_t at = 0; at < size; at += BLOCK)
-        count += __builtin_popcountll(newlines_of(bytes + at, size - at));
-    return count;
-}
-
 /* Which lines of `bytes` are wanted, and room for where they are. */
 typedef struct {
     const uint8_t *bytes;

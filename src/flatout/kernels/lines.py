@@ -120,20 +120,6 @@ def index_lines(
     return np.concatenate([one[0] for one in found]), np.concatenate([one[1] for one in found])
 
 
-def count_newlines(buffer: Any, stop: int) -> int:
-    """How many newlines there are in `buffer[:stop]`: the line of byte `stop` is one more.
-
-    Raises:
-        ValueError: `stop` is not in the buffer, or the buffer is not C-contiguous.
-    """
-    text = text_of("buffer", buffer)
-    if not 0 <= stop <= len(text):
-        raise ValueError(f"stop: expected 0 to {len(text)}, found {stop}")
-    if _c is None:
-        absent.say_once()
-    return _c.count(text, stop) if _use_c else int(np.count_nonzero(text[:stop] == ord("\n")))
-
-
 def _cuts(text: Text, start: int, stop: int, parts: int) -> Iterator[int]:
     """Begins of lines that cut the text in parts of about the same size, and both its ends."""
     cut = start
