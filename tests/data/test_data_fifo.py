@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from data_recordio import write_recordio
 
 import flatout
 from flatout.data.buffers import Buffers
-from flatout.data.framing import write_recordio
 from flatout.data.schema import Column, Schema
 from flatout.data.sources import fifo as fifo_module
 from flatout.data.sources.fifo import FifoStream

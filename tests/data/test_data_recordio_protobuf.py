@@ -2,6 +2,7 @@ import io
 
 import numpy as np
 import pytest
+from data_recordio import write_recordio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -9,7 +10,6 @@ from flatout.data.block import Ragged
 from flatout.data.buffers import Buffers
 from flatout.data.decoder import Encoded
 from flatout.data.error_policy import ErrorPolicy
-from flatout.data.framing import write_recordio
 from flatout.data.recordio_protobuf import RecordioDecoder, read_record
 from flatout.data.schema import Schema
 from flatout.errors import DataError

@@ -8,8 +8,8 @@ that hold the magic number at a multiple of four are parted there, without the n
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Iterator
-from typing import IO, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -208,39 +208,6 @@ def rows_within(buffer: Bytes, outer: Split, inner: Callable[[Bytes, bool], Spli
             consumed, problem = start + found.consumed, f"in a RecordIO record: {found.problem}"
             break
     return Split(np.concatenate(starts), np.concatenate(ends), consumed, problem)
-
-
-def write_recordio(file: IO[bytes], records: Iterable[bytes]) -> None:
-    """Write records as RecordIO.
-
-    Raises:
-        DataError: a record is longer than a RecordIO length can say (2**29 - 1 bytes).
-    """
-    for number, record in enumerate(records):
-        cuts = list(_magic_places(record))
-        flag = _FIRST if cuts else _WHOLE
-        start = 0
-        for cut in cuts:
-            _write_part(file, record[start:cut], flag, number)
-            start, flag = cut + 4, _MIDDLE
-        _write_part(file, record[start:], _LAST if cuts else _WHOLE, number)
-
-
-def _magic_places(record: bytes) -> Iterator[int]:
-    """Where a reader that searches for records would take data for a head."""
-    at = record.find(_MAGIC_BYTES)
-    while at >= 0:
-        if at % 4 == 0:
-            yield at
-        at = record.find(_MAGIC_BYTES, at + 1)
-
-
-def _write_part(file: IO[bytes], part: bytes, flag: int, number: int) -> None:
-    if len(part) > _MOST:
-        raise DataError(f"record {number}: RecordIO takes {_MOST:,} bytes, found {len(part):,}")
-    file.write(_HEAD.pack(_MAGIC, flag << _LENGTH_BITS | len(part)))
-    file.write(part)
-    file.write(bytes(-len(part) % 4))
 
 
 def _array(values: list[int]) -> Numbers:
