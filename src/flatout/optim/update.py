@@ -205,6 +205,24 @@ class Update:
                 part(gradients if alone else _gradients(part.own), self.flag, self._on_cpu)
         self.forget()
 
+    def scaled(self, scaler: torch.amp.GradScaler) -> None:
+        """The same, of gradients of a loss that was scaled; a step that overflowed is left out."""
+        # An optimizer whose parameters no loss has reached has nothing to do.
+        reached = [
+            part.optimizer
+            for part in self.parts
+            if any(p.grad is not None for g in part.optimizer.param_groups for p in g["params"])
+        ]
+        if self.clip_norm is not None or self.clip_value is not None:
+            for optimizer in reached:
+                scaler.unscale_(optimizer)
+            self.clip()
+        for optimizer in reached:
+            scaler.step(optimizer)
+        if reached:
+            scaler.update()
+        self.forget()
+
     def _check(self, gradients: Tensors) -> None:
         """Set the flag of each device that holds a gradient with a NaN or infinity."""
         if self.flag is not None and self._one_kind:

@@ -282,12 +282,18 @@ class Stepper:
         start = clock()
         # Here weights change: an error is no longer a reason to take the step again.
         if self.lr_scale is None:
-            self.turn.apply()
+            self._update()
         else:
             with scaled(self.turn.optimizers, self.lr_scale.at(step - 1)):
-                self.turn.apply()
+                self._update()
         self.stopping = self.strategy.after_step() or self.stopping
         return Done(*found, clock() - start)
+
+    def _update(self) -> None:
+        if self.scaler is None:
+            self.update()
+        else:
+            self.update.scaled(self.scaler)
 
     def _gradients(self, compute: Compute, batches: Sequence[Batch], step: int) -> _Found:
         """Those of the mean loss over the batches of all ranks."""

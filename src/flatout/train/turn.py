@@ -55,27 +55,6 @@ class Turn:
         """Those that step."""
         return tuple(part.optimizer for part in self.update.parts)
 
-    def apply(self) -> None:
-        """Clip, check and apply the gradients, then set them to None."""
-        if self.scaler is None:
-            self.update()
-            return
-        # An optimizer whose parameters no loss has reached has nothing to do.
-        reached = [
-            optimizer
-            for optimizer in self.optimizers
-            if any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
-        ]
-        if self.update.clip_norm is not None or self.update.clip_value is not None:
-            for optimizer in reached:
-                self.scaler.unscale_(optimizer)
-            self.update.clip()
-        for optimizer in reached:
-            self.scaler.step(optimizer)
-        if reached:
-            self.scaler.update()
-        self.update.forget()
-
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs of it."""
         return {
