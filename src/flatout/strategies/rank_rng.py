@@ -10,14 +10,12 @@ generator also shuffles alike on all ranks.
 
 from __future__ import annotations
 
-import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
+from flatout.models import keras_seeds_moved
 from flatout.world import World
 
 # 2^32 divided by the golden ratio: seeds of two ranks do not meet by counting up.
@@ -39,42 +37,9 @@ def rank_rng(world: World) -> Iterator[None]:
     if uses_cuda:
         torch.cuda.manual_seed(own)
     try:
-        with _keras_draws(world.rank):
+        with keras_seeds_moved(world.rank * _APART):
             yield
     finally:
         torch.set_rng_state(after)
         if after_cuda is not None:
             torch.cuda.set_rng_state(after_cuda)
-
-
-@contextmanager
-def _keras_draws(rank: int) -> Iterator[None]:
-    """Let what Keras draws from a seed generator be this rank's own; the generator's state is not.
-
-    Every draw on the torch backend gets its seed from one function.
-    """
-    random: Any = sys.modules.get("keras.src.backend.torch.random")
-    if random is None:
-        yield
-        return
-    from keras.random import SeedGenerator
-
-    plain, thread = random.draw_seed, threading.get_ident()
-    shift = _as_int32(rank * _APART)
-
-    def draw_seed(seed: Any) -> Any:
-        drawn = plain(seed)
-        if (seed is None or isinstance(seed, SeedGenerator)) and threading.get_ident() == thread:
-            drawn[0] += shift  # a copy of the state
-        return drawn
-
-    random.draw_seed = draw_seed
-    try:
-        yield
-    finally:
-        random.draw_seed = plain
-
-
-def _as_int32(number: int) -> int:
-    """The same 32 bits, as the signed number that Keras keeps seeds in."""
-    return (number + 2**31) % 2**32 - 2**31

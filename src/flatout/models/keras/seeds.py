@@ -1,0 +1,46 @@
+"""What Keras draws from its seed generators."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def keras_seeds_moved(by: int) -> Iterator[None]:
+    """Within, this thread draws other numbers from seed generators; their states go on as in Keras.
+
+    Every draw on the torch backend gets its seed from one function. What is drawn by a whole number
+    as its seed stays as it is.
+
+    Args:
+        by: what is added to each seed, modulo 2**32.
+    """
+    random: Any = sys.modules.get("keras.src.backend.torch.random")
+    if random is None:
+        yield
+        return
+    from keras.random import SeedGenerator
+
+    plain, thread = random.draw_seed, threading.get_ident()
+    shift = _as_int32(by)
+
+    def draw_seed(seed: Any) -> Any:
+        drawn = plain(seed)
+        if (seed is None or isinstance(seed, SeedGenerator)) and threading.get_ident() == thread:
+            drawn[0] += shift  # a copy of the state
+        return drawn
+
+    random.draw_seed = draw_seed
+    try:
+        yield
+    finally:
+        random.draw_seed = plain
+
+
+def _as_int32(number: int) -> int:
+    """The same 32 bits, as the signed number that Keras keeps seeds in."""
+    return (number + 2**31) % 2**32 - 2**31
