@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from flatout.observe import Call, Loader, Observation, Site
 from flatout.observe.ablation import Ablations, from_lanes, judged, plan
 from flatout.observe.loaders import watch_loaders
-from flatout.observe.taken_out import Input, Items, Kept, Log
+from flatout.observe.taken_out import Input, Items, KeptBatch, Log
 from flatout.observe.watch import Enough, Watch
 from flatout.world.place import Place
 
@@ -210,7 +210,7 @@ def test_an_epoch_in_which_batches_were_handed_out_again(monkeypatch):
 
 def test_a_kept_batch_is_handed_out_as_it_was():
     tensor = torch.ones(3)
-    kept = Kept({"x": tensor, "names": ["a"]})
+    kept = KeptBatch({"x": tensor, "names": ["a"]})
     for _ in range(3):
         batch = kept.again()
         batch["names"].append("b")

@@ -2,13 +2,13 @@
 
 import pytest
 
-from flatout.train.frozen_choice import Kept, choose
+from flatout.train.frozen_choice import FeatureOption, choose
 
 GB = 10**9
 
 
 def option(name="late", saved=0.09, size=400_000, variants=1, read=0.0002, room=100 * GB, **more):
-    return Kept(name, saved, size, variants, read, room, **more)
+    return FeatureOption(name, saved, size, variants, read, room, **more)
 
 
 def test_the_fastest_cut_wins_though_another_is_later():

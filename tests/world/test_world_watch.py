@@ -13,7 +13,7 @@ from flatout.world import watch as watching
 from flatout.world.collective_log import CollectiveLog, Waiting
 from flatout.world.place import Place
 from flatout.world.stacks import this_process
-from flatout.world.watch import Watch
+from flatout.world.watch import RankWatch
 
 PATIENCE_S = 0.2
 
@@ -33,7 +33,7 @@ def watches(store):
         logs = [CollectiveLog() for _ in range(size)]
         for rank in set(range(size)) - set(absent):
             place = Place(rank, size, rank, size, address="127.0.0.1", port=store.port)
-            made.append(Watch(place, logs[rank], PATIENCE_S))
+            made.append(RankWatch(place, logs[rank], PATIENCE_S))
             made[-1].start()
         return made, logs
 
@@ -98,7 +98,7 @@ class Timed:
         monkeypatch.setattr(watching, "monotonic", lambda: self.now)
         monkeypatch.setattr(watching, "clock", lambda: round(self.now * 1e9))
         place = Place(0, 2, 0, 2, address="127.0.0.1", port=store.port)
-        self._watch = Watch(place, self.log, patience_s)
+        self._watch = RankWatch(place, self.log, patience_s)
         self._watch._store = dist.PrefixStore("flatout-watch-0", store)
 
     def come(self, what):
@@ -152,7 +152,7 @@ def test_one_rank_fails_first(watches):
 def test_without_a_store_nothing_is_watched(monkeypatch):
     monkeypatch.setattr("flatout.world.watch._STORE_S", 0.2)
     place = Place(0, 2, 0, 2, address="127.0.0.1", port=free_port())
-    watch = Watch(place, CollectiveLog(), PATIENCE_S)
+    watch = RankWatch(place, CollectiveLog(), PATIENCE_S)
     watch.start()
     assert watch.is_first_to_fail()
     assert watch.blame() == ""

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from flatout.data.batch import Batch
 from flatout.data.execution.batch_sampler import DEFAULT_BATCH_SIZE, last_batch
-from flatout.data.execution.worker_tuner import Kept, Workers
+from flatout.data.execution.worker_tuner import Workers, WorkerTrial
 from flatout.data.pipeline import Pipeline
 from flatout.data.sources.arrays import Arrays, array_source
 from flatout.data.sources.dataset import dataset, from_loader
@@ -102,7 +102,7 @@ class Found(Protocol):
     """
 
     settled: Workers
-    kept: Kept | None
+    kept: WorkerTrial | None
     trials: list[str]
     notes: list[str]
 

@@ -30,7 +30,7 @@ class Input:
     def __init__(self, watch: Watch) -> None:
         self._lanes = watch.lanes
         self._is_out = False
-        self._kept: dict[int, Kept] = {}
+        self._kept: dict[int, KeptBatch] = {}
         module = sys.modules.get("torch.utils.data.dataloader")
         if module is not None:
             wrap(module._BaseDataLoaderIter, "__next__", "ablation", self._given)
@@ -62,7 +62,7 @@ class Input:
             if kept is None:
                 batch = original(iterator)
                 if self._is_out and left > 1:  # the last one may be smaller
-                    self._kept[seen.number] = Kept(batch)
+                    self._kept[seen.number] = KeptBatch(batch)
                 return batch
             lanes.begin_batch()
             lanes.loader = seen
@@ -84,7 +84,7 @@ def _length(iterator: Any) -> float:
     return float(known)
 
 
-class Kept:
+class KeptBatch:
     """A batch that is handed out several times, each time as it was at first."""
 
     def __init__(self, batch: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from flatout.errors import ModelError
-from flatout.optim.trust import Layerwise, Part, Tensors, ratio
+from flatout.optim.trust import GroupPart, Layerwise, Tensors, ratio
 
 
 class Lamb(Layerwise):
@@ -68,7 +68,7 @@ class Lamb(Layerwise):
             if "step" in own:
                 own["step"] = own["step"].to(parameter.device)
 
-    def _step(self, part: Part, group: dict[str, Any]) -> None:
+    def _step(self, part: GroupPart, group: dict[str, Any]) -> None:
         weights, rate = part.parameters, group["lr"]
         updates = self._updates(part, group)
         if part.adapted:
@@ -80,7 +80,7 @@ class Lamb(Layerwise):
             torch._foreach_mul_(updates, part.unless_bad(rate, 0.0))
         torch._foreach_sub_(weights, updates)
 
-    def _updates(self, part: Part, group: dict[str, Any]) -> Tensors:
+    def _updates(self, part: GroupPart, group: dict[str, Any]) -> Tensors:
         """Adam's direction, from averages that a bad gradient leaves as they are."""
         gradients, (beta1, beta2) = part.gradients, group["betas"]
         states = [self._state(p) for p in part.parameters]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from flatout.errors import ModelError
-from flatout.optim.trust import Layerwise, Part, Tensors, ratio
+from flatout.optim.trust import GroupPart, Layerwise, Tensors, ratio
 
 
 class Lars(Layerwise):
@@ -59,7 +59,7 @@ class Lars(Layerwise):
         }
         super().__init__(params, options)
 
-    def _step(self, part: Part, group: dict[str, Any]) -> None:
+    def _step(self, part: GroupPart, group: dict[str, Any]) -> None:
         weights, momentum = part.parameters, group["momentum"]
         moves = _moves(part, group)
         if momentum:
@@ -79,7 +79,7 @@ class Lars(Layerwise):
         return buffer
 
 
-def _moves(part: Part, group: dict[str, Any]) -> Tensors:
+def _moves(part: GroupPart, group: dict[str, Any]) -> Tensors:
     """By how much this step alone moves the weights; zero for bad gradients."""
     weights, gradients, rate = part.parameters, part.gradients, group["lr"]
     if not part.adapted:

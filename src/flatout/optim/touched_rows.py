@@ -19,8 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from flatout.devices import huge_pages
-from flatout.kernels import table_rows
-from flatout.kernels import Groups, Steps, Table
+from flatout.kernels import Groups, Steps, Table, table_rows
 from flatout.models import Lookup, table_weight, unwatch_table, watch_table
 from flatout.optim.row_rules import RowRule, State, clip_rows, name_of, rules_of, why_dense
 from flatout.optim.row_shards import RowShards
@@ -67,7 +66,7 @@ def steppable_rows(
     return found
 
 
-class Kept:
+class KeptTable:
     """A table, its optimizer's state, and which of its rows are behind.
 
     Args:
@@ -304,7 +303,7 @@ class Grouped:
 class _Lookup(NamedTuple):
     """Reads the rows of ids, which are up to date."""
 
-    kept: Kept
+    kept: KeptTable
     ids: torch.Tensor
     groups: Groups
     block: torch.Tensor | None  # the rows, where they have come from other ranks
@@ -346,7 +345,7 @@ class _Gathered(torch.autograd.Function):
     def forward(
         ctx: Any,
         weight: torch.Tensor,
-        kept: Kept,
+        kept: KeptTable,
         ids: torch.Tensor,
         groups: Groups,
         block: torch.Tensor | None,
@@ -378,7 +377,7 @@ class _Compact(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, weight: torch.Tensor, kept: Kept, groups: Groups, block: torch.Tensor | None
+        ctx: Any, weight: torch.Tensor, kept: KeptTable, groups: Groups, block: torch.Tensor | None
     ) -> torch.Tensor:
         ctx.kept, ctx.rows = kept, groups.rows
         return weight.index_select(0, groups.rows) if block is None else block
@@ -412,7 +411,9 @@ class TouchedRows:
         self.left: dict[torch.Tensor, str] = {}
         self._grouped = Grouped()
         self._kept = [
-            Kept(weight, rule, self._grouped, shards if shards and shards.takes(weight) else None)
+            KeptTable(
+                weight, rule, self._grouped, shards if shards and shards.takes(weight) else None
+            )
             for weight, rule in rules_of(optimizer, weights)
         ]
         self._undo: list[Callable[[], Any]] = []
@@ -476,7 +477,7 @@ class TouchedRows:
             kept.gather()
         return bool(whole)
 
-    def _why_left(self, kept: Kept) -> str:
+    def _why_left(self, kept: KeptTable) -> str:
         """What its dense gradient tells of who reads a table whole."""
         weight, gradient = kept.weight, kept.weight.grad
         assert gradient is not None
@@ -522,7 +523,7 @@ class TouchedRows:
             if steps.is_full:
                 self._restart(steps)
 
-    def _begin(self, kept: Kept) -> None:
+    def _begin(self, kept: KeptTable) -> None:
         """Before a table's step: its state is that of its optimizer, made where there is none."""
         rule = kept.rule
         state, count = rule.state(), rule.count()

@@ -15,7 +15,7 @@ import torch
 Tensors = list[torch.Tensor]
 
 
-class Part(NamedTuple):
+class GroupPart(NamedTuple):
     """Parameters of a group that are computed together: of one device and dtype, with gradients.
 
     Attributes:
@@ -71,11 +71,11 @@ class Layerwise(torch.optim.Optimizer):
                 self._step(part, group)
         return loss
 
-    def _step(self, part: Part, group: dict[str, Any]) -> None:
+    def _step(self, part: GroupPart, group: dict[str, Any]) -> None:
         raise NotImplementedError
 
 
-def parts_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Iterator[Part]:
+def parts_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Iterator[GroupPart]:
     """The parts of a parameter group, unscaled, and with zeros where gradients are bad.
 
     Raises:
@@ -100,7 +100,7 @@ def parts_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Iterato
             bad = found_inf.to(device) != 0
             # NaN times zero would still be NaN.
             gradients = [gradient.masked_fill(bad, 0) for gradient in gradients]
-        yield Part(parameters, gradients, adapted, bad)
+        yield GroupPart(parameters, gradients, adapted, bad)
 
 
 def ratio(above: torch.Tensor, below: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ Which = Literal["best", "last"]
 
 
 @dataclass(frozen=True)
-class Kept:
+class RunWeights:
     """Weights that a run has kept.
 
     Attributes:
@@ -41,7 +41,7 @@ class Kept:
         return f"{self.which}  {self.checkpoint}{held}  {self.score or 'no score'}"
 
 
-def kept_in(folder: Folder) -> list[Kept]:
+def kept_in(folder: Folder) -> list[RunWeights]:
     """The best and the last of a folder of checkpoints: one of them where they are the same.
 
     Raises:
@@ -58,21 +58,24 @@ def kept_in(folder: Folder) -> list[Kept]:
     if scored is not None:
         watcher = next((its for its in callbacks if _name(its.get("path")) == scored), {})
         score = _figure(watcher, watcher.get("best")) or f"score {checkpoints.score(scored):.6g}"
-        best = Kept("best", scored, score)
+        best = RunWeights("best", scored, score)
     else:
         watcher = next((its for its in callbacks if its.get("weights")), {})
         if not watcher:
-            return [Kept("last", newest, "")]
+            return [RunWeights("last", newest, "")]
         is_newest = (watcher["best_epoch"], 0) == (state.get("epoch"), state.get("step_in_epoch"))
         held = None if is_newest else dict(watcher["weights"])
-        best = Kept("best", newest, _figure(watcher, watcher["best"]), held)
+        best = RunWeights("best", newest, _figure(watcher, watcher["best"]), held)
     if best.checkpoint == newest and best.weights is None:
         return [best]
     logs = _mapping(extra.get("logs"))
-    return [best, Kept("last", newest, _figure(watcher, logs.get(watcher.get("monitor", ""))))]
+    return [
+        best,
+        RunWeights("last", newest, _figure(watcher, logs.get(watcher.get("monitor", "")))),
+    ]
 
 
-def choose(kept: list[Kept], which: Which | None, where: str) -> Kept:
+def choose(kept: list[RunWeights], which: Which | None, where: str) -> RunWeights:
     """The one asked for; without a wish the best where there is one.
 
     Raises:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flatout.console import first_line
 from flatout.errors import CheckpointError
-from flatout.save.best import Kept, Which, choose, kept_in
+from flatout.save.best import RunWeights, Which, choose, kept_in
 from flatout.save.checkpoint import is_checkpoint, read_weights
 from flatout.save.manifest import MANIFEST
 from flatout.save.model_file import INDEX, MODEL, is_model_file, open_model
@@ -52,7 +52,7 @@ class Weights:
     left_out: list[str] = field(default_factory=list)
     which: str | None = None
     score: str = ""
-    kept: list[Kept] = field(default_factory=list)
+    kept: list[RunWeights] = field(default_factory=list)
     checkpoint: Folder | None = None
 
 
@@ -107,7 +107,7 @@ def _of_folder(folder: Folder, which: Which | None) -> Weights:
     )
 
 
-def _of_run(checkpoints: Folder, kept: list[Kept], chosen: Kept) -> Weights:
+def _of_run(checkpoints: Folder, kept: list[RunWeights], chosen: RunWeights) -> Weights:
     folder = checkpoints.child(chosen.checkpoint)
     tensors, where, metadata = read_weights(folder)
     if chosen.weights is not None:

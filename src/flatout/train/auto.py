@@ -18,9 +18,7 @@ import torch
 from flatout.data import Batch
 from flatout.devices import allocator
 from flatout.errors import OutOfMemory
-from flatout.measure import TrialResult, known_rates, machine_rates, usable_cpus
-from flatout.measure import fingerprint
-from flatout.measure import ROUGH
+from flatout.measure import ROUGH, TrialResult, fingerprint, known_rates, machine_rates, usable_cpus
 from flatout.models import find_rewrites, fused_norms_of, may_be_slower_in_bf16, uses_convolution
 from flatout.recipe import SETTINGS, Choice, ModelFacts, Parity, Recipe, ResolvedRecipe, of_change
 from flatout.train import auto_cache
@@ -229,13 +227,13 @@ def _checked(
     return search, ""
 
 
-def _cached_line(cached: auto_cache.Kept, plain: Settings) -> str:
+def _cached_line(cached: auto_cache.KeptSettings, plain: Settings) -> str:
     line = f"auto: {cached.recipe.summary()} (measured {cached.when:%Y-%m-%d}, from the cache)"
     return line if cached.by_length is None else f"{line}; {cached.by_length.words(plain)}"
 
 
 def _settled(
-    cached: auto_cache.Kept, start: ResolvedRecipe, stepper: Stepper, steps: int | None
+    cached: auto_cache.KeptSettings, start: ResolvedRecipe, stepper: Stepper, steps: int | None
 ) -> Search | None:
     """A search that an earlier run has come to the end of, where steps still depend on it."""
     choice = cached.recipe.choices.get(CAPTURE)

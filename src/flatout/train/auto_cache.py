@@ -63,7 +63,7 @@ def _shapes(batch: Batch) -> list[Any]:
     ]
 
 
-class Kept(NamedTuple):
+class KeptSettings(NamedTuple):
     """A kept decision.
 
     Attributes:
@@ -77,7 +77,7 @@ class Kept(NamedTuple):
     when: datetime
 
 
-def read(name: str) -> Kept | None:
+def read(name: str) -> KeptSettings | None:
     """A kept decision; None where there is none, or it is damaged."""
     path = cache_folder() / "auto" / f"{name}.toml"
     lengths = path.with_suffix(_LENGTHS)
@@ -87,7 +87,7 @@ def read(name: str) -> Kept | None:
         when = datetime.fromtimestamp(path.stat().st_mtime)
     except (OSError, ValueError, KeyError, TypeError):
         return None  # measured again
-    return Kept(recipe, by_length, when) if isinstance(recipe, ResolvedRecipe) else None
+    return KeptSettings(recipe, by_length, when) if isinstance(recipe, ResolvedRecipe) else None
 
 
 def chosen_here() -> Counter[str]:

@@ -30,16 +30,15 @@ from flatout.cache_folder import cache_folder, is_made, kind_folder
 from flatout.cache_folder import remove as remove_made
 from flatout.console import first_line
 from flatout.data import Batch
-from flatout.measure import usable_cpus
-from flatout.measure import fingerprint
+from flatout.measure import fingerprint, usable_cpus
 from flatout.optim import scaled
 from flatout.recipe import SETTINGS
 from flatout.train.capture_child import END, GO_ON, HOLD, OPTIONS
 from flatout.train.capture_graph import (
     STRAY,
     Graph,
+    ModuleWatch,
     Unfit,
-    Watch,
     places_of,
     shapes_of,
     tensors_of,
@@ -220,7 +219,7 @@ class Program:
         self._graph, self._stepper, self._compute = graph, stepper, compute
         self.settings = stepper.switch.now.but(capture="on")
         self.bind()
-        self._watch = Watch(compute.modules)
+        self._watch = ModuleWatch(compute.modules)
         self._facts = [facts for facts, _ in self._places.groups]
         self._of_batch = graph.inputs[len(self._held) + len(self._groups) :]
 

@@ -191,7 +191,7 @@ def check_model(model: nn.Module) -> None:
             raise Unfit(f"{which} keeps a tensor that is neither a parameter nor a buffer")
 
 
-class Watch:
+class ModuleWatch:
     """Tells whether something has changed on which the code of a traced step depends.
 
     Args:

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatout.train.loop_state import LoopState
 from flatout.data import (
     Batch,
     FeatureRows,
@@ -40,8 +39,9 @@ from flatout.train.evaluated_features import EvaluatedFeatures
 from flatout.train.feature_costs import making_s, read_rate, room, timed
 from flatout.train.feature_rows import ModelRows
 from flatout.train.frozen_candidates import agreed_cuts
-from flatout.train.frozen_choice import Choice, Kept, choose
+from flatout.train.frozen_choice import Choice, FeatureOption, choose
 from flatout.train.given_inputs import GivenInputs
+from flatout.train.loop_state import LoopState
 from flatout.train.snapshot import untouched
 from flatout.train.watch_calls import Calls
 
@@ -342,7 +342,7 @@ class FrozenFeatures:
                 cut.rest(features)
                 rest_s, _ = timed(partial(cut.rest, features))
                 rest_s /= measured.size
-                option = Kept(
+                option = FeatureOption(
                     cut.name,
                     saved_s=prefix_s / measured.size + made_s,
                     bytes=cut.bytes_per_sample,
@@ -389,7 +389,7 @@ class FrozenFeatures:
         size = sum(tensor.nbytes for tensor in tensors_in(raw.inputs)) // raw.size
         where = "memory" if size * source.samples <= room("memory") else "disk"
         rate = read_rate(where, size * source.samples)
-        option = Kept("decoded pixels", decoding_s, size, 1, size / rate, room(where))
+        option = FeatureOption("decoded pixels", decoding_s, size, 1, size / rate, room(where))
         left = None if loop.planned_epochs is None else loop.planned_epochs - epoch
         plain_s = decoding_s + 3 * forward_s / few.size
         choice = choose([option], source.samples, left, plain_s)

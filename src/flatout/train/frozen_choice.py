@@ -18,7 +18,7 @@ _LEAST = 0.03
 
 
 @dataclass(frozen=True)
-class Kept:
+class FeatureOption:
     """Something that may be kept of each sample.
 
     Attributes:
@@ -64,7 +64,7 @@ class Choice:
         share: of them there is room for.
     """
 
-    kept: Kept | None
+    kept: FeatureOption | None
     why: str = ""
     plain_s: float = 0.0
     later_s: float = 0.0
@@ -96,7 +96,9 @@ class Choice:
         return f"kept {kept.name} ({each}: {total}) · pays {pays}: {rates}"
 
 
-def choose(options: Sequence[Kept], samples: int, epochs: int | None, plain_s: float) -> Choice:
+def choose(
+    options: Sequence[FeatureOption], samples: int, epochs: int | None, plain_s: float
+) -> Choice:
     """The fastest of what may be kept over all epochs that are left.
 
     Args:
@@ -127,7 +129,7 @@ def choose(options: Sequence[Kept], samples: int, epochs: int | None, plain_s: f
     return Choice(None, why, plain_s)
 
 
-def _of(option: Kept, samples: int, epochs: int, plain_s: float) -> Choice:
+def _of(option: FeatureOption, samples: int, epochs: int, plain_s: float) -> Choice:
     whole = option.whole_bytes(samples)
     later = max(0.0, plain_s - option.saved_s) + option.read_s
     ahead, pays_from = 0.0, 0
@@ -139,7 +141,7 @@ def _of(option: Kept, samples: int, epochs: int, plain_s: float) -> Choice:
     return Choice(option, "", plain_s, later, pays_from, whole, share)
 
 
-def _epochs(option: Kept, samples: int, epochs: int, plain_s: float) -> Iterator[float]:
+def _epochs(option: FeatureOption, samples: int, epochs: int, plain_s: float) -> Iterator[float]:
     """Seconds of a sample in each epoch, on average."""
     whole = option.whole_bytes(samples)
     room = min(1.0, option.room / max(1, whole))

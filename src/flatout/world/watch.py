@@ -46,7 +46,7 @@ class _Question(NamedTuple):
     is_told: bool = False
 
 
-class Watch:
+class RankWatch:
     """Looks after one rank, and tells of a collective that does not end.
 
     Args:

@@ -22,7 +22,7 @@ from flatout.world.network import INTERFACES, interface_of, source_address
 from flatout.world.place import ALONE, Place, place, restarts
 from flatout.world.secret import check_channel
 from flatout.world.stores import open_store
-from flatout.world.watch import Watch
+from flatout.world.watch import RankWatch
 
 if TYPE_CHECKING:
     import torch
@@ -344,7 +344,7 @@ ONE = World(ALONE)
 
 _joined: World | None = None
 _groups: dict[tuple[tuple[int, ...], ...], Group | None] = {}
-_watch: Watch | None = None
+_watch: RankWatch | None = None
 
 
 def join(device: str = "cpu", timeout_s: float = TIMEOUT_S, patience_s: float = HANG_S) -> World:
@@ -370,7 +370,7 @@ def join(device: str = "cpu", timeout_s: float = TIMEOUT_S, patience_s: float = 
         _meet(here, device, timedelta(seconds=timeout_s))
         atexit.register(leave)
     _joined = World(here, timeout_s)
-    _watch = Watch(here, _joined.collectives, patience_s)
+    _watch = RankWatch(here, _joined.collectives, patience_s)
     _watch.start()
     atexit.register(_watch.stop)
     return _joined

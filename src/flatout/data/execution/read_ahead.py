@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 
 from flatout.data.execution.parallel import Ahead, Tuner
 from flatout.data.execution.reach import bound_to_training
-from flatout.data.execution.worker_tuner import WAIT, WORTH, Kept, Workers, words_of
+from flatout.data.execution.worker_tuner import WAIT, WORTH, Workers, WorkerTrial, words_of
 from flatout.data.randomness import random_state, same_state
 
 T = TypeVar("T")
@@ -67,7 +67,7 @@ class EpochReader:
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.settled: Workers = 0
-        self.kept: Kept | None = None
+        self.kept: WorkerTrial | None = None
         self.trials: list[str] = []
         self.notes: list[str] = []
         self.epochs: int | None = None
@@ -144,7 +144,7 @@ class EpochReader:
             self.settled, self.kept, self._is_open = 0, None, False
             self.trials.append(f"{words_of('thread')}: {ratio:.2f}x, put back")
         elif self.kept is None:
-            self.kept = Kept(self._plain_s, step_s, 0.0)
+            self.kept = WorkerTrial(self._plain_s, step_s, 0.0)
             self.trials.append(f"{words_of('thread')}: {ratio:.2f}x, kept")
             self.notes.append(self.kept.words("thread"))
 

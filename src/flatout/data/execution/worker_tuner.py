@@ -34,7 +34,7 @@ _HOPELESS = 3.0
 _PATIENCE = 2
 
 
-class Kept(NamedTuple):
+class WorkerTrial(NamedTuple):
     """What was measured of the workers that are kept: seconds from one batch to the next.
 
     Attributes:
@@ -124,7 +124,7 @@ class WorkerTuner:
     ) -> None:
         self.workers: Workers = fixed or 0
         self.settled: Workers = fixed or 0
-        self.kept: Kept | None = None
+        self.kept: WorkerTrial | None = None
         self.left = 0
         self.waited: float | None = None
         self.trials: list[str] = []
@@ -268,7 +268,7 @@ class WorkerTuner:
             self._processes = self._processes and self.settled == "thread"
             self.notes.append(f"{words_of(0)} again: that is {ratio:.2f}x faster now")
         else:
-            self.kept = Kept(before_s, tried_s, abs(again_s / trial.before_s - 1))
+            self.kept = WorkerTrial(before_s, tried_s, abs(again_s / trial.before_s - 1))
             self.notes.append(self.kept.words(candidate))
         self.settled = candidate
         return self._go_on_with(candidate)

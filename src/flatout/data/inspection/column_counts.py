@@ -17,7 +17,7 @@ _MOST_CLASSES = 10_000
 _PERCENTILES = (0, 50, 90, 99, 100)
 
 
-class Part(NamedTuple):
+class ColumnRange(NamedTuple):
     """What is in one column of one block.
 
     Attributes:
@@ -56,7 +56,7 @@ class Counted(NamedTuple):
 
     rows: int
     bytes: float
-    columns: dict[str, Part]
+    columns: dict[str, ColumnRange]
     labels: Labels | None
 
 
@@ -72,7 +72,7 @@ def count(block: Block, target: str | None) -> Counted | None:
     return Counted(len(block), row_bytes(block) * len(block), columns, labels)
 
 
-def _part(values: Values) -> Part:
+def _part(values: Values) -> ColumnRange:
     flat = values.values if isinstance(values, Ragged) else values
     lengths: Counter[int] = Counter()
     if isinstance(values, Ragged):
@@ -80,10 +80,10 @@ def _part(values: Values) -> Part:
         found, counts = np.unique(np.diff(values.offsets), return_counts=True)
         lengths.update(dict(zip(found.tolist(), counts.tolist(), strict=True)))
     if not flat.size:
-        return Part(np.inf, -np.inf, lengths)
+        return ColumnRange(np.inf, -np.inf, lengths)
     # Python's integers: an int64 as a float would lose its last digits.
     low, high = np.fmin.reduce(flat, axis=None), np.fmax.reduce(flat, axis=None)
-    return Part(low.item(), high.item(), lengths)
+    return ColumnRange(low.item(), high.item(), lengths)
 
 
 def _labels(values: npt.NDArray[Any]) -> Labels:
@@ -112,7 +112,7 @@ class ColumnCounts:
 
     rows: int = 0
     bytes: float = 0.0
-    columns: dict[str, Part] = field(default_factory=dict)
+    columns: dict[str, ColumnRange] = field(default_factory=dict)
     labels: Counter[float] | None = field(default_factory=Counter)
     target_sum: float = 0.0
     _labeled: int = 0
@@ -124,8 +124,8 @@ class ColumnCounts:
         self.rows += counted.rows
         self.bytes += counted.bytes
         for name, part in counted.columns.items():
-            before = self.columns.get(name, Part(np.inf, -np.inf, Counter()))
-            self.columns[name] = Part(
+            before = self.columns.get(name, ColumnRange(np.inf, -np.inf, Counter()))
+            self.columns[name] = ColumnRange(
                 min(before.low, part.low), max(before.high, part.high), before.lengths
             )
             before.lengths.update(part.lengths)

@@ -35,7 +35,7 @@ _TURN = 256
 _BLOCK_ROWS, _BLOCK_BYTES = 4096, 16 << 20
 
 
-class Part(NamedTuple):
+class PipePart(NamedTuple):
     """Rows of one pipe.
 
     Attributes:
@@ -141,7 +141,7 @@ class FifoStream:
         """Where its pipes are: the same for two readers of one pipe, and for them alone."""
         return [f"{machine()} {_real(path)}" for path in self._paths]
 
-    def _numbered(self, parts: Iterator[Part]) -> Iterator[Block]:
+    def _numbered(self, parts: Iterator[PipePart]) -> Iterator[Block]:
         """Number the rows, and compare how many there are with what was said."""
         records = good = 0
         for part in parts:
@@ -167,7 +167,7 @@ class FifoStream:
 
     def _parts(
         self, pipes: Sequence[Pipe], policy: ErrorPolicy, buffers: Buffers
-    ) -> Generator[Part, None, None]:
+    ) -> Generator[PipePart, None, None]:
         """The rows of all pipes. Whose turn it is depends on counts, not on who is first."""
         if len(pipes) == 1:
             yield from self._rows_of(pipes[0], policy, buffers)
@@ -185,7 +185,7 @@ class FifoStream:
                 pipe.stop()
                 thread.close()
 
-    def _rows_of(self, pipe: Pipe, policy: ErrorPolicy, buffers: Buffers) -> Iterator[Part]:
+    def _rows_of(self, pipe: Pipe, policy: ErrorPolicy, buffers: Buffers) -> Iterator[PipePart]:
         """The rows of one pipe."""
         decoder = decoder_of(self.schema, self._wrap, pipe.name)
         text = getattr(decoder, "text", True)
@@ -205,7 +205,7 @@ class FifoStream:
                 )
                 block = decoder.decode(encoded, None, buffers, policy)
                 left -= len(numbers)
-                yield Part(block, len(numbers), left == 0)
+                yield PipePart(block, len(numbers), left == 0)
                 left, at = left or turn, rows.stop
 
     def close(self) -> None:
@@ -246,12 +246,12 @@ def _row_bytes(schema: Schema) -> int:
     )
 
 
-def _in_a_thread(parts: Iterator[Part]) -> Ahead[Part | None]:
+def _in_a_thread(parts: Iterator[PipePart]) -> Ahead[PipePart | None]:
     """The same, read ahead by a thread; None at the end."""
     return Ahead(lambda at: next(parts, None), 0, 2**62, Tuner(1, threads=1))
 
 
-def _turn(reader: Iterator[Part | None]) -> Generator[Part, None, bool]:
+def _turn(reader: Iterator[PipePart | None]) -> Generator[PipePart, None, bool]:
     """Give a turn's rows of one pipe; whether more may follow."""
     while (part := next(reader)) is not None:
         yield part
