@@ -835,13 +835,13 @@ def test_parameters_that_begin_to_train_within_an_epoch_are_noticed_there(clock)
     data = small_data(64 * 120)
     loop, compute, source = job(model, lambda s: 0.1, clock, steps=3_000, data=data)
     run(loop, compute, source)
-    assert loop.thaws == 0
+    assert loop.job_changes == 0
     for number, batch in enumerate(loop.batches(source)):
         model[0].weight.requires_grad_(number > 0)
         loop.step(compute, batch)
-        if loop.thaws:
+        if loop.job_changes:
             break
-    assert loop.thaws == 1
+    assert loop.job_changes == 1
     assert number < 119
 
 

@@ -197,7 +197,7 @@ class Fit:
         loop.timeline.start()
         alike = not loop.takes_whole_batches
         self._times = RankTimes(loop.world, loop.timeline, loop.pace, alike=alike)
-        self._count, self._thaws = operator_count(loop), loop.thaws
+        self._count, self._job_changes = operator_count(loop), loop.job_changes
 
     def _figures(self) -> Figures:
         """What the logs will have, of a validation too, which is looked at for that."""
@@ -414,8 +414,8 @@ class Fit:
             if batch is None and (batch := self._next(batches)) is None:
                 break
             stepper.wants_to_stop = self.signals.received is not None
-            if loop.thaws != self._thaws:
-                self._thaws, self._count = loop.thaws, operator_count(loop)
+            if loop.job_changes != self._job_changes:
+                self._job_changes, self._count = loop.job_changes, operator_count(loop)
             if self._counted(batch) if self._count is not None else loop.step(compute, batch):
                 yield
         if loop.flush(compute):

@@ -196,11 +196,11 @@ class Loop(LoopState):
         self._guard = NumbersGuard(self.stepper, self.world, self.feed.first, self._latest)
         self.feed.channels_last = self.resolved.compute.memory_format == "channels_last"
         if decision.search is not None:
-            tuner = tune(self, decision, self._notice_thaw)
+            tuner = tune(self, decision, self._notice_other_job)
             if compute is not None and is_compiled(self.model):
                 rehearse(tuner, self.stepper, compute, first)
 
-    def _notice_thaw(self) -> None:
+    def _notice_other_job(self) -> None:
         """Other parameters train: settings are decided again, with the next step."""
         if self._other_job is not None:
             self._other_job.notice()

@@ -80,7 +80,7 @@ class LoopState:
         ids: rows of ids, for checkpoints; as a Trainer sets it.
         resume: the checkpoint that this Loop went on from; None where there was none.
         is_other_job: whether other parameters train than those that settings were decided for.
-        thaws: how many times other parameters began to train, or no longer did.
+        job_changes: how many times other parameters began to train, or no longer did.
         undo: what `close` puts back; it is told whether training has failed.
         why_device: why this rank computes on its device.
     """
@@ -124,7 +124,7 @@ class LoopState:
         self.tuner: Tuner | None = None
         self.facts = ModelFacts()
         self.is_other_job = False
-        self.thaws = 0
+        self.job_changes = 0
         self.restored_extra: Any = None
         self.restored_own: list[Any] = []
         self.clip = (clip_norm, clip_value)

@@ -35,7 +35,7 @@ class OtherJob:
         steps: that are planned in all.
 
     It notes in the Loop whether settings are to be decided again with the next step
-    (`is_other_job`), and how many times the job has become another one (`thaws`).
+    (`is_other_job`), and how many times the job has become another one (`job_changes`).
     """
 
     def __init__(self, loop: LoopState, steps: int | None) -> None:
@@ -64,7 +64,7 @@ class OtherJob:
     def notice(self) -> None:
         """It is another job."""
         self.taken()
-        self._loop.thaws += 1
+        self._loop.job_changes += 1
         # What is compiled would be compiled again for each setting.
         self._loop.is_other_job = not is_compiled(self._loop.model)
 

@@ -19,8 +19,7 @@ from typing import Any
 
 from flatout.console import first_line
 from flatout.data import Batch, tensors_in
-from flatout.measure import Promise, finish_device, page_faults, promises
-from flatout.measure import ROUGH
+from flatout.measure import ROUGH, Promise, finish_device, page_faults, promises
 from flatout.train.auto_capture import Beside
 from flatout.train.auto_search import Block, Failed, Measured, Search
 from flatout.train.feed import Feed
@@ -438,13 +437,13 @@ class Tuner:
         is_best = split is None or split.at(values) == search.best
         if known is not None and is_best and self._is_of_kind(batches, turn):
             factor = self._slower(search.lengths.typical_s([(values, seconds)]), known)
-        thawed = self._trainable() != self._trained
-        own = [factor, float(thawed)]
-        factor, thawed = map(max, zip(*self._world.gather(own), strict=True))
+        is_other = self._trainable() != self._trained
+        own = [factor, float(is_other)]
+        factor, is_other = map(max, zip(*self._world.gather(own), strict=True))
         self._changed = self._changed + 1 if not 1 / _CHANGED < factor < _CHANGED else 0
         if self._changed or self._paces is not None:
             self._look_at = number + _LOOK_AGAIN
-        if thawed:
+        if is_other:
             self._trained = self._trainable()
             self._changed_job()
         elif self._changed >= _LOOKS:

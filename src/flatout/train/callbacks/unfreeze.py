@@ -22,8 +22,8 @@ class Unfreeze(Callback):
     """Lets frozen layers train from the start of an epoch on.
 
         flatout.freeze(model, until="features.23")
-        thaw = flatout.Unfreeze(epoch=4, layers="features.1*", lr=1e-5)
-        trainer.fit(train, epochs=10, callbacks=[thaw])
+        unfreeze = flatout.Unfreeze(epoch=4, layers="features.1*", lr=1e-5)
+        trainer.fit(train, epochs=10, callbacks=[unfreeze])
 
     The optimizer stays the same object with the same state. From the start of the fit it holds the
     layers' parameters, which it leaves alone as long as they are frozen, so that a resume is exact
