@@ -30,6 +30,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from flatout.errors import ModelError
 from flatout.kernels import Draw, keep
 from flatout.kernels.dropout import dropout
+from flatout.models.torch_compile import is_compiled
 
 _NAMES = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
 _TORCHS = {name: getattr(_VF, name) for one in _NAMES for name in (one, f"{one}_")}
@@ -383,7 +384,7 @@ def _distance(a: torch.Tensor, b: torch.Tensor, axis: int) -> float:
 
 
 def _refuse(name: str, module: nn.Module) -> None:
-    if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
+    if is_compiled(module):
         raise ModelError(
             "dropout by sample does not reach into compiled code",
             where=name or type(module).__name__,

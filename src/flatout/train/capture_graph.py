@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flatout.console import first_line
 from flatout.data import Batch, map_tensors
+from flatout.models import is_compiled
 from flatout.optim import Kind, Update, kind_of
 from flatout.train.capture_ids import Bounded
 from flatout.train.compute import ModelCompute
@@ -185,7 +186,7 @@ def check_model(model: nn.Module) -> None:
         which = f"{name or 'the model'} ({type(module).__name__})"
         if any(getattr(module, hooks) for hooks in _HOOKS):
             raise Unfit(f"{which} has hooks")
-        if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
+        if is_compiled(module):
             raise Unfit(f"{which} is compiled already")
         if any(torch.is_tensor(value) for value in vars(module).values()):
             raise Unfit(f"{which} keeps a tensor that is neither a parameter nor a buffer")

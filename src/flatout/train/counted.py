@@ -9,11 +9,9 @@ from typing import Any
 
 import torch
 
+from flatout.measure import fingerprint, known_rates
+from flatout.models import OperatorCount, has_compiled, weights_counted
 from flatout.train.loop import Loop
-from flatout.measure import fingerprint
-from flatout.measure import known_rates
-from flatout.models import OperatorCount, weights_counted
-from flatout.train.rehearsal import is_compiled
 
 
 def operator_count(loop: Loop) -> OperatorCount | None:
@@ -22,7 +20,7 @@ def operator_count(loop: Loop) -> OperatorCount | None:
     Of a rank that has a stage alone neither, for most of a step's time is not of these operators.
     """
     asked = loop.resolved is not None and loop.resolved.compute.compile == "on"
-    if asked or is_compiled(loop.model) or loop.takes_whole_batches:
+    if asked or has_compiled(loop.model) or loop.takes_whole_batches:
         return None
     return OperatorCount()
 

@@ -10,16 +10,15 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from flatout.train.loop import Loop
 from flatout.data import Batch, Source
 from flatout.errors import DataError, FlatoutError, ModelError
-from flatout.models import is_batch_coupled
-from flatout.models import TorchModel
+from flatout.models import TorchModel, is_batch_coupled, uncompiled
 from flatout.recipe import Parity
 from flatout.train import guard
 from flatout.train.checks import explained
 from flatout.train.confusion import Matrix
 from flatout.train.job import Job, TorchJob
+from flatout.train.loop import Loop
 from flatout.train.ranks import agreed, part_of
 from flatout.train.running_mean import RunningMean, mean_of
 from flatout.train.snapshot import untouched
@@ -232,13 +231,10 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     dataset keeps for later (a table of positions, a cached sample) could not be trained with.
     """
     modes = [(module, module.training) for module in model.modules()]
-    compiled = model._compiled_call_impl
-    model._compiled_call_impl = None
     model.eval()
     try:
-        with torch.no_grad():
+        with uncompiled(model), torch.no_grad():
             yield
     finally:
-        model._compiled_call_impl = compiled
         for module, training in modes:
             module.training = training

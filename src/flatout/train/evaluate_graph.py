@@ -26,9 +26,8 @@ from flatout.atomic_file import atomic_write
 from flatout.cache_folder import cache_folder, is_made, kind_folder, private
 from flatout.cache_folder import remove as remove_made
 from flatout.console import first_line
-from flatout.measure import TrialResult, available_bytes, quadruples, usable_cpus
-from flatout.measure import fingerprint
-from flatout.models import OperatorTimes
+from flatout.measure import TrialResult, available_bytes, fingerprint, quadruples, usable_cpus
+from flatout.models import OperatorTimes, uncompiled
 from flatout.train.auto_capture import Spells
 from flatout.train.capture import BEHIND, BESIDE, FAILURES, KIND, Compiling, lends_cpu, loaded
 from flatout.train.capture_child import OPTIONS
@@ -292,11 +291,8 @@ class _Form:
             raise Unfit("shapes, settings or the model change again and again")
         self._owner.graphs += 1
         began = self._owner.clock()
-        ours, self._model._compiled_call_impl = self._model._compiled_call_impl, None
-        try:
+        with uncompiled(self._model):
             graph = trace_forward(self._model, leaves, self._spec)
-        finally:
-            self._model._compiled_call_impl = ours
         facts = (fingerprint().digest, torch.__version__, torch.get_num_threads(), OPTIONS)
         versions = [tensor._version for tensor in graph.constants.values()]
         self._made = _Made(graph, graph.digest("forward", *facts), attributes, versions)

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from flatout.data import Batch, named_tensors
 from flatout.errors import NumbersError
-from flatout.models import adapter_of, own_names, own_part
+from flatout.models import adapter_of, own_names, own_part, uncompiled
 from flatout.train.losses import Value
 from flatout.train.snapshot import untouched
 from flatout.world import ONE, LostRank, World
@@ -201,10 +201,9 @@ def _first_bad_value(
 
     Ranks that compute together go as far as the first of them that has found something.
     """
-    compiled, model._compiled_call_impl = model._compiled_call_impl, None
     model.zero_grad()  # what other losses left in it is not of this step
     try:
-        with untouched(model):
+        with uncompiled(model), untouched(model):
             for piece in pieces:
                 found, loss = _in_forward(model, compute, piece)
                 if any(together.gather(found is not None, "bad values in a forward")):
@@ -219,7 +218,6 @@ def _first_bad_value(
     except Exception as error:
         return _Found([f"running the step again failed: {error}"], _NOTHING_FOUND)
     finally:
-        model._compiled_call_impl = compiled
         model.zero_grad()
     words = "running the step again gave finite gradients: random draws may decide"
     return _Found([words], _NOTHING_FOUND)

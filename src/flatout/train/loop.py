@@ -34,6 +34,7 @@ from flatout.data import Batch, Source
 from flatout.devices import process
 from flatout.errors import ModelError
 from flatout.measure import Live
+from flatout.models import has_compiled
 from flatout.optim import Optimizers, as_tuple
 from flatout.recipe import ResolvedRecipe, dumps
 from flatout.save import LoadedCheckpoint
@@ -48,7 +49,7 @@ from flatout.train.other_job import OtherJob
 from flatout.train.preflight import explain_one_sample
 from flatout.train.prepare import first_batches, follow_rule, place_model, show
 from flatout.train.rank_trial import RankTrial, is_trial
-from flatout.train.rehearsal import is_compiled, rehearse
+from flatout.train.rehearsal import rehearse
 from flatout.train.resume import Resume, job_of, own_state_of, state_of
 from flatout.train.running_mean import mean_of
 from flatout.train.settings import Switch
@@ -197,7 +198,7 @@ class Loop(LoopState):
         self.feed.channels_last = self.resolved.compute.memory_format == "channels_last"
         if decision.search is not None:
             tuner = tune(self, decision, self._notice_other_job)
-            if compute is not None and is_compiled(self.model):
+            if compute is not None and has_compiled(self.model):
                 rehearse(tuner, self.stepper, compute, first)
 
     def _notice_other_job(self) -> None:

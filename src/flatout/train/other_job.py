@@ -12,14 +12,13 @@ from functools import partial
 from typing import Any
 
 from flatout.data import Batch, Features, tensors_in
-from flatout.models import KeptInput, adapter_of
+from flatout.models import KeptInput, adapter_of, has_compiled
 from flatout.recipe import Recipe, ResolvedRecipe, dumps, loads
 from flatout.train import auto
 from flatout.train.auto_budget import Budget
 from flatout.train.auto_search import Search
 from flatout.train.decide import asked_here
 from flatout.train.loop_state import LoopState
-from flatout.train.rehearsal import is_compiled
 from flatout.train.settings import FIELDS, LIVE, Settings
 from flatout.train.step import Compute
 from flatout.train.tuning import capture_steps, settle, tune
@@ -66,7 +65,7 @@ class OtherJob:
         self.taken()
         self._loop.job_changes += 1
         # What is compiled would be compiled again for each setting.
-        self._loop.is_other_job = not is_compiled(self._loop.model)
+        self._loop.is_other_job = not has_compiled(self._loop.model)
 
     def decide(self, compute: Compute, batch: Batch) -> None:
         """Decide the settings for the steps from here on.

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from torch import nn
 
 from flatout.data import Batch
 from flatout.train.auto_budget import LONGEST_S
@@ -19,14 +18,6 @@ from flatout.train.tuner import Tuner
 
 # And it takes at most this share of the run.
 _SHARE = 0.1
-
-
-def is_compiled(model: nn.Module) -> bool:
-    """Whether the model or a part of it was compiled by torch.compile."""
-    return any(
-        module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
-        for module in model.modules()
-    )
 
 
 def rehearse(tuner: Tuner, stepper: Stepper, compute: Compute, batches: Sequence[Batch]) -> None:
