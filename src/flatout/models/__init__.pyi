@@ -5,6 +5,8 @@ from flatout.models.adapter import is_batch_coupled as is_batch_coupled
 from flatout.models.adapter import load_weights as load_weights
 from flatout.models.adapter import weights_of as weights_of
 from flatout.models.batch_norm import move_statistics as move_statistics
+from flatout.models.dangers import moving_norms as moving_norms
+from flatout.models.dangers import not_stepped as not_stepped
 from flatout.models.embeddings import look_at_ids as look_at_ids
 from flatout.models.embeddings import row_tables as row_tables
 from flatout.models.fp32_operators import keep_in_fp32 as keep_in_fp32
@@ -51,7 +53,6 @@ from flatout.models.rewrites import Rewrite as Rewrite
 from flatout.models.rewrites import find_pairs as find_pairs
 from flatout.models.sample_dropout import Layout as Layout
 from flatout.models.sample_dropout import SampleDropout as SampleDropout
-from flatout.models.shards import is_shard as is_shard
 from flatout.models.shards import own_part as own_part
 from flatout.models.shards import sharded_like as sharded_like
 from flatout.models.shards import whole as whole
@@ -68,5 +69,3 @@ from flatout.models.torch_compile import uncompiled as uncompiled
 from flatout.models.torch_model import TorchModel as TorchModel
 from flatout.models.torch_model import uses_convolution as uses_convolution
 from flatout.models.weights import own_names as own_names
-from flatout.models.dangers import moving_norms as moving_norms
-from flatout.models.dangers import not_stepped as not_stepped
