@@ -12,7 +12,7 @@ from weakref import ref
 import numpy as np
 
 from flatout.cures.dataset_now import DatasetNow
-from flatout.cures.kept_samples import FIELD, FeatureOption, KeptSamples, digests
+from flatout.cures.kept_samples import FIELD, Kept, KeptSamples, digests
 from flatout.cures.layers import words_of
 from flatout.cures.record import took
 from flatout.cures.roots import Call
@@ -200,7 +200,7 @@ class CutFeatures(KeptSamples):
         pairs = zip(rows, new, strict=True)
         return Features(joined_rows(row, one, there) for row, one in pairs)
 
-    def _opened(self, cut: Cut, inputs: Any) -> tuple[FeatureOption, Features | None]:
+    def _opened(self, cut: Cut, inputs: Any) -> tuple[Kept, Features | None]:
         """The rows, and the batch's own where it had to be computed to know what a row holds."""
         if (kept := self._kept.get("")) is not None:
             return kept, None
