@@ -16,7 +16,6 @@ The optimizers step what is there, each parameter as a whole.
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -489,12 +488,12 @@ class Staged(Strategy):
             o for one, o in zip(self._optimizers, self._orders, strict=True) if one is optimizer
         )
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """Give the model its weights back, whole; the optimizers keep this rank's states.
 
         After an error there may be no ranks to get them from: then all stays as it is.
         """
-        if not self._stages or sys.exc_info()[0] is not None:
+        if not self._stages or error is not None:
             return
         del self._model.forward
         for name, held in list(self._model.named_parameters()):
