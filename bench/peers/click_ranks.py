@@ -1,4 +1,4 @@
-"""DeepFM on two ranks of one host: tables on both, sharded over them, or under torch's DDP.
+"""DeepFM on two ranks, on one host or two: tables on both, sharded over them, or torch's DDP.
 
 Clock stamps lie within one epoch, so that they are of steps alone.
 """
@@ -45,7 +45,7 @@ def by_flatout(
         recipe=flatout.Recipe(
             compute={"touched_rows": "on"},
             process={"threads": arguments.threads},
-            world={"tables": arguments.tables, "reduction": "shared"},
+            world={"tables": arguments.tables},
         ),
         say=said.append,
     )

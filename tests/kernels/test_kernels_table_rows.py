@@ -1,5 +1,7 @@
 """Rows that are brought through the steps they missed are those of the dense optimizer."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -15,6 +17,23 @@ def test_rows_and_their_places_are_found_in_order():
     assert places.tolist() == [1, 4, 0, 2, 5, 3]
     assert starts.tolist() == [0, 2, 5, 6]
     assert table_rows.group(ids[:0], 5).rows.tolist() == []
+
+
+@pytest.mark.parametrize(("first", "ranks"), [(0, 1), (1, 2), (2, 3), (4, 7)])
+def test_rows_are_dealt_to_their_owners(first, ranks):
+    ids = (torch.rand(500) ** 3 * 900).long()
+    groups = table_rows.group(ids, 900)
+    dealt = table_rows.deal(groups, first, ranks, 3)
+    owners = (dealt.groups.rows // 8 + first) % ranks
+    assert dealt.counts == owners.bincount(minlength=ranks).tolist()
+    order = sorted(groups.rows.tolist(), key=lambda row: (row // 8 + first) % ranks)
+    assert dealt.groups.rows.tolist() == order
+    assert dealt.local.tolist() == [row // 8 // ranks * 8 + row % 8 for row in order]
+    assert torch.equal(dealt.groups.rows[dealt.numbers], ids)
+    for row, (start, end) in zip(order, pairwise(dealt.groups.starts), strict=True):
+        assert dealt.groups.places[start:end].tolist() == (ids == row).nonzero()[:, 0].tolist()
+    nothing = table_rows.deal(table_rows.group(ids[:0], 900), first, ranks, 3)
+    assert nothing.counts == [0] * ranks
 
 
 @pytest.mark.parametrize("bad", [-1, 5])

@@ -226,6 +226,9 @@ ODD = (
         reads.state_dict()
     except FlatoutError as error:
         found["read later"] = str(error)
+    counted = Clicks()
+    counted.items.scale_grad_by_freq = True
+    found["counted"] = error_of(counted)
     found["local"] = error_of(Clicks(), world={"strategy": "local_sgd"})
 
     stopped = {}
@@ -294,6 +297,7 @@ def test_what_ranks_cannot_do_with_parts_of_tables_is_said(tmp_path):
             assert "is read whole, or between steps" in found[case], case
         assert "is read whole, or between steps" in found["read later"]
         assert "that is for world.strategy=ddp, not local_sgd" in found["local"]
+        assert "items has scale_grad_by_freq, which would count ids" in found["counted"]
         assert found["stopped alike"]
         assert found["own loop"]
         assert found["tried"]

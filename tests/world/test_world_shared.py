@@ -14,7 +14,7 @@ import torch
 from world_ranks import run
 
 from flatout.measure import usable_cpus
-from flatout.strategies.reductions.meeting import Meeting
+from flatout.world.meeting import Meeting
 
 two_cpus = pytest.mark.skipif(usable_cpus() < 2, reason="two ranks take two CPUs")
 
@@ -81,8 +81,8 @@ JOB = """
     from torch import nn
     import flatout
     from flatout.recipe import World as Asked
-    from flatout.strategies.reductions import Shared, meeting, reduction_of
-    from flatout.world import join
+    from flatout.strategies.reductions import Shared, reduction_of
+    from flatout.world import join, meeting
 
     world = join()
     cpu = torch.device("cpu")
@@ -145,7 +145,7 @@ IN_CONTAINERS = """
     import os
     import torch
     import torch.distributed as dist
-    from flatout.strategies.reductions.meeting import meeting_of
+    from flatout.world.meeting import meeting_of
     from flatout.world import Group
 
     rank, folder = int(os.environ["RANK"]), os.environ["MEET"]
@@ -200,3 +200,41 @@ def test_three_ranks_keep_the_librarys_order_where_bits_count(tmp_path):
     """
     run(job, 3, tmp_path)
     assert (tmp_path / "kinds-2").read_text() == "AllReduce Shared"
+
+
+EXCHANGES = """
+    import random
+    import sys
+    import torch
+    from flatout.world import join, messages
+
+    world = join()
+    own, common = random.Random(world.rank), random.Random(7)
+    kinds = [torch.float32, torch.int64, torch.uint8, torch.bfloat16]
+
+    def tensor():
+        # Some need larger memory than there was.
+        length = own.choice([0, 1, 3, 500, 70_001])
+        return torch.randint(200, (length, own.choice([1, 3]))).to(own.choice(kinds))
+
+    for turn in range(40):
+        note = [own.randint(-5, 5) for _ in range(common.randint(0, 3))]
+        parts = [[tensor() for _ in range(own.randint(0, 2))] for _ in range(world.size)]
+        notes, found = world.exchange(note, parts)
+        found = [one.clone() for one in found]
+        other_notes, others = messages.exchange(note, parts, None)
+        assert notes == other_notes
+        assert all(map(torch.equal, found, others))
+        _, again = messages.exchange(note, parts, [len(one) for one in found])
+        assert all(map(torch.equal, found, again))
+        mine = torch.full((common.choice([1, 400_000]),), world.rank, dtype=torch.float32)
+        each = world.gather_tensors(mine)
+        assert [float(one.mean()) for one in each] == list(range(world.size))
+    assert world._mailbox() is not None
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(usable_cpus() < 2, reason="ranks take CPUs")
+def test_what_ranks_find_in_one_anothers_memory_is_what_messages_bring(tmp_path):
+    run(EXCHANGES, 3, tmp_path)

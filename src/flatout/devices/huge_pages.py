@@ -19,6 +19,8 @@ _PAGE = 2 * 2**20
 _MADV_HUGEPAGE = 14  # from linux/mman.h
 # Fewer bytes than these lie on pages whose places a CPU keeps.
 _LEAST = 64 * 2**20
+# To move what is there takes a copy; what is made now may as well lie on them.
+_LEAST_FRESH = 8 * 2**20
 
 # Where each tensor lay when it was put there: it may have been given other memory since.
 _there: Any = WeakTensorKeyDictionary()
@@ -27,7 +29,7 @@ _there: Any = WeakTensorKeyDictionary()
 def empty(shape: torch.Size) -> torch.Tensor:
     """As torch.empty, of float32: on huge pages where it is large and the system has them."""
     fresh = torch.empty(shape)
-    if fresh.nbytes >= _LEAST and _advise(fresh):
+    if fresh.nbytes >= _LEAST_FRESH and _advise(fresh):
         _there[fresh] = fresh.data_ptr()
     return fresh
 

@@ -539,6 +539,63 @@ static PyObject *group(PyObject *module, PyObject *args)
     return PyLong_FromLongLong(kept);
 }
 
+/* Groups of rows in the order of the ranks that own them: blocks of 2^shift rows go round the ranks,
+   from `first` on. Of each row also where it lies among its owner's, and of each place, its row. */
+static PyObject *deal(PyObject *module, PyObject *args)
+{
+    (void)module;
+    unsigned long long rows_at, places_at, starts_at, to_rows_at, to_places_at, to_starts_at;
+    unsigned long long local_at, numbers_at, counts_at;
+    long long count;
+    unsigned first, ranks, shift;
+    if (!PyArg_ParseTuple(args, "KKKLIIIKKKKKK", &rows_at, &places_at, &starts_at, &count, &first,
+                          &ranks, &shift, &to_rows_at, &to_places_at, &to_starts_at, &local_at,
+                          &numbers_at, &counts_at))
+        return NULL;
+    const int64_t *rows = (const int64_t *)(uintptr_t)rows_at;
+    const int64_t *places = (const int64_t *)(uintptr_t)places_at;
+    const int64_t *starts = (const int64_t *)(uintptr_t)starts_at;
+    int64_t *to_rows = (int64_t *)(uintptr_t)to_rows_at;
+    int64_t *to_places = (int64_t *)(uintptr_t)to_places_at;
+    int64_t *to_starts = (int64_t *)(uintptr_t)to_starts_at;
+    int64_t *local = (int64_t *)(uintptr_t)local_at, *numbers = (int64_t *)(uintptr_t)numbers_at;
+    int64_t *counts = (int64_t *)(uintptr_t)counts_at;
+    /* Of each rank where its next row goes, and its next place; behind them the rows' owners. */
+    int64_t *next = calloc((size_t)(2 * (int64_t)ranks + (count > 0 ? count : 1)), sizeof *next);
+    if (next == NULL)
+        return PyErr_NoMemory();
+    int64_t *next_place = next + ranks, *owners = next_place + ranks;
+    const int64_t within = ((int64_t)1 << shift) - 1;
+    Py_BEGIN_ALLOW_THREADS
+    memset(counts, 0, ranks * sizeof *counts);
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t owner = owners[i] = (int64_t)((uint64_t)((rows[i] >> shift) + first) % ranks);
+        counts[owner]++;
+        next_place[owner] += starts[i + 1] - starts[i];
+    }
+    for (int64_t rank = 0, row = 0, place = 0; rank < (int64_t)ranks; rank++) {
+        const int64_t here = next_place[rank];
+        next[rank] = row, next_place[rank] = place;
+        row += counts[rank], place += here;
+    }
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t owner = owners[i], to = next[owner]++;
+        int64_t place = next_place[owner];
+        to_rows[to] = rows[i];
+        to_starts[to] = place;
+        local[to] = (int64_t)((uint64_t)(rows[i] >> shift) / ranks) << shift | (rows[i] & within);
+        for (int64_t from = starts[i]; from < starts[i + 1]; from++, place++) {
+            to_places[place] = places[from];
+            numbers[places[from]] = to;
+        }
+        next_place[owner] = place;
+    }
+    to_starts[count] = count > 0 ? starts[count] : 0;
+    Py_END_ALLOW_THREADS
+    free(next);
+    Py_RETURN_NONE;
+}
+
 typedef struct {
     const float *values;
     const int64_t *places, *starts;
@@ -594,6 +651,7 @@ static PyMethodDef methods[] = {
     {"step_rows", step_rows, METH_VARARGS, "Bring rows to a step, and make the next one."},
     {"pass_step", pass_step, METH_VARARGS, "Take note of a step, for the rows that miss it."},
     {"group", group, METH_VARARGS, "Rows in order, with the places of each."},
+    {"deal", deal, METH_VARARGS, "Rows in the order of the ranks that own them."},
     {"sum_rows", sum_rows, METH_VARARGS, "The sum of the values of each row."},
     {NULL, NULL, 0, NULL},
 };

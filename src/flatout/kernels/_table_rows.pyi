@@ -1,5 +1,5 @@
-# All but count, size, width, base, now, horizon, epsilon, rule, nothing_decays and threads are
-# addresses.
+# All but count, size, width, base, now, horizon, epsilon, rule, nothing_decays, threads, first of
+# deal, ranks and shift are addresses.
 def step_rows(
     weights: int,
     first: int,
@@ -22,6 +22,22 @@ def step_rows(
 ) -> None: ...
 def pass_step(steps: int, missed: int, base: int, now: int, horizon: int, rule: int, /) -> None: ...
 def group(ids: int, count: int, size: int, rows: int, places: int, starts: int, /) -> int: ...
+def deal(
+    rows: int,
+    places: int,
+    starts: int,
+    count: int,
+    first: int,
+    ranks: int,
+    shift: int,
+    to_rows: int,
+    to_places: int,
+    to_starts: int,
+    local: int,
+    numbers: int,
+    counts: int,
+    /,
+) -> None: ...
 def sum_rows(
     values: int,
     places: int,

@@ -73,6 +73,52 @@ def group(ids: torch.Tensor, size: int) -> Groups:
     return Groups(rows[:count], places, starts[: count + 1])
 
 
+class Dealt(NamedTuple):
+    """Groups of rows in the order of the ranks that own them, and of a rank in rising order.
+
+    Attributes:
+        groups: as `group` finds them, in this order.
+        local: int64, where each row lies among its owner's.
+        numbers: int64, of each place which of the rows is used there.
+        counts: how many of the rows each rank owns.
+    """
+
+    groups: Groups
+    local: torch.Tensor
+    numbers: torch.Tensor
+    counts: list[int]
+
+
+def deal(groups: Groups, first: int, ranks: int, shift: int) -> Dealt:
+    """Put groups in the order of the ranks that own their rows.
+
+    Args:
+        groups: as `group` finds them.
+        first: the rank that owns the first rows; the next are the next rank's.
+        ranks: how many there are.
+        shift: of so many rows at a time, as a power of two.
+    """
+    rows, places, starts = (torch.empty_like(one) for one in groups)
+    local, numbers = torch.empty_like(rows), torch.empty_like(places)
+    counts = torch.empty(ranks, dtype=torch.int64)
+    _c.deal(
+        groups.rows.data_ptr(),
+        groups.places.data_ptr(),
+        groups.starts.data_ptr(),
+        len(rows),
+        first,
+        ranks,
+        shift,
+        rows.data_ptr(),
+        places.data_ptr(),
+        starts.data_ptr(),
+        local.data_ptr(),
+        numbers.data_ptr(),
+        counts.data_ptr(),
+    )
+    return Dealt(Groups(rows, places, starts), local, numbers, counts.tolist())
+
+
 def sum_rows(values: torch.Tensor, groups: Groups) -> torch.Tensor:
     """The sum of the values of each row, in the order of their places.
 

@@ -26,22 +26,26 @@ from torch import nn
 from flatout.devices import huge_pages
 from flatout.errors import ModelError
 from flatout.kernels import table_rows
+from flatout.kernels.table_rows import Dealt, Groups
 from flatout.models import Lookup, watch_table
 from flatout.words import size_words
-from flatout.world import World
+from flatout.world import World, to_eight
 
-# Rows in a block: few, for rows that many samples use are often beside one another.
-_BLOCK = 64
+# Rows in a block, as a power of two: few, for rows that many samples use are often beside one
+# another.
+_SHIFT = 6
+_BLOCK = 1 << _SHIFT
 # A smaller table stays on every rank: asking for its rows takes longer than stepping them.
 _LEAST_BYTES = 1 << 18
 # What ranks tell one another at a time of rows that all are to have.
 _GATHERED_BYTES = 1 << 23
 # In the place of a table's number: a forward is over.
 _NO_MORE = -1
+_FLOAT = 4
 # As many tables have a bit of their own in an int64.
 _MOST_TOGETHER = 62
 
-_Read = Callable[[torch.Tensor], torch.Tensor]
+_Read = Callable[[torch.Tensor, Groups], torch.Tensor]
 
 
 class _Table(NamedTuple):
@@ -56,6 +60,24 @@ class _Table(NamedTuple):
     number: int
     first: int
     blocks: int
+
+
+class Asked(NamedTuple):
+    """Rows that ranks ask one another for, of tables that are read by the same ids.
+
+    Attributes:
+        dealt: those that this rank asks for.
+        local: int64, where those lie here that all ranks ask this one for, rank after rank.
+        lengths: how many each rank asks this one for.
+        groups: of `local`.
+        rows: int64, the rows of `groups` in the whole table.
+    """
+
+    dealt: Dealt
+    local: torch.Tensor
+    lengths: list[int]
+    groups: Groups
+    rows: torch.Tensor
 
 
 class RowShards:
@@ -77,11 +99,16 @@ class RowShards:
         self._takes_lookups = False
         self._tables: dict[torch.Tensor, _Table] = {}
         self._reads: dict[int, _Read] = {}
-        # By a table's number: of this step, rows that have come; of earlier ones, a bit for each
-        # table that was read by the same ids after it.
-        self._ahead: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        # By a table's number: of this step, rows that have come, and who has asked for which; of
+        # earlier ones, a bit for each table that was read by the same ids after it.
+        self._ahead: dict[int, tuple[Dealt, torch.Tensor]] = {}
+        self._asked: dict[int, Asked] = {}
         self._together: dict[int, int] = {}
-        self._asked: list[tuple[int, torch.Tensor]] = []
+        self._read: list[tuple[int, Dealt]] = []
+        # Of this step: groups of rows, and the same by owner.
+        self._dealt: dict[int, tuple[Groups, Dealt]] = {}
+        # Where the rows of a table's gradient lie here.
+        self._stepped: dict[torch.Tensor, torch.Tensor] = {}
         self._held = [0] * world.size  # bytes of weights, by rank
         self.spread: dict[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
@@ -123,25 +150,25 @@ class RowShards:
         table = self._tables[weight]
         return rows.div(_BLOCK, rounding_mode="floor").add_(table.first) % self.world.size
 
-    def by_owner(self, weight: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
-        """The places of rows in the order of their owners, and how many each owner has.
+    def dealt(self, weight: torch.Tensor, groups: Groups) -> Dealt:
+        """Groups of a table's rows in the order of their owners; the same object in a step."""
+        known = self._dealt.get(id(groups))
+        if known is None:
+            first = self._tables[weight].first
+            known = groups, table_rows.deal(groups, first, self.world.size, _SHIFT)
+            self._dealt[id(groups)] = known
+        return known[1]
 
-        Args:
-            weight: of the table.
-            rows: int64 of shape (rows,).
-        """
-        groups = table_rows.group(self._owners(weight, rows), self.world.size)
-        counts = torch.zeros(self.world.size, dtype=torch.int64)
-        counts[groups.rows] = groups.starts.diff()
-        return groups.places, counts.tolist()
+    def owned(self, weight: torch.Tensor) -> int:
+        """How many of a table's rows this rank owns."""
+        return self._count(self._tables[weight], len(weight), self.world.rank)
 
-    def places(self, weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Where rows of this rank lie among its own, int64 of shape (rows,)."""
-        table, ranks = self._tables[weight], self.world.size
-        first = (self.world.rank - table.first) % ranks  # of the blocks of this rank
-        blocks = rows.div(_BLOCK, rounding_mode="floor")
-        skipped = blocks - (blocks - first).div(ranks, rounding_mode="floor")
-        return rows - skipped * _BLOCK
+    def in_whole(self, weight: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+        """Which rows of the whole table those are that lie here at these places."""
+        ranks = self.world.size
+        first = (self.world.rank - self._tables[weight].first) % ranks  # of this rank's blocks
+        skipped = (local >> _SHIFT).mul_(ranks - 1).add_(first)
+        return skipped.mul_(_BLOCK).add_(local)
 
     def _parts(self, weight: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         row = max(1, weight.shape[1] * weight.element_size())
@@ -163,7 +190,7 @@ class RowShards:
         for other, part in held:
             if other.data_ptr() == whole.data_ptr():
                 return part
-        count, at = self._count(self._tables[weight], len(weight), self.world.rank), 0
+        count, at = self.owned(weight), 0
         part = huge_pages.empty(torch.Size([count, whole.shape[1]]))
         for rows, owners in self._parts(weight):
             own = rows[owners == self.world.rank]
@@ -203,68 +230,84 @@ class RowShards:
 
         Args:
             weight: of the table.
-            read: gives rows of this rank, of which some may be asked for several times.
+            read: gives rows that lie here, of shape (rows, width): where they lie, of which some
+                may be asked for several times, and the groups of that.
         """
         self._reads[self._tables[weight].number] = read
 
-    def fetch(self, weight: nn.Parameter, rows: torch.Tensor) -> torch.Tensor:
-        """Rows of a table from their owners, of shape (rows, width); all ranks call it.
+    def fetch(self, weight: nn.Parameter, dealt: Dealt) -> torch.Tensor:
+        """Rows of a table from their owners, of shape (rows, width), in the order of `dealt`.
 
-        With them come those of other tables that were read by the same ids in an earlier step, as
-        a factorization machine's are, so that these need not be asked for.
+        All ranks call it. With the rows come those of other tables that were read by the same ids
+        in an earlier step, as a factorization machine's are, so that these need not be asked for.
 
         Args:
             weight: of the table.
-            rows: int64, that this rank needs, each once.
+            dealt: the rows that this rank needs.
 
         Raises:
             ModelError: ranks look up rows of different tables, or not equally often.
         """
         if self.lies:
-            return torch.zeros(len(rows), weight.shape[1])
+            return torch.zeros(len(dealt.local), weight.shape[1])
         self._check_step(weight)
         number = self._tables[weight].number
-        self._note(number, rows)
+        self._note(number, dealt)
         known, ahead = self._ahead.get(number, (None, None))
-        places, counts = self.by_owner(weight, rows)
-        each = self._say([number, known is rows, self._together.get(number, 0), *counts])
-        if ahead is not None and all(said[1] for said in each):
+        if ahead is not None and known is dealt:
             return ahead
-        weights, others = list(self._tables), _bits(reduce(and_, (said[2] for said in each)))
-        wanted = [number, *(one for one in others if weights[one] in self.spread)]
-        lengths = [said[3 + self.world.rank] for said in each]
-        asked = self.world.all_to_all(
-            torch.split(rows[places], counts), lengths, "ids of sharded tables"
-        )
-        ids = torch.cat(asked)
-        values = [self._reads[one](ids) for one in wanted]
-        found = self.world.all_to_all(
-            torch.split(torch.cat(values, 1), lengths), counts, "rows of sharded tables"
-        )
-        block = torch.empty(len(rows), sum(one.shape[1] for one in values))
-        block[places] = torch.cat(found)
-        parts = torch.split(block, [one.shape[1] for one in values], 1)
-        for one, part in zip(wanted, parts, strict=True):
-            self._ahead[one] = rows, part.contiguous()
+        ids = list(torch.split(dealt.local, dealt.counts))
+        together, come = self._say(number, self._together.get(number, 0), [[one] for one in ids])
+        local = torch.cat(come).view(torch.int64)
+        lengths = [len(one) // local.itemsize for one in come]
+        groups = table_rows.group(local, self.owned(weight))
+        asked = Asked(dealt, local, lengths, groups, self.in_whole(weight, groups.rows))
+        weights = list(self._tables)
+        wanted = [number, *(one for one in _bits(together) if weights[one] in self.spread)]
+        for one, rows in zip(wanted, self._rows_for(asked, wanted), strict=True):
+            self._ahead[one], self._asked[one] = (dealt, rows), asked
         return self._ahead[number][1]
 
-    def _note(self, number: int, rows: torch.Tensor) -> None:
-        """Keep in mind which tables are read by the same ids."""
-        for other, theirs in self._asked:
-            if theirs is rows and other != number and number < _MOST_TOGETHER:
-                self._together[other] = self._together.get(other, 0) | 1 << number
-        self._asked.append((number, rows))
+    def _rows_for(self, asked: Asked, wanted: list[int]) -> list[torch.Tensor]:
+        """The rows that this rank asks for, of each of the tables."""
+        parts: list[list[torch.Tensor]] = [[] for _ in asked.lengths]
+        for one in wanted:
+            values = self._reads[one](asked.local, asked.groups)
+            for part, own in zip(parts, torch.split(values, asked.lengths), strict=True):
+                part.append(own)
+        widths = [values.shape[1] for values in parts[0]]
+        counts = asked.dealt.counts
+        sizes = [[count * width * _FLOAT for width in widths] for count in counts]
+        lengths = [sum(map(to_eight, of_owner)) for of_owner in sizes]
+        _, come = self.world.exchange([], parts, "rows of sharded tables", lengths=lengths)
+        found: list[list[torch.Tensor]] = [[] for _ in wanted]
+        for bytes_, of_owner, count in zip(come, sizes, counts, strict=True):
+            at = 0
+            for rows, size, width in zip(found, of_owner, widths, strict=True):
+                rows.append(bytes_[at : at + size].view(torch.float32).view(count, width))
+                at += to_eight(size)
+        return [torch.cat(rows) for rows in found]
 
-    def _say(self, own: list[int]) -> list[list[int]]:
-        """What each rank says of its next lookup; all must be of the same table."""
-        sent = torch.tensor(own)
-        found = self.world.gather_tensors(sent, "lookups in sharded tables")
-        each = torch.stack(found).tolist()
-        if any(said[0] != own[0] for said in each):
+    def _note(self, number: int, dealt: Dealt) -> None:
+        """Keep in mind which tables are read by the same ids."""
+        for other, theirs in self._read:
+            if theirs is dealt and other != number and number < _MOST_TOGETHER:
+                self._together[other] = self._together.get(other, 0) | 1 << number
+        self._read.append((number, dealt))
+
+    def _say(
+        self, number: int, together: int, parts: list[list[torch.Tensor]]
+    ) -> tuple[int, list[torch.Tensor]]:
+        """Tell all ranks what is looked up next, which must be the same, and send tensors to each.
+
+        Returns what all have of `together`, and what has come.
+        """
+        each, come = self.world.exchange([number, together], parts, "lookups in sharded tables")
+        if any(theirs != number for theirs, _ in each):
             names = dict(enumerate(tuple(weight.shape) for weight in self._tables))
             said = ", ".join(
-                f"rank {rank} reads {names.get(said[0], 'no more')}"
-                for rank, said in enumerate(each)
+                f"rank {rank} reads {names.get(theirs, 'no more')}"
+                for rank, (theirs, _) in enumerate(each)
             )
             raise ModelError(
                 "ranks look up rows of tables in different orders or not equally often, which "
@@ -273,7 +316,30 @@ class RowShards:
                 do="look up the same tables in each forward, whatever the samples are, or train "
                 "with world.tables=replicated",
             )
-        return each
+        return reduce(and_, (theirs for _, theirs in each)), come
+
+    # -- gradients -----------------------------------------------------------------------------
+
+    def asked_for(self, weight: torch.Tensor, rows: torch.Tensor) -> Asked | None:
+        """What ranks have asked for last, where this rank asked for these rows; else None."""
+        asked = self._asked.get(self._tables[weight].number)
+        if asked is None:
+            return None
+        own = asked.dealt.groups.rows
+        is_same = (own.data_ptr(), len(own)) == (rows.data_ptr(), len(rows))
+        return asked if is_same else None
+
+    def last_asked(self, weight: torch.Tensor) -> Asked:
+        """The same, where another rank has found that its gradient has the rows it asked for."""
+        return self._asked[self._tables[weight].number]
+
+    def is_stepped(self, weight: torch.Tensor, local: torch.Tensor) -> None:
+        """Say where those rows lie here that a table's gradient has."""
+        self._stepped[weight] = local
+
+    def places(self, weight: torch.Tensor) -> torch.Tensor:
+        """Where the rows of a table's gradient lie here, int64 of shape (rows,)."""
+        return self._stepped[weight]
 
     # -- a step --------------------------------------------------------------------------------
 
@@ -284,8 +350,8 @@ class RowShards:
         try:
             yield
         finally:
-            self._asked.clear()
-            self._ahead.clear()
+            for known in (self._read, self._ahead, self._asked, self._dealt, self._stepped):
+                known.clear()
             self.is_in_step = self._takes_lookups = False
 
     def end_forward(self) -> None:
@@ -294,7 +360,7 @@ class RowShards:
         Raises:
             ModelError: another rank has one more.
         """
-        self._say([_NO_MORE] * (3 + self.world.size))
+        self._say(_NO_MORE, 0, [[] for _ in range(self.world.size)])
         self._takes_lookups = False
 
     def _check_step(self, weight: nn.Parameter) -> None:
@@ -341,8 +407,8 @@ class RowShards:
 
     def share(self, flag: torch.Tensor) -> None:
         """Let a flag be set where any rank has set it; all ranks call it."""
-        self.world.sum(flag, "whether gradients of sharded tables are finite")
-        flag.clamp_(max=1)
+        each = self.world.gather_tensors(flag, "whether gradients of sharded tables are finite")
+        flag.copy_(torch.stack(each).amax(0))
 
 
 class _Elsewhere(NamedTuple):

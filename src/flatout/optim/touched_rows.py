@@ -26,6 +26,7 @@ from flatout.optim.row_shards import RowShards
 
 # Of so many rows that no batch has read is looked at what their gradient is.
 _LOOKED_AT = 1024
+_MOST = 0.5
 # So many steps are kept; then all rows are brought up to date, in one pass over the table.
 _ROOM = 4096
 
@@ -131,8 +132,9 @@ class KeptTable:
         except IndexError:
             return None
         if self.shards is not None and self.is_spread:
-            block = self.shards.fetch(self.weight, groups.rows)
-            return _Lookup(self, ids, groups, block)
+            dealt = self.shards.dealt(self.weight, groups)
+            block = self.shards.fetch(self.weight, dealt)
+            return _Lookup(self, ids, dealt.groups, _Fetched(block, dealt.numbers))
         self._bring(groups.rows)
         return _Lookup(self, ids, groups, None)
 
@@ -149,29 +151,33 @@ class KeptTable:
             assert self.table is not None
             self.steps.bring(self.table, rows)
 
-    def _read(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows that this rank owns, each of which several others may want."""
+    def _read(self, local: torch.Tensor, groups: Groups) -> torch.Tensor:
+        """Rows that this rank owns, by where they lie here, of which several may be the same."""
         assert self.shards is not None
-        own, places = self.shards.part(self.weight, self.values), self.places_of(rows)
-        if self._is_behind:
-            self._bring(table_rows.group(places, len(own)).rows)
-        return own.index_select(0, places)
+        self._bring(groups.rows)
+        return self.shards.part(self.weight, self.values).index_select(0, local)
 
     def places_of(self, rows: torch.Tensor) -> torch.Tensor:
-        """Where rows lie in `table`."""
+        """Where the rows of the gradient lie in `table`."""
         if self.shards is None or not self.is_spread:
             return rows
-        return self.shards.places(self.weight, rows)
+        return self.shards.places(self.weight)
 
-    def gradient(self, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """The table's gradient: these values in these rows, which rise, and zeros elsewhere."""
+    def gradient(
+        self, rows: torch.Tensor, values: torch.Tensor, *, rise: bool = True
+    ) -> torch.Tensor:
+        """The table's gradient: these values in these rows, each once, and zeros elsewhere.
+
+        Where rows do not rise, torch may not take it for one that is coalesced: it would add up two
+        such wrongly.
+        """
         self._rows = rows
         return torch.sparse_coo_tensor(
-            rows[None], values, self.weight.shape, check_invariants=False, is_coalesced=True
+            rows[None], values, self.weight.shape, check_invariants=False, is_coalesced=rise
         )
 
     def gather(self) -> None:
-        """Make the gradient one with every row once, in rising order."""
+        """Make the gradient one with every row once."""
         gradient = self.weight.grad
         if gradient is None or gradient.is_coalesced():
             return
@@ -300,13 +306,25 @@ class Grouped:
         self._known.clear()
 
 
+class _Fetched(NamedTuple):
+    """Rows that have come from other ranks.
+
+    Attributes:
+        block: float32 of shape (rows, width).
+        numbers: int64, of each place which of them is used there.
+    """
+
+    block: torch.Tensor
+    numbers: torch.Tensor
+
+
 class _Lookup(NamedTuple):
     """Reads the rows of ids, which are up to date."""
 
     kept: KeptTable
     ids: torch.Tensor
     groups: Groups
-    block: torch.Tensor | None  # the rows, where they have come from other ranks
+    fetched: _Fetched | None  # in the order of `groups`; None where they lie in the table
 
     def embedding(self, padding_idx: int | None, scale_grad_by_freq: bool) -> torch.Tensor:
         """As torch.nn.functional.embedding."""
@@ -315,16 +333,25 @@ class _Lookup(NamedTuple):
     def embedding_bag(
         self, offsets: torch.Tensor | None, padding_idx: int | None, **options: Any
     ) -> torch.Tensor:
-        """What torch's operator gives of the rows of ids, as a table of their own."""
-        groups = self.groups
-        numbers = _numbers_in(groups)
+        """What torch's operator gives of the rows of ids, as a table of their own.
+
+        They rise in it: in which order the operator adds up follows from that.
+        """
+        groups, fetched = self.groups, self.fetched
+        if fetched is None:
+            order, rows, numbers = None, groups.rows, _numbers_in(groups)
+        else:
+            order = groups.rows.argsort()
+            rows = groups.rows[order]
+            numbers = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+            numbers = numbers[fetched.numbers]
         if padding_idx is not None:
-            place = int(torch.searchsorted(groups.rows, padding_idx))
-            is_there = place < len(groups.rows) and int(groups.rows[place]) == padding_idx
+            place = int(torch.searchsorted(rows, padding_idx))
+            is_there = place < len(rows) and int(rows[place]) == padding_idx
             padding_idx = place if is_there else None
         return F.embedding_bag(
             numbers.reshape(self.ids.shape),
-            _Compact.apply(self.kept.weight, self.kept, groups, self.block),  # type: ignore[no-untyped-call]
+            _Compact.apply(self.kept.weight, self.kept, groups, fetched, order),  # type: ignore[no-untyped-call]
             None if offsets is None else offsets.to(numbers.dtype),
             padding_idx=padding_idx,
             **options,
@@ -348,14 +375,14 @@ class _Gathered(torch.autograd.Function):
         kept: KeptTable,
         ids: torch.Tensor,
         groups: Groups,
-        block: torch.Tensor | None,
+        fetched: _Fetched | None,
         padding_idx: int | None,
         scale_grad_by_freq: bool,
     ) -> torch.Tensor:
         ctx.kept, ctx.groups = kept, groups
         ctx.padding_idx, ctx.scale_grad_by_freq = padding_idx, scale_grad_by_freq
-        if block is not None:
-            return F.embedding(_numbers_in(groups).reshape(ids.shape), block)
+        if fetched is not None:
+            return F.embedding(fetched.numbers.reshape(ids.shape), fetched.block)
         return F.embedding(ids, weight)
 
     @staticmethod
@@ -369,23 +396,35 @@ class _Gathered(torch.autograd.Function):
         if ctx.padding_idx is not None:
             others = rows != ctx.padding_idx
             rows, values = rows[others], values[others]
-        return ctx.kept.gradient(rows, values), None, None, None, None, None, None
+        gradient = ctx.kept.gradient(rows, values, rise=not ctx.kept.is_spread)
+        return gradient, None, None, None, None, None, None
 
 
 class _Compact(torch.autograd.Function):
-    """The rows that a batch uses, each once, for an operator that reads them as a table."""
+    """The rows that a batch uses, each once and rising, for an operator that reads a table."""
 
     @staticmethod
     def forward(
-        ctx: Any, weight: torch.Tensor, kept: KeptTable, groups: Groups, block: torch.Tensor | None
+        ctx: Any,
+        weight: torch.Tensor,
+        kept: KeptTable,
+        groups: Groups,
+        fetched: _Fetched | None,
+        order: torch.Tensor | None,
     ) -> torch.Tensor:
-        ctx.kept, ctx.rows = kept, groups.rows
-        return weight.index_select(0, groups.rows) if block is None else block
+        ctx.kept, ctx.rows, ctx.order = kept, groups.rows, order
+        if fetched is None or order is None:
+            return weight.index_select(0, groups.rows)
+        return fetched.block.index_select(0, order)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        return ctx.kept.gradient(ctx.rows, gradient.contiguous()), None, None, None
+        values = gradient.contiguous()
+        if ctx.order is not None:
+            values = torch.empty_like(values).index_copy_(0, ctx.order, values)
+        found = ctx.kept.gradient(ctx.rows, values, rise=ctx.order is None)
+        return found, None, None, None, None
 
 
 class TouchedRows:
@@ -463,7 +502,7 @@ class TouchedRows:
                 kept.gather()
 
     def gather(self) -> bool:
-        """Make each table's gradient one with every row once, in rising order.
+        """Make each table's gradient one with every row once.
 
         Returns whether a table was left to the optimizer: its gradient is dense, since something
         has read it in another way than by rows.
@@ -550,14 +589,18 @@ def _times_itself(
 ) -> float | None:
     """By what rows that no batch has read are multiplied in their gradient, as L2 in the loss does.
 
-    None where there are no such rows, or their gradient is another.
+    None where there are no such rows, or their gradient is another. Of the rows that this rank has
+    not read others may have read some: so it is that of most rows.
     """
     is_unread = torch.ones(len(weight), dtype=torch.bool)
     for rows in read:
         is_unread[rows] = False
     places = is_unread.nonzero()[:_LOOKED_AT, 0]
     values, found = weight.detach()[places].double(), gradient[places].double()
-    square = values.square().sum()
-    times = (values * found).sum() / square
-    near = (found - times * values).norm() <= 1e-4 * found.norm()
-    return float(times) if square > 0 and times > 0 and near else None
+    squares = values.square().sum(1)
+    each = (values * found).sum(1)[squares > 0] / squares[squares > 0]
+    if not len(each):
+        return None
+    times = each.median()
+    near = (found - times * values).norm(dim=1) <= 1e-4 * found.norm(dim=1)
+    return float(times) if times > 0 and near.double().mean() > _MOST else None

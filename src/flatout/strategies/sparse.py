@@ -16,9 +16,12 @@ from flatout.errors import ModelError
 from flatout.kernels import table_rows
 from flatout.models import TableParameter, modules_of
 from flatout.optim import RowShards
-from flatout.world import World
+from flatout.world import World, to_eight
 
 _ID_BYTES = 8
+# In the place of how many rows a gradient has: there is none; they are those that were asked for;
+# it has all of them.
+_NONE, _AS_ASKED, _WHOLE = -1, -2, -3
 
 
 def sparse_weights(model: nn.Module) -> set[torch.Tensor]:
@@ -35,21 +38,50 @@ def sparse_weights(model: nn.Module) -> set[torch.Tensor]:
 def sum_rows(world: World, tables: Sequence[torch.Tensor]) -> None:
     """Make the gradient of each table that of all ranks; where no rank has one, there is none.
 
-    How many rows each rank has goes first, then the rows of all tables together.
+    How many rows each rank has goes first, then the rows of all tables together. Where a rank's
+    gradient is dense, since something has read the table whole, it is so on all of them.
 
     Raises:
         ModelError: a gradient is sparse in another way than by rows.
     """
     own = [_rows_of(table) for table in tables]
     # Of a gradient that is there but has no rows, the optimizer still takes note.
-    lengths = [-1 if rows is None else rows._nnz() for rows in own]
+    lengths = [_count(rows) for rows in own]
     counts = torch.tensor(lengths, dtype=torch.int64, device=tables[0].device)
-    each = torch.stack(world.gather_tensors(counts, "number of rows in sparse gradients")).tolist()
-    sizes = [
-        sum(_bytes(table, count) for table, count in zip(tables, of_rank, strict=True))
-        for of_rank in each
-    ]
-    message = torch.zeros(max(sizes), dtype=torch.uint8, device=counts.device)
+    each = torch.stack(world.gather_tensors(counts, "number of rows in sparse gradients"))
+    is_whole = (each == _WHOLE).any(0).tolist()
+    for table in [table for table, whole in zip(tables, is_whole, strict=True) if whole]:
+        _sum_whole(world, table)
+    kept = [place for place, whole in enumerate(is_whole) if not whole]
+    if kept:
+        by_rank = each[:, kept].tolist()
+        _sum_by_rows(
+            world, [tables[place] for place in kept], [own[place] for place in kept], by_rank
+        )
+
+
+def _sum_whole(world: World, table: torch.Tensor) -> None:
+    gradient = torch.zeros_like(table) if table.grad is None else table.grad.to_dense()
+    world.sum(gradient, "gradient of a table that something has read whole")
+    table.grad = gradient
+
+
+def _sum_by_rows(
+    world: World,
+    tables: Sequence[torch.Tensor],
+    own: Sequence[torch.Tensor | None],
+    counts: Sequence[Sequence[int]],
+) -> None:
+    """Make gradients those of all ranks.
+
+    Args:
+        world: of this rank.
+        tables: whose.
+        own: this rank's, with every row once; None where there is none.
+        counts: by rank and table, how many rows it has.
+    """
+    sizes = [sum(map(_bytes, tables, of_rank)) for of_rank in counts]
+    message = torch.zeros(max(sizes), dtype=torch.uint8, device=tables[0].device)
     at = 0
     for table, rows in zip(tables, own, strict=True):
         if rows is not None:
@@ -57,42 +89,99 @@ def sum_rows(world: World, tables: Sequence[torch.Tensor]) -> None:
             places.copy_(rows.indices()[0])
             values.copy_(rows.values())
     found = world.gather_tensors(message, "rows of sparse gradients") if max(sizes) else []
-    _set_gradients(tables, found, each)
+    _set_gradients(tables, found, counts)
 
 
 def sum_own_rows(world: World, tables: Sequence[torch.Tensor], shards: RowShards) -> None:
     """Make the gradient of each table that of all ranks in the rows that this rank owns.
 
-    Where no rank has one, there is none. How many rows each rank has for which goes first, then
-    the rows of all tables together.
+    Where no rank has one, there is none. The rows of all tables go together. Of rows that a rank
+    has asked for, their owners know which these are.
 
     Args:
         world: of this rank.
         tables: that are sharded.
         shards: tells who owns which row.
     """
-    own: list[tuple[torch.Tensor, torch.Tensor] | None] = []
-    counts: list[list[int]] = []
+    counts: list[int] = []
+    parts: list[list[torch.Tensor]] = [[] for _ in range(world.size)]
     for table in tables:
-        rows = _rows_of(table)
-        if rows is None:
-            own.append(None)
-            counts.append([-1] * world.size)
-            continue
-        places, lengths = shards.by_owner(table, rows.indices()[0])
-        own.append((rows.indices()[0][places], rows.values()[places]))
-        counts.append(lengths)
-    told = world.gather_tensors(torch.tensor(counts), "number of rows for the owners")
-    each = torch.stack(told).tolist()  # by rank, table, owner
-    parts, starts = [], [0] * len(tables)
-    for owner in range(world.size):
-        counts_to = [of_table[owner] for of_table in counts]
-        parts.append(_message(tables, own, starts, counts_to))
-        starts = [at + max(0, count) for at, count in zip(starts, counts_to, strict=True)]
-    come = [[of_table[world.rank] for of_table in of_rank] for of_rank in each]
-    sizes = [sum(map(_bytes, tables, counts_from)) for counts_from in come]
-    found = world.all_to_all(parts, sizes, "rows of sparse gradients for their owners")
-    _set_gradients(tables, found, come)
+        for part, (count, own) in zip(parts, _for_owners(table, shards), strict=True):
+            counts.append(count)
+            part += own
+    each, found = world.exchange(counts, parts, "rows of sparse gradients for their owners")
+    starts = [0] * world.size
+    for place, table in enumerate(tables):
+        come = [of_rank[place * world.size + world.rank] for of_rank in each]
+        ids, values = [], []
+        for rank, count in enumerate(come):
+            if count == _AS_ASKED:
+                asked = shards.last_asked(table)
+                ids.append(torch.split(asked.local, asked.lengths)[rank])
+            else:
+                one, starts[rank] = _view(found[rank], starts[rank], torch.int64, (count,))
+                ids.append(one)
+            shape = (len(ids[-1]), table.shape[1])
+            one, starts[rank] = _view(found[rank], starts[rank], table.dtype, shape)
+            values.append(one)
+        _set_own(table, shards, come, ids, values)
+
+
+def _for_owners(table: torch.Tensor, shards: RowShards) -> list[tuple[int, list[torch.Tensor]]]:
+    """How many rows a gradient has for each owner, and what it is to have: ids, then values."""
+    rows = _rows_of(table)
+    if rows is None:
+        return [(_NONE, [])] * shards.world.size
+    ids, values = rows.indices()[0], rows.values()
+    asked = shards.asked_for(table, ids)
+    if asked is not None:
+        return [(_AS_ASKED, [own]) for own in torch.split(values, asked.dealt.counts)]
+    dealt = shards.dealt(table, table_rows.group(ids, len(table)))
+    each = torch.split(dealt.local, dealt.counts)
+    values = values[dealt.groups.places]  # of each row there is one
+    pairs = zip(each, torch.split(values, dealt.counts), strict=True)
+    return [(len(local), [local, own]) for local, own in pairs]
+
+
+def _set_own(
+    table: torch.Tensor,
+    shards: RowShards,
+    counts: Sequence[int],
+    ids: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+) -> None:
+    """Make a table's gradient that of all ranks.
+
+    Args:
+        table: that is sharded.
+        shards: tells who owns which row.
+        counts: by rank, how many rows have come; _NONE where it has no gradient.
+        ids: by rank, int64, where the rows lie here.
+        values: of them, by rank.
+    """
+    if all(count == _NONE for count in counts):
+        table.grad = None
+        return
+    if all(count == _AS_ASKED for count in counts):
+        asked = shards.last_asked(table)
+        groups, rows = asked.groups, asked.rows
+    else:
+        groups = table_rows.group(torch.cat(list(ids)), shards.owned(table))
+        rows = shards.in_whole(table, groups.rows)
+    shards.is_stepped(table, groups.rows)
+    found = table_rows.sum_rows(torch.cat(list(values)), groups)
+    table.grad = torch.sparse_coo_tensor(
+        rows[None], found, table.shape, check_invariants=False, is_coalesced=True
+    )
+
+
+def _view(
+    message: torch.Tensor, at: int, dtype: torch.dtype, shape: tuple[int, ...]
+) -> tuple[torch.Tensor, int]:
+    """Numbers of a message from a byte on, and where the next begin."""
+    shape = (max(shape[0], 0), *shape[1:])
+    size = math.prod(shape) * dtype.itemsize
+    return message[at : at + size].view(dtype).view(shape), at + to_eight(size)
 
 
 def _set_gradients(
@@ -117,27 +206,10 @@ def _set_gradients(
         table.grad = _put_together(table, parts) if is_there else None
 
 
-def _message(
-    tables: Sequence[torch.Tensor],
-    own: Sequence[tuple[torch.Tensor, torch.Tensor] | None],
-    starts: Sequence[int],
-    counts: Sequence[int],
-) -> torch.Tensor:
-    """So many rows of each table from a start on, with their values."""
-    message = torch.zeros(sum(map(_bytes, tables, counts)), dtype=torch.uint8)
-    at = 0
-    for table, held, start, count in zip(tables, own, starts, counts, strict=True):
-        if held is not None:
-            places, values, at = _parts(message, at, table, count)
-            places.copy_(held[0][start : start + count])
-            values.copy_(held[1][start : start + count])
-    return message
-
-
 def _bytes(table: torch.Tensor, rows: int) -> int:
     """What so many rows take in a message, each part of it a multiple of 8."""
     values = math.prod((max(rows, 0), *table.shape[1:])) * table.element_size()
-    return max(rows, 0) * _ID_BYTES + -(-values // _ID_BYTES) * _ID_BYTES
+    return max(rows, 0) * _ID_BYTES + to_eight(values)
 
 
 def _parts(
@@ -181,12 +253,16 @@ def _put_together(
     )
 
 
+def _count(rows: torch.Tensor | None) -> int:
+    if rows is None:
+        return _NONE
+    return _WHOLE if rows.layout is torch.strided else rows._nnz()
+
+
 def _rows_of(table: torch.Tensor) -> torch.Tensor | None:
     gradient = table.grad
-    if gradient is None:
-        return None
-    if gradient.layout is torch.strided:  # the table was used in another way as well
-        return gradient.to_sparse(1)
+    if gradient is None or gradient.layout is torch.strided:
+        return gradient
     if gradient.layout is not torch.sparse_coo or gradient.sparse_dim() != 1:
         raise ModelError(
             f"ranks add up sparse gradients by rows, found {gradient.layout} with "

@@ -326,6 +326,7 @@ class Loop(LoopState):
         self._guard.after_step(turn, compute, batches, self.feed.source)
         self.count_step()
         if self.stepper.switch.leave_read_whole():
+            self.stepper.strategy.renew()
             tell_of_tables(self, [])
         turn.mean_loss.add(done.loss, done.weight)
         now = clock()

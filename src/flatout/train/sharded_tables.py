@@ -52,4 +52,7 @@ def _why_not(loop: LoopState, resolved: ResolvedRecipe) -> str:
         return "compute.compile=on makes one graph of what ranks do together"
     if any(isinstance(optimizer, KerasOptimizer) for optimizer in loop.optimizers):
         return "the optimizer is Keras', which clips the gradients of all rows itself"
+    for name, module in loop.model.named_modules():
+        if getattr(module, "scale_grad_by_freq", False):
+            return f"{name} has scale_grad_by_freq, which would count ids in each rank's part alone"
     return ""

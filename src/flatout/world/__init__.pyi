@@ -3,6 +3,7 @@ from flatout.world.collective_log import CollectiveLog as CollectiveLog
 from flatout.world.cpus import share_cpus as share_cpus
 from flatout.world.launch import first_failure as first_failure
 from flatout.world.launch import run_ranks as run_ranks
+from flatout.world.messages import to_eight as to_eight
 from flatout.world.nodes import Nodes as Nodes
 from flatout.world.nodes import asked_for as asked_for
 from flatout.world.nodes import check_devices as check_devices

@@ -1,12 +1,13 @@
 """What ranks send one another besides sums: plain values as JSON and tensors, never as pickle.
 
-A message is 8 bytes with the length of its head, the head as JSON, and the tensors' bytes. The head
-holds the value without its tensors, and their names, dtypes and shapes.
+A message with a value is 8 bytes with the length of its head, the head as JSON, and the tensors'
+bytes. The head holds the value without its tensors, and their names, dtypes and shapes.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from flatout.errors import CheckpointError, WorldError
@@ -102,6 +103,48 @@ def gather(value: Any, size: int, channel: Any = None) -> list[Any]:
     found = [torch.empty_like(padded) for _ in counts]
     dist.all_gather(found, padded, group=channel)
     return [unpack(one[:count].cpu()) for one, count in zip(found, counts, strict=True)]
+
+
+def exchange(
+    note: Sequence[int], parts: Sequence[Sequence[torch.Tensor]], lengths: Sequence[int] | None
+) -> tuple[list[list[int]], list[torch.Tensor]]:
+    """As `World.exchange`, through torch's channel of all ranks."""
+    import torch
+    import torch.distributed as dist
+
+    own = [joined(part) for part in parts]
+    sizes, size = [len(part) for part in own], len(parts)
+    notes: list[list[int]] = []
+    if lengths is None:
+        told = torch.tensor([*note, *sizes])
+        found = [torch.empty_like(told) for _ in parts]
+        dist.all_gather(found, told)
+        each = torch.stack(found)
+        notes = each[:, :-size].tolist()
+        counts = each[:, -size:]
+        if not counts.any():
+            return notes, [own[0][:0]] * size
+        lengths = counts[:, dist.get_rank()].tolist()
+    come = torch.empty(sum(lengths), dtype=torch.uint8)
+    dist.all_to_all_single(come, torch.cat(own), list(lengths), sizes)
+    return notes, list(torch.split(come, list(lengths)))
+
+
+def to_eight(size: int) -> int:
+    """A number of bytes, up to the next multiple of 8."""
+    return -(-size // 8) * 8
+
+
+def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Their bytes, each tensor's from a multiple of 8 on."""
+    import torch
+
+    pieces = []
+    for tensor in tensors:
+        pieces.append(tensor.view(-1).view(torch.uint8))
+        if rest := to_eight(tensor.nbytes) - tensor.nbytes:
+            pieces.append(torch.zeros(rest, dtype=torch.uint8))
+    return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
 
 
 def from_rank(value: Any, source: int, own: int) -> Any:

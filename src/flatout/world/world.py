@@ -27,6 +27,8 @@ from flatout.world.watch import RankWatch
 if TYPE_CHECKING:
     import torch
 
+    from flatout.world.mailbox import Mailbox
+
 # How long a rank waits for the others to come at the start.
 _PATIENCE = timedelta(minutes=10)
 
@@ -161,43 +163,71 @@ class World:
         with _together(self, self.collectives.begin(what)):
             return messages.gather(value, self.size)
 
-    def gather_tensors(self, tensor: torch.Tensor, what: str = "") -> list[torch.Tensor]:
+    def gather_tensors(
+        self, tensor: torch.Tensor, what: str = "", *, by_message: bool = False
+    ) -> list[torch.Tensor]:
         """Every rank's tensor, by rank, in one collective.
 
         Args:
             tensor: contiguous, of the same shape and dtype on every rank, where ranks add up.
             what: it is for.
+            by_message: as ranks send, even where they share memory.
         """
         if self.size == 1:
             return [tensor]
         import torch
         import torch.distributed as dist
 
-        found = [torch.empty_like(tensor) for _ in range(self.size)]
+        mailbox = self._mailbox() if tensor.is_cpu and not by_message else None
         with _together(self, self.collectives.begin(what)):
+            if mailbox is not None:
+                return [one.clone() for one in mailbox.gather(tensor)]
+            found = [torch.empty_like(tensor) for _ in range(self.size)]
             dist.all_gather(found, tensor)
         return found
 
-    def all_to_all(
-        self, parts: Sequence[torch.Tensor], lengths: Sequence[int], what: str = ""
-    ) -> list[torch.Tensor]:
-        """Send a tensor to each rank; what each rank has sent to this one, by rank.
+    def exchange(
+        self,
+        note: Sequence[int],
+        parts: Sequence[Sequence[torch.Tensor]],
+        what: str = "",
+        *,
+        lengths: Sequence[int] | None = None,
+    ) -> tuple[list[list[int]], list[torch.Tensor]]:
+        """Tell all ranks some numbers, and send tensors to each.
+
+        In what comes each tensor begins at a multiple of 8 bytes.
 
         Args:
-            parts: by rank, of one dtype and of the same shape but for their lengths.
-            lengths: of what comes, by rank.
+            note: of the same length on every rank.
+            parts: by rank, on the CPU, contiguous; those for this rank too.
             what: it is for.
+            lengths: of what each rank sends to this one, in bytes, where all ranks know theirs.
+                Then notes need not come: None is told of them.
+
+        Returns:
+            every rank's note, and the bytes that it has sent to this one, by rank: uint8 of shape
+            (bytes,), to be read before the next exchange.
         """
         if self.size == 1:
-            return list(parts)
-        import torch
-        import torch.distributed as dist
-
-        sent = torch.cat(list(parts))
-        found = sent.new_empty(sum(lengths), *sent.shape[1:])
+            return [list(note)], [messages.joined(parts[0])]
+        mailbox = self._mailbox()
         with _together(self, self.collectives.begin(what)):
-            dist.all_to_all_single(found, sent, list(lengths), [len(part) for part in parts])
-        return list(torch.split(found, list(lengths)))
+            if mailbox is not None:
+                return mailbox.exchange(note, parts)
+            return messages.exchange(note, parts, lengths)
+
+    def _mailbox(self) -> Mailbox | None:
+        """How ranks of one node exchange tensors; None where they share no memory."""
+        if "mailbox" not in _shared:
+            _shared["mailbox"] = None
+            group = self.among(range(self.size)) if self.place.nodes == 1 else None
+            if group is not None:
+                from flatout.world.mailbox import mailbox_of
+
+                with _together(self, self.collectives.begin("memory that ranks share")):
+                    _shared["mailbox"] = mailbox_of(group, self.timeout_s)
+        return _shared["mailbox"]
 
     def from_first(self, value: Any, what: str = "") -> Any:
         """Rank 0's value, on every rank; of the others it is not looked at.
@@ -345,6 +375,7 @@ ONE = World(ALONE)
 _joined: World | None = None
 _groups: dict[tuple[tuple[int, ...], ...], Group | None] = {}
 _watch: RankWatch | None = None
+_shared: dict[str, Mailbox | None] = {}  # once it was looked for
 
 
 def join(device: str = "cpu", timeout_s: float = TIMEOUT_S, patience_s: float = HANG_S) -> World:
@@ -393,6 +424,8 @@ def leave() -> None:
         dist.destroy_process_group()
         gloo_threads.wait_until_idle()
     _groups.clear()
+    if (mailbox := _shared.pop("mailbox", None)) is not None:
+        mailbox.close()
     _joined = None
 
 

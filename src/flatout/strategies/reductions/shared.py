@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import torch
 
-from flatout.strategies.reductions.meeting import Meeting, gathered, opened
 from flatout.strategies.reductions.reduction import Flat, Reduction
 from flatout.world import Group
+from flatout.world.meeting import Meeting, gathered, opened
 
 
 class _Laid(NamedTuple):

@@ -9,9 +9,12 @@ from __future__ import annotations
 import os
 import select
 from io import FileIO
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from flatout.world import Group, messages
+from flatout.world import messages
+
+if TYPE_CHECKING:
+    from flatout.world.world import Group
 
 
 class Meeting:

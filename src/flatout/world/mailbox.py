@@ -1,0 +1,165 @@
+"""Ranks of one node give one another bytes in memory that all of them see.
+
+Each rank writes into a box of its own, all meet, and each reads where the others have what is meant
+for it. There are two boxes in turn: a rank that writes into one of them again has met all others
+since they have read it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from flatout.world.meeting import Meeting, gathered, meeting_of, opened
+from flatout.world.messages import to_eight
+
+if TYPE_CHECKING:
+    from flatout.world.world import Group
+
+_WORD = 8
+# A box begins with as many bytes, and becomes at least twice as large where it must.
+_LEAST_BYTES = 1 << 20
+_TOLD = 4  # of a rank's two boxes, where they are now
+
+
+class _Box(NamedTuple):
+    """Where a rank's box is, and what it holds.
+
+    Attributes:
+        file: the rank's number of it.
+        memory: of shape (bytes,), uint8.
+    """
+
+    file: int
+    memory: torch.Tensor
+
+
+class Mailbox:
+    """The boxes of one rank.
+
+    Args:
+        group: ranks of one node, which all make theirs at once.
+        meet: their meeting.
+    """
+
+    def __init__(self, group: Group, meet: Meeting) -> None:
+        self._own, self._meet, self._turn = group.own, meet, 0
+        file = _file(mmap.PAGESIZE)
+        try:
+            there = gathered(group, (os.getpid(), file))
+            self._pids = [pid for pid, _ in there]
+            # By rank, the file and the length of each of its boxes.
+            pages = [_mapped(pid, theirs, mmap.PAGESIZE) for pid, theirs in there]
+            self._told = [page.view(torch.int64)[:_TOLD] for page in pages]
+            self._meet()
+        finally:
+            os.close(file)
+        self._boxes: list[dict[int, _Box]] = [{}, {}]
+
+    def exchange(
+        self, note: Sequence[int], parts: Sequence[Sequence[torch.Tensor]]
+    ) -> tuple[list[list[int]], list[torch.Tensor]]:
+        """As `World.exchange`."""
+        ranks = len(parts)
+        lengths = [sum(to_eight(tensor.nbytes) for tensor in part) for part in parts]
+        at = (1 + len(note) + 2 * ranks) * _WORD
+        starts = []
+        for length in lengths:
+            starts.append(at)
+            at += length
+        head = torch.tensor([len(note), *note, *starts, *lengths])
+        box = self._begin(at)
+        _write(box, 0, [head])
+        for start, part in zip(starts, parts, strict=True):
+            _write(box, start, part)
+        self._meet()
+        notes, found = [], []
+        for rank in range(ranks):
+            theirs = self._of(rank)
+            count = int(theirs[:_WORD].view(torch.int64))
+            numbers = theirs[_WORD : (1 + count + 2 * ranks) * _WORD].view(torch.int64).tolist()
+            start, length = numbers[count + self._own], numbers[count + ranks + self._own]
+            notes.append(numbers[:count])
+            found.append(theirs[start : start + length])
+        return notes, found
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's tensor, by rank, all of one shape and dtype; good until the next call."""
+        _write(self._begin(tensor.nbytes), 0, [tensor])
+        self._meet()
+        whole = [self._of(rank)[: tensor.nbytes] for rank in range(len(self._pids))]
+        return [one.view(tensor.dtype).view(tensor.shape) for one in whole]
+
+    def close(self) -> None:
+        """Others can open nothing here any more."""
+        for boxes in self._boxes:
+            own = boxes.pop(self._own, None)
+            if own is not None:
+                os.close(own.file)
+
+    def _begin(self, length: int) -> torch.Tensor:
+        """The next box of this rank, with room for so many bytes."""
+        self._turn ^= 1
+        boxes = self._boxes[self._turn]
+        own = boxes.get(self._own)
+        if own is None or len(own.memory) < length:
+            had = 0 if own is None else len(own.memory)
+            wanted = max(_LEAST_BYTES, 2 * had, length)
+            size = -(-wanted // mmap.PAGESIZE) * mmap.PAGESIZE
+            if own is not None:
+                os.close(own.file)  # all others have met this rank since they opened it
+            file = _file(size)
+            own = boxes[self._own] = _Box(file, _mapped(os.getpid(), file, size))
+            told = self._told[self._own]
+            told[2 * self._turn] = file
+            told[2 * self._turn + 1] = size
+        return own.memory
+
+    def _of(self, rank: int) -> torch.Tensor:
+        """What a rank has in its present box."""
+        boxes = self._boxes[self._turn]
+        if rank == self._own:
+            return boxes[rank].memory
+        file, size = self._told[rank][2 * self._turn : 2 * self._turn + 2].tolist()
+        known = boxes.get(rank)
+        if known is None or (known.file, len(known.memory)) != (file, size):
+            try:
+                known = boxes[rank] = _Box(file, _mapped(self._pids[rank], file, size))
+            except OSError as error:
+                raise RuntimeError(f"rank {rank} has ended") from error
+        return known.memory
+
+
+def mailbox_of(group: Group, timeout_s: float) -> Mailbox | None:
+    """Of a group's ranks, which all call it; None where some cannot see others' memory."""
+    meet = meeting_of(group, timeout_s)
+    return None if meet is None else Mailbox(group, meet)
+
+
+def _write(box: torch.Tensor, at: int, tensors: Sequence[torch.Tensor]) -> None:
+    for tensor in tensors:
+        end, after = at + tensor.nbytes, at + to_eight(tensor.nbytes)
+        box[at:end].view(tensor.dtype).copy_(tensor.view(-1))
+        if end < after:
+            box[end:after] = 0
+        at = after
+
+
+def _file(size: int) -> int:
+    """A file without a name, in memory."""
+    file = os.memfd_create("flatout-mailbox", os.MFD_CLOEXEC)
+    os.ftruncate(file, size)
+    return file
+
+
+def _mapped(pid: int, file: int, size: int) -> torch.Tensor:
+    """A file of a process as bytes here."""
+    there = opened(pid, file, os.O_RDWR)
+    try:
+        return torch.frombuffer(mmap.mmap(there, size), dtype=torch.uint8)
+    finally:
+        os.close(there)
