@@ -1,6 +1,7 @@
 from flatout.world.agreement import facts_here as facts_here
 from flatout.world.collective_log import CollectiveLog as CollectiveLog
 from flatout.world.cpus import share_cpus as share_cpus
+from flatout.world.group import Group as Group
 from flatout.world.launch import first_failure as first_failure
 from flatout.world.launch import run_ranks as run_ranks
 from flatout.world.messages import to_eight as to_eight
@@ -17,7 +18,6 @@ from flatout.world.start import POLITE_S as POLITE_S
 from flatout.world.start import end_with_parent as end_with_parent
 from flatout.world.world import ONE as ONE
 from flatout.world.world import TIMEOUT_S as TIMEOUT_S
-from flatout.world.world import Group as Group
 from flatout.world.world import Later as Later
 from flatout.world.world import LostRank as LostRank
 from flatout.world.world import World as World

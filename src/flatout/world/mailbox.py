@@ -10,15 +10,13 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from flatout.world.group import Group
 from flatout.world.meeting import Meeting, gathered, meeting_of, opened
 from flatout.world.messages import to_eight
-
-if TYPE_CHECKING:
-    from flatout.world.world import Group
 
 _WORD = 8
 # A box begins with as many bytes, and becomes at least twice as large where it must.

@@ -9,12 +9,10 @@ from __future__ import annotations
 import os
 import select
 from io import FileIO
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flatout.world import messages
-
-if TYPE_CHECKING:
-    from flatout.world.world import Group
+from flatout.world.group import Group
 
 
 class Meeting:

@@ -18,6 +18,7 @@ from flatout import errors
 from flatout.errors import FlatoutError, WorldError
 from flatout.world import gloo_threads, messages
 from flatout.world.collective_log import CollectiveLog, Waiting
+from flatout.world.group import Group
 from flatout.world.network import INTERFACES, interface_of, source_address
 from flatout.world.place import ALONE, Place, place, restarts
 from flatout.world.secret import check_channel
@@ -68,20 +69,6 @@ class Later(NamedTuple):
     def wait(self) -> None:
         """Wait in a thread beside the rank's own, of which no one takes note."""
         self.work.wait()
-
-
-class Group(NamedTuple):
-    """Ranks with their own channel: what they do there is in order among them alone.
-
-    Attributes:
-        ranks: of the World.
-        own: where this rank stands among them, from 0.
-        channel: torch's process group.
-    """
-
-    ranks: tuple[int, ...]
-    own: int
-    channel: Any
 
 
 class World:
