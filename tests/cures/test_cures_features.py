@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset, dataloader
 
 from flatout.cache_folder import cache_folder
 from flatout.cures import cut_features, features, kept_samples, record
@@ -679,6 +680,27 @@ def test_a_stream_whose_second_pass_has_none_of_the_first_is_random(monkeypatch,
     assert told() == (None if again else random)
 
 
+def test_a_dataset_that_is_made_again_for_each_epoch_is_the_same(monkeypatch):
+    iterators = dataloader._BaseDataLoaderIter
+    monkeypatch.setattr(iterators, "__next__", iterators.__next__)
+
+    class Made(TensorDataset):
+        pass
+
+    now, other = DatasetNow(), Made(X)
+    now.watch()
+    seen = []
+    for _ in range(3):
+        for _ in DataLoader(Made(X), 4):
+            seen.append(now.dataset)
+    for _ in DataLoader(other, 4):
+        pass
+    assert [one.passes for one in seen] == [1] * 3 + [2] * 3 + [3] * 3
+    assert len({one.identity for one in seen}) == 1
+    for _ in DataLoader([1, 2, 3]):
+        assert now.dataset.samples == 3
+
+
 def test_rows_of_earlier_runs_stay_where_none_of_this_one_comes_again(monkeypatch):
     Job(where="disk")(X)
     (folder,) = (cache_folder() / "features").glob("*/")
@@ -720,7 +742,7 @@ def test_a_module_that_trains_or_has_no_weights_is_no_backbone():
 HEAD = """
 import json, torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, dataloader
 
 torch.manual_seed(0)
 layers = [nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten()]

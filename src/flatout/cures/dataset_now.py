@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from typing import Any, NamedTuple
+from weakref import ref
 
 from flatout.hooks import wrap
 
@@ -27,6 +28,15 @@ class Dataset(NamedTuple):
     is_guessed: bool = False
 
 
+class _Known(NamedTuple):
+    """A dataset that was seen."""
+
+    made: ref[Any]
+    kind: type
+    samples: int | None
+    identity: int
+
+
 class DatasetNow:
     """Sees whose batches the DataLoaders give.
 
@@ -37,6 +47,7 @@ class DatasetNow:
     def __init__(self) -> None:
         self.dataset: Dataset | None = None
         self._passes: Counter[int] = Counter()
+        self._known: dict[int, _Known] = {}
         self._trains: bool | None = None
 
     def watch(self) -> None:
@@ -49,14 +60,36 @@ class DatasetNow:
             begins = not getattr(iterator, "_num_yielded", 1)
             batch = original(iterator)
             dataset = iterator._dataset
-            self._passes[id(dataset)] += begins
-            name = type(dataset).__name__
-            self.dataset = Dataset(
-                id(dataset), name, _samples_of(dataset), self._passes[id(dataset)]
-            )
+            identity, samples = self._identity_of(dataset)
+            self._passes[identity] += begins
+            name, passes = type(dataset).__name__, self._passes[identity]
+            self.dataset = Dataset(identity, name, samples, passes)
             return batch
 
         return __next__
+
+    def _identity_of(self, dataset: Any) -> tuple[int, int | None]:
+        """What tells a dataset from others, and its length.
+
+        One that takes the place of another, such as where a script makes it again for each epoch,
+        is the same.
+        """
+        known = self._known.get(id(dataset))
+        if known is not None and known.made() is dataset:
+            return known.identity, known.samples
+        try:
+            made = ref(dataset)
+        except TypeError:  # such as a list
+            return id(dataset), _samples_of(dataset)
+        kind, samples = type(dataset), _samples_of(dataset)
+        gone = [
+            at
+            for at, one in self._known.items()
+            if one.made() is None and (one.kind, one.samples) == (kind, samples)
+        ]
+        identity = self._known.pop(gone[0]).identity if gone else id(dataset)
+        self._known[id(dataset)] = _Known(made, kind, samples, identity)
+        return identity, samples
 
     def called(self, trains: bool) -> None:
         """A model is called with a batch.

@@ -156,7 +156,8 @@ class KeptSamples:
             return
         why = f"none of {store.kept:,} samples came again in {self._name}"
         dataset = self._now.dataset
-        is_known = dataset is not None and dataset.samples is not None
+        known = 0 if dataset is None else dataset.samples or 0
+        is_known = known > 0 and store.kept - kept.found <= _TOO_MANY * known + _AHEAD
         if store.is_full:
             kept.end()
             self._end(why)
