@@ -613,6 +613,13 @@ def test_the_next_run_of_a_cut_model_computes_nothing(monkeypatch):
 
 def test_why_a_model_with_several_frozen_layers_is_not_cut(monkeypatch):
     job = CutJob(monkeypatch)
+    job.model.norm.train()
+    job(*pictures())
+    assert "kept behind" in dict(record.applied())[FIELD]
+    why = "norm (BatchNorm2d) changes its own buffers: hold it in evaluation (flatout.freeze)"
+    assert told() == f"more could be kept: {why}"
+    record.begin({FIELD: "memory"})
+    job = CutJob(monkeypatch)
     job.model.first.requires_grad_(True)
     job(*pictures())
     assert told() == "no leading layers of Front are frozen and in eval mode"

@@ -14,7 +14,7 @@ import numpy as np
 from flatout.cures.dataset_now import DatasetNow
 from flatout.cures.kept_samples import FIELD, Kept, KeptSamples, digests
 from flatout.cures.layers import words_of
-from flatout.cures.record import took
+from flatout.cures.record import leave, took
 from flatout.cures.roots import Call
 from flatout.data import Features, RowPart, joined_rows
 from flatout.observe import unwrapped
@@ -90,8 +90,9 @@ class CutFeatures(KeptSamples):
         self._cut, self._form = cut, (_form_of(args, kwargs), autocast_now("cpu"))
         place = "on disk" if self._where == "disk" else "in memory"
         each = f"{size_words(cut.bytes_per_sample)} a sample"
-        more = f"; more could be kept: {self.why}" if self.why else ""
-        took(FIELD, f"features kept {cut.name} of {self._name} {place}, {each}{more}")
+        took(FIELD, f"features kept {cut.name} of {self._name} {place}, {each}")
+        if self.why:
+            leave(FIELD, f"more could be kept: {self.why}")
 
     def _best(self, cuts: list[Cut], inputs: Any, samples: int) -> Cut | None:
         """The cut that saves most; None where none saves anything."""
