@@ -1,0 +1,126 @@
+"""Strategies of two ranks on one node, side by side with what one writes by hand.
+
+    python bench/strategies.py [--restarts 5] [--only PEER ...] [--json [FILE]]
+
+An MLP of 5 M parameters, batch 256, one thread a rank, Adam, gloo. `fsdp`: a step beside a loop
+with torch's own `fully_shard`, and what a rank holds of parameters, gradients and the optimizer's
+state beside what one rank alone does. `staged`: a step beside the ideal of its schedule, which
+follows from the step of one rank in as many micro-batches and from the stages' shares of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from statistics import median
+
+from flatout.measure import Interval, bootstrap_ratio
+from restarts import PEERS, Peer, Row, end_peers_on_sigterm, ratio, run_in_turn, versions
+from results import Key, Results, add_arguments, finish, lines_of, positive, rows_as_data
+
+sys.path.append(str(PEERS))
+from strategies_job import BATCH, MICRO_BATCHES, ideal
+
+TORCH, FSDP, FSDP_AGAIN = "torch-fsdp", "flatout-fsdp", "flatout-fsdp-again"
+ONE, STAGED, STAGED_AGAIN = "flatout-one-rank", "flatout-staged", "flatout-staged-again"
+
+
+def peers_of(epochs: int, samples: int) -> list[Peer]:
+    shared = ("--epochs", str(epochs), "--samples", str(samples))
+
+    def flatout(name: str, strategy: str) -> Peer:
+        arguments = (*shared, "--strategy", strategy)
+        return Peer(name, "strategies_flatout.py", arguments, ("torch", "flatout"))
+
+    return [
+        Peer(TORCH, "strategies_torch.py", shared, ("torch",)),
+        flatout(FSDP, "fsdp"),
+        flatout(FSDP_AGAIN, "fsdp"),
+        flatout(ONE, "one"),
+        flatout(STAGED, "staged"),
+        flatout(STAGED_AGAIN, "staged"),
+    ]
+
+
+def keys_of(rows: Mapping[str, Row]) -> list[Key]:
+    again = "A/A: what noise makes of 1"
+    return [
+        Key("fsdp_vs_torch", ratio(rows, FSDP, TORCH), at_most=1.03),
+        Key("fsdp_vs_itself", ratio(rows, FSDP_AGAIN, FSDP), note=again),
+        Key("fsdp_memory", held(rows[FSDP]), at_most=0.55, note="parameters, gradients, Adam"),
+        Key("staged_efficiency", efficiency(rows), at_least=0.9, note=stages_words(rows[STAGED])),
+        Key("staged_vs_one_rank", ratio(rows, STAGED, ONE)),
+        Key("staged_vs_itself", ratio(rows, STAGED_AGAIN, STAGED), note=again),
+    ]
+
+
+def held(row: Row) -> float | str:
+    """What a rank holds, over what one rank alone would."""
+    if not row.measured:
+        return f"{row.peer.name}: {row.reason}"
+    facts = [json.loads(note) for note in row.notes]
+    return median(one["held"] / one["whole"] for one in facts)
+
+
+def efficiency(rows: Mapping[str, Row]) -> Interval | str:
+    """The ideal of each restart's own cut over its step."""
+    for name in (ONE, STAGED):
+        if not rows[name].measured:
+            return f"{name}: {rows[name].reason}"
+    # The ideal is so many times one rank's step.
+    times = median(ideal(1.0, json.loads(note)["shares"]) for note in rows[STAGED].notes)
+    one = [times * seconds for seconds in rows[ONE].seconds]
+    return bootstrap_ratio(one, rows[STAGED].seconds)
+
+
+def stages_words(row: Row) -> str:
+    if not row.measured:
+        return ""
+    shares = json.loads(row.notes[0])["shares"]
+    return f"stages of {' | '.join(f'{share:.0%}' for share in shares)}"
+
+
+def read_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_arguments(parser, restarts=5)
+    parser.add_argument("--epochs", type=positive, default=5, help="timed epochs")
+    parser.add_argument("--samples", type=positive, default=4096, help="in an epoch")
+    names = [peer.name for peer in peers_of(1, 1)]
+    parser.add_argument("--only", nargs="+", default=(), choices=names, metavar="PEER")
+    return parser.parse_args()
+
+
+def tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    arguments = read_arguments()
+    end_peers_on_sigterm()
+    rows = run_in_turn(
+        peers_of(arguments.epochs, arguments.samples),
+        restarts=arguments.restarts,
+        only=arguments.only,
+        tell=tell,
+    )
+    results = Results(
+        title=f"Two ranks on one node, MLP of 5 M parameters, batch {BATCH}, stages in "
+        f"{MICRO_BATCHES} micro-batches: ms a step. Restarts of each: {arguments.restarts}",
+        headers=["", "median", "fastest .. slowest", f"over {TORCH}", "accuracy", ""],
+        lines=lines_of(rows, TORCH, lambda seconds: f"{seconds * 1e3:,.2f}"),
+        remarks=[],
+        keys=keys_of(rows),
+        data={
+            "rows": rows_as_data(rows, TORCH),
+            "versions": versions([row.peer for row in rows.values()]),
+        },
+    )
+    return finish(results, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
