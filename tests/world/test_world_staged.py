@@ -122,6 +122,49 @@ SCRIPT = """
         }
 
 
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(20, 16)
+            self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+            self.gru = nn.GRU(16, 16, batch_first=True)
+            self.a, self.b = nn.Linear(16, 4), nn.Linear(16, 1)
+
+        def forward(self, ids, mask):
+            x, _ = self.gru(self.layer(self.table(ids) * mask.unsqueeze(2)))
+            x = x.mean(1)
+            return {"a": self.a(x), "b": self.b(x)}
+
+
+    class Thaws(flatout.Callback):
+        def on_epoch_end(self, state):
+            state.model.table.requires_grad_(True)
+
+
+    def several(strategy):
+        # Inputs and outputs by name; labels of which some are ignored, in one batch all.
+        torch.manual_seed(0)
+        net = Two()
+        net.table.requires_grad_(False)
+        inputs = {"ids": torch.randint(0, 20, (101, 6)), "mask": torch.rand(101, 6)}
+        labels = torch.randint(0, 4, (101,))
+        labels[48:72] = labels[3] = -100
+        targets = {"a": labels, "b": torch.randn(101, 1)}
+        trainer = flatout.Trainer(
+            net, loss={"a": "cross_entropy", "b": "mse"}, metrics={"a": ["accuracy"]},
+            optimizer=torch.optim.SGD(net.parameters(), 0.1), allow="exact",
+            recipe=flatout.Recipe(world=dict(strategy=strategy)), say=lambda line: None,
+        )
+        history = trainer.fit(
+            (inputs, targets), batch_size=24, epochs=2, shuffle=False, progress=False,
+            validation_data=(inputs, targets), callbacks=[Thaws()],
+        )
+        return {
+            "logs": {k: v for k, v in history.epochs[0].items() if k != "seconds"}, "shape": [],
+            "weights": sum([p.double().flatten().tolist() for p in net.parameters()], []),
+        }
+
+
     def exact(strategy, few=False):
         one = {"strategy": strategy}
         # One rank takes statistics over as many samples.
@@ -142,6 +185,7 @@ SCRIPT = """
                 "norm", **one, norm=nn.BatchNorm1d, drop_last=True, trainer=dict(clip_value=0.01),
                 recipe=norms, epochs=2,
             ),
+            "several": several(strategy),
             "frozen": fit("frozen", **one, frozen=3, epochs=2, trainer=dict(clip_norm=0.05)),
             "bf16": fit("bf16", **one, recipe=dict(compute=dict(precision="bf16")), epochs=2),
             "fused": fit(
@@ -208,7 +252,7 @@ def test_stages_on_ranks_give_what_one_rank_gives_and_its_checkpoints(tmp_path):
         assert_close(found, saved[0], atol=1e-5, rtol=1e-5)
     for ranks in (two, three):
         assert all(other["sgd"]["weights"] == ranks[0]["sgd"]["weights"] for other in ranks)
-        for name in ranks[0].keys() & {"sgd", "adamw", "norm", "frozen", "fused"}:
+        for name in ranks[0].keys() & {"sgd", "adamw", "norm", "several", "frozen", "fused"}:
             close(ranks[0][name], one[0][name])
     close(two[0]["bf16"], one[0]["bf16"], 0.02)
     whole = one[0]["whole"]

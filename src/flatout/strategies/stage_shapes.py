@@ -50,7 +50,7 @@ def shapes(stages: Sequence[fx.GraphModule], inputs: Sequence[Shape]) -> list[li
         given = [one.like("cpu") for one in inputs]
         for stage in stages:
             try:
-                with _without_hooks(stage):
+                with _unwatched(stage):
                     given = list(functional_call(stage, _weights(stage), tuple(given)))
             except _KNOWN as error:
                 if str(error).startswith("Expected more than 1 value per channel"):
@@ -67,15 +67,22 @@ def shapes(stages: Sequence[fx.GraphModule], inputs: Sequence[Shape]) -> list[li
 
 
 @contextmanager
-def _without_hooks(stage: nn.Module) -> Iterator[None]:
-    """Who watches layers would be shown tensors without values."""
+def _unwatched(stage: nn.Module) -> Iterator[None]:
+    """Who watches layers or functions would be shown tensors without values.
+
+    The fast kernel of attention reads some, too.
+    """
     names = ("_forward_hooks", "_forward_pre_hooks")
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
     kept = [(module, {name: vars(module)[name] for name in names}) for module in stage.modules()]
     for module, _ in kept:
         vars(module).update({name: OrderedDict() for name in names})
     try:
-        yield
+        with torch._C.DisableTorchFunction():
+            yield
     finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
         for module, hooks in kept:
             vars(module).update(hooks)
 
