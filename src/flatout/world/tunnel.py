@@ -24,8 +24,6 @@ _AT_ONCE = 64
 _PIECE = 1 << 16
 _AGAIN_S = 0.05
 
-Connect = Callable[[], socket.socket]
-
 
 class Gate:
     """Lets connections of those who know the secret through to a port on loopback.
