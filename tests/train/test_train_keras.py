@@ -17,6 +17,7 @@ from keras import layers  # noqa: E402
 
 import flatout  # noqa: E402
 from flatout.errors import CheckpointError, DataError, ModelError, NumbersError  # noqa: E402
+from flatout.models import as_keras_source  # noqa: E402
 from flatout.models.keras import slow_metrics  # noqa: E402
 
 if keras.backend.backend() != "torch":
@@ -317,7 +318,7 @@ def test_what_a_model_does_not_take_is_told_with_its_first_layer():
 
 def test_reading_a_pydataset_in_its_order_draws_nothing():
     # So a thread may read it ahead.
-    source = flatout.data.as_keras_source(Batches(*points()))
+    source = as_keras_source(Batches(*points()))
     before = torch.get_rng_state(), random.getstate()
     assert len(source.peek(2)) == 2
     assert len(list(source.batches(0))) == len(list(source.batches(1))) == source.steps

@@ -22,6 +22,7 @@ from flatout.data.execution.featured import FeatureRows as FeatureRows
 from flatout.data.execution.featured import Numbered as Numbered
 from flatout.data.execution.featured import joined_rows as joined_rows
 from flatout.data.execution.prefetch import prefetch as prefetch
+from flatout.data.execution.read_ahead import EpochReader as EpochReader
 from flatout.data.execution.replaced_files import ReplacedFiles as ReplacedFiles
 from flatout.data.execution.replaced_files import WatchedFiles as WatchedFiles
 from flatout.data.execution.row_names import NamedSlots as NamedSlots
@@ -30,6 +31,7 @@ from flatout.data.execution.row_store import layout_of as layout_of
 from flatout.data.execution.samples import name_of as name_of
 from flatout.data.execution.samples import takes_rng as takes_rng
 from flatout.data.execution.unchanged import Attributes as Attributes
+from flatout.data.execution.worker_tuner import Workers as Workers
 from flatout.data.explanation import Explanation as Explanation
 from flatout.data.features.key import feature_key as feature_key
 from flatout.data.features.named_store import NamedStore as NamedStore
@@ -41,8 +43,6 @@ from flatout.data.ids.id_map import IdMap as IdMap
 from flatout.data.inspection.inspect import inspect as inspect
 from flatout.data.inspection.inspected import Report as Report
 from flatout.data.inspection.rate import bench as bench
-from flatout.data.keras_data import WEIGHTS as WEIGHTS
-from flatout.data.keras_data import as_keras_source as as_keras_source
 from flatout.data.mixture import Mixture as Mixture
 from flatout.data.mixture import mix as mix
 from flatout.data.normalization import Normalization as Normalization
@@ -70,6 +70,7 @@ from flatout.data.sources.array_parts import split_validation as split_validatio
 from flatout.data.sources.array_parts import with_parts as with_parts
 from flatout.data.sources.arrays import Arrays as Arrays
 from flatout.data.sources.arrays import ArraySource as ArraySource
+from flatout.data.sources.arrays import array_source as array_source
 from flatout.data.sources.arrays import arrays as arrays
 from flatout.data.sources.criteo import criteo as criteo
 from flatout.data.sources.csv import csv as csv
@@ -84,6 +85,7 @@ from flatout.data.sources.idx import idx_split as idx_split
 from flatout.data.sources.images import images as images
 from flatout.data.sources.iterable import IterableSource as IterableSource
 from flatout.data.sources.iterable import iterable as iterable
+from flatout.data.sources.iterable import name_digest as name_digest
 from flatout.data.sources.libsvm import libsvm as libsvm
 from flatout.data.sources.npy import npy as npy
 from flatout.data.sources.npy import npz as npz
@@ -97,3 +99,4 @@ from flatout.data.sources.tuned_dataset import TunedDatasetSource as TunedDatase
 from flatout.data.stages import Cache as Cache
 from flatout.data.stages import Map as Map
 from flatout.data.stages import only as only
+from flatout.data.tensors import are_arrays as are_arrays

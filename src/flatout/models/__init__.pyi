@@ -33,6 +33,7 @@ from flatout.models.keras.callbacks import reads_batches as reads_batches
 from flatout.models.keras.callbacks import watches_batches as watches_batches
 from flatout.models.keras.compiled import KerasJob as KerasJob
 from flatout.models.keras.compiled import sample_losses as sample_losses
+from flatout.models.keras.data import as_keras_source as as_keras_source
 from flatout.models.keras.facts import compiled_facts as compiled_facts
 from flatout.models.keras.facts import keras_callback_facts as keras_callback_facts
 from flatout.models.keras.model import call as call

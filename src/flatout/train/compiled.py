@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
-from flatout.data import Arrays, Pipeline, Source, as_keras_source, split_validation
+from flatout.data import Arrays, Pipeline, Source, split_validation
 from flatout.errors import DataError, ModelError
 from flatout.models import (
     KerasJob,
     SlowMetrics,
     adapter_of,
+    as_keras_source,
     call,
     compiled_facts,
     has_own_step,

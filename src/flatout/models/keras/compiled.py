@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten
 
-from flatout.data import WEIGHTS, Batch, map_tensors, rows_of_samples
+from flatout.data import Batch, map_tensors, rows_of_samples
 from flatout.errors import ModelError
+from flatout.models.keras.data import WEIGHTS
 from flatout.models.keras.model import call
 from flatout.models.keras.ranks import adds_up, over_all, put_back, shared_losses, whole_batch
 from flatout.models.keras.rewrites import training_step

@@ -8,14 +8,19 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from flatout.data.batch import map_tensors
-from flatout.data.execution.read_ahead import EpochReader
-from flatout.data.execution.worker_tuner import Workers
-from flatout.data.pipeline import Pipeline
-from flatout.data.source import Source, as_source
-from flatout.data.sources.arrays import Arrays, array_source
-from flatout.data.sources.iterable import IterableSource, name_digest
-from flatout.data.tensors import are_arrays
+from flatout.data import (
+    Arrays,
+    EpochReader,
+    IterableSource,
+    Pipeline,
+    Source,
+    Workers,
+    are_arrays,
+    array_source,
+    as_source,
+    map_tensors,
+    name_digest,
+)
 from flatout.errors import DataError
 
 # Where a batch's targets hold sample weights that are not one number a sample.
