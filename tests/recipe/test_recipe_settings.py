@@ -59,6 +59,8 @@ EXPECTED = [
     ("world.schedule", "1f1b", "gpipe", NOTHING, Parity.TOLERANT),
     ("world.micro_batches", 0, 8, NOTHING, Parity.TOLERANT),
     ("world.batch_statistics", "whole", "per_micro_batch", NOTHING, Parity.LEARNING),
+    ("world.servers", 1, 2, NOTHING, Parity.TOLERANT),
+    ("world.staleness", "sync", 4, NOTHING, Parity.LEARNING),
     ("world.sync_every", 32, 64, NOTHING, Parity.LEARNING),
     ("world.outer", "average", "nesterov", NOTHING, Parity.LEARNING),
     ("world.tables", "replicated", "sharded", NOTHING, Parity.TOLERANT),

@@ -97,8 +97,9 @@ def test_what_cannot_be_cut_is_refused_with_what_to_do():
 
 
 def test_settings_that_do_not_go_with_parts_are_refused_by_name():
-    check_settings(Recipe())
-    check_settings(Recipe(compute={"precision": "bf16", "rewrites": "off"}))
+    sharded = Recipe(world={"strategy": "fsdp"})
+    check_settings(sharded)
+    check_settings(sharded.replace({"compute.precision": "bf16", "compute.rewrites": "off"}))
     for field, value in (
         ("compute.compile", "on"),
         ("compute.memory_format", "channels_last"),
@@ -107,7 +108,7 @@ def test_settings_that_do_not_go_with_parts_are_refused_by_name():
         ("world.reduction", "ring"),
     ):
         with pytest.raises(RecipeError, match=f"{field}={value}|{value}"):
-            check_settings(Recipe().replace({field: value}))
+            check_settings(sharded.replace({field: value}))
 
 
 @pytest.mark.parametrize(

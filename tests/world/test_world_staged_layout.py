@@ -9,7 +9,7 @@ from torch import fx, nn
 from flatout.errors import ModelError, RecipeError
 from flatout.optim import Lamb
 from flatout.recipe import Recipe
-from flatout.strategies import check_staged_settings
+from flatout.strategies import check_settings
 from flatout.strategies.stage_chain import Chain
 from flatout.strategies.stage_cut import Measured, cut, measure
 from flatout.strategies.stage_shapes import shape_of, shapes
@@ -173,8 +173,9 @@ def test_what_cannot_be_laid_out_is_refused_with_what_to_do():
 
 
 def test_settings_that_do_not_go_with_stages_are_refused_by_name():
-    check_staged_settings(Recipe())
-    check_staged_settings(Recipe(compute={"precision": "bf16", "rewrites": "off"}))
+    staged = Recipe(world={"strategy": "staged"})
+    check_settings(staged)
+    check_settings(staged.replace({"compute.precision": "bf16", "compute.rewrites": "off"}))
     for field, value in (
         ("compute.compile", "on"),
         ("compute.precision", "fp16"),
@@ -185,4 +186,4 @@ def test_settings_that_do_not_go_with_stages_are_refused_by_name():
         ("world.tables", "sharded"),
     ):
         with pytest.raises(RecipeError, match=f"{field}={value}|{field} is|{value}"):
-            check_staged_settings(Recipe().replace({field: value}))
+            check_settings(staged.replace({field: value}))

@@ -165,7 +165,7 @@ class Update:
         if self.clip_norm is not None:
             norm = numbers[1].sqrt().to(gradients[0].dtype) if gradients else numbers[1]
             torch.nn.utils.clip_grads_with_norm_(self.parameters, self.clip_norm, norm)
-        if self.clip_value is not None:
+        if self.clip_value is not None and gradients:
             torch.nn.utils.clip_grad_value_(self.parameters, self.clip_value)
 
     def begin(self) -> None:

@@ -1,8 +1,8 @@
+from flatout.strategies.async_server import AsyncParameterServer as AsyncParameterServer
 from flatout.strategies.ddp import Ddp as Ddp
 from flatout.strategies.fsdp import Fsdp as Fsdp
-from flatout.strategies.fsdp_settings import LEFT_OUT as LEFT_OUT
-from flatout.strategies.fsdp_settings import check_settings as check_settings
 from flatout.strategies.local_sgd import LocalSgd as LocalSgd
+from flatout.strategies.parameter_server import ParameterServer as ParameterServer
 from flatout.strategies.rank_rng import rank_rng as rank_rng
 from flatout.strategies.reductions import Beside as Beside
 from flatout.strategies.reductions import Reduction as Reduction
@@ -12,8 +12,8 @@ from flatout.strategies.reductions import reduction_of as reduction_of
 from flatout.strategies.replicas import check_replicas as check_replicas
 from flatout.strategies.replicas import digest_of as digest_of
 from flatout.strategies.sparse import sparse_weights as sparse_weights
-from flatout.strategies.staged_refusals import STAGED_LEFT_OUT as STAGED_LEFT_OUT
-from flatout.strategies.staged_refusals import check_staged_settings as check_staged_settings
 from flatout.strategies.strategy import Strategy as Strategy
 from flatout.strategies.strategy import Sums as Sums
+from flatout.strategies.strategy_settings import LEFT_OUT as LEFT_OUT
+from flatout.strategies.strategy_settings import check_settings as check_settings
 from flatout.strategies.sync_batch_norm import SyncBatchNorm as SyncBatchNorm

@@ -58,7 +58,7 @@ def check_layout(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) 
     named = dict(model.named_parameters())
     own = own_names(model, named)
     for name, parameter in named.items():
-        if why := _refusal(parameter):
+        if why := refusal_of(parameter):
             raise ModelError(f"world.strategy=fsdp cannot cut {own[name]}, which {why}", do=_DDP)
     kinds = {p.dtype: own[name] for name, p in named.items() if p.requires_grad}
     if len(kinds) > 1:
@@ -68,10 +68,11 @@ def check_layout(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) 
             do=f"convert the model, as with model.float(), or {_DDP}",
         )
     for optimizer in optimizers:
-        _check_optimizer(optimizer, set(named.values()))
+        check_elementwise("world.strategy=fsdp", optimizer, set(named.values()))
 
 
-def _refusal(parameter: nn.Parameter) -> str:
+def refusal_of(parameter: nn.Parameter) -> str:
+    """Why its gradient and state cannot be taken apart; nothing where they can."""
     if is_lazy(parameter):
         return "has no shape before the first batch"
     if isinstance(parameter, TableParameter):
@@ -89,11 +90,21 @@ def _after_accumulating(parameter: Any) -> Any:
     return getattr(parameter, "_post_accumulate_grad_hooks", None)
 
 
-def _check_optimizer(optimizer: torch.optim.Optimizer, known: set[Any]) -> None:
+def check_elementwise(strategy: str, optimizer: torch.optim.Optimizer, known: set[Any]) -> None:
+    """Refuse an optimizer whose step of a part is not that part of its step.
+
+    Args:
+        strategy: for the message.
+        optimizer: of the job.
+        known: the model's parameters.
+
+    Raises:
+        ModelError: it is such, or trains parameters that are not the model's.
+    """
     if type(optimizer) not in _ELEMENTWISE:
         names = ", ".join(kind.__name__ for kind in _ELEMENTWISE)
         raise ModelError(
-            f"world.strategy=fsdp lets each rank step its part of every parameter by itself, and "
+            f"{strategy} lets ranks step parts of parameters by themselves, and "
             f"{type(optimizer).__name__} is not known to step each element alone",
             do=f"take one of torch's {names}, or {_DDP}",
         )

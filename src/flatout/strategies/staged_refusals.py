@@ -10,59 +10,12 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from flatout.errors import ModelError, RecipeError
+from flatout.errors import ModelError
 from flatout.models import TableParameter, is_batch_coupled, is_keras, own_names
 from flatout.optim import Lamb, Lars
-from flatout.recipe import SETTINGS, Recipe
 
 _OTHERWISE = "train with world.strategy=ddp or fsdp"
 _DDP = "train with world.strategy=ddp"
-_LAYERS = "world.strategy=staged calls layers from a graph of its own"
-
-STAGED_LEFT_OUT = {
-    "compute.precision": "world.strategy=staged takes fp32, or what is asked for",
-    "compute.fp32_operators": _LAYERS,
-    "compute.memory_format": "world.strategy=staged sends what crosses in its plain layout",
-    "compute.rewrites": _LAYERS,
-    "compute.fused_norms": _LAYERS,
-    "compute.touched_rows": "world.strategy=staged steps whole weights",
-    "compute.compile": _LAYERS,
-    "compute.capture": "that is for one rank on a CPU",
-}
-"""Settings that stay plain with world.strategy=staged, and why."""
-
-_PLAIN = {
-    "compute.dropout": "a stage does not know which samples it has",
-    "memory.activation_checkpointing": _LAYERS,
-    "world.reduction": "no gradient is on more than one rank",
-    "world.compression": "no gradient is on more than one rank",
-    "world.tables": "each table is on the rank of its stage",
-}
-
-
-def check_staged_settings(requested: Recipe) -> None:
-    """Refuse settings that were asked for by name and do not go with stages.
-
-    Raises:
-        RecipeError: naming one.
-    """
-    for field, why in {**STAGED_LEFT_OUT, **_PLAIN}.items():
-        value = requested.get(field)
-        if field != "compute.precision" and value not in ("auto", SETTINGS[field].plain):
-            raise RecipeError(
-                f"{field}={value} cannot be had: {why}", do=f"leave it out, or {_OTHERWISE}"
-            )
-    if requested.get("compute.precision") == "fp16":
-        raise RecipeError(
-            "world.strategy=staged does not scale losses as compute.precision=fp16 wants it",
-            do="take compute.precision=bf16",
-        )
-    if isinstance(requested.get("memory.micro_batch"), int):
-        raise RecipeError(
-            "memory.micro_batch is how many samples a rank takes at once, and with "
-            "world.strategy=staged world.micro_batches says into how many parts a batch is split",
-            do="set world.micro_batches in its place",
-        )
 
 
 def check_stages(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -109,6 +110,13 @@ class Strategy:
     def meet(self) -> bool:
         """Make all ranks alike; returns whether one wants to stop. All of them call it."""
         return False
+
+    def staleness(self) -> list[Counter[int]] | None:
+        """Of each rank, how many of its gradients were how many steps old; None where none is.
+
+        All ranks call it.
+        """
+        return None
 
     def weights(self, model: nn.Module, *, kept: bool) -> dict[str, torch.Tensor]:
         """Everything that is saved of a model, by name, whole; all ranks call it.

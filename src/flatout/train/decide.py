@@ -26,11 +26,12 @@ from flatout.recipe import (
 )
 from flatout.strategies import (
     LEFT_OUT,
-    STAGED_LEFT_OUT,
+    AsyncParameterServer,
     Beside,
     Ddp,
     Fsdp,
     LocalSgd,
+    ParameterServer,
     Reduction,
     Shared,
     Strategy,
@@ -77,7 +78,9 @@ def make_stepper(
         dropout=keyed,
     )
     _note_undo(loop, stepper)
-    if loop.world.size > 1 and loop.requested.world.strategy not in ("local_sgd", "staged"):
+    asked = loop.requested.world
+    alone = asked.strategy in ("local_sgd", "staged") or asked.staleness != "sync"
+    if loop.world.size > 1 and not alone:
         stepper.meet(loop.world)
     return stepper, facts
 
@@ -186,10 +189,9 @@ def _decision(
 
 def _left_out(loop: LoopState) -> dict[str, str]:
     """Settings that are not tried with this strategy, and why."""
-    if not loop.lays_out:
-        return {}
-    left_out = STAGED_LEFT_OUT if loop.is_staged else LEFT_OUT
-    return {f: why for f, why in left_out.items() if loop.requested.get(f) == "auto"}
+    asked = loop.requested
+    left_out = LEFT_OUT.get(asked.world.strategy, {}) if loop.world.size > 1 else {}
+    return {field: why for field, why in left_out.items() if asked.get(field) == "auto"}
 
 
 def _with_reasons(loop: LoopState, resolved: ResolvedRecipe) -> ResolvedRecipe:
@@ -261,6 +263,13 @@ def _strategy(
         return Fsdp(world, model, loop.optimizers, run, loop.tell), resolved
     if asked.strategy == "staged":
         return _stages(loop, resolved, compute, first), resolved
+    if asked.strategy == "parameter_server":
+        servers, optimizers = asked.servers, loop.optimizers
+        if asked.staleness == "sync":
+            return ParameterServer(world, model, optimizers, servers, loop.tell), resolved
+        bound = None if asked.staleness == "unbounded" else asked.staleness
+        apart = AsyncParameterServer(world, model, optimizers, servers, bound, loop.tell)
+        return apart, resolved
     adds_up, resolved = _reduction(loop, resolved)
     reduction = Beside(adds_up, loop.device)
     if asked.strategy == "local_sgd":

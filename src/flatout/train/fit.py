@@ -41,6 +41,7 @@ from flatout.train.ranks import agreed, part_of
 from flatout.train.signals import Interrupted, StopSignals, is_interactive
 from flatout.train.signature import facts_of
 from flatout.train.snapshot import random_state, set_random_state
+from flatout.train.staleness import staleness_facts, staleness_words
 from flatout.train.state import FitState, FittingTrainer
 from flatout.train.stragglers import RankTimes
 from flatout.train.waiting import waiting_words
@@ -222,6 +223,8 @@ class Fit:
         words = f"{ranks} ranks{each}, {asked.strategy}"
         if asked.strategy == "local_sgd":
             words += f" with an average every {asked.sync_every} steps"
+        if asked.strategy == "parameter_server":
+            words += f" (servers: {asked.servers}, staleness: {asked.staleness})"
         size = self.source.batch_size
         if size is not None and self.loop.takes_whole_batches:
             words += f", global batch {size:,}"
@@ -311,6 +314,7 @@ class Fit:
             self._epochs()
             loop.meet_others()
             state.history.stop_reason = state.stop_reason
+            self._tell_of_staleness()
             self._note_settings()
             state.history.lanes_by_rank = loop.world.gather(loop.timeline.lanes())
             if loop.run is not None:
@@ -348,9 +352,19 @@ class Fit:
         steps, lanes = self.loop.timeline.steps, self.loop.timeline.lanes()
         note = waiting_words(self.source, lanes, steps, self.state.epochs)
         if note is not None:
-            self.state.history.notes.append(note)
-            if not self.loop.shows_notes:
-                self.loop.say(note)
+            self._note(note)
+
+    def _tell_of_staleness(self) -> None:
+        """Say how old gradients were, where servers do not wait for all of them."""
+        by_rank = self.loop.stepper.strategy.staleness()
+        if by_rank is not None:
+            self.state.history.staleness = facts = staleness_facts(by_rank)
+            self._note(staleness_words(facts, self.loop.learning_rate))
+
+    def _note(self, words: str) -> None:
+        self.state.history.notes.append(words)
+        if not self.loop.shows_notes:
+            self.loop.say(words)
 
     def _epochs(self) -> None:
         state, loop = self.state, self.loop

@@ -60,6 +60,9 @@ class History:
             is compiled.
         confusion: samples of the latest validation by true class (row) and predicted class
             (column); None where the metrics have no "confusion".
+        staleness: how many steps old gradients were when parameter servers stepped with them:
+            `mean` and `most`, and `by_rank` how many of each rank's were how old; None where all
+            ranks step together.
     """
 
     batch_size: int
@@ -79,6 +82,7 @@ class History:
     features: dict[str, Any] | None = field(default=None, repr=False)
     roofline: dict[str, Any] | None = field(default=None, repr=False)
     confusion: Matrix | None = field(default=None, repr=False)
+    staleness: dict[str, Any] | None = field(default=None, repr=False)
 
     def __repr__(self) -> str:
         return f"<History: {self.summary()}>"
@@ -172,6 +176,7 @@ class History:
             "evaluation": self.evaluation,
             "features": self.features,
             "roofline": self.roofline,
+            "staleness": self.staleness,
             "steady_lanes_s": self._steady_lanes(),
             "lr_scale": self.lr_scale and self.lr_scale.as_dict(),
             "notes": list(self.notes),

@@ -191,7 +191,7 @@ class Loop(LoopState):
         """Resolve the Recipe on the first batches and switch to it; `close` switches back."""
         self._stepper, self.facts = make_stepper(self, compute, first)
         # Layers that all ranks compute together are not looked at again.
-        if compute is not None and first and not self.lays_out:
+        if compute is not None and first and not self.lays_out and not self.has_servers:
             self._other_job = OtherJob(self, steps)
         self.resolved, decision = decide(self, self.facts, compute, first, steps)
         self._guard = NumbersGuard(self.stepper, self.world, self.feed.first, self._latest)

@@ -198,6 +198,11 @@ class LoopState:
         return self.lays_out and self.requested.world.strategy == "staged"
 
     @property
+    def has_servers(self) -> bool:
+        """Whether other ranks step weights of this one."""
+        return self.world.size > 1 and self.requested.world.strategy == "parameter_server"
+
+    @property
     def takes_whole_batches(self) -> bool:
         """Whether every rank is given each batch whole, for the model that all have together."""
         return self._stepper is not None and self._stepper.strategy.takes_whole_batches

@@ -117,7 +117,9 @@ class NumbersGuard:
             with stepper.switch.autocast():
                 return compute(batch)
 
-        together = self._world if stepper.strategy.meets_in_compute else ONE
+        # Others do not come where each rank steps alone.
+        world = ONE if stepper.strategy.steps_apart else self._world
+        together = world if stepper.strategy.meets_in_compute else ONE
 
         def pieces(batch: Batch) -> int:
             if together.size > 1:
@@ -142,7 +144,7 @@ class NumbersGuard:
                 learning_rate=step.rate,
                 held_back=stepper.update.gated,
                 pieces=1 if culprit is None else pieces(culprit),
-                world=self._world,
+                world=world,
                 together=together,
             )
 

@@ -7,7 +7,7 @@ from torch import nn
 from flatout.data import Batch, Source, is_pipe
 from flatout.devices import place
 from flatout.measure import Live
-from flatout.strategies import check_reduction, check_settings, check_staged_settings
+from flatout.strategies import check_reduction, check_settings
 from flatout.train.decide import samples_of
 from flatout.train.large_batch import resumed_words, scale_rates
 from flatout.train.loop_state import LoopState
@@ -45,8 +45,8 @@ def first_batches(loop: LoopState, data: Source | None, compute: Compute | None)
         source_state(data)
     check_ranks(loop.model, data, loop.world)
     check_reduction(loop.requested.world, loop.world, loop.say)
-    if loop.lays_out:
-        (check_staged_settings if loop.is_staged else check_settings)(loop.requested)
+    if loop.world.size > 1:
+        check_settings(loop.requested)
     loop.feed.source = data
     if data is None or compute is None:
         return []

@@ -30,12 +30,13 @@ class World(Section):
         parity=Parity.EXACT,
         words="{} placement",
     )
-    strategy: Literal["ddp", "fsdp", "staged", "local_sgd"] = setting(
+    strategy: Literal["ddp", "fsdp", "staged", "parameter_server", "local_sgd"] = setting(
         "ddp",
         "What several ranks do together: `ddp` makes each step one of all ranks, with the result "
         "of one rank. `fsdp` does so where each rank holds a part of the weights, gradients and "
         "the optimizer's state: less memory, more to send. `staged` does so where each rank has "
         "some layers of the model, through which parts of a batch pass from rank to rank. "
+        "`parameter_server` lets some ranks step the weights for all, each its share. "
         "`local_sgd` is for slow links: ranks step alone, each on its part of the batch, and "
         "average weights and the optimizer's state every `sync_every` steps, at the end of an "
         "epoch, and before evaluating and saving.",
@@ -66,6 +67,23 @@ class World(Section):
         "them, `per_micro_batch` lets each micro-batch have its own statistics.",
         parity=Parity.LEARNING,
         words="statistics {}",
+    )
+    servers: Positive = setting(
+        1,
+        'How many ranks `strategy = "parameter_server"` makes servers, from the first on: each '
+        "steps an equal share of the weights, beside its own part of the batches.",
+        # The same sums in another order.
+        parity=Parity.TOLERANT,
+        words="{} servers",
+    )
+    staleness: Literal["sync", "unbounded"] | NotNegative = setting(
+        "sync",
+        'Whether the servers of `strategy = "parameter_server"` wait: `sync` steps when the '
+        "gradients of all ranks are there, with the result of one rank. A number lets each "
+        "gradient be a step of its own, and a rank be so many steps ahead of the slowest; "
+        "`unbounded` sets no bound.",
+        parity=Parity.LEARNING,
+        words="staleness {}",
     )
     sync_every: Positive = setting(
         32,

@@ -1,0 +1,158 @@
+"""Steps of all ranks together beside steps of each rank for itself, in pictures.
+
+flatout run --devices 2 examples/sync_and_async.py [FOLDER]
+
+1. A ball on a slope: two devices read the same place, and both move the ball when they are done.
+2. A small model on digits, with a parameter server that waits for all gradients (sync), and one
+   that does not (async), on even ranks and with the last one slowed three times; then async at the
+   rate that its staleness suggests.
+
+FOLDER (sync_and_async) gets ball.png, loss.png and staleness.png.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
+from torch.nn.functional import cross_entropy
+
+import flatout
+from flatout.world import place
+
+folder = Path(sys.argv[1] if len(sys.argv) > 1 else "sync_and_async")
+EPOCHS, RATE, SLOWED = 6, 0.4, 3
+COLORS = {"sync": "tab:blue", "async": "tab:orange", "async, smaller rate": "tab:green"}
+
+
+def ball(rate: float, *, waits: bool, moves: int = 12) -> list[float]:
+    """Where the ball lies after each move, with the loss x * x / 2, whose gradient is x.
+
+    Both devices read at once. Where they wait, their mean gradient moves the ball; where they do
+    not, the second one moves it by what it has read before the first one moved it.
+    """
+    places = [1.0]
+    while len(places) <= moves:
+        read = places[-1]
+        if waits:
+            places += [read - rate * (read + read) / 2]
+        else:
+            places += [places[-1] - rate * read, places[-1] - rate * read - rate * read]
+    return places[: moves + 1]
+
+
+def draw_ball():
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    for axes, rate in zip(figure.subplots(1, 2, sharey=True), (0.6, 1.0), strict=True):
+        for name, waits in (("sync", True), ("async", False)):
+            axes.plot(ball(rate, waits=waits), "o-", color=COLORS[name], label=name)
+        axes.axhline(0, color="gray", linewidth=0.5)
+        axes.set(title=f"rate {rate}", xlabel="moves", ylabel="place of the ball; 0 is lowest")
+        axes.legend()
+    figure.savefig(folder / "ball.png", dpi=120)
+
+
+class Slowed(flatout.Callback):
+    """Makes the last rank's steps take several times as long, and notes the loss as time passes."""
+
+    every = 1
+
+    def __init__(self, times: int):
+        self.times = times if place().rank == place().world_size - 1 else 1
+        self.began = self.stepped = time.perf_counter()
+        self.seconds: list[float] = []
+
+    def on_fit_start(self, state):
+        self.began = self.stepped = time.perf_counter()
+
+    def on_step(self, state):
+        own = time.perf_counter() - self.stepped
+        time.sleep((self.times - 1) * own)
+        self.stepped = time.perf_counter()
+        self.seconds.append(self.stepped - self.began)
+
+
+def train(staleness: str, rate: float, slowed: int) -> tuple[Slowed, list[float], flatout.History]:
+    """A fit: when each step of the first rank ended, the loss of each, and the History."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Flatten(), torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10)
+    )
+    losses: list[float] = []
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        found = cross_entropy(outputs, targets)
+        if outputs.requires_grad:
+            losses.append(float(found))
+        return found
+
+    steps, (train_set, test_set) = Slowed(slowed), flatout.data.digits(size=8)
+    world = {"strategy": "parameter_server", "staleness": staleness}
+    trainer = flatout.Trainer(
+        model,
+        loss=loss,
+        optimizer=torch.optim.SGD(model.parameters(), lr=rate),
+        metrics=["accuracy"],
+        recipe=flatout.Recipe(world=world),
+        allow="exact",
+    )
+    history = trainer.fit(
+        train_set, validation_data=test_set, batch_size=64, epochs=EPOCHS, callbacks=[steps]
+    )
+    return steps, losses[-len(steps.seconds) :], history
+
+
+def smooth(losses: list[float], over: int = 15) -> list[float]:
+    return [
+        sum(losses[max(0, n - over) : n + 1]) / min(n + 1, over + 1) for n in range(len(losses))
+    ]
+
+
+def main():
+    if place().world_size == 1:
+        sys.exit("needs two ranks or more: flatout run --devices 2 examples/sync_and_async.py")
+    is_first = place().rank == 0
+    ranks = place().world_size
+    if is_first:
+        folder.mkdir(parents=True, exist_ok=True)
+        draw_ball()
+    losses = Figure(figsize=(11, 8), layout="constrained")
+    ages = Figure(figsize=(11, 4), layout="constrained")
+    above = ages.subplots(1, 2, sharey=True)
+    for row, (slowed, histogram) in zip(
+        losses.subplots(2, 2, sharey=True), ((1, above[0]), (SLOWED, above[1])), strict=True
+    ):
+        rate = RATE
+        for name in COLORS:
+            steps, found, history = train("sync" if name == "sync" else "unbounded", rate, slowed)
+            per_update = 1 if name == "sync" else ranks
+            row[0].plot(steps.seconds, smooth(found), color=COLORS[name], label=name)
+            updates = [per_update * (n + 1) for n in range(len(found))]
+            row[1].plot(
+                updates, smooth(found), color=COLORS[name], label=f"{name}, rate {rate:.2g}"
+            )
+            if name == "async":
+                rate = RATE / max(1.0, history.staleness["mean"])
+                draw_ages(histogram, history.staleness)
+        who = "even ranks" if slowed == 1 else f"the last rank {slowed} times slower"
+        row[0].set(title=f"{who}: over time", xlabel="seconds", ylabel="loss of the first rank")
+        row[1].set(title=f"{who}: over updates", xlabel="updates of the weights")
+        histogram.set(title=who, xlabel="steps that a gradient is old", ylabel="gradients")
+        row[1].legend()
+        histogram.legend()
+    if is_first:
+        losses.savefig(folder / "loss.png", dpi=120)
+        ages.savefig(folder / "staleness.png", dpi=120)
+        print(f"drawn: {folder}/ball.png, loss.png, staleness.png")
+
+
+def draw_ages(axes, staleness):
+    for rank, own in enumerate(staleness["by_rank"]):
+        ages = [int(age) + 0.4 * rank for age in own]
+        axes.bar(ages, list(own.values()), width=0.4, label=f"rank {rank}")
+    axes.axvline(staleness["mean"], color="gray", label=f"mean {staleness['mean']:.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,369 @@
+"""Parameter servers that do not wait: a worker's gradient is a step as soon as it is there.
+
+Dean et al., "Large Scale Distributed Deep Networks", 2012. Each rank is a worker that computes its
+part of each batch, sends the gradient of its mean loss to the servers and goes on with the weights
+that they answer; they are those of all workers' steps up to then. The servers are threads beside
+the first ranks' own steps. Other steps were made since the weights of a gradient were read: so many
+steps it is stale. All are alike where they meet: at the end of an epoch, and before evaluating and
+saving.
+
+A worker clips its own gradient, and one with a NaN is not sent.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from threading import Thread
+from typing import Any
+
+import torch
+from torch import nn
+
+from flatout.strategies.parameter_server import gathered_states, share_words
+from flatout.strategies.replicas import check_replicas
+from flatout.strategies.server import Push, Server, Share, rates_of
+from flatout.strategies.server_layout import Layout
+from flatout.strategies.server_link import END, PULL, PUSH, TICK, Link
+from flatout.strategies.server_refusals import check_served
+from flatout.strategies.strategy import Strategy, Sums, Tensors
+from flatout.world import LostRank, World
+
+# Words of a message before rates and what is used: what is wanted, the optimizer, the vote.
+_HEAD = 3
+# How long a server waits for the last words of workers that may have failed.
+_END_S = 5.0
+
+
+class AsyncParameterServer(Strategy):
+    """Sends this rank's gradients to the servers, and is one of them on the first ranks.
+
+    Args:
+        world: of this rank.
+        model: of this rank; the same on all.
+        optimizers: what trains it.
+        servers: how many ranks are servers, from the first on.
+        staleness: how many steps a worker may be ahead of the slowest; None sets no bound.
+        say: gets a line about the shares.
+
+    Attributes:
+        since: steps since the ranks have met.
+
+    Raises:
+        ModelError: something of the model or the optimizers cannot be served; what, and what to do
+            instead.
+        WorldError: the ranks' models are not the same, or there are more servers than ranks.
+    """
+
+    steps_apart = True
+
+    def __init__(
+        self,
+        world: World,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        servers: int,
+        staleness: int | None,
+        say: Callable[[str], None],
+    ) -> None:
+        super().__init__()
+        check_served(model, optimizers, servers, world.size)
+        check_replicas(model, world, "at the start")
+        self._world, self._model, self._optimizers = world, model, optimizers
+        self._servers, self._staleness, self._say = servers, staleness, say
+        self._layouts: list[Layout] = []
+        self._flats: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+        self._server: Server | None = None
+        self._links: dict[int, Link] = {}
+        self._ends: dict[int, Link] = {}
+        self._threads: list[Thread] = []
+        self._hooks: list[Any] = []
+        self._is_serving = False
+        self._vote = 0.0
+        self._steps, self._stop_at = 0, 0
+        self.since = 0
+
+    def begin(self) -> None:
+        """Share the weights out, and find the servers."""
+        for optimizer in self._optimizers:
+            own = [p for group in optimizer.param_groups for p in group["params"]]
+            layout = Layout(own, self._servers)
+            flat = torch.zeros(layout.length, dtype=own[0].dtype)
+            self._layouts.append(layout)
+            self._flats.append((flat, layout.views(flat)))
+        if self._world.rank < self._servers:
+            shares = [
+                Share(optimizer, layout, self._world.rank)
+                for optimizer, layout in zip(self._optimizers, self._layouts, strict=True)
+            ]
+            self._server = Server(shares, self._world.size, self._staleness)
+        for optimizer in self._optimizers:
+            optimizer.state.clear()  # the servers have it
+        self._find()
+        self._hooks = [
+            optimizer.register_step_pre_hook(partial(self._push, place))
+            for place, optimizer in enumerate(self._optimizers)
+        ]
+        self._say(share_words(self._layouts, self._servers))
+
+    def _find(self) -> None:
+        """Make a link between each worker and each server on another rank."""
+        world = self._world
+        nodes = world.gather(world.place.node, "nodes of the servers")
+        words = _HEAD + max(map(self._words_of, range(len(self._layouts))))
+        for server in range(self._servers):
+            for worker in range(world.size):
+                group = None if worker == server else world.among((server, worker))
+                if group is None:
+                    continue
+                sizes = [_length(layout, server) for layout in self._layouts]
+                link = Link(
+                    group,
+                    same_node=nodes[server] == nodes[worker],
+                    words=words,
+                    length=max(sizes),
+                    dtype=self._flats[0][0].dtype,
+                )
+                if world.rank == worker:
+                    self._links[server] = link
+                else:
+                    self._ends[worker] = link
+        self._length = words
+
+    def _words_of(self, place: int) -> int:
+        groups = self._optimizers[place].param_groups
+        return 2 * len(groups) + len(self._layouts[place].parameters)
+
+    def _serve(self) -> None:
+        """Begin with the weights of now, and answer the workers from here on."""
+        self._is_serving = True
+        if self._server is not None:
+            for share in self._server.shares:
+                share.take_weights()
+            for worker, link in self._ends.items():
+                # Daemons: where a rank fails it must be able to end while others are waited for.
+                thread = Thread(target=self._answer, args=(worker, link), daemon=True)
+                self._threads.append(thread)
+                thread.start()
+        self._world.wait("all servers are there")
+
+    def _answer(self, worker: int, link: Link) -> None:
+        """Answer a worker until it ends, in a thread of its own."""
+        assert self._server is not None
+        torch.set_num_threads(1)  # the rank's own step has the cores
+        while True:
+            try:
+                told = link.words(self._length)
+            except RuntimeError:  # it has ended: its rank, or the launcher, says so
+                self._server.leave(worker)
+                return
+            kind, place = int(told[0]), int(told[1])
+            if kind == END:
+                self._server.leave(worker)
+                return
+            length = _length(self._layouts[place], self._world.rank)
+            up, down, stop_at = link.up[:length], link.down[:length], 0
+            try:
+                if kind == PULL:
+                    self._server.pull(worker, place, down)
+                else:
+                    if kind == PUSH:
+                        link.data(up)
+                    stop_at = self._server.push(worker, self._push_of(kind, told), up, down)
+                link.send(torch.tensor([float(stop_at)], dtype=torch.float64), down)
+            except RuntimeError:
+                self._server.leave(worker)
+                return
+
+    def _push_of(self, kind: int, told: Sequence[float]) -> Push:
+        place = int(told[1])
+        rates = 2 * len(self._optimizers[place].param_groups)
+        used = told[_HEAD + rates :][: len(self._layouts[place].parameters)]
+        is_push = kind == PUSH
+        return Push(
+            place,
+            bool(told[2]),
+            list(told[_HEAD:][:rates]),
+            [bool(one) for one in used] if is_push else [],
+        )
+
+    # -- around a step -----------------------------------------------------------------------
+
+    def before_step(self, turn: int, parameters: Tensors) -> None:
+        """A step begins, before anything changes."""
+        if not self._is_serving:
+            self._serve()
+
+    def finish(self) -> Sums:
+        """This rank's own sums: it steps alone."""
+        self._vote = float(self._own.votes)
+        if not self._own.weight:  # no sample of this rank's counts
+            for layout in self._layouts:
+                for parameter in layout.parameters:
+                    parameter.grad = None
+        return self._own._replace(votes=0.0)
+
+    @torch.no_grad()
+    def _push(self, place: int, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """In place of an optimizer's own step: the servers make it.
+
+        Before it gradients were clipped and seen to be finite, and a schedule has set the rates.
+        """
+        layout, views = self._layouts[place], self._flats[place][1]
+        used, own, gradients = [], [], []
+        for parameter, view in zip(layout.parameters, views, strict=True):
+            used.append(parameter.grad is not None)
+            if parameter.grad is None:
+                view.zero_()
+                continue
+            own.append(view)
+            gradients.append(parameter.grad)
+            parameter.grad = None
+        if own:
+            torch._foreach_copy_(own, gradients)
+        rates = [rate for group in optimizer.param_groups for rate in rates_of(group)]
+        push = Push(place, bool(self._vote), rates, used if own else [])
+        self._stop_at = self._ask(place, push)
+        self._take(place)
+        self._steps += 1
+        self.since += 1
+
+    def _ask(self, place: int, push: Push | None) -> int:
+        """Send to all servers, then take what each answers; None only asks for the weights."""
+        layout, (flat, _) = self._layouts[place], self._flats[place]
+        words = torch.zeros(self._length, dtype=torch.float64)
+        kind = PULL if push is None else PUSH if push.used else TICK
+        words[0], words[1] = kind, place
+        if push is not None:
+            words[2] = push.wants_to_stop
+            told = [*push.rates, *map(float, push.used)]
+            words[_HEAD : _HEAD + len(told)] = torch.tensor(told, dtype=torch.float64)
+        stop_at = 0
+        for server, link in self._links.items():
+            with _named(server):
+                up = link.up[: _length(layout, server)]
+                if kind == PUSH:
+                    up.copy_(flat[layout.range(server)])
+                link.send(words, up if kind == PUSH else None)
+        if self._server is not None:
+            own, rank = flat[layout.range(self._world.rank)], self._world.rank
+            if push is None:
+                self._server.pull(rank, place, own)
+            else:
+                found = self._server.push(rank, push, own.clone(), own)
+                stop_at = found if rank == 0 else stop_at
+        for server, link in self._links.items():
+            with _named(server):
+                [found_at] = link.words(1)
+                down = link.down[: _length(layout, server)]
+                link.data(down)
+            flat[layout.range(server)].copy_(down)
+            stop_at = int(found_at) if server == 0 else stop_at
+        return stop_at
+
+    def _take(self, place: int) -> None:
+        """The weights that came become the model's."""
+        parameters = [p.detach() for p in self._layouts[place].parameters]
+        torch._foreach_copy_(parameters, self._flats[place][1])
+
+    def after_step(self) -> bool:
+        """A step was made; returns whether this is the one after which all stop."""
+        return 0 < self._stop_at <= self._steps
+
+    @torch.no_grad()
+    def meet(self) -> bool:
+        """Make all ranks alike; returns whether one wants to stop. All of them call it."""
+        votes = sum(self._world.gather(self._vote, "end of the workers' steps"))
+        self._vote = 0.0
+        if self._is_serving and self.since:
+            self.since = 0
+            # All have sent their last gradient, and none sends the next one before all have read.
+            for place in range(len(self._layouts)):
+                self._ask(place, None)
+                self._take(place)
+            self._mean_of_buffers()
+            self._world.wait("weights from the servers")
+        return bool(votes)
+
+    def _mean_of_buffers(self) -> None:
+        """Statistics, as of BatchNorm, become the mean of those of all ranks."""
+        buffers = [b for b in self._model.buffers() if b.is_floating_point() and b.numel()]
+        if not buffers:
+            return
+        flat = torch.cat([b.detach().reshape(-1).double() for b in buffers])
+        self._world.sum(flat, "mean of the ranks' statistics")
+        flat /= self._world.size
+        parts = torch.split(flat, [b.numel() for b in buffers])
+        for buffer, values in zip(buffers, parts, strict=True):
+            buffer.copy_(values.view(buffer.shape))
+
+    # -- whole again -------------------------------------------------------------------------
+
+    def staleness(self) -> list[Counter[int]] | None:
+        """Of each worker, how many of its gradients were how many steps old; all ranks call it."""
+        own = [] if self._server is None else [[*one.items()] for one in self._server.stale]
+        told = self._world.from_first([[list(pair) for pair in one] for one in own], "staleness")
+        return [Counter(dict(one)) for one in told]
+
+    def state_of(self, optimizer: torch.optim.Optimizer, *, kept: bool) -> dict[str, Any]:
+        """An optimizer's state, from the servers; all ranks call it."""
+        place = self._place(optimizer)
+        own: dict[int, dict[str, Any]] = {}
+        if self._server is not None:
+            with self._server.at_rest():
+                own = self._server.shares[place].states()
+        whole = gathered_states(self._world, self._layouts[place], own, self._servers)
+        return {**optimizer.state_dict(), "state": whole}
+
+    def part_of(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """Of an optimizer's whole state what this rank loads: its server takes the share."""
+        if self._server is not None:
+            self._server.shares[self._place(optimizer)].take_states(state["state"])
+        return {**state, "state": {}}
+
+    def _place(self, optimizer: torch.optim.Optimizer) -> int:
+        return next(n for n, one in enumerate(self._optimizers) if one is optimizer)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Let the optimizers step by themselves again, from the servers' states.
+
+        After an error the servers may be gone: then the states are lost.
+        """
+        if not self._hooks:
+            return
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        if error is None:
+            for optimizer, layout in zip(self._optimizers, self._layouts, strict=True):
+                states = self.state_of(optimizer, kept=True)["state"]
+                for number, state in states.items():
+                    optimizer.state[layout.parameters[number]] = state
+        if self._is_serving:
+            words = torch.zeros(self._length, dtype=torch.float64)
+            words[0] = END
+            for link in self._links.values():
+                with suppress(RuntimeError):  # that server has ended, or waits for another worker
+                    link.send_last(words, _END_S)
+        if self._server is not None:
+            self._server.leave(self._world.rank)
+        for thread in self._threads:
+            thread.join(_END_S)
+
+
+def _length(layout: Layout, server: int) -> int:
+    own = layout.range(server)
+    return int(own.stop - own.start)
+
+
+@contextmanager
+def _named(server: int) -> Iterator[None]:
+    """Tell which server it is that has failed."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise LostRank(
+            f"rank {server}, a parameter server, has ended or does not answer ({error})"
+        ) from error

@@ -1,0 +1,203 @@
+"""A parameter server that steps its share of the weights with each gradient that comes.
+
+Where staleness is bounded, a worker that is too many steps ahead of the slowest waits for its
+answer: stale synchronous parallel (Ho et al., "More Effective Distributed ML via a Stale
+Synchronous Parallel Parameter Server", 2013).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from threading import Condition
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from flatout.strategies.server_layout import Layout, numbers_of, part_of_state
+
+
+class Push(NamedTuple):
+    """What comes with a gradient.
+
+    Attributes:
+        place: of the optimizer among those of the job.
+        wants_to_stop: whether the worker asks all to stop.
+        rates: of each parameter group the learning rate, and the momentum or first beta; NaN where
+            it has none.
+        used: which parameters have a gradient; empty where none has, and none comes.
+    """
+
+    place: int
+    wants_to_stop: bool
+    rates: list[float]
+    used: list[bool]
+
+
+class Share:
+    """What a server has of an optimizer's parameters.
+
+    Args:
+        optimizer: of the job; one like it steps the share.
+        layout: of its parameters.
+        server: whose share.
+
+    Attributes:
+        values: the weights of the share, in one piece of memory.
+        version: how often they were stepped.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, layout: Layout, server: int) -> None:
+        self._layout, self._server = layout, server
+        own = layout.range(server)
+        dtype = layout.parameters[0].dtype
+        self.values = torch.zeros(own.stop - own.start, dtype=dtype)
+        self._parts = [
+            nn.Parameter(piece, requires_grad=p.requires_grad)
+            for piece, p in zip(layout.pieces(self.values, server), layout.parameters, strict=True)
+        ]
+        part_of = dict(zip(layout.parameters, self._parts, strict=True))
+        groups = [
+            {**group, "params": [part_of[p] for p in group["params"]]}
+            for group in optimizer.param_groups
+        ]
+        self._optimizer = type(optimizer)(groups, lr=float(groups[0]["lr"]))  # type: ignore[call-arg]
+        self.version = 0
+        self._seen: dict[int, int] = {}
+        self.take_states(
+            {n: optimizer.state[p] for n, p in enumerate(layout.parameters) if p in optimizer.state}
+        )
+
+    def take_weights(self) -> None:
+        """Begin with the model's weights."""
+        with torch.no_grad():
+            for number, part in enumerate(self._parts):
+                piece = self._layout.piece(number, self._server)
+                part.copy_(numbers_of(self._layout.parameters[number])[piece])
+
+    def take_states(self, states: Mapping[int, Mapping[str, Any]]) -> None:
+        """Begin with states of whole parameters, by their number."""
+        for number, state in states.items():
+            piece, whole = self._layout.piece(number, self._server), self._layout.parameters[number]
+            if piece.stop > piece.start:
+                self._optimizer.state[self._parts[number]] = {
+                    name: part_of_state(value, whole, piece) for name, value in state.items()
+                }
+
+    def states(self) -> dict[int, dict[str, Any]]:
+        """Copies of the states of its parts, by the number of the parameter."""
+        return {
+            number: {k: v.clone() if torch.is_tensor(v) else v for k, v in state.items()}
+            for number, part in enumerate(self._parts)
+            if (state := self._optimizer.state.get(part))
+        }
+
+    def step(self, worker: int, push: Push, gradient: torch.Tensor) -> int:
+        """Step with a worker's gradient; of how many steps ago its weights were.
+
+        Args:
+            worker: whose.
+            push: what came with it.
+            gradient: of the share.
+        """
+        stale = self.version - self._seen.get(worker, 0)
+        rates = iter(push.rates)
+        for group in self._optimizer.param_groups:
+            _set_rates(group, next(rates), next(rates))
+        pieces = self._layout.pieces(gradient, self._server)
+        for part, piece, is_used in zip(self._parts, pieces, push.used, strict=True):
+            part.grad = piece if is_used and len(piece) else None
+        self._optimizer.step()
+        self.version += 1
+        return stale
+
+    def read(self, worker: int, into: torch.Tensor) -> None:
+        """Copy the weights for a worker."""
+        into.copy_(self.values)
+        self._seen[worker] = self.version
+
+
+class Server:
+    """Takes the workers' gradients, one after the other.
+
+    Args:
+        shares: of each of the job's optimizers.
+        workers: how many there are.
+        staleness: how many steps a worker may be ahead of the slowest; None sets no bound.
+
+    Attributes:
+        stale: of each worker, how many of its gradients were how many steps old.
+    """
+
+    def __init__(self, shares: Sequence[Share], workers: int, staleness: int | None) -> None:
+        self.shares = list(shares)
+        self._staleness = staleness
+        # Steps of the workers that are there.
+        self._clocks = dict.fromkeys(range(workers), 0)
+        self.stale: list[Counter[int]] = [Counter() for _ in range(workers)]
+        self._changed = Condition()
+        self._stop_at = 0
+
+    @torch.no_grad()
+    def push(self, worker: int, push: Push, gradient: torch.Tensor, into: torch.Tensor) -> int:
+        """Step with a worker's gradient and give the weights; waits where it is too far ahead.
+
+        Args:
+            worker: whose.
+            push: what came with it.
+            gradient: of the share.
+            into: gets the weights.
+
+        Returns:
+            after how many of its steps each worker stops; 0 where none is to.
+        """
+        share = self.shares[push.place]
+        with self._changed:
+            if push.used:
+                self.stale[worker][share.step(worker, push, gradient)] += 1
+            self._clocks[worker] += 1
+            if push.wants_to_stop and not self._stop_at:
+                # Each hears of it with the answer to a step that is not behind this one.
+                self._stop_at = max(self._clocks.values()) + 1
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._may_go(worker))
+            share.read(worker, into)
+            return self._stop_at
+
+    def _may_go(self, worker: int) -> bool:
+        bound = self._staleness
+        return bound is None or self._clocks[worker] - min(self._clocks.values()) <= bound
+
+    def leave(self, worker: int) -> None:
+        """A worker has ended: no one waits for its steps any more."""
+        with self._changed:
+            self._clocks.pop(worker, None)
+            self._changed.notify_all()
+
+    def pull(self, worker: int, place: int, into: torch.Tensor) -> None:
+        """Give a worker the weights; no one steps meanwhile."""
+        with self._changed:
+            self.shares[place].read(worker, into)
+
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Within, no one steps."""
+        with self._changed:
+            yield
+
+
+def rates_of(group: Mapping[str, Any]) -> list[float]:
+    """What schedules change of a parameter group: its rate, and its momentum or first beta."""
+    momentum = group["betas"][0] if "betas" in group else group.get("momentum", math.nan)
+    return [float(group["lr"]), float(momentum)]
+
+
+def _set_rates(group: dict[str, Any], rate: float, momentum: float) -> None:
+    group["lr"] = rate
+    if "betas" in group:
+        group["betas"] = (momentum, group["betas"][1])
+    elif "momentum" in group:
+        group["momentum"] = momentum

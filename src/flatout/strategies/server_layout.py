@@ -1,0 +1,103 @@
+"""Parameters end to end, cut into ranges of equal length: one for each parameter server.
+
+A range may begin and end within a tensor, so that no server has more than its share however large
+one tensor is. Of a parameter each server has at most one piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+
+class Layout:
+    """The parameters of an optimizer, and what each server has of them.
+
+    Args:
+        parameters: in the same order on every rank; each fills its memory without gaps.
+        servers: how many.
+
+    Attributes:
+        starts: where each parameter begins.
+        length: numbers in all.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], servers: int) -> None:
+        self.parameters = list(parameters)
+        ends = list(accumulate((p.numel() for p in self.parameters), initial=0))
+        self.starts, self.length = ends[:-1], ends[-1]
+        self._bounds = [self.length * server // servers for server in range(servers + 1)]
+
+    def range(self, server: int) -> slice:
+        """What a server has of all numbers."""
+        return slice(self._bounds[server], self._bounds[server + 1])
+
+    def piece(self, number: int, server: int) -> slice:
+        """What a server has of a parameter's own numbers; empty where it has none."""
+        start, size = self.starts[number], self.parameters[number].numel()
+        own = self.range(server)
+        first = min(max(own.start - start, 0), size)
+        return slice(first, max(first, min(own.stop - start, size)))
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The parameters' places in one piece of memory, each in the parameter's memory order."""
+        return [
+            flat.as_strided(p.size(), p.stride(), start)
+            for p, start in zip(self.parameters, self.starts, strict=True)
+        ]
+
+    def pieces(self, flat: torch.Tensor, server: int) -> list[torch.Tensor]:
+        """A server's pieces of the parameters, where its range alone lies in memory."""
+        found, at = [], 0
+        for number in range(len(self.parameters)):
+            piece = self.piece(number, server)
+            size = piece.stop - piece.start
+            found.append(flat[at : at + size])
+            at += size
+        return found
+
+
+def numbers_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's numbers as they lie in memory."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its numbers fill its memory without gaps."""
+    return tensor.is_contiguous() or any(
+        tensor.dim() == dims and tensor.is_contiguous(memory_format=order)
+        for dims, order in ((4, torch.channels_last), (5, torch.channels_last_3d))
+    )
+
+
+def part_of_state(value: Any, whole: torch.Tensor, piece: slice) -> Any:
+    """Of a parameter's state a server's piece; what is not of its shape stays as it is."""
+    if not torch.is_tensor(value) or not value.dim() or value.shape != whole.shape:
+        return value.clone() if torch.is_tensor(value) else value
+    alike = torch.empty_like(whole, dtype=value.dtype)
+    alike.copy_(value)  # in the parameter's memory order
+    return numbers_of(alike)[piece].clone()
+
+
+def whole_state(
+    whole: torch.Tensor, pieces: Sequence[tuple[slice, dict[str, Any]]]
+) -> dict[str, Any]:
+    """A parameter's state from what the servers have of it.
+
+    Args:
+        whole: the parameter.
+        pieces: of each server that has some, which of its numbers, and their state.
+    """
+    found: dict[str, Any] = {}
+    for piece, state in pieces:
+        for name, value in state.items():
+            if not torch.is_tensor(value) or not value.dim():
+                found[name] = value
+                continue
+            if name not in found:
+                found[name] = torch.empty_like(whole, dtype=value.dtype, device="cpu")
+            numbers_of(found[name])[piece].copy_(value)
+    return found

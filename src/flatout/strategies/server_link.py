@@ -1,0 +1,101 @@
+"""What a worker and a parameter server on another rank send each other.
+
+Words go through a channel of the two. Gradients and weights go through memory that both see where
+they share a node, else behind the words.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from flatout.world import Group
+from flatout.world.meeting import gathered, opened
+
+# Of the numbers of a message: what is wanted, of which optimizer, and whether to stop.
+PUSH, TICK, PULL, END = range(4)
+
+
+class Link:
+    """One end of it.
+
+    Args:
+        group: the two ranks, which make their ends at once.
+        same_node: whether they share a node.
+        words: how many numbers a message to the server has.
+        length: of the longest share.
+        dtype: of gradients and weights.
+
+    Attributes:
+        up: where a gradient lies on its way to the server.
+        down: where weights lie on their way back.
+    """
+
+    def __init__(
+        self, group: Group, *, same_node: bool, words: int, length: int, dtype: torch.dtype
+    ) -> None:
+        self._group, self._words = group, words
+        self._peer = group.ranks[1 - group.own]
+        shared = _shared(group, 2 * length * dtype.itemsize) if same_node else None
+        self.is_shared = shared is not None
+        both = torch.zeros(2 * length, dtype=dtype) if shared is None else shared.view(dtype)
+        self.up, self.down = both[:length], both[length:]
+
+    def send(self, words: torch.Tensor, data: torch.Tensor | None = None) -> None:
+        """Send words, and what lies in `up` or `down`."""
+        dist.send(words, self._peer, group=self._group.channel)
+        if data is not None and len(data) and not self.is_shared:
+            dist.send(data, self._peer, group=self._group.channel)
+
+    def send_last(self, words: torch.Tensor, patience_s: float) -> None:
+        """Send words to a server that may not listen any more.
+
+        Raises:
+            RuntimeError: it does not.
+        """
+        work = dist.isend(words, self._peer, group=self._group.channel)
+        assert work is not None
+        work.wait(timedelta(seconds=patience_s))
+
+    def words(self, count: int) -> list[float]:
+        """Words that come."""
+        told = torch.zeros(count, dtype=torch.float64)
+        dist.recv(told, self._peer, group=self._group.channel)
+        found: list[float] = told.tolist()
+        return found
+
+    def data(self, into: torch.Tensor) -> None:
+        """What comes behind the words, into `up` or `down`, or a part of it."""
+        if len(into) and not self.is_shared:
+            dist.recv(into, self._peer, group=self._group.channel)
+
+
+def _shared(group: Group, size: int) -> torch.Tensor | None:
+    """Memory that both ranks see; None where one cannot open the other's files."""
+    size = max(size, 1)
+    file = os.memfd_create("flatout-server", os.MFD_CLOEXEC) if group.own == 0 else -1
+    try:
+        if group.own == 0:
+            os.ftruncate(file, size)
+        pid, fd, inode = gathered(group, _told(file))[0]
+        try:
+            there = opened(pid, fd, os.O_RDWR)
+            is_same = os.fstat(there).st_ino == inode
+        except OSError:
+            there, is_same = -1, False
+        could = all(gathered(group, is_same))
+        found = torch.frombuffer(mmap.mmap(there, size), dtype=torch.uint8) if could else None
+        if there >= 0:
+            os.close(there)
+        return found
+    finally:
+        if file >= 0:
+            os.close(file)
+
+
+def _told(file: int) -> list[int]:
+    return [os.getpid(), file, os.fstat(file).st_ino] if file >= 0 else [0, 0, 0]

@@ -1,0 +1,63 @@
+"""What parameter servers cannot step, refused before any rank trains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from flatout.errors import ModelError, WorldError
+from flatout.strategies.fsdp_refusals import check_elementwise, refusal_of
+from flatout.strategies.server_layout import is_dense
+
+_NAME = "world.strategy=parameter_server"
+
+
+def check_served(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], servers: int, ranks: int
+) -> None:
+    """Refuse models and optimizers whose weights cannot be shared out among servers.
+
+    Raises:
+        ModelError: naming what, and what to do instead.
+        WorldError: there are more servers than ranks, or than numbers to step.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for optimizer in optimizers:
+        check_elementwise(_NAME, optimizer, set(names))
+        own = [p for group in optimizer.param_groups for p in group["params"]]
+        for parameter in own:
+            why = refusal_of(parameter)
+            if not why and not is_dense(parameter):
+                why = "has gaps in its memory"
+            if not why and parameter.device.type != "cpu":
+                why = f"lies on {parameter.device}: servers step weights of CPUs"
+            if why:
+                raise ModelError(
+                    f"{_NAME} cannot share out {names[parameter]}, which {why}",
+                    do="train with world.strategy=ddp",
+                )
+        kinds = {str(p.dtype).removeprefix("torch.") for p in own}
+        if len(kinds) > 1:
+            raise ModelError(
+                f"{_NAME} wants all weights of an optimizer in one dtype, found "
+                + " and ".join(sorted(kinds)),
+                do="convert the model, as with model.float(), or train with world.strategy=ddp",
+            )
+        if sum(p.numel() for p in own) < servers:
+            raise WorldError(
+                f"world.servers={servers}, and there are fewer weights to share out",
+                do="take fewer servers",
+            )
+    if len({p.dtype for o in optimizers for g in o.param_groups for p in g["params"]}) > 1:
+        raise ModelError(
+            f"{_NAME} wants the weights of all optimizers in one dtype",
+            do="convert the model, as with model.float(), or train with world.strategy=ddp",
+        )
+    if servers > ranks:
+        raise WorldError(
+            f"world.servers={servers}, and servers are ranks of the job, of which there are "
+            f"{ranks}",
+            do=f"take {ranks} servers at most, or start more ranks",
+        )

@@ -1,0 +1,94 @@
+"""Settings that do not go with a strategy."""
+
+from __future__ import annotations
+
+from flatout.errors import RecipeError
+from flatout.recipe import SETTINGS, Recipe
+
+_DDP = "train with world.strategy=ddp"
+_GATHERED = (
+    "world.strategy=fsdp gathers weights around the calls of layers, which it would leave out"
+)
+_CALLED = "world.strategy=staged calls layers from a graph of its own"
+_ONE_RANK = "that is for one rank on a CPU"
+_IN_PARTS = "no rank has all of a gradient that others have, too"
+_TO_SERVERS = "gradients go to servers"
+
+LEFT_OUT: dict[str, dict[str, str]] = {
+    "fsdp": {
+        "compute.fp32_operators": _GATHERED,
+        "compute.memory_format": "world.strategy=fsdp cuts weights in their plain layout",
+        "compute.rewrites": _GATHERED,
+        "compute.fused_norms": _GATHERED,
+        "compute.touched_rows": "world.strategy=fsdp steps all rows of the part that a rank has",
+        "compute.compile": _GATHERED,
+        "compute.capture": _ONE_RANK,
+    },
+    "staged": {
+        "compute.precision": "world.strategy=staged takes fp32, or what is asked for",
+        "compute.fp32_operators": _CALLED,
+        "compute.memory_format": "world.strategy=staged sends what crosses in its plain layout",
+        "compute.rewrites": _CALLED,
+        "compute.fused_norms": _CALLED,
+        "compute.touched_rows": "world.strategy=staged steps whole weights",
+        "compute.compile": _CALLED,
+        "compute.capture": _ONE_RANK,
+    },
+    "parameter_server": {
+        "compute.memory_format": "servers step weights where they lie, and these would be moved",
+        "compute.touched_rows": "servers step all rows of their share",
+        "compute.capture": _ONE_RANK,
+    },
+}
+"""By strategy, settings that stay plain with it, and why."""
+
+# Likewise, where what is not asked for is plain anyway.
+_REFUSED: dict[str, dict[str, str]] = {
+    "fsdp": {"world.reduction": _IN_PARTS, "world.compression": _IN_PARTS},
+    "staged": {
+        "compute.dropout": "a stage does not know which samples it has",
+        "memory.activation_checkpointing": _CALLED,
+        "world.reduction": _IN_PARTS,
+        "world.compression": _IN_PARTS,
+        "world.tables": "each table is on the rank of its stage",
+    },
+    "parameter_server": {
+        "world.reduction": _TO_SERVERS,
+        "world.compression": _TO_SERVERS,
+        "world.tables": "servers step all weights",
+    },
+}
+
+
+def check_settings(requested: Recipe) -> None:
+    """Refuse settings that were asked for by name and do not go with the strategy.
+
+    Raises:
+        RecipeError: naming one.
+    """
+    strategy = requested.world.strategy
+    if requested.world.staleness != "sync" and strategy != "parameter_server":
+        raise RecipeError(
+            f"world.staleness={requested.world.staleness} is about parameter servers, and "
+            f"world.strategy={strategy} has none",
+            do="leave it out, or set world.strategy=parameter_server",
+        )
+    if strategy not in LEFT_OUT:
+        return
+    for field, why in {**LEFT_OUT[strategy], **_REFUSED[strategy]}.items():
+        value = requested.get(field)
+        if field != "compute.precision" and value not in ("auto", SETTINGS[field].plain):
+            raise RecipeError(
+                f"{field}={value} cannot be had: {why}", do=f"leave it out, or {_DDP}"
+            )
+    if requested.get("compute.precision") == "fp16":
+        raise RecipeError(
+            f"world.strategy={strategy} does not scale losses as compute.precision=fp16 wants it",
+            do="take compute.precision=bf16",
+        )
+    if strategy == "staged" and isinstance(requested.get("memory.micro_batch"), int):
+        raise RecipeError(
+            "memory.micro_batch is how many samples a rank takes at once, and with "
+            "world.strategy=staged world.micro_batches says into how many parts a batch is split",
+            do="set world.micro_batches in its place",
+        )

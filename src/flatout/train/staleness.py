@@ -1,0 +1,51 @@
+"""How old gradients were when parameter servers stepped with them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from flatout.words import counted, rounded
+
+
+def staleness_facts(by_rank: Sequence[Counter[int]]) -> dict[str, Any]:
+    """As a History keeps it.
+
+    Args:
+        by_rank: of each rank, how many of its gradients were how many steps old.
+
+    Returns:
+        `mean` and `most` over all gradients, and `by_rank`, for each rank the number of gradients
+        by their staleness, which is text there, as keys of JSON are.
+    """
+    together = sum(by_rank, Counter[int]())
+    count = together.total()
+    return {
+        "mean": sum(steps * times for steps, times in together.items()) / count if count else 0.0,
+        "most": max(together, default=0),
+        "by_rank": [{str(steps): own[steps] for steps in sorted(own)} for own in by_rank],
+    }
+
+
+def staleness_words(facts: dict[str, Any], rate: float) -> str:
+    """What the user should know of it: another learning rate is offered, never taken.
+
+    Zhang et al., "Staleness-aware Async-SGD for Distributed Deep Learning", 2016, divide the rate
+    by the staleness.
+
+    Args:
+        facts: as `staleness_facts` gives them.
+        rate: the learning rate that ran.
+    """
+    mean = facts["mean"]
+    words = (
+        f"gradients were {rounded(mean)} steps old on average when a server stepped with them, "
+        f"{counted(facts['most'], 'step')} at most"
+    )
+    if mean <= 1:
+        return words
+    return (
+        f"{words}; if the loss is unsteady, try a learning rate of {rounded(rate / mean)} in place "
+        f"of {rounded(rate)}: divided by that age, as staleness-aware SGD does"
+    )

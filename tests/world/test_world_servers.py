@@ -1,0 +1,223 @@
+"""What parameter servers have of the weights, and how they answer workers."""
+
+import math
+from threading import Event, Thread
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from flatout.errors import ModelError, RecipeError, WorldError
+from flatout.optim import Lamb
+from flatout.recipe import Recipe
+from flatout.strategies import check_settings
+from flatout.strategies.server import Push, Server, Share, rates_of
+from flatout.strategies.server_layout import (
+    Layout,
+    numbers_of,
+    part_of_state,
+    whole_state,
+)
+from flatout.strategies.server_refusals import check_served
+from flatout.train.staleness import staleness_facts, staleness_words
+
+
+@given(
+    st.lists(st.integers(0, 50), min_size=1, max_size=8).filter(lambda sizes: sum(sizes) >= 4),
+    st.integers(1, 4),
+)
+def test_servers_have_equal_shares_and_together_all(sizes, servers):
+    layout = Layout([torch.zeros(size) for size in sizes], servers)
+    lengths = [layout.range(s).stop - layout.range(s).start for s in range(servers)]
+    assert max(lengths) - min(lengths) <= 1
+    assert sum(lengths) == layout.length == sum(sizes)
+    for number, size in enumerate(sizes):
+        pieces = [layout.piece(number, server) for server in range(servers)]
+        assert [n for piece in pieces for n in range(size)[piece]] == list(range(size))
+    flat = torch.arange(layout.length)
+    for server in range(servers):
+        own = flat[layout.range(server)]
+        together = torch.cat([*layout.pieces(own, server), own[:0]])
+        assert together.equal(own)
+
+
+def test_a_state_is_cut_in_the_order_of_its_weights_memory():
+    whole = nn.Parameter(torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last))
+    layout = Layout([torch.zeros(5), whole], 3)
+    state = {"step": torch.tensor(3.0), "moment": torch.randn(4, 3, 2, 2)}
+    pieces = [layout.piece(1, server) for server in range(3)]
+    parts = [{k: part_of_state(v, whole, piece) for k, v in state.items()} for piece in pieces]
+    assert [len(part["moment"]) for part in parts] == [p.stop - p.start for p in pieces]
+    found = whole_state(whole, list(zip(pieces, parts, strict=True)))
+    assert found["moment"].equal(state["moment"])
+    assert found["step"] == 3
+    assert found["moment"].stride() == whole.stride()
+
+
+def push(optimizer, used=(True, True), *, stop=False):
+    rates = [rate for group in optimizer.param_groups for rate in rates_of(group)]
+    return Push(0, stop, rates, list(used))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True),
+        lambda p: torch.optim.AdamW(p, 0.01, betas=(0.8, 0.9), amsgrad=True, fused=True),
+        lambda p: torch.optim.Adagrad(p, 0.01, initial_accumulator_value=0.1),
+        lambda p: torch.optim.RMSprop([{"params": list(p), "lr": 0.02}], momentum=0.5),
+    ],
+)
+def test_two_servers_step_as_the_optimizer_itself(make):
+    """With schedules of rate and momentum, an unused weight, and states from before."""
+    torch.manual_seed(0)
+    weights = [nn.Parameter(torch.randn(5, 3)), nn.Parameter(torch.randn(4))]
+    optimizer = make(weights)
+    gradients = [[torch.randn_like(w) for w in weights] for _ in range(5)]
+
+    def by_itself(step):
+        for n, weight in enumerate(weights):
+            weight.grad = gradients[step][n] if n or step != 3 else None
+        optimizer.step()
+
+    by_itself(0)
+    layout = Layout(weights, 2)
+    servers = []
+    for server in range(2):
+        share = Share(optimizer, layout, server)
+        share.take_weights()
+        servers.append(Server([share], 1, None))
+    into = torch.zeros(layout.length)
+    for step in range(1, 5):
+        group = optimizer.param_groups[0]
+        group["lr"] *= 0.9
+        if "betas" in group:
+            group["betas"] = (group["betas"][0] - 0.1, group["betas"][1])
+        told = push(optimizer, (step != 3, True))
+        flat = torch.cat([g.reshape(-1) for g in gradients[step]])
+        for number, server in enumerate(servers):
+            own = layout.range(number)
+            assert server.push(0, told, flat[own], into[own]) == 0
+        by_itself(step)
+        found = layout.views(into)
+        torch.testing.assert_close(found, [w.detach() for w in weights], rtol=1e-6, atol=1e-6)
+    states = [server.shares[0].states() for server in servers]
+    for number, weight in enumerate(weights):
+        pieces = [
+            (layout.piece(number, n), state[number])
+            for n, state in enumerate(states)
+            if number in state
+        ]
+        for name, value in whole_state(weight, pieces).items():
+            torch.testing.assert_close(
+                value, optimizer.state[weight][name].float(), check_dtype=False
+            )
+
+
+def one_weight(workers, staleness):
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], 1.0)
+    share = Share(optimizer, Layout([weight], 1), 0)
+    share.take_weights()
+    return Server([share], workers, staleness), push(optimizer, [True])
+
+
+def test_a_gradient_is_as_old_as_the_steps_since_its_weights_were_read():
+    server, told = one_weight(3, None)
+    into = torch.zeros(1)
+    for worker in (0, 0, 1, 2, 0):
+        server.push(worker, told, torch.ones(1), into)
+    assert [dict(one) for one in server.stale] == [{0: 2, 2: 1}, {2: 1}, {3: 1}]
+    assert into == -5
+    server.push(1, told._replace(used=[]), torch.ones(1), into)  # it had no samples
+    assert into == -5
+    facts = staleness_facts(server.stale)
+    assert facts == {
+        "mean": 1.4, "most": 3, "by_rank": [{"0": 2, "2": 1}, {"2": 1}, {"3": 1}],
+    }  # fmt: skip
+    assert "1.4 steps old on average" in staleness_words(facts, 0.7)
+    assert "a learning rate of 0.5 in place of 0.7" in staleness_words(facts, 0.7)
+    assert "rate" not in staleness_words(staleness_facts([]), 0.7)
+
+
+def test_a_worker_that_is_too_far_ahead_waits_for_the_slowest():
+    server, told = one_weight(2, 2)
+    into = [torch.zeros(1), torch.zeros(1)]
+    for _ in range(2):
+        server.push(0, told, torch.ones(1), into[0])
+    answered = Event()
+
+    def third():
+        server.push(0, told, torch.ones(1), into[0])
+        answered.set()
+
+    ahead = Thread(target=third)
+    ahead.start()
+    while server.shares[0].version < 3:  # it has stepped, and waits
+        pass
+    assert not answered.is_set()
+    server.push(1, told, torch.ones(1), into[1])
+    ahead.join()
+    assert answered.is_set()
+    assert into[0] == into[1] == -4
+
+
+def test_workers_stop_after_the_same_number_of_steps():
+    server, told = one_weight(2, None)
+    into = torch.zeros(1)
+    for _ in range(3):
+        assert server.push(0, told, torch.ones(1), into) == 0
+    assert server.push(1, told._replace(wants_to_stop=True), torch.ones(1), into) == 4
+    assert [server.push(1, told, torch.ones(1), into) for _ in range(3)] == [4, 4, 4]
+    assert server.push(0, told, torch.ones(1), into) == 4
+
+
+def test_what_servers_cannot_step_is_refused_with_what_to_do():
+    def served(model, make=torch.optim.Adam, servers=1, ranks=2):
+        check_served(model, [make(model.parameters(), lr=0.1)], servers, ranks)
+
+    served(nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last))
+    with pytest.raises(ModelError, match=r"Lamb is not known to step each element alone"):
+        served(nn.Linear(3, 3), Lamb)
+    with pytest.raises(ModelError, match="one dtype, found float32 and float64"):
+        served(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2).double()]))
+    with pytest.raises(ModelError, match=r"0\.weight, which has no shape"):
+        served(nn.Sequential(nn.LazyLinear(3)))
+    strided = nn.Linear(3, 3)
+    strided.weight = nn.Parameter(torch.zeros(6, 6)[::2, ::2])
+    with pytest.raises(ModelError, match="weight, which has gaps in its memory"):
+        served(strided)
+    with pytest.raises(WorldError, match=r"servers=3, .* of which there are 2"):
+        served(nn.Linear(3, 3), servers=3)
+    with pytest.raises(WorldError, match="fewer weights to share out"):
+        served(nn.Linear(1, 1), servers=3, ranks=4)
+
+
+def test_settings_that_do_not_go_with_servers_are_refused_by_name():
+    check_settings(Recipe(world={"strategy": "parameter_server", "staleness": 4}))
+    with pytest.raises(RecipeError, match="staleness=4 is about parameter servers"):
+        check_settings(Recipe(world={"staleness": 4}))
+    for field, value in (
+        ("compute.memory_format", "channels_last"),
+        ("compute.precision", "fp16"),
+        ("world.compression", "bf16"),
+        ("world.tables", "sharded"),
+    ):
+        recipe = Recipe(world={"strategy": "parameter_server"}).replace({field: value})
+        with pytest.raises(RecipeError, match=f"{field}={value}|{value}"):
+            check_settings(recipe)
+
+
+def test_rates_of_a_group_are_what_schedules_change():
+    group = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1, momentum=0.9).param_groups[0]
+    assert rates_of(group) == [0.1, 0.9]
+    rate, none = rates_of({"lr": torch.tensor(0.5)})
+    assert rate == 0.5
+    assert math.isnan(none)
+
+
+def test_numbers_of_a_tensor_are_as_they_lie_in_memory():
+    tensor = torch.arange(12).view(3, 4).t()
+    assert numbers_of(tensor).tolist() == list(range(12))
