@@ -1,11 +1,11 @@
 """Steps of all ranks together beside steps of each rank for itself, in pictures.
 
-flatout run --devices 2 examples/sync_and_async.py [FOLDER]
+flatout run --devices 2 examples/sync_and_async.py [FOLDER] [epochs]
 
 1. A ball on a slope: two devices read the same place, and both move the ball when they are done.
 2. A small model on digits, with a parameter server that waits for all gradients (sync), and one
-   that does not (async), on even ranks and with the last one slowed three times; then async at the
-   rate that its staleness suggests.
+   that does not (async), on even ranks and with the last one slowed three times; then async with
+   the rate shared out among the ranks, whose steps add up.
 
 FOLDER (sync_and_async) gets ball.png, loss.png and staleness.png.
 """
@@ -22,7 +22,8 @@ import flatout
 from flatout.world import place
 
 folder = Path(sys.argv[1] if len(sys.argv) > 1 else "sync_and_async")
-EPOCHS, RATE, SLOWED = 6, 0.4, 3
+epochs = int(sys.argv[2]) if len(sys.argv) > 2 else 6
+RATE, SLOWED = 0.4, 3
 COLORS = {"sync": "tab:blue", "async": "tab:orange", "async, smaller rate": "tab:green"}
 
 
@@ -98,7 +99,7 @@ def train(staleness: str, rate: float, slowed: int) -> tuple[Slowed, list[float]
         allow="exact",
     )
     history = trainer.fit(
-        train_set, validation_data=test_set, batch_size=64, epochs=EPOCHS, callbacks=[steps]
+        train_set, validation_data=test_set, batch_size=64, epochs=epochs, callbacks=[steps]
     )
     return steps, losses[-len(steps.seconds) :], history
 
@@ -133,7 +134,7 @@ def main():
                 updates, smooth(found), color=COLORS[name], label=f"{name}, rate {rate:.2g}"
             )
             if name == "async":
-                rate = RATE / max(1.0, history.staleness["mean"])
+                rate = RATE / ranks
                 draw_ages(histogram, history.staleness)
         who = "even ranks" if slowed == 1 else f"the last rank {slowed} times slower"
         row[0].set(title=f"{who}: over time", xlabel="seconds", ylabel="loss of the first rank")

@@ -20,6 +20,8 @@ EXAMPLES = ROOT / "examples"
 MNIST = ROOT.parent / "shared" / "data" / "mnist"
 
 
+FLATOUT = Path(sys.executable).with_name("flatout")
+
 # With these nothing is left to measure, so that two runs are comparable bit for bit.
 SETTLED = json.dumps(
     [
@@ -139,6 +141,23 @@ def test_fashion_mnist_in_keras_learns_saves_and_predicts(tmp_path, idx_folder):
 def test_mnist_reaches_its_accuracy_on_real_mnist(tmp_path):
     said = run(tmp_path, "mnist.py", str(MNIST), "3")
     assert last_figure(said, "val_accuracy") > 0.97
+
+
+@pytest.mark.slow
+def test_sync_beside_async_is_drawn_by_two_ranks(tmp_path):
+    said = subprocess.run(
+        [FLATOUT, "run", "--devices", "2", EXAMPLES / "sync_and_async.py", "out", "1"],
+        cwd=tmp_path,
+        env={**os.environ, "FLATOUT_CACHE": str(tmp_path / ".cache"), "FLATOUT_SET": SETTLED},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=250,
+        check=True,
+    ).stdout
+    assert len(re.findall("gradients were .* steps old", said)) == 4
+    for name in ("ball", "loss", "staleness"):
+        assert (tmp_path / "out" / f"{name}.png").stat().st_size > 10_000
 
 
 @pytest.mark.slow
