@@ -291,6 +291,14 @@ def test_pixels_are_kept_where_samples_are_drawn_without_end(tmp_path, monkeypat
     assert len(decoded) - before < before
 
 
+def test_why_nothing_is_kept_of_an_iterable_is_said_at_once():
+    x, y = images(30)
+    told = []
+    _, history = fitted("auto", list(zip(x.split(10), y.split(10), strict=True)), say=told.append)
+    assert sum("number their samples" in line for line in [*told, *history.notes]) == 1
+    assert history.features["kept"] is None
+
+
 def test_nothing_is_said_where_nothing_is_frozen():
     said = []
     model = frozen().requires_grad_(True)

@@ -18,7 +18,7 @@ def numbered(source: Source) -> Numbered | str:
         return Numbered(samples.rows, samples.inputs_content, comes_whole=True)
     if isinstance(source, Pipeline):
         return source.numbered()
-    return f"what makes a sample of a {type(source).__name__.removesuffix('Source')} is not known"
+    return "only arrays and data of flatout.data number their samples, not loaders and iterables"
 
 
 def stays_with_rank(source: Source) -> bool:

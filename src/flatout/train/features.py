@@ -138,7 +138,7 @@ class FrozenFeatures:
         self._given.begin(part, epoch)
         if self._cut is None and not self.may_keep:
             return False
-        if self._is_due(epoch):
+        if self._is_due(epoch) or self._is_hopeless(source):
             can_look = isinstance(numbered(source), Numbered) or isinstance(source, Pipeline)
             first = part.peek(1) if can_look and source.seekable else []
             self._decide(source, self._loop.ready(first[0]) if first else None, epoch)
@@ -201,6 +201,11 @@ class FrozenFeatures:
             return False
         is_settled = not loop.is_other_job and (tuner is None or not tuner.is_searching)
         return is_due and is_settled and self.may_keep
+
+    def _is_hopeless(self, source: Source) -> bool:
+        """Whether nothing can be kept of a source, whatever the settings; said at once."""
+        is_first = self._decided_in < 0 and self._calls is None
+        return is_first and not isinstance(source, Pipeline) and isinstance(numbered(source), str)
 
     @property
     def _is_open(self) -> bool:
