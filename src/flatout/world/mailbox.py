@@ -7,8 +7,10 @@ since they have read it.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
+import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -29,11 +31,15 @@ class _Box(NamedTuple):
 
     Attributes:
         file: the rank's number of it.
-        memory: of shape (bytes,), uint8.
+        memory: its memory here.
+        bytes: the same, uint8 of shape (bytes,).
+        address: where that begins.
     """
 
     file: int
-    memory: torch.Tensor
+    memory: mmap.mmap
+    bytes: torch.Tensor
+    address: int
 
 
 class Mailbox:
@@ -52,7 +58,7 @@ class Mailbox:
             self._pids = [pid for pid, _ in there]
             # By rank, the file and the length of each of its boxes.
             pages = [_mapped(pid, theirs, mmap.PAGESIZE) for pid, theirs in there]
-            self._told = [page.view(torch.int64)[:_TOLD] for page in pages]
+            self._told = [page.bytes.view(torch.int64)[:_TOLD] for page in pages]
             self._meet()
         finally:
             os.close(file)
@@ -63,33 +69,33 @@ class Mailbox:
     ) -> tuple[list[list[int]], list[torch.Tensor]]:
         """As `World.exchange`."""
         ranks = len(parts)
-        lengths = [sum(to_eight(tensor.nbytes) for tensor in part) for part in parts]
+        lengths = [sum([to_eight(tensor.nbytes) for tensor in part]) for part in parts]
         at = (1 + len(note) + 2 * ranks) * _WORD
         starts = []
         for length in lengths:
             starts.append(at)
             at += length
-        head = torch.tensor([len(note), *note, *starts, *lengths])
         box = self._begin(at)
-        _write(box, 0, [head])
+        head = (len(note), *note, *starts, *lengths)
+        struct.pack_into(f"{len(head)}q", box.memory, 0, *head)
         for start, part in zip(starts, parts, strict=True):
             _write(box, start, part)
         self._meet()
         notes, found = [], []
         for rank in range(ranks):
             theirs = self._of(rank)
-            count = int(theirs[:_WORD].view(torch.int64))
-            numbers = theirs[_WORD : (1 + count + 2 * ranks) * _WORD].view(torch.int64).tolist()
+            (count,) = struct.unpack_from("q", theirs.memory)
+            numbers = struct.unpack_from(f"{count + 2 * ranks}q", theirs.memory, _WORD)
             start, length = numbers[count + self._own], numbers[count + ranks + self._own]
-            notes.append(numbers[:count])
-            found.append(theirs[start : start + length])
+            notes.append(list(numbers[:count]))
+            found.append(theirs.bytes[start : start + length])
         return notes, found
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Every rank's tensor, by rank, all of one shape and dtype; good until the next call."""
         _write(self._begin(tensor.nbytes), 0, [tensor])
         self._meet()
-        whole = [self._of(rank)[: tensor.nbytes] for rank in range(len(self._pids))]
+        whole = [self._of(rank).bytes[: tensor.nbytes] for rank in range(len(self._pids))]
         return [one.view(tensor.dtype).view(tensor.shape) for one in whole]
 
     def close(self) -> None:
@@ -99,37 +105,37 @@ class Mailbox:
             if own is not None:
                 os.close(own.file)
 
-    def _begin(self, length: int) -> torch.Tensor:
+    def _begin(self, length: int) -> _Box:
         """The next box of this rank, with room for so many bytes."""
         self._turn ^= 1
         boxes = self._boxes[self._turn]
         own = boxes.get(self._own)
-        if own is None or len(own.memory) < length:
-            had = 0 if own is None else len(own.memory)
+        if own is None or len(own.bytes) < length:
+            had = 0 if own is None else len(own.bytes)
             wanted = max(_LEAST_BYTES, 2 * had, length)
             size = -(-wanted // mmap.PAGESIZE) * mmap.PAGESIZE
             if own is not None:
                 os.close(own.file)  # all others have met this rank since they opened it
             file = _file(size)
-            own = boxes[self._own] = _Box(file, _mapped(os.getpid(), file, size))
+            own = boxes[self._own] = _mapped(os.getpid(), file, size)
             told = self._told[self._own]
             told[2 * self._turn] = file
             told[2 * self._turn + 1] = size
-        return own.memory
+        return own
 
-    def _of(self, rank: int) -> torch.Tensor:
+    def _of(self, rank: int) -> _Box:
         """What a rank has in its present box."""
         boxes = self._boxes[self._turn]
         if rank == self._own:
-            return boxes[rank].memory
+            return boxes[rank]
         file, size = self._told[rank][2 * self._turn : 2 * self._turn + 2].tolist()
         known = boxes.get(rank)
-        if known is None or (known.file, len(known.memory)) != (file, size):
+        if known is None or (known.file, len(known.bytes)) != (file, size):
             try:
-                known = boxes[rank] = _Box(file, _mapped(self._pids[rank], file, size))
+                known = boxes[rank] = _mapped(self._pids[rank], file, size)
             except OSError as error:
                 raise RuntimeError(f"rank {rank} has ended") from error
-        return known.memory
+        return known
 
 
 def mailbox_of(group: Group, timeout_s: float) -> Mailbox | None:
@@ -138,13 +144,13 @@ def mailbox_of(group: Group, timeout_s: float) -> Mailbox | None:
     return None if meet is None else Mailbox(group, meet)
 
 
-def _write(box: torch.Tensor, at: int, tensors: Sequence[torch.Tensor]) -> None:
+def _write(box: _Box, at: int, tensors: Sequence[torch.Tensor]) -> None:
     for tensor in tensors:
-        end, after = at + tensor.nbytes, at + to_eight(tensor.nbytes)
-        box[at:end].view(tensor.dtype).copy_(tensor.view(-1))
-        if end < after:
-            box[end:after] = 0
-        at = after
+        whole = tensor.contiguous()
+        ctypes.memmove(box.address + at, whole.data_ptr(), tensor.nbytes)
+        end, at = at + tensor.nbytes, at + to_eight(tensor.nbytes)
+        if end < at:
+            ctypes.memset(box.address + end, 0, at - end)
 
 
 def _file(size: int) -> int:
@@ -154,10 +160,12 @@ def _file(size: int) -> int:
     return file
 
 
-def _mapped(pid: int, file: int, size: int) -> torch.Tensor:
-    """A file of a process as bytes here."""
+def _mapped(pid: int, file: int, size: int) -> _Box:
+    """A file of a process, as memory here."""
     there = opened(pid, file, os.O_RDWR)
     try:
-        return torch.frombuffer(mmap.mmap(there, size), dtype=torch.uint8)
+        memory = mmap.mmap(there, size)
     finally:
         os.close(there)
+    found = torch.frombuffer(memory, dtype=torch.uint8)
+    return _Box(file, memory, found, found.data_ptr())
