@@ -216,6 +216,10 @@ class _Summed:
             self._write_numbers()
             last = self.world.sum(self._numbers, "sum of the losses", later=True)
         assert last is not None
+        shards = self._shards or ()
+        if self._shards and (sharded := [table for table in self._sparse if table in shards]):
+            # Meanwhile the buckets are added up.
+            sum_own_rows(self.world, sharded, self._shards)
         for bucket in self._buckets:
             assert bucket.sending is not None
             self.world.until(bucket.sending)
@@ -234,11 +238,8 @@ class _Summed:
             self.sparse.add(parameter)
             self._are_some_sparse = True
         tables = [*self._sparse, *(parameter for parameter, _ in own)]
-        shards = self._shards or ()
         if whole := [table for table in tables if table not in shards]:
             sum_rows(self.world, whole)
-        if self._shards and (sharded := [table for table in tables if table in shards]):
-            sum_own_rows(self.world, sharded, self._shards)
         # A copy, for the next step writes here again.
         total, weight, votes = self._numbers[:3].to(torch.float64, copy=True)
         return Sums(total, weight, votes)
