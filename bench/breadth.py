@@ -10,7 +10,8 @@ default all seconds of the fit, with what it measures. `steady_vs_...` compares 
 of the arm with that of the last third of the run.
 
 `--fresh N` runs the default N times more and tells which share of the settings is chosen alike.
-`--losses` compares the loss after 200 steps with that of the plain loop from three seeds.
+`--losses` compares the loss after 200 steps with that of the plain loop from three seeds: whether
+it lies where 95% of further seeds would (t with two degrees of freedom).
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from statistics import median
+from statistics import mean, median, stdev
 from typing import Any
 
 from results import Key, Results, add_arguments, finish
@@ -32,6 +34,7 @@ PEERS = Path(__file__).parent / "peers"
 IMAGES = ("convnet", "resnet", "depthwise", "unet", "vit", "autoencoder", "mixer")
 FAMILIES = (*IMAGES, "mlp", "gpt", "lstm", "textcnn", "tables", "graph")
 LOSS_STEPS = 216  # whole epochs of the job
+T_OF_TWO = 4.303  # the 97.5th percentile of Student's t
 
 
 def run(family: str, arm: str, **options: Any) -> dict[str, Any]:
@@ -104,10 +107,10 @@ def measure(family: str, a: argparse.Namespace) -> dict[str, Any]:
         row["alike"] = alike([fits[0]["chosen"], *again])
     if a.losses:
         seeds = [run(family, "fp32", steps=LOSS_STEPS, seed=seed)["loss"] for seed in range(3)]
-        low, high = min(seeds), max(seeds)
         loss = run(family, "default", steps=LOSS_STEPS)["loss"]
         row["losses"] = {"plain": seeds, "default": loss}
-        row["within"] = low - (high - low) <= loss <= high + (high - low)
+        reach = T_OF_TWO * stdev(seeds) * math.sqrt(1 + 1 / len(seeds))
+        row["within"] = abs(loss - mean(seeds)) <= reach
     return row
 
 

@@ -11,6 +11,9 @@ LONGEST_S, _BEFORE_SHARE = 6.0, 0.05
 # Of a short run, at most this share; of a longer one, this many seconds and this share.
 _SHORT_SHARE = 0.045
 _FIXED_S, _SHARE = 0.3, 0.0125
+# With the time before the first step it is at most the first share of a run of up to so many
+# seconds, and the second one from so many on.
+_MOST = (0.05, 10.0), (0.02, 60.0)
 # A run of unknown length is taken to last so long, until it has lasted longer.
 _UNKNOWN_S = 20.0
 
@@ -55,7 +58,11 @@ class Budget:
     @property
     def left_s(self) -> float:
         """What of it is left."""
-        return self.limit_s - self.lost_s
+        (short, from_s), (long, to_s) = _MOST
+        way = (min(max(self.run_s, from_s), to_s) - from_s) / (to_s - from_s)
+        most_s = self.run_s * (short + (long - short) * way) - self.before_s
+        # What was spent before must not leave nothing to measure with.
+        return min(self.limit_s, max(most_s, self.limit_s / 2)) - self.lost_s
 
     def pays_for(self, seconds: float) -> bool:
         """Whether something may begin that costs about so much."""
