@@ -291,6 +291,15 @@ def test_pixels_are_kept_where_samples_are_drawn_without_end(tmp_path, monkeypat
     assert len(decoded) - before < before
 
 
+def test_that_the_disk_is_full_is_said_once_for_training_and_validation(monkeypatch):
+    monkeypatch.setattr("flatout.data.features.kept_rows.disk_room", lambda: 5 * 288)
+    trainer, history = fitted("disk", validation_data=images(20))
+    plain, expected = fitted("off", validation_data=images(20))
+    assert sum("has no room for more" in line for line in history.notes) == 1
+    assert same(trainer.model, plain.model)
+    assert figures(history) == figures(expected)
+
+
 def test_why_nothing_is_kept_of_an_iterable_is_said_at_once():
     x, y = images(30)
     told = []

@@ -69,6 +69,7 @@ class ModelRows:
         self._held: dict[Any, FeatureStore] = {}
         self._names: WeakKeyDictionary[FeatureStore, Any] = WeakKeyDictionary()
         self._ns = 0
+        self._is_full_told = False
 
     def precision(self, cut: Cut) -> str:
         """Of the features at a cut that `look_at` was given, such as "bf16"."""
@@ -151,13 +152,19 @@ class ModelRows:
         if store is None:
             names = None if named is None else named.names
             store = FeatureStore.open(key, samples.slots, [*parts, *beside], where, names=names)
-            store.say = self._loop.tell
+            store.say, store.say_full = self._loop.tell, self._tell_full
             self._names[store] = name
         if named is not None:
             files: Any = ReplacedFiles(named, samples.variants, store)
         else:
             files = WatchedFiles(samples.files) if samples.files else None
         return FeatureRows(samples, store, len(parts), files, targets)
+
+    def _tell_full(self, line: str) -> None:
+        """Say once that there is no room, whether for rows of training or of validation."""
+        if not self._is_full_told:
+            self._is_full_told = True
+            self._loop.tell(line)
 
     def hold(self, rows: FeatureRows) -> None:
         """Keep what is in memory for evaluations, as long as not many others come."""

@@ -51,7 +51,8 @@ class KeptRows:
         where: "memory" or "disk".
         free: bytes that were free there when it was opened, within the budget.
         reason: why it is there, for people.
-        say: gets a line for people, such as that the disk is full.
+        say: gets a line for people, such as that a row is damaged.
+        say_full: gets the line that nothing more is kept; None means `say`.
         is_full: whether nothing more is kept.
     """
 
@@ -61,6 +62,7 @@ class KeptRows:
         self.free = opened.free
         self.reason = opened.reason
         self.say: Callable[[str], None] = say_as_is
+        self.say_full: Callable[[str], None] | None = None
         self.is_full = False
         self._until_looked = 0
         self._lock = RLock()
@@ -124,7 +126,8 @@ class KeptRows:
     def _stop(self, why: str) -> None:
         if not self.is_full:
             self.is_full = True
-            self.say(f"features: {why}; the others are computed each time")
+            say = self.say_full or self.say
+            say(f"features: {why}; the others are computed each time")
 
     def _tell_damaged(self, count: int, which: str = "") -> None:
         place = f" on {self.where}" if self.where == "disk" else ""
