@@ -23,6 +23,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--strategy", default="fsdp", choices=["one", "fsdp", "staged"])
     parser.add_argument("--epochs", type=int, default=5, help="timed, after one of warm-up")
     parser.add_argument("--samples", type=int, default=4096)
+    parser.add_argument("--bound", action="store_true", help="each rank to its own core")
     return parser.parse_args()
 
 

@@ -19,7 +19,12 @@ def rows_of(notes, **seconds):
 
 def test_each_strategy_is_compared_with_its_own():
     assert all((PEERS / peer.script).is_file() for peer in strategies.peers_of(1, 128))
-    found = rows_of({"held": 51, "whole": 100}, torch_fsdp=[10, 10], flatout_fsdp=[9, 9])
+    found = rows_of(
+        {"held": 51, "whole": 100},
+        torch_fsdp=[12, 12],
+        torch_fsdp_bound=[10, 10],
+        flatout_fsdp=[9, 9],
+    )
     assert found["fsdp_vs_torch"].value == pytest.approx(0.9)
     assert found["fsdp_memory"].value == pytest.approx(0.51)
     assert found["staged_efficiency"].found == "flatout-one-rank: left out"
