@@ -774,12 +774,17 @@ print(json.dumps([sum(computed), len(calls), model[1].weight.tolist(), right]))
 
 
 @pytest.mark.slow
-def test_a_script_learns_the_same_and_computes_each_sample_once(scripts, tmp_path):
+@pytest.mark.parametrize("calls", ["model(", "model[1](body("])
+def test_a_script_learns_the_same_and_computes_each_sample_once(scripts, tmp_path, calls):
     path = tmp_path / "train.py"
-    path.write_text(HEAD)
+    called = HEAD if calls == "model(" else HEAD.replace("model(x)", "model[1](body(x))")
+    path.write_text(
+        called.replace("model(data.tensors[0])", f"{calls}data.tensors[0]" + ")" * calls.count("("))
+    )
     plain, cured = scripts.run(path), scripts.run(path, "script.features=memory")
     assert plain.code == cured.code == 0, cured.err
     assert cured.applied == {FIELD: "features of frozen layers of Sequential in memory"}
+    assert not cured.left
     all_of_it, calls, weights, right = json.loads(plain.out)
     once, *rest = json.loads(cured.out)
     assert (all_of_it, once) == (200, 40 + 4 * 8)  # and the four batches that are checked
