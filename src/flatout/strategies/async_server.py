@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from threading import Thread
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ from torch import nn
 from flatout.strategies.parameter_server import gathered_states, share_words
 from flatout.strategies.replicas import check_replicas
 from flatout.strategies.server import Push, Server, Share, rates_of
-from flatout.strategies.server_layout import Layout
+from flatout.strategies.server_layout import Layout, numbers_of
 from flatout.strategies.server_link import END, PULL, PUSH, TICK, Link
 from flatout.strategies.server_refusals import check_served
 from flatout.strategies.strategy import Strategy, Sums, Tensors
@@ -35,6 +35,24 @@ from flatout.world import LostRank, World
 _HEAD = 3
 # How long a server waits for the last words of workers that may have failed.
 _END_S = 5.0
+
+
+class _Way(NamedTuple):
+    """Between this rank and a server, for an optimizer's parameters.
+
+    Attributes:
+        up: gradients of the server's share.
+        down: its weights.
+        cuts: of each parameter of which it has some, the number, and which of its numbers.
+        ups: where these lie in `up`.
+        downs: and in `down`.
+    """
+
+    up: torch.Tensor
+    down: torch.Tensor
+    cuts: list[tuple[int, slice]]
+    ups: list[torch.Tensor]
+    downs: list[torch.Tensor]
 
 
 class AsyncParameterServer(Strategy):
@@ -74,7 +92,7 @@ class AsyncParameterServer(Strategy):
         self._world, self._model, self._optimizers = world, model, optimizers
         self._servers, self._staleness, self._say = servers, staleness, say
         self._layouts: list[Layout] = []
-        self._flats: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+        self._ways: list[dict[int, _Way]] = []
         self._server: Server | None = None
         self._links: dict[int, Link] = {}
         self._ends: dict[int, Link] = {}
@@ -89,10 +107,7 @@ class AsyncParameterServer(Strategy):
         """Share the weights out, and find the servers."""
         for optimizer in self._optimizers:
             own = [p for group in optimizer.param_groups for p in group["params"]]
-            layout = Layout(own, self._servers)
-            flat = torch.zeros(layout.length, dtype=own[0].dtype)
-            self._layouts.append(layout)
-            self._flats.append((flat, layout.views(flat)))
+            self._layouts.append(Layout(own, self._servers))
         if self._world.rank < self._servers:
             shares = [
                 Share(optimizer, layout, self._world.rank)
@@ -124,13 +139,29 @@ class AsyncParameterServer(Strategy):
                     same_node=nodes[server] == nodes[worker],
                     words=words,
                     length=max(sizes),
-                    dtype=self._flats[0][0].dtype,
+                    dtype=self._layouts[0].parameters[0].dtype,
                 )
                 if world.rank == worker:
                     self._links[server] = link
                 else:
                     self._ends[worker] = link
         self._length = words
+        self._ways = [
+            {server: self._way(layout, server) for server in range(self._servers)}
+            for layout in self._layouts
+        ]
+
+    def _way(self, layout: Layout, server: int) -> _Way:
+        """Where gradients go to a server, and weights come from it."""
+        length, link = _length(layout, server), self._links.get(server)
+        if link is None:
+            up, down = torch.zeros(2, length, dtype=layout.parameters[0].dtype)
+        else:
+            up, down = link.up[:length], link.down[:length]
+        numbers = range(len(layout.parameters))
+        cuts = [(n, cut) for n in numbers if (cut := layout.piece(n, server)).stop > cut.start]
+        pieces = [layout.pieces(memory, server) for memory in (up, down)]
+        return _Way(up, down, cuts, *([own[n] for n, _ in cuts] for own in pieces))
 
     def _words_of(self, place: int) -> int:
         groups = self._optimizers[place].param_groups
@@ -211,20 +242,17 @@ class AsyncParameterServer(Strategy):
 
         Before it gradients were clipped and seen to be finite, and a schedule has set the rates.
         """
-        layout, views = self._layouts[place], self._flats[place][1]
-        used, own, gradients = [], [], []
-        for parameter, view in zip(layout.parameters, views, strict=True):
-            used.append(parameter.grad is not None)
-            if parameter.grad is None:
-                view.zero_()
-                continue
-            own.append(view)
-            gradients.append(parameter.grad)
-            parameter.grad = None
-        if own:
-            torch._foreach_copy_(own, gradients)
+        gradients = [_numbers_of_gradient(p) for p in self._layouts[place].parameters]
+        for way in self._ways[place].values():
+            found = [
+                (up, gradients[n], cut) for (n, cut), up in zip(way.cuts, way.ups, strict=True)
+            ]
+            there = [(up, own[cut]) for up, own, cut in found if own is not None]
+            if there:
+                torch._foreach_copy_([up for up, _ in there], [own for _, own in there])
+        used = [gradient is not None for gradient in gradients]
         rates = [rate for group in optimizer.param_groups for rate in rates_of(group)]
-        push = Push(place, bool(self._vote), rates, used if own else [])
+        push = Push(place, bool(self._vote), rates, used if any(used) else [])
         self._stop_at = self._ask(place, push)
         self._take(place)
         self._steps += 1
@@ -232,7 +260,7 @@ class AsyncParameterServer(Strategy):
 
     def _ask(self, place: int, push: Push | None) -> int:
         """Send to all servers, then take what each answers; None only asks for the weights."""
-        layout, (flat, _) = self._layouts[place], self._flats[place]
+        ways = self._ways[place]
         words = torch.zeros(self._length, dtype=torch.float64)
         kind = PULL if push is None else PUSH if push.used else TICK
         words[0], words[1] = kind, place
@@ -243,30 +271,27 @@ class AsyncParameterServer(Strategy):
         stop_at = 0
         for server, link in self._links.items():
             with _named(server):
-                up = link.up[: _length(layout, server)]
-                if kind == PUSH:
-                    up.copy_(flat[layout.range(server)])
-                link.send(words, up if kind == PUSH else None)
+                link.send(words, ways[server].up if kind == PUSH else None)
         if self._server is not None:
-            own, rank = flat[layout.range(self._world.rank)], self._world.rank
+            rank = self._world.rank
+            own = ways[rank]
             if push is None:
-                self._server.pull(rank, place, own)
+                self._server.pull(rank, place, own.down)
             else:
-                found = self._server.push(rank, push, own.clone(), own)
+                found = self._server.push(rank, push, own.up, own.down)
                 stop_at = found if rank == 0 else stop_at
         for server, link in self._links.items():
             with _named(server):
                 [found_at] = link.words(1)
-                down = link.down[: _length(layout, server)]
-                link.data(down)
-            flat[layout.range(server)].copy_(down)
+                link.data(ways[server].down)
             stop_at = int(found_at) if server == 0 else stop_at
         return stop_at
 
     def _take(self, place: int) -> None:
         """The weights that came become the model's."""
-        parameters = [p.detach() for p in self._layouts[place].parameters]
-        torch._foreach_copy_(parameters, self._flats[place][1])
+        own = [numbers_of(p) for p in self._layouts[place].parameters]
+        for way in self._ways[place].values():
+            torch._foreach_copy_([own[n][cut] for n, cut in way.cuts], way.downs)
 
     def after_step(self) -> bool:
         """A step was made; returns whether this is the one after which all stop."""
@@ -351,6 +376,14 @@ class AsyncParameterServer(Strategy):
             self._server.leave(self._world.rank)
         for thread in self._threads:
             thread.join(_END_S)
+
+
+def _numbers_of_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """A parameter's gradient in the parameter's memory order, which it no longer has."""
+    gradient, parameter.grad = parameter.grad, None
+    if gradient is not None and gradient.stride() != parameter.stride():
+        gradient = torch.empty_like(parameter).copy_(gradient)
+    return None if gradient is None else numbers_of(gradient)
 
 
 def _length(layout: Layout, server: int) -> int:
