@@ -25,8 +25,7 @@ from torch import nn
 
 from flatout.devices import huge_pages
 from flatout.errors import ModelError
-from flatout.kernels import table_rows
-from flatout.kernels.table_rows import Dealt, Groups
+from flatout.kernels import Dealt, Groups, table_rows
 from flatout.models import Lookup, watch_table
 from flatout.words import size_words
 from flatout.world import World, to_eight
