@@ -264,3 +264,19 @@ def test_what_cannot_be_is_said_before_the_first_step():
     optimizer = torch.optim.SGD([{"params": [made[5].weight]}, {"params": [made[5].bias]}], lr=0.1)
     with pytest.raises(ModelError, match="a function for each parameter group"):
         fit(2, [flatout.Unfreeze(2, lr=0.1)], made, optimizer=optimizer, scheduler=rates)
+
+
+def test_what_is_measured_once_more_does_not_count_in_the_metrics():
+    torch.manual_seed(0)
+    layers = nn.Linear(8, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 3)
+    made = nn.Sequential(*layers)
+    made[0].requires_grad_(False)
+    x, y = torch.randn(640, 8), torch.randint(0, 3, (640,))
+    metrics = {"class": lambda outputs, targets: targets.float().mean()}
+    trainer = flatout.Trainer(made, metrics=metrics, say=len)
+    thaw = [flatout.Unfreeze(2, "0")]
+    history = trainer.fit((x, y), batch_size=16, epochs=4, callbacks=thaw, progress=False)
+    assert any("tried once more" in note for note in history.notes)
+    assert [logs["class"] for logs in history.epochs] == pytest.approx(
+        [float(y.float().mean())] * 4
+    )

@@ -10,13 +10,14 @@ for epoch in epochs:
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -165,6 +166,7 @@ class Fit:
             steps=planned,
         )
         self.job.reset()  # measuring has fed its metrics
+        loop.uncounted = self._uncounted
         figures = self._figures()
         if loop.world.size > 1:
             loop.say(self._ranks_in_words())
@@ -247,6 +249,16 @@ class Fit:
         if len(saved) == world.size:
             return list(saved[world.rank]["metrics"])
         return [state for one in saved for state in one["metrics"]][world.rank :: world.size]
+
+    @contextmanager
+    def _uncounted(self) -> Iterator[None]:
+        """Within, what is measured does not count in the metrics of the epoch."""
+        counted = copy.deepcopy(self.job.state_dict())
+        try:
+            yield
+        finally:
+            self.job.reset()
+            self.job.load_state_dict(counted)
 
     def _facts(self) -> Facts:
         """What tells this fit from others, for a resume to compare."""

@@ -307,7 +307,8 @@ class Loop(LoopState):
             run = watched(compute) if looks else compute
             if self._other_job is not None and self.is_other_job:
                 self.stepper.switch.gather_rows()
-                self._other_job.decide(compute, batches[0])
+                with self.uncounted():
+                    self._other_job.decide(compute, batches[0])
             number, tuner = self.step_count + 1, self.tuner
             with self._seen(batches):
                 if tuner is None or number < tuner.next_step:

@@ -79,6 +79,7 @@ class LoopState:
         metadata: text that goes with the weights into checkpoints; as a Trainer sets it.
         ids: rows of ids, for checkpoints; as a Trainer sets it.
         resume: the checkpoint that this Loop went on from; None where there was none.
+        uncounted: within, metrics do not count batches; as a Trainer sets it.
         is_other_job: whether other parameters train than those that settings were decided for.
         job_changes: how many times other parameters began to train, or no longer did.
         undo: what `close` puts back; it is told whether training has failed.
@@ -123,6 +124,7 @@ class LoopState:
         self.shows_notes = False
         self.tuner: Tuner | None = None
         self.facts = ModelFacts()
+        self.uncounted: Callable[[], AbstractContextManager[None]] = nullcontext
         self.is_other_job = False
         self.job_changes = 0
         self.restored_extra: Any = None
