@@ -24,6 +24,12 @@ def shards_of(rank, size, tables):
     return found
 
 
+def all_dealt(shards, weight):
+    """All rows of a table in the order of their owners, where each lies, and how many are whose."""
+    dealt = shards.dealt(weight, table_rows.group(torch.arange(len(weight)), len(weight)))
+    return dealt.groups.rows, dealt.local, dealt.counts
+
+
 def test_ranks_own_all_rows_once_and_about_as_many_bytes():
     shapes = ((9000, 8), (70_000, 1), (30_001, 3), (9000, 16), (900, 9))
     tables = [nn.Embedding(rows, width).weight for rows, width in shapes]
@@ -32,13 +38,15 @@ def test_ranks_own_all_rows_once_and_about_as_many_bytes():
         shards = shards_of(rank, 3, tables)
         assert [weight in shards for weight in tables] == [True] * 4 + [False]
         held.append(0)
-        first = shards.by_owner(tables[0], torch.arange(9000))
-        first = first[0].split(first[1])[rank]
+        rows, _, counts = all_dealt(shards, tables[0])
+        first = rows.split(counts)[rank]
         for weight in tables[:4]:
-            places, counts = shards.by_owner(weight, torch.arange(len(weight)))
-            assert torch.equal(places.sort().values, torch.arange(len(weight)))
-            own = places[sum(counts[:rank]) :][: counts[rank]]
-            assert torch.equal(shards.places(weight, own), torch.arange(len(own)))
+            rows, local, counts = all_dealt(shards, weight)
+            assert torch.equal(rows.sort().values, torch.arange(len(weight)))
+            own = rows.split(counts)[rank]
+            assert torch.equal(local.split(counts)[rank], torch.arange(len(own)))
+            assert torch.equal(shards.in_whole(weight, torch.arange(len(own))), own)
+            assert shards.owned(weight) == len(own)
             # Tables that may be read by the same ids.
             assert len(weight) != 9000 or torch.equal(own, first)
             held[-1] += len(own) * weight.shape[1] * 4
@@ -53,8 +61,8 @@ def test_memory_of_whole_tables_is_given_back(rank):
     before = weight.detach().clone()
     shards = shards_of(rank, 2, [weight])
     part = shards.part(weight, weight.detach())
-    places, counts = shards.by_owner(weight, torch.arange(len(weight)))
-    assert torch.equal(part, before[places.split(counts)[rank]])
+    rows, _, counts = all_dealt(shards, weight)
+    assert torch.equal(part, before[rows.split(counts)[rank]])
     assert shards.part(weight, weight.detach()) is part
     if sys.platform == "linux":
         kept = int(weight.count_nonzero()) * 4
