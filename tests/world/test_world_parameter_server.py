@@ -63,6 +63,11 @@ SCRIPT = """
                 os.kill(os.getpid(), signal.SIGTERM)
 
 
+    class Pauses(flatout.Callback):
+        def on_epoch_end(self, state):
+            time.sleep(8 * (state.epoch == 0))  # longer than a collective may take
+
+
     class Slow(flatout.Callback):
         every = 1
 
@@ -158,6 +163,8 @@ SCRIPT = """
         found = exact(served(2))
         found["written on 3"] = fit({}, 4, folder / "written for 3")
         found["ddp on 3"] = fit(served(3), 4, folder / "ddp for 3")
+    elif phase == "paused":
+        found["paused"] = fit({**served(1, 2), "timeout": 6}, 2, callbacks=[Pauses()])
     else:
         for servers, bound in ((1, 1), (2, 3), (1, "unbounded")):
             found[f"{servers} {bound}"] = fit(
@@ -239,3 +246,11 @@ def test_servers_that_do_not_wait_learn_too_and_tell_how_old_gradients_were(tmp_
     assert code == 143
     assert 9 <= int(kept[-1].split("-")[1]) <= 12
     assert any("nan" in other["spoiled"].lower() for other in by_rank)
+
+
+@pytest.mark.slow
+def test_a_server_waits_for_workers_that_evaluate(tmp_path):
+    run(SCRIPT, 2, tmp_path, "paused")
+    first, second = read(tmp_path, "paused", 2)
+    assert first["paused"]["bits"] == second["paused"]["bits"]
+    assert [sum(own.values()) for own in first["paused"]["staleness"]["by_rank"]] == [12, 12]

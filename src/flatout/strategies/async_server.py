@@ -35,6 +35,8 @@ from flatout.world import LostRank, World
 _HEAD = 3
 # How long a server waits for the last words of workers that may have failed.
 _END_S = 5.0
+# How long a worker may send nothing, as while all evaluate; its end is noticed at once.
+_BETWEEN_S = 30 * 24 * 3600.0
 
 
 class _Way(NamedTuple):
@@ -186,7 +188,7 @@ class AsyncParameterServer(Strategy):
         torch.set_num_threads(1)  # the rank's own step has the cores
         while True:
             try:
-                told = link.words(self._length)
+                told = link.words(self._length, _BETWEEN_S)
             except RuntimeError:  # it has ended: its rank, or the launcher, says so
                 self._server.leave(worker)
                 return

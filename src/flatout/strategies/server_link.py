@@ -61,10 +61,20 @@ class Link:
         assert work is not None
         work.wait(timedelta(seconds=patience_s))
 
-    def words(self, count: int) -> list[float]:
-        """Words that come."""
+    def words(self, count: int, patience_s: float | None = None) -> list[float]:
+        """Words that come.
+
+        Args:
+            count: how many.
+            patience_s: how long to wait for them; None as long as in a collective.
+
+        Raises:
+            RuntimeError: the other rank has ended, or does not send any.
+        """
         told = torch.zeros(count, dtype=torch.float64)
-        dist.recv(told, self._peer, group=self._group.channel)
+        work = dist.irecv(told, self._peer, group=self._group.channel)
+        assert work is not None
+        work.wait(*([] if patience_s is None else [timedelta(seconds=patience_s)]))
         found: list[float] = told.tolist()
         return found
 
