@@ -25,7 +25,7 @@ from torch import nn
 from flatout.strategies.parameter_server import gathered_states, share_words
 from flatout.strategies.replicas import check_replicas
 from flatout.strategies.server import Push, Server, Share, rates_of
-from flatout.strategies.server_layout import Layout, numbers_of
+from flatout.strategies.server_layout import Layout, numbers_of, place_of
 from flatout.strategies.server_link import END, PULL, PUSH, TICK, Link
 from flatout.strategies.server_refusals import check_served
 from flatout.strategies.strategy import Strategy, Sums, Tensors
@@ -336,7 +336,7 @@ class AsyncParameterServer(Strategy):
 
     def state_of(self, optimizer: torch.optim.Optimizer, *, kept: bool) -> dict[str, Any]:
         """An optimizer's state, from the servers; all ranks call it."""
-        place = self._place(optimizer)
+        place = place_of(optimizer, self._optimizers)
         own: dict[int, dict[str, Any]] = {}
         if self._server is not None:
             with self._server.at_rest():
@@ -347,11 +347,8 @@ class AsyncParameterServer(Strategy):
     def part_of(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Of an optimizer's whole state what this rank loads: its server takes the share."""
         if self._server is not None:
-            self._server.shares[self._place(optimizer)].take_states(state["state"])
+            self._server.shares[place_of(optimizer, self._optimizers)].take_states(state["state"])
         return {**state, "state": {}}
-
-    def _place(self, optimizer: torch.optim.Optimizer) -> int:
-        return next(n for n, one in enumerate(self._optimizers) if one is optimizer)
 
     def close(self, error: BaseException | None = None) -> None:
         """Let the optimizers step by themselves again, from the servers' states.

@@ -108,6 +108,15 @@ def check_elementwise(strategy: str, optimizer: torch.optim.Optimizer, known: se
             f"{type(optimizer).__name__} is not known to step each element alone",
             do=f"take one of torch's {names}, or {_DDP}",
         )
+    check_known(optimizer, known)
+
+
+def check_known(optimizer: torch.optim.Optimizer, known: set[Any]) -> None:
+    """Refuse an optimizer that trains something else than the model's parameters.
+
+    Raises:
+        ModelError: it does.
+    """
     if not known.issuperset(p for group in optimizer.param_groups for p in group["params"]):
         raise ModelError(
             f"{type(optimizer).__name__} trains parameters that are not the model's",

@@ -18,7 +18,13 @@ from torch import nn
 
 from flatout.errors import ModelError
 from flatout.strategies.replicas import check_replicas
-from flatout.strategies.server_layout import Layout, numbers_of, part_of_state, whole_state
+from flatout.strategies.server_layout import (
+    Layout,
+    numbers_of,
+    part_of_state,
+    place_of,
+    whole_state,
+)
 from flatout.strategies.server_refusals import check_served
 from flatout.strategies.strategy import Strategy, Sums, Tensors
 from flatout.words import size_words
@@ -37,12 +43,14 @@ class _Served(NamedTuple):
             empty where it has none. The optimizer steps these.
         flat: gradients on their way to the servers, and weights on their way back.
         views: of the parameters, within.
+        sums: of `parts`, within; empty where they are.
     """
 
     layout: Layout
     parts: list[nn.Parameter]
     flat: torch.Tensor
     views: list[torch.Tensor]
+    sums: list[torch.Tensor]
 
 
 class ParameterServer(Strategy):
@@ -77,6 +85,7 @@ class ParameterServer(Strategy):
         self._served: list[_Served] = []
         self._turn: list[_Served] = []
         self._known: set[torch.Tensor] = set()
+        self._seen: Tensors = ()
 
     @property
     def _ranges(self) -> range:
@@ -93,7 +102,11 @@ class ParameterServer(Strategy):
                 for p, piece in zip(own, pieces, strict=True)
             ]
             flat = torch.zeros(layout.length, dtype=own[0].dtype)
-            self._served.append(_Served(layout, parts, flat, layout.views(flat)))
+            sums = [
+                flat[start + piece.start : start + piece.stop]
+                for start, piece in zip(layout.starts, pieces, strict=True)
+            ]
+            self._served.append(_Served(layout, parts, flat, layout.views(flat), sums))
             for number, (p, part) in enumerate(zip(own, parts, strict=True)):
                 state = optimizer.state.pop(p, None)
                 if state and len(part):
@@ -116,13 +129,14 @@ class ParameterServer(Strategy):
         Raises:
             ModelError: an optimizer was given parameters since.
         """
-        if not self._known.issuperset(parameters):
+        if parameters is not self._seen and not self._known.issuperset(parameters):
             raise ModelError(
                 "world.strategy=parameter_server shares out what the optimizers train before the "
                 "first step, and parameters were added since",
                 do="give the optimizer all parameters that will train from the start, or train "
                 "with world.strategy=ddp",
             )
+        self._seen = parameters
         self._turn = [served for place, served in enumerate(self._served) if turn >> place & 1]
         for served in self._turn:
             for parameter in served.layout.parameters:
@@ -148,19 +162,12 @@ class ParameterServer(Strategy):
             self._world.until(later)
         used = iter(numbers[_USED:].tolist())
         for served in self._turn:
-            self._hand_out(served, [next(used) > 0 for _ in served.parts])
+            for part, own in zip(served.parts, served.sums, strict=True):
+                # Where no rank has a gradient, there is none.
+                is_used = next(used) > 0
+                part.grad = own if len(part) and is_used else None
         total, weight, votes = numbers[:_USED]
         return Sums(total, weight, votes)
-
-    def _hand_out(self, served: _Served, used: Sequence[bool]) -> None:
-        """This server's sums become the gradients of its parts."""
-        layout = served.layout
-        for number, (part, is_used) in enumerate(zip(served.parts, used, strict=True)):
-            start, piece = layout.starts[number], self._piece(layout, number)
-            # Where no rank has a gradient, there is none.
-            part.grad = None
-            if len(part) and is_used:
-                part.grad = served.flat[start + piece.start : start + piece.stop]
 
     def _sum_over_servers(self, numbers: torch.Tensor) -> None:
         self._world.sum(numbers, "size of the gradients, and whether they are finite")
@@ -189,14 +196,14 @@ class ParameterServer(Strategy):
 
     def state_of(self, optimizer: torch.optim.Optimizer, *, kept: bool) -> dict[str, Any]:
         """An optimizer's state, whole; all ranks call it."""
-        served = self._served[_place(self._optimizers, optimizer)]
+        served = self._served[place_of(optimizer, self._optimizers)]
         state = optimizer.state_dict()
         whole = gathered_states(self._world, served.layout, state["state"], self._servers)
         return {**state, "state": whole}
 
     def part_of(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Of an optimizer's whole state what this rank loads."""
-        layout = self._served[_place(self._optimizers, optimizer)].layout
+        layout = self._served[place_of(optimizer, self._optimizers)].layout
         own: dict[int, Any] = {}
         for number, values in state["state"].items():
             piece, whole = self._piece(layout, number), layout.parameters[number]
@@ -272,7 +279,3 @@ def _gather_gradients(served: _Served) -> None:
 def _exchange(optimizer: torch.optim.Optimizer, instead: dict[nn.Parameter, nn.Parameter]) -> None:
     for group in optimizer.param_groups:
         group["params"][:] = [instead[p] for p in group["params"]]
-
-
-def _place(optimizers: Sequence[torch.optim.Optimizer], optimizer: torch.optim.Optimizer) -> int:
-    return next(place for place, one in enumerate(optimizers) if one is optimizer)

@@ -60,6 +60,11 @@ class Layout:
         return found
 
 
+def place_of(optimizer: torch.optim.Optimizer, optimizers: Sequence[torch.optim.Optimizer]) -> int:
+    """The place of an optimizer among those of the job."""
+    return next(place for place, one in enumerate(optimizers) if one is optimizer)
+
+
 def numbers_of(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor's numbers as they lie in memory."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))

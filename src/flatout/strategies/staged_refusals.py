@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from flatout.errors import ModelError
 from flatout.models import TableParameter, is_batch_coupled, is_keras, own_names
 from flatout.optim import Lamb, Lars
+from flatout.strategies.fsdp_refusals import check_known
 
 _OTHERWISE = "train with world.strategy=ddp or fsdp"
 _DDP = "train with world.strategy=ddp"
@@ -81,8 +82,4 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, known: set[Any]) -> None:
             f"{kind.__name__} is not known to step each weight by itself",
             do=f"take one of torch's optimizers, Lars or Lamb, or {_DDP}",
         )
-    if not known.issuperset(p for group in optimizer.param_groups for p in group["params"]):
-        raise ModelError(
-            f"{kind.__name__} trains parameters that are not the model's",
-            do="give Flatout a model that holds all that is trained",
-        )
+    check_known(optimizer, known)
