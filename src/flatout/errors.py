@@ -70,3 +70,7 @@ class OutOfMemory(FlatoutError, MemoryError):
 
 class WorldError(FlatoutError, RuntimeError):
     """The ranks of a job cannot find each other, disagree, or one of them is gone."""
+
+
+class SubmitError(FlatoutError, RuntimeError):
+    """A job cannot be written down for a cluster, or the cluster does not take it."""

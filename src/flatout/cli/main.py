@@ -17,8 +17,10 @@ from flatout.cli.devices import devices
 from flatout.cli.doctor import doctor
 from flatout.cli.explain import explain
 from flatout.cli.export import export
+from flatout.cli.jobs import cancel, jobs, logs
 from flatout.cli.run import run
 from flatout.cli.scaling import scaling
+from flatout.cli.submit import submit
 from flatout.cli.top import top
 from flatout.console import say_as_is
 from flatout.errors import FlatoutError
@@ -39,6 +41,10 @@ app.command()(explain)
 app.command()(export)
 app.command()(devices)
 app.command()(scaling)
+app.add_typer(submit, name="submit")
+app.command()(jobs)
+app.command()(logs)
+app.command()(cancel)
 app.command()(clean)
 app.add_typer(data, name="data")
 

@@ -1,0 +1,255 @@
+"""`flatout submit`: what `flatout run` starts here, written down for a cluster and sent there."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flatout.console import printable, say_as_is
+
+if TYPE_CHECKING:
+    from flatout.submit import Artifact, Asked, Job, Target
+
+submit = typer.Typer(
+    help="Write a job down for a cluster, show it, and send it there when you agree.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+_Texts = list[str] | None
+
+
+def _command(name: str) -> Callable[..., None]:
+    """The command of one target; all take the same."""
+
+    def to_target(
+        script: Annotated[
+            str,
+            typer.Argument(help="A Python file, a module after -m, or: flatout data convert ..."),
+        ],
+        args: Annotated[
+            _Texts, typer.Argument(help="The script's own, passed on as they are.")
+        ] = None,
+        is_module: Annotated[
+            bool, typer.Option("-m", help="The script is a module, as in python -m.")
+        ] = False,
+        nodes: Annotated[int, typer.Option("--nodes", "--nnodes", min=1, help="How many.")] = 1,
+        devices: Annotated[
+            int,
+            typer.Option("--devices", "--nproc-per-node", min=1, help="Ranks on each node."),
+        ] = 1,
+        threads: Annotated[
+            int | None,
+            typer.Option(
+                min=1,
+                help="CPUs of each rank. Default: as the Recipe has measured, or else each rank's "
+                "share of the CPUs here.",
+                show_default=False,
+            ),
+        ] = None,
+        gpus: Annotated[
+            int | None,
+            typer.Option(
+                min=0,
+                help="On each node. Default: one for each rank, where the Recipe or this machine "
+                "has any.",
+                show_default=False,
+            ),
+        ] = None,
+        time: Annotated[
+            str | None,
+            typer.Option(help="The most it may take: 2h, 1h30m, 1:30:00.", show_default=False),
+        ] = None,
+        stop_ahead: Annotated[
+            str, typer.Option(help="How long before that the stop signal comes.")
+        ] = "120s",
+        checkpoints: Annotated[
+            str | None,
+            typer.Option(
+                metavar="FOLDER",
+                help="Run folder that all nodes see. A job that starts again goes on from it.",
+                show_default=False,
+            ),
+        ] = None,
+        recipe: Annotated[
+            str | None, typer.Option(metavar="FILE", help="A Recipe to run by.", show_default=False)
+        ] = None,
+        settings: Annotated[
+            _Texts,
+            typer.Option("--set", metavar="KEY=VALUE", help="A field of the Recipe; repeatable."),
+        ] = None,
+        inputs: Annotated[
+            _Texts,
+            typer.Option(
+                "--input", metavar="PATH", help="What the script reads, besides its arguments."
+            ),
+        ] = None,
+        shared: Annotated[
+            _Texts, typer.Option(metavar="PATH", help="All nodes see it, whatever it lies on here.")
+        ] = None,
+        seeds: Annotated[
+            str | None,
+            typer.Option(
+                metavar="1,2,5-9",
+                help="Run once for each; {seed} in the arguments is it.",
+                show_default=False,
+            ),
+        ] = None,
+        retries: Annotated[
+            int, typer.Option(min=0, help="How often it starts again after it was killed.")
+        ] = 3,
+        environment: Annotated[
+            _Texts, typer.Option("--env", metavar="NAME=VALUE", help="For the script; repeatable.")
+        ] = None,
+        options: Annotated[
+            _Texts,
+            typer.Option(
+                "--option", metavar="NAME=VALUE", help="Of the target, such as partition=cpu."
+            ),
+        ] = None,
+        name: Annotated[
+            str | None, typer.Option(help="Of the job. Default: script and time.")
+        ] = None,
+        folder: Annotated[
+            str, typer.Option(help="In which each job has a folder of its own.")
+        ] = "submit",
+        dry_run: Annotated[
+            bool, typer.Option("--dry-run", help="Print all that would be sent; write nothing.")
+        ] = False,
+        yes: Annotated[bool, typer.Option("--yes", "-y", help="Send it without asking.")] = False,
+        as_json: Annotated[
+            bool, typer.Option("--json", help="Print one JSON object; sends only with --yes.")
+        ] = False,
+    ) -> None:
+        from flatout.submit import Asked, seeds_of
+
+        asked = Asked(
+            script=script,
+            is_module=is_module,
+            arguments=tuple(args or ()),
+            nodes=nodes,
+            devices=devices,
+            threads=threads,
+            gpus=gpus,
+            time=time,
+            stop_ahead=stop_ahead,
+            name=name,
+            folder=folder,
+            recipe=recipe,
+            settings=tuple(settings or ()),
+            inputs=tuple(inputs or ()),
+            shared=tuple(shared or ()),
+            checkpoint=checkpoints,
+            seeds=() if seeds is None else seeds_of(seeds),
+            retries=retries,
+            environment=tuple(environment or ()),
+            options=tuple(options or ()),
+        )
+        _submit(name_of_target, asked, dry_run=dry_run, yes=yes, as_json=as_json)
+
+    name_of_target = name
+    return to_target
+
+
+def _submit(name: str, asked: Asked, *, dry_run: bool, yes: bool, as_json: bool) -> None:
+    """Write it, show it, ask, send it."""
+    from datetime import datetime
+
+    from flatout.submit import Ledger, artifacts_of, job_of, refuse, send, target, write
+
+    to = target(name)
+    job = job_of(asked, Path.cwd(), datetime.now())
+    if dry_run:
+        _print_all(job, to, artifacts_of(job, to), as_json)
+        return
+    artifacts = write(job, to)
+    if not as_json:
+        _print_written(job, artifacts)
+    refuse(to.unseen(job), where=f"nothing was sent: {job.folder}")
+    refuse(to.check(job), where=f"nothing was sent: {job.folder}")
+    agreed = yes or (not as_json and _agrees(name))
+    sent = send(job, to, Ledger()) if agreed else None
+    if as_json:
+        _print_json(job, to, artifacts, None if sent is None else sent.id)
+    elif sent is not None:
+        id = sent.id
+        said = f"submitted {id} {sent.words}".rstrip()
+        ways = f"flatout jobs · flatout logs {id} -f · flatout cancel {id}"
+        typer.echo(printable(f"{said} · {ways}"))
+
+
+def _agrees(name: str) -> bool:
+    if not sys.stdin.isatty():
+        say_as_is(f"not sent: flatout submit {name} --yes sends without asking")
+        return False
+    return typer.confirm("send it?")
+
+
+def _short(path: Path) -> str:
+    """Seen from here, where that is shorter."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+def _print_written(job: Job, artifacts: list[Artifact]) -> None:
+    first, *rest = artifacts
+    parts = [f"wrote {_short(job.folder / first.name)} ({first.lines} lines)"]
+    parts += [one.name for one in rest]
+    parts += [f"code {job.code}"]
+    typer.echo(printable(" · ".join(parts)))
+    for file, why in job.code.left_out[:10]:
+        typer.echo(printable(f"  not among the code: {file} ({why})"))
+    if len(job.code.left_out) > 10:
+        typer.echo(f"  and {len(job.code.left_out) - 10} more")
+    for one in job.inputs:
+        typer.echo(printable(f"  data: {one.words}"))
+
+
+def _print_all(job: Job, to: Target, artifacts: list[Artifact], as_json: bool) -> None:
+    """Everything, as it would be sent."""
+    if as_json:
+        _print_json(job, to, artifacts, None)
+        return
+    for one in artifacts:
+        typer.echo(printable(f"== {_short(job.folder / one.name)}"))
+        typer.echo(printable(one.text))
+    typer.echo(f"== code: {job.code}")
+    for file in job.code.files:
+        typer.echo(printable(f"  {file}"))
+    for file, why in job.code.left_out:
+        typer.echo(printable(f"  left out: {file} ({why})"))
+    for given in job.inputs:
+        typer.echo(printable(f"data: {given.words}"))
+    for line in to.unseen(job):
+        say_as_is(f"would be refused: {line}")
+
+
+def _print_json(job: Job, to: Target, artifacts: list[Artifact], id: str | None) -> None:
+    import json
+
+    from flatout.submit.send import facts_of
+
+    said = {
+        "id": id,
+        "folder": str(job.folder),
+        "artifacts": {one.name: one.text for one in artifacts},
+        "unseen": to.unseen(job),
+        **facts_of(job, to),
+    }
+    typer.echo(json.dumps(said, indent=2))
+
+
+def _add_targets() -> None:
+    from flatout.submit.target import TARGETS
+
+    for name, what in TARGETS.items():
+        submit.command(
+            name=name, help=f"{what}.", context_settings={"allow_interspersed_args": False}
+        )(_command(name))
+
+
+_add_targets()

@@ -1,0 +1,238 @@
+"""A Job of what a user asks for: the rest comes from the Recipe, the code, and this machine."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+
+from flatout.errors import SubmitError
+from flatout.measure import fingerprint
+from flatout.recipe import Recipe, ResolvedRecipe, load
+from flatout.script_source import file_of
+from flatout.submit.code import CodeArchive, collect
+from flatout.submit.inputs import in_arguments, look_at, only_whole
+from flatout.submit.job import Job, name_of
+
+_TIMES = {"d": 86_400, "h": 3600, "m": 60, "s": 1}
+_SECRET = re.compile(r"SECRET|TOKEN|PASSW|CREDENTIAL|(^|_)KEY($|_)|API_?KEY", re.I)
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a user may say of a job; None is left open.
+
+    Attributes:
+        script, is_module, arguments: as for `flatout run`.
+        nodes, devices, threads, gpus, seeds, retries: as in Job.
+        time: the most it may take, such as "2h", "1h30m" or "1:30:00".
+        stop_ahead: such as "120s".
+        name: of the job.
+        folder: in which each job has its own, relative to the code.
+        recipe: a file.
+        settings: each FIELD=VALUE.
+        inputs: what the script reads, besides what its arguments name.
+        shared: paths that all nodes see.
+        checkpoint: the run folder.
+        environment: each NAME=VALUE.
+        options: each NAME=VALUE, of the target.
+    """
+
+    script: str
+    is_module: bool = False
+    arguments: tuple[str, ...] = ()
+    nodes: int = 1
+    devices: int = 1
+    threads: int | None = None
+    gpus: int | None = None
+    time: str | None = None
+    stop_ahead: str = "120s"
+    name: str | None = None
+    folder: str = "submit"
+    recipe: str | None = None
+    settings: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
+    checkpoint: str | None = None
+    seeds: tuple[int, ...] = ()
+    retries: int = 3
+    environment: tuple[str, ...] = field(default=())
+    options: tuple[str, ...] = ()
+
+
+def job_of(asked: Asked, root: Path, now: datetime) -> Job:
+    """The job, with the code that lies in a folder.
+
+    Args:
+        asked: by the user.
+        root: the folder of the code, from which the script would be started here.
+        now: for its name.
+
+    Raises:
+        SubmitError: it cannot be made; with all that is wrong where that is known at once.
+        RecipeError: the Recipe cannot be read.
+    """
+    script = _script(asked, root)
+    recipe = None if asked.recipe is None else load(asked.recipe)
+    base = (root / asked.folder).absolute()
+    code, inputs = collect(root, without=(base,)), ()
+    is_command = script == "flatout" and not asked.is_module
+    if is_command:
+        code = CodeArchive((), 0)
+    elif not asked.is_module and script not in code.files:
+        raise SubmitError(
+            "the script is not among the code that would travel",
+            where=f"{root / script}",
+            do="take it out of .gitignore",
+        )
+    named = dict.fromkeys((*asked.inputs, *in_arguments(asked.arguments, root)))
+    inputs = tuple(look_at(one, root, code, asked.shared) for one in named)
+    name = asked.name or name_of("data.py" if is_command else script, now)
+    if asked.name is None:
+        name = _free(name, base)
+    return Job(
+        name=name,
+        script=script,
+        root=root,
+        folder=base / name,
+        code=only_whole(code, inputs, root),
+        is_module=asked.is_module,
+        arguments=asked.arguments,
+        nodes=asked.nodes,
+        devices=asked.devices,
+        threads=asked.threads or _threads(recipe, asked.devices),
+        gpus=_gpus(recipe, asked.devices) if asked.gpus is None else asked.gpus,
+        time_s=None if asked.time is None else seconds(asked.time),
+        stop_ahead_s=seconds(asked.stop_ahead),
+        recipe=recipe,
+        settings=asked.settings,
+        fingerprint=_measured_on(recipe),
+        environment=_environment(asked.environment),
+        inputs=inputs,
+        shared=asked.shared,
+        checkpoint=None if asked.checkpoint is None else _absolute(asked.checkpoint, root),
+        seeds=asked.seeds,
+        retries=asked.retries,
+        options=pairs(asked.options, "--option"),
+    )
+
+
+def _script(asked: Asked, root: Path) -> str:
+    """Relative to the code, with slashes; a module's name stays."""
+    if asked.is_module or asked.script == "flatout":
+        if asked.is_module and file_of(asked.script, is_module=True) is None:
+            raise SubmitError(
+                f"no module {asked.script} in the folder of the code", where=str(root)
+            )
+        return asked.script
+    path = (root / asked.script).absolute()
+    if not path.exists():
+        raise SubmitError(f"{asked.script}: no such script (-m runs a module)", where=str(root))
+    inside = os.path.relpath(os.path.normpath(path), root.absolute())
+    if inside.startswith(".."):
+        raise SubmitError(
+            "the script is not in the folder of the code, which is the current one",
+            where=str(path),
+            do="cd to the folder that has the script and what it imports",
+        )
+    return Path(inside).as_posix()
+
+
+def _free(name: str, base: Path) -> str:
+    """A name whose folder is not there yet: a second job of the same minute gets a number."""
+    names = [name, *(f"{name}-{count}" for count in range(2, 1000))]
+    return next((one for one in names if not (base / one).exists()), name)
+
+
+def _threads(recipe: Recipe | ResolvedRecipe | None, devices: int) -> int:
+    """As measured; else each rank's share of the CPUs here."""
+    if recipe is not None and isinstance(recipe.process.threads, int):
+        return recipe.process.threads
+    return max(1, fingerprint().cpus // devices)
+
+
+def _gpus(recipe: Recipe | ResolvedRecipe | None, devices: int) -> int:
+    """One for each rank, where the Recipe or this machine has any."""
+    asked = "auto" if recipe is None else recipe.world.device
+    is_on_gpu = bool(fingerprint().gpus) if asked == "auto" else asked.startswith("cuda")
+    return devices if is_on_gpu else 0
+
+
+def _measured_on(recipe: Recipe | ResolvedRecipe | None) -> str | None:
+    if not isinstance(recipe, ResolvedRecipe):
+        return None
+    told = recipe.machine
+    parts = [str(told.get("cpu", "")), f"{told['cpus']} CPUs" if "cpus" in told else ""]
+    parts += [*map(str, told.get("gpus", ())), f"torch {told.get('torch', '')}"]
+    return ", ".join(filter(None, parts))
+
+
+def _environment(given: tuple[str, ...]) -> Mapping[str, str]:
+    found = pairs(given, "--env")
+    for name in found:
+        if _VARIABLE.fullmatch(name) is None:
+            raise SubmitError(f"--env: expected a variable's name, found {name!r}")
+        if name.startswith("PET_"):
+            raise SubmitError(f"--env {name}: PET_ variables are set by the cluster alone")
+        if _SECRET.search(name):
+            raise SubmitError(
+                f"--env {name}: it would stand in the job's files for all to read",
+                do="let the cluster give it: a secret of Kubernetes, a role, a file in your home",
+            )
+    return found
+
+
+def pairs(given: tuple[str, ...], option: str) -> dict[str, str]:
+    """NAME=VALUE, each at most once.
+
+    Raises:
+        SubmitError: it is no pair, or a name comes twice.
+    """
+    found: dict[str, str] = {}
+    for one in given:
+        name, sign, value = one.partition("=")
+        if not sign or not name:
+            raise SubmitError(f"{option}: expected NAME=VALUE, found {one!r}")
+        if name in found:
+            raise SubmitError(f"{option} {name} is given twice")
+        found[name] = value
+    return found
+
+
+def seconds(text: str) -> int:
+    """A time in seconds: "2h", "1h30m", "90m", "1d", "1:30:00", or seconds alone.
+
+    Raises:
+        SubmitError: it is none.
+    """
+    clock = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
+    if clock is not None:
+        days, hours, minutes, rest = (int(one or 0) for one in clock.groups())
+        return ((days * 24 + hours) * 60 + minutes) * 60 + rest
+    parts = re.findall(r"(\d+)([dhms]?)", text)
+    if not parts or "".join(f"{n}{unit}" for n, unit in parts) != text:
+        raise SubmitError(f"expected a time such as 2h, 1h30m or 1:30:00; found {text!r}")
+    return sum(int(n) * _TIMES[unit or "s"] for n, unit in parts)
+
+
+def seeds_of(text: str) -> tuple[int, ...]:
+    """Seeds such as "1,2,3" or "0-4".
+
+    Raises:
+        SubmitError: it is no such list.
+    """
+    found: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
+        if match is None or int(match[2] or match[1]) - int(match[1]) not in range(1000):
+            raise SubmitError(f"expected seeds such as 1,2,3 or 0-4; found {text!r}")
+        found += range(int(match[1]), int(match[2] or match[1]) + 1)
+    return tuple(dict.fromkeys(found))
+
+
+def _absolute(path: str, root: Path) -> str:
+    return path if "://" in path else os.path.normpath(root / path)

@@ -1,0 +1,160 @@
+"""The code that travels with a job: what lies in its folder, but for what .gitignore names."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import stat
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pathspec
+
+from flatout.atomic_file import atomic_write
+from flatout.errors import SubmitError
+from flatout.words import counted, size_words
+
+ARCHIVE = "code.tar.gz"
+# A larger file is data, which is not copied for each job.
+_LARGEST = 10_000_000
+_LARGEST_ARCHIVE = 200_000_000
+# Never code, whatever .gitignore says; and where people keep what opens doors.
+_NEVER = ("__pycache__/", ".git/", ".hg/", ".svn/", ".venv/", "*.pyc")
+_SECRET = (
+    *(".env", ".env.*", ".netrc", ".pypirc", "*.pem", "*.key", "*.p12", "id_rsa*", "id_ed25519*"),
+    *("id_ecdsa*", ".ssh/", ".aws/", ".azure/", ".kube/", ".gnupg/", ".docker/", "credentials"),
+)
+
+
+@dataclass(frozen=True)
+class CodeArchive:
+    """Which files travel, and which do not though .gitignore does not name them.
+
+    Attributes:
+        files: relative to the folder of the code, with slashes, in the order of their names.
+        bytes: of all of them.
+        left_out: each with the reason: too large for code, or may hold a secret.
+    """
+
+    files: tuple[str, ...]
+    bytes: int
+    left_out: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        return f"{size_words(self.bytes)}, {counted(len(self.files), 'file')}"
+
+    def write(self, root: Path, path: Path) -> None:
+        """Write them as a tar file that is the same for the same code, whoever writes it when.
+
+        Raises:
+            SubmitError: a file cannot be read any more, or there is no room.
+        """
+        try:
+            with (
+                atomic_write(path, "wb") as file,
+                gzip.GzipFile(fileobj=file, mode="wb", filename="", mtime=0) as packed,
+                tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as tar,
+            ):
+                for name in self.files:
+                    self._add(tar, root, name)
+        except OSError as error:
+            raise SubmitError(f"the code cannot be packed: {error}", where=str(path)) from error
+
+    def _add(self, tar: tarfile.TarFile, root: Path, name: str) -> None:
+        # A file that grows meanwhile must not tear the archive.
+        data = (root / name).read_bytes()
+        member = tarfile.TarInfo(name)
+        member.size = len(data)
+        member.mode = 0o755 if os.access(root / name, os.X_OK) else 0o644
+        tar.addfile(member, io.BytesIO(data))
+
+
+def collect(root: Path, *, without: tuple[Path, ...] = ()) -> CodeArchive:
+    """The code in a folder: all files but what .gitignore files name, links followed to files.
+
+    Args:
+        root: the folder.
+        without: folders within it that are no code, such as that of the jobs.
+
+    Raises:
+        SubmitError: it is so much that it cannot all be code.
+    """
+    files: list[str] = []
+    left_out: list[tuple[str, str]] = []
+    total = 0
+    secret = pathspec.GitIgnoreSpec.from_lines(_SECRET)
+    for name, size in sorted(_walk(root, without)):
+        if secret.match_file(name):
+            left_out.append((name, "may hold a secret"))
+        elif size > _LARGEST:
+            left_out.append((name, f"{size_words(size)}: data, not code"))
+        else:
+            files.append(name)
+            total += size
+        if total > _LARGEST_ARCHIVE:
+            raise SubmitError(
+                f"expected a folder of code; found more than {size_words(_LARGEST_ARCHIVE)} in it",
+                where=str(root),
+                do="name in .gitignore what is no code, or start from the folder of the script",
+            )
+    return CodeArchive(tuple(files), total, tuple(left_out))
+
+
+def _walk(root: Path, without: tuple[Path, ...]) -> Iterator[tuple[str, int]]:
+    """Files with their sizes. The rules of a folder hold for all that is below it."""
+    # Those of the folders above hold too, as far as the repository goes.
+    above = _rules_above(root)
+    skipped = {one.resolve() for one in without}
+    pending: list[tuple[str, list[tuple[str, pathspec.GitIgnoreSpec]]]] = [("", above)]
+    while pending:
+        folder, rules = pending.pop()
+        rules = [*rules, *_rules(root / folder, folder)]
+        with os.scandir(root / folder) as entries:
+            for entry in entries:
+                name = f"{folder}{entry.name}"
+                try:
+                    is_folder = entry.is_dir(follow_symlinks=False)
+                    found = entry.stat()
+                except OSError:  # a link to nothing, or gone meanwhile
+                    continue
+                if _is_ignored(f"{name}/" if is_folder else name, rules):
+                    continue
+                if is_folder:
+                    if Path(entry.path).resolve() not in skipped:
+                        pending.append((f"{name}/", rules))
+                elif stat.S_ISREG(found.st_mode):
+                    yield name, found.st_size
+
+
+def _rules(path: Path, prefix: str) -> list[tuple[str, pathspec.GitIgnoreSpec]]:
+    try:
+        text = (path / ".gitignore").read_text(encoding="utf-8", errors="surrogateescape")
+    except OSError:
+        return []
+    return [(prefix, pathspec.GitIgnoreSpec.from_lines(text.splitlines()))]
+
+
+def _rules_above(root: Path) -> list[tuple[str, pathspec.GitIgnoreSpec]]:
+    """Those of the repository's folders around the code, the outermost first; prefix "../../"."""
+    found = [("", pathspec.GitIgnoreSpec.from_lines(_NEVER))]
+    if (root / ".git").exists():
+        return found
+    around = list(root.resolve().parents)
+    top = next((n for n, folder in enumerate(around) if (folder / ".git").exists()), -1)
+    for up in range(top, -1, -1):
+        below = "/".join(root.resolve().parts[len(around[up].parts) :])
+        found += [(f"<{below}/", spec) for _, spec in _rules(around[up], "")]
+    return found
+
+
+def _is_ignored(name: str, rules: list[tuple[str, pathspec.GitIgnoreSpec]]) -> bool:
+    """As git decides: the last rule that says something about it, the innermost folder's last."""
+    for prefix, spec in reversed(rules):
+        seen = f"{prefix[1:]}{name}" if prefix.startswith("<") else name.removeprefix(prefix)
+        included = spec.check_file(seen).include
+        if included is not None:
+            return bool(included)
+    return False

@@ -1,0 +1,157 @@
+"""What is to run on a cluster, whichever cluster that is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+
+from flatout.errors import SubmitError
+from flatout.recipe import Recipe, ResolvedRecipe
+from flatout.submit.code import CodeArchive
+from flatout.submit.inputs import Input
+
+# https://www.rfc-editor.org/rfc/rfc1035#section-2.3.1, in lower case as Kubernetes wants it.
+_LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_LONGEST = 63
+SEED = "{seed}"
+"""Stands for the seed in the arguments of a job that runs once for each of several."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that a target needs to write its artifacts. Relative paths are within the code.
+
+    Attributes:
+        name: an RFC 1035 label of at most 63 letters, such as train-2026-11-26-1201.
+        script: relative to `root`, with slashes; a module's name where `is_module`; "flatout" where
+            the arguments are a command of Flatout's own, such as data convert.
+        is_module: whether the script is a module, as in `python -m`.
+        arguments: of the script, passed on as they are.
+        nodes: how many nodes.
+        devices: ranks on each node.
+        threads: CPUs of each rank.
+        gpus: on each node; 0 for a job on CPUs.
+        time_s: the most it may take, in seconds; None where no one has said.
+        stop_ahead_s: how long before that the stop signal comes, in seconds.
+        recipe: what it runs by, if anything.
+        settings: of the Recipe by `--set`, such as compute.precision=bf16.
+        fingerprint: of the machine that a resolved Recipe was measured on, in words.
+        environment: variables that the job's processes get.
+        root: the folder of the code, here.
+        folder: of the job's artifacts, here; absolute.
+        code: the files of it that travel.
+        inputs: what the script reads.
+        shared: paths that all nodes see, as the user said.
+        checkpoint: the run folder, which all nodes see.
+        seeds: the job runs once for each; `{seed}` in its arguments and in `checkpoint` is it.
+        retries: how often it is started again after it was killed.
+        options: what only this target knows, such as partition.
+    """
+
+    name: str
+    script: str
+    root: Path
+    folder: Path
+    code: CodeArchive
+    is_module: bool = False
+    arguments: tuple[str, ...] = ()
+    nodes: int = 1
+    devices: int = 1
+    threads: int = 1
+    gpus: int = 0
+    time_s: int | None = None
+    stop_ahead_s: int = 120
+    recipe: Recipe | ResolvedRecipe | None = None
+    settings: tuple[str, ...] = ()
+    fingerprint: str | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    inputs: tuple[Input, ...] = ()
+    shared: tuple[str, ...] = ()
+    checkpoint: str | None = None
+    seeds: tuple[int, ...] = ()
+    retries: int = 3
+    options: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_name(self.name)
+        wrong = [f"{what} is {n}" for what, n in (("nodes", self.nodes), ("devices", self.devices),
+                 ("threads", self.threads)) if n < 1]  # fmt: skip
+        if wrong:
+            raise SubmitError(f"expected 1 or more; {', '.join(wrong)}")
+        if self.time_s is not None and self.time_s <= self.stop_ahead_s:
+            raise SubmitError(
+                f"the stop signal comes {self.stop_ahead_s} s before the time limit, which is "
+                f"{self.time_s} s",
+                do="allow more time, or give --stop-ahead a smaller number",
+            )
+        self._check_seeds()
+
+    def _check_seeds(self) -> None:
+        marked = any(SEED in one for one in self.arguments)
+        if self.seeds and not marked:
+            raise SubmitError(
+                "the job is to run once for each seed, but no argument says which it is",
+                do=f"write {SEED} where the seed stands, such as --seed {SEED}",
+            )
+        if self.seeds and self.checkpoint is not None and SEED not in self.checkpoint:
+            raise SubmitError(
+                "the runs of all seeds would write the same checkpoints",
+                where=self.checkpoint,
+                do=f"write {SEED} in the path: {self.checkpoint}/{SEED}",
+            )
+
+    @property
+    def ranks(self) -> int:
+        """Of all nodes."""
+        return self.nodes * self.devices
+
+    @property
+    def is_command(self) -> bool:
+        """Whether it is a command of Flatout's own and no script."""
+        return self.script == "flatout" and not self.is_module
+
+    @property
+    def command(self) -> list[str]:
+        """`flatout run ...` where the launcher says how many ranks there are."""
+        return self.command_with()
+
+    def command_with(self, *options: str, recipe: str = "../recipe.toml") -> list[str]:
+        """The command that runs the script in the folder of the code.
+
+        Args:
+            options: of `flatout run`, such as "--devices", "4".
+            recipe: where the Recipe lies, seen from the code.
+        """
+        if self.is_command:
+            return ["flatout", *self.arguments]
+        by = ["--recipe", recipe] if self.recipe is not None else []
+        by += [part for one in self.settings for part in ("--set", one)]
+        resumed = ["--checkpoints", self.checkpoint] if self.checkpoint is not None else []
+        script = f"./{self.script}" if self.script.startswith("-") else self.script
+        what = ["-m", self.script] if self.is_module else [script]
+        return ["flatout", "run", *by, *resumed, *options, *what, *self.arguments]
+
+
+def check_name(name: str) -> None:
+    """Refuse a name that some cluster would refuse.
+
+    Raises:
+        SubmitError: it is no RFC 1035 label.
+    """
+    if len(name) > _LONGEST or _LABEL.fullmatch(name) is None:
+        raise SubmitError(
+            "expected a job's name of at most 63 small letters, digits and hyphens that begins "
+            f"with a letter and does not end with a hyphen (RFC 1035); found {name!r}"
+        )
+
+
+def name_of(script: str, when: datetime) -> str:
+    """A name for a job of a script: train-2026-11-26-1201."""
+    stem = Path(script).stem if script.endswith(".py") else script.rpartition(".")[2]
+    letters = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")
+    if not letters[:1].isalpha():
+        letters = f"job-{letters}".rstrip("-")
+    return f"{letters[:40].rstrip('-')}-{when:%Y-%m-%d-%H%M}"

@@ -1,0 +1,146 @@
+"""A job's way: written whole into a folder, checked, and after a yes sent once."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from flatout.errors import SubmitError
+from flatout.recipe import dumps
+from flatout.submit.artifact import Artifact
+from flatout.submit.code import ARCHIVE
+from flatout.submit.job import Job
+from flatout.submit.ledger import REFUSED, SENDING, SENT, Entry, Ledger
+from flatout.submit.target import NotSent, Sent, Target, Unanswered
+
+RECIPE = "recipe.toml"
+FACTS = "job.json"
+# How long a job that may have come is looked for, in seconds.
+_LOOK_FOR_S = 20.0
+
+
+def artifacts_of(job: Job, target: Target) -> list[Artifact]:
+    """All texts of a job's folder: the target's own, the Recipe, and what the job is.
+
+    Raises:
+        SubmitError: the target cannot take the job.
+    """
+    own = target.artifacts(job)
+    recipe = [] if job.recipe is None else [Artifact(RECIPE, dumps(job.recipe))]
+    facts = json.dumps(facts_of(job, target), indent=2) + "\n"
+    return [*own, *recipe, Artifact(FACTS, facts)]
+
+
+def facts_of(job: Job, target: Target) -> dict[str, Any]:
+    """What a job is, as plain data."""
+    return {
+        "target": target.name,
+        "name": job.name,
+        "command": job.command,
+        "root": str(job.root),
+        "nodes": job.nodes,
+        "devices": job.devices,
+        "threads": job.threads,
+        "gpus": job.gpus,
+        "time_s": job.time_s,
+        "stop_ahead_s": job.stop_ahead_s,
+        "recipe_fingerprint": job.fingerprint,
+        "environment": dict(job.environment),
+        "inputs": [{"path": one.path, "seen": not one.is_missing} for one in job.inputs],
+        "checkpoint": job.checkpoint,
+        "seeds": list(job.seeds),
+        "retries": job.retries,
+        "options": dict(job.options),
+        "files": list(job.code.files),
+    }
+
+
+def write(job: Job, target: Target) -> list[Artifact]:
+    """Write a job's folder, whole; what lies in it besides the code.
+
+    Raises:
+        SubmitError: the target cannot take the job, or the folder cannot be written.
+    """
+    artifacts = artifacts_of(job, target)
+    folder = job.folder
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise SubmitError(
+            f"the job's folder cannot be made: {error.strerror}",
+            where=str(folder),
+            do="choose another with --folder, or another name with --name",
+        ) from error
+    try:
+        job.code.write(job.root, folder / ARCHIVE)
+        for one in artifacts:
+            one.write(folder)
+    except OSError as error:
+        raise SubmitError(f"cannot write: {error.strerror}", where=str(folder)) from error
+    return artifacts
+
+
+def send(job: Job, target: Target, ledger: Ledger, wait_s: float = _LOOK_FOR_S) -> Sent:
+    """Send a job once: where no answer comes, it is looked for and never sent again.
+
+    Raises:
+        NotSent: the cluster did not take it.
+        Unanswered: no one knows.
+    """
+    entry = Entry(
+        key=uuid.uuid4().hex[:16],
+        target=target.name,
+        name=job.name,
+        folder=os.fspath(job.folder),
+        when=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+    ledger.write(entry)
+    try:
+        sent = target.send(job, entry.key)
+    except NotSent:
+        ledger.write(replace(entry, status=REFUSED))
+        raise
+    except Unanswered as error:
+        found = _look_for(lambda: target.find(entry.key, job.folder), wait_s)
+        if found is None:
+            raise Unanswered(
+                f"{error.what}; the cluster does not know the job by now",
+                where=error.where,
+                do="flatout jobs looks for it again; send another only when it stays unknown",
+            ) from error
+        sent = found
+    ledger.write(replace(entry, status=SENT, id=sent.id))
+    return sent
+
+
+def settle(entry: Entry, target: Target, ledger: Ledger) -> Entry:
+    """What is known now of a job to whose sending no answer came."""
+    if entry.status != SENDING:
+        return entry
+    sent = target.find(entry.key, Path(entry.folder))
+    if sent is None:
+        return entry
+    entry = replace(entry, status=SENT, id=sent.id)
+    ledger.write(entry)
+    return entry
+
+
+def _look_for(look: Callable[[], Sent | None], wait_s: float) -> Sent | None:
+    until = time.monotonic() + wait_s
+    pause = 0.2
+    while True:
+        try:
+            found = look()
+        except SubmitError:  # it does not answer that either
+            found = None
+        if found is not None or time.monotonic() > until:
+            return found
+        time.sleep(pause)
+        pause = min(2 * pause, 5.0)

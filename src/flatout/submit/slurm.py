@@ -1,0 +1,375 @@
+"""SLURM: a batch script for sbatch, and what squeue, scontrol and scancel say and do.
+
+https://slurm.schedmd.com/sbatch.html
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from flatout import __version__
+from flatout.errors import SubmitError
+from flatout.submit import shell
+from flatout.submit.artifact import Artifact, refuse
+from flatout.submit.client import Answer, ask, need
+from flatout.submit.code import ARCHIVE
+from flatout.submit.inputs import is_seen, mount_of
+from flatout.submit.job import Job
+from flatout.submit.log_file import follow_file
+from flatout.submit.states import JobState, State
+from flatout.submit.target import NotSent, Sent, Unanswered
+from flatout.words import counted
+
+SCRIPT, LOG, EXIT_CODE = "job.sbatch", "job.log", "exit_code"
+_TASK = "$SLURM_ARRAY_TASK_ID"
+# What sbatch says where no one knows whether the controller has taken the job.
+_UNANSWERED = re.compile(
+    r"timed out|Zero Bytes|Unexpected message|Communication|Message (send|receive) failure", re.I
+)
+_NOT_REACHED = re.compile(r"connect failure|Unable to contact slurm controller|Connection refused")
+_OPTION = re.compile(r"[a-z][a-z0-9-]*")
+# Those that Flatout writes itself: a second would contradict it.
+_OURS = frozenset(
+    "job-name nodes ntasks ntasks-per-node cpus-per-task gpus-per-node time signal requeue "
+    "no-requeue open-mode chdir output error array comment parsable wrap test-only wait".split()
+)
+_BY_STATE = {
+    "PENDING": State.queued,
+    "REQUEUED": State.requeued,
+    "REQUEUE_HOLD": State.requeued,
+    "REQUEUE_FED": State.requeued,
+    "SPECIAL_EXIT": State.requeued,
+    "RESV_DEL_HOLD": State.queued,
+    "CONFIGURING": State.starting,
+    "RUNNING": State.running,
+    "RESIZING": State.running,
+    "SUSPENDED": State.queued,
+    "STOPPED": State.queued,
+    "SIGNALING": State.stopping,
+    "STAGE_OUT": State.stopping,
+    "COMPLETING": State.stopping,
+    "COMPLETED": State.succeeded,
+    "CANCELLED": State.canceled,
+    "REVOKED": State.canceled,
+    "PREEMPTED": State.requeued,
+    "FAILED": State.failed,
+    "TIMEOUT": State.failed,
+    "OUT_OF_MEMORY": State.failed,
+    "NODE_FAIL": State.failed,
+    "BOOT_FAIL": State.failed,
+    "DEADLINE": State.failed,
+}
+
+
+class Slurm:
+    """Sends batch scripts. All nodes must see the job's folder: code and log lie in it."""
+
+    name = "slurm"
+
+    def artifacts(self, job: Job) -> list[Artifact]:
+        """The batch script."""
+        refuse(_problems(job), where="--option", do="see `man sbatch`")
+        return [Artifact(SCRIPT, script(job), 0o755)]
+
+    def unseen(self, job: Job) -> list[str]:
+        """Paths on file systems of this machine alone."""
+        found = [
+            f"{one.words}; put it on a shared path, or say --shared PATH if nodes see it"
+            for one in job.inputs
+            if one.is_missing
+        ]
+        for what, path in (("the job's folder", job.folder), ("--checkpoint", job.checkpoint)):
+            if path is not None and not is_seen(path, job.shared):
+                found.append(
+                    f"{what}, {path}, lies on {mount_of(path)}: no node sees it; choose a shared "
+                    "path, or say --shared PATH if nodes see it"
+                )
+        return found
+
+    def check(self, job: Job) -> list[str]:
+        """What sbatch would refuse, such as a partition that is not there."""
+        need("sbatch", "SLURM's client, Debian's slurm-client")
+        answer = ask(["sbatch", "--test-only", str(job.folder / SCRIPT)])
+        if answer.code == 0:
+            return []
+        if answer.code is None or _NOT_REACHED.search(answer.errors):
+            raise SubmitError(
+                f"SLURM does not answer: {answer.last_words}", do="try again when sinfo answers"
+            )
+        return [answer.last_words.removeprefix("allocation failure: ")]
+
+    def send(self, job: Job, key: str) -> Sent:
+        """Hand the script to sbatch."""
+        need("sbatch", "SLURM's client, Debian's slurm-client")
+        command = ["sbatch", "--parsable", f"--comment=flatout:{key}", str(job.folder / SCRIPT)]
+        answer = ask(command, tries=3, again=lambda one: bool(_NOT_REACHED.search(one.errors)))
+        if answer.code == 0:
+            number, _, cluster = answer.output.strip().partition(";")
+            return Sent(number, f"to the cluster {cluster}" if cluster else "")
+        if answer.code is None or _UNANSWERED.search(answer.errors):
+            raise Unanswered(f"no answer of sbatch: {answer.last_words}")
+        raise NotSent(f"SLURM did not take the job: {answer.last_words}", where=str(job.folder))
+
+    def find(self, key: str, folder: Path) -> Sent | None:
+        """By the comment that it was sent with."""
+        answer = _asked(["squeue", "--me", "--states=all", "--noheader", "--format=%A %k"])
+        for line in answer.output.splitlines():
+            number, _, comment = line.strip().partition(" ")
+            if f"flatout:{key}" in comment:
+                return Sent(number)
+        return None
+
+    def state(self, id: str, folder: Path) -> JobState:
+        """What scontrol tells, or what the job has left where SLURM has forgotten it."""
+        answer = ask(["scontrol", "--oneliner", "show", "job", id])
+        if answer.code is None or _NOT_REACHED.search(answer.errors):
+            raise SubmitError(f"SLURM does not answer: {answer.last_words}")
+        told = [_told(line) for line in answer.output.splitlines() if line.startswith("JobId=")]
+        if answer.code == 0 and told:
+            return _together([_state(one) for one in told])
+        return _remembered(folder, id)
+
+    def logs(self, id: str, folder: Path, *, follow: bool) -> Iterator[str]:
+        """The file that the job prints into."""
+        _, _, task = id.partition("_")
+        path = folder / (LOG.replace(".", f"-{task}.") if task else LOG)
+        if not task and not path.exists() and list(folder.glob("job-*.log")):
+            paths = ", ".join(sorted(one.stem[4:] for one in folder.glob("job-*.log")))
+            raise SubmitError(f"{id} runs once for each seed: {paths}", do=f"flatout logs {id}_1")
+        return follow_file(path, lambda: follow and not self.state(id, folder).state.is_final)
+
+    def cancel(self, id: str, folder: Path) -> None:
+        """Its processes get SIGTERM, and some seconds for a last checkpoint."""
+        _asked(["scancel", id])
+
+
+TARGET = Slurm()
+
+
+def script(job: Job) -> str:
+    """The batch script of a job."""
+    lines = ["#!/bin/bash", *_about(job), *_directives(job), "", *_prepare(job), ""]
+    lines += [*_run(job), "", *_afterwards(job)]
+    return "\n".join(lines) + "\n"
+
+
+def _about(job: Job) -> list[str]:
+    what = f"{counted(job.nodes, 'node')} of {counted(job.devices, 'rank')}"
+    cpus = f"{counted(job.threads, 'CPU')} each"
+    measured = f"; Recipe measured on {job.fingerprint}" if job.fingerprint else ""
+    return [
+        f"# {job.name}: {what}, {cpus}{measured}.",
+        f"# Written by Flatout {__version__}; change what you like, then: sbatch {SCRIPT}",
+    ]
+
+
+def _directives(job: Job) -> list[str]:
+    log = LOG.replace(".", "-%a.") if job.seeds else LOG
+    folder = str(job.folder)
+    rows = [
+        ("job-name", job.name, ""),
+        ("nodes", str(job.nodes), ""),
+        ("ntasks-per-node", "1", "flatout run starts the ranks of its node"),
+        ("cpus-per-task", str(job.devices * job.threads), ""),
+        *([("gpus-per-node", str(job.gpus), "")] if job.gpus else []),
+        *_time(job),
+        ("requeue", "", "after a preemption or the failure of a node"),
+        ("open-mode", "append", "so the log of an earlier start stays"),
+        ("chdir", _value(folder), ""),
+        ("output", _value(f"{folder.replace('%', '%%')}/{log}"), ""),
+        *([("array", ",".join(map(str, job.seeds)), "a task for each seed")] if job.seeds else []),
+        *((name, _value(value), "") for name, value in job.options.items()),
+    ]
+    lines = [f"#SBATCH --{name}" + (f"={value}" if value else "") for name, value, _ in rows]
+    return [
+        f"{line:<36} # {why}" if why else line
+        for line, (_, _, why) in zip(lines, rows, strict=True)
+    ]
+
+
+def _time(job: Job) -> list[tuple[str, str, str]]:
+    if job.time_s is None:
+        return []
+    minutes, seconds = divmod(job.time_s, 60)
+    hours, minutes = divmod(minutes, 60)
+    ahead = f"USR1@{job.stop_ahead_s}"
+    return [
+        ("time", f"{hours}:{minutes:02}:{seconds:02}", ""),
+        ("signal", ahead, "ahead of the limit: a last checkpoint"),
+    ]
+
+
+def _prepare(job: Job) -> list[str]:
+    lines = [
+        "# The flatout that has written this; name another where nodes have it elsewhere.",
+        f"export PATH={shell.quoted(str(Path(sys.executable).parent))}:$PATH",
+        *shell.exports(job.environment),
+        "",
+        "# The code as it was when this was written. A job that starts again finds it in place.",
+        "if [[ ! -e code ]]; then",
+        "  unpacked=$(mktemp -d code.XXXXXX)",
+        f'  tar -xzf {ARCHIVE} -C "$unpacked" && mv -nT "$unpacked" code',
+        "fi",
+        "cd code || exit 1",
+    ]
+    links = [link for one in job.inputs for link in one.links(job.root)]
+    if links:
+        lines.append("# Data that are not copied: all nodes see them.")
+    for path, link in links:
+        lines.append(f"mkdir -p -- {shell.quoted(str(Path(link).parent))}")
+        lines.append(f"ln -sfnT -- {shell.quoted(path)} {shell.quoted(link)}")
+    return lines
+
+
+def _run(job: Job) -> list[str]:
+    seed = _TASK if job.seeds else ""
+    ranks = ["--devices", str(job.devices)] if job.ranks > 1 else []
+    lines = shell.array("command", job.command_with(*ranks), seed)
+    secret = [
+        "# Who does not know it takes no part in the job. Made here, so that no file holds it.",
+        "FLATOUT_SECRET=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
+        "export FLATOUT_SECRET",
+        "",
+    ]
+    return [
+        *(secret if job.nodes > 1 else []),
+        *lines,
+        f"touch ../started{_suffix(job)}",
+        'srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 "${command[@]}"',
+        "code=$?",
+        "cd ..",
+        f'echo "$code" > {EXIT_CODE}{_suffix(job)}',
+    ]
+
+
+def _suffix(job: Job) -> str:
+    return f'."{_TASK}"' if job.seeds else ""
+
+
+def _afterwards(job: Job) -> list[str]:
+    task = '"${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"' if job.seeds else '"$SLURM_JOB_ID"'
+    killed = f"killed{_suffix(job)}"
+    lines = [
+        "case $code in",
+        "  137) # killed, such as for want of memory: again, but not for ever",
+        f"    echo >> {killed}",
+        f"    if (($(wc -l < {killed}) <= {job.retries})); then scontrol requeue {task}; fi",
+        "    ;;",
+    ]
+    if job.checkpoint is not None:
+        seed = _TASK if job.seeds else ""
+        where = shell.quoted(job.checkpoint, seed)
+        lines += [
+            "  138 | 143) # stopped ahead of the limit, or preempted: goes on from its checkpoint,",
+            "    # if it has written one since it started",
+            f"    if [[ $(find {where} -newer started{_suffix(job)} -print -quit) ]]; then",
+            f"      scontrol requeue {task}",
+            "    fi",
+            "    ;;",
+        ]
+    return [*lines, "esac", 'exit "$code"  # a job that failed would fail again']
+
+
+def _value(text: str) -> str:
+    """The value of an option in a line of #SBATCH, which knows quotes and backslashes."""
+    if re.fullmatch(r"[\w./:,@%+=\[\]-]+", text):
+        return text
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+def _problems(job: Job) -> list[str]:
+    found = []
+    for name, value in job.options.items():
+        if _OPTION.fullmatch(name) is None:
+            found.append(f"expected an option of sbatch, such as partition=cpu; found {name!r}")
+        elif name in _OURS:
+            found.append(f"--{name} is written by Flatout itself")
+        elif not value.isprintable():
+            found.append(f"--{name}: expected one line of text; found {value!r}")
+    if not str(job.folder).isprintable():
+        found.append(f"a batch script cannot name this folder: {job.folder!s:.80}")
+    return found
+
+
+def _asked(command: list[str]) -> Answer:
+    """An answer, after some tries where SLURM is slow.
+
+    Raises:
+        SubmitError: there is none, or it is an error.
+    """
+    need(command[0], "SLURM's client, Debian's slurm-client")
+    answer = ask(command, tries=3)
+    if answer.code != 0:
+        raise SubmitError(f"{command[0]}: {answer.last_words}")
+    return answer
+
+
+def _told(line: str) -> dict[str, str]:
+    """What `scontrol --oneliner show job` says. Only values before Command= have no spaces."""
+    return dict(re.findall(r"(\w+(?:/\w+)?)=(\S*)", line))
+
+
+def _state(told: dict[str, str]) -> JobState:
+    word = told.get("JobState", "")
+    state = _BY_STATE.get(word, State.lost)
+    starts = int(told.get("Restarts", "0")) + 1
+    if state is State.queued and starts > 1:
+        state = State.requeued
+    reason = told.get("Reason", "None")
+    code, _, signal = told.get("ExitCode", "0:0").partition(":")
+    eta = re.match(r"flatout:\w+:(.*)", told.get("Comment", ""))
+    return JobState(
+        state=state,
+        words=word if reason == "None" else f"{word} ({reason})",
+        exit_code=(128 + int(signal) if int(signal or 0) else int(code))
+        if state.is_final
+        else None,
+        nodes=tuple(filter(None, [told.get("NodeList", "").replace("(null)", "")])),
+        since_s=_seconds(told.get("RunTime", "")),
+        eta=eta[1].replace("_", " ") if eta else "",
+        starts=starts,
+    )
+
+
+def _together(states: list[JobState]) -> JobState:
+    """One state for all tasks of an array: that of the one which is least far."""
+    if len(states) == 1:
+        return states[0]
+    order = list(State)
+    first = min(states, key=lambda one: (one.state.is_final, -order.index(one.state)))
+    counts = {one: sum(each.state is one for each in states) for one in State}
+    said = ", ".join(f"{n} {one}" for one, n in counts.items() if n)
+    failed = [one.exit_code for one in states if one.exit_code]
+    return JobState(
+        state=first.state,
+        words=said,
+        exit_code=failed[0] if failed else first.exit_code,
+        nodes=tuple(sorted({node for one in states for node in one.nodes})),
+        since_s=max((one.since_s or 0 for one in states), default=None),
+        starts=max(one.starts for one in states),
+    )
+
+
+def _remembered(folder: Path, id: str) -> JobState:
+    """Where SLURM has forgotten a job: what its script wrote last."""
+    _, _, task = id.partition("_")
+    try:
+        text = (folder / (f"{EXIT_CODE}.{task}" if task else EXIT_CODE)).read_text()
+        code = int(text)
+    except (OSError, ValueError):
+        return JobState(State.lost, "SLURM does not know it any more")
+    state = State.failed if code else State.succeeded
+    return JobState(state, "SLURM does not know it any more", exit_code=code)
+
+
+def _seconds(text: str) -> float | None:
+    """SLURM's time, such as 1-02:03:04."""
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
+    if match is None:
+        return None
+    days, hours, minutes, seconds = (int(one or 0) for one in match.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)

@@ -1,0 +1,48 @@
+"""The states of a job, in one vocabulary for all clusters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class State(StrEnum):
+    """What has become of a job."""
+
+    queued = "queued"
+    starting = "starting"
+    running = "running"
+    stopping = "stopping"
+    requeued = "requeued"
+    succeeded = "succeeded"
+    failed = "failed"
+    canceled = "canceled"
+    lost = "lost"
+
+    @property
+    def is_final(self) -> bool:
+        """Whether nothing comes after it. A lost job is one that its cluster does not know."""
+        return self in (State.succeeded, State.failed, State.canceled, State.lost)
+
+
+@dataclass(frozen=True)
+class JobState:
+    """What a cluster says of a job.
+
+    Attributes:
+        state: in the one vocabulary.
+        words: what the cluster itself calls it, and why, such as "PENDING (Resources)".
+        exit_code: of a job that has ended, where it is known.
+        nodes: which it runs on.
+        since_s: for how long it has run, in seconds.
+        eta: when it is expected to end, in words.
+        starts: how often it was started.
+    """
+
+    state: State
+    words: str = ""
+    exit_code: int | None = None
+    nodes: tuple[str, ...] = ()
+    since_s: float | None = None
+    eta: str = ""
+    starts: int = 1

@@ -1,0 +1,145 @@
+"""Looking after jobs that were sent: states, what they print, their exit codes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from flatout.errors import FlatoutError, SubmitError
+from flatout.submit.ledger import REFUSED, SENDING, Entry, Ledger
+from flatout.submit.send import settle
+from flatout.submit.states import JobState, State
+from flatout.submit.target import target
+from flatout.words import duration
+
+_RECENT = timedelta(days=7)
+_LAST_LINES = 15
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A job and what its cluster says of it.
+
+    Attributes:
+        entry: as it was sent.
+        state: None where the cluster could not be asked.
+        trouble: why not.
+    """
+
+    entry: Entry
+    state: JobState | None
+    trouble: str = ""
+
+    def row(self) -> tuple[str, ...]:
+        """For a table: job, target, state, ran, nodes, name, what else there is to say."""
+        entry, state = self.entry, self.state
+        if state is None:
+            return (entry.id or "?", entry.target, "?", "", "", entry.name, self.trouble)
+        code = "" if state.exit_code in (None, 0) else f" ({state.exit_code})"
+        ran = "" if not state.since_s else duration(state.since_s)
+        starts = f"start {state.starts}" if state.starts > 1 else ""
+        eta = f"ends in {state.eta}" if state.eta and not state.state.is_final else ""
+        rest = " · ".join(filter(None, (state.words, starts, eta)))
+        nodes = ",".join(state.nodes)
+        return (entry.id, entry.target, f"{state.state}{code}", ran, nodes, entry.name, rest)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        entry, state = self.entry, self.state
+        said: dict[str, Any] = {
+            "id": entry.id,
+            "target": entry.target,
+            "name": entry.name,
+            "folder": entry.folder,
+            "sent": entry.when,
+            "state": None if state is None else str(state.state),
+        }
+        if state is not None:
+            said |= {
+                "words": state.words,
+                "exit_code": state.exit_code,
+                "nodes": list(state.nodes),
+                "seconds": state.since_s,
+                "eta": state.eta,
+                "starts": state.starts,
+            }
+        return said | ({"trouble": self.trouble} if self.trouble else {})
+
+    def last_words(self) -> list[str]:
+        """The traceback of the rank that failed, or else the last lines of a job that did not end
+        well.
+        """
+        if self.state is None or self.state.state not in (State.failed, State.lost):
+            return []
+        try:
+            text = "".join(_target_logs(self.entry, follow=False))
+        except SubmitError:
+            return []
+        lines = text.splitlines()
+        first = next((n for n, one in enumerate(lines) if " has failed:" in one), None)
+        if first is None:
+            first = max((n for n, one in enumerate(lines) if one.startswith("Traceback")), default=0)
+        return lines[first:][:_LAST_LINES] if first else lines[-_LAST_LINES:]
+
+
+def recent(*, everything: bool = False, ledger: Ledger | None = None) -> list[Seen]:
+    """Jobs of the last week, or all, the newest last; all clusters are asked at once."""
+    ledger = ledger or Ledger()
+    since = datetime.now(UTC) - _RECENT
+    entries = [
+        one
+        for one in ledger.entries()
+        if one.status != REFUSED and (everything or datetime.fromisoformat(one.when) > since)
+    ]
+    with ThreadPoolExecutor(8) as pool:
+        return list(pool.map(lambda one: _seen(one, ledger), entries))
+
+
+def look(which: str, ledger: Ledger | None = None) -> Seen:
+    """One job.
+
+    Raises:
+        SubmitError: none of that id or name was sent from here.
+    """
+    ledger = ledger or Ledger()
+    return _seen(ledger.find(which), ledger)
+
+
+def _seen(entry: Entry, ledger: Ledger) -> Seen:
+    try:
+        to = target(entry.target)
+        entry = settle(entry, to, ledger)
+        if entry.status == SENDING:
+            return Seen(entry, None, "sent without an answer; the cluster does not know it")
+        if entry.status == REFUSED:
+            return Seen(entry, None, "refused, so it was not sent")
+        return Seen(entry, to.state(entry.id, Path(entry.folder)))
+    except FlatoutError as error:
+        return Seen(entry, None, error.what)
+
+
+def logs_of(which: str, *, follow: bool) -> Iterator[str]:
+    """What a job has printed.
+
+    Raises:
+        SubmitError: none of that id or name was sent from here, or it has printed nothing.
+    """
+    return _target_logs(Ledger().find(which), follow=follow)
+
+
+def _target_logs(entry: Entry, *, follow: bool) -> Iterator[str]:
+    return target(entry.target).logs(entry.id, Path(entry.folder), follow=follow)
+
+
+def exit_code(which: str) -> int:
+    """Of a job that has ended: its own, or 1 where that is not known and it did not end well."""
+    state = look(which).state
+    if state is None:
+        return 1
+    if state.exit_code is not None:
+        return state.exit_code
+    return 0 if state.state is State.succeeded else 1
