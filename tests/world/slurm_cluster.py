@@ -49,7 +49,8 @@ def missing():
 
 
 class Cluster:
-    def __init__(self, folder):
+    def __init__(self, folder, more=""):
+        """Start it; `more` is added to the lines of its configuration."""
         self.folder = folder
         (folder / "state").mkdir()
         self.config = folder / "slurm.conf"
@@ -61,6 +62,7 @@ class Cluster:
                 one=free_port(),
                 two=free_port(),
             )
+            + more
         )
         (folder / "munge.key").write_bytes(os.urandom(1024))
         (folder / "munge.key").chmod(0o600)

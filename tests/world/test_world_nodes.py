@@ -6,7 +6,7 @@ import pytest
 
 from flatout.errors import WorldError
 from flatout.world.cpus import own_cpus
-from flatout.world.nodes import Nodes, asked_for, checked, nodes
+from flatout.world.nodes import Nodes, asked_for, checked, launched_nodes, nodes
 
 KUBEFLOW = {
     "PET_NNODES": "2",
@@ -71,6 +71,44 @@ def test_a_command_says_which_node_it_is():
     found = asked_for(None, 2, 1, "host1:29500")
     assert (found.count, found.rank, found.ranks) == (2, 1, None)
     assert found.is_world
+
+
+SRUN = {
+    "SLURM_PROCID": "1",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "SLURM_STEP_NODELIST": "n[07-08]",
+    "SLURM_STEP_ID": "0",
+    "SLURM_JOB_ID": "4711",
+    "SLURM_NODEID": "1",
+    "SLURM_LOCALID": "0",
+}
+MPIRUN = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+    "MASTER_ADDR": "host1",
+    "MASTER_PORT": "29500",
+}
+
+
+def test_one_process_of_srun_or_mpirun_on_each_node(monkeypatch):
+    first, second = launched_nodes(SRUN), launched_nodes({**SRUN, "SLURM_NODEID": "0",
+                                                          "SLURM_PROCID": "0"})  # fmt: skip
+    assert (first.count, first.rank, second.rank) == (2, 1, 0)
+    assert first.rendezvous == second.rendezvous
+    assert first.rendezvous.startswith("n07:")
+    assert launched_nodes(MPIRUN).rendezvous == "host1:29500"
+    # Several processes on a node are ranks themselves.
+    of_two = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}
+    assert launched_nodes({**SRUN, **of_two, "SLURM_PROCID": "2"}) is None
+    assert launched_nodes({}) is None
+    for name, value in SRUN.items():
+        monkeypatch.setenv(name, value)
+    assert asked_for(1, None, None, None).count == 2
+    # Without a number of ranks each task is one.
+    assert asked_for(None, None, None, None).count == 1
 
 
 def test_cpus_are_shared_out():

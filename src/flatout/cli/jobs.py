@@ -12,7 +12,7 @@ import typer
 from flatout.console import printable
 
 if TYPE_CHECKING:
-    from flatout.submit.watch import Seen
+    from flatout.submit import Seen
 
 Which = Annotated[str, typer.Argument(metavar="JOB", help="Its id, or its name.")]
 
@@ -27,7 +27,7 @@ def jobs(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """List the jobs that were sent from here, and what has become of them."""
-    from flatout.submit.watch import look, recent
+    from flatout.submit import look, recent
 
     found = recent(everything=all) if which is None else [look(which)]
     if as_json:
@@ -66,7 +66,7 @@ def logs(
     ] = False,
 ) -> None:
     """Print what a job has printed. With -f the exit code is the job's."""
-    from flatout.submit.watch import exit_code, logs_of
+    from flatout.submit import exit_code, logs_of
 
     try:
         for piece in logs_of(which, follow=follow):
@@ -84,9 +84,8 @@ def logs(
 
 def cancel(which: Which) -> None:
     """Stop a job. Where it can it writes a last checkpoint; it does not start again."""
-    from flatout.submit.ledger import Ledger
-    from flatout.submit.target import target
+    from flatout.submit import Ledger, target_of
 
     entry = Ledger().find(which)
-    target(entry.target).cancel(entry.id, Path(entry.folder))
+    target_of(entry.target).cancel(entry.id, Path(entry.folder))
     typer.echo(printable(f"canceled {entry.id or entry.name}"))

@@ -69,6 +69,14 @@ def run(
             show_default=False,
         ),
     ] = None,
+    checkpoints: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Run folder of a Trainer that names none. It goes on from what lies there.",
+            show_default=False,
+        ),
+    ] = None,
     restarts: Annotated[
         int, typer.Option(min=0, help="How often ranks start again after one of them was killed.")
     ] = 3,
@@ -92,6 +100,9 @@ def run(
         raise typer.BadParameter(f"{script}: no such script (-m runs a module)")
     file = file_of(script, is_module=is_module)
     variables = {"FLATOUT_RUN": "1"} | keras_backend(file)
+    if checkpoints is not None:
+        is_url = "://" in checkpoints
+        variables["FLATOUT_CHECKPOINTS"] = checkpoints if is_url else os.path.abspath(checkpoints)
     if recipe is not None:
         variables["FLATOUT_RECIPE"] = os.path.abspath(recipe)
     if settings:

@@ -159,9 +159,9 @@ def _submit(name: str, asked: Asked, *, dry_run: bool, yes: bool, as_json: bool)
     """Write it, show it, ask, send it."""
     from datetime import datetime
 
-    from flatout.submit import Ledger, artifacts_of, job_of, refuse, send, target, write
+    from flatout.submit import Ledger, artifacts_of, job_of, refuse, send, target_of, write
 
-    to = target(name)
+    to = target_of(name)
     job = job_of(asked, Path.cwd(), datetime.now())
     if dry_run:
         _print_all(job, to, artifacts_of(job, to), as_json)
@@ -231,7 +231,7 @@ def _print_all(job: Job, to: Target, artifacts: list[Artifact], as_json: bool) -
 def _print_json(job: Job, to: Target, artifacts: list[Artifact], id: str | None) -> None:
     import json
 
-    from flatout.submit.send import facts_of
+    from flatout.submit import facts_of
 
     said = {
         "id": id,
@@ -244,7 +244,7 @@ def _print_json(job: Job, to: Target, artifacts: list[Artifact], id: str | None)
 
 
 def _add_targets() -> None:
-    from flatout.submit.target import TARGETS
+    from flatout.submit import TARGETS
 
     for name, what in TARGETS.items():
         submit.command(

@@ -79,7 +79,7 @@ def job_of(asked: Asked, root: Path, now: datetime) -> Job:
     script = _script(asked, root)
     recipe = None if asked.recipe is None else load(asked.recipe)
     base = (root / asked.folder).absolute()
-    code, inputs = collect(root, without=(base,)), ()
+    code = collect(root, without=(base,))
     is_command = script == "flatout" and not asked.is_module
     if is_command:
         code = CodeArchive((), 0)
@@ -152,7 +152,7 @@ def _threads(recipe: Recipe | ResolvedRecipe | None, devices: int) -> int:
     """As measured; else each rank's share of the CPUs here."""
     if recipe is not None and isinstance(recipe.process.threads, int):
         return recipe.process.threads
-    return max(1, fingerprint().cpus // devices)
+    return max(1, fingerprint().cpus // max(1, devices))
 
 
 def _gpus(recipe: Recipe | ResolvedRecipe | None, devices: int) -> int:

@@ -20,9 +20,45 @@ _MOST_LINKS = 200
 
 # Of /proc/self/mountinfo; those of FUSE stand behind "fuse.".
 _NETWORK = frozenset(
-    "nfs nfs4 lustre gpfs beegfs ceph glusterfs cifs smb3 smbfs afs orangefs pvfs2 panfs wekafs "
-    "ocfs2 gfs2 9p virtiofs sshfs mfs moosefs lizardfs s3fs gcsfuse juicefs cvmfs2 blobfuse "
-    "blobfuse2 goofys mount-s3 mountpoint-s3 quobyte bee pvfs dfuse daos".split()
+    [
+        "nfs",
+        "nfs4",
+        "lustre",
+        "gpfs",
+        "beegfs",
+        "ceph",
+        "glusterfs",
+        "cifs",
+        "smb3",
+        "smbfs",
+        "afs",
+        "orangefs",
+        "pvfs2",
+        "panfs",
+        "wekafs",
+        "ocfs2",
+        "gfs2",
+        "9p",
+        "virtiofs",
+        "sshfs",
+        "mfs",
+        "moosefs",
+        "lizardfs",
+        "s3fs",
+        "gcsfuse",
+        "juicefs",
+        "cvmfs2",
+        "blobfuse",
+        "blobfuse2",
+        "goofys",
+        "mount-s3",
+        "mountpoint-s3",
+        "quobyte",
+        "bee",
+        "pvfs",
+        "dfuse",
+        "daos",
+    ]
 )
 
 
@@ -57,7 +93,7 @@ class Input:
         """
         inside = os.path.relpath(self.path, root) if not self.is_url else ".."
         is_outside = os.path.isabs(self.given) or inside.startswith("..")
-        if self.travels or is_outside or not self.is_seen:
+        if self.travels or is_outside:
             return []
         found = glob.glob(self.path) or [self.path]
         if len(found) > _MOST_LINKS:

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from flatout.errors import SubmitError
-from flatout.submit.job import SEED
+from flatout.submit.code import ARCHIVE
+from flatout.submit.job import SEED, Job
 
 _WIDTH = 100
+SECRET = (
+    "# Who does not know it takes no part in the job. Made here, so that no file holds it.",
+    "FLATOUT_SECRET=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
+    "export FLATOUT_SECRET",
+)
+"""Lines that make the secret which the nodes of a job share."""
 
 
 def quoted(text: str, seed: str = "") -> str:
@@ -35,10 +44,10 @@ def words(command: Sequence[str], seed: str = "") -> list[str]:
     return [quoted(one, seed) for one in command]
 
 
-def array(name: str, command: Sequence[str], seed: str = "") -> list[str]:
-    """Lines of bash that put a command into an array, as few as are readable."""
+def array(name: str, words: Sequence[str]) -> list[str]:
+    """Lines of bash that put words, quoted already, into an array, as few as are readable."""
     lines, line = [f"{name}=("], "  "
-    for word in words(command, seed):
+    for word in words:
         if line.strip() and len(line) + len(word) > _WIDTH:
             lines.append(line.rstrip())
             line = "  "
@@ -49,3 +58,41 @@ def array(name: str, command: Sequence[str], seed: str = "") -> list[str]:
 def exports(variables: Mapping[str, str]) -> list[str]:
     """Lines that set environment variables."""
     return [f"export {name}={quoted(value)}" for name, value in variables.items()]
+
+
+def environment(job: Job) -> list[str]:
+    """Lines that let a node find this flatout, and set what the user has asked for."""
+    bin = job.options.get("bin") or str(Path(sys.executable).parent)
+    return [
+        "# The flatout that has written this; name another where nodes have it elsewhere.",
+        f"export PATH={quoted(bin)}:$PATH",
+        *exports(job.environment),
+    ]
+
+
+def unpacking(job: Job) -> list[str]:
+    """Lines that unpack the code into the folder `code`, once, and go there."""
+    lines = [
+        "# The code as it was when this was written. A job that starts again finds it in place.",
+        "if [[ ! -e code ]]; then",
+        "  unpacked=$(mktemp -d code.XXXXXX)",
+        f'  tar -xzf {ARCHIVE} -C "$unpacked" && mv -nT "$unpacked" code',
+        "fi",
+        "cd code || exit 1",
+    ]
+    links = [link for one in job.inputs for link in one.links(job.root)]
+    if links:
+        lines.append("# Data that are not copied.")
+    for path, link in links:
+        lines.append(f"mkdir -p -- {quoted(str(Path(link).parent))}")
+        lines.append(f"ln -sfnT -- {quoted(path)} {quoted(link)}")
+    return lines
+
+
+def limited(job: Job) -> list[str]:
+    """Words before a command that stop it ahead of the time limit, where no cluster does."""
+    if job.time_s is None:
+        return []
+    ahead = job.time_s - job.stop_ahead_s
+    stop = ["--signal=USR1", f"--kill-after={job.stop_ahead_s}"]
+    return ["timeout", "--preserve-status", *stop, str(ahead)]

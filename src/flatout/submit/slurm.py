@@ -6,7 +6,6 @@ https://slurm.schedmd.com/sbatch.html
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,10 +14,9 @@ from flatout.errors import SubmitError
 from flatout.submit import shell
 from flatout.submit.artifact import Artifact, refuse
 from flatout.submit.client import Answer, ask, need
-from flatout.submit.code import ARCHIVE
-from flatout.submit.inputs import is_seen, mount_of
 from flatout.submit.job import Job
 from flatout.submit.log_file import follow_file
+from flatout.submit.shared import unseen
 from flatout.submit.states import JobState, State
 from flatout.submit.target import NotSent, Sent, Unanswered
 from flatout.words import counted
@@ -33,9 +31,31 @@ _NOT_REACHED = re.compile(r"connect failure|Unable to contact slurm controller|C
 _OPTION = re.compile(r"[a-z][a-z0-9-]*")
 # Those that Flatout writes itself: a second would contradict it.
 _OURS = frozenset(
-    "job-name nodes ntasks ntasks-per-node cpus-per-task gpus-per-node time signal requeue "
-    "no-requeue open-mode chdir output error array comment parsable wrap test-only wait".split()
+    [
+        "job-name",
+        "nodes",
+        "ntasks",
+        "ntasks-per-node",
+        "cpus-per-task",
+        "gpus-per-node",
+        "time",
+        "signal",
+        "requeue",
+        "no-requeue",
+        "open-mode",
+        "chdir",
+        "output",
+        "error",
+        "array",
+        "comment",
+        "parsable",
+        "wrap",
+        "test-only",
+        "wait",
+    ]
 )
+# Those that say something to Flatout: where its program lies on the nodes.
+_OF_FLATOUT = ("bin",)
 _BY_STATE = {
     "PENDING": State.queued,
     "REQUEUED": State.requeued,
@@ -76,18 +96,7 @@ class Slurm:
 
     def unseen(self, job: Job) -> list[str]:
         """Paths on file systems of this machine alone."""
-        found = [
-            f"{one.words}; put it on a shared path, or say --shared PATH if nodes see it"
-            for one in job.inputs
-            if one.is_missing
-        ]
-        for what, path in (("the job's folder", job.folder), ("--checkpoint", job.checkpoint)):
-            if path is not None and not is_seen(path, job.shared):
-                found.append(
-                    f"{what}, {path}, lies on {mount_of(path)}: no node sees it; choose a shared "
-                    "path, or say --shared PATH if nodes see it"
-                )
-        return found
+        return unseen(job)
 
     def check(self, job: Job) -> list[str]:
         """What sbatch would refuse, such as a partition that is not there."""
@@ -151,7 +160,8 @@ TARGET = Slurm()
 
 def script(job: Job) -> str:
     """The batch script of a job."""
-    lines = ["#!/bin/bash", *_about(job), *_directives(job), "", *_prepare(job), ""]
+    lines = ["#!/bin/bash", *_about(job), *_directives(job), "", *shell.environment(job), ""]
+    lines += [*shell.unpacking(job), ""]
     lines += [*_run(job), "", *_afterwards(job)]
     return "\n".join(lines) + "\n"
 
@@ -181,7 +191,7 @@ def _directives(job: Job) -> list[str]:
         ("chdir", _value(folder), ""),
         ("output", _value(f"{folder.replace('%', '%%')}/{log}"), ""),
         *([("array", ",".join(map(str, job.seeds)), "a task for each seed")] if job.seeds else []),
-        *((name, _value(value), "") for name, value in job.options.items()),
+        *((name, _value(v), "") for name, v in job.options.items() if name not in _OF_FLATOUT),
     ]
     lines = [f"#SBATCH --{name}" + (f"={value}" if value else "") for name, value, _ in rows]
     return [
@@ -202,47 +212,40 @@ def _time(job: Job) -> list[tuple[str, str, str]]:
     ]
 
 
-def _prepare(job: Job) -> list[str]:
-    lines = [
-        "# The flatout that has written this; name another where nodes have it elsewhere.",
-        f"export PATH={shell.quoted(str(Path(sys.executable).parent))}:$PATH",
-        *shell.exports(job.environment),
-        "",
-        "# The code as it was when this was written. A job that starts again finds it in place.",
-        "if [[ ! -e code ]]; then",
-        "  unpacked=$(mktemp -d code.XXXXXX)",
-        f'  tar -xzf {ARCHIVE} -C "$unpacked" && mv -nT "$unpacked" code',
-        "fi",
-        "cd code || exit 1",
-    ]
-    links = [link for one in job.inputs for link in one.links(job.root)]
-    if links:
-        lines.append("# Data that are not copied: all nodes see them.")
-    for path, link in links:
-        lines.append(f"mkdir -p -- {shell.quoted(str(Path(link).parent))}")
-        lines.append(f"ln -sfnT -- {shell.quoted(path)} {shell.quoted(link)}")
-    return lines
-
-
 def _run(job: Job) -> list[str]:
     seed = _TASK if job.seeds else ""
     ranks = ["--devices", str(job.devices)] if job.ranks > 1 else []
-    lines = shell.array("command", job.command_with(*ranks), seed)
-    secret = [
-        "# Who does not know it takes no part in the job. Made here, so that no file holds it.",
-        "FLATOUT_SECRET=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
-        "export FLATOUT_SECRET",
-        "",
-    ]
+    lines = shell.array("command", shell.words(job.command_with(*ranks), seed))
     return [
-        *(secret if job.nodes > 1 else []),
+        *([*shell.SECRET, ""] if job.nodes > 1 else []),
         *lines,
+        *_comments(job),
         f"touch ../started{_suffix(job)}",
-        'srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 "${command[@]}"',
+        'srun --cpus-per-task="$SLURM_CPUS_PER_TASK" "${command[@]}"',
         "code=$?",
         "cd ..",
         f'echo "$code" > {EXIT_CODE}{_suffix(job)}',
     ]
+
+
+def _comments(job: Job) -> list[str]:
+    """Lines that show what is left of the job as its comment."""
+    return [
+        "",
+        "# What is left of it stands in its comment: squeue -O JobID,State,Comment",
+        f"export FLATOUT_REMAINING=$PWD/../remaining{_suffix(job)}",
+        "while sleep 30; do",
+        '  left=$(grep -o \'"remaining_s": [0-9]*\' "$FLATOUT_REMAINING" 2> /dev/null)',
+        f"  [[ $left ]] && scontrol update JobId={_task(job)} "
+        'Comment="flatout:$(cat ../key):$((${left##* } / 60 + 1))min"',
+        "done &",
+        "",
+    ]
+
+
+def _task(job: Job) -> str:
+    """Of one run of the job, for scontrol."""
+    return '"${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"' if job.seeds else '"$SLURM_JOB_ID"'
 
 
 def _suffix(job: Job) -> str:
@@ -250,7 +253,7 @@ def _suffix(job: Job) -> str:
 
 
 def _afterwards(job: Job) -> list[str]:
-    task = '"${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"' if job.seeds else '"$SLURM_JOB_ID"'
+    task = _task(job)
     killed = f"killed{_suffix(job)}"
     lines = [
         "case $code in",
@@ -330,7 +333,7 @@ def _state(told: dict[str, str]) -> JobState:
         else None,
         nodes=tuple(filter(None, [told.get("NodeList", "").replace("(null)", "")])),
         since_s=_seconds(told.get("RunTime", "")),
-        eta=eta[1].replace("_", " ") if eta else "",
+        eta=eta[1] if eta else "",
         starts=starts,
     )
 

@@ -12,13 +12,7 @@ from flatout.errors import SubmitError
 from flatout.submit.artifact import Artifact
 from flatout.submit.job import Job
 from flatout.submit.states import JobState
-
-TARGETS = {
-    "slurm": "SLURM, by sbatch",
-    "ssh": "a list of hosts, by OpenSSH",
-    "mpi": "mpirun and a hostfile",
-}
-"""The name of each target, which is its file's, and what it is."""
+from flatout.submit.targets import TARGETS
 
 
 @dataclass(frozen=True)
@@ -90,7 +84,7 @@ class Target(Protocol):
         """Stop a job, and keep it from starting again."""
 
 
-def target(name: str) -> Target:
+def target_of(name: str) -> Target:
     """The target of a name.
 
     Raises:

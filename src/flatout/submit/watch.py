@@ -11,9 +11,9 @@ from typing import Any
 
 from flatout.errors import FlatoutError, SubmitError
 from flatout.submit.ledger import REFUSED, SENDING, Entry, Ledger
-from flatout.submit.send import settle
+from flatout.submit.sending import settle
 from flatout.submit.states import JobState, State
-from flatout.submit.target import target
+from flatout.submit.target import target_of
 from flatout.words import duration
 
 _RECENT = timedelta(days=7)
@@ -82,7 +82,9 @@ class Seen:
         lines = text.splitlines()
         first = next((n for n, one in enumerate(lines) if " has failed:" in one), None)
         if first is None:
-            first = max((n for n, one in enumerate(lines) if one.startswith("Traceback")), default=0)
+            first = max(
+                (n for n, one in enumerate(lines) if one.startswith("Traceback")), default=0
+            )
         return lines[first:][:_LAST_LINES] if first else lines[-_LAST_LINES:]
 
 
@@ -111,7 +113,7 @@ def look(which: str, ledger: Ledger | None = None) -> Seen:
 
 def _seen(entry: Entry, ledger: Ledger) -> Seen:
     try:
-        to = target(entry.target)
+        to = target_of(entry.target)
         entry = settle(entry, to, ledger)
         if entry.status == SENDING:
             return Seen(entry, None, "sent without an answer; the cluster does not know it")
@@ -132,7 +134,7 @@ def logs_of(which: str, *, follow: bool) -> Iterator[str]:
 
 
 def _target_logs(entry: Entry, *, follow: bool) -> Iterator[str]:
-    return target(entry.target).logs(entry.id, Path(entry.folder), follow=follow)
+    return target_of(entry.target).logs(entry.id, Path(entry.folder), follow=follow)
 
 
 def exit_code(which: str) -> int:

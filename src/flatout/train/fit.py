@@ -28,7 +28,7 @@ from flatout.data import Batch, Pipeline, Source
 from flatout.errors import CheckpointError, FlatoutError, NumbersError
 from flatout.recipe import dump
 from flatout.strategies import check_replicas
-from flatout.train.callbacks import Callback, Figures, JsonLines, Progress
+from flatout.train.callbacks import Callback, Figures, JsonLines, Progress, remaining
 from flatout.train.captured_steps import captured_steps
 from flatout.train.confusion import table
 from flatout.train.counted import counted, operator_count
@@ -51,6 +51,8 @@ from flatout.world import LostRank
 
 # Replicas are compared at the end of an epoch, but no more often.
 _COMPARE_EVERY_S = 10.0
+# What Flatout adds for showing and logging needs no state.
+_SHOWS = (Progress, JsonLines, remaining.Remaining)
 
 
 class Fit:
@@ -85,6 +87,8 @@ class Fit:
         shows = progress is not False and self.loop.world.is_first
         shown = progress if isinstance(progress, Progress) else Progress()
         self.callbacks = [*callbacks, shown] if shows else callbacks
+        if self.loop.world.is_first:
+            self.callbacks = [*self.callbacks, *remaining.asked_for()]
         self.loop.shows_notes = any(isinstance(one, Progress) for one in self.callbacks)
         self.signals = StopSignals()
         self._asked: list[float | None] = []
@@ -278,8 +282,8 @@ class Fit:
         return UNREAD if self.loop.run is None else source.digest
 
     def _stateful(self) -> list[Callback]:
-        """The user's callbacks: what Flatout adds for showing and logging needs no state."""
-        return [c for c in self.callbacks if not isinstance(c, (Progress, JsonLines))]
+        """The user's callbacks."""
+        return [c for c in self.callbacks if not isinstance(c, _SHOWS)]
 
     def _run_folder(self) -> Path | None:
         """Where this rank writes down what runs; None where it does not."""

@@ -31,6 +31,7 @@ from flatout.train.model_ids import ModelIds, learn_ids, make_room
 from flatout.train.notebook import check_ranks_asked, on_ranks
 from flatout.train.objective import FitData, Objective
 from flatout.train.predict import predict
+from flatout.train.run_folder import run_of_command
 from flatout.train.signature import (
     Signature,
     as_classes,
@@ -145,6 +146,7 @@ class Trainer:
             self.objective = CompiledObjective(model, devices, **given, **clip)
         else:
             self.objective = Objective(model, **given)
+        self._run = run
         self._loop_arguments: dict[str, Any] = {
             "recipe": recipe,
             "allow": allow,
@@ -277,7 +279,7 @@ class Trainer:
             self.history = written
             return written
         source, validation = objective.to_fit(data, self.loop, drop_last=drop_last)
-        self.loop = Loop(**self._loop_arguments, resume=resume)
+        self.loop = Loop(**self._loop_arguments | run_of_command(self._run, resume))
         if self.optimizer is None and isinstance(source, Pipeline) and source.id_columns:
             self._know(objective.build(source, self.loop))  # there are tables by now
         before = self._before_training(validation)

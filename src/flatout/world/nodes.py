@@ -1,6 +1,8 @@
 """Which node this is of how many, for starting ranks on it: from the command, or a cluster's words.
 
-Kubeflow's trainer sets PET_NNODES and its like, SageMaker SM_HOSTS.
+Kubeflow's trainer sets PET_NNODES and its like, SageMaker SM_HOSTS. Where srun or mpirun has
+started one process on each of several nodes, and the command says how many ranks a node has, their
+variables say it; otherwise each such process is a rank itself.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flatout.errors import WorldError
+from flatout.world.place import launched
 
 _PORT = 29500
 
@@ -58,6 +61,8 @@ def asked_for(
         WorldError: it makes no sense, or there are fewer devices than ranks.
     """
     found = nodes()
+    if ranks is not None and count is None and found.count == 1:
+        found = launched_nodes() or found
     found = Nodes(
         count=found.count if count is None else count,
         rank=found.rank if rank is None else rank,
@@ -105,6 +110,21 @@ def nodes(environ: Mapping[str, str] | None = None) -> Nodes:
     if "SM_HOSTS" in env:
         return checked(_sagemaker(env))
     return Nodes()
+
+
+def launched_nodes(environ: Mapping[str, str] | None = None) -> Nodes | None:
+    """The nodes on each of which srun or mpirun has started one process; None where none has."""
+    found = launched(environ)
+    if found.nodes == 1 or found.nodes != found.world_size:
+        return None
+    return checked(
+        Nodes(
+            count=found.nodes,
+            rank=found.node,
+            rendezvous=f"{found.address}:{found.port}",
+            origin=f"the variables of {found.launcher}",
+        )
+    )
 
 
 def _kubeflow(env: Mapping[str, str]) -> Nodes:

@@ -71,7 +71,18 @@ def place(environ: Mapping[str, str] | None = None) -> Place:
         WorldError: the variables are incomplete, or contradict each other.
     """
     env = os.environ if environ is None else environ
-    for known in (_torchrun, _open_mpi, _slurm, _mpich):
+    found = _torchrun(env)
+    return launched(env) if found is None else _checked(found)
+
+
+def launched(environ: Mapping[str, str] | None = None) -> Place:
+    """Which of the processes this is that mpirun or srun has started; `ALONE` where neither has.
+
+    Raises:
+        WorldError: as `place`.
+    """
+    env = os.environ if environ is None else environ
+    for known in (_open_mpi, _slurm, _mpich):
         found = known(env)
         if found is not None:
             return _checked(found)
@@ -79,9 +90,13 @@ def place(environ: Mapping[str, str] | None = None) -> Place:
 
 
 def restarts(environ: Mapping[str, str] | None = None) -> int:
-    """How often the ranks of this job were started again, after one of them was killed."""
+    """How often the ranks of this job were started again.
+
+    By the agent after one of them was killed, or by SLURM after a preemption and its like.
+    """
     env = os.environ if environ is None else environ
-    return _number(env, "TORCHELASTIC_RESTART_COUNT", 0)
+    by_agent = _number(env, "TORCHELASTIC_RESTART_COUNT", 0)
+    return by_agent + _number(env, "SLURM_RESTART_COUNT", 0)
 
 
 def _torchrun(env: Mapping[str, str]) -> Place | None:

@@ -22,6 +22,7 @@ from flatout.submit.target import NotSent, Sent, Target, Unanswered
 
 RECIPE = "recipe.toml"
 FACTS = "job.json"
+KEY = "key"
 # How long a job that may have come is looked for, in seconds.
 _LOOK_FOR_S = 20.0
 
@@ -102,6 +103,7 @@ def send(job: Job, target: Target, ledger: Ledger, wait_s: float = _LOOK_FOR_S) 
         when=datetime.now(UTC).isoformat(timespec="seconds"),
     )
     ledger.write(entry)
+    Artifact(KEY, entry.key).write(job.folder)
     try:
         sent = target.send(job, entry.key)
     except NotSent:

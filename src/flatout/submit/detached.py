@@ -1,0 +1,116 @@
+"""A script that runs on a host without a scheduler: one start, a lock while it lives, an exit code.
+
+The files, in the job's folder on that host, NAME being the node's:
+
+    NAME.lock           held as long as a process of the job lives
+    NAME.pid            of the command, which gets the stop signal
+    NAME.log            what it prints
+    NAME.exit_code      of the command, once it has ended
+    NAME.canceled       someone has canceled it
+"""
+
+from __future__ import annotations
+
+from flatout.submit import shell
+from flatout.submit.states import JobState, State
+
+ABSENT = "it was never started"
+
+
+def guard(name: str) -> list[str]:
+    """Lines that let a script run once, whoever starts it a second time; `name` is for bash."""
+    return [
+        "here=$PWD",
+        f"exec 9> {name}.lock  # held as long as a process of the job lives",
+        f"if ! flock -n 9 || [[ -e {name}.begun ]]; then echo 'begun already'; exit 0; fi",
+        f"touch {name}.begun",
+        f"trap 'echo $? > \"$here\"/{name}.exit_code' EXIT",
+    ]
+
+
+def running(name: str) -> list[str]:
+    """Lines that run "${command[@]}", end with its exit code, and tell its pid meanwhile."""
+    return ['"${command[@]}" &', f'echo $! > "$here"/{name}.pid', "wait $!"]
+
+
+def start(script: str, name: str) -> str:
+    """A command of sh that starts a script apart from the one who asks, and returns at once.
+
+    The script gets the number that its name ends with, and the line that the command reads.
+    """
+    log = shell.quoted(f"{name}.log")
+    number = name.rpartition("-")[2]
+    run = f"setsid nohup bash {shell.quoted(script)} {number}"
+    return f'IFS= read -r line; printf "%s\\n" "$line" | {run} >> {log} 2>&1 & echo started'
+
+
+def read(name: str, follow: bool) -> str:
+    """A command of sh that prints the log, and with `follow` what comes until the job has ended."""
+    log, pid, code = (shell.quoted(f"{name}.{kind}") for kind in ("log", "pid", "exit_code"))
+    if not follow:
+        return f"cat {log}"
+    wait = f"until [ -e {pid} ]; do sleep 0.2; done"
+    return (
+        f"if [ -e {code} ]; then cat {log}; else {wait}; tail -n +1 -f --pid=$(cat {pid}) {log}; fi"
+    )
+
+
+def ask(name: str) -> str:
+    """A command of sh that prints what has become of it, in one line."""
+    lock, code, canceled, begun = (
+        shell.quoted(f"{name}.{kind}") for kind in ("lock", "exit_code", "canceled", "begun")
+    )
+    return (
+        f"if [ ! -e {begun} ]; then echo absent; "
+        f"elif [ -e {code} ] && [ -e {canceled} ]; then echo canceled $(cat {code}); "
+        f"elif [ -e {code} ]; then echo ended $(cat {code}); "
+        f"elif ! flock -n {lock} true; then "
+        f"if [ -e {canceled} ]; then echo stopping; else echo running; fi; "
+        f"echo $(( $(date +%s) - $(stat -c %Y {begun}) )); "
+        "else echo lost; fi"
+    )
+
+
+def stop(name: str) -> str:
+    """A command of sh that sends the stop signal to what still runs."""
+    lock, pid, canceled = (shell.quoted(f"{name}.{k}") for k in ("lock", "pid", "canceled"))
+    return (
+        f"touch {canceled}; while ! flock -n {lock} true; do "
+        f"if [ -e {pid} ]; then kill -TERM $(cat {pid}); break; fi; sleep 0.1; done"
+    )
+
+
+def told(text: str) -> JobState:
+    """What `ask` has printed."""
+    word, _, rest = text.strip().replace("\n", " ").partition(" ")
+    number = int(rest) if rest.isdigit() else None
+    if word in ("running", "stopping"):
+        return JobState(State(word), since_s=None if number is None else float(number))
+    if word == "canceled":
+        return JobState(State.canceled, exit_code=number)
+    if word == "ended":
+        return JobState(State.failed if number else State.succeeded, exit_code=number)
+    if word == "absent":
+        return JobState(State.lost, ABSENT)
+    return JobState(State.lost, "its processes are gone, and left no exit code")
+
+
+def together(states: dict[str, JobState]) -> JobState:
+    """One state of all nodes: of what still runs, or else of the node that did not end well."""
+    order = (
+        *(State.stopping, State.running, State.failed, State.canceled),
+        *(State.lost, State.succeeded),
+    )
+    host, found = min(states.items(), key=lambda one: order.index(one[1].state))
+    # A node that has only lost another tells less than that one.
+    failed = [(h, s) for h, s in states.items() if s.state is State.failed]
+    if found.state is State.failed:
+        host, found = min(failed, key=lambda one: one[1].exit_code == 75)
+    is_bad = found.state in (State.failed, State.lost) and len(states) > 1
+    return JobState(
+        state=found.state,
+        words=f"{host}: {found.words or f'exit code {found.exit_code}'}" if is_bad else found.words,
+        exit_code=found.exit_code,
+        nodes=tuple(states),
+        since_s=found.since_s,
+    )

@@ -1,0 +1,43 @@
+"""The list of hosts that a user gives, where no cluster knows them."""
+
+from __future__ import annotations
+
+import re
+
+from flatout.errors import SubmitError
+from flatout.submit.job import Job
+from flatout.words import counted
+
+_HOST = re.compile(r"(?:[\w.-]+@)?[\w\[\]][\w.:\[\]-]*")
+
+
+def hosts_of(job: Job) -> list[str]:
+    """The hosts of a job, in order: "host1,me@host2", or a file with one in each line.
+
+    Raises:
+        SubmitError: the file cannot be read.
+    """
+    given = job.options.get("hosts", "")
+    path = job.root / given
+    if "," not in given and given and path.is_file():
+        try:
+            lines = path.read_text().splitlines()
+        except (OSError, ValueError) as error:
+            raise SubmitError(f"the list of hosts cannot be read: {error}", where=given) from error
+        return [one.split()[0] for one in lines if one.strip() and not one.startswith("#")]
+    return [one.strip() for one in given.split(",") if one.strip()]
+
+
+def problems_of(job: Job) -> list[str]:
+    """What is wrong with the hosts of a job."""
+    hosts = hosts_of(job)
+    found = [f"expected a host, found {one!r}" for one in hosts if _HOST.fullmatch(one) is None]
+    if not hosts:
+        found.append("no hosts: say --option hosts=host1,host2, or a file with one in each line")
+    elif len(hosts) != job.nodes:
+        found.append(f"--nodes {job.nodes}, but {counted(len(hosts), 'host')} are listed")
+    if len(set(hosts)) < len(hosts):
+        found.append("a host is listed twice")
+    if job.seeds:
+        found.append("--seeds needs a cluster that has a queue")
+    return found

@@ -1,0 +1,168 @@
+"""mpirun and a hostfile: an agent on each host, which starts and watches the ranks there.
+
+mpirun is started on this machine and goes to the hosts by itself. They must see the job's folder.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from flatout import __version__
+from flatout.errors import SubmitError
+from flatout.submit import detached, shell
+from flatout.submit.artifact import Artifact, refuse
+from flatout.submit.client import Answer, ask
+from flatout.submit.hosts import hosts_of, problems_of
+from flatout.submit.job import Job
+from flatout.submit.log_file import follow_file
+from flatout.submit.sending import KEY
+from flatout.submit.shared import unseen
+from flatout.submit.states import JobState
+from flatout.submit.target import NotSent, Sent, Unanswered, options_of
+from flatout.words import counted
+
+SCRIPT, HOSTFILE, NAME = "job.sh", "hostfile", "job"
+OPTIONS = ("hosts", "port", "kind", "mpirun", "bin")
+_KINDS = ("openmpi", "mpich")
+
+
+class Mpi:
+    """Starts mpirun here, apart from the terminal."""
+
+    name = "mpi"
+
+    def artifacts(self, job: Job) -> list[Artifact]:
+        """What starts mpirun, and its hostfile."""
+        refuse(_problems(job), where="flatout submit mpi")
+        return [
+            Artifact(SCRIPT, script(job), 0o755),
+            Artifact(HOSTFILE, "".join(f"{line}\n" for line in _hostfile(job))),
+        ]
+
+    def unseen(self, job: Job) -> list[str]:
+        """Paths on file systems of this machine alone."""
+        return unseen(job)
+
+    def check(self, job: Job) -> list[str]:
+        """Whether mpirun is here, of the kind that the script is written for, and flock."""
+        missing = [one for one in ("bash", "setsid", "flock") if shutil.which(one) is None]
+        program = _program(job)
+        answer = ask([program, "--version"])
+        found = "openmpi" if "Open MPI" in answer.output else "mpich"
+        if answer.code != 0:
+            missing.append(f"{program}: {answer.last_words}; Debian has openmpi-bin and mpich")
+        elif found != _kind(job):
+            missing.append(f"{program} is {found}; say --option kind={found}")
+        return missing
+
+    def send(self, job: Job, key: str) -> Sent:
+        """Start the script apart from this process."""
+        answer = _here(job.folder, detached.start(SCRIPT, NAME))
+        if answer.code == 0:
+            return Sent(_id(job.folder, key), f"to {counted(job.nodes, 'host')}")
+        if answer.code is None:
+            raise Unanswered(f"the shell does not answer: {answer.last_words}")
+        raise NotSent(f"cannot be started: {answer.last_words}", where=str(job.folder))
+
+    def find(self, key: str, folder: Path) -> Sent | None:
+        """The job where it has begun."""
+        is_it = (folder / KEY).exists() and (folder / KEY).read_text() == key
+        has_begun = (folder / f"{NAME}.begun").exists()
+        return Sent(_id(folder, key)) if is_it and has_begun else None
+
+    def state(self, id: str, folder: Path) -> JobState:
+        """Of mpirun and what it has started."""
+        answer = _here(folder, detached.ask(NAME))
+        if answer.code != 0:
+            raise SubmitError(f"the job's folder does not answer: {answer.last_words}")
+        return detached.told(answer.output)
+
+    def logs(self, id: str, folder: Path, *, follow: bool) -> Iterator[str]:
+        """The file that mpirun prints into."""
+        path = folder / f"{NAME}.log"
+        return follow_file(path, lambda: follow and not self.state(id, folder).state.is_final)
+
+    def cancel(self, id: str, folder: Path) -> None:
+        """mpirun hands SIGTERM on; the ranks have time for a last checkpoint."""
+        answer = _here(folder, detached.stop(NAME))
+        if answer.code != 0:
+            raise SubmitError(f"cannot be canceled: {answer.last_words}", where=str(folder))
+
+
+TARGET = Mpi()
+
+
+def script(job: Job) -> str:
+    """What starts mpirun."""
+    lines = [
+        "#!/bin/bash",
+        f"# {job.name}: {counted(job.nodes, 'node')} of {counted(job.devices, 'rank')}. "
+        f"Written by Flatout {__version__}.",
+        f"# Anywhere, once: bash {SCRIPT}",
+        'cd "$(dirname "$0")" || exit 1',
+        *detached.guard(NAME),
+        "",
+        *shell.environment(job),
+        "# The nodes meet on the first host.",
+        f"export MASTER_ADDR={shell.quoted(hosts_of(job)[0].rpartition('@')[2])}",
+        f"export MASTER_PORT={job.options.get('port', '29500')}",
+        *shell.SECRET,
+        "",
+        *shell.unpacking(job),
+        "",
+        *shell.array("command", _command(job)),
+        *detached.running(NAME),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _command(job: Job) -> list[str]:
+    """Mpirun with one process on each host, in words of bash."""
+    names = ["PATH", "FLATOUT_SECRET", "MASTER_ADDR", "MASTER_PORT", *job.environment]
+    if _kind(job) == "openmpi":
+        given = [part for name in names for part in ("-x", name)]
+        how = ["-np", str(job.nodes), "--hostfile", f"../{HOSTFILE}", "--map-by", "ppr:1:node"]
+        how += ["--bind-to", "none", *given]
+    else:
+        how = ["-n", str(job.nodes), "-f", f"../{HOSTFILE}", "-ppn", "1"]
+        how += ["-genvlist", ",".join(names)]
+    ranks = ["--devices", str(job.devices)] if job.ranks > 1 else []
+    command = job.command_with("--restarts", str(job.retries), *ranks)
+    return shell.words([*shell.limited(job), _program(job), *how, *command])
+
+
+def _hostfile(job: Job) -> list[str]:
+    hosts = hosts_of(job)
+    if _kind(job) == "openmpi":
+        return [f"{host} slots={job.devices}" for host in hosts]
+    return [f"{host}:{job.devices}" for host in hosts]
+
+
+def _problems(job: Job) -> list[str]:
+    options_of(job, OPTIONS)
+    found = problems_of(job)
+    if _kind(job) not in _KINDS:
+        found.append(f"expected --option kind=openmpi or mpich, found {_kind(job)!r}")
+    port = job.options.get("port", "1")
+    if not (port.isdigit() and 0 < int(port) < 65536):
+        found.append(f"expected --option port=NUMBER, found {port!r}")
+    return found
+
+
+def _kind(job: Job) -> str:
+    return job.options.get("kind", "openmpi")
+
+
+def _program(job: Job) -> str:
+    return job.options.get("mpirun", "mpirun")
+
+
+def _id(folder: Path, key: str) -> str:
+    return f"{folder.name}-{key[:4]}"
+
+
+def _here(folder: Path, command: str) -> Answer:
+    return ask(["sh", "-c", f"cd {shell.quoted(os.fspath(folder))} && {{ {command}; }}"])

@@ -1,0 +1,323 @@
+"""A list of hosts, by OpenSSH: the code is copied there, and each host runs its node of the job.
+
+Nothing but the user's own `ssh` is asked: keys, agents and jump hosts are its affair. The job's
+folder on the hosts holds what this one holds here, and what detached.py says.
+"""
+
+from __future__ import annotations
+
+import glob
+import io
+import json
+import queue
+import secrets
+import subprocess
+import sys
+import tarfile
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from flatout import __version__
+from flatout.errors import SubmitError
+from flatout.submit import detached, shell
+from flatout.submit.artifact import Artifact, refuse
+from flatout.submit.client import Answer, ask, need
+from flatout.submit.hosts import hosts_of, problems_of
+from flatout.submit.job import Job
+from flatout.submit.sending import FACTS
+from flatout.submit.states import JobState
+from flatout.submit.target import NotSent, Sent, Unanswered, options_of
+from flatout.words import counted
+
+SCRIPT, HOSTS, THERE = "node.sh", "hosts", "there"
+OPTIONS = ("hosts", "rendezvous", "folder", "config", "bin")
+_PORT = 29500
+_NAME = "node-{}"
+# OpenSSH's own exit code where it did not get through.
+_BROKEN = 255
+_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-T")
+
+
+class Ssh:
+    """Starts a node of the job on each host."""
+
+    name = "ssh"
+
+    def artifacts(self, job: Job) -> list[Artifact]:
+        """What each host runs, and the list of them."""
+        refuse(_problems(job), where="flatout submit ssh")
+        return [
+            Artifact(SCRIPT, script(job), 0o755),
+            Artifact(HOSTS, "\n".join(hosts_of(job)) + "\n"),
+        ]
+
+    def unseen(self, job: Job) -> list[str]:
+        """Nothing: the hosts themselves are asked, by `check`."""
+        return []
+
+    def check(self, job: Job) -> list[str]:
+        """What is missing on the hosts: a way in, the same flatout, data, the checkpoints' path."""
+        need("ssh", "OpenSSH's client, Debian's openssh-client")
+        way = _way(job)
+        answers = way.each(lambda node: _lacks(job))
+        found = [
+            f"{host}: {line}"
+            for host, one in answers.items()
+            for line in (one.output.splitlines() if one.code == 0 else [one.last_words])
+        ]
+        return found or _not_shared(job, way)
+
+    def send(self, job: Job, key: str) -> Sent:
+        """Copy the folder to all hosts, then start it on all of them."""
+        need("ssh", "OpenSSH's client, Debian's openssh-client")
+        way = _way(job, key)
+        (job.folder / THERE).write_text(f"{way.there}\n")
+        folder = shell.quoted(way.there)
+        receive = f"mkdir -p -- {folder} && chmod 700 {folder} && tar -xf - -C {folder}"
+        failed = _failed(way.each(lambda node: receive, _packed(job)))
+        if failed:
+            raise NotSent("the job could not be copied:\n  " + "\n  ".join(failed))
+        secret = f"{secrets.token_hex(32)}\n".encode()
+        failed = _failed(way.inside(lambda name: detached.start(SCRIPT, name), secret))
+        if not failed:
+            return Sent(_id(job.name, key), f"to {counted(len(way.hosts), 'host')}")
+        words = "the job could not be started:\n  " + "\n  ".join(failed)
+        if _failed(way.inside(detached.stop)):
+            raise Unanswered(words)
+        raise NotSent(words)
+
+    def find(self, key: str, folder: Path) -> Sent | None:
+        """The job where it has begun on all hosts."""
+        way = _Way.read(folder)
+        if any(one.words == detached.ABSENT for one in way.states().values()):
+            return None
+        return Sent(_id(way.name, key))
+
+    def state(self, id: str, folder: Path) -> JobState:
+        """Of all hosts together."""
+        return detached.together(_Way.read(folder).states())
+
+    def logs(self, id: str, folder: Path, *, follow: bool) -> Iterator[str]:
+        """What all hosts have printed; of several, each line says which."""
+        return _Way.read(folder).logs(follow)
+
+    def cancel(self, id: str, folder: Path) -> None:
+        """All hosts' ranks get SIGTERM, and time for a last checkpoint."""
+        refuse(_failed(_Way.read(folder).inside(detached.stop)), where=id)
+
+
+def _id(name: str, key: str) -> str:
+    return f"{name}-{key[:4]}"
+
+
+TARGET = Ssh()
+
+
+def script(job: Job) -> str:
+    """What each host runs, with the number of its node as the argument."""
+    name = _NAME.format('"$node"')
+    lines = [
+        "#!/bin/bash",
+        f"# {job.name}: node $1 of {job.nodes}, {counted(job.devices, 'rank')} each. "
+        f"Written by Flatout {__version__}.",
+        f"# On each host, in the job's folder: bash {SCRIPT} NODE, counted from 0, with the same",
+        "# secret in a line on stdin, so that it is in no file and in no list of processes.",
+        "node=$1",
+        'cd "$(dirname "$0")" || exit 1',
+        *detached.guard(name),
+        *(["IFS= read -r FLATOUT_SECRET", "export FLATOUT_SECRET"] if job.nodes > 1 else []),
+        "",
+        *shell.environment(job),
+        "",
+        *shell.unpacking(job),
+        "",
+        *shell.array("command", _command(job)),
+        *detached.running(name),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _command(job: Job) -> list[str]:
+    """`flatout run` as this node, in words of bash."""
+    limit = shell.words(shell.limited(job))
+    if job.is_command:
+        return [*limit, *shell.words(job.command)]
+    ranks = ["--devices", str(job.devices)] if job.ranks > 1 else []
+    program, run, *rest = shell.words(job.command_with("--restarts", str(job.retries), *ranks))
+    node = []
+    if job.nodes > 1:
+        meeting = shell.quoted(rendezvous_of(job))
+        node = ["--nodes", str(job.nodes), '--node-rank "$node"', "--rendezvous", meeting]
+    return [*limit, program, run, *node, *rest]
+
+
+def rendezvous_of(job: Job) -> str:
+    """Where the nodes meet: on the first host."""
+    given = job.options.get("rendezvous")
+    first = hosts_of(job)[0].rpartition("@")[2]
+    return given or f"{first}:{_PORT}"
+
+
+def _problems(job: Job) -> list[str]:
+    options_of(job, OPTIONS)
+    found = problems_of(job)
+    if not found:
+        host, colon, port = rendezvous_of(job).rpartition(":")
+        if not (host and colon and port.isdigit() and 0 < int(port) < 65536):
+            given = job.options["rendezvous"]
+            found.append(f"expected --option rendezvous=HOST:PORT, found {given!r}")
+    return found
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How the hosts of a job are reached.
+
+    Attributes:
+        name: of the job.
+        hosts: in the order of the nodes.
+        there: the job's folder on each of them, seen from the user's home.
+        config: of ssh, if it is not the user's own.
+    """
+
+    name: str
+    hosts: list[str]
+    there: str
+    config: str | None
+
+    @classmethod
+    def read(cls, folder: Path) -> _Way:
+        """Of a job that was sent, from what was written then."""
+        try:
+            facts = json.loads((folder / FACTS).read_text())
+            hosts = (folder / HOSTS).read_text().split()
+            there = (folder / THERE).read_text().rstrip("\n")
+        except (OSError, ValueError) as error:
+            raise SubmitError(
+                f"the job's folder is not as it was: {error}", where=str(folder)
+            ) from error
+        return cls(facts["name"], hosts, there, facts["options"].get("config"))
+
+    def each(self, command: Callable[[int], str], stdin: bytes | None = None) -> dict[str, Answer]:
+        """The answers of all hosts, asked at once; the command depends on the node's number."""
+        with ThreadPoolExecutor(32) as pool:
+            found = pool.map(
+                lambda one: ask([*self.to(one[1]), command(one[0])], stdin=stdin),
+                enumerate(self.hosts),
+            )
+            return dict(zip(self.hosts, found, strict=True))
+
+    def inside(
+        self, command: Callable[[str], str], stdin: bytes | None = None
+    ) -> dict[str, Answer]:
+        """As `each`, in the job's folder; the command is given what its node's files begin with."""
+        at = f"cd {shell.quoted(self.there)} && "
+        return self.each(lambda node: f"{at}{{ {command(_NAME.format(node))}; }}", stdin)
+
+    def to(self, host: str) -> list[str]:
+        """The words of ssh before a command; it asks no one for a password."""
+        own = [] if self.config is None else ["-F", self.config]
+        return ["ssh", *own, *_OPTIONS, "--", host]
+
+    def states(self) -> dict[str, JobState]:
+        """Of each host's node."""
+        return {host: self._state(host, one) for host, one in self.inside(detached.ask).items()}
+
+    def _state(self, host: str, answer: Answer) -> JobState:
+        if answer.code in (None, _BROKEN):
+            raise SubmitError(f"{host} does not answer: {answer.last_words}")
+        return detached.told(answer.output if answer.code == 0 else "absent")
+
+    def logs(self, follow: bool) -> Iterator[str]:
+        """Lines of all hosts' logs, as they come."""
+        lines: queue.Queue[str | None] = queue.Queue()
+        for node, host in enumerate(self.hosts):
+            arguments = (node, host, follow, lines)
+            threading.Thread(target=self._read, args=arguments, daemon=True).start()
+        left = len(self.hosts)
+        while left:
+            line = lines.get()
+            if line is None:
+                left -= 1
+            else:
+                yield line
+
+    def _read(self, node: int, host: str, follow: bool, lines: queue.Queue[str | None]) -> None:
+        before = f"[{host}] " if len(self.hosts) > 1 else ""
+        name = _NAME.format(node)
+        command = f"cd {shell.quoted(self.there)} && {detached.read(name, follow)}"
+        with subprocess.Popen(
+            [*self.to(host), command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        ) as reading:
+            for line in reading.stdout or ():
+                lines.put(before + line)
+        lines.put(None)
+
+
+def _way(job: Job, key: str = "") -> _Way:
+    """Of a job that is not sent yet."""
+    base = job.options.get("folder", ".flatout/jobs")
+    return _Way(job.name, hosts_of(job), f"{base}/{job.name}-{key}", job.options.get("config"))
+
+
+def _failed(answers: dict[str, Answer]) -> list[str]:
+    return [f"{host}: {one.last_words}" for host, one in answers.items() if one.code != 0]
+
+
+def _packed(job: Job) -> bytes:
+    """The job's folder as it lies here."""
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w") as tar:
+        for path in sorted(job.folder.iterdir()):
+            tar.add(path, path.name)
+    return data.getvalue()
+
+
+def _lacks(job: Job) -> str:
+    """A command that prints a line for each thing that is missing on a host."""
+    bin = job.options.get("bin") or str(Path(sys.executable).parent)
+    program = shell.quoted(f"{bin}/flatout")
+    lines = [
+        f"found=$({program} --version 2>/dev/null)",
+        f'[ "$found" = "flatout {__version__}" ] || '
+        f'echo "expected flatout {__version__} in "{shell.quoted(bin)}", found ${{found:-none}}; '
+        'say --option bin=FOLDER"',
+        "for one in bash tar setsid nohup flock; do "
+        'command -v $one > /dev/null || echo "$one is not installed"; done',
+    ]
+    for one in job.inputs:
+        if not (one.is_url or one.travels):
+            path = shell.quoted(one.path)
+            pattern = f"compgen -G {path} > /dev/null" if glob.has_magic(one.path) else ""
+            test = f"bash -c {shell.quoted(pattern)}" if pattern else f"[ -e {path} ]"
+            lines.append(f"{test} || echo not there: {path}")
+    return "; ".join(lines)
+
+
+def _not_shared(job: Job, way: _Way) -> list[str]:
+    """Whether what the first host writes where checkpoints go is read by the others."""
+    if job.checkpoint is None or "://" in job.checkpoint:
+        return []
+    folder = shell.quoted(job.checkpoint)
+    token = uuid.uuid4().hex
+    file = shell.quoted(f"{job.checkpoint}/.flatout-{token}")
+    wrote = way.each(lambda node: f"mkdir -p -- {folder} && : > {file}" if node == 0 else ":")
+    failed = _failed(wrote)
+    if failed:
+        return [f"--checkpoints {job.checkpoint} cannot be written: {failed[0]}"]
+    seen = way.each(lambda node: f"[ -e {file} ]")
+    way.each(lambda node: f"rm -f -- {file}" if node == 0 else ":")
+    return [
+        f"{host} does not see what {way.hosts[0]} writes into --checkpoints {job.checkpoint}"
+        for host, one in seen.items()
+        if one.code != 0
+    ]

@@ -1,0 +1,82 @@
+"""How far a fit is, in a file that a cluster's tools can show."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from flatout.atomic_file import atomic_write
+from flatout.train.callbacks.callback import Callback
+
+if TYPE_CHECKING:
+    from flatout.train.state import FitState
+
+VARIABLE = "FLATOUT_REMAINING"
+"""Names the file; `flatout submit` sets it in the scripts that it writes."""
+
+_EVERY_S = 10.0
+_LOOKS_PER_S = 2
+
+
+class Remaining(Callback):
+    """Writes `{"progress": 0.31, "remaining_s": 840, "epoch": 2, "epochs": 5}` now and then.
+
+    Nothing here can fail the job. Where the number of steps is not known, the epochs count.
+
+    Args:
+        path: of the file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.every = 1
+
+    def on_fit_start(self, state: FitState) -> None:
+        """Begin to measure."""
+        self._began = self._looked = perf_counter()
+        self._from, self._step = _done(state), state.step
+        self._write_at = self._began
+
+    def on_step(self, state: FitState) -> None:
+        """Write if it is time to."""
+        now = perf_counter()
+        pace = (state.step - self._step) / max(now - self._looked, 1e-9)
+        self._step, self._looked = state.step, now
+        self.every = max(1, min(int(pace / _LOOKS_PER_S), 4 * self.every))
+        if now >= self._write_at:
+            self._write_at = now + _EVERY_S
+            self._write(state, now)
+
+    def on_fit_end(self, state: FitState) -> None:
+        """Say that it is done."""
+        self._write(state, perf_counter(), ended=state.stop_reason is None)
+
+    def _write(self, state: FitState, now: float, *, ended: bool = False) -> None:
+        done = 1.0 if ended else _done(state)
+        gone = done - self._from
+        remaining = (now - self._began) * (1 - done) / gone if gone > 0 else None
+        said = {
+            "progress": round(done, 4),
+            "remaining_s": None if remaining is None else round(remaining),
+            "epoch": min(state.epoch + 1, state.epochs),
+            "epochs": state.epochs,
+        }
+        with suppress(OSError), atomic_write(self.path) as file:
+            file.write(json.dumps(said) + "\n")
+
+
+def asked_for() -> list[Callback]:
+    """The callback, where a cluster's script has named a file."""
+    path = os.environ.get(VARIABLE)
+    return [Remaining(path)] if path else []
+
+
+def _done(state: FitState) -> float:
+    """Which part of all epochs is done."""
+    steps = state.steps_per_epoch
+    inside = min(1.0, state.step_in_epoch / steps) if steps else 0.0
+    return min(1.0, (state.epoch + inside) / max(1, state.epochs))

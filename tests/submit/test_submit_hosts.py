@@ -1,0 +1,186 @@
+"""Jobs on two hosts with their own networks: over ssh, and by mpirun, which goes there by ssh."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+from nasty import NASTY, TELL
+from ssh_hosts import SshHosts, missing
+from two_hosts import ADDRESSES
+from world_ranks import free_port
+
+from flatout.measure import usable_cpus
+from flatout.save.model_file import load_model
+
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.slow,
+    pytest.mark.skipif(usable_cpus() < 2, reason="two hosts take two CPUs"),
+]
+MAIN = [sys.executable, "-c", "from flatout.cli.main import main; main()"]
+TRAIN = """
+    import os, sys, time
+    import numpy as np, torch, flatout
+    from flatout.world import place
+
+    class Slow(flatout.Callback):
+        every = 1
+        def on_step(self, state):
+            open("step", "w").write(str(state.step))
+            time.sleep(float(sys.argv[2]))
+            if state.step == int(sys.argv[3]) and place().rank == 1:
+                raise ValueError("no good")
+
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(200, 20)).astype(np.float32)
+    y = rng.integers(0, 5, 200)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(20, 32), torch.nn.ReLU(), torch.nn.Linear(32, 5))
+    trainer = flatout.Trainer(model, lr=0.01, allow="exact")
+    trainer.fit((x, y), batch_size=10, epochs=2, callbacks=[Slow()])
+    trainer.save(sys.argv[1])
+    print(trainer.world(), os.environ.get("GLOO_SOCKET_IFNAME"), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory):
+    why = missing()
+    if why:
+        pytest.skip(why)
+    with SshHosts(tmp_path_factory.mktemp("ssh")) as hosts:
+        yield hosts
+
+
+@pytest.fixture
+def flatout(hosts, tmp_path):
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "train.py").write_text(textwrap.dedent(TRAIN))
+    (root / "tell.py").write_text(TELL)
+    mpi = {
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMPI_MCA_plm_rsh_agent": f"ssh -F {hosts.config}",
+        "OMPI_MCA_btl_tcp_if_include": "eth0",
+        "OMPI_MCA_oob_tcp_if_include": "eth0",
+    }
+
+    def run(*arguments, code=0):
+        done = subprocess.run(
+            [*hosts.before, *MAIN, *arguments],
+            cwd=root,
+            env={**os.environ, **mpi, "XDG_STATE_HOME": str(tmp_path / "state")},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout if code == 0 else done.stdout + done.stderr
+
+    return run
+
+
+def over_ssh(hosts, tmp_path, port):
+    given = {
+        "hosts": "host1,host2",
+        "config": str(hosts.config),
+        "rendezvous": f"{ADDRESSES[0]}:{port}",
+        "folder": str(tmp_path / "there"),
+    }
+    return ["ssh", *(word for name, value in given.items() for word in
+                     ("--option", f"{name}={value}"))]  # fmt: skip
+
+
+def by_mpirun(hosts, tmp_path, port):
+    return ["mpi", "--shared", "/", "--option", f"hosts={','.join(ADDRESSES)}",
+            "--option", f"port={port}", "--option", "mpirun=mpirun.openmpi"]  # fmt: skip
+
+
+WAYS = {"ssh": over_ssh, "mpi": by_mpirun}
+
+
+@pytest.fixture(params=WAYS)
+def submit(request, flatout, hosts, tmp_path):
+    if request.param == "mpi" and shutil.which("mpirun.openmpi") is None:
+        pytest.skip("mpirun.openmpi is not installed")
+
+    def send(*arguments, code=0):
+        way = WAYS[request.param](hosts, tmp_path, free_port())
+        options = ("--nodes", "2", "--threads", "1", "--yes", "--json")
+        said = flatout("submit", *way, *options, *arguments, code=code)
+        return json.loads(said) if code == 0 else said
+
+    return send
+
+
+def state(flatout, id):
+    return json.loads(flatout("jobs", id, "--json"))["jobs"][0]
+
+
+def until(happened, seconds=60):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if happened():
+            return
+        time.sleep(0.2)
+    raise AssertionError("it did not happen")
+
+
+def test_two_hosts_train_one_model(flatout, submit, tmp_path):
+    sent = submit("train.py", str(tmp_path / "out.safetensors"), "0", "0")
+    said = flatout("logs", sent["id"], "-f")
+    for rank in (0, 1):
+        assert f"rank {rank} of 2, node {rank} of 2, started by torchrun eth0" in said
+    found = state(flatout, sent["id"])
+    assert (found["state"], found["exit_code"]) == ("succeeded", 0)
+    alone = str(tmp_path / "alone.safetensors")
+    subprocess.run([sys.executable, "train.py", alone, "0", "0"], cwd=tmp_path / "root", check=True)
+    found = load_model(str(tmp_path / "out.safetensors"))
+    torch.testing.assert_close(found, load_model(alone), rtol=1e-4, atol=2e-6)
+    # The secret is in no file.
+    folder = tmp_path / "there" if (tmp_path / "there").exists() else tmp_path / "root/submit"
+    texts = [path.read_bytes() for path in folder.rglob("*") if path.is_file()]
+    assert not any(b"FLATOUT_SECRET=0" in one for one in texts)
+
+
+def test_a_rank_that_fails_tells_why(flatout, submit):
+    sent = submit("train.py", "none", "0", "3")
+    flatout("logs", sent["id"], "-f", code=1)
+    assert (state(flatout, sent["id"])["state"]) == "failed"
+    assert "ValueError: no good" in flatout("jobs", sent["id"])
+
+
+def test_a_canceled_job_writes_its_checkpoint(flatout, submit, tmp_path):
+    run = tmp_path / "run"
+    sent = submit("--checkpoints", str(run), "train.py", "none", "0.2", "0")
+    until(lambda: any(one.stat().st_size for one in tmp_path.rglob("step")))
+    assert state(flatout, sent["id"])["state"] == "running"
+    flatout("cancel", sent["id"])
+    until(lambda: state(flatout, sent["id"])["state"] == "canceled")
+    assert list((run / "checkpoints").glob("step-*"))
+
+
+def test_a_hundred_nasty_arguments(flatout, submit, tmp_path):
+    told = tmp_path / "told"
+    sent = submit("--env", f"TOLD={told}", "tell.py", *NASTY)
+    flatout("logs", sent["id"], "-f")
+    assert json.loads(told.read_text()) == NASTY
+
+
+def test_a_host_that_lacks_something_is_named_before_anything_is_sent(flatout, hosts, tmp_path):
+    way = over_ssh(hosts, tmp_path, 29500)
+    options = ("--nodes", "2", "--threads", "1", "--yes", "--input", "/nowhere/day.svm")
+    said = flatout("submit", *way, *options, "--option", "bin=/opt/none", "train.py", code=1)
+    for host in ("host1", "host2"):
+        assert f"{host}: not there: /nowhere/day.svm" in said
+        assert f"{host}: expected flatout" in said
+    assert not (tmp_path / "there").exists()

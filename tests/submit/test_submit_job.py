@@ -1,0 +1,109 @@
+"""What is asked for becomes a job, or is refused with what was expected."""
+
+import json
+
+import pytest
+from jobs import NOW, job
+
+from flatout.errors import SubmitError
+from flatout.recipe import Recipe, dump
+from flatout.submit import Asked, artifacts_of, job_of, seeds_of, target_of, write
+from flatout.submit.asked import seconds
+from flatout.submit.job import name_of
+
+
+def test_a_name_for_each_script():
+    assert name_of("train.py", NOW) == "train-2026-11-26-1201"
+    assert name_of("jobs/My Train_2.py", NOW) == "my-train-2-2026-11-26-1201"
+    assert name_of("package.train", NOW) == "train-2026-11-26-1201"
+    assert name_of("99.py", NOW) == "job-99-2026-11-26-1201"
+    assert name_of("日本.py", NOW) == "job-2026-11-26-1201"
+    assert len(name_of(f"{'x' * 200}.py", NOW)) <= 63
+
+
+def test_a_second_job_of_the_same_minute_gets_another_name(tmp_path):
+    first = job(tmp_path)
+    write(first, target_of("slurm"))
+    assert job(tmp_path).name == f"{first.name}-2"
+
+
+@pytest.mark.parametrize("name", ["Train", "1st", "a_b", "a-", "", "x" * 64, "a.b", "a\nb"])
+def test_a_name_that_breaks_rfc_1035_is_refused(tmp_path, name):
+    with pytest.raises(SubmitError, match="RFC 1035"):
+        job(tmp_path, name=name or "-")
+
+
+def test_times():
+    assert [seconds(one) for one in ("2h", "1h30m", "90m", "1d", "45", "1:30:00", "2-0:00:10")] == [
+        *(7200, 5400, 5400, 86_400, 45, 5400, 172_810)
+    ]
+    for bad in ("", "2x", "h", "two hours", "-1h"):
+        with pytest.raises(SubmitError, match="expected a time"):
+            seconds(bad)
+
+
+def test_seeds(tmp_path):
+    assert seeds_of("1,2,5-7") == (1, 2, 5, 6, 7)
+    for bad in ("", "a", "3-1", "1-5000"):
+        with pytest.raises(SubmitError, match="expected seeds"):
+            seeds_of(bad)
+    with pytest.raises(SubmitError, match="no argument says which"):
+        job(tmp_path, "--seed", "1", seeds=(1, 2))
+    with pytest.raises(SubmitError, match="the same checkpoints"):
+        job(tmp_path, "--seed", "{seed}", seeds=(1, 2), checkpoint="/shared/run")
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"script": "no.py"}, "no such script"),
+        ({"script": "../outside.py"}, "not in the folder of the code"),
+        ({"script": "nowhere.at.all", "is_module": True}, "no module"),
+        ({"environment": ("AWS_SECRET_ACCESS_KEY=x",)}, "for all to read"),
+        ({"environment": ("PET_NNODES=2",)}, "by the cluster alone"),
+        ({"environment": ("no",)}, "expected NAME=VALUE"),
+        ({"time": "60"}, "before the time limit"),
+        ({"devices": 0}, "expected 1 or more"),
+        ({"options": ("a=1", "a=2")}, "twice"),
+    ],
+)
+def test_what_is_refused(tmp_path, asked, said):
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "train.py").write_text("")
+    (tmp_path / "outside.py").write_text("")
+    with pytest.raises(SubmitError, match=said):
+        job_of(Asked(**{"script": "train.py", **asked}), root, NOW)
+
+
+def test_a_script_that_would_not_travel_is_refused(tmp_path):
+    (tmp_path / ".gitignore").write_text("train.py\n")
+    with pytest.raises(SubmitError, match="not among the code"):
+        job(tmp_path)
+
+
+def test_the_recipe_decides_threads_and_travels(tmp_path):
+    recipe = Recipe().replace({"process.threads": 3, "compute.precision": "bf16"})
+    dump(recipe, tmp_path / "flatout.toml")
+    (tmp_path / "train.py").write_text("")
+    asked = Asked("train.py", recipe=str(tmp_path / "flatout.toml"), devices=2, gpus=0)
+    made = job_of(asked, tmp_path, NOW)
+    assert made.threads == 3
+    assert made.command == ["flatout", "run", "--recipe", "../recipe.toml", "train.py"]
+    script = target_of("slurm").artifacts(made)[0].text
+    assert "#SBATCH --cpus-per-task=6\n" in script
+    texts = {one.name: one.text for one in artifacts_of(made, target_of("slurm"))}
+    assert 'precision = "bf16"' in texts["recipe.toml"]
+    assert json.loads(texts["job.json"])["command"] == made.command
+
+
+def test_a_command_of_flatout_is_a_job(tmp_path):
+    made = job(tmp_path, "data", "convert", "day.svm", "day.rows", script="flatout")
+    assert made.command == ["flatout", "data", "convert", "day.svm", "day.rows"]
+    assert made.code.files == ()
+    assert made.name == "data-2026-11-26-1201"
+
+
+def test_a_script_that_looks_like_an_option(tmp_path):
+    made = job(tmp_path, "-x", script="-train.py")
+    assert made.command == ["flatout", "run", "./-train.py", "-x"]
