@@ -81,6 +81,10 @@ JOB = """
     train("dry", pipe("dry", uneven).batch(16))
     train("shuffled, dry", pipe("sd", uneven).shuffle(seed=1, window=8).batch(16))
     trainer = train("counted", pipe("counted", uneven, rows=uneven[rank]).batch(16))
+    # The same rows come to both ranks, by a pipe each: each keeps every second of them.
+    rows_of_rank, rows_of = rows_of, lambda rank, count: range(count)
+    train("shared", pipe("shared", (90, 90), rows=90, presharded="node").batch(16))
+    rows_of = rows_of_rank
     found["evaluated"] = trainer.evaluate(pipe("e", even, passes=1).batch(16))["loss"]
     for thread in threads:
         thread.join(30)
@@ -141,13 +145,19 @@ def test_all_ranks_end_where_one_runs_dry_and_say_what_is_left_over(found):
 
 
 def test_pipes_are_read_to_their_end_so_that_no_writer_is_cut_off(found):
-    assert all(one["written"] == 6 for one in found[0])
+    assert all(one["written"] == 7 for one in found[0])
 
 
 def test_rows_that_are_known_are_spread_over_as_many_steps_on_each_rank(found):
     for one in found[0]:
         assert one["counted"]["steps"] == 2 * 6  # 90 rows in batches of 16
         assert one["counted"]["means"] == [mean(60, 30)] * 2
+
+
+def test_ranks_to_whose_pipes_the_same_rows_come_share_them_out(found):
+    for one in found[0]:
+        assert one["shared"]["steps"] == 2 * 6
+        assert one["shared"]["means"] == [pytest.approx(89 / 2, rel=1e-5)] * 2
 
 
 def test_an_evaluation_counts_the_rows_of_all_pipes(found):

@@ -496,6 +496,32 @@ def test_one_pass_at_a_time(made, write):
     batches.close()
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_ranks_share_out_the_rows_that_come_to_all_of_them(name, made, write, monkeypatch):
+    schema, content = FORMATS[name]
+    options = {"schema": schema, "format": "criteo" if schema is None else schema.format}
+    fifo = made()
+
+    def samples(size, **more):
+        write(content, fifo, size)
+        data = flatout.data.fifo(fifo, timeout_s=LIMIT_S, **options, **more)
+        return [tuple(map(listed, b[:2])) for b in data.batch(1).batches(0)]
+
+    def listed(values):
+        return (
+            {k: v.tolist() for k, v in values.items()}
+            if isinstance(values, dict)
+            else values.tolist()
+        )
+
+    whole = samples(1 << 16)
+    for rank in range(3):
+        variables = {"RANK": rank, "WORLD_SIZE": 3, "MASTER_ADDR": "host1", "MASTER_PORT": 1}
+        for variable, value in variables.items():
+            monkeypatch.setenv(variable, str(value))
+        assert samples(4096 + rank, presharded=None) == whole[rank::3]
+
+
 def test_streams_go_to_other_processes(made, write):
     fifo = made()
     stream = FifoStream([fifo], LIBSVM, timeout_s=LIMIT_S)

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, suppress
-from typing import Any, NamedTuple, TextIO, TypeAlias
+from typing import Any, Literal, NamedTuple, TextIO, TypeAlias
 
 import numpy as np
 
@@ -25,8 +25,11 @@ from flatout.data.schema import Given, Schema
 from flatout.data.sources.fifo_formats import WORDS, Format, Wrap, decoder_of, stream_schema
 from flatout.errors import DataError
 from flatout.processes import machine
+from flatout.world import Place
+from flatout.world.place import place
 
 PipePath: TypeAlias = "str | os.PathLike[str] | TextIO"
+Presharded: TypeAlias = Literal["rank", "local_rank", "node"] | None
 
 # Rows of one pipe before it is the next one's turn: many enough to be decoded together, few enough
 # that a batch holds rows of all pipes.
@@ -57,11 +60,16 @@ class FifoStream:
         schema: of the rows.
         wrap: what frames them.
         rows: how many come in a pass over all pipes, where that is known.
+        share: which of how many readers of the same rows this one is. Each keeps every so many-th
+            row of a pipe.
         on_error: "fail" or "skip", for each pass.
         max_errors: with "skip", the most rows of a pass that may be skipped.
         timeout_s: the longest time without a byte.
         longest: bytes that a record may have.
         say: gets a line when something is waited for.
+
+    Attributes:
+        rows: of this reader in a pass, where that is known.
     """
 
     def __init__(
@@ -71,6 +79,7 @@ class FifoStream:
         wrap: Wrap | None = None,
         *,
         rows: int | None = None,
+        share: tuple[int, int] = (0, 1),
         on_error: OnError = "fail",
         max_errors: int = 100,
         timeout_s: float | None = None,
@@ -78,7 +87,10 @@ class FifoStream:
         say: Callable[[str], None] = say_as_is,
     ) -> None:
         self.schema = schema
-        self.rows = rows
+        # Of several pipes no one knows how many come in which of them.
+        is_known = rows is not None and (share[1] == 1 or len(paths) == 1)
+        self.rows = len(range(share[0], rows or 0, share[1])) if is_known else None
+        self._come, self._share = rows, share
         self._paths, self._wrap = list(paths), wrap
         self._on_error, self._max_errors = on_error, max_errors
         self._timeout_s, self._longest, self._say = timeout_s, longest, say
@@ -94,7 +106,7 @@ class FifoStream:
     @property
     def digest(self) -> str:
         """Over what is known of the rows before they come; not over the pipes' names."""
-        words = f"{len(self._paths)} {self._wrap} {self.rows}\n{self.schema.dumps()}"
+        words = f"{len(self._paths)} {self._wrap} {self._come}\n{self.schema.dumps()}"
         return hashlib.sha256(words.encode()).hexdigest()[:16]
 
     def blocks(self, epoch: int, buffers: Buffers) -> Iterator[Block]:
@@ -146,9 +158,9 @@ class FifoStream:
         records = good = 0
         for part in parts:
             records += part.records
-            if self.rows is not None and records > self.rows:
+            if self._come is not None and records > self._come:
                 raise DataError(
-                    f"expected {self.rows:,} rows in a pass, found more",
+                    f"expected {self._come:,} rows in a pass, found more",
                     where=self._names,
                     do="correct rows; or the writer of the next pass came before this one ended: "
                     "give each pass its own FIFO (PATH_0, PATH_1, ...)",
@@ -156,9 +168,9 @@ class FifoStream:
             if len(part.block):
                 yield Block(part.block.columns, np.arange(good, good + len(part.block)))
                 good += len(part.block)
-        if self.rows is not None and records < self.rows:
+        if self._come is not None and records < self._come:
             raise DataError(
-                f"expected {self.rows:,} rows in a pass, found {records:,}: the writer has gone",
+                f"expected {self._come:,} rows in a pass, found {records:,}: the writer has gone",
                 where=self._names,
                 do="look why the writer ended early, or correct rows",
             )
@@ -191,21 +203,24 @@ class FifoStream:
         text = getattr(decoder, "text", True)
         # Who is alone has its turn all the time.
         turn = left = _TURN if len(self._paths) > 1 else sys.maxsize
+        seen = 0
         for piece in pieces(pipe, decoder.split, text=text, longest=self._longest):
             at = 0
             while at < len(piece.starts):
                 rows = slice(at, min(at + self._block, at + left, len(piece.starts)))
-                numbers = np.arange(rows.start, rows.stop)
+                index, readers = self._share
+                numbers = np.arange(rows.start + (index - seen) % readers, rows.stop, readers)
                 encoded = Encoded(
                     piece.buffer,
-                    piece.starts[rows],
-                    piece.ends[rows],
+                    piece.starts[numbers],
+                    piece.ends[numbers],
                     numbers,
                     lambda row, byte, of=piece: of.where(pipe.name, byte, text),  # type: ignore[misc]
                 )
                 block = decoder.decode(encoded, None, buffers, policy)
-                left -= len(numbers)
-                yield PipePart(block, len(numbers), left == 0)
+                count = rows.stop - rows.start
+                seen, left = seen + count, left - count
+                yield PipePart(block, count, left == 0)
                 left, at = left or turn, rows.stop
 
     def close(self) -> None:
@@ -220,7 +235,7 @@ class FifoStream:
 
     def describe(self) -> str:
         """Such as "LibSVM rows of train.fifo, 1,000 a pass"."""
-        count = "" if self.rows is None else f", {self.rows:,} a pass"
+        count = "" if self._come is None else f", {self._come:,} a pass"
         wrap = " in RecordIO" if self._wrap else ""
         return f"{WORDS[self.schema.format]} rows{wrap} of {self._names}{count}"
 
@@ -267,6 +282,7 @@ def fifo(
     schema: Given | None = None,
     wrap: Wrap | None = None,
     rows: int | None = None,
+    presharded: Presharded = "rank",
     on_error: OnError = "fail",
     max_errors: int = 100,
     timeout_s: float | None = None,
@@ -291,6 +307,11 @@ def fifo(
             RecordWrapperType: whole files, or one Example each.
         rows: how many come in a pass, over all pipes. Fewer or more are then an error. Without it,
             a writer that dies between two rows cannot be told from one that has finished.
+        presharded: by what the rows were split before, of which each rank has a pipe of its own:
+            by "rank", so that all that comes is this rank's; by "local_rank", so that it comes to
+            the ranks of this number on every node; by "node", so that it comes to all ranks of this
+            node; None, so that it comes to all ranks. Those to whom the same rows come keep every
+            so many-th of them.
         on_error: "fail", or "skip" rows that are not as they should be, in each pass.
         max_errors: the most rows to skip in a pass.
         timeout_s: the longest time without a byte; None waits forever. Either way it is said on
@@ -305,6 +326,10 @@ def fifo(
     paths = [_name_of(one) for one in (path if several else [path])]  # type: ignore[union-attr]
     if not paths or len(set(paths)) < len(paths):
         raise DataError(f"expected pipes that differ, found {paths}")
+    if presharded not in ("rank", "local_rank", "node", None):
+        raise DataError(
+            f"presharded: expected 'rank', 'local_rank', 'node' or None, found {presharded!r}"
+        )
     _check("rows", rows, int)
     _check("timeout_s", timeout_s, (int, float))
     _check("max_record_bytes", max_record_bytes, int)
@@ -314,6 +339,7 @@ def fifo(
             stream_schema(format, schema, wrap),
             wrap,
             rows=rows,
+            share=_share(presharded, place()),
             on_error=on_error,
             max_errors=max_errors,
             timeout_s=timeout_s,
@@ -322,12 +348,23 @@ def fifo(
     )
 
 
-def _name_of(place: Any) -> str:
-    if place is sys.stdin:
+def _share(presharded: Presharded, here: Place) -> tuple[int, int]:
+    """Which of how many readers of the same rows a rank is."""
+    if presharded == "rank":
+        return 0, 1
+    if presharded == "local_rank":
+        return here.node, here.nodes
+    if presharded == "node":
+        return here.local_rank, here.local_world_size
+    return here.rank, here.world_size
+
+
+def _name_of(path: Any) -> str:
+    if path is sys.stdin:
         return STANDARD_INPUT
-    if not isinstance(place, (str, os.PathLike)):
-        raise DataError(f'expected a path, "-" or sys.stdin, found {type(place).__name__}')
-    return os.fspath(place)
+    if not isinstance(path, (str, os.PathLike)):
+        raise DataError(f'expected a path, "-" or sys.stdin, found {type(path).__name__}')
+    return os.fspath(path)
 
 
 def _check(name: str, value: Any, kind: Any) -> None:

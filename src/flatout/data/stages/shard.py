@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeAlias
 
 import numpy as np
 
@@ -16,7 +16,10 @@ from flatout.data.stages.repeat import passes, samples_times
 from flatout.data.stages.stage import P, Plan, Stage, Writable, only
 from flatout.errors import DataError
 from flatout.words import counted
+from flatout.world import Place
 from flatout.world.place import place
+
+Presharded: TypeAlias = Literal["node", "local_rank", "rank"]
 
 
 @dataclass(frozen=True)
@@ -27,15 +30,15 @@ class Shard(Stage):
         rank: from 0.
         world_size: how many ranks there are.
         by: what is shared out.
-        presharded: what is here belongs to this node alone.
-        beside: with `presharded`, which of how many ranks of this node this is.
+        presharded: by what the rows here were split before, as it was written.
+        beside: with `presharded`, which of how many ranks that have the same rows this is.
         steps: with `presharded`, batches in an epoch; None until the ranks have agreed.
     """
 
     rank: int
     world_size: int
     by: Literal["batch", "files", "rows"] = "batch"
-    presharded: bool = False
+    presharded: bool | Presharded = False
     beside: tuple[int, int] = (0, 1)
     steps: int | None = None
 
@@ -44,7 +47,7 @@ class Shard(Stage):
     @property
     def has_own_rows(self) -> bool:
         """Whether ranks have their own rows, rather than parts of the same batches."""
-        return self.presharded or self.by != "batch"
+        return bool(self.presharded) or self.by != "batch"
 
     def resume_words(self) -> None:
         """None: global batches are the same without it."""
@@ -80,6 +83,11 @@ class Shard(Stage):
                 "none",
                 do="leave it out: each rank reads its own pipe",
             )
+        if self.presharded == "local_rank":
+            raise DataError(
+                "shard(presharded='local_rank') is for files",
+                do="say it where the pipe is opened: fifo(..., presharded='local_rank')",
+            )
         if self.steps is not None and stream.rows is None:
             raise DataError(
                 "shard(steps=...) of a stream wants to know how many rows come",
@@ -100,7 +108,7 @@ class Shard(Stage):
             plan.numbers = self.rows_of(plan.numbers, getattr(plan.origin, "file_rows", None))
 
     def rows_of(self, numbers: Numbers, file_rows: Numbers | None) -> Numbers:
-        """A rank's own rows: whole files, or a range. Of presharded files, those of its node.
+        """A rank's own rows: whole files, or a range. Of presharded files, of those that are here.
 
         Args:
             numbers: all rows.
@@ -162,7 +170,7 @@ def shard(
     world_size: int | None = None,
     *,
     by: Literal["batch", "files", "rows"] = "batch",
-    presharded: bool = False,
+    presharded: bool | Presharded = False,
     steps: int | None = None,
 ) -> P:
     """The part of one rank. All ranks make equally many steps; no sample is lost or repeated.
@@ -176,8 +184,11 @@ def shard(
         by: "batch" gives every rank its share of each global batch, so that the order is the
             same on any number of ranks; "files" and "rows" give it its own samples, which
             spares reading what others read.
-        presharded: the files here are this node's alone already, as ShardedByS3Key leaves them;
-            its ranks share them out. With a rank given, they are that rank's alone.
+        presharded: by what the files were split before. By "node", as ShardedByS3Key does it: the
+            ranks of this node share out what is here. By "local_rank", so that each rank of a node
+            has a folder of its own, the same on every node: the ranks of this number share it out.
+            By "rank": what is here is this rank's alone. True is "node", and with a rank given
+            "rank".
         steps: with `presharded`, batches in an epoch, the same number on every rank. A Trainer
             finds it out: samples of all ranks / batch size, rounded up.
 
@@ -188,18 +199,36 @@ def shard(
         raise DataError("shard: pass both rank and world_size, or neither")
     if by not in ("batch", "files", "rows"):
         raise DataError(f"shard: by is 'batch', 'files' or 'rows', found {by!r}")
+    if presharded not in (False, True, "node", "local_rank", "rank"):
+        raise DataError(
+            "shard: presharded is True, 'node', 'local_rank' or 'rank', found " + repr(presharded)
+        )
     if steps is not None and not presharded:
         raise DataError("shard: steps= is for presharded=True alone")
     if steps is not None:
         whole_number("shard: steps", steps, 1)
+    if presharded in ("node", "local_rank") and rank is not None:
+        raise DataError(
+            f"shard: presharded={presharded!r} goes by where this process runs",
+            do="leave rank and world_size out",
+        )
     beside = (0, 1)
     if rank is None or world_size is None:
         here = place()
         rank, world_size = here.rank, here.world_size
-        beside = (here.local_rank, here.local_world_size)
+        beside = _beside(presharded, here)
     elif not 0 <= rank < world_size:
         raise DataError(f"shard: expected a rank from 0 to {world_size - 1}, found {rank}")
     return self._with(Shard(rank, world_size, by, presharded, beside, steps))
+
+
+def _beside(presharded: bool | Presharded, here: Place) -> tuple[int, int]:
+    """Which of how many ranks that have the same files a rank is."""
+    if presharded == "local_rank":
+        return here.node, here.nodes
+    if presharded in ("node", True):
+        return here.local_rank, here.local_world_size
+    return 0, 1
 
 
 def _balanced(sizes: Numbers, ranks: int) -> Numbers:
