@@ -5,6 +5,7 @@ import json
 import pytest
 
 from flatout.errors import WorldError
+from flatout.world import nodes as nodes_module
 from flatout.world.cpus import own_cpus
 from flatout.world.nodes import Nodes, asked_for, checked, launched_nodes, nodes
 
@@ -47,6 +48,31 @@ def test_sagemaker():
         nodes({**SAGEMAKER, "SM_CURRENT_HOST": "algo-9"})
     with pytest.raises(WorldError, match="a JSON list"):
         nodes({**SAGEMAKER, "SM_HOSTS": "algo-1"})
+
+
+def test_a_container_of_sagemaker_without_its_toolkit(monkeypatch, tmp_path):
+    """Its agent has written the hosts into a file."""
+    file = tmp_path / "resourceconfig.json"
+    monkeypatch.setattr(nodes_module, "_RESOURCES", file)
+    env = {"TRAINING_JOB_NAME": "job"}
+    assert nodes(env) == Nodes()
+    said = {"current_host": "algo-2", "hosts": ["algo-1", "algo-2", "algo-10"]}
+    file.write_text(json.dumps({**said, "network_interface_name": "eth0"}))
+    found = nodes(env)
+    assert (found.count, found.rank, found.ranks) == (3, 2, None)
+    assert found.rendezvous == "algo-1:29500"
+    assert nodes({}) == Nodes()  # on a machine that has such a file for other reasons
+    for wrong in ("{}", "[]", "{", '{"hosts": 3, "current_host": "algo-1"}'):
+        file.write_text(wrong)
+        with pytest.raises(WorldError, match="expected"):
+            nodes(env)
+
+
+@pytest.mark.parametrize("launcher", ["LOCAL_RANK", "OMPI_COMM_WORLD_RANK"])
+def test_a_rank_starts_no_others(launcher):
+    """Of torchrun or mpirun in a container, whose variables are still those of its node."""
+    for env in (SAGEMAKER, KUBEFLOW):
+        assert nodes({**env, launcher: "1"}) == Nodes()
 
 
 @pytest.mark.parametrize(

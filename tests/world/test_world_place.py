@@ -55,6 +55,26 @@ def test_ranks_by_hand_are_those_of_one_node():
     assert place(env) == Place(1, 2, 1, 2, 0, 1, "127.0.0.1", 1, "torchrun")
 
 
+@pytest.mark.parametrize("rank", range(4))
+def test_sagemaker_starts_ranks_by_mpirun(rank):
+    """What its toolkit hands on by -x; the first host has rank 0."""
+    env = {
+        "OMPI_COMM_WORLD_RANK": str(rank),
+        "OMPI_COMM_WORLD_SIZE": "4",
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(rank % 2),
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        "PMIX_NAMESPACE": "1184497665",
+        "SM_HOSTS": '["algo-2", "algo-1"]',
+        "SM_CURRENT_HOST": "algo-1",  # of the host that called mpirun
+    }
+    expected = (rank, 4, rank % 2, 2, rank // 2, 2, "algo-1")
+    for given in (env, {**env, "SM_MASTER_ADDR": "algo-1", "SM_MASTER_PORT": "7777"}):
+        found = place(given)
+        assert (found.rank, found.world_size, found.local_rank, found.local_world_size,
+                found.node, found.nodes, found.address) == expected  # fmt: skip
+    assert place({**env, "MASTER_ADDR": "algo-9"}).address == "algo-9"
+
+
 def test_open_mpi_on_one_node():
     found = place(MPI)
     assert (found.rank, found.world_size, found.local_rank, found.nodes) == (1, 2, 1, 1)

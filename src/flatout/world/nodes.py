@@ -1,8 +1,9 @@
 """Which node this is of how many, for starting ranks on it: from the command, or a cluster's words.
 
-Kubeflow's trainer sets PET_NNODES and its like, SageMaker SM_HOSTS. Where srun or mpirun has
-started one process on each of several nodes, and the command says how many ranks a node has, their
-variables say it; otherwise each such process is a rank itself.
+Kubeflow's trainer sets PET_NNODES and its like. SageMaker's toolkits set SM_HOSTS; where a
+container is started without them, its agent has written the same into a file. Where srun or mpirun
+has started one process on each of several nodes, and the command says how many ranks a node has,
+their variables say it; otherwise each such process is a rank itself.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from flatout.errors import WorldError
 from flatout.world.place import launched
 
 _PORT = 29500
+# https://docs.aws.amazon.com/sagemaker/latest/dg/your-algorithms-training-algo-running-container.html
+_RESOURCES = Path("/opt/ml/input/config/resourceconfig.json")
 
 
 @dataclass(frozen=True)
@@ -101,14 +105,20 @@ def check_devices(ranks: int) -> None:
 def nodes(environ: Mapping[str, str] | None = None) -> Nodes:
     """What a cluster has set for this node; one node alone where it has set nothing.
 
+    A process that torchrun or mpirun has started in its container is a rank already.
+
     Raises:
         WorldError: the variables are incomplete, or contradict each other.
     """
     env = os.environ if environ is None else environ
+    if "LOCAL_RANK" in env or "OMPI_COMM_WORLD_RANK" in env:
+        return Nodes()
     if "PET_NNODES" in env:
         return checked(_kubeflow(env))
     if "SM_HOSTS" in env:
         return checked(_sagemaker(env))
+    if "TRAINING_JOB_NAME" in env and _RESOURCES.is_file():
+        return checked(_sagemaker(_resources(_RESOURCES)))
     return Nodes()
 
 
@@ -163,6 +173,19 @@ def _sagemaker(env: Mapping[str, str]) -> Nodes:
         ranks=gpus or None,
         origin="SM_HOSTS",
     )
+
+
+def _resources(file: Path) -> dict[str, str]:
+    """The variables that SageMaker's toolkits would set, from what its agent has written."""
+    try:
+        found = json.loads(file.read_text())
+        hosts, own = found["hosts"], found["current_host"]
+    except (OSError, ValueError, TypeError, LookupError) as error:
+        raise WorldError(
+            f"expected the hosts of a SageMaker job, with hosts and current_host; found {error!r}",
+            where=str(file),
+        ) from None
+    return {"SM_HOSTS": json.dumps(hosts), "SM_CURRENT_HOST": str(own)}
 
 
 def checked(found: Nodes) -> Nodes:

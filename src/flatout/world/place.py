@@ -6,6 +6,7 @@ MPICH's mpirun, and SLURM's srun.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Mapping
@@ -127,7 +128,8 @@ def _open_mpi(env: Mapping[str, str]) -> Place | None:
         return None
     world = _number(env, "OMPI_COMM_WORLD_SIZE")
     local = _number(env, "OMPI_COMM_WORLD_LOCAL_SIZE")
-    if world > local and "MASTER_ADDR" not in env:
+    address = env.get("MASTER_ADDR") or _first_of_sagemaker(env)
+    if world > local and not address:
         raise WorldError(
             f"mpirun has started {world} ranks on several nodes, and does not tell where rank 0 is",
             do="name it: mpirun -x MASTER_ADDR=<host of rank 0> ...",
@@ -141,10 +143,21 @@ def _open_mpi(env: Mapping[str, str]) -> Place | None:
         # Ranks are laid out node after node, unless mpirun was told otherwise.
         node=_number(env, "OMPI_COMM_WORLD_RANK") // local if local else 0,
         nodes=-(-world // local) if local else 1,
-        address=env.get("MASTER_ADDR", "127.0.0.1"),
+        address=address or "127.0.0.1",
         port=_number(env, "MASTER_PORT", _port_of(job)),
         launcher="mpirun",
     )
+
+
+def _first_of_sagemaker(env: Mapping[str, str]) -> str:
+    """The host that SageMaker's MPI launchers name first to mpirun; "" elsewhere.
+
+    https://github.com/aws/sagemaker-training-toolkit/blob/master/src/sagemaker_training/mpi.py
+    """
+    try:
+        return str(env.get("SM_MASTER_ADDR") or min(json.loads(env.get("SM_HOSTS", "[]"))))
+    except (ValueError, TypeError):
+        return ""
 
 
 def _slurm(env: Mapping[str, str]) -> Place | None:
