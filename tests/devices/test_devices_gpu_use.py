@@ -1,7 +1,7 @@
 import pynvml
 from devices_fakes import GIB, FakeGpu, FakeNvml
 
-from flatout.devices.gpu_use import gpu_use
+from flatout.devices.gpu_use import GpuMeter, gpu_use
 
 
 class Busy(FakeNvml):
@@ -34,3 +34,16 @@ def test_without_a_driver_there_are_no_gpus() -> None:
             raise pynvml.NVMLError_LibraryNotFound
 
     assert gpu_use(Absent()) == []
+
+
+def test_a_meter_reads_one_gpu_again_and_again() -> None:
+    class ByName(Busy):
+        def nvmlDeviceGetHandleByUUID(self, uuid):
+            if uuid != "GPU-1":
+                raise pynvml.NVMLError_NotFound
+            return self.nvmlDeviceGetHandleByIndex(0)
+
+    nvml = ByName(FakeGpu(used=11 * GIB))
+    meter = GpuMeter("GPU-1", nvml)
+    assert meter.read() == meter.read() == (0.87, 11 * GIB)
+    assert GpuMeter("GPU-2", nvml).read() == (None, None)

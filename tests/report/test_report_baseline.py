@@ -8,8 +8,9 @@ from report_prescriptions import prescription
 from report_verdicts import LANES, finding, observation, verdict
 
 from flatout.errors import FlatoutError
+from flatout.measure import block_length, ratio_of_medians
 from flatout.measure.trial import bootstrap_ratio
-from flatout.report.baseline import Baseline, block_length, compare, ratio_of_medians
+from flatout.report.baseline import Baseline, compare
 
 HERE = {"os": "Linux x86_64", "cpu": "made up", "cpus": 2, "gpus": ["A"], "torch": "2.13.0"}
 ELSEWHERE = {**HERE, "cpu": "another"}

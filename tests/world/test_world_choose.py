@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from flatout.measure import Profile
 from flatout.world.choose import Speed, candidates, fastest
 
 FLATOUT = [sys.executable, "-c", "from flatout.cli.main import main; main()", "run"]
@@ -91,6 +92,8 @@ def test_the_script_is_measured_then_run_once_to_its_end(tmp_path):
     assert len((tmp_path / "started").read_text()) == 2 * sum(tried) + chosen
     assert "<- chosen" in found.stderr
     assert (tmp_path / "runs/it/history.json").exists()
+    rates = Profile.read(tmp_path / "runs/it").world["steps_per_s_by_ranks"]
+    assert sorted(map(int, rates)) == tried
     left = [p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(tmp_path)]
     assert not left
     # The run folder belongs to that run now, and the answer is kept: one rank less to start.

@@ -1,3 +1,4 @@
+from flatout.devices.gpu_use import GpuMeter as GpuMeter
 from flatout.devices.gpu_use import GpuUse as GpuUse
 from flatout.devices.inventory import Inventory as Inventory
 from flatout.devices.inventory import inventory as inventory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -66,3 +67,32 @@ def _use(nvml: Any, index: int) -> GpuUse:
         memory_total=None if memory is None else memory.total,
         pids=tuple(sorted(process.pid for process in computing)),
     )
+
+
+class GpuMeter:
+    """One NVIDIA GPU, asked again and again; each time takes some ten microseconds.
+
+    Args:
+        uuid: as CUDA and NVML call it, such as "GPU-5f3c...".
+        module: as of `gpu_use`.
+    """
+
+    def __init__(self, uuid: str, module: Any = None) -> None:
+        self._nvml: Any = module or import_module("pynvml")
+        self._handle: Any = None
+        with suppress(self._nvml.NVMLError):
+            self._nvml.nvmlInit()
+            self._handle = self._nvml.nvmlDeviceGetHandleByUUID(uuid)
+
+    def read(self) -> tuple[float | None, int | None]:
+        """The share of the last second or less in which it ran a kernel, from 0 to 1, and its used
+        bytes; None where the driver does not tell.
+        """
+        busy: float | None = None
+        used: int | None = None
+        if self._handle is not None:
+            with suppress(self._nvml.NVMLError):
+                busy = self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu / 100
+            with suppress(self._nvml.NVMLError):
+                used = self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used
+        return busy, used

@@ -22,6 +22,11 @@ from flatout.measure.parity import compare_curves as compare_curves
 from flatout.measure.parity import compare_tensors as compare_tensors
 from flatout.measure.processes import Processes as Processes
 from flatout.measure.processes import ProcessUse as ProcessUse
+from flatout.measure.profile import Profile as Profile
+from flatout.measure.profile import RankProfile as RankProfile
+from flatout.measure.profile import Resumed as Resumed
+from flatout.measure.profile import Steps as Steps
+from flatout.measure.profile import profile_schema as profile_schema
 from flatout.measure.pulse import Pulse as Pulse
 from flatout.measure.pulse import Watched as Watched
 from flatout.measure.roofline import KINDS as KINDS
@@ -29,6 +34,10 @@ from flatout.measure.roofline import Promise as Promise
 from flatout.measure.roofline import bound as bound
 from flatout.measure.roofline import predicted as predicted
 from flatout.measure.roofline import promises as promises
+from flatout.measure.series import block_length as block_length
+from flatout.measure.series import median_of as median_of
+from flatout.measure.series import ratio_of_medians as ratio_of_medians
+from flatout.measure.series import student_t as student_t
 from flatout.measure.timeline import LANES as LANES
 from flatout.measure.timeline import Timeline as Timeline
 from flatout.measure.trial import Interval as Interval
@@ -38,3 +47,4 @@ from flatout.measure.trial import bootstrap_ratio as bootstrap_ratio
 from flatout.measure.trial import noise_floor as noise_floor
 from flatout.measure.trial import quadruples as quadruples
 from flatout.measure.trial import run_trial as run_trial
+from flatout.measure.use import Use as Use

@@ -14,6 +14,7 @@ it is told, in the first step that has one, behind which parameters were used.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from time import perf_counter_ns as clock
 from typing import Any
 
 import torch
@@ -66,6 +67,7 @@ class _Bucket:
         self.whole = Flat(real, number, [_matrix(view) for view in self.views], layout)
         self.missing = len(self.parameters)
         self.sending: Later | None = None
+        self.ready_ns = 0
 
     def note_used(self) -> None:
         """Which parameters have a gradient on this rank."""
@@ -99,6 +101,8 @@ class _Summed:
 
     Attributes:
         sparse: as given, and those of which a rank had a sparse gradient since.
+        steps: how many were summed.
+        sparse_bytes: that this rank has sent of tables' rows.
     """
 
     def __init__(
@@ -144,6 +148,8 @@ class _Summed:
         self._own = Sums(0.0, 0.0, 0.0)
         self._next = 0
         self._armed = self._is_weighed = False
+        self._armed_at = 0
+        self.steps = self.sparse_bytes = 0
         self._are_some_sparse = False  # of those in buckets
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._on_ready(bucket))  # type: ignore[no-untyped-call]
@@ -191,8 +197,19 @@ class _Summed:
             number += weight if scaler is None else scaler.scale(number + weight)
             self.reduction.weigh(self.world.sum(number, "weight of the step", later=True), number)
         self._armed = True
+        self._armed_at = clock()
         for bucket in self._buckets:
             bucket.missing = len(bucket.parameters)
+
+    def traffic(self) -> list[dict[str, float]]:
+        """Each bucket: its bytes, and how many ms after the backward began it was ready."""
+        return [
+            {
+                "bytes": bucket.flat.numel() * bucket.flat.element_size(),
+                "ready_ms": bucket.ready_ns / max(1, self.steps) / 1e6,
+            }
+            for bucket in self._buckets
+        ]
 
     def disarm(self) -> None:
         """That backward has failed, and the gradients are computed again from the beginning.
@@ -219,7 +236,7 @@ class _Summed:
         shards = self._shards or ()
         if self._shards and (sharded := [table for table in self._sparse if table in shards]):
             # Meanwhile the buckets are added up.
-            sum_own_rows(self.world, sharded, self._shards)
+            self.sparse_bytes += sum_own_rows(self.world, sharded, self._shards)
         for bucket in self._buckets:
             assert bucket.sending is not None
             self.world.until(bucket.sending)
@@ -239,7 +256,8 @@ class _Summed:
             self._are_some_sparse = True
         tables = [*self._sparse, *(parameter for parameter, _ in own)]
         if whole := [table for table in tables if table not in shards]:
-            sum_rows(self.world, whole)
+            self.sparse_bytes += sum_rows(self.world, whole)
+        self.steps += 1
         # A copy, for the next step writes here again.
         total, weight, votes = self._numbers[:3].to(torch.float64, copy=True)
         return Sums(total, weight, votes)
@@ -250,6 +268,7 @@ class _Summed:
         if self._rides and bucket is self._buckets[-1]:
             bucket.note_used()
             self._write_numbers()
+        bucket.ready_ns += clock() - self._armed_at
         bucket.send(self.world, self.reduction)
 
     def _write_numbers(self) -> None:
@@ -348,6 +367,15 @@ class Ddp(Strategy):
     def finish(self) -> Sums:
         """Wait for all sums, which become the gradients."""
         return self._now.finish()
+
+    def traffic(self) -> dict[str, Any]:
+        """Buckets of the gradients, and the bytes of tables' rows in a step."""
+        turns = list(self._turns.values())
+        steps = max((turn.steps for turn in turns), default=0)
+        return {
+            "buckets": [bucket for turn in turns for bucket in turn.traffic()],
+            "sparse_bytes_per_step": sum(turn.sparse_bytes for turn in turns) / max(1, steps),
+        }
 
     def renew(self) -> None:
         """Gradients may be sparse from now on, or no longer."""

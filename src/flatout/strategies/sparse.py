@@ -35,11 +35,14 @@ def sparse_weights(model: nn.Module) -> set[torch.Tensor]:
     return found
 
 
-def sum_rows(world: World, tables: Sequence[torch.Tensor]) -> None:
+def sum_rows(world: World, tables: Sequence[torch.Tensor]) -> int:
     """Make the gradient of each table that of all ranks; where no rank has one, there is none.
 
     How many rows each rank has goes first, then the rows of all tables together. Where a rank's
     gradient is dense, since something has read the table whole, it is so on all of them.
+
+    Returns:
+        bytes of rows that this rank had for the others.
 
     Raises:
         ModelError: a gradient is sparse in another way than by rows.
@@ -53,11 +56,12 @@ def sum_rows(world: World, tables: Sequence[torch.Tensor]) -> None:
     for table in [table for table, whole in zip(tables, is_whole, strict=True) if whole]:
         _sum_whole(world, table)
     kept = [place for place, whole in enumerate(is_whole) if not whole]
-    if kept:
-        by_rank = each[:, kept].tolist()
-        _sum_by_rows(
-            world, [tables[place] for place in kept], [own[place] for place in kept], by_rank
-        )
+    if not kept:
+        return 0
+    by_rank = each[:, kept].tolist()
+    some = [tables[place] for place in kept]
+    _sum_by_rows(world, some, [own[place] for place in kept], by_rank)
+    return sum(map(_bytes, some, by_rank[world.rank]))
 
 
 def _sum_whole(world: World, table: torch.Tensor) -> None:
@@ -92,7 +96,7 @@ def _sum_by_rows(
     _set_gradients(tables, found, counts)
 
 
-def sum_own_rows(world: World, tables: Sequence[torch.Tensor], shards: RowShards) -> None:
+def sum_own_rows(world: World, tables: Sequence[torch.Tensor], shards: RowShards) -> int:
     """Make the gradient of each table that of all ranks in the rows that this rank owns.
 
     Where no rank has one, there is none. The rows of all tables go together. Of rows that a rank
@@ -102,6 +106,9 @@ def sum_own_rows(world: World, tables: Sequence[torch.Tensor], shards: RowShards
         world: of this rank.
         tables: that are sharded.
         shards: tells who owns which row.
+
+    Returns:
+        bytes that this rank had for the others.
     """
     counts: list[int] = []
     parts: list[list[torch.Tensor]] = [[] for _ in range(world.size)]
@@ -125,6 +132,7 @@ def sum_own_rows(world: World, tables: Sequence[torch.Tensor], shards: RowShards
             one, starts[rank] = _view(found[rank], starts[rank], table.dtype, shape)
             values.append(one)
         _set_own(table, shards, come, ids, values)
+    return sum(one.nbytes for rank, part in enumerate(parts) if rank != world.rank for one in part)
 
 
 def _for_owners(table: torch.Tensor, shards: RowShards) -> list[tuple[int, list[torch.Tensor]]]:

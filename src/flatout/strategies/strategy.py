@@ -118,6 +118,10 @@ class Strategy:
         """
         return None
 
+    def traffic(self) -> dict[str, Any]:
+        """What this rank has sent in each step, as plain data for its Profile; empty if unknown."""
+        return {}
+
     def weights(self, model: nn.Module, *, kept: bool) -> dict[str, torch.Tensor]:
         """Everything that is saved of a model, by name, whole; all ranks call it.
 

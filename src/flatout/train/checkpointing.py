@@ -83,8 +83,14 @@ class Checkpointing:
         if self._in_use is None or not self._in_use.is_gone:
             return False
         self._in_use.release()
+        self._in_use = None
         self._in_use = InUse(self.run)
         return True
+
+    @property
+    def holds(self) -> bool:
+        """Whether this process has the local folder for itself, as far as can be known."""
+        return self._in_use is not None and not self._in_use.is_gone
 
     def next_path(self, step: int) -> str:
         """Where a checkpoint of this step would be written."""

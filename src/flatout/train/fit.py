@@ -333,6 +333,7 @@ class Fit:
             self._tell_of_staleness()
             self._note_settings()
             state.history.lanes_by_rank = loop.world.gather(loop.timeline.lanes())
+            loop.tell_others()
             if loop.run is not None:
                 if not loop.is_saved:
                     self._checkpoint()
@@ -379,6 +380,7 @@ class Fit:
 
     def _note(self, words: str) -> None:
         self.state.history.notes.append(words)
+        self.loop.keep_notes([words])
         if not self.loop.shows_notes:
             self.loop.say(words)
 
@@ -491,7 +493,7 @@ class Fit:
         state.history.epochs.append(logs)
         self._take_notes()
         self._call("on_epoch_end")
-        loop.finish_epoch()
+        loop.finish_epoch(logs)
         state.step_in_epoch = 0
         self.job.reset()
         if self._asked or (loop.run is not None and not loop.requested.save.every):

@@ -21,7 +21,7 @@ weight).
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from time import perf_counter_ns as clock
@@ -48,7 +48,9 @@ from flatout.train.numbers_guard import NumbersGuard, Step
 from flatout.train.other_job import OtherJob
 from flatout.train.preflight import explain_one_sample
 from flatout.train.prepare import first_batches, follow_rule, place_model, show
+from flatout.train.profiled import bytes_per_sample, model_facts
 from flatout.train.rank_trial import RankTrial, is_trial
+from flatout.train.recording import Recording
 from flatout.train.rehearsal import rehearse
 from flatout.train.resume import Resume, job_of, own_state_of, state_of
 from flatout.train.running_mean import mean_of
@@ -90,6 +92,9 @@ class Loop(LoopState):
     _other_job: OtherJob | None = None
     _trial: RankTrial | None = None
     _live: Live | None = None
+    _recording: Recording | None = None
+    # When the next of these two is to look, on the clock of steps.
+    _look_at = sys.maxsize
     # That was being handled when training began: it is not what ends it.
     _earlier_error: BaseException | None = None
 
@@ -143,6 +148,7 @@ class Loop(LoopState):
             self.say(line)
         elsewhere = place_model(self, model)
         first = first_batches(self, data, compute)
+        facts = None if self.run is None else (model_facts(model), bytes_per_sample(first))
         self._decide(compute, first, steps)
         if self.resume is not None:
             self.resume.put_back(self)
@@ -163,6 +169,8 @@ class Loop(LoopState):
             tunes = partial(getattr, self.tuner, "is_searching", False)
             self._trial = RankTrial(lambda: self.step_count, tunes, world.is_first)
         self._live = show(self)
+        self._recording = None if facts is None else Recording(self, *facts)
+        self._look_at = 0
         return model, optimizer
 
     @cached_property
@@ -232,8 +240,14 @@ class Loop(LoopState):
             yield self.epoch
             self.finish_epoch()
 
-    def finish_epoch(self) -> None:
-        """Count the epoch and forget its loss."""
+    def finish_epoch(self, figures: Mapping[str, float] | None = None) -> None:
+        """Count the epoch and forget its loss.
+
+        Args:
+            figures: of the epoch, for the Profile of a run folder; None takes the mean loss.
+        """
+        if self._recording is not None:
+            self._recording.end_epoch({"loss": self.mean_loss()} if figures is None else figures)
         self.epoch += 1
         self.step_in_epoch = 0
         self.batch_in_epoch = self.feed.taken = 0
@@ -342,8 +356,8 @@ class Loop(LoopState):
             now - stepped,
             sum([_on_all_ranks(batch, self.world.size) for batch in batches]),
         )
-        if self._live is not None and now >= self._live.due:
-            self._live.write()
+        if now >= self._look_at:
+            self._look(now)
         self.pace.mark()
 
     def record(
@@ -360,8 +374,19 @@ class Loop(LoopState):
         start, fetch, copy, others = lanes
         now = clock()
         self.timeline.record(start, fetch, copy, forward, 0, others, 0, now - stepped, samples)
-        if self._live is not None and now >= self._live.due:
+        if now >= self._look_at:
+            self._look(now)
+
+    def _look(self, now: int) -> None:
+        """Show what steps take and record what they use, where that is due."""
+        assert self._live is not None
+        if now >= self._live.due:
             self._live.write()
+        self._look_at = self._live.due
+        if self._recording is not None:
+            if now >= self._recording.due:
+                self._recording.look()
+            self._look_at = min(self._look_at, self._recording.due)
 
     def explain_bad(self, turn: Turn, compute: Compute, batch: Batch) -> None:
         """Look for the cause of a step that was held back.
@@ -386,8 +411,19 @@ class Loop(LoopState):
 
     def notes(self) -> list[str]:
         """What happened since the last call that the user should know."""
-        notes, self.stepper.notes = self.stepper.notes, []
-        return [*notes, *self.feed.notes()]
+        notes, self.stepper.notes = [*self.stepper.notes, *self.feed.notes()], []
+        self.keep_notes(notes)
+        return notes
+
+    def keep_notes(self, notes: list[str]) -> None:
+        """Keep what the user was told, for the Profile of a run folder."""
+        if self._recording is not None:
+            self._recording.notes += notes
+
+    def tell_others(self) -> None:
+        """Have all ranks tell what they record, for the Profile; all call it."""
+        if self._recording is not None:
+            self._recording.meet()
 
     def check_numbers(self, compute: Compute | None = None) -> None:
         """Read the flags of steps that are still unread; call it before evaluating or saving.
@@ -431,6 +467,7 @@ class Loop(LoopState):
             metadata=self.metadata,
         )
         self._saved = (self.epoch, self.step_count)
+        self.tell_others()
         return path
 
     def end_tuning(self) -> None:
@@ -451,8 +488,12 @@ class Loop(LoopState):
         earlier, self._earlier_error = self._earlier_error, None
         if error is None and sys.exception() is not earlier:
             error = sys.exception()
-        if error is None:  # else other ranks may not come
+        if error is None:
             self.end_tuning()
+        recording, self._recording = self._recording, None
+        if recording is not None:
+            recording.close(error)
+        if error is None:  # else other ranks may not come
             if self._stepper is not None:
                 self._stepper.switch.gather_rows()
             if self._trial is not None:
@@ -462,6 +503,7 @@ class Loop(LoopState):
         if self._live is not None:
             self._live.close()
             self._live = None
+            self._look_at = sys.maxsize
         self.undo.__exit__(None if error is None else type(error), error, None)
         if "checkpointing" in vars(self):
             self.checkpointing.close(error)

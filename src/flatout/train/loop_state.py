@@ -74,6 +74,7 @@ class LoopState:
         restored_own: after a resume, what the ranks then gave to `save` as `own`, by rank.
         told: what a Trainer tells of its job, for a resume to compare; None without a Trainer.
         job: all that tells this job from others, as a checkpoint keeps it.
+        data_state: what tells the data, where `prepare` was given them and a run folder.
         fresh_groups: the optimizers' groups as `prepare` found them.
         feed: gives the batches.
         metadata: text that goes with the weights into checkpoints; as a Trainer sets it.
@@ -135,6 +136,7 @@ class LoopState:
         self.model: nn.Module
         self.optimizers: tuple[torch.optim.Optimizer, ...] = ()
         self.schedulers: tuple[Scheduler, ...] = ()
+        self.data_state: dict[str, Any] | None = None
         self.fresh_groups: list[list[dict[str, Any]]] = []
         self.metadata: dict[str, str] = {}
         self.ids: dict[str, Any] | None = None

@@ -43,6 +43,7 @@ class Resume:
         loaded: the checkpoint.
 
     Attributes:
+        name: of the checkpoint.
         own: what each rank gave to `Loop.save` as `own`, by rank.
 
     Raises:
@@ -51,6 +52,7 @@ class Resume:
 
     def __init__(self, loop: LoopState, loaded: LoadedCheckpoint) -> None:
         self._loaded = loaded
+        self.name = loaded.name
         self._changes = check_same_job(
             loaded, loop.job, weights_of(loop.model), loop.optimizers, loop.schedulers
         )

@@ -10,6 +10,7 @@ from flatout.world.nodes import asked_for as asked_for
 from flatout.world.nodes import check_devices as check_devices
 from flatout.world.place import ALONE as ALONE
 from flatout.world.place import RANK_TRIAL as RANK_TRIAL
+from flatout.world.place import RANKS_TRIED as RANKS_TRIED
 from flatout.world.place import Place as Place
 from flatout.world.place import place as place
 from flatout.world.place import restarts as restarts

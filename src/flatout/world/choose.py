@@ -24,7 +24,7 @@ from flatout.cache_folder import cache_folder, kind_folder, private
 from flatout.errors import WorldError
 from flatout.measure import fingerprint
 from flatout.words import counted, rounded
-from flatout.world.place import RANK_TRIAL
+from flatout.world.place import RANK_TRIAL, RANKS_TRIED
 
 # A script may load its data first, and decide its settings by measuring.
 _PATIENCE_S = 300.0
@@ -80,7 +80,9 @@ def choose(
         return 1
     kept = _kept_under(command(0), script)
     with suppress(OSError, ValueError):
-        ranks = int(json.loads(kept.read_text())["ranks"])
+        found = json.loads(kept.read_text())
+        ranks = int(found["ranks"])
+        os.environ[RANKS_TRIED] = json.dumps(found.get("steps_per_s", {}))
         say(f"{counted(ranks, 'rank')}, as measured before ({kept})")
         return ranks
     say(f"measuring {', '.join(map(str, tried))} ranks, each twice; the script is ended in its fit")
@@ -97,8 +99,10 @@ def choose(
             f"{counted(speed.ranks, 'rank')}{share}: {rounded(speed.mean, 4)} steps/s, "
             f"{ratio:.2f}x, noise {speed.noise - 1:.0%}{mark}"
         )
+    steps_per_s = {str(speed.ranks): speed.mean for speed in speeds}
+    os.environ[RANKS_TRIED] = json.dumps(steps_per_s)
     with suppress(OSError), open(kind_folder("ranks") / kept.name, "w", opener=private) as file:
-        file.write(json.dumps({"ranks": chosen.ranks}))
+        file.write(json.dumps({"ranks": chosen.ranks, "steps_per_s": steps_per_s}))
     return chosen.ranks
 
 

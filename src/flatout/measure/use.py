@@ -1,0 +1,147 @@
+"""What a job uses of its machine over time, in a few hundred points however long it runs.
+
+    use = Use()
+    at the end of a step:  if clock() >= use.due: use.look()
+
+The kernel counts CPU seconds, so what lies between two looks is known however far apart they are.
+There is no thread. Once there are 256 points each two become one, and looks come half as often.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Callable
+from contextlib import suppress
+from time import perf_counter_ns as clock
+
+import psutil
+
+_EVERY_NS = 2_000_000_000
+_MOST_POINTS = 256
+# Who looks before it is due ends a point that is this part of the usual long.
+_LEAST = 4
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+# The time that a process has used, in /proc/<pid>/stat behind its name.
+_STAT_USER, _STAT_SYSTEM = 11, 12
+
+COLUMNS = ("seconds", "cpus", "machine", "memory_bytes", "gpu", "gpu_memory_bytes")
+"""A point: when it ends, in seconds since the first look; how many CPUs the process and those that
+it has started kept busy; which share of all CPUs of the machine was, by whomever; the resident
+memory of the process; the share of time in which its GPU ran a kernel, and its used memory. None is
+not known."""
+
+Point = tuple[float | None, ...]
+
+
+class Use:
+    """Looks at this process from time to time.
+
+    Args:
+        gpu: the share of time in which the GPU ran, from 0 to 1, and its used bytes; None without.
+
+    Attributes:
+        due: on `perf_counter_ns`' clock; call `look` after that.
+    """
+
+    def __init__(self, gpu: Callable[[], tuple[float | None, int | None]] | None = None) -> None:
+        self._gpu = gpu
+        self._process = psutil.Process()
+        self._every_ns = _EVERY_NS
+        self._points: list[Point] = []
+        self._began = self._at = clock()
+        self._used_s, self._machine = _used_s(), _machine_s()
+        self.due = self._at + self._every_ns
+
+    def look(self) -> None:
+        """End a point, unless the one before has just ended."""
+        now = clock()
+        least = self._every_ns / _LEAST if self._points else 1
+        if now - self._at < least:
+            return
+        passed = (now - self._at) / 1e9
+        self.due = now + self._every_ns
+        used_s, machine = _used_s(), _machine_s()
+        busy, whole = (after - before for after, before in zip(machine, self._machine, strict=True))
+        gpu, gpu_memory = (None, None) if self._gpu is None else self._gpu()
+        self._points.append(
+            (
+                (now - self._began) / 1e9,
+                max(0.0, used_s - self._used_s) / passed,
+                min(1.0, max(0.0, busy / whole)) if whole > 0 else None,
+                self._process.memory_info().rss,
+                gpu,
+                gpu_memory,
+            )
+        )
+        self._at, self._used_s, self._machine = now, used_s, machine
+        if len(self._points) >= _MOST_POINTS:
+            self._points = thinned(self._points)
+            self._every_ns *= 2
+
+    def as_dict(self) -> dict[str, list[float | None]]:
+        """The points by column, see `COLUMNS`; a column without any figure is left out."""
+        columns = zip(*self._points, strict=True) if self._points else ()
+        found = dict(zip(COLUMNS, map(list, columns), strict=False))
+        return {
+            name: [None if one is None else float(f"{one:.4g}") for one in values]
+            for name, values in found.items()
+            if any(one is not None for one in values)
+        }
+
+
+def thinned(points: list[Point]) -> list[Point]:
+    """Each two points as one, which ends where the second does: means over their time, and the
+    larger memory. A last one without a partner stays.
+    """
+    ends = [0.0, *(one[0] or 0.0 for one in points)]
+    found = []
+    for at in range(0, len(points) - 1, 2):
+        weights = (ends[at + 1] - ends[at], ends[at + 2] - ends[at + 1])
+        found.append(_joined(points[at], points[at + 1], weights))
+    return [*found, *points[len(points) // 2 * 2 :]]
+
+
+def _joined(one: Point, other: Point, weights: tuple[float, float]) -> Point:
+    values: list[float | None] = [other[0]]
+    for name, a, b in zip(COLUMNS[1:], one[1:], other[1:], strict=True):
+        if a is None or b is None:
+            values.append(b if a is None else a)
+        elif name.endswith("bytes"):
+            values.append(max(a, b))
+        else:
+            values.append((a * weights[0] + b * weights[1]) / max(sum(weights), 1e-9))
+    return tuple(values)
+
+
+def _used_s() -> float:
+    """CPU seconds of this process, of what it has started and still runs, and of what has ended."""
+    used = 0.0
+    for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
+        usage = resource.getrusage(who)
+        used += usage.ru_utime + usage.ru_stime
+    for pid in _children():
+        with suppress(OSError, ValueError, IndexError):  # it has ended
+            with open(f"/proc/{pid.decode()}/stat", "rb") as file:
+                fields = file.read().rpartition(b")")[2].split()
+            used += (int(fields[_STAT_USER]) + int(fields[_STAT_SYSTEM])) * _TICK_S
+    return used
+
+
+def _children() -> list[bytes]:
+    """Processes that the main thread has started, such as a loader's workers."""
+    pid = os.getpid()
+    try:
+        with open(f"/proc/self/task/{pid}/children", "rb") as file:
+            return file.read().split()
+    except OSError:  # a kernel that does not tell
+        return []
+
+
+def _machine_s() -> tuple[float, float]:
+    """CPU seconds in which this machine was busy since it started, and all that there were."""
+    times = psutil.cpu_times()
+    idle = times.idle + getattr(times, "iowait", 0.0)
+    others = ("nice", "irq", "softirq", "steal")  # guests are in user
+    busy = times.user + times.system + sum(getattr(times, name, 0.0) for name in others)
+    return busy, busy + idle

@@ -1,0 +1,286 @@
+"""What a Profile says of a Loop: each part of it from what the Loop knows."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from flatout.data import Batch, Pipeline, files_read
+from flatout.measure import LANES, RankProfile, Steps, Use, fingerprint, median_of
+from flatout.measure.profile import QUANTILES
+from flatout.models import adapter_of
+from flatout.train.history import json_safe
+from flatout.train.loop_state import LoopState
+from flatout.train.resume import source_state
+from flatout.world import RANKS_TRIED
+from flatout.world.network import interface_of, source_address
+
+# Steps that a Profile keeps singly, and those of them that tell how sure their median is.
+_MOST_STEPS, _RESAMPLED = 2_000, 500
+
+Kind = Literal["Trainer", "Keras", "Loop"]
+
+
+def model_facts(model: nn.Module) -> dict[str, Any]:
+    """What a Profile says of a model; to be asked before ranks share it out."""
+    parameters = {id(one): one for one in adapter_of(model).parameters()}.values()
+    return {
+        "name": type(model).__name__,
+        "parameters": sum(one.numel() for one in parameters),
+        "trained": sum(one.numel() for one in parameters if one.requires_grad),
+    }
+
+
+def bytes_per_sample(first: Sequence[Batch]) -> float | None:
+    """What a sample takes in the first batch."""
+    if not first or not first[0].samples:
+        return None
+    return sum(tensor.nbytes for tensor in first[0].tensors()) / first[0].samples
+
+
+def rank_profile(loop: LoopState, use: Use, waited: int) -> RankProfile:
+    """What this rank tells.
+
+    Args:
+        loop: that was prepared.
+        use: what it records.
+        waited: ns for which it had waited for other ranks before.
+    """
+    place = loop.world.place
+    steps = max(1, loop.timeline.steps)
+    return RankProfile(
+        rank=loop.world.rank,
+        node=place.node,
+        host=socket.gethostname(),
+        device=str(loop.device),
+        threads=torch.get_num_threads(),
+        steps=loop.timeline.steps,
+        lanes_ms={lane: round(ms, 6) for lane, ms in loop.timeline.lanes().items()},
+        quantiles_ms=_quantiles(loop),
+        waited_ms=round((loop.world.collectives.waited - waited) / steps / 1e6, 6),
+        use=use.as_dict(),
+        machine=fingerprint().as_dict(),
+    )
+
+
+def _quantiles(loop: LoopState) -> dict[str, list[float]]:
+    steady = _steady(loop)
+    if not steady.size:
+        return {}
+    ms = loop.timeline.rows()[steady, 1:] / 1e6
+    lanes = np.column_stack([ms, ms.sum(axis=1)])
+    found = np.quantile(lanes, QUANTILES, axis=0).round(6).T.tolist()
+    return dict(zip((*LANES[:7], "step"), found, strict=True))
+
+
+def steps(loop: LoopState, before: int, *, is_over: bool) -> Steps:
+    """Figures of the steps; the intervals, which take a while, only at the end.
+
+    Args:
+        loop: that makes them.
+        before: steps that were made before this process.
+        is_over: whether this is the end.
+    """
+    timeline, steady = loop.timeline, _steady(loop)
+    known = Steps(
+        first=before + 1,
+        last=loop.step_count,
+        samples=timeline.samples,
+        batch_size=None,
+        steady=steady.size,
+        noise=_noise(loop),
+    )
+    if not steady.size:
+        return known
+    samples, seconds = timeline.step_samples()[steady], timeline.step_times()[steady]
+    size = float(np.median(samples))
+    alike = seconds[samples == size] if (samples == size).any() else seconds
+    latest = [float(f"{one * 1e3:.5g}") for one in alike[-_MOST_STEPS:] if one > 0]
+    per_s = None
+    if latest and is_over:
+        low, mid, high = median_of([ms / 1e3 for ms in latest[-_RESAMPLED:]])
+        per_s = (1 / high, 1 / mid, 1 / low)
+    return replace(
+        known,
+        batch_size=size or None,
+        step_ms=latest,
+        per_s=per_s,
+        samples_per_s=None if per_s is None or not size else _times(per_s, size),
+    )
+
+
+def _steady(loop: LoopState) -> npt.NDArray[np.int64]:
+    """The steps that show how fast the run is, by their place among those that the timeline keeps.
+
+    They ran under the settings that the run ended with, and the first tenth of them warmed up.
+    """
+    kept = len(loop.timeline.step_samples())
+    spans = (loop.tuning or {}).get("spans", [])
+    ran = np.zeros(kept, bool)
+    for span in spans:
+        if span["settings"] == spans[-1]["settings"]:
+            before = loop.step_count - kept + 1
+            ran[max(0, span["first"] - before) : max(0, span["last"] - before + 1)] = True
+    places = np.flatnonzero(ran) if ran.any() else np.arange(kept)
+    return places[len(places) // 10 :]
+
+
+def _times(rates: tuple[float, float, float], size: float) -> tuple[float, float, float]:
+    low, mid, high = (rate * size for rate in rates)
+    return low, mid, high
+
+
+def _noise(loop: LoopState) -> float | None:
+    trials = (loop.tuning or {}).get("trials", [])
+    floors = [trial["floor"] for trial in trials if trial.get("floor") is not None]
+    return round(median(floors), 4) if floors else None
+
+
+def kind_of(loop: LoopState) -> Kind:
+    """What trains."""
+    if loop.told is None:
+        return "Loop"
+    keras = sys.modules.get("keras")
+    is_keras = keras is not None and isinstance(loop.model, keras.Model)
+    return "Keras" if is_keras else "Trainer"
+
+
+def job(loop: LoopState) -> dict[str, str]:
+    """What tells the job, in words; what only its data tell stands elsewhere."""
+    facts = {name: words for name, (words, _) in loop.job.get("facts", {}).items()}
+    for number, optimizer in enumerate(loop.optimizers, 1):
+        words = type(optimizer).__name__
+        for group in loop.job.get("options", [[]] * number)[number - 1][:1]:
+            shown = [f"{name}={value}" for name, value in group.items() if _is_shown(value)]
+            words += f"({', '.join(shown)})"
+        facts[f"optimizer {number}"] = words
+    with suppress(OSError):
+        digest = hashlib.sha256(Path(sys.argv[0]).read_bytes()).hexdigest()[:12]
+        facts["script"] = f"{Path(sys.argv[0]).name}, sha256 {digest}"
+    return {name: str(words) for name, words in facts.items()}
+
+
+def world(loop: LoopState) -> dict[str, Any]:
+    """The ranks, and what more of them on this node have given."""
+    size, place, resolved = loop.world.size, loop.world.place, loop.resolved
+    tried = {}
+    with suppress(ValueError):
+        tried = json.loads(os.environ.get(RANKS_TRIED, "{}"))
+    return {
+        "size": size,
+        "nodes": place.nodes,
+        "ranks_per_node": place.local_world_size,
+        "strategy": None if resolved is None or size == 1 else resolved.world.strategy,
+        **({"steps_per_s_by_ranks": tried} if tried else {}),
+    }
+
+
+def network(loop: LoopState) -> dict[str, Any] | None:
+    """How this rank reaches others; None where there are none."""
+    place = loop.world.place
+    if place.world_size == 1:
+        return None
+    address = interface = None
+    with suppress(OSError):
+        address = source_address(place.address, place.port or 9)
+        interface = interface_of(address)
+    return {"address": address, "interface": interface, "mbit_per_s": _speed_of(interface)}
+
+
+def recipe(loop: LoopState) -> dict[str, Any] | None:
+    """How the steps run, and why."""
+    resolved = loop.resolved
+    if resolved is None:
+        return None
+    changes = resolved.changes()
+    return {
+        "summary": resolved.summary(),
+        "values": json_safe(resolved.resolved()),
+        "reasons": {change.field: change.reason for change in changes},
+        "measured": {change.field: change.ratio for change in changes if change.ratio},
+    }
+
+
+def data(loop: LoopState) -> dict[str, Any] | None:
+    """What tells the data."""
+    source = loop.feed.source
+    if source is None:
+        return None
+    if loop.data_state is None:
+        loop.data_state = source_state(source)
+    state, files = loop.data_state, files_read(source)
+    return {
+        "words": state["words"],
+        "digest": state["digest"],
+        "samples": source.samples,
+        "batches": state["steps"],
+        "batch_size": state["batch_size"],
+        **({} if files is None else asdict(files)),
+    }
+
+
+def input_facts(loop: LoopState) -> dict[str, Any]:
+    """What the input costs, and how fast it could be."""
+    known: dict[str, Any] = {}
+    source = loop.feed.source
+    if not isinstance(source, Pipeline) or not source.in_batches:
+        return known
+    found = source.explanation()
+    ms = sum(found.stages.values())
+    could = None
+    if ms and source.batch_size and not found.processes:
+        could = source.batch_size * max(1, found.threads) / ms * 1e3
+    return known | {
+        "samples_per_s": could,
+        "stages_ms": json_safe(found.stages),
+        "threads": found.threads,
+        "processes": found.processes,
+        "waited": found.waited,
+    }
+
+
+def communication(loop: LoopState) -> dict[str, Any]:
+    """What ranks send each other in a step; empty where there is one."""
+    if loop.world.size == 1:
+        return {}
+    assert loop.resolved is not None
+    return {
+        "reduction": loop.resolved.world.reduction,
+        **json_safe(loop.stepper.strategy.traffic()),
+    }
+
+
+def versions(kind: Kind) -> dict[str, str]:
+    """Of what trains."""
+    found = {"python": ".".join(map(str, sys.version_info[:3]))}
+    for name in ("flatout", "torch", *(["keras"] if kind == "Keras" else [])):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def _speed_of(interface: str | None) -> int | None:
+    """Mbit/s that an interface says it has; virtual ones often say nothing."""
+    with suppress(OSError, ValueError):
+        speed = int(Path(f"/sys/class/net/{interface}/speed").read_text())
+        return speed if speed > 0 else None
+    return None
+
+
+def _is_shown(value: Any) -> bool:
+    return isinstance(value, int | float | str) or value is None

@@ -1,0 +1,224 @@
+"""What a Loop with a run folder records of itself: its Profile, and a line of the folder's history.
+
+    RUN/profile.json    what this process measured; while it runs, as of some time ago
+    RUN/runs.jsonl      two lines for each time that a job ran here: when it began, and how it ended
+
+Rank 0 writes. Other ranks tell what they know where all meet anyway: at checkpoints, and at the end
+of a fit. There is no thread, and what cannot be written is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from time import perf_counter_ns as clock
+from typing import Any
+
+import psutil
+import torch
+
+from flatout.console import first_line
+from flatout.devices import GpuMeter
+from flatout.measure import Profile, RankProfile, Resumed, Use
+from flatout.measure.profile import RUNS, State
+from flatout.train import profiled
+from flatout.train.history import json_safe
+from flatout.train.loop_state import LoopState
+from flatout.train.resume import Resume
+from flatout.train.signals import Interrupted
+
+# Before the end a Profile is written after so many seconds, and then again and again.
+_FIRST_S, _EVERY_S = (2.0, 8.0, 30.0), 120.0
+_MOST_EPOCHS = 1_000
+
+
+class Recording:
+    """Records a Loop that was prepared, until its end.
+
+    Args:
+        loop: with a run folder.
+        model: what `model_facts` gave.
+        sample_bytes: what `bytes_per_sample` gave.
+
+    Attributes:
+        due: on `perf_counter_ns`' clock; call `look` at the end of a step after that.
+        notes: what the user was told while training.
+    """
+
+    def __init__(self, loop: LoopState, model: dict[str, Any], sample_bytes: float | None) -> None:
+        self._loop = loop
+        self._model, self._sample_bytes = model, sample_bytes
+        self.notes: list[str] = []
+        self._began, self._began_at = time.time(), clock()
+        self._startup_s = self._began - psutil.Process().create_time()
+        self._first_step = loop.step_count
+        self._waited = loop.world.collectives.waited
+        self._resumed = None
+        if isinstance(loop.resume, Resume):
+            self._resumed = Resumed(loop.resume.name, loop.step_count, loop.epoch)
+        self._epochs: list[dict[str, Any]] = []
+        self._told: list[RankProfile] = []
+        self._data: dict[str, Any] | None = None
+        self._use = Use(_gpu_of(loop.device))
+        run = loop.run or ""
+        self._folder = Path(run) if "://" not in run and loop.world.is_first else None
+        self._writes = 0
+        self._write_at = self._began_at + int(_FIRST_S[0] * 1e9)
+        self._tell_of("began")
+
+    @property
+    def due(self) -> int:
+        """When `look` is to be called, at the end of a step."""
+        return self._use.due
+
+    def look(self) -> None:
+        """Note what is used; write what is known so far, where that is due."""
+        self._use.look()
+        if clock() < self._write_at:
+            return
+        self._writes += 1
+        wait = _FIRST_S[self._writes] if self._writes < len(_FIRST_S) else _EVERY_S
+        self._write_at = clock() + int(wait * 1e9)
+        if self._folder is not None and self._loop.checkpointing.holds:
+            with suppress(Exception):  # whatever it is, the job is worth more
+                self._profile("running", None).write(self._folder)
+
+    def end_epoch(self, figures: Mapping[str, float]) -> None:
+        """Keep an epoch's figures, such as `loss`."""
+        loop = self._loop
+        self._use.look()
+        self._epochs.append(
+            {
+                "epoch": loop.epoch + 1,
+                "step": loop.step_count,
+                "samples": loop.timeline.samples,
+                "at_s": round((clock() - self._began_at) / 1e9, 3),
+                **json_safe(figures),
+            }
+        )
+        del self._epochs[:-_MOST_EPOCHS]
+
+    def meet(self) -> None:
+        """Have all ranks tell; all call it."""
+        world = self._loop.world
+        if world.size > 1:
+            own = profiled.rank_profile(self._loop, self._use, self._waited)
+            told = world.gather(asdict(own), "what ranks record")
+            self._told = [RankProfile(**one) for one in told]
+
+    def close(self, error: BaseException | None) -> None:
+        """Write the Profile and how the run ended; a run without a step leaves the Profile alone.
+
+        Args:
+            error: what has ended it, if anything.
+        """
+        if self._folder is None or not self._loop.checkpointing.holds:
+            return
+        self._use.look()
+        state, words = _ended(error)
+        profile = self._profile(state, words)
+        try:
+            if self._loop.timeline.steps:
+                profile.write(self._folder)
+        except OSError as failed:
+            self._loop.say(f"the Profile of the run cannot be written: {failed.strerror}")
+        self._tell_of("ended", profile)
+
+    def _profile(self, state: State, error: str | None) -> Profile:
+        loop = self._loop
+        own = profiled.rank_profile(loop, self._use, self._waited)
+        steps, kind, is_over = loop.timeline.steps, profiled.kind_of(loop), state != "running"
+        if self._data is None:
+            self._data = profiled.data(loop)
+        return Profile(
+            run=os.path.abspath(loop.run or ""),
+            command=list(sys.argv),
+            kind=kind,
+            state=state,
+            error=error,
+            began=round(self._began, 3),
+            written=round(time.time(), 3),
+            startup_s=round(self._startup_s, 3),
+            evaluation_s=round(own.lanes_ms["evaluation"] * steps / 1e3, 3),
+            saving_s=round(own.lanes_ms["saving"] * steps / 1e3, 3),
+            resumed=self._resumed,
+            model=self._model,
+            job=profiled.job(loop),
+            world=profiled.world(loop),
+            versions=profiled.versions(kind),
+            network=profiled.network(loop),
+            recipe=profiled.recipe(loop),
+            data=self._data,
+            input={
+                "bytes_per_sample": self._sample_bytes,
+                **(profiled.input_facts(loop) if is_over else {}),
+            },
+            communication=profiled.communication(loop),
+            steps=profiled.steps(loop, self._first_step, is_over=is_over),
+            ranks=[own, *self._told[1:]],
+            epochs=list(self._epochs),
+            notes=[*self.notes, *loop.stepper.notes],
+        )
+
+    # -- the folder's history ----------------------------------------------------------------
+
+    def _tell_of(self, event: str, profile: Profile | None = None) -> None:
+        """Append a line to the folder's history."""
+        if self._folder is None:
+            return  # another rank does
+        line: dict[str, Any] = {
+            "event": event,
+            "id": f"{self._began:.3f}-{os.getpid()}",
+            "time": round(time.time(), 3),
+        }
+        if profile is None:
+            line |= {
+                "version": 1,
+                "command": list(sys.argv),
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+                "ranks": self._loop.world.size,
+                "model": self._model["name"],
+            }
+        else:
+            rate = profile.steps.samples_per_s
+            line |= {
+                "state": profile.state,
+                "error": profile.error,
+                "steps": profile.steps.last - profile.steps.first + 1,
+                "last_step": profile.steps.last,
+                "samples_per_s": None if rate is None else rate[1],
+                "recipe": (profile.recipe or {}).get("summary"),
+                "figures": profile.epochs[-1] if profile.epochs else {},
+            }
+        with suppress(OSError):
+            # One write, so that lines stay whole whoever else writes.
+            file = os.open(self._folder / RUNS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            try:
+                os.write(file, json.dumps(json_safe(line)).encode() + b"\n")
+            finally:
+                os.close(file)
+
+
+def _gpu_of(device: torch.device) -> Any:
+    """What tells how busy a rank's GPU is; None where there is none."""
+    if device.type != "cuda":
+        return None
+    found = torch.cuda.get_device_properties(device)
+    uuid = str(getattr(found, "uuid", ""))
+    return GpuMeter(uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}").read
+
+
+def _ended(error: BaseException | None) -> tuple[State, str | None]:
+    if error is None:
+        return "ended", None
+    if isinstance(error, Interrupted | KeyboardInterrupt):
+        return "interrupted", None
+    return "failed", first_line(error)
