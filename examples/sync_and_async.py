@@ -55,40 +55,48 @@ def draw_ball():
 
 
 class Slowed(flatout.Callback):
-    """Makes the last rank's steps take several times as long, and notes the loss as time passes."""
+    """Makes the last rank's steps take several times as long, and notes losses as time passes."""
 
     every = 1
 
     def __init__(self, times: int):
         self.times = times if place().rank == place().world_size - 1 else 1
         self.began = self.stepped = time.perf_counter()
+        self.step = 0
         self.seconds: list[float] = []
+        self.steps: list[int] = []
+        self.losses: list[float] = []
 
     def on_fit_start(self, state):
         self.began = self.stepped = time.perf_counter()
+        for noted in (self.seconds, self.steps, self.losses):
+            noted.clear()  # of looking at the model
+
+    def note(self, loss: float) -> None:
+        self.seconds.append(time.perf_counter() - self.began)
+        self.steps.append(self.step + 1)
+        self.losses.append(loss)
 
     def on_step(self, state):
         own = time.perf_counter() - self.stepped
         time.sleep((self.times - 1) * own)
-        self.stepped = time.perf_counter()
-        self.seconds.append(self.stepped - self.began)
+        self.stepped, self.step = time.perf_counter(), state.step
 
 
-def train(staleness: str, rate: float, slowed: int) -> tuple[Slowed, list[float], flatout.History]:
-    """A fit: when each step of the first rank ended, the loss of each, and the History."""
+def train(staleness: str, rate: float, slowed: int) -> tuple[Slowed, flatout.History]:
+    """A fit: the losses of the first rank's steps, with their times, and the History."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(
         torch.nn.Flatten(), torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10)
     )
-    losses: list[float] = []
+    steps, (train_set, test_set) = Slowed(slowed), flatout.data.digits(size=8)
 
     def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         found = cross_entropy(outputs, targets)
         if outputs.requires_grad:
-            losses.append(float(found))
+            steps.note(float(found))
         return found
 
-    steps, (train_set, test_set) = Slowed(slowed), flatout.data.digits(size=8)
     world = {"strategy": "parameter_server", "staleness": staleness}
     trainer = flatout.Trainer(
         model,
@@ -101,7 +109,7 @@ def train(staleness: str, rate: float, slowed: int) -> tuple[Slowed, list[float]
     history = trainer.fit(
         train_set, validation_data=test_set, batch_size=64, epochs=epochs, callbacks=[steps]
     )
-    return steps, losses[-len(steps.seconds) :], history
+    return steps, history
 
 
 def smooth(losses: list[float], over: int = 15) -> list[float]:
@@ -118,21 +126,20 @@ def main():
     if is_first:
         folder.mkdir(parents=True, exist_ok=True)
         draw_ball()
-    losses = Figure(figsize=(11, 8), layout="constrained")
+    curves = Figure(figsize=(11, 8), layout="constrained")
     ages = Figure(figsize=(11, 4), layout="constrained")
     above = ages.subplots(1, 2, sharey=True)
     for row, (slowed, histogram) in zip(
-        losses.subplots(2, 2, sharey=True), ((1, above[0]), (SLOWED, above[1])), strict=True
+        curves.subplots(2, 2, sharey=True), ((1, above[0]), (SLOWED, above[1])), strict=True
     ):
         rate = RATE
         for name in COLORS:
-            steps, found, history = train("sync" if name == "sync" else "unbounded", rate, slowed)
-            per_update = 1 if name == "sync" else ranks
-            row[0].plot(steps.seconds, smooth(found), color=COLORS[name], label=name)
-            updates = [per_update * (n + 1) for n in range(len(found))]
-            row[1].plot(
-                updates, smooth(found), color=COLORS[name], label=f"{name}, rate {rate:.2g}"
-            )
+            steps, history = train("sync" if name == "sync" else "unbounded", rate, slowed)
+            losses = smooth(steps.losses)
+            row[0].plot(steps.seconds, losses, color=COLORS[name], label=name)
+            # Where ranks step alone, each of a batch's parts makes an update.
+            updates = [n if name == "sync" else n * ranks for n in steps.steps]
+            row[1].plot(updates, losses, color=COLORS[name], label=f"{name}, rate {rate:.2g}")
             if name == "async":
                 rate = RATE / ranks
                 draw_ages(histogram, history.staleness)
@@ -143,7 +150,7 @@ def main():
         row[1].legend()
         histogram.legend()
     if is_first:
-        losses.savefig(folder / "loss.png", dpi=120)
+        curves.savefig(folder / "loss.png", dpi=120)
         ages.savefig(folder / "staleness.png", dpi=120)
         print(f"drawn: {folder}/ball.png, loss.png, staleness.png")
 

@@ -21,7 +21,7 @@ def main() -> None:
     model = torch.nn.ParameterList([torch.zeros(asked.megabytes << 18)])
     [weights] = model.parameters()
     optimizer = torch.optim.SGD(model.parameters(), lr=servers_job.RATE)
-    servers = AsyncParameterServer(world, model, [optimizer], 1, None, print)
+    servers = AsyncParameterServer(world, model, [optimizer], 1, None, 0, print)
     servers.begin()
     servers.before_step(1, [weights])
     gradient = torch.ones_like(weights)

@@ -20,8 +20,9 @@ from flatout.strategies.server_layout import (
     part_of_state,
     whole_state,
 )
-from flatout.strategies.server_refusals import check_served
-from flatout.train.staleness import staleness_facts, staleness_words
+from flatout.strategies.server_refusals import check_served, check_spare
+from flatout.strategies.server_spare import SpareServer
+from flatout.train.staleness import late_words, staleness_facts, staleness_words
 
 
 @given(
@@ -56,9 +57,9 @@ def test_a_state_is_cut_in_the_order_of_its_weights_memory():
     assert found["moment"].stride() == whole.stride()
 
 
-def push(optimizer, used=(True, True), *, stop=False):
+def push(optimizer, used=(True, True), *, stop=False, clock=1, weight=1.0):
     rates = [rate for group in optimizer.param_groups for rate in rates_of(group)]
-    return Push(0, stop, rates, list(used))
+    return Push(0, clock, weight, stop, rates, list(used))
 
 
 @pytest.mark.parametrize(
@@ -116,12 +117,12 @@ def test_two_servers_step_as_the_optimizer_itself(make):
             )
 
 
-def one_weight(workers, staleness):
+def one_weight(workers, staleness=None, make=Server):
     weight = nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], 1.0)
     share = Share(optimizer, Layout([weight], 1), 0)
     share.take_weights()
-    return Server([share], workers, staleness), push(optimizer, [True])
+    return make([share], workers, staleness), push(optimizer, [True])
 
 
 def test_a_gradient_is_as_old_as_the_steps_since_its_weights_were_read():
@@ -140,17 +141,20 @@ def test_a_gradient_is_as_old_as_the_steps_since_its_weights_were_read():
     assert "1.4 steps old on average" in staleness_words(facts, 0.7)
     assert "a learning rate of 0.5 in place of 0.7" in staleness_words(facts, 0.7)
     assert "rate" not in staleness_words(staleness_facts([]), 0.7)
+    assert late_words([0, 2, 1]).endswith("3 gradients came too late for a step and were dropped: "
+                                          "2 of rank 1, 1 of rank 2")  # fmt: skip
 
 
 def test_a_worker_that_is_too_far_ahead_waits_for_the_slowest():
-    server, told = one_weight(2, 2)
+    server, told = one_weight(3, 2)
+    server.leave(2)  # it has no step left
     into = [torch.zeros(1), torch.zeros(1)]
-    for _ in range(2):
-        server.push(0, told, torch.ones(1), into[0])
+    for clock in (1, 2):
+        server.push(0, told._replace(clock=clock), torch.ones(1), into[0])
     answered = Event()
 
     def third():
-        server.push(0, told, torch.ones(1), into[0])
+        server.push(0, told._replace(clock=3), torch.ones(1), into[0])
         answered.set()
 
     ahead = Thread(target=third)
@@ -164,14 +168,48 @@ def test_a_worker_that_is_too_far_ahead_waits_for_the_slowest():
     assert into[0] == into[1] == -4
 
 
+def test_a_step_is_the_mean_of_the_first_gradients_and_later_ones_are_dropped():
+    server, told = one_weight(4, 1, SpareServer)
+    into = torch.zeros(4, 1)
+
+    def begin(worker, gradient, weight):
+        pushed = told._replace(weight=weight)
+        arguments = (worker, pushed, torch.full((1,), gradient), into[worker])
+        thread = Thread(target=server.push, args=arguments)
+        thread.start()
+        return thread
+
+    def wait(threads):
+        for thread in threads:
+            thread.join(10)
+            assert not thread.is_alive()
+
+    first = [begin(0, 1.0, 1.0), begin(1, 2.0, 2.0)]
+    assert server.shares[0].version == 0
+    wait([*first, begin(2, 4.0, 1.0)])
+    assert into.flatten().tolist() == [-2.25, -2.25, -2.25, 0]  # over the samples of three
+    wait([begin(3, 100.0, 1.0)])
+    assert into[3] == -2.25
+    assert server.late == [0, 0, 0, 1]
+    # Of those that have samples left, all are needed then.
+    second = [begin(3, 1.0, 1.0), begin(0, 3.0, 1.0)]
+    server.leave(1)
+    assert server.shares[0].version == 1
+    server.leave(2)
+    wait(second)
+    assert into[0] == into[3] == -4.25
+    assert server.late == [0, 0, 0, 1]
+
+
 def test_workers_stop_after_the_same_number_of_steps():
     server, told = one_weight(2, None)
     into = torch.zeros(1)
-    for _ in range(3):
-        assert server.push(0, told, torch.ones(1), into) == 0
+    for clock in (1, 2, 3):
+        assert server.push(0, told._replace(clock=clock), torch.ones(1), into) == 0
     assert server.push(1, told._replace(wants_to_stop=True), torch.ones(1), into) == 4
-    assert [server.push(1, told, torch.ones(1), into) for _ in range(3)] == [4, 4, 4]
-    assert server.push(0, told, torch.ones(1), into) == 4
+    for clock in (2, 3, 4):
+        assert server.push(1, told._replace(clock=clock), torch.ones(1), into) == 4
+    assert server.push(0, told._replace(clock=4), torch.ones(1), into) == 4
 
 
 def test_what_servers_cannot_step_is_refused_with_what_to_do():
@@ -193,12 +231,22 @@ def test_what_servers_cannot_step_is_refused_with_what_to_do():
         served(nn.Linear(3, 3), servers=3)
     with pytest.raises(WorldError, match="fewer weights to share out"):
         served(nn.Linear(1, 1), servers=3, ranks=4)
+    check_spare(0, 3, 3)
+    check_spare(2, 1, 3)
+    with pytest.raises(WorldError, match="spare_workers=3 of 3 ranks"):
+        check_spare(3, 1, 3)
+    with pytest.raises(WorldError, match="servers=2: each server might find other"):
+        check_spare(1, 2, 3)
 
 
 def test_settings_that_do_not_go_with_servers_are_refused_by_name():
     check_settings(Recipe(world={"strategy": "parameter_server", "staleness": 4}))
     with pytest.raises(RecipeError, match="staleness=4 is about parameter servers"):
         check_settings(Recipe(world={"staleness": 4}))
+    check_settings(Recipe(world={"strategy": "parameter_server", "spare_workers": 1}))
+    for world in ({}, {"strategy": "parameter_server", "staleness": 4}):
+        with pytest.raises(RecipeError, match="spare_workers=1 is about servers that wait"):
+            check_settings(Recipe(world={**world, "spare_workers": 1}))
     for field, value in (
         ("compute.memory_format", "channels_last"),
         ("compute.precision", "fp16"),

@@ -11,6 +11,7 @@ from flatout.data.classes import listed as listed
 from flatout.data.conversion.convert import convert as convert
 from flatout.data.counting import epoch_targets as epoch_targets
 from flatout.data.execution.batch_sampler import last_batch as last_batch
+from flatout.data.execution.claims import Claims as Claims
 from flatout.data.execution.code import arguments_of as arguments_of
 from flatout.data.execution.code import arguments_words as arguments_words
 from flatout.data.execution.code import code_digest as code_digest

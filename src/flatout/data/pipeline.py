@@ -17,6 +17,7 @@ from flatout.data.batch import Batch
 from flatout.data.buffers import Buffers
 from flatout.data.classes import Renumbered, classes_of, listed, texts_of
 from flatout.data.execution.batch_sampler import last_batch
+from flatout.data.execution.claims import Claims
 from flatout.data.execution.featured import FeatureRows, Numbered
 from flatout.data.execution.prefetch import prefetch
 from flatout.data.execution.program import Program
@@ -418,6 +419,28 @@ class Pipeline(Staged["Pipeline"]):
         decoding_s = (perf_counter() - began) / len(some)
         at = next(n for n, one in enumerate(self.stages) if isinstance(one, BatchStage))
         return self.with_stages([*self.stages[:at], Cache("auto"), *self.stages[at:]]), decoding_s
+
+    @property
+    def can_claim(self) -> bool:
+        """Whether a rank may claim parts of its batches: these are made in any order, by rows."""
+        by_rows = isinstance(self._program, Program) and not self.has_own_rows
+        return self.seekable and by_rows and self.prefetches is None
+
+    def claimed(
+        self, epoch: int, claims: Claims, features: FeatureRows | None = None
+    ) -> Iterator[Batch]:
+        """The parts of an epoch's batches that a rank claims; only where it `can_claim`.
+
+        Args:
+            epoch: its number.
+            claims: of the rank.
+            features: as of `batches`.
+        """
+        normalization = self.normalization
+        if normalization is not None:
+            return map(normalization.batch, self.in_bytes.claimed(epoch, claims, features))
+        made = self._program.claimed(epoch, claims, features)
+        return self._flushing(made) if self._built.caches else made
 
     def batches(
         self, epoch: int, start_step: int = 0, features: FeatureRows | None = None

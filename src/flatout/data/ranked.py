@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from flatout.data.batch import Batch
+from flatout.data.execution.claims import Claims
 from flatout.data.execution.featured import FeatureRows
 from flatout.data.pipeline import Pipeline
 from flatout.data.source import Source
@@ -85,7 +86,34 @@ class _Ranked:
         if self._own is None:
             return map(self._part, self._looked_at(self._whole.batches(epoch, start_step)))
         made = self._own.batches(epoch, start_step, features)
-        return (self._counted(batch, step) for step, batch in enumerate(made, start_step))
+        rank = self._rank
+        return (self._counted(batch, step, rank) for step, batch in enumerate(made, start_step))
+
+    @property
+    def can_claim(self) -> bool:
+        """Whether this rank may claim parts of batches, in place of its own part of each."""
+        source = self._whole if self._own is None else self._own
+        return not self._all_whole and getattr(source, "can_claim", False)
+
+    def claimed(
+        self, epoch: int, claims: Claims, features: FeatureRows | None = None
+    ) -> Iterator[Batch]:
+        """The parts of an epoch's batches that this rank claims; only where it `can_claim`.
+
+        Args:
+            epoch: its number.
+            claims: of this rank, from the first one not used.
+            features: as of `batches`.
+        """
+        first = claims.used
+        if self._own is None:
+            made: Iterator[Batch] = self._whole.claimed(epoch, claims)  # type: ignore[attr-defined]
+        else:
+            made = self._own.claimed(epoch, claims, features)
+        for place, batch in enumerate(made, first):
+            claim = claims.at(place)
+            assert claim is not None
+            yield self._counted(batch, *claim)
 
     def _looked_at(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         look = self._look
@@ -99,26 +127,27 @@ class _Ranked:
         """This rank's parts of the first batches."""
         if self._own is None:
             return [self._part(batch) for batch in self._whole.peek(count)]
-        return [self._counted(batch, step) for step, batch in enumerate(self._own.peek(count))]
+        made = enumerate(self._own.peek(count))
+        return [self._counted(batch, step, self._rank) for step, batch in made]
 
     def _part(self, batch: Batch) -> Batch:
         if self._all_whole:
             is_copy = self._rank < self._world_size - 1
             return batch._replace(copies=self._world_size, is_copy=is_copy, whole=batch.samples)
         if batch.size < self._world_size:
-            return self._copy(batch)
+            return self._copy(batch, self._rank)
         start = batch.size * self._rank // self._world_size
         return batch.rows(start, batch.size * (self._rank + 1) // self._world_size)
 
-    def _counted(self, batch: Batch, step: int) -> Batch:
+    def _counted(self, batch: Batch, step: int, rank: int) -> Batch:
         size, samples = self._whole.batch_size, self._whole.samples
         if size is None or samples is None:
             return batch
         whole = min(size, samples - step * size)
         # Where a batch is filled up, each rank has its own part, if only of filling.
         if whole < self._world_size and not batch.padding:
-            return self._copy(batch)
-        return batch._replace(start=whole * self._rank // self._world_size, whole=whole)
+            return self._copy(batch, rank)
+        return batch._replace(start=whole * rank // self._world_size, whole=whole)
 
-    def _copy(self, batch: Batch) -> Batch:
-        return batch._replace(copies=self._world_size, is_copy=self._rank > 0, whole=batch.size)
+    def _copy(self, batch: Batch, rank: int) -> Batch:
+        return batch._replace(copies=self._world_size, is_copy=rank > 0, whole=batch.size)

@@ -7,7 +7,13 @@ the first ranks' own steps. Other steps were made since the weights of a gradien
 steps it is stale. All are alike where they meet: at the end of an epoch, and before evaluating and
 saving.
 
+Between two meetings the first server hands out parts of batches to the workers that ask for them,
+so that one that is slow takes fewer; where the source of the batches does not let it, each has its
+own part of each batch.
+
 A worker clips its own gradient, and one with a NaN is not sent.
+
+With spare workers, servers wait for all but so many of the gradients of a step.
 """
 
 from __future__ import annotations
@@ -16,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any, NamedTuple
 
 import torch
@@ -26,13 +32,15 @@ from flatout.strategies.parameter_server import gathered_states, share_words
 from flatout.strategies.replicas import check_replicas
 from flatout.strategies.server import Push, Server, Share, rates_of
 from flatout.strategies.server_layout import Layout, numbers_of, place_of
-from flatout.strategies.server_link import END, PULL, PUSH, TICK, Link
-from flatout.strategies.server_refusals import check_served
+from flatout.strategies.server_link import CLAIM, CLOSE, END, PULL, PUSH, REST, TICK, Link
+from flatout.strategies.server_refusals import check_served, check_spare
+from flatout.strategies.server_spare import SpareServer
 from flatout.strategies.strategy import Strategy, Sums, Tensors
 from flatout.world import LostRank, World
 
-# Words of a message before rates and what is used: what is wanted, the optimizer, the vote.
-_HEAD = 3
+# Words of a message before rates and what is used: what is wanted, the optimizer, the vote, and to
+# which step the worker has come, and the weight of its samples.
+_HEAD = 5
 # How long a server waits for the last words of workers that may have failed.
 _END_S = 5.0
 # How long a worker may send nothing, as while all evaluate; its end is noticed at once.
@@ -66,6 +74,7 @@ class AsyncParameterServer(Strategy):
         optimizers: what trains it.
         servers: how many ranks are servers, from the first on.
         staleness: how many steps a worker may be ahead of the slowest; None sets no bound.
+        spare: for how many workers no step waits; 0 where each gradient is a step of its own.
         say: gets a line about the shares.
 
     Attributes:
@@ -74,10 +83,12 @@ class AsyncParameterServer(Strategy):
     Raises:
         ModelError: something of the model or the optimizers cannot be served; what, and what to do
             instead.
-        WorldError: the ranks' models are not the same, or there are more servers than ranks.
+        WorldError: the ranks' models are not the same, there are more servers than ranks, or all
+            ranks are spare.
     """
 
     steps_apart = True
+    shares_epochs = True
 
     def __init__(
         self,
@@ -86,13 +97,15 @@ class AsyncParameterServer(Strategy):
         optimizers: Sequence[torch.optim.Optimizer],
         servers: int,
         staleness: int | None,
+        spare: int,
         say: Callable[[str], None],
     ) -> None:
         super().__init__()
         check_served(model, optimizers, servers, world.size)
+        check_spare(spare, servers, world.size)
         check_replicas(model, world, "at the start")
         self._world, self._model, self._optimizers = world, model, optimizers
-        self._servers, self._staleness, self._say = servers, staleness, say
+        self._servers, self._staleness, self._spare, self._say = servers, staleness, spare, say
         self._layouts: list[Layout] = []
         self._ways: list[dict[int, _Way]] = []
         self._server: Server | None = None
@@ -104,6 +117,9 @@ class AsyncParameterServer(Strategy):
         self._vote = 0.0
         self._steps, self._stop_at = 0, 0
         self.since = 0
+        # Threads that read batches claim them while the rank's own sends gradients.
+        self._speaking = Lock()
+        self._before_section: int | None = None  # steps, while parts are handed out
 
     def begin(self) -> None:
         """Share the weights out, and find the servers."""
@@ -115,7 +131,10 @@ class AsyncParameterServer(Strategy):
                 Share(optimizer, layout, self._world.rank)
                 for optimizer, layout in zip(self._optimizers, self._layouts, strict=True)
             ]
-            self._server = Server(shares, self._world.size, self._staleness)
+            if self._spare:
+                self._server = SpareServer(shares, self._world.size, self._spare)
+            else:
+                self._server = Server(shares, self._world.size, self._staleness)
         for optimizer in self._optimizers:
             optimizer.state.clear()  # the servers have it
         self._find()
@@ -186,29 +205,31 @@ class AsyncParameterServer(Strategy):
         """Answer a worker until it ends, in a thread of its own."""
         assert self._server is not None
         torch.set_num_threads(1)  # the rank's own step has the cores
-        while True:
-            try:
-                told = link.words(self._length, _BETWEEN_S)
-            except RuntimeError:  # it has ended: its rank, or the launcher, says so
-                self._server.leave(worker)
-                return
-            kind, place = int(told[0]), int(told[1])
-            if kind == END:
-                self._server.leave(worker)
-                return
-            length = _length(self._layouts[place], self._world.rank)
-            up, down, stop_at = link.up[:length], link.down[:length], 0
-            try:
-                if kind == PULL:
-                    self._server.pull(worker, place, down)
-                else:
-                    if kind == PUSH:
-                        link.data(up)
-                    stop_at = self._server.push(worker, self._push_of(kind, told), up, down)
-                link.send(torch.tensor([float(stop_at)], dtype=torch.float64), down)
-            except RuntimeError:
-                self._server.leave(worker)
-                return
+        with suppress(RuntimeError):  # it has ended: its rank, or the launcher, says so
+            while (told := link.words(self._length, _BETWEEN_S))[0] != END:
+                self._answer_one(self._server, worker, link, told)
+        self._server.leave(worker)
+
+    def _answer_one(self, server: Server, worker: int, link: Link, told: Sequence[float]) -> None:
+        kind, place = int(told[0]), int(told[1])
+        if kind == CLOSE:
+            server.handing.close()
+            return
+        if kind == CLAIM:
+            link.send(torch.tensor(server.handing.claim(), dtype=torch.float64))
+            return
+        length, stop_at = _length(self._layouts[place], self._world.rank), 0
+        up, down = link.up[:length], link.down[:length]
+        if kind == REST:
+            server.leave(worker)
+            down = down[:0]
+        elif kind == PULL:
+            server.pull(worker, place, down)
+        else:
+            if kind == PUSH:
+                link.data(up)
+            stop_at = server.push(worker, self._push_of(kind, told), up, down)
+        link.send(torch.tensor([float(stop_at)], dtype=torch.float64), down)
 
     def _push_of(self, kind: int, told: Sequence[float]) -> Push:
         place = int(told[1])
@@ -217,6 +238,8 @@ class AsyncParameterServer(Strategy):
         is_push = kind == PUSH
         return Push(
             place,
+            int(told[3]),
+            told[4],
             bool(told[2]),
             list(told[_HEAD:][:rates]),
             [bool(one) for one in used] if is_push else [],
@@ -254,20 +277,24 @@ class AsyncParameterServer(Strategy):
                 torch._foreach_copy_([up for up, _ in there], [own for _, own in there])
         used = [gradient is not None for gradient in gradients]
         rates = [rate for group in optimizer.param_groups for rate in rates_of(group)]
-        push = Push(place, bool(self._vote), rates, used if any(used) else [])
-        self._stop_at = self._ask(place, push)
+        is_apart = self._before_section is None
+        self._steps += is_apart
+        # Where parts are handed out, that is closed by the one who wants to stop.
+        vote = bool(self._vote) and is_apart
+        weight = float(self._own.weight)
+        push = Push(place, self._steps, weight, vote, rates, used if any(used) else [])
+        with self._speaking:
+            self._stop_at = self._ask(place, push)
         self._take(place)
-        self._steps += 1
         self.since += 1
 
     def _ask(self, place: int, push: Push | None) -> int:
         """Send to all servers, then take what each answers; None only asks for the weights."""
         ways = self._ways[place]
-        words = torch.zeros(self._length, dtype=torch.float64)
         kind = PULL if push is None else PUSH if push.used else TICK
-        words[0], words[1] = kind, place
+        words = self._words(kind, place)
         if push is not None:
-            words[2] = push.wants_to_stop
+            words[2], words[3], words[4] = push.wants_to_stop, push.clock, push.weight
             told = [*push.rates, *map(float, push.used)]
             words[_HEAD : _HEAD + len(told)] = torch.tensor(told, dtype=torch.float64)
         stop_at = 0
@@ -289,6 +316,12 @@ class AsyncParameterServer(Strategy):
             stop_at = int(found_at) if server == 0 else stop_at
         return stop_at
 
+    def _words(self, kind: int, place: int = 0) -> torch.Tensor:
+        """A message to a server."""
+        words = torch.zeros(self._length, dtype=torch.float64)
+        words[0], words[1] = kind, place
+        return words
+
     def _take(self, place: int) -> None:
         """The weights that came become the model's."""
         own = [numbers_of(p) for p in self._layouts[place].parameters]
@@ -297,42 +330,119 @@ class AsyncParameterServer(Strategy):
 
     def after_step(self) -> bool:
         """A step was made; returns whether this is the one after which all stop."""
-        return 0 < self._stop_at <= self._steps
+        return self._before_section is None and 0 < self._stop_at <= self._steps
+
+    # -- parts of an epoch that come to who asks ----------------------------------------------
+
+    def open_section(self, steps: int) -> None:
+        """Parts of so many steps may be claimed, numbered from 0; all ranks call it."""
+        if not self._is_serving:
+            self._serve()
+        self._before_section = self._steps
+        if self._server is not None:
+            self._server.begin(self._world.size, self._steps)
+            self._server.handing.open(steps)
+        self._world.wait("parts of an epoch")
+
+    def claim(self) -> tuple[int, int]:
+        """The number of the next part, and how many are left; -1 and the end where none is.
+
+        Raises:
+            LostRank: the first server has ended.
+        """
+        if self._world.is_first:
+            assert self._server is not None
+            return self._server.handing.claim()
+        link = self._links[0]
+        with self._speaking, _named(0):
+            link.send(self._words(CLAIM))
+            number, left = link.words(2)
+        return int(number), int(left)
+
+    def used(self, number: int) -> None:
+        """The next step is of this part."""
+        assert self._before_section is not None
+        self._steps = self._before_section + number // self._world.size + 1
+
+    def close_section(self) -> None:
+        """End the section with the step of which parts were claimed."""
+        if self._world.is_first:
+            assert self._server is not None
+            self._server.handing.close()
+            return
+        with self._speaking, _named(0):
+            self._links[0].send(self._words(CLOSE))
+
+    def _rest(self) -> None:
+        """No steps of this rank are left before all meet: no one waits for more."""
+        for server, link in self._links.items():
+            with self._speaking, _named(server):
+                link.send(self._words(REST))
+                link.words(1)
+        if self._server is not None:
+            self._server.leave(self._world.rank)
 
     @torch.no_grad()
     def meet(self) -> bool:
         """Make all ranks alike; returns whether one wants to stop. All of them call it."""
-        votes = sum(self._world.gather(self._vote, "end of the workers' steps"))
+        if self._is_serving:
+            self._rest()
+        told = self._world.gather(
+            [self._vote, self.since, self._steps], "end of the workers' steps"
+        )
+        votes, since, _ = map(sum, zip(*told, strict=True))
         self._vote = 0.0
-        if self._is_serving and self.since:
-            self.since = 0
+        self._steps, self._before_section = max(steps for *_, steps in told), None
+        if self._is_serving and since:
+            own, self.since = self.since, 0
             # All have sent their last gradient, and none sends the next one before all have read.
             for place in range(len(self._layouts)):
                 self._ask(place, None)
                 self._take(place)
-            self._mean_of_buffers()
+            self._mean_of_buffers(own / since)
+            if self._server is not None:
+                self._server.begin(self._world.size, self._steps)
             self._world.wait("weights from the servers")
         return bool(votes)
 
-    def _mean_of_buffers(self) -> None:
-        """Statistics, as of BatchNorm, become the mean of those of all ranks."""
-        buffers = [b for b in self._model.buffers() if b.is_floating_point() and b.numel()]
+    def _mean_of_buffers(self, share: float) -> None:
+        """Statistics, as of BatchNorm, become the mean of those of all ranks.
+
+        Args:
+            share: of this rank, of all steps.
+        """
+        # Counts too, such as of the batches that BatchNorm has seen.
+        buffers = [
+            b
+            for b in self._model.buffers()
+            if b.numel() and (b.is_floating_point() or (b.dim() == 0 and not b.is_complex()))
+        ]
         if not buffers:
             return
-        flat = torch.cat([b.detach().reshape(-1).double() for b in buffers])
+        flat = torch.cat([b.detach().reshape(-1).double() for b in buffers]) * share
         self._world.sum(flat, "mean of the ranks' statistics")
-        flat /= self._world.size
         parts = torch.split(flat, [b.numel() for b in buffers])
         for buffer, values in zip(buffers, parts, strict=True):
-            buffer.copy_(values.view(buffer.shape))
+            exact = values if buffer.is_floating_point() else values.round()
+            buffer.copy_(exact.view(buffer.shape))
 
     # -- whole again -------------------------------------------------------------------------
 
     def staleness(self) -> list[Counter[int]] | None:
         """Of each worker, how many of its gradients were how many steps old; all ranks call it."""
+        if self._spare:
+            return None
         own = [] if self._server is None else [[*one.items()] for one in self._server.stale]
         told = self._world.from_first([[list(pair) for pair in one] for one in own], "staleness")
         return [Counter(dict(one)) for one in told]
+
+    def late(self) -> list[int] | None:
+        """Of each rank, how many gradients came too late; None where none can; all call it."""
+        if not self._spare:
+            return None
+        own = self._server.late if isinstance(self._server, SpareServer) else []
+        found: list[int] = self._world.from_first(own, "gradients that came late")
+        return found
 
     def state_of(self, optimizer: torch.optim.Optimizer, *, kept: bool) -> dict[str, Any]:
         """An optimizer's state, from the servers; all ranks call it."""
@@ -366,8 +476,7 @@ class AsyncParameterServer(Strategy):
                 for number, state in states.items():
                     optimizer.state[layout.parameters[number]] = state
         if self._is_serving:
-            words = torch.zeros(self._length, dtype=torch.float64)
-            words[0] = END
+            words = self._words(END)
             for link in self._links.values():
                 with suppress(RuntimeError):  # that server has ended, or waits for another worker
                     link.send_last(words, _END_S)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from flatout.strategies.server_handing import Handing
 from flatout.strategies.server_layout import Layout, numbers_of, part_of_state
 
 
@@ -25,6 +26,8 @@ class Push(NamedTuple):
 
     Attributes:
         place: of the optimizer among those of the job.
+        clock: how many steps the worker has come to with it.
+        weight: of the samples that the gradient is a mean over.
         wants_to_stop: whether the worker asks all to stop.
         rates: of each parameter group the learning rate, and the momentum or first beta; NaN where
             it has none.
@@ -32,6 +35,8 @@ class Push(NamedTuple):
     """
 
     place: int
+    clock: int
+    weight: float
     wants_to_stop: bool
     rates: list[float]
     used: list[bool]
@@ -114,6 +119,10 @@ class Share:
         self.version += 1
         return stale
 
+    def is_current(self, worker: int) -> bool:
+        """Whether a worker has read the weights of now."""
+        return self._seen.get(worker, 0) == self.version
+
     def read(self, worker: int, into: torch.Tensor) -> None:
         """Copy the weights for a worker."""
         into.copy_(self.values)
@@ -130,13 +139,15 @@ class Server:
 
     Attributes:
         stale: of each worker, how many of its gradients were how many steps old.
+        handing: of the parts of an epoch's batches.
     """
 
     def __init__(self, shares: Sequence[Share], workers: int, staleness: int | None) -> None:
         self.shares = list(shares)
         self._staleness = staleness
-        # Steps of the workers that are there.
+        # To which step the workers have come that are there and have steps to make.
         self._clocks = dict.fromkeys(range(workers), 0)
+        self.handing = Handing(workers)
         self.stale: list[Counter[int]] = [Counter() for _ in range(workers)]
         self._changed = Condition()
         self._stop_at = 0
@@ -156,23 +167,33 @@ class Server:
         """
         share = self.shares[push.place]
         with self._changed:
-            if push.used:
-                self.stale[worker][share.step(worker, push, gradient)] += 1
-            self._clocks[worker] += 1
+            self._clocks[worker] = push.clock
             if push.wants_to_stop and not self._stop_at:
                 # Each hears of it with the answer to a step that is not behind this one.
                 self._stop_at = max(self._clocks.values()) + 1
+            if push.used:
+                self._take(worker, push, gradient)
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._may_go(worker))
             share.read(worker, into)
             return self._stop_at
 
+    def _take(self, worker: int, push: Push, gradient: torch.Tensor) -> None:
+        """Step with a gradient."""
+        share = self.shares[push.place]
+        self.stale[worker][share.step(worker, push, gradient)] += 1
+
     def _may_go(self, worker: int) -> bool:
         bound = self._staleness
         return bound is None or self._clocks[worker] - min(self._clocks.values()) <= bound
 
+    def begin(self, workers: int, clock: int) -> None:
+        """All workers go on from this step."""
+        with self._changed:
+            self._clocks = dict.fromkeys(range(workers), clock)
+
     def leave(self, worker: int) -> None:
-        """A worker has ended: no one waits for its steps any more."""
+        """A worker has ended, or has no step left: no one waits for its steps any more."""
         with self._changed:
             self._clocks.pop(worker, None)
             self._changed.notify_all()

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from flatout.world import Group
 from flatout.world.meeting import gathered, opened
 
-# Of the numbers of a message: what is wanted, of which optimizer, and whether to stop.
-PUSH, TICK, PULL, END = range(4)
+# What a worker wants of a server, the first number of its message.
+PUSH, TICK, PULL, CLAIM, CLOSE, REST, END = range(7)
 
 
 class Link:

@@ -61,3 +61,22 @@ def check_served(
             f"{ranks}",
             do=f"take {ranks} servers at most, or start more ranks",
         )
+
+
+def check_spare(spare: int, servers: int, ranks: int) -> None:
+    """Refuse spare workers where they cannot be told.
+
+    Raises:
+        WorldError: servers might find others late, or no worker is left to wait for.
+    """
+    if spare and servers > 1:
+        raise WorldError(
+            f"world.spare_workers={spare} with world.servers={servers}: each server might find "
+            "other gradients late",
+            do="take one server",
+        )
+    if spare >= ranks:
+        raise WorldError(
+            f"world.spare_workers={spare} of {ranks} ranks leaves no gradient to wait for",
+            do=f"take {ranks - 1} at most",
+        )

@@ -41,6 +41,8 @@ class Strategy:
             a rank's own, and all call `meet` before they compare, evaluate or save.
         meets_in_compute: whether ranks wait for each other within forward and backward: then all
             run as many, an evaluation's included.
+        shares_epochs: whether a rank may claim parts of batches as it comes to them, so that one
+            that is slow takes fewer.
         takes_whole_batches: whether every rank is given each batch whole, of which the last counts.
         reduction: adds up gradients; None where none is used.
         across: adds up numbers of what this rank holds of the gradients, in place, over all ranks
@@ -49,6 +51,7 @@ class Strategy:
 
     steps_apart = False
     meets_in_compute = False
+    shares_epochs = False
     takes_whole_batches = False
     reduction: Beside | None = None
     across: Callable[[torch.Tensor], None] | None = None
@@ -111,6 +114,27 @@ class Strategy:
         """Make all ranks alike; returns whether one wants to stop. All of them call it."""
         return False
 
+    def open_section(self, steps: int) -> None:
+        """Parts of so many steps may be claimed, numbered from 0; all ranks call it.
+
+        A step has as many parts as there are ranks.
+        """
+        raise NotImplementedError
+
+    def claim(self) -> tuple[int, int]:
+        """The number of the next part, which no other rank gets, and how many are left then.
+
+        In place of both, where none is left: -1, and before which the section has ended. Another
+        thread may ask.
+        """
+        raise NotImplementedError
+
+    def used(self, number: int) -> None:
+        """The next step is of this part."""
+
+    def close_section(self) -> None:
+        """End the section with the step of which parts were claimed."""
+
     def staleness(self) -> list[Counter[int]] | None:
         """Of each rank, how many of its gradients were how many steps old; None where none is.
 
@@ -121,6 +145,13 @@ class Strategy:
     def traffic(self) -> dict[str, Any]:
         """What this rank has sent in each step, as plain data for its Profile; empty if unknown."""
         return {}
+
+    def late(self) -> list[int] | None:
+        """Of each rank, how many gradients came too late for a step; None where all wait for all.
+
+        All ranks call it.
+        """
+        return None
 
     def weights(self, model: nn.Module, *, kept: bool) -> dict[str, torch.Tensor]:
         """Everything that is saved of a model, by name, whole; all ranks call it.

@@ -73,6 +73,13 @@ def check_settings(requested: Recipe) -> None:
             f"world.strategy={strategy} has none",
             do="leave it out, or set world.strategy=parameter_server",
         )
+    spare, staleness = requested.world.spare_workers, requested.world.staleness
+    if spare and (strategy != "parameter_server" or staleness != "sync"):
+        raise RecipeError(
+            f"world.spare_workers={spare} is about servers that wait for gradients, and "
+            f"world.strategy={strategy} with world.staleness={staleness} has none",
+            do="leave it out, or set world.strategy=parameter_server and world.staleness=sync",
+        )
     if strategy not in LEFT_OUT:
         return
     for field, why in {**LEFT_OUT[strategy], **_REFUSED[strategy]}.items():

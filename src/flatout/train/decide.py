@@ -79,7 +79,8 @@ def make_stepper(
     )
     _note_undo(loop, stepper)
     asked = loop.requested.world
-    alone = asked.strategy in ("local_sgd", "staged") or asked.staleness != "sync"
+    apart = asked.staleness != "sync" or asked.spare_workers > 0
+    alone = asked.strategy in ("local_sgd", "staged") or apart
     if loop.world.size > 1 and not alone:
         stepper.meet(loop.world)
     return stepper, facts
@@ -264,12 +265,12 @@ def _strategy(
     if asked.strategy == "staged":
         return _stages(loop, resolved, compute, first), resolved
     if asked.strategy == "parameter_server":
-        servers, optimizers = asked.servers, loop.optimizers
-        if asked.staleness == "sync":
+        servers, optimizers, spare = asked.servers, loop.optimizers, asked.spare_workers
+        if asked.staleness == "sync" and not spare:
             return ParameterServer(world, model, optimizers, servers, loop.tell), resolved
-        bound = None if asked.staleness == "unbounded" else asked.staleness
-        apart = AsyncParameterServer(world, model, optimizers, servers, bound, loop.tell)
-        return apart, resolved
+        bound = asked.staleness if isinstance(asked.staleness, int) else None
+        given = (servers, bound, spare, loop.tell)
+        return AsyncParameterServer(world, model, optimizers, *given), resolved
     adds_up, resolved = _reduction(loop, resolved)
     reduction = Beside(adds_up, loop.device)
     if asked.strategy == "local_sgd":

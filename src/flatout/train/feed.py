@@ -9,7 +9,16 @@ from typing import Protocol
 
 import torch
 
-from flatout.data import Batch, FeatureRows, Features, Pipeline, Source, found_of, prefetch
+from flatout.data import (
+    Batch,
+    Claims,
+    FeatureRows,
+    Features,
+    Pipeline,
+    Source,
+    found_of,
+    prefetch,
+)
 from flatout.recipe import Choice, Parity, Recipe, ResolvedRecipe
 from flatout.train.inputs import Inputs
 from flatout.train.ranks import part_of
@@ -51,6 +60,7 @@ class Feed:
         inputs: what becomes of a batch's images on the device; as a Trainer sets it.
         taken: batches of this epoch that were taken.
         features: keeps what frozen leading layers give; None where nothing is kept.
+        claims: the parts of batches that this rank claims; None where it has its own of each.
     """
 
     def __init__(self) -> None:
@@ -60,6 +70,7 @@ class Feed:
         self.inputs = Inputs()
         self.taken = 0
         self.features: KeepsFeatures | None = None
+        self.claims: Claims | None = None
         self._lanes: tuple[int, int, int, int] | None = None
 
     def set_device(self, device: torch.device) -> None:
@@ -103,7 +114,7 @@ class Feed:
                 break
             # Where ranks agree on whether all have a batch, the slowest keeps the others waiting.
             fetched, others = clock(), log.waited - before
-            self.taken += 1
+            self.taken = self.taken + 1 if self.claims is None else self.claims.take().step + 1
             if features is not None:
                 features.settle(batch)
             batch = self.ready(batch)
@@ -121,7 +132,10 @@ class Feed:
         rows = None
         if features is not None:
             part, rows = features.read_from(part), features.rows_to_make(source)
-        iterator = batches_of(part, epoch, self.taken, rows)
+        if self.claims is None:
+            iterator = batches_of(part, epoch, self.taken, rows)
+        else:
+            iterator = part.claimed(epoch, self.claims, rows)  # type: ignore[attr-defined]
         is_ahead = not isinstance(source, Pipeline) or source.prefetches is not None
         if not is_ahead and self._copies:
             iterator = prefetch(iterator, self.device)

@@ -39,10 +39,11 @@ from flatout.train.job_facts import UNREAD, Facts, callback_facts, fact
 from flatout.train.objective import Objective, validates
 from flatout.train.rank_trial import is_trial
 from flatout.train.ranks import agreed, part_of
+from flatout.train.sections import end_section, open_section
 from flatout.train.signals import Interrupted, StopSignals, is_interactive
 from flatout.train.signature import facts_of
 from flatout.train.snapshot import random_state, set_random_state
-from flatout.train.staleness import staleness_facts, staleness_words
+from flatout.train.staleness import late_words, staleness_facts, staleness_words
 from flatout.train.state import FitState, FittingTrainer
 from flatout.train.stragglers import RankTimes
 from flatout.train.waiting import waiting_words
@@ -194,6 +195,7 @@ class Fit:
         for callback in self.callbacks:
             callback.check(state, figures)
         part = part_of(self.source, loop.world, loop.note, whole=loop.takes_whole_batches)
+        self._can_claim = getattr(part, "can_claim", False)
         assert loop.features is not None
         loop.features.begin(self.source, part, loop.epoch)
         self._open_run()
@@ -202,8 +204,8 @@ class Fit:
         state.history.startup_s = time.time() - psutil.Process().create_time()
         loop.timeline.reset()
         loop.timeline.start()
-        alike = not loop.takes_whole_batches
-        self._times = RankTimes(loop.world, loop.timeline, loop.pace, alike=alike)
+        alike, waits = not loop.takes_whole_batches, not loop.stepper.strategy.steps_apart
+        self._times = RankTimes(loop.world, loop.timeline, loop.pace, alike=alike, waits=waits)
         self._count, self._job_changes = operator_count(loop), loop.job_changes
 
     def _figures(self) -> Figures:
@@ -231,6 +233,8 @@ class Fit:
             words += f" with an average every {asked.sync_every} steps"
         if asked.strategy == "parameter_server":
             words += f" (servers: {asked.servers}, staleness: {asked.staleness})"
+            if asked.spare_workers:
+                words += f", waiting for {ranks - asked.spare_workers} ranks in each step"
         size = self.source.batch_size
         if size is not None and self.loop.takes_whole_batches:
             words += f", global batch {size:,}"
@@ -372,11 +376,15 @@ class Fit:
             self._note(note)
 
     def _tell_of_staleness(self) -> None:
-        """Say how old gradients were, where servers do not wait for all of them."""
+        """Say how old gradients were, or how many were dropped, where servers do not wait."""
         by_rank = self.loop.stepper.strategy.staleness()
         if by_rank is not None:
             self.state.history.staleness = facts = staleness_facts(by_rank)
             self._note(staleness_words(facts, self.loop.learning_rate))
+        late = self.loop.stepper.strategy.late()
+        if late is not None:
+            self.state.history.late = late
+            self._note(late_words(late))
 
     def _note(self, words: str) -> None:
         self.state.history.notes.append(words)
@@ -398,34 +406,72 @@ class Fit:
             self._end_epoch(began)
 
     def _steps(self) -> None:
+        """Train on the rest of the epoch, in sections where the ranks claim parts of it."""
+        loop = self.loop
+        self._watching = [c for c in self.callbacks if type(c).on_step is not Callback.on_step]
+        self._schedule = self._per_step_scheduler()
+        self._save_every = loop.requested.save.every if loop.run is not None else None
+        while self._can_claim and open_section(loop, self.source, self._save_every):
+            self._section()
+            if self._end_section():
+                return
+        self._section()
+
+    def _section(self) -> None:
+        """Train on what is there for this rank, of the epoch or of a section of it."""
         state, loop = self.state, self.loop
-        watching = [c for c in self.callbacks if type(c).on_step is not Callback.on_step]
-        save_every = loop.requested.save.every if loop.run is not None else None
-        schedule = self._per_step_scheduler()
+        claims, asks = loop.feed.claims is not None, False
 
         def quiet() -> int:
             """Steps up to the next one after which something is due, that one included."""
-            if schedule is not None:
+            if self._schedule is not None:
                 return 1
-            everies = [callback.every for callback in watching]
-            if save_every:
-                everies.append(save_every)
+            everies = [callback.every for callback in self._watching]
+            if self._save_every:
+                everies.append(self._save_every)
             return min([every - state.step % every for every in everies], default=sys.maxsize)
 
         for _ in self._optimizer_steps(quiet):
-            if schedule is not None:
-                schedule.step()
-            state.step = loop.step_count
-            state.step_in_epoch = loop.step_in_epoch
-            for callback in watching:
-                if not state.step % callback.every:
-                    callback.on_step(state)
-            if self._asked or (save_every and not state.step % save_every):
+            self._count_steps()
+            if claims:
+                # Only together can they do what is due now: where the section ends.
+                wants = self._asked or state.stop_reason or self.signals.received is not None
+                if wants and not asks:
+                    loop.stepper.strategy.close_section()
+                    asks = True
+                continue
+            if self._asked or (self._save_every and not state.step % self._save_every):
                 self._checkpoint()
             if (signum := self._asked_to_stop()) is not None:
                 self._interrupt(signum)
             if state.stop_reason is not None:
                 return
+
+    def _count_steps(self) -> None:
+        """Tell the schedule and the callbacks of the steps since the last call."""
+        state, before = self.state, self.state.step
+        state.step, state.step_in_epoch = self.loop.step_count, self.loop.step_in_epoch
+        if self._schedule is not None:
+            for _ in range(state.step - before):
+                self._schedule.step()
+        for callback in self._watching:
+            if state.step // callback.every > before // callback.every:
+                callback.on_step(state)
+
+    def _end_section(self) -> bool:
+        """Do what a rank has asked for, on all of them; whether to go on to no other section."""
+        state, loop = self.state, self.loop
+        end_section(loop)
+        self._count_steps()
+        own = [self._asked, self.signals.received, state.stop_reason]
+        asked, signals, reasons = zip(*loop.world.gather(own, "what ranks ask for"), strict=True)
+        self._asked = [score for scores in asked for score in scores]
+        state.stop_reason = next((reason for reason in reasons if reason is not None), None)
+        if self._asked or (self._save_every and not state.step % self._save_every):
+            self._checkpoint()
+        if (signum := next((s for s in signals if s is not None), None)) is not None:
+            self._interrupt(signum)
+        return state.stop_reason is not None or state.step_in_epoch == state.steps_per_epoch
 
     def _optimizer_steps(self, quiet: Callable[[], int]) -> Iterator[None]:
         """Train on the rest of the epoch; yields after optimizer steps.

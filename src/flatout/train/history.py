@@ -63,6 +63,8 @@ class History:
         staleness: how many steps old gradients were when parameter servers stepped with them:
             `mean` and `most`, and `by_rank` how many of each rank's were how old; None where all
             ranks step together.
+        late: of each rank, how many gradients came too late for their step and were dropped, where
+            `world.spare_workers` lets them; else None.
     """
 
     batch_size: int
@@ -83,6 +85,7 @@ class History:
     roofline: dict[str, Any] | None = field(default=None, repr=False)
     confusion: Matrix | None = field(default=None, repr=False)
     staleness: dict[str, Any] | None = field(default=None, repr=False)
+    late: list[int] | None = field(default=None, repr=False)
 
     def __repr__(self) -> str:
         return f"<History: {self.summary()}>"
@@ -177,6 +180,7 @@ class History:
             "features": self.features,
             "roofline": self.roofline,
             "staleness": self.staleness,
+            "late": self.late,
             "steady_lanes_s": self._steady_lanes(),
             "lr_scale": self.lr_scale and self.lr_scale.as_dict(),
             "notes": list(self.notes),

@@ -311,7 +311,7 @@ class Loop(LoopState):
     def _latest(self, batches: int) -> Step:
         """The step that was just made, of so many batches, and is not counted yet."""
         rate = self._rate_of(self.stepper.turn)
-        return Step(self.step_count + 1, self.epoch, self.feed.taken - batches, batches, rate)
+        return Step(self.next_step, self.epoch, self.feed.taken - batches, batches, rate)
 
     def _step(self, compute: Compute, batches: tuple[Batch, ...], turn: Turn) -> None:
         start, fetch, copy, others = self.feed.lanes()
@@ -323,7 +323,7 @@ class Loop(LoopState):
                 self.stepper.switch.gather_rows()
                 with self.uncounted():
                     self._other_job.decide(compute, batches[0])
-            number, tuner = self.step_count + 1, self.tuner
+            number, tuner = self.next_step, self.tuner
             with self._seen(batches):
                 if tuner is None or number < tuner.next_step:
                     done = self.stepper(run, batches, number, turn)
@@ -331,7 +331,7 @@ class Loop(LoopState):
                     make = partial(self.stepper, run, batches, number, turn)
                     done = tuner.step(make, batches, turn, number, copy / 1e9)
         except (IndexError, RuntimeError, ValueError) as error:
-            explain_one_sample(error, batches, self.step_count + 1)
+            explain_one_sample(error, batches, self.next_step)
             with self.stepper.switch.rows_as_they_lie():
                 explain_ids(error, self.model, batches, compute, self.feed.source)
             raise
@@ -354,11 +354,18 @@ class Loop(LoopState):
             done.sync + others,
             done.optimizer,
             now - stepped,
-            sum([_on_all_ranks(batch, self.world.size) for batch in batches]),
+            self._samples_of(batches),
         )
         if now >= self._look_at:
             self._look(now)
         self.pace.mark()
+
+    def _samples_of(self, batches: tuple[Batch, ...]) -> int:
+        """Samples of all ranks that go with a step of these batches."""
+        samples = sum([_on_all_ranks(batch, self.world.size) for batch in batches])
+        if (claims := self.feed.claims) is not None:
+            return samples * claims.passed // claims.parts
+        return samples
 
     def record(
         self, lanes: tuple[int, int, int, int], forward: int, stepped: int, samples: int

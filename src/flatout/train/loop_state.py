@@ -264,10 +264,22 @@ class LoopState:
         if self.world.is_first:
             self.stepper.notes.append(line)
 
+    @property
+    def next_step(self) -> int:
+        """The number of the step that is to be made of the batches taken up to now, from 1.
+
+        Where ranks claim parts of batches, those of one step have one number: a rank may make
+        several of them, or none.
+        """
+        if self.feed.claims is None:
+            return self.step_count + 1
+        return self.step_count - self.step_in_epoch - (-self.feed.taken // self.accumulate)
+
     def count_step(self) -> None:
         """A step was made, of all batches taken up to now."""
-        self.step_count += 1
-        self.step_in_epoch += 1
+        passed = self.next_step - self.step_count
+        self.step_count += passed
+        self.step_in_epoch += passed
         self.batch_in_epoch = self.feed.taken
 
     @property

@@ -28,6 +28,18 @@ def staleness_facts(by_rank: Sequence[Counter[int]]) -> dict[str, Any]:
     }
 
 
+def late_words(late: Sequence[int]) -> str:
+    """What the user should know of gradients that were dropped.
+
+    Args:
+        late: of each rank, how many.
+    """
+    each = ", ".join(f"{count} of rank {rank}" for rank, count in enumerate(late) if count)
+    return f"{counted(sum(late), 'gradient')} came too late for a step and were dropped" + (
+        f": {each}" if each else ""
+    )
+
+
 def staleness_words(facts: dict[str, Any], rate: float) -> str:
     """What the user should know of it: another learning rate is offered, never taken.
 

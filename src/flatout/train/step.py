@@ -334,7 +334,8 @@ class Stepper:
                     return run(compute, pieces, samples)
                 if weights is None:
                     weights = compute.sums_of_weights(batches)
-                    self.world.sum(weights, "weights of several losses")
+                    if not self.strategy.steps_apart:
+                        self.world.sum(weights, "weights of several losses")
                 with compute.of_step(weights):
                     return run(compute, pieces, samples)
             except (RuntimeError, MemoryError) as error:

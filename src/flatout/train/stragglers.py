@@ -25,6 +25,7 @@ _RATIO, _ERRORS = 1.2, 4.0
 _FEWEST, _MOST = 8, 64
 # Lanes that do not make a rank's own step slow, and words for those whose names say too little.
 _NOT_OWN = ("sync", "evaluation")
+_GOES_ON = "their steps do not wait for it"
 _WORDS = {
     "gc": "garbage collection",
     "host": "reading and logging",
@@ -88,10 +89,20 @@ class RankTimes:
         timeline: of this rank.
         pace: of this rank.
         alike: whether all do the same, so that one that takes longer is told.
+        waits: whether all wait for it in each step.
     """
 
-    def __init__(self, world: World, timeline: Timeline, pace: Pace, *, alike: bool = True) -> None:
-        self._world, self._timeline, self._pace, self._alike = world, timeline, pace, alike
+    def __init__(
+        self,
+        world: World,
+        timeline: Timeline,
+        pace: Pace,
+        *,
+        alike: bool = True,
+        waits: bool = True,
+    ) -> None:
+        self._world, self._timeline, self._pace = world, timeline, pace
+        self._alike, self._waits = alike, waits
         self._before: dict[str, float] = {}
         self._steps_before = 0
         self._named: set[tuple[tuple[int, ...], str]] = set()
@@ -118,7 +129,7 @@ class RankTimes:
         gathered = self._world.gather(tuple(own), "the ranks' times, after an epoch")
         found = [Times(*times) for times in gathered]
         told = [note for times in found for note in times.notes]
-        slow = straggler(found) if self._alike else None
+        slow = straggler(found, self._waits) if self._alike else None
         if slow is not None and (slow.ranks, slow.lane) not in self._named:
             self._named.add((slow.ranks, slow.lane))
             told.append(slow.words)
@@ -139,8 +150,13 @@ class Straggler(NamedTuple):
     words: str
 
 
-def straggler(found: Sequence[Times]) -> Straggler | None:
-    """The ranks that are clearly slower than the others, if there are any."""
+def straggler(found: Sequence[Times], waits: bool = True) -> Straggler | None:
+    """The ranks that are clearly slower than the others, if there are any.
+
+    Args:
+        found: of each rank.
+        waits: whether all wait for the slowest in each step.
+    """
     stretches = min(len(times.own_ms) for times in found)
     if stretches < _FEWEST or len(found) == 1:
         return None
@@ -157,8 +173,8 @@ def straggler(found: Sequence[Times]) -> Straggler | None:
         lane,
         f"rank {rank} (host {found[rank].host}) needs {mine / theirs:.1f}x as long as the others"
         f"{more}: {_WORDS.get(lane, lane)} takes {rounded(here)} ms of its "
-        f"{rounded(mine)} ms step, {rounded(there)} ms on the others; all wait "
-        f"{rounded(mine - theirs)} ms for it in each step",
+        f"{rounded(mine)} ms step, {rounded(there)} ms on the others; "
+        + (f"all wait {rounded(mine - theirs)} ms for it in each step" if waits else _GOES_ON),
     )
 
 

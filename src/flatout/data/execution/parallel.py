@@ -149,16 +149,24 @@ class Ahead(Generic[T]):
         last: number after that of the last one.
         tuner: how many threads, and how far ahead.
         batches: in an item.
+        most: how many may be made ahead now, where fewer may be than the tuner says.
     """
 
     def __init__(
-        self, make: Callable[[int], T], first: int, last: int, tuner: Tuner, batches: int = 1
+        self,
+        make: Callable[[int], T],
+        first: int,
+        last: int,
+        tuner: Tuner,
+        batches: int = 1,
+        most: Callable[[], int] | None = None,
     ) -> None:
         self._make = make
         self._next, self._last = first, last
         self._due = first
         self._tuner = tuner
         self._batches = batches
+        self._most = most
         self._made: dict[int, tuple[T | None, BaseException | None]] = {}
         lock = threading.Lock()
         self._ready = threading.Condition(lock)  # what is due was made; the consumer waits for it
@@ -232,8 +240,7 @@ class Ahead(Generic[T]):
         while True:
             with self._room:
                 # One too many must not wait: it would take a notice that is for another thread.
-                depth = self._tuner.depth
-                while not self._over(number) and self._next >= self._due + depth(self._batches):
+                while not self._over(number) and self._next >= self._due + self._depth():
                     self._room.wait()
                 if self._over(number) or self._next >= self._last:
                     self._room.notify()  # the notice may have been for another thread
@@ -250,6 +257,11 @@ class Ahead(Generic[T]):
                 if at == self._due:
                     self._ready.notify()
             del made
+
+    def _depth(self) -> int:
+        """How many may be made ahead now."""
+        depth = self._tuner.depth(self._batches)
+        return depth if self._most is None else min(depth, self._most())
 
     def _over(self, number: int) -> bool:
         """Whether a thread is to end."""

@@ -51,9 +51,19 @@ class ProcessPool:
         return bool(self._workers) and all(worker.ready for worker in self._workers)
 
     def batches(
-        self, task: Callable[[int], tuple[Any, ...]], step: int, steps: int
+        self,
+        task: Callable[[int], tuple[Any, ...]],
+        step: int,
+        steps: int,
+        most: Callable[[], int] | None = None,
     ) -> Generator[Batch, None, None]:
         """The batches `step` to `steps - 1`, each made of its task by one of the processes.
+
+        Args:
+            task: of a batch.
+            step: the first.
+            steps: number after that of the last.
+            most: how many may be made ahead now; None leaves it to the number of processes.
 
         Raises:
             WorkerDied: a process has ended by itself; it is named, and the others are ended.
@@ -72,7 +82,7 @@ class ProcessPool:
 
         tuner = Tuner(self.count, threads=self.count, depth=2 * self.count + 1)
         try:
-            with closing(iter(Ahead(make, step, steps, tuner))) as made:
+            with closing(iter(Ahead(make, step, steps, tuner, most=most))) as made:
                 yield from made
         except WorkerDied:
             self.close()

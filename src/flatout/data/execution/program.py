@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from itertools import pairwise
 from time import perf_counter_ns as clock
 from typing import Any, TypeAlias
@@ -17,6 +17,7 @@ from flatout.data.block import Block, Numbers, rows_between, take
 from flatout.data.buffers import Buffers
 from flatout.data.execution.batch_sampler import BatchSampler
 from flatout.data.execution.blend import Blend
+from flatout.data.execution.claims import Claims, NoneLeft, cuts_of
 from flatout.data.execution.featured import FeatureRows
 from flatout.data.execution.orders import Orders
 from flatout.data.execution.parallel import Ahead, Tuner
@@ -250,8 +251,25 @@ class Program:
         """What the stages took in this process."""
         return self.maker.costs
 
+    def claimed(
+        self, epoch: int, claims: Claims, features: FeatureRows | None = None
+    ) -> Iterator[Batch]:
+        """The parts of an epoch's batches that a rank claims, from the first one not used.
+
+        Args:
+            epoch: its number.
+            claims: of the rank.
+            features: has features of some rows, which then are not made.
+        """
+        with suppress(NoneLeft):
+            yield from self.batches(epoch, claims.used, features, claims)
+
     def batches(
-        self, epoch: int, start_step: int, features: FeatureRows | None = None
+        self,
+        epoch: int,
+        start_step: int,
+        features: FeatureRows | None = None,
+        claims: Claims | None = None,
     ) -> Iterator[Batch]:
         """The batches of an epoch from `start_step` on.
 
@@ -259,12 +277,18 @@ class Program:
             epoch: its number.
             start_step: the first batch.
             features: has features of some rows, which then are not made.
+            claims: tells which part of which batch comes in place of each; else it is this rank's.
+
+        Raises:
+            NoneLeft: behind the last claim.
         """
-        self.cut.first(start_step)
+        if claims is None:
+            self.cut.first(start_step)
         order = self._orders.of(epoch)
         turns = turns_of(order, epoch) if self.repeats else None
-        steps = self.cut.steps
-        middle = (start_step + steps) // 2
+        steps = self.cut.steps if claims is None else self.cut.steps * claims.parts
+        middle = (start_step + self.cut.steps) // 2
+        cuts = [] if claims is None else cuts_of(self.cut, claims.parts)
         uses_pool = self.pool is not None
         if uses_pool and features is not None:
             # A pool has no store. It is not needed where nothing is left to make.
@@ -274,26 +298,38 @@ class Program:
         def task(step: int) -> Task:
             if step == middle:
                 self._orders.prepare(epoch + 1)
-            start, stop = self.cut.bounds(step)
+            cut = self.cut
+            if claims is not None:
+                claim = claims.at(step)
+                if claim is None:
+                    raise NoneLeft
+                step, cut = claim.step, cuts[claim.part]
+            start, stop = cut.bounds(step)
             numbers, own = order[start:stop], None if turns is None else turns[start:stop]
             if self.maker.functions.blends:
-                before = self.cut.before(step)
+                before = cut.before(step)
                 numbers = np.insert(numbers, 0, order[before])
                 own = None if turns is None else np.insert(turns[start:stop], 0, turns[before])
-            return numbers, self.cut.padding(step), epoch, step, features, own
+            return numbers, cut.padding(step), epoch, step, features, own
 
+        ahead = None if claims is None else claims.ahead
         if self.pool is not None and uses_pool:
-            return self._by_pool(self.pool, task, start_step, steps)
+            return self._by_pool(self.pool, task, start_step, steps, ahead)
         if self.in_this_thread:
             return (self.maker.seeded(*task(step)) for step in range(start_step, steps))
-        return self._by_threads(epoch, task, start_step, steps)
+        return self._by_threads(epoch, task, start_step, steps, ahead)
 
     def _by_pool(
-        self, pool: ProcessPool, task: Callable[[int], Task], step: int, steps: int
+        self,
+        pool: ProcessPool,
+        task: Callable[[int], Task],
+        step: int,
+        steps: int,
+        ahead: Callable[[], int] | None,
     ) -> Iterator[Batch]:
         self.repay.begin()
         try:
-            with closing(pool.batches(task, step, steps)) as made:
+            with closing(pool.batches(task, step, steps, ahead)) as made:
                 for batch in made:
                     step += 1
                     yield batch
@@ -308,7 +344,7 @@ class Program:
             self.pool = None
         if self.pool is None:
             pool.close()
-            yield from self._ahead(task, step, steps)
+            yield from self._ahead(task, step, steps, ahead)
 
     def _pool_loses(self, pool: ProcessPool) -> bool:
         """Count a batch that was used; True where processes not asked for are not faster."""
@@ -326,14 +362,25 @@ class Program:
         return True
 
     def _by_threads(
-        self, epoch: int, task: Callable[[int], Task], step: int, steps: int
+        self,
+        epoch: int,
+        task: Callable[[int], Task],
+        step: int,
+        steps: int,
+        ahead: Callable[[], int] | None,
     ) -> Iterator[Batch]:
         self.repay.begin()
-        yield from self._ahead(task, step, steps)
+        yield from self._ahead(task, step, steps, ahead)
         self.repay.threads_made(steps - step)
         self._consider_processes(epoch)
 
-    def _ahead(self, task: Callable[[int], Task], step: int, steps: int) -> Iterator[Batch]:
+    def _ahead(
+        self,
+        task: Callable[[int], Task],
+        step: int,
+        steps: int,
+        ahead: Callable[[], int] | None,
+    ) -> Iterator[Batch]:
         # What a batch costs decides how they are made. The first one opens files and fills pools,
         # so the next ones tell; of those that cost much, one is enough.
         while step < steps and (self.quick or self.quick is None):
@@ -345,7 +392,7 @@ class Program:
             yield batch
             del batch
         if step < steps:
-            yield from self._in_runs(task, step, steps)
+            yield from self._in_runs(task, step, steps, ahead)
 
     def _judge(self, cost: int) -> None:
         self._seen += 1
@@ -355,16 +402,23 @@ class Program:
             if self._seen == _FIRST or (self._seen > 2 and self._cost > _RUN_NS):
                 self.quick = self._cost < _QUICK_NS
 
-    def _in_runs(self, task: Callable[[int], Task], step: int, steps: int) -> Iterator[Batch]:
+    def _in_runs(
+        self,
+        task: Callable[[int], Task],
+        step: int,
+        steps: int,
+        ahead: Callable[[], int] | None,
+    ) -> Iterator[Batch]:
         """Batches made by threads, several at a time where they cost little."""
-        size = self._at_once(steps - step)
+        # What is claimed long before its step would be missing to ranks that have none left.
+        size = self._at_once(steps - step) if ahead is None else 1
 
         def make(run: int) -> list[Batch | Exception]:
             first = step + run * size
             return self.maker.run([task(at) for at in range(first, min(first + size, steps))])
 
-        ahead = Ahead(make, 0, -(-(steps - step) // size), self.tuner, size)
-        with closing(iter(ahead)) as runs:
+        made_ahead = Ahead(make, 0, -(-(steps - step) // size), self.tuner, size, ahead)
+        with closing(iter(made_ahead)) as runs:
             for run in runs:
                 run.reverse()
                 while run:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
-from itertools import islice
+from itertools import count, islice
 from time import perf_counter_ns as clock
 from typing import Any
 
@@ -17,6 +17,7 @@ from flatout.data.batch import Batch, Tensors, map_tensors, named_tensors
 from flatout.data.block import Block, Numbers, Values
 from flatout.data.buffers import Buffers
 from flatout.data.execution.batch_sampler import BatchSampler, batches_of
+from flatout.data.execution.claims import Claims, cuts_of
 from flatout.data.execution.digests import content_digest, digest_of, tensors_name
 from flatout.data.execution.samples import Costs, Lent, Wanted
 from flatout.data.execution.turns import Turns
@@ -161,6 +162,7 @@ class ArraySource:
 
     seekable = True
     counted = True
+    can_claim = True
 
     def __init__(self, data: Arrays, plan: BatchSampler, *, pin_memory: bool = False) -> None:
         self.data = data
@@ -223,6 +225,26 @@ class ArraySource:
         if self.plan.shuffle or self._scaled or self._pin:
             return self._gathered(order, first)
         return self._viewed(order, first)
+
+    def claimed(self, epoch: int, claims: Claims) -> Iterator[Batch]:
+        """The parts of an epoch's batches that a rank claims, from the first one not used.
+
+        Args:
+            epoch: its number.
+            claims: of the rank.
+        """
+        order, cuts = self._order(epoch), cuts_of(self.plan, claims.parts)
+        on_device = order.to(self.data.device)
+        take_inputs, take_targets, take_weight = self._take
+        for place in count(claims.used):
+            claim = claims.at(place)
+            if claim is None:
+                return
+            start, stop = cuts[claim.part].bounds(claim.step)
+            at = on_device[start:stop]
+            indices = order[start:stop].clone()  # others read the order, too
+            taken = take_inputs(at), take_targets(at), take_weight(at)
+            yield Batch(*taken, indices, stop - start)
 
     def _order(self, epoch: int) -> Tensor:
         """The numbers of an epoch's samples; the first epoch's are asked for by `peek` before."""

@@ -85,6 +85,14 @@ class World(Section):
         parity=Parity.LEARNING,
         words="staleness {}",
     )
+    spare_workers: NotNegative = setting(
+        0,
+        'For how many ranks the server of `strategy = "parameter_server"` with `staleness = '
+        '"sync"` does not wait: a step is the mean of the gradients of the others, whoever they '
+        "are, and a gradient that comes later is dropped.",
+        parity=Parity.LEARNING,
+        words="{} spare workers",
+    )
     sync_every: Positive = setting(
         32,
         'How many steps `strategy = "local_sgd"` makes between two averages.',

@@ -1,0 +1,96 @@
+"""A parameter server that steps without the slowest few of its workers.
+
+Chen et al., "Revisiting Distributed Synchronous SGD", 2016. A step is due once so many gradients of
+the weights of now are there; it takes their mean. One that comes later was computed from weights
+that are no more: it is dropped, and its worker goes on with those of now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from flatout.strategies.server import Push, Server, Share
+
+
+class _Step:
+    """What has come of the next step of an optimizer's share.
+
+    Args:
+        share: of a server.
+
+    Attributes:
+        came: how many gradients.
+    """
+
+    def __init__(self, share: Share) -> None:
+        self._sum = torch.zeros_like(share.values)
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin the next one."""
+        self.came = 0
+        self._weight = 0.0
+        self._used: list[bool] = []
+        self._sum.zero_()
+
+    def add(self, worker: int, push: Push, gradient: torch.Tensor) -> None:
+        """A gradient of the mean loss over a worker's samples."""
+        self.came += 1
+        self._weight += push.weight
+        self._used = [a or b for a, b in zip(self._used or push.used, push.used, strict=True)]
+        self._sum.add_(gradient, alpha=push.weight)
+        self._latest = worker, push
+
+    def make(self, share: Share) -> None:
+        """Step with the mean over the samples of all that came."""
+        worker, push = self._latest
+        share.step(worker, push._replace(used=self._used), self._sum.div_(self._weight))
+        self.forget()
+
+
+class SpareServer(Server):
+    """Steps with the mean gradient of all workers but the slowest.
+
+    Args:
+        shares: of each of the job's optimizers.
+        workers: how many there are.
+        spare: how many of them no step waits for.
+
+    Attributes:
+        late: of each worker, how many of its gradients were dropped.
+    """
+
+    def __init__(self, shares: Sequence[Share], workers: int, spare: int) -> None:
+        super().__init__(shares, workers, None)
+        self._enough = workers - spare
+        self._steps = [_Step(share) for share in shares]
+        self.late = [0] * workers
+
+    @torch.no_grad()
+    def _take(self, worker: int, push: Push, gradient: torch.Tensor) -> None:
+        """Wait for the step that a gradient is part of; one that is late has none."""
+        share, step = self.shares[push.place], self._steps[push.place]
+        if not share.is_current(worker):
+            self.late[worker] += 1
+            return
+        version = share.version
+        step.add(worker, push, gradient)
+        self._step_if_due()
+        self._changed.wait_for(lambda: share.version > version)
+
+    def _step_if_due(self) -> None:
+        # Some workers may have no samples left.
+        enough = min(self._enough, len(self._clocks))
+        for share, step in zip(self.shares, self._steps, strict=True):
+            if step.came and step.came >= enough:
+                step.make(share)
+                self._changed.notify_all()
+
+    @torch.no_grad()
+    def leave(self, worker: int) -> None:
+        """A worker has ended, or has no step left: no one waits for its gradients any more."""
+        with self._changed:
+            super().leave(worker)
+            self._step_if_due()

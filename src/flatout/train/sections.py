@@ -1,0 +1,62 @@
+"""Sections of an epoch, whose batches ranks share out among themselves while they train.
+
+Where ranks step alone, one that is slow need not keep the others waiting: each claims the next part
+of a batch once it comes to it. At the end of a section all meet: at the end of an epoch, where a
+checkpoint is due, or where one of them asks for it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from flatout.data import Claims, Source
+from flatout.models import adapter_of
+from flatout.train.loop import Loop
+
+
+def open_section(loop: Loop, source: Source, every: int | None) -> bool:
+    """Let ranks claim parts of the batches that come next in the epoch; all of them call it.
+
+    Args:
+        loop: has made the steps so far.
+        source: of which this rank may claim parts.
+        every: a checkpoint is due after so many steps, or None.
+
+    Returns:
+        whether they do: not while settings are tried, which all ranks do in the same steps.
+    """
+    if not loop.stepper.strategy.shares_epochs or source.steps is None:
+        return False
+    if loop.is_tuning() or adapter_of(loop.model).meets_in_loss:
+        return False
+    if loop.tuner is not None:
+        loop.tuner.rest()  # its later looks are of all ranks together
+    steps = -(-(source.steps - loop.batch_in_epoch) // loop.accumulate)
+    if every:
+        steps = min(steps, every - loop.step_count % every)
+    strategy = loop.stepper.strategy
+    strategy.open_section(steps)
+    loop.feed.claims = Claims(
+        strategy.claim,
+        strategy.used,
+        loop.world.size,
+        loop.batch_in_epoch,
+        source.steps,
+        loop.accumulate,
+    )
+    return True
+
+
+def end_section(loop: Loop) -> None:
+    """Nothing is left to claim: make all ranks alike, and count the steps of all."""
+    claims = loop.feed.claims
+    assert claims is not None
+    assert claims.end is not None
+    loop.meet_others()
+    loop.feed.taken = claims.end
+    loop.count_step()
+    loop.feed.claims = None
+    # Each step has drawn from torch's generator, which is to be the same on all ranks.
+    made = loop.world.gather(claims.used, "parts that each rank has taken")
+    state = loop.world.from_rank(torch.get_rng_state(), made.index(max(made)), "random state")
+    torch.set_rng_state(state)
