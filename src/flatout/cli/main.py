@@ -18,7 +18,9 @@ from flatout.cli.doctor import doctor
 from flatout.cli.explain import explain
 from flatout.cli.export import export
 from flatout.cli.jobs import cancel, jobs, logs
+from flatout.cli.report import report
 from flatout.cli.run import run
+from flatout.cli.runs import runs
 from flatout.cli.scaling import scaling
 from flatout.cli.submit import submit
 from flatout.cli.top import top
@@ -38,6 +40,8 @@ app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command(context_settings={"allow_interspersed_args": False})(doctor)
 app.command()(top)
 app.command()(explain)
+app.command()(report)
+app.command()(runs)
 app.command()(export)
 app.command()(devices)
 app.command()(scaling)

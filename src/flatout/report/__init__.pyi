@@ -1,6 +1,8 @@
 from flatout.report.baseline import Baseline as Baseline
 from flatout.report.explain import read_run as read_run
 from flatout.report.files import Files as Files
+from flatout.report.run_files import Report as Report
+from flatout.report.run_history import RunHistory as RunHistory
 from flatout.report.scaling import Scaling as Scaling
 from flatout.report.session import Asked as Asked
 from flatout.report.session import visit as visit

@@ -12,21 +12,18 @@ import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from statistics import mean, median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import TypeAdapter
 
-from flatout.doctor import Finding, docs_page
+from flatout.doctor import Finding
 from flatout.observe import Observation
 from flatout.report.observed import observed
 from flatout.report.pictures import MOST_RANKS, forest, histogram, lane_bars, lane_rows
+from flatout.report.templates import plain, template
 from flatout.report.tried import tried, with_proofs
 from flatout.words import counted, duration, rounded
-
-if TYPE_CHECKING:
-    from jinja2 import Template
 
 LANE_WORDS = {
     "input": "waiting for input",
@@ -77,7 +74,7 @@ def page(verdict: Mapping[str, Any]) -> str:
     slowest = max(ranks, key=lambda one: median(_finite(one.step_ms) or [0.0]), default=None)
     bars = lane_bars(lanes)
     shown = {bar.rank for bar in bars}
-    return _template().render(
+    return template("page.html.jinja").render(
         command=command if isinstance(command, str) else shlex.join(map(str, command)),
         sentence=_sentence(verdict, ranks),
         dangers=[one for one in findings if one.kind == "danger"],
@@ -202,7 +199,9 @@ def _whole_run(verdict: Mapping[str, Any]) -> _WholeRun | None:
 
 
 @dataclass(frozen=True)
-class _Trial:
+class Trial:
+    """A change that was tried, as a page shows it."""
+
     name: str
     group: str
     ratio: tuple[float, float, float] | None
@@ -219,21 +218,23 @@ class _Trial:
 
     @property
     def loses(self) -> bool:
+        """Whether it is slower beyond the floor."""
         return self.ratio is not None and self.ratio[2] < 1 - (self.floor or 0.0)
 
     @property
     def words(self) -> str:
+        """The ratio with its interval."""
         if self.ratio is None:
             return "not measured"
         low, mid, high = self.ratio
         return f"{mid:.2f}x [{low:.2f}, {high:.2f}]"
 
 
-def _trial(data: Mapping[str, Any], floor_of_all: float | None) -> _Trial:
+def _trial(data: Mapping[str, Any], floor_of_all: float | None) -> Trial:
     ratio = data.get("ratio")
     floor = floor_of_all if data.get("floor") is None else data["floor"]
     usable = ratio is not None and len(_finite(ratio)) == 3
-    return _Trial(
+    return Trial(
         name=str(data.get("name") or "unnamed"),
         group=str(data.get("group") or ""),
         ratio=tuple(map(float, ratio)) if usable else None,  # type: ignore[arg-type]
@@ -258,42 +259,6 @@ def _sites(data: Any) -> Iterator[Mapping[str, Any]]:
     elif isinstance(data, list | tuple) and data and isinstance(data[0], Mapping | list | tuple):
         for value in data:
             yield from _sites(value)
-
-
-@cache
-def _template() -> Template:
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    environment = Environment(
-        loader=PackageLoader("flatout", "report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters.update(ms=rounded, plain=plain, counted=counted, percent=_percent)
-    environment.filters["docs"] = _docs
-    return environment.get_template("page.html.jinja")
-
-
-def plain(value: Any) -> str:
-    """Return nested plain data on one line."""
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name} {plain(one)}" for name, one in value.items())
-    if isinstance(value, list | tuple):
-        return ", ".join(map(plain, value))
-    if isinstance(value, float):
-        return rounded(value, 4)
-    return "unknown" if value is None else str(value)
-
-
-def _docs(name: str) -> str:
-    # As words: the page has no links, since what it shows comes from the script.
-    return docs_page(name).removeprefix("https://")
-
-
-def _percent(share: float) -> str:
-    return f"{share:.0%}" if share >= 0.01 else f"{share:.2%}"
 
 
 def _finite(values: Sequence[float]) -> list[float]:

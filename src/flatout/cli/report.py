@@ -1,0 +1,57 @@
+"""`flatout report`: what a run did, and what changed between runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def report(
+    runs: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN...", help="Run folders; the others are judged by the first."),
+    ],
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write the page there; that of one run goes to RUN/report.html without.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object, and write no page unasked.")
+    ] = False,
+    fail_if: Annotated[
+        str | None,
+        typer.Option(
+            metavar="slower=5%",
+            help="Exit with 3 where a run is so much slower than the first, noise included.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Tell of one run, as text and as an HTML page, or of what changed between several."""
+    from flatout.report import Report
+
+    found = Report(runs)
+    page = None if as_json and html is None else found.write(html)
+    failed = [] if fail_if is None else found.fails(fail_if)
+    if as_json:
+        import json
+
+        typer.echo(json.dumps(found.as_dict() | {"failed": failed}, indent=2))
+    else:
+        from flatout.terminal import Console
+
+        console = Console(highlight=False, markup=False, soft_wrap=True)
+        for line in found.lines():
+            console.print(line)
+        if page is not None:
+            console.print(f"page: {page}")
+        for line in failed:
+            console.print(f"FAILED: {line}")
+    if failed:
+        raise typer.Exit(3)

@@ -1,0 +1,335 @@
+"""Reads what a run has left in its folder, however it ended.
+
+    SeenRun.read("runs/today").state        "ended", "killed", ...
+
+    profile.json   what it measured      history.json   what a fit left at its end
+    log.jsonl      figures by step       runs.jsonl     when jobs ran here
+
+A run that was killed has left some of it. What is there is read, what is damaged is named.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from flatout.errors import FlatoutError
+from flatout.measure import Interval, Profile, median_of
+from flatout.measure.profile import NAME, RUNS
+
+FEWEST_STEPS = 30
+"""With fewer, nothing is said of how fast a run is beside another."""
+
+_FILES = (NAME, "history.json", "log.jsonl", RUNS, "recipe.toml", "checkpoints")
+_MOST_BYTES = 256 << 20
+# Figures of an epoch that are no curve of learning.
+_NO_CURVES = {"epoch", "step", "samples", "seconds", "samples_per_s", "lr", "time", "kind", "at_s"}
+
+
+@dataclass(frozen=True)
+class Life:
+    """One time that a job ran in a folder, as its two lines tell.
+
+    Attributes:
+        began: the line of its begin.
+        ended: that of its end; None of one that runs, or was killed.
+    """
+
+    began: Mapping[str, Any]
+    ended: Mapping[str, Any] | None
+
+    @property
+    def state(self) -> str:
+        """ "running", "ended", "interrupted", "failed", or "killed"; "running?" on another host."""
+        if self.ended is not None:
+            return str(self.ended.get("state"))
+        if self.began.get("host") != socket.gethostname():
+            return "running?"
+        return "running" if _lives(self.began) else "killed"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A figure while training.
+
+    Attributes:
+        name: of the figure.
+        points: (samples trained on, seconds of training, value), in order.
+    """
+
+    name: str
+    points: list[tuple[float, float, float]]
+
+
+@dataclass(frozen=True)
+class SeenRun:
+    """A run folder.
+
+    Attributes:
+        path: of the folder, as it was given.
+        profile: None where there is none that can be read.
+        history: what `History.save` wrote; empty where there is none.
+        log: lines of the log.
+        lives: when jobs ran in the folder, the oldest first.
+        problems: what cannot be read, a line each.
+    """
+
+    path: Path
+    profile: Profile | None
+    history: dict[str, Any] = field(default_factory=dict)
+    log: list[dict[str, Any]] = field(default_factory=list)
+    lives: list[Life] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> SeenRun:
+        """Read a run folder.
+
+        Raises:
+            FlatoutError: it is missing, or nothing in it is of a run.
+        """
+        folder = Path(path)
+        if folder.is_file() and folder.name == NAME:
+            folder = folder.parent
+        if not folder.is_dir():
+            raise FlatoutError(
+                "expected the folder of a run, found none",
+                where=str(path),
+                do="name what was given as Trainer(..., run=...) or Loop(run=...); "
+                "flatout runs lists those below a folder",
+            )
+        if not any((folder / name).exists() for name in _FILES):
+            raise FlatoutError(
+                "the folder holds nothing of a run",
+                where=str(path),
+                do="name what was given as Trainer(..., run=...) or Loop(run=...); "
+                "flatout runs lists those below a folder",
+            )
+        problems: list[str] = []
+        return cls(
+            path=folder,
+            profile=_profile(folder, problems),
+            history=_history(folder, problems),
+            log=_lines(folder / "log.jsonl", problems),
+            lives=lives_of(folder, problems),
+            problems=problems,
+        )
+
+    @property
+    def name(self) -> str:
+        """As it was given."""
+        return str(self.path)
+
+    @cached_property
+    def state(self) -> str:
+        """How the last job in it ended, or that it runs; "unknown" where nothing tells."""
+        if self.lives:
+            return self.lives[-1].state
+        if self.profile is not None:
+            return "killed" if self.profile.state == "running" else self.profile.state
+        return "ended" if self.history else "unknown"
+
+    @property
+    def state_words(self) -> str:
+        """What to say of a run that has not simply ended; "" of one that has."""
+        profile = self.profile
+        if self.state in ("killed", "running", "running?"):
+            what = {"killed": "was killed", "running": "is running"}.get(
+                self.state, "runs on another host, or was killed there"
+            )
+            if profile is None or profile.state != "running":
+                return f"{what} before it wrote a Profile; what is there is its log"
+            logged = max((line.get("step") or 0 for line in self.log), default=0)
+            log = f", its log as of step {logged:,}" if logged > profile.steps.last else ""
+            return f"{what}; its Profile is as of step {profile.steps.last:,}{log}"
+        if profile is None:
+            return "has no Profile: what is there is its log and its history"
+        if self.state == "failed":
+            return f"failed at step {profile.steps.last:,}: {profile.error or 'without a message'}"
+        if self.state == "interrupted":
+            return f"was interrupted at step {profile.steps.last:,}"
+        return ""
+
+    @cached_property
+    def step_ms(self) -> list[float]:
+        """Milliseconds of steady steps in order; of a run without a Profile from its log."""
+        if self.profile is not None:
+            return self.profile.steps.step_ms
+        size = self.batch_size
+        rates = [line.get("samples_per_s") for line in self._steps]
+        if not size:
+            return []
+        steady = rates[len(rates) // 10 :]
+        return [1e3 * size / rate for rate in steady if isinstance(rate, float) and rate > 0]
+
+    @property
+    def batch_size(self) -> float | None:
+        """Samples of a step of all ranks; None where that is not known."""
+        if self.profile is not None:
+            return self.profile.steps.batch_size
+        found = self.history.get("batch_size")
+        return float(found) if isinstance(found, int | float) else None
+
+    @cached_property
+    def samples_per_s(self) -> Interval | None:
+        """With its 95% interval; None where that is not known."""
+        known = None if self.profile is None else self.profile.steps.samples_per_s
+        if known is not None:
+            return Interval(*known)
+        if not self.step_ms or not self.batch_size:
+            return None
+        low, mid, high = (1e3 * self.batch_size / ms for ms in median_of(self.step_ms[-500:]))
+        return Interval(high, mid, low)
+
+    @property
+    def _steps(self) -> list[dict[str, Any]]:
+        return [line for line in self.log if line.get("kind") == "step"]
+
+    @cached_property
+    def epochs(self) -> list[dict[str, Any]]:
+        """Figures by epoch: of the log, else of the Profile."""
+        logged = [line for line in self.log if line.get("kind") == "epoch"]
+        return logged or ([] if self.profile is None else self.profile.epochs)
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """Of the last epoch, those of learning."""
+        return _numbers(self.epochs[-1]) if self.epochs else {}
+
+    @cached_property
+    def curves(self) -> list[Curve]:
+        """Each figure while training, the loss by steps where there is a log."""
+        size = self.batch_size or 1.0
+        found: dict[str, list[tuple[float, float, float]]] = {}
+        if self.log:
+            for line, seconds in zip(self.log, self._seconds, strict=True):
+                at = size * float(line.get("step") or 0)
+                is_epoch = line.get("kind") == "epoch"
+                for name, value in _numbers(line).items():
+                    # The loss of an epoch is the last of its steps'.
+                    if name != "loss" or not is_epoch or not self._steps:
+                        found.setdefault(name, []).append((at, seconds, value))
+        else:
+            for epoch in self.epochs:
+                for name, value in _numbers(epoch).items():
+                    point = (float(epoch["samples"]), float(epoch["at_s"]), value)
+                    found.setdefault(name, []).append(point)
+        return [Curve(name, points) for name, points in found.items()]
+
+    @cached_property
+    def _seconds(self) -> list[float]:
+        """Of each line of the log, seconds of training; pauses between jobs are left out."""
+        times = [float(line.get("time") or 0.0) for line in self.log]
+        begins = sorted(float(life.began.get("time") or 0.0) for life in self.lives)
+        if not times:
+            return []
+        first = next((at for at in begins if at <= times[0]), times[0])
+        seconds = [times[0] - first]
+        for before, after in pairwise(times):
+            begun = max((at for at in begins if before < at <= after), default=before)
+            seconds.append(seconds[-1] + max(0.0, after - begun))
+        return seconds
+
+
+def lives_of(folder: Path, problems: list[str] | None = None) -> list[Life]:
+    """When jobs ran in a folder, the oldest first.
+
+    Args:
+        folder: of a run.
+        problems: gets a line where the history is damaged.
+    """
+    began: dict[str, Mapping[str, Any]] = {}
+    ended: dict[str, Mapping[str, Any]] = {}
+    for line in _lines(folder / RUNS, [] if problems is None else problems):
+        kind, key = line.get("event"), str(line.get("id"))
+        if kind == "began":
+            began[key] = line
+        elif kind == "ended":
+            ended[key] = line
+    return [Life(line, ended.get(key)) for key, line in began.items()]
+
+
+def _profile(folder: Path, problems: list[str]) -> Profile | None:
+    if not (folder / NAME).exists():
+        return None
+    try:
+        return Profile.read(folder)
+    except FlatoutError as error:
+        problems.append(str(error))
+        return None
+
+
+def _history(folder: Path, problems: list[str]) -> dict[str, Any]:
+    file = folder / "history.json"
+    try:
+        found = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        problems.append(f"{file} cannot be read: {error}")
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _lines(file: Path, problems: list[str]) -> list[dict[str, Any]]:
+    """Objects of a file of JSON lines; the last one may have been cut off."""
+    try:
+        if not file.is_file():
+            return []
+        if file.stat().st_size > _MOST_BYTES:
+            problems.append(f"{file} is larger than {_MOST_BYTES >> 20} MB, and was not read")
+            return []
+        text = file.read_text(errors="replace")
+    except OSError as error:
+        problems.append(f"{file} cannot be read: {error.strerror}")
+        return []
+    found, bad = [], 0
+    for row in text.splitlines():
+        try:
+            line = json.loads(row)
+        except (ValueError, RecursionError):
+            bad += 1
+            continue
+        if isinstance(line, dict):
+            found.append(line)
+    if bad > (not text.endswith("\n")):
+        problems.append(f"{file}: lines that are no JSON were left out ({bad:,})")
+    return found
+
+
+def _numbers(figures: Mapping[str, Any]) -> dict[str, float]:
+    return {
+        name: float(value)
+        for name, value in figures.items()
+        if name not in _NO_CURVES and isinstance(value, int | float)
+    }
+
+
+def _lives(began: Mapping[str, Any]) -> bool:
+    """Whether the process that began then is still there."""
+    try:
+        process = psutil.Process(int(began["pid"]))
+        started = float(process.create_time())
+        return started <= float(began["time"]) and process.status() != psutil.STATUS_ZOMBIE
+    except (psutil.Error, KeyError, TypeError, ValueError, OverflowError):
+        return False
+
+
+def names_of(runs: Sequence[SeenRun]) -> list[str]:
+    """What to call each of several: their folders, without what all paths begin with."""
+    paths = [os.path.abspath(run.path) for run in runs]
+    if len(paths) == 1:
+        return [Path(paths[0]).name]
+    common = os.path.commonpath(paths)
+    if common in paths:
+        common = os.path.dirname(common)
+    return [os.path.relpath(path, common) for path in paths]

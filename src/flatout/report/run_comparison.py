@@ -1,0 +1,545 @@
+"""What changed between runs: the verdict on speed, lanes, settings, data, and what was learned.
+
+    Comparison.of(["runs/monday", "runs/today"]).lines()
+
+Each run is judged against the first, by the time that a sample takes in the steady steps: the ratio
+of the medians with the interval of `measure/series.py`. It is slower or faster where the whole
+interval lies beyond the noise. Noise is by how much runs of the first's own settings beside it
+differ from each other: with four or more the 95% prediction interval for two more of them. Where
+there are fewer it is 6%, which two processes of the same job may differ by (see `baseline.py`), or
+what these differ by if that is more; and never less than what either run has measured of itself.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import mean
+from textwrap import wrap
+from typing import Any
+
+import numpy as np
+
+from flatout.errors import FlatoutError
+from flatout.measure import LANES, Interval, Profile, plain, ratio_of_medians, said, student_t
+from flatout.measure.profile import NAME
+from flatout.report.baseline import FLOOR
+from flatout.report.run import FEWEST_STEPS, SeenRun, names_of
+from flatout.words import count_words, counted, duration, rounded, size_words
+
+# Steps of a run that tell how sure its median is.
+_RESAMPLED = 2_000
+# Runs beside the first that are looked at for noise, and from how many of its settings it is known.
+_MOST_BESIDE, _FEWEST_ALIKE = 50, 4
+_WIDTH = 80
+_LABEL = 10
+_SOFTWARE = ("torch", "python", "libc")
+# What makes figures of learning differ, whatever else is the same.
+_LEARNS = ("loss", "loss_weights", "metrics", "class_weight", "validation data", "seed")
+
+
+@dataclass(frozen=True)
+class Limit:
+    """From where on a run fails: so much slower."""
+
+    slower: float
+
+    @classmethod
+    def parse(cls, text: str) -> Limit:
+        """From words such as "slower=5%".
+
+        Raises:
+            FlatoutError: they are none.
+        """
+        name, _, value = text.partition("=")
+        number = value.strip().removesuffix("%")
+        try:
+            percent = float(number)
+        except ValueError:
+            percent = -1.0
+        if name.strip() != "slower" or not value.strip().endswith("%") or not 0 <= percent < 1e6:
+            raise FlatoutError(
+                f"--fail-if: expected slower=PERCENT, such as slower=5%; found {text!r}"
+            )
+        return cls(percent / 100)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A run against the first.
+
+    Attributes:
+        a, b: the first, and the run.
+        a_name, b_name: what they are called.
+        noise: how far from 1 the ratio may lie by noise: 0.01 is 1%.
+        noise_of: from what that is known.
+    """
+
+    a: SeenRun
+    b: SeenRun
+    a_name: str
+    b_name: str
+    noise: float
+    noise_of: str
+
+    @cached_property
+    def ratio(self) -> Interval | None:
+        """Time per sample, b / a, with its interval; None where speeds cannot be compared."""
+        if self.why_no_speed:
+            return None
+        a_ms, b_ms = (
+            [ms / (run.batch_size or 1.0) for ms in run.step_ms[-_RESAMPLED:]]
+            for run in (self.a, self.b)
+        )
+        return ratio_of_medians([a_ms], b_ms)
+
+    @cached_property
+    def why_no_speed(self) -> str:
+        """Why speeds cannot be compared; "" where they can."""
+        for name, run in ((self.a_name, self.a), (self.b_name, self.b)):
+            if not run.step_ms:
+                return f"{name} has left no step times"
+            if len(run.step_ms) < FEWEST_STEPS:
+                steps = counted(len(run.step_ms), "steady step")
+                return f"{name} has {steps}, too few to tell noise from change"
+        if (self.a.batch_size is None) != (self.b.batch_size is None):
+            return "one of them does not know how many samples a step has"
+        a, b = self.a.profile, self.b.profile
+        if a and b and a.model["parameters"] != b.model["parameters"]:
+            sizes = [_model_words(one) for one in (a, b)]
+            return f"other models ({sizes[0]}, {sizes[1]})"
+        return ""
+
+    @property
+    def is_slower(self) -> bool:
+        """Beyond noise."""
+        return self.ratio is not None and self.ratio.low > 1 + self.noise
+
+    @property
+    def is_faster(self) -> bool:
+        """Beyond noise."""
+        return self.ratio is not None and self.ratio.high < 1 / (1 + self.noise)
+
+    @property
+    def other_machine(self) -> str:
+        """What of the machines differs, so that speeds tell of them too; "" where nothing does."""
+        return " · ".join(self.machine)
+
+    @cached_property
+    def verdict(self) -> str:
+        """One phrase, such as "12% slower [10,14] (noise 1.5%)"."""
+        if self.ratio is None:
+            return f"speed not compared: {self.why_no_speed}"
+        noise = f"(noise {_percent(self.noise)})"
+        if self.is_slower:
+            return f"{_change(self.ratio, 'slower')} {noise}"
+        faster = Interval(*(1 / end for end in reversed(self.ratio)))
+        if self.is_faster:
+            return f"{_change(faster, 'faster')} {noise}"
+        words = _change(self.ratio, "slower") if self.ratio.mid >= 1 else _change(faster, "faster")
+        return f"as fast, as far as noise lets one see: {words} {noise}"
+
+    @cached_property
+    def speeds(self) -> str:
+        """Both in samples per second; "" where one is not known."""
+        rates = [run.samples_per_s for run in (self.a, self.b)]
+        if any(rate is None for rate in rates) or self.ratio is None:
+            return ""
+        a, b = (count_words(rate.mid) for rate in rates if rate is not None)
+        return f"{a} -> {b} samples/s"
+
+    @cached_property
+    def lanes(self) -> dict[str, tuple[float, float]]:
+        """Lanes that moved, by name (ms of a step before, now), the largest change first.
+
+        Of other batch sizes what b takes for as many samples as a. Those that changed by less than
+        1% of a step, or than noise would, are left out.
+        """
+        if self.a.profile is None or self.b.profile is None or self.why_no_speed:
+            return {}
+        scale = (self.a.batch_size or 1.0) / (self.b.batch_size or 1.0)
+        before = _lanes(self.a.profile)
+        now = {lane: scale * ms for lane, ms in _lanes(self.b.profile).items()}
+        step = sum(before.values())
+        moved = {}
+        for lane in before:
+            change = now.get(lane, 0.0) - before[lane]
+            least = max(0.01 * step, self.noise * max(before[lane], now.get(lane, 0.0)))
+            if abs(change) > least:
+                moved[lane] = (before[lane], now.get(lane, 0.0))
+        return dict(sorted(moved.items(), key=lambda one: -abs(one[1][1] - one[1][0])))
+
+    @cached_property
+    def recipe(self) -> list[str]:
+        """Settings that differ."""
+        a, b = (_recipe(run) for run in (self.a, self.b))
+        return _differences(a, b) if a and b else []
+
+    @cached_property
+    def job(self) -> list[str]:
+        """What else of the job differs: its model, loss, optimizer, epochs, ranks."""
+        return [] if not self._both else _differences(*(_job(one) for one in self._both))
+
+    @cached_property
+    def machine(self) -> list[str]:
+        """What of the machines differs."""
+        return [] if not self._both else _differences(*(_machine(one) for one in self._both))
+
+    @cached_property
+    def versions(self) -> list[str]:
+        """Versions that differ."""
+        return [] if not self._both else _differences(*(_versions(one) for one in self._both))
+
+    @cached_property
+    def data(self) -> list[str]:
+        """What of the data differs."""
+        if not self._both:
+            return []
+        a, b = (one.data or {} for one in self._both)
+        found = []
+        for key, noun in (("files", "file"), ("samples", "sample")):
+            if a.get(key) is not None and b.get(key) is not None and a[key] != b[key]:
+                more = b[key] - a[key]
+                found.append(f"{counted(abs(more), noun)} {'more' if more > 0 else 'fewer'}")
+        if a.get("bytes") and b.get("bytes") and a["bytes"] != b["bytes"]:
+            found.append(f"{size_words(a['bytes'])} -> {size_words(b['bytes'])}")
+        if a.get("digest") != b.get("digest") and not found:
+            found.append("other content")
+        if a.get("newest") and b.get("newest") and b["newest"] > a["newest"]:
+            found.append(f"newest file {duration(b['newest'] - a['newest'])} later")
+        if a.get("words") != b.get("words"):
+            found.append(f"{_short(a.get('words'))} -> {_short(b.get('words'))}")
+        return found
+
+    @property
+    def _both(self) -> tuple[Profile, Profile] | None:
+        a, b = self.a.profile, self.b.profile
+        return None if a is None or b is None else (a, b)
+
+    @cached_property
+    def figures(self) -> dict[str, tuple[float, float]]:
+        """Figures of the last epochs that can be compared, by name."""
+        a, b = self.a.figures, self.b.figures
+        return {name: (a[name], b[name]) for name in a if name in b and not self._why_not(name)}
+
+    @cached_property
+    def not_comparable(self) -> list[str]:
+        """What cannot be compared, and why."""
+        found = [f"speed: {self.why_no_speed}"] if self.why_no_speed else []
+        whys: dict[str, list[str]] = {}
+        for name in dict.fromkeys([*self.a.figures, *self.b.figures]):
+            if why := self._why_not(name):
+                whys.setdefault(why, []).append(name)
+        found += [f"{', '.join(names)}: {why}" for why, names in whys.items()]
+        for name, run in ((self.a_name, self.a), (self.b_name, self.b)):
+            if run.state_words:
+                found.append(f"{name} {run.state_words}")
+        if not self._both:
+            found.append("Recipe, machine, versions and data: there are not two Profiles")
+        return found
+
+    @property
+    def rest_not_comparable(self) -> list[str]:
+        """The same but for speed, of which the verdict has said it."""
+        return [line for line in self.not_comparable if not line.startswith("speed: ")]
+
+    def _why_not(self, name: str) -> str:
+        """Why a figure of learning cannot be compared; "" where it can."""
+        a, b = self.a, self.b
+        for called, run, other in ((self.a_name, a, b), (self.b_name, b, a)):
+            if name not in run.figures and name in other.figures:
+                return f"{called} has none"
+        if len(a.epochs) != len(b.epochs):
+            return f"other epochs ({len(a.epochs)}, {len(b.epochs)})"
+        if self._both is None:
+            return "not known whether they are of one job"
+        ours, theirs = ({k: one.job.get(k) for k in _LEARNS} for one in self._both)
+        changed = [k for k in _LEARNS if ours[k] != theirs[k] and not _is_of_other(k, name)]
+        if changed:
+            return f"other {', '.join(changed)}"
+        if name.startswith("val_"):
+            return ""  # on the same validation data
+        digests = [(one.data or {}).get("digest") for one in self._both]
+        return "other data" if digests[0] != digests[1] else ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data: ratios of time per sample, lanes in ms per step."""
+        return {
+            "run": str(self.b.path),
+            "state": self.b.state,
+            "verdict": self.verdict,
+            "ratio": None if self.ratio is None else list(self.ratio),
+            "noise": self.noise,
+            "noise_of": self.noise_of,
+            "slower": self.is_slower,
+            "faster": self.is_faster,
+            "lanes_ms": {lane: list(pair) for lane, pair in self.lanes.items()},
+            "recipe": self.recipe,
+            "job": self.job,
+            "machine": self.machine,
+            "versions": self.versions,
+            "data": self.data,
+            "figures": {name: list(pair) for name, pair in self.figures.items()},
+            "not_comparable": self.not_comparable,
+        }
+
+    def rows(self) -> list[tuple[str, str]]:
+        """What differs, as (what, words)."""
+        lanes = [
+            f"{lane} {_signed(now - before)} ms ({rounded(before)} -> {rounded(now)})"
+            for lane, (before, now) in self.lanes.items()
+        ]
+        figures = [
+            f"{name} {rounded(a, 4)} -> {rounded(b, 4)}"
+            for name, (a, b) in self.figures.items()
+            if a != b
+        ]
+        rows = [
+            ("lanes", lanes),
+            ("Recipe", self.recipe),
+            ("job", self.job),
+            ("machine", self.machine),
+            ("versions", self.versions),
+            ("data", self.data),
+            ("figures", figures),
+        ]
+        return [(name, " · ".join(words)) for name, words in rows if words]
+
+    def lines(self) -> list[str]:
+        """The text, no wider than 80 columns."""
+        found = [f"{self.b_name} against {self.a_name}"]
+        speeds = f"  {self.speeds}" if self.speeds else ""
+        found += wrap(
+            f"{self.verdict}{speeds}", _WIDTH, initial_indent="  ", subsequent_indent="  "
+        )
+        rows = self.rows()
+        for name, words in rows:
+            indent = " " * (_LABEL + 2)
+            found += wrap(f"  {name:{_LABEL}}{words}", _WIDTH, subsequent_indent=indent)
+        if not rows and self._both:
+            found.append("  nothing else differs")
+        if self.rest_not_comparable:
+            found.append("  not comparable")
+            for line in self.rest_not_comparable:
+                found += wrap(line, _WIDTH, initial_indent="    ", subsequent_indent="      ")
+        return found
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Several runs, each against the first.
+
+    Attributes:
+        runs: as they were named.
+        pairs: of all but the first.
+    """
+
+    runs: Sequence[SeenRun]
+    pairs: Sequence[Pair]
+
+    @classmethod
+    def of(cls, paths: Sequence[str | os.PathLike[str]]) -> Comparison:
+        """Read and compare runs.
+
+        Raises:
+            FlatoutError: a folder is missing or no run's, or one run is named twice.
+        """
+        runs = [SeenRun.read(path) for path in paths]
+        for number, run in enumerate(runs):
+            for other in runs[:number]:
+                if os.path.samefile(run.path, other.path):
+                    raise FlatoutError(
+                        "a run was named twice: compared with itself it differs in nothing",
+                        where=str(run.path),
+                        do="name two runs; flatout runs lists those below a folder",
+                    )
+        names = names_of(runs)
+        noise, noise_of = _noise(runs)
+        pairs = [
+            Pair(runs[0], run, names[0], name, *_at_least(noise, noise_of, runs[0], run))
+            for run, name in zip(runs[1:], names[1:], strict=True)
+        ]
+        return cls(runs, pairs)
+
+    def lines(self) -> list[str]:
+        """The text, no wider than 80 columns."""
+        found: list[str] = []
+        for pair in self.pairs:
+            found += [*pair.lines(), ""]
+        whence = dict.fromkeys(f"noise: {pair.noise_of}" for pair in self.pairs if pair.ratio)
+        for words in whence:
+            found += wrap(words, _WIDTH, subsequent_indent="  ")
+        for run in self.runs:
+            found += run.problems
+        return found if found[-1] else found[:-1]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "first": str(self.runs[0].path),
+            "runs": [pair.as_dict() for pair in self.pairs],
+            "problems": [line for run in self.runs for line in run.problems],
+        }
+
+    def fails(self, limit: Limit) -> list[str]:
+        """A line for each run that is so much slower than the first, noise included.
+
+        Args:
+            limit: the whole interval must lie beyond it.
+
+        Raises:
+            FlatoutError: a run's speed says nothing, as where it is of another machine.
+        """
+        found = []
+        for pair in self.pairs:
+            why = pair.why_no_speed or (
+                f"of another machine ({pair.other_machine})" if pair.other_machine else ""
+            )
+            if pair.ratio is None or why:
+                raise FlatoutError(
+                    f"--fail-if: {pair.b_name} cannot be judged: {why}",
+                    do="compare runs of one job and machine, of 40 steps or more",
+                )
+            if pair.ratio.low > 1 + limit.slower:
+                words = _change(pair.ratio, "slower")
+                found.append(f"{pair.b_name} is {words}, allowed were {_percent(limit.slower)}")
+        return found
+
+
+def _noise(runs: Sequence[SeenRun]) -> tuple[float, str]:
+    """By how much runs with the first one's settings differ, and from what that is known."""
+    first = runs[0]
+    if first.profile is None or not first.step_ms:
+        return FLOOR, f"{_percent(FLOOR)} is what two processes of the same job may differ by"
+    alike = [first, *(run for run in _beside(runs) if _is_alike(first.profile, run))]
+    medians = [float(np.median(run.step_ms)) for run in alike]
+    spread = max(medians) / min(medians) - 1
+    if len(medians) < _FEWEST_ALIKE and spread < FLOOR:
+        return FLOOR, (
+            f"{_percent(FLOOR)} is what two processes of the same job may differ by; measured "
+            f"once there are {_FEWEST_ALIKE} runs with the first one's settings beside it"
+        )
+    if len(medians) >= _FEWEST_ALIKE:
+        deviation = float(np.std(np.log(medians), ddof=1))
+        spread = math.expm1(student_t(len(medians) - 1) * deviation * math.sqrt(2))
+    return spread, f"{counted(len(alike), 'run')} with the first one's settings beside it"
+
+
+def _at_least(noise: float, noise_of: str, a: SeenRun, b: SeenRun) -> tuple[float, str]:
+    """No less than what either has measured of itself."""
+    own = [run.profile.steps.noise for run in (a, b) if run.profile is not None]
+    most = max((one for one in own if one is not None), default=0.0)
+    return (most, "what a run has measured of itself (A/A)") if most > noise else (noise, noise_of)
+
+
+def _beside(runs: Sequence[SeenRun]) -> list[SeenRun]:
+    """Runs in the first one's folder that are not compared, the newest."""
+    named = [os.path.realpath(run.path) for run in runs]
+    folder = Path(named[0]).parent
+    files = [
+        file for file in folder.glob(f"*/{NAME}") if os.path.realpath(file.parent) not in named
+    ]
+    files.sort(key=lambda file: -file.stat().st_mtime)
+    found = []
+    for file in files[:_MOST_BESIDE]:
+        try:
+            found.append(SeenRun(file.parent, Profile.read(file)))
+        except FlatoutError:  # of another version, or damaged: it tells nothing
+            continue
+    return found
+
+
+def _is_alike(first: Profile, run: SeenRun) -> bool:
+    other = run.profile
+    if other is None or len(run.step_ms) < FEWEST_STEPS:
+        return False
+    return all(
+        of(first) == of(other)
+        for of in (
+            _job,
+            _machine,
+            _versions,
+            lambda one: (one.recipe or {}).get("values"),
+            lambda one: (one.data or {}).get("digest"),
+            lambda one: one.steps.batch_size,
+        )
+    )
+
+
+def _lanes(profile: Profile) -> dict[str, float]:
+    """Ms per step, the mean of all ranks: of steady steps the medians, of the rest the means."""
+    found = {}
+    for lane in LANES:
+        found[lane] = mean(
+            rank.quantiles_ms[lane][2] if lane in rank.quantiles_ms else rank.lanes_ms.get(lane, 0)
+            for rank in profile.ranks
+        )
+    return found
+
+
+def _recipe(run: SeenRun) -> dict[str, Any]:
+    found = run.history.get("recipe") if run.profile is None else run.profile.recipe
+    return dict(found["values"]) if found else {}
+
+
+def _job(profile: Profile) -> dict[str, Any]:
+    model = {f"model {name}": value for name, value in profile.model.items()}
+    world = {"ranks": profile.world.get("size"), "hosts": profile.world.get("nodes")}
+    sizes = {"batch": profile.steps.batch_size}
+    return {"kind": profile.kind, **model, **world, **sizes, **profile.job}
+
+
+def _machine(profile: Profile) -> dict[str, Any]:
+    machine = profile.ranks[0].machine
+    return {name: value for name, value in machine.items() if name not in _SOFTWARE}
+
+
+def _versions(profile: Profile) -> dict[str, Any]:
+    machine = profile.ranks[0].machine
+    return {**profile.versions, "libc": machine.get("libc")}
+
+
+def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{name} {_short(said(a.get(name)))} -> {_short(said(b.get(name)))}"
+        for name in dict.fromkeys([*a, *b])
+        if plain(a.get(name)) != plain(b.get(name))
+    ]
+
+
+def _is_of_other(fact: str, figure: str) -> bool:
+    """Whether a fact is of figures of the other kind: validation's, or training's."""
+    if fact == "validation data":
+        return not figure.startswith("val_")
+    return False
+
+
+def _model_words(profile: Profile) -> str:
+    return f"{profile.model['name']} of {count_words(profile.model['parameters'])} parameters"
+
+
+def _short(words: Any) -> str:
+    text = str(words)
+    return text if len(text) <= 60 else f"{text[:59]}…"
+
+
+def _change(ratio: Interval, word: str) -> str:
+    """ "12% slower [10,14]"; from twice on "takes 2.30 times as long [2.21,2.41]"."""
+    if ratio.mid >= 2:
+        how = "takes {:.2f} times as long" if word == "slower" else "{:.2f} times as fast"
+        return f"{how.format(ratio.mid)} [{ratio.low:.2f},{ratio.high:.2f}]"
+    low, mid, high = (100 * (end - 1) for end in ratio)
+    digits = 1 if mid < 9.95 else 0
+    return f"{mid:.{digits}f}% {word} [{low:.{digits}f},{high:.{digits}f}]"
+
+
+def _percent(share: float) -> str:
+    return f"{rounded(100 * share, 2)}%"
+
+
+def _signed(ms: float) -> str:
+    return f"{'+' if ms > 0 else '-'}{rounded(abs(ms))}"

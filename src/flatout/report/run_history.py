@@ -1,0 +1,153 @@
+"""All runs below a folder, the newest last.
+
+    History.below("runs").table()
+
+Each run folder has its own history, lines of JSON that are only ever appended to; so there is no
+server, and nothing to lock. Folders of checkpoints are not looked into.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from flatout.errors import FlatoutError
+from flatout.measure.profile import RUNS
+from flatout.report.run import Life, lives_of
+from flatout.words import count_words, counted, duration, rounded
+
+SHOWN = 20
+"""Runs of a table; `--json` has all."""
+
+# Folders of a run that hold none.
+_NOT_RUNS = {"checkpoints"}
+# The figure that a line shows, the first of these that there is.
+_FIGURES = ("val_accuracy", "val_auc", "val_loss", "accuracy", "auc", "loss")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One time that a job ran.
+
+    Attributes:
+        run: its folder, below the one that was asked for.
+        life: when it began and how it ended.
+    """
+
+    run: str
+    life: Life
+
+    @property
+    def began(self) -> float:
+        """In Unix seconds; 0 where the line does not tell."""
+        time = self.life.began.get("time")
+        return float(time) if isinstance(time, int | float) else 0.0
+
+    @property
+    def figure(self) -> tuple[str, float] | None:
+        """What was learned, in one number."""
+        figures = (self.life.ended or {}).get("figures") or {}
+        for name in _FIGURES:
+            if isinstance(figures.get(name), int | float):
+                return name, float(figures[name])
+        return None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        ended = dict(self.life.ended or {})
+        took = ended["time"] - self.began if "time" in ended else None
+        for name in ("event", "id", "time"):
+            ended.pop(name, None)
+        known = {name: v for name, v in self.life.began.items() if name not in ("event", "time")}
+        return {"run": self.run, "began": self.began, "seconds": took, **known, **ended} | {
+            "state": self.life.state
+        }
+
+    def cells(self) -> list[str]:
+        """A line of the table."""
+        ended = self.life.ended or {}
+        rate, took = ended.get("samples_per_s"), ended.get("time")
+        figure = self.figure
+        return [
+            self.run,
+            datetime.fromtimestamp(self.began).strftime("%m-%d %H:%M"),
+            self.life.state,
+            "" if not isinstance(took, int | float) else duration(max(0.0, took - self.began)),
+            str(ended.get("steps", "")),
+            count_words(rate) if isinstance(rate, int | float) else "",
+            "" if figure is None else f"{figure[0]} {rounded(figure[1], 4)}",
+        ]
+
+
+@dataclass(frozen=True)
+class RunHistory:
+    """Runs in the order in which they began.
+
+    Attributes:
+        folder: that was looked into.
+        rows: of all that were found.
+    """
+
+    folder: str
+    rows: list[Row]
+
+    @classmethod
+    def below(cls, folder: str | os.PathLike[str]) -> RunHistory:
+        """Look for runs.
+
+        Raises:
+            FlatoutError: there is no such folder, or no run in it.
+        """
+        root = Path(folder)
+        if not root.is_dir():
+            raise FlatoutError(
+                "expected a folder with runs, found none",
+                where=str(folder),
+                do="flatout runs FOLDER; runs write below what Trainer(..., run=...) was given",
+            )
+        rows = [
+            Row(os.path.relpath(path, root), life)
+            for path in _folders(root)
+            for life in lives_of(path)
+        ]
+        if not rows:
+            raise FlatoutError(
+                "no run has left its history below this folder",
+                where=str(folder),
+                do="train with Trainer(..., run=...) or Loop(run=...), or name another folder",
+            )
+        return cls(str(folder), sorted(rows, key=lambda row: row.began))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data: all of them."""
+        return {"folder": self.folder, "runs": [row.as_dict() for row in self.rows]}
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+        table.add_column("run", overflow="fold")
+        for header in ("began", "state"):
+            table.add_column(header, no_wrap=True)
+        for header in ("took", "steps", "samples/s"):
+            table.add_column(header, justify="right", no_wrap=True)
+        table.add_column("", no_wrap=True)
+        shown = self.rows[-SHOWN:]
+        for row in shown:
+            table.add_row(*map(Text, row.cells()))
+        yield table
+        if len(shown) < len(self.rows):
+            yield Text(f"the newest of {counted(len(self.rows), 'run')}; --json has all", "dim")
+
+
+def _folders(root: Path) -> Iterator[Path]:
+    for path, folders, files in os.walk(root):
+        folders[:] = sorted(one for one in folders if one not in _NOT_RUNS)
+        if RUNS in files:
+            yield Path(path)

@@ -1,0 +1,323 @@
+"""A run, or several over each other, as one HTML file that loads nothing from elsewhere.
+
+    Path("report.html").write_text(run_page([SeenRun.read("runs/today")]), encoding="utf-8")
+
+Whatever comes from a run, such as names and paths, is escaped; besides, the page forbids itself
+scripts and the network.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from flatout.measure import Profile
+from flatout.report.curves import Chart, Line, chart, color_of
+from flatout.report.page import LANE_WORDS, Trial
+from flatout.report.pictures import Bar, LaneRow, forest, lane_bars, lane_rows
+from flatout.report.run import SeenRun, names_of
+from flatout.report.run_comparison import Comparison, Pair
+from flatout.report.templates import plain, template
+from flatout.train import words_of
+from flatout.words import count_words, counted, duration, rounded, size_words
+
+# Figures that are drawn, the loss first.
+_MOST_CURVES = 8
+# Waiting for input or others, as a share of a step, from which on it is a danger to speed.
+_WAITS = 0.25
+
+
+@dataclass(frozen=True)
+class _Lanes:
+    bars: list[Bar]
+    rows: list[LaneRow]
+    count: int
+
+
+@dataclass(frozen=True)
+class _Decision:
+    field: str
+    value: str
+    reason: str
+    measured: str
+
+
+def run_page(runs: Sequence[SeenRun], comparison: Comparison | None = None) -> str:
+    """Return runs as an HTML page.
+
+    Args:
+        runs: one, or several whose curves are drawn over each other.
+        comparison: of these runs, where there are several.
+    """
+    names = names_of(runs)
+    only = runs[0] if len(runs) == 1 else None
+    profile = only.profile if only else None
+    trials = list(_trials(only)) if only else []
+    pairs: Sequence[Pair] = comparison.pairs if comparison else ()
+    return template("run.html.jinja").render(
+        title=" and ".join(names),
+        sentence=sentence(only) if only else _verdicts(pairs),
+        command=shlex.join(profile.command) if profile else "",
+        soft=[line for run in runs for line in (*_soft(run), *run.problems)]
+        if only
+        else [line for run in runs for line in run.problems],
+        dangers=[
+            f"{name}: {line}" if len(runs) > 1 else line
+            for run, name in zip(runs, names, strict=True)
+            for line in dangers(run)
+        ],
+        pairs=pairs,
+        trained=[
+            ("What was trained" if only else name, list(facts(run)))
+            for run, name in zip(runs, names, strict=True)
+        ],
+        lanes_of=[
+            ("" if only else name, _lanes(run.profile))
+            for run, name in zip(runs, names, strict=True)
+            if run.profile is not None
+        ],
+        lane_words=LANE_WORDS,
+        legend=[(name, color_of(number)) for number, name in enumerate(names)],
+        curves=_curves(runs, names),
+        uses=_uses(runs, names),
+        decisions=list(_decisions(only)) if only else [],
+        trials=trials,
+        forest=forest([one.ratio for one in trials], [one.floor for one in trials]),
+        notes=profile.notes if profile else [],
+        environment=list(_environment(profile)) if profile else [],
+    )
+
+
+def sentence(run: SeenRun) -> str:
+    """Return a run in one plain sentence."""
+    words = run.state_words
+    rate = run.samples_per_s
+    speed = "" if rate is None else f"{count_words(rate.mid)} samples/s"
+    profile = run.profile
+    if profile is None:
+        return f"The run {words}"
+    steps = counted(profile.steps.last - profile.steps.first + 1, "step")
+    what = f"{profile.model['name']} trained {steps}"
+    if run.epochs:
+        what += f", {counted(len(run.epochs), 'epoch')}"
+    if speed and rate is not None:
+        what += f", at {speed} [{count_words(rate.low)}, {count_words(rate.high)}]"
+    return f"{what}; it {words}" if words else what
+
+
+def dangers(run: SeenRun) -> list[str]:
+    """Return what endangers a run's result or its speed, a line each."""
+    found = []
+    if run.state in ("killed", "failed"):
+        found.append(f"The run {run.state_words}.")
+    if run.profile is None:
+        return found
+    found += _losses(run)
+    rows = lane_rows({one.rank: dict(one.lanes_ms) for one in run.profile.ranks})
+    for row in rows:
+        if row.lane in ("input", "sync", "idle") and row.share > _WAITS:
+            found.append(f"{row.share:.0%} of a step is {LANE_WORDS[row.lane]}.")
+    loud = ("held the training back", "needs", "left out", "not finite", "no room")
+    found += [note for note in run.profile.notes if any(word in note for word in loud)]
+    return list(dict.fromkeys(found))
+
+
+def _losses(run: SeenRun) -> Iterator[str]:
+    for curve in run.curves:
+        values = [value for _, _, value in curve.points]
+        if not curve.name.endswith("loss") or len(values) < 3:
+            continue
+        least = min(values)
+        if curve.name.startswith("val_") and values[-1] > 1.1 * least > 0:
+            yield (
+                f"{curve.name} was {rounded(least, 4)} at best and is {rounded(values[-1], 4)} at "
+                "the end: the model fits the training data more and other data less."
+            )
+        elif not curve.name.startswith("val_") and values[-1] > 1.5 * values[0] > 0:
+            yield f"{curve.name} grew from {rounded(values[0], 4)} to {rounded(values[-1], 4)}."
+
+
+def _verdicts(pairs: Sequence[Pair]) -> str:
+    return "; ".join(
+        f"{pair.b_name} is {pair.verdict}" if pair.ratio else f"{pair.b_name}: {pair.verdict}"
+        for pair in pairs
+    )
+
+
+def _soft(run: SeenRun) -> Iterator[str]:
+    yield str(run.path)
+    profile = run.profile
+    if profile is not None and profile.resumed is not None:
+        at = profile.resumed
+        yield (
+            f"It went on from {at.checkpoint} (step {at.step:,}, epoch {at.epoch + 1}); figures "
+            "are of what came after"
+        )
+    if len(run.lives) > 1:
+        began = [_when(life.began.get("time")) for life in run.lives]
+        yield f"Jobs ran in this folder {len(began)} times, since {began[0]}"
+
+
+def facts(run: SeenRun) -> Iterator[tuple[str, str]]:
+    """Yield what was trained, as (what, words)."""
+    profile = run.profile
+    if profile is None:
+        for name, value in run.figures.items():
+            yield name, rounded(value, 4)
+        return
+    model = profile.model
+    frozen = model["parameters"] - model["trained"]
+    rest = f", {count_words(frozen)} of them frozen" if frozen else ""
+    yield "model", f"{model['name']}, {count_words(model['parameters'])} parameters{rest}"
+    if profile.data is not None:
+        yield "data", _data_words(profile.data)
+    for name in ("loss", "metrics", "optimizer 1", "scheduler", "epochs", "seed"):
+        if profile.job.get(name) not in (None, "none"):
+            yield name, profile.job[name]
+    world = profile.world
+    if world["size"] > 1:
+        hosts = f" on {counted(world['nodes'], 'host')}" if world["nodes"] > 1 else ""
+        yield "ranks", f"{world['size']}{hosts}, {world['strategy']}"
+    steps = profile.steps
+    numbers = f"{steps.first:,} to {steps.last:,}"
+    size = "" if steps.batch_size is None else f", {rounded(steps.batch_size)} samples each"
+    yield "steps", f"{numbers}{size}"
+    for name, value in run.figures.items():
+        yield name, rounded(value, 4)
+    yield (
+        "time",
+        (
+            f"start {duration(profile.startup_s)}, evaluation {duration(profile.evaluation_s)}, "
+            f"saving {duration(profile.saving_s)}, in all "
+            f"{duration(profile.written - profile.began + profile.startup_s)}"
+        ),
+    )
+    yield from _traffic(profile)
+    yield "began", _when(profile.began)
+
+
+def _traffic(profile: Profile) -> Iterator[tuple[str, str]]:
+    could, size = profile.input.get("samples_per_s"), profile.input.get("bytes_per_sample")
+    parts = [f"could give {count_words(could)} samples/s"] if could else []
+    parts += [f"{size_words(size)} a sample in batches"] if size else []
+    if parts:
+        yield "input", ", ".join(parts)
+    sent = profile.communication
+    if buckets := sent.get("buckets"):
+        last = max(one["ready_ms"] for one in buckets)
+        whole = sum(one["bytes"] for one in buckets)
+        words = (
+            f"{counted(len(buckets), 'bucket')} of {size_words(whole)}, ready {rounded(last)} ms "
+        )
+        yield "gradients", f"{words}after the backward began, by {sent.get('reduction')}"
+    if sparse := sent.get("sparse_bytes_per_step"):
+        yield "sparse rows", f"{size_words(sparse)} a step from this rank"
+
+
+def _data_words(data: dict[str, Any]) -> str:
+    parts = [str(data["words"])]
+    if data.get("files"):
+        size = f", {size_words(data['bytes'])}" if data.get("bytes") else ""
+        parts.append(f"{counted(data['files'], 'file')}{size}")
+    if data.get("newest"):
+        parts.append(f"newest {_when(data['newest'])}")
+    return " · ".join(parts)
+
+
+def _lanes(profile: Profile) -> _Lanes:
+    by_rank = {one.rank: dict(one.lanes_ms) for one in profile.ranks}
+    return _Lanes(lane_bars(by_rank), lane_rows(by_rank), len(by_rank))
+
+
+def _curves(runs: Sequence[SeenRun], names: Sequence[str]) -> list[tuple[Chart, Chart | None]]:
+    """Each figure by samples and by time, validation's dashed over training's."""
+    found: dict[str, list[tuple[Line, Line]]] = {}
+    for number, run in enumerate(runs):
+        for curve in run.curves:
+            stem = curve.name.removeprefix("val_")
+            name = curve.name if len(runs) == 1 else f"{names[number]} {curve.name}"
+            by_samples = [(samples, value) for samples, _, value in curve.points]
+            by_time = [(seconds, value) for _, seconds, value in curve.points]
+            # Of one run, the two are told apart by color as well.
+            color = number if len(runs) > 1 else int(stem != curve.name)
+            lines = tuple(
+                Line(name, points, color, stem != curve.name) for points in (by_samples, by_time)
+            )
+            found.setdefault(stem, []).append((lines[0], lines[1]))
+    drawn = []
+    for stem in sorted(found, key=lambda one: (one != "loss", "loss" not in one))[:_MOST_CURVES]:
+        first = chart(f"{stem} by samples", [a for a, _ in found[stem]], x_is="samples")
+        second = chart(f"{stem} by time", [b for _, b in found[stem]], x_is="seconds")
+        if first is not None:
+            drawn.append((first, second))
+    return drawn
+
+
+def _uses(runs: Sequence[SeenRun], names: Sequence[str]) -> list[Chart]:
+    """What the first ranks have used over time."""
+    wanted = (
+        ("cpus", "CPUs in use", 1.0, ""),
+        ("machine", "CPUs of the machine that are busy", 100.0, "%"),
+        ("memory_bytes", "resident memory", 1e-9, " GB"),
+        ("gpu", "GPU busy", 100.0, "%"),
+        ("gpu_memory_bytes", "GPU memory", 1e-9, " GB"),
+    )
+    found = []
+    for column, title, factor, unit in wanted:
+        lines = []
+        for number, run in enumerate(runs):
+            use = run.profile.ranks[0].use if run.profile is not None else {}
+            pairs = zip(use.get("seconds", ()), use.get(column, ()), strict=False)
+            points = [(x, factor * y) for x, y in pairs if x is not None and y is not None]
+            lines.append(Line(names[number], points, number, is_stepped=True))
+        drawn = chart(title, lines, x_is="seconds", from_zero=True, unit=unit)
+        if drawn is not None:
+            found.append(drawn)
+    return found
+
+
+def _decisions(run: SeenRun) -> Iterator[_Decision]:
+    recipe = (run.profile.recipe if run.profile is not None else run.history.get("recipe")) or {}
+    for field, reason in (recipe.get("reasons") or {}).items():
+        measured = str((recipe.get("measured") or {}).get(field) or "")
+        yield _Decision(field, plain(recipe["values"].get(field)), str(reason), measured)
+
+
+def _trials(run: SeenRun) -> Iterator[Trial]:
+    """What was measured on the run's own steps, from its history."""
+    for one in (run.history.get("tuning") or {}).get("trials", ()):
+        changed = {field: v for field, v in one["b"].items() if one["a"].get(field) != v}
+        steps = f"steps {one['first']:,} to {one['last']:,}"
+        yield Trial(
+            name=words_of(changed),
+            group="",
+            ratio=(one["low"], one["ratio"], one["high"]),
+            floor=one["floor"],
+            parity="",
+            loss=steps,
+            verdict="kept" if one["chosen"] == "b" else "not kept",
+        )
+
+
+def _environment(profile: Profile) -> Iterator[tuple[str, str]]:
+    first = profile.ranks[0]
+    yield "host", ", ".join(dict.fromkeys(one.host for one in profile.ranks))
+    yield "device", f"{first.device}, {counted(first.threads, 'thread')}"
+    for name, value in first.machine.items():
+        if name not in profile.versions and value not in ([], None, ""):
+            yield name.replace("_", " "), plain(value)
+    for name, value in profile.versions.items():
+        yield name, value
+    if profile.network is not None:
+        rate = profile.network.get("mbit_per_s")
+        speed = f", {rate:,} Mbit/s" if rate else ", rate unknown"
+        yield "network", f"{profile.network.get('interface')}{speed}"
+
+
+def _when(seconds: Any) -> str:
+    if not isinstance(seconds, int | float):
+        return "unknown"
+    return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M")

@@ -1,0 +1,54 @@
+"""The templates of pages: what is put into them is escaped, and they load nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from flatout.doctor import docs_page
+from flatout.words import counted, rounded
+
+if TYPE_CHECKING:
+    from jinja2 import Environment, Template
+
+
+def template(name: str) -> Template:
+    """Return one by the name of its file."""
+    return _environment().get_template(name)
+
+
+@cache
+def _environment() -> Environment:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("flatout", "report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(ms=rounded, plain=plain, counted=counted, percent=_percent)
+    environment.filters["docs"] = _docs
+    return environment
+
+
+def plain(value: Any) -> str:
+    """Return nested plain data on one line."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {plain(one)}" for name, one in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(map(plain, value))
+    if isinstance(value, float):
+        return rounded(value, 4)
+    return "unknown" if value is None else str(value)
+
+
+def _docs(name: str) -> str:
+    # As words: the page has no links, since what it shows comes from the script.
+    return docs_page(name).removeprefix("https://")
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}" if share >= 0.01 else f"{share:.2%}"

@@ -1,0 +1,151 @@
+"""The page of runs: what it says, what it must never let in, and how a browser lays it out."""
+
+from dataclasses import replace
+
+import pytest
+from report_runs import epoch, make_run, profile
+from test_report_page import HOSTILE, Parsed, browse, without_policy
+
+from flatout.errors import FlatoutError
+from flatout.report import Report
+from flatout.report.curves import HEIGHT, Line, chart
+from flatout.report.run_page import dangers, run_page
+
+
+def written(*folders):
+    report = Report([str(folder) for folder in folders])
+    return run_page(report.runs, report.comparison)
+
+
+def hostile(folder):
+    """A run in which every name wants to be more."""
+    made = profile()
+    rank = replace(made.ranks[0], host=HOSTILE, device=HOSTILE, machine={"cpu": HOSTILE})
+    return make_run(
+        folder,
+        replace(
+            made,
+            run=HOSTILE,
+            command=[HOSTILE],
+            state="failed",
+            error=HOSTILE,
+            model={**made.model, "name": HOSTILE},
+            job={"loss": HOSTILE, "optimizer 1": HOSTILE, HOSTILE: HOSTILE},
+            data={**made.data, "words": HOSTILE},
+            recipe={
+                "summary": HOSTILE,
+                "values": {HOSTILE: HOSTILE},
+                "reasons": {HOSTILE: HOSTILE},
+                "measured": {HOSTILE: HOSTILE},
+            },
+            versions={"torch": HOSTILE},
+            ranks=[rank],
+            epochs=[{**epoch(n, 1.0, 1.0), HOSTILE: float(n)} for n in (1, 2)],
+            notes=[HOSTILE],
+        ),
+    )
+
+
+def test_the_page_of_a_run_says_what_was_trained_and_why(tmp_path):
+    found = Parsed(written(make_run(tmp_path / "a")))
+    for words in (
+        "Net trained 400 steps, 2 epochs, at 1,6",
+        "Net, 1.2M parameters",
+        "cross_entropy",
+        "loss by samples",
+        "loss by time",
+        "CPUs in use",
+        "resident memory",
+        "compute.precision bf16 1.50x [1.45,1.55]",
+        "auto: bf16: 1.50x faster than plain",
+        "torch 2.13.0",
+    ):
+        assert words in found.words, words
+    assert not [tag for tag, _ in found.tags if tag in ("script", "link", "img", "a", "iframe")]
+
+
+def test_pages_of_several_draw_their_curves_over_each_other(tmp_path):
+    found = Parsed(written(make_run(tmp_path / "a"), make_run(tmp_path / "b", ms=60.0)))
+    assert "b is 50% slower [" in found.words
+    assert "b against a" in found.words
+    lines = [attributes["class"] for tag, attributes in found.tags if tag == "polyline"]
+    assert lines.count("a") == lines.count("b") >= 4
+    assert lines.count("a dashed") == lines.count("b dashed") == 2  # val_loss by both
+
+
+def test_nothing_of_a_run_becomes_markup(tmp_path):
+    name = "<script>window.hacked = 1<script>"
+    for page in (
+        written(hostile(tmp_path / name)),
+        written(hostile(tmp_path / "b" / name), hostile(tmp_path / "b" / "&amp;<img src=x>")),
+    ):
+        found = Parsed(page)
+        assert not [tag for tag, _ in found.tags if tag in ("script", "img")]
+        assert "49" not in found.words.replace("149", "")  # {{ 7 * 7 }} stays as it is
+        assert "{{ 7 * 7 }}" in found.words
+
+
+def test_a_run_of_which_little_is_left_has_a_page_too(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "recipe.toml").write_text("")
+    assert "has no Profile" in Parsed(written(tmp_path / "a")).words
+    made = replace(profile(), epochs=[], notes=[], recipe=None, data=None, input={})
+    made = replace(made, steps=replace(made.steps, step_ms=[], steady=0, batch_size=None))
+    assert (
+        "Net trained 400 steps" in Parsed(written(make_run(tmp_path / "b", made, log=False))).words
+    )
+
+
+def test_dangers_are_told(tmp_path):
+    made = replace(profile(), epochs=[epoch(1, 0.9, 0.8), epoch(2, 0.5, 0.7), epoch(3, 0.1, 1.0)])
+    lanes = {**made.ranks[0].lanes_ms, "input": 40.0}
+    made = replace(made, ranks=[replace(made.ranks[0], lanes_ms=lanes)])
+    (run,) = Report([str(make_run(tmp_path / "a", made, log=False))]).runs
+    found = dangers(run)
+    assert any("val_loss was 0.7 at best and is 1 at the end" in one for one in found)
+    assert any("51% of a step is waiting for input" in one for one in found)
+    (calm,) = Report([str(make_run(tmp_path / "b"))]).runs
+    assert dangers(calm) == []
+
+
+def test_a_page_that_cannot_be_written_is_told(tmp_path):
+    a = make_run(tmp_path / "a")
+    with pytest.raises(FlatoutError, match="cannot write the page"):
+        Report([str(a)]).write(tmp_path / "none" / "page.html")
+    assert Report([str(a)]).write(None) == a / "report.html"
+    assert Report([str(a), str(make_run(tmp_path / "b"))]).write(None) is None
+
+
+def test_a_chart_has_round_ticks_and_keeps_peaks():
+    points = [(float(x), 0.0) for x in range(10_000)]
+    points[5_003] = (5_003.0, 7.3)
+    found = chart("cpus", [Line("a", points)], x_is="seconds", from_zero=True)
+    (_, _, _, words) = found.lines[0]
+    assert len(words.split()) < 600
+    heights = [float(point.partition(",")[2]) for point in words.split()]
+    assert min(heights) == pytest.approx(HEIGHT * (1 - 7.3 / 8), abs=0.1)
+    assert [words for _, words in found.y_ticks] == ["0", "2", "4", "6", "8"]
+    assert found.x_ticks[0] == (0.0, "0s")
+    by_powers = chart("loss", [Line("a", [(0, 1000.0), (1, 0.1)])], x_is="samples")
+    assert by_powers.title == "loss, by powers"
+    assert [words for _, words in by_powers.y_ticks] == ["0.1", "1", "10", "100", "1,000"]
+    assert chart("loss", [Line("a", [(0, float("nan")), (1, 1.0)])], x_is="samples") is None
+    flat = chart("loss", [Line("a", [(0, 2.0), (1, 2.0)])], x_is="samples")
+    assert all(0 <= top <= HEIGHT for top, _ in flat.y_ticks)
+
+
+def test_a_browser_shows_it_on_a_phone_and_on_a_screen(tmp_path):
+    one = make_run(tmp_path / "a")
+    long = make_run(tmp_path / ("b" * 120), ms=60.0)
+    pages = [
+        (written(one), 360),
+        (written(one, long), 360),
+        (written(one, long), 1200),
+        (without_policy(written(hostile(tmp_path / "c"))), 360),
+    ]
+    for seen, (_, width) in zip(browse(tmp_path, pages), pages, strict=True):
+        assert seen["client"] == seen["scroll"] == width
+        assert seen["outside"] == []
+        assert seen["overlaps"] == []
+        assert seen["loaded"] == 0
+        assert not seen["hacked"]
