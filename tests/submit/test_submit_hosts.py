@@ -45,7 +45,7 @@ TRAIN = """
     trainer = flatout.Trainer(model, lr=0.01, allow="exact")
     trainer.fit((x, y), batch_size=10, epochs=2, callbacks=[Slow()])
     trainer.save(sys.argv[1])
-    print(trainer.world(), os.environ.get("GLOO_SOCKET_IFNAME"), flush=True)
+    print(f"{trainer.world()} {os.environ.get('GLOO_SOCKET_IFNAME')}\\n", end="", flush=True)
 """
 
 

@@ -11,7 +11,8 @@ The files, in the job's folder on that host, NAME being the node's:
 
 from __future__ import annotations
 
-from flatout.submit import shell
+import shlex
+
 from flatout.submit.states import JobState, State
 
 ABSENT = "it was never started"
@@ -38,15 +39,15 @@ def start(script: str, name: str) -> str:
 
     The script gets the number that its name ends with, and the line that the command reads.
     """
-    log = shell.quoted(f"{name}.log")
+    log = shlex.quote(f"{name}.log")
     number = name.rpartition("-")[2]
-    run = f"setsid nohup bash {shell.quoted(script)} {number}"
+    run = f"setsid nohup bash {shlex.quote(script)} {number}"
     return f'IFS= read -r line; printf "%s\\n" "$line" | {run} >> {log} 2>&1 & echo started'
 
 
 def read(name: str, follow: bool) -> str:
     """A command of sh that prints the log, and with `follow` what comes until the job has ended."""
-    log, pid, code = (shell.quoted(f"{name}.{kind}") for kind in ("log", "pid", "exit_code"))
+    log, pid, code = (shlex.quote(f"{name}.{kind}") for kind in ("log", "pid", "exit_code"))
     if not follow:
         return f"cat {log}"
     wait = f"until [ -e {pid} ]; do sleep 0.2; done"
@@ -58,7 +59,7 @@ def read(name: str, follow: bool) -> str:
 def ask(name: str) -> str:
     """A command of sh that prints what has become of it, in one line."""
     lock, code, canceled, begun = (
-        shell.quoted(f"{name}.{kind}") for kind in ("lock", "exit_code", "canceled", "begun")
+        shlex.quote(f"{name}.{kind}") for kind in ("lock", "exit_code", "canceled", "begun")
     )
     return (
         f"if [ ! -e {begun} ]; then echo absent; "
@@ -73,7 +74,7 @@ def ask(name: str) -> str:
 
 def stop(name: str) -> str:
     """A command of sh that sends the stop signal to what still runs."""
-    lock, pid, canceled = (shell.quoted(f"{name}.{k}") for k in ("lock", "pid", "canceled"))
+    lock, pid, canceled = (shlex.quote(f"{name}.{k}") for k in ("lock", "pid", "canceled"))
     return (
         f"touch {canceled}; while ! flock -n {lock} true; do "
         f"if [ -e {pid} ]; then kill -TERM $(cat {pid}); break; fi; sleep 0.1; done"

@@ -6,6 +6,7 @@ mpirun is started on this machine and goes to the hosts by itself. They must see
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,7 +52,7 @@ class Mpi:
         missing = [one for one in ("bash", "setsid", "flock") if shutil.which(one) is None]
         program = _program(job)
         answer = ask([program, "--version"])
-        found = "openmpi" if "Open MPI" in answer.output else "mpich"
+        found = "mpich" if "HYDRA" in answer.output else "openmpi"
         if answer.code != 0:
             missing.append(f"{program}: {answer.last_words}; Debian has openmpi-bin and mpich")
         elif found != _kind(job):
@@ -165,4 +166,4 @@ def _id(folder: Path, key: str) -> str:
 
 
 def _here(folder: Path, command: str) -> Answer:
-    return ask(["sh", "-c", f"cd {shell.quoted(os.fspath(folder))} && {{ {command}; }}"])
+    return ask(["sh", "-c", f"cd {shlex.quote(os.fspath(folder))} && {{ {command}; }}"])

@@ -1,7 +1,8 @@
-"""Commands as a POSIX shell reads them, whatever their arguments hold."""
+"""Commands as bash reads them, whatever their arguments hold."""
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,8 @@ from flatout.submit.code import ARCHIVE
 from flatout.submit.job import SEED, Job
 
 _WIDTH = 100
+_CONTROL = re.compile(r"[\x01-\x1f\x7f]")
+_SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 SECRET = (
     "# Who does not know it takes no part in the job. Made here, so that no file holds it.",
     "FLATOUT_SECRET=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
@@ -21,11 +24,11 @@ SECRET = (
 
 
 def quoted(text: str, seed: str = "") -> str:
-    """One word of a shell.
+    """One word of bash, in one line.
 
     Args:
         text: what the word is; a NUL cannot be in it.
-        seed: the shell's own words for the seed, such as "$SLURM_ARRAY_TASK_ID", put where
+        seed: bash's own words for the seed, such as "$SLURM_ARRAY_TASK_ID", put where
             `{seed}` stands; "" where the job has no seeds.
 
     Raises:
@@ -34,9 +37,18 @@ def quoted(text: str, seed: str = "") -> str:
     if "\0" in text:
         raise SubmitError(f"no program can be given a NUL in an argument; found {text!r}")
     if not seed or SEED not in text:
-        return shlex.quote(text)
-    parts = [shlex.quote(part) if part else "" for part in text.split(SEED)]
+        return _in_one_line(text)
+    parts = [_in_one_line(part) if part else "" for part in text.split(SEED)]
     return f'"{seed}"'.join(parts)
+
+
+def _in_one_line(text: str) -> str:
+    """Control characters become escapes: sbatch refuses a script that has a carriage return."""
+    if not _CONTROL.search(text):
+        return shlex.quote(text)
+    plain = text.replace("\\", "\\\\").replace("'", "\\'")
+    escaped = _CONTROL.sub(lambda one: _SHORT.get(one[0]) or f"\\{ord(one[0]):03o}", plain)
+    return f"$'{escaped}'"
 
 
 def words(command: Sequence[str], seed: str = "") -> list[str]:

@@ -221,10 +221,20 @@ def _run(job: Job) -> list[str]:
         *lines,
         *_comments(job),
         f"touch ../started{_suffix(job)}",
-        'srun --cpus-per-task="$SLURM_CPUS_PER_TASK" "${command[@]}"',
+        *_srun(job),
         "code=$?",
         "cd ..",
         f'echo "$code" > {EXIT_CODE}{_suffix(job)}',
+    ]
+
+
+def _srun(job: Job) -> list[str]:
+    start = 'srun --cpus-per-task="$SLURM_CPUS_PER_TASK"'
+    if ":" not in job.arguments:
+        return [f'{start} "${{command[@]}}"']
+    return [
+        "# srun takes a lone : for its own, so the command goes through bash.",
+        f"""{start} bash -c "exec $(printf '%q ' "${{command[@]}}")\"""",
     ]
 
 

@@ -11,6 +11,7 @@ import io
 import json
 import queue
 import secrets
+import shlex
 import subprocess
 import sys
 import tarfile
@@ -76,7 +77,7 @@ class Ssh:
         need("ssh", "OpenSSH's client, Debian's openssh-client")
         way = _way(job, key)
         (job.folder / THERE).write_text(f"{way.there}\n")
-        folder = shell.quoted(way.there)
+        folder = shlex.quote(way.there)
         receive = f"mkdir -p -- {folder} && chmod 700 {folder} && tar -xf - -C {folder}"
         failed = _failed(way.each(lambda node: receive, _packed(job)))
         if failed:
@@ -215,7 +216,7 @@ class _Way:
         self, command: Callable[[str], str], stdin: bytes | None = None
     ) -> dict[str, Answer]:
         """As `each`, in the job's folder; the command is given what its node's files begin with."""
-        at = f"cd {shell.quoted(self.there)} && "
+        at = f"cd {shlex.quote(self.there)} && "
         return self.each(lambda node: f"{at}{{ {command(_NAME.format(node))}; }}", stdin)
 
     def to(self, host: str) -> list[str]:
@@ -249,7 +250,7 @@ class _Way:
     def _read(self, node: int, host: str, follow: bool, lines: queue.Queue[str | None]) -> None:
         before = f"[{host}] " if len(self.hosts) > 1 else ""
         name = _NAME.format(node)
-        command = f"cd {shell.quoted(self.there)} && {detached.read(name, follow)}"
+        command = f"cd {shlex.quote(self.there)} && {detached.read(name, follow)}"
         with subprocess.Popen(
             [*self.to(host), command],
             stdin=subprocess.DEVNULL,
@@ -285,20 +286,20 @@ def _packed(job: Job) -> bytes:
 def _lacks(job: Job) -> str:
     """A command that prints a line for each thing that is missing on a host."""
     bin = job.options.get("bin") or str(Path(sys.executable).parent)
-    program = shell.quoted(f"{bin}/flatout")
+    program = shlex.quote(f"{bin}/flatout")
     lines = [
         f"found=$({program} --version 2>/dev/null)",
         f'[ "$found" = "flatout {__version__}" ] || '
-        f'echo "expected flatout {__version__} in "{shell.quoted(bin)}", found ${{found:-none}}; '
+        f'echo "expected flatout {__version__} in "{shlex.quote(bin)}", found ${{found:-none}}; '
         'say --option bin=FOLDER"',
         "for one in bash tar setsid nohup flock; do "
         'command -v $one > /dev/null || echo "$one is not installed"; done',
     ]
     for one in job.inputs:
         if not (one.is_url or one.travels):
-            path = shell.quoted(one.path)
+            path = shlex.quote(one.path)
             pattern = f"compgen -G {path} > /dev/null" if glob.has_magic(one.path) else ""
-            test = f"bash -c {shell.quoted(pattern)}" if pattern else f"[ -e {path} ]"
+            test = f"bash -c {shlex.quote(pattern)}" if pattern else f"[ -e {path} ]"
             lines.append(f"{test} || echo not there: {path}")
     return "; ".join(lines)
 
@@ -307,9 +308,9 @@ def _not_shared(job: Job, way: _Way) -> list[str]:
     """Whether what the first host writes where checkpoints go is read by the others."""
     if job.checkpoint is None or "://" in job.checkpoint:
         return []
-    folder = shell.quoted(job.checkpoint)
+    folder = shlex.quote(job.checkpoint)
     token = uuid.uuid4().hex
-    file = shell.quoted(f"{job.checkpoint}/.flatout-{token}")
+    file = shlex.quote(f"{job.checkpoint}/.flatout-{token}")
     wrote = way.each(lambda node: f"mkdir -p -- {folder} && : > {file}" if node == 0 else ":")
     failed = _failed(wrote)
     if failed:

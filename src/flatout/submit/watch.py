@@ -79,13 +79,19 @@ class Seen:
             text = "".join(_target_logs(self.entry, follow=False))
         except SubmitError:
             return []
-        lines = text.splitlines()
-        first = next((n for n, one in enumerate(lines) if " has failed:" in one), None)
-        if first is None:
-            first = max(
-                (n for n, one in enumerate(lines) if one.startswith("Traceback")), default=0
-            )
-        return lines[first:][:_LAST_LINES] if first else lines[-_LAST_LINES:]
+        return _of_the_first(text.splitlines())
+
+
+def _of_the_first(lines: list[str]) -> list[str]:
+    """What the rank that failed first has told, or else the last lines."""
+    first = next((n for n, one in enumerate(lines) if " has failed:" in one), None)
+    if first is None:
+        first = next((n for n, one in enumerate(lines) if "Traceback (most recent" in one), None)
+    if first is None:
+        return lines[-_LAST_LINES:]
+    after = (n for n in range(first + 1, len(lines)) if "flatout: " in lines[n])
+    told = lines[first : next(after, len(lines))]
+    return told if len(told) <= _LAST_LINES else [told[0], "  …", *told[-_LAST_LINES:]]
 
 
 def recent(*, everything: bool = False, ledger: Ledger | None = None) -> list[Seen]:
