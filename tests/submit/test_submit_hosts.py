@@ -152,6 +152,7 @@ def test_two_hosts_train_one_model(flatout, submit, tmp_path):
     assert not any(b"FLATOUT_SECRET=0" in one for one in texts)
 
 
+@pytest.mark.long
 def test_a_rank_that_fails_tells_why(flatout, submit):
     sent = submit("train.py", "none", "0", "3")
     flatout("logs", sent["id"], "-f", code=1)
@@ -159,6 +160,7 @@ def test_a_rank_that_fails_tells_why(flatout, submit):
     assert "ValueError: no good" in flatout("jobs", sent["id"])
 
 
+@pytest.mark.long
 def test_a_canceled_job_writes_its_checkpoint(flatout, submit, tmp_path):
     run = tmp_path / "run"
     sent = submit("--checkpoints", str(run), "train.py", "none", "0.2", "0")

@@ -132,7 +132,7 @@ def test_on_two_nodes_preempted_and_gone_on_from_its_checkpoint(flatout, cluster
 
 
 def test_a_rank_that_fails_tells_why_and_is_not_started_again(flatout):
-    sent = submit(flatout, "--nodes", "2", "train.py", "none", "0", "3")
+    sent = submit(flatout, "train.py", "none", "0", "3")
     flatout("logs", sent["id"], "-f", code=1)
     found = state(flatout, sent["id"])
     assert (found["state"], found["exit_code"], found["starts"]) == ("failed", 1, 1)

@@ -79,7 +79,9 @@ def job_of(asked: Asked, root: Path, now: datetime) -> Job:
     script = _script(asked, root)
     recipe = None if asked.recipe is None else load(asked.recipe)
     base = (root / asked.folder).absolute()
-    code = collect(root, without=(base,))
+    checkpoint = None if asked.checkpoint is None else _absolute(asked.checkpoint, root)
+    # What jobs write is no code of the next one.
+    code = collect(root, without=(base, Path(checkpoint or base)))
     is_command = script == "flatout" and not asked.is_module
     if is_command:
         code = CodeArchive((), 0)
@@ -114,7 +116,7 @@ def job_of(asked: Asked, root: Path, now: datetime) -> Job:
         environment=_environment(asked.environment),
         inputs=inputs,
         shared=asked.shared,
-        checkpoint=None if asked.checkpoint is None else _absolute(asked.checkpoint, root),
+        checkpoint=checkpoint,
         seeds=asked.seeds,
         retries=asked.retries,
         options=pairs(asked.options, "--option"),
