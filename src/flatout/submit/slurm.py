@@ -247,7 +247,7 @@ def _comments(job: Job) -> list[str]:
         "while sleep 30; do",
         '  left=$(grep -o \'"remaining_s": [0-9]*\' "$FLATOUT_REMAINING" 2> /dev/null)',
         f"  [[ $left ]] && scontrol update JobId={_task(job)} "
-        'Comment="flatout:$(cat ../key):$((${left##* } / 60 + 1))min"',
+        'Comment="flatout:$(cat ../key 2> /dev/null):$((${left##* } / 60 + 1))min"',
         "done &",
         "",
     ]
