@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from flatout.kernels import table_rows
+from flatout.kernels import in_float32, table_rows
 
 pytestmark = pytest.mark.skipif(not table_rows.available(), reason="the C extension is absent")
 
@@ -77,3 +77,76 @@ def stepped(groups, values):
         steps.advance()
     steps.bring(table, None)
     return weights, first, second
+
+
+BETAS = {"torch's": (0.9, 0.999), "short": (0.5, 0.9), "long": (0.99, 0.9999), "near": (0.95, 0.95)}
+
+
+def adam_step(count, betas, keep=1.0):
+    first, second = betas
+    return table_rows.Step(
+        1e-2 / (1 - first**count),
+        (1 - second**count) ** -0.5,
+        1 - in_float32(1 - first),
+        in_float32(second),
+        keep,
+        first_rest=in_float32(1 - first),
+        second_rest=in_float32(1 - second),
+    )
+
+
+def by_hand(weights, first, second, steps, epsilon):
+    """Steps without a gradient, in float64."""
+    weights, first, second = weights.double(), first.double(), second.double()
+    for step in steps:
+        first, second = first * step.first, second * step.second
+        weights = step.keep * weights - step.rate * first / (second.sqrt() * step.root + epsilon)
+    return weights
+
+
+@pytest.mark.parametrize("missed", [5, 30, 250])
+@pytest.mark.parametrize("start", [1, 2, 20, 200])
+@pytest.mark.parametrize("betas", BETAS.values(), ids=BETAS)
+def test_steps_that_were_missed_early_are_those_of_adam(betas, start, missed):
+    torch.manual_seed(0)
+    count, epsilon = start + missed, 1e-4
+    keep = in_float32(0.999)
+    gone = [adam_step(one, betas, keep) for one in range(1, count + 1)]
+    # Roots far below epsilon, about it, and far above.
+    first, second = torch.randn(9, 8) * 1e-3, 10 ** -torch.linspace(1, 16, 72).reshape(9, 8)
+    weights = torch.randn(9, 8) * 1e-2
+    table = table_rows.Table(
+        weights.clone(), first.clone(), second.clone(), torch.zeros(9, dtype=torch.int32), epsilon
+    )
+    steps = table_rows.Steps("adam", 0, 1000)
+    for step in gone:
+        steps.write(step)
+        steps.advance()
+    table.last.fill_(start)
+    steps.bring(table, None)
+    wanted = by_hand(weights, first, second, gone[start:], epsilon)
+    moved = (wanted - weights * keep**missed).abs()
+    error = (table.weights - wanted).abs()
+    assert bool((error <= 3e-6 * moved + 2e-6 * weights.abs()).all())
+
+
+def test_no_step_that_torchs_adam_missed_is_made_by_itself():
+    steps = table_rows.Steps("adam", 0, 1000)
+    for count in range(1, 601):
+        steps.write(adam_step(count, BETAS["torch's"]))
+        steps.advance()
+        size, rest = steps._missed[1:count, -2], steps._missed[1:count, -1]
+        assert bool((rest <= 3e-7 * size).all())
+
+
+def test_rows_are_found_and_added_up_by_the_operators_that_a_gpu_takes(monkeypatch):
+    ids, values = (torch.rand(500) ** 3 * 90).long(), torch.randn(500, 6)
+    found = []
+    for _ in range(2):
+        groups = table_rows.group(ids, 90)
+        found.append((*groups, table_rows.sum_rows(values, groups)))
+        assert table_rows.group(ids[:0], 90).rows.tolist() == []
+        with pytest.raises(IndexError, match=r"ids\[0\] is 90, but the table has 90 rows"):
+            table_rows.group(torch.tensor([90, 3]), 90)
+        monkeypatch.setattr(table_rows, "_by_extension", lambda tensor: False)
+    assert all(map(torch.equal, *found))

@@ -30,7 +30,7 @@ typedef struct {
 } Step;
 
 /* Terms of the series in `Missed`. */
-#define TERMS 8
+#define TERMS 16
 
 /* What the steps behind one step, up to `upto`, do to a row without gradients. */
 typedef struct {
@@ -39,11 +39,11 @@ typedef struct {
     double to_weight, to_buffer; /* buffer = to_weight * weight + to_buffer * buffer */
     double root;                 /* of Adam, the series is about this multiple of the root */
     double moments[TERMS];
-    double size, rest; /* the sum of all terms' factors, and of what the series leaves out */
+    double size, rest; /* at least what a row moves by, and at most what the series leaves out */
 } Missed;
 
-/* A closed form may leave out this share of what a row moves by. */
-#define NEAR 1e-9
+/* A closed form may leave out this share of what a row moves by: what float32 rounds by anyway. */
+#define NEAR 3e-7
 
 typedef struct Job Job;
 typedef void (*Pass)(Job *, int64_t row, const float *gradient);
@@ -162,8 +162,10 @@ ALWAYS void one_step(const Job *job, int64_t row, const float *gradient, const S
 }
 
 /* All of Adam's missed steps. With x the root of v, the steps move w by m times the sum of
-   a_j / (b_j x + eps), where the b_j are near to one b: with y = b x / (b x + eps) that is
-   1 / (b x + eps) times a series in y. */
+   a_j / (b_j x + eps). With a B among the b_j, s_j = (B - b_j) / (B + b_j) and
+   z = (B x - eps) / (B x + eps), which lies in -1..1, a term is
+   a_j * 2 B / (B + b_j) / (B x + eps) / (1 - s_j z): a series in z, whose moments no row changes.
+   It converges from the first step on, where the bias correction lets b_j fall quickly. */
 ALWAYS void adam_missed(float *w, float *m, float *v, int64_t width, const Missed *missed,
                         double epsilon, double of_first, double of_second, double of_weight,
                         double keep_behind)
@@ -176,10 +178,10 @@ ALWAYS void adam_missed(float *w, float *m, float *v, int64_t width, const Misse
         c[k] = (float)missed->moments[k];
     NOTHING_ALIASES
     for (int64_t i = 0; i < width; i++) {
-        const float x = sqrtf(v[i]) * root, all = x + eps, over = 1 / all, y = x * over;
+        const float x = sqrtf(v[i]) * root, over = 1 / (x + eps), z = (x - eps) * over;
         float series = c[TERMS - 1];
         for (int k = TERMS - 2; k >= 0; k--)
-            series = series * y + c[k];
+            series = series * z + c[k];
         w[i] = kept * w[i] - behind * (series * over * m[i]);
         m[i] *= mean;
         v[i] *= square;
@@ -210,7 +212,7 @@ ALWAYS void bring_adam(const Job *job, int64_t row, int64_t from)
         }
         return;
     }
-    if (missed->rest > NEAR * missed->size) {
+    if (!(missed->rest <= NEAR * missed->size)) {
         for (int64_t step = from + 1; step <= job->now; step++)
             one_step(job, row, NULL, job->steps + (step - job->base));
         return;
@@ -400,23 +402,34 @@ static PyObject *step_rows(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
+/* By what Adam's root is multiplied so many steps after a step, as far as v's decay is known.
+   1 - 1 / root^2 is beta2 to the number of the step where the squares are corrected, and else 0. */
+static double root_after(const Step *step, double steps)
+{
+    const double decay = pow(step->second, steps);
+    return sqrt(decay / (1 - (1 - 1 / (step->root * step->root)) * decay));
+}
+
+/* Behind so many of the steps for which a mean lasts, the series is as far from the first of the
+   missed steps as from the last that count. */
+#define MIDDLE 0.6
+
 /* What step `now` adds to the steps that rows at `from` have missed. */
 static void extend_adam(Missed *missed, const Step *steps, int64_t base, int64_t from, int64_t now)
 {
     const Step *then = steps + (from - base), *step = steps + (now - base);
     const double mean = exp2(step->first_logs - then->first_logs);
-    const double root = step->root * exp2((step->second_logs - then->second_logs) / 2);
-    const double factor = step->rate * mean;
+    const double square = exp2((step->second_logs - then->second_logs) / 2);
     if (now == from + 1)
-        missed->root = root;
-    const double off = 1 - root / missed->root;
-    double power = factor;
+        missed->root = square * root_after(step, MIDDLE / (1 - step->first));
+    const double root = step->root * square, off = (missed->root - root) / (missed->root + root);
+    double power = step->rate * mean * 2 * missed->root / (missed->root + root);
+    missed->size = missed->size * step->keep + fabs(power) / (1 + fabs(off));
     for (int k = 0; k < TERMS; k++) {
         missed->moments[k] = missed->moments[k] * step->keep + power;
         power *= off;
     }
-    missed->size = missed->size * step->keep + fabs(factor);
-    missed->rest = missed->rest * step->keep + fabs(power);
+    missed->rest = missed->rest * step->keep + fabs(power) / (1 - fabs(off));
 }
 
 static void extend_linear(Missed *missed, const Step *step)

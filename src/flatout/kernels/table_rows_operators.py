@@ -1,0 +1,222 @@
+"""What `table_rows` does, by torch's operators, for tables on a GPU.
+
+The same formulas as in _table_rows.c. Rows that have missed few steps are brought by the closed
+form too, and nothing depends on the order in which a device's threads run.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from flatout.kernels.table_rows import Table
+
+# As in _table_rows.c: the rules, the columns of a step, and those of the steps behind it.
+_ADAM, _SGD, _RMSPROP, _ADAGRAD = range(4)
+_STEP = (
+    "rate", "root", "first", "second", "keep", "decay", "first_logs", "second_logs", "keep_logs",
+    "nesterov", "first_rest", "second_rest", "scale", "within",
+)  # fmt: skip
+_FIRST_LOGS, _SECOND_LOGS, _KEEP_LOGS = (
+    _STEP.index(f"{one}_logs") for one in ("first", "second", "keep")
+)
+_UPTO, _OF_WEIGHT, _OF_BUFFER, _TO_WEIGHT, _TO_BUFFER, _ROOT, _MOMENTS = range(7)
+_SIZE, _REST, _NEAR = -2, -1, 3e-7
+# Rows of a whole table that are brought at a time: a few tensors of them are made.
+_PORTION = 1 << 20
+
+
+def group(ids: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `table_rows.group`; waits for the device."""
+    ids = ids.detach().reshape(-1)
+    if len(ids):
+        least, most = torch.stack(torch.aminmax(ids)).tolist()
+        if least < 0 or most >= size:
+            bad = int(((ids < 0) | (ids >= size)).nonzero()[0])
+            raise IndexError(f"ids[{bad}] is {int(ids[bad])}, but the table has {size} rows")
+    places = ids.argsort(stable=True)
+    rows, counts = torch.unique_consecutive(ids[places], return_counts=True)
+    starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    return rows, places, starts
+
+
+def sum_rows(values: torch.Tensor, places: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    """As `table_rows.sum_rows`."""
+    if not len(places):
+        return values.new_empty(0, values.shape[1])
+    return torch.segment_reduce(values[places], "sum", offsets=starts, axis=0)
+
+
+class Passed:
+    """The steps that were made, where the rows of a table are.
+
+    Args:
+        steps: float64 of shape (steps, numbers), of which row 0 is that of `base`.
+        missed: float64 of shape (steps, numbers): what those behind each step do to a row.
+        rule: the number of one of `table_rows.RULES`.
+        is_stepwise: whether steps are replayed one by one, as weight decay in gradients takes.
+        base: number of the step at which all rows were.
+        now: number of the last step.
+    """
+
+    def __init__(
+        self,
+        steps: torch.Tensor,
+        missed: torch.Tensor,
+        *,
+        rule: int,
+        is_stepwise: bool,
+        base: int,
+        now: int,
+    ) -> None:
+        self._rule, self._base, self._now = rule, base, now
+        self._steps, self._missed = steps, missed
+        is_far = missed[:, _REST] > _NEAR * missed[:, _SIZE]
+        self._is_far = is_far if rule == _ADAM else torch.zeros_like(is_far)
+        self._is_stepwise = is_stepwise and rule != _SGD
+        self._on: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def bring(self, table: Table, rows: torch.Tensor | None) -> None:
+        """Bring rows to `now`; all of them where there is None."""
+        if rows is not None:
+            self._bring(table, rows)
+            return
+        rows = torch.arange(len(table.last), device=table.last.device)
+        for part in torch.split(rows, _PORTION):
+            self._bring(table, part)
+
+    def apply(
+        self, table: Table, rows: torch.Tensor, gradients: torch.Tensor, step: torch.Tensor
+    ) -> None:
+        """Bring rows to `now`, and make a step with gradients.
+
+        Args:
+            table: whose rows.
+            rows: int64, each once.
+            gradients: float32 of shape (rows, width).
+            step: the numbers of the step behind `now`.
+        """
+        self._bring(table, rows)
+        self._write(table, rows, self._one_step(table, rows, gradients, step))
+        table.last[rows] = self._now + 1
+
+    def _bring(self, table: Table, rows: torch.Tensor) -> None:
+        last = table.last[rows].long()
+        if self._is_stepwise:
+            self._replay(table, rows, last)
+            return
+        at = last - self._base
+        if bool(self._is_far.any()):
+            is_far = self._is_far.to(at.device)[at]
+            self._replay(table, rows[is_far], last[is_far])
+            rows, at = rows[~is_far], at[~is_far]
+        self._write(table, rows, self._closed(table, rows, at))
+        table.last[rows] = self._now
+
+    def _replay(self, table: Table, rows: torch.Tensor, last: torch.Tensor) -> None:
+        """Step by step."""
+        if not len(rows):
+            return
+        for number in range(int(last.min()) + 1, self._now + 1):
+            behind = rows[last < number]
+            step = self._steps[number - self._base]
+            self._write(table, behind, self._one_step(table, behind, None, step))
+        table.last[rows] = self._now
+
+    def _closed(self, table: Table, rows: torch.Tensor, at: torch.Tensor) -> _Held:
+        weights, first, second = _read(table, rows)
+        steps, missed = self._tensors(at.device)
+        passed, now = missed[at], steps[self._now - self._base]
+        grown = torch.exp2(now - steps[at])  # of the sums of logarithms
+        upto = steps[passed[:, _UPTO].long() - self._base, _KEEP_LOGS]
+        behind = torch.exp2(now[_KEEP_LOGS] - upto)
+
+        def column(values: torch.Tensor) -> torch.Tensor:
+            return values.float()[:, None]
+
+        if self._rule == _ADAGRAD:
+            return weights * column(grown[:, _KEEP_LOGS]), first, second
+        if self._rule == _ADAM:
+            assert first is not None
+            assert second is not None
+            moved = self._series(second, passed, table.epsilon) * first * column(behind)
+            weights = weights * column(grown[:, _KEEP_LOGS]) - torch.where(first == 0, 0.0, moved)
+            first = first * column(grown[:, _FIRST_LOGS])
+            return weights, first, second * column(grown[:, _SECOND_LOGS])
+        moved = weights * column(behind * passed[:, _OF_WEIGHT])
+        if first is not None:
+            moved = moved - column(behind * passed[:, _OF_BUFFER]) * first
+            to_weight, to_buffer = column(passed[:, _TO_WEIGHT]), column(passed[:, _TO_BUFFER])
+            first = to_weight * weights + to_buffer * first
+        if second is not None:
+            second = second * column(grown[:, _SECOND_LOGS])
+        return moved, first, second
+
+    @staticmethod
+    def _series(second: torch.Tensor, passed: torch.Tensor, epsilon: float) -> torch.Tensor:
+        """What Adam's missed steps move a weight by, as a multiple of its mean."""
+        moments = passed[:, _MOMENTS:_SIZE].float()
+        x = second.sqrt() * passed[:, _ROOT].float()[:, None]
+        over = 1 / (x + epsilon)
+        z = (x - epsilon) * over
+        series = moments[:, -1:]
+        for place in reversed(range(moments.shape[1] - 1)):
+            series = series * z + moments[:, place : place + 1]
+        return series * over
+
+    def _one_step(
+        self,
+        table: Table,
+        rows: torch.Tensor,
+        gradients: torch.Tensor | None,
+        step: torch.Tensor,
+    ) -> _Held:
+        weights, first, second = _read(table, rows)
+        by = dict(zip(_STEP, step.tolist(), strict=True))
+        gradient: Any = by["decay"] * weights
+        gradient = gradient if gradients is None else gradient + gradients
+        kept = weights * by["keep"]
+        if self._rule == _ADAM:
+            assert first is not None
+            assert second is not None
+            first = first + by["first_rest"] * (gradient - first)
+            second = by["second"] * second + by["second_rest"] * gradient * gradient
+            root = second.sqrt() * by["root"] + table.epsilon
+            return kept - by["rate"] * first / root, first, second
+        if self._rule == _ADAGRAD:
+            assert first is not None
+            first = first + gradient * gradient
+            root = (first + by["within"]).sqrt() + table.epsilon
+            return kept - by["rate"] * gradient / root, first, second
+        if self._rule == _RMSPROP:
+            assert second is not None
+            second = by["second"] * second + by["second_rest"] * gradient * gradient
+            gradient = gradient / ((second + by["within"]).sqrt() + table.epsilon)
+        if first is None:
+            return kept - by["rate"] * gradient, first, second
+        first = by["first"] * first + by["scale"] * gradient
+        moved = first
+        if self._rule == _SGD and by["nesterov"]:
+            moved = by["scale"] * gradient + by["first"] * first
+        return kept - by["rate"] * moved, first, second
+
+    def _tensors(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        if device not in self._on:
+            self._on[device] = self._steps.to(device), self._missed.to(device)
+        return self._on[device]
+
+    @staticmethod
+    def _write(table: Table, rows: torch.Tensor, held: _Held) -> None:
+        for whole, values in zip((table.weights, table.first, table.second), held, strict=True):
+            if whole is not None and values is not None:
+                whole.index_copy_(0, rows, values)
+
+
+_Held = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+
+
+def _read(table: Table, rows: torch.Tensor) -> _Held:
+    one, two = (None if t is None else t[rows] for t in (table.first, table.second))
+    return table.weights[rows], one, two
