@@ -3,6 +3,7 @@
 import copy
 import io
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -80,6 +81,17 @@ def assert_near(ours, dense, start):
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("clip", [None, pytest.param(0.05, marks=pytest.mark.slow)])
 def test_the_result_is_that_of_the_dense_optimizer(make, clip):
+    compare(make, clip)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_so_it_is_by_the_operators_that_a_gpu_takes(make, monkeypatch):
+    monkeypatch.setattr(table_rows, "_by_extension", lambda tensor: False)
+    compare(make, 0.05)
+
+
+def compare(make, clip):
     found = []
     for touched in (False, True):
         model, optimizer = job(make)
@@ -250,8 +262,11 @@ class Ways(nn.Module):
         return (rows.square().sum(1).sum() + self.one(input=ids).square().sum())[None, None]
 
 
+@pytest.mark.parametrize("operators", [False, True])
 @pytest.mark.parametrize("options", BAGS.values(), ids=BAGS)
-def test_a_table_is_read_in_every_way_as_by_torch(options):
+def test_a_table_is_read_in_every_way_as_by_torch(options, operators, monkeypatch):
+    if operators:
+        monkeypatch.setattr(table_rows, "_by_extension", lambda tensor: False)
     found = []
     for touched in (False, True):
         torch.manual_seed(0)
@@ -292,3 +307,15 @@ def test_ids_that_no_row_has_are_refused_as_by_torch(ids):
     attached(model, optimizer)
     with pytest.raises((IndexError, RuntimeError), match=r"index out of range|indices"):
         model(torch.tensor(ids))
+
+
+def test_an_array_that_is_filled_again_between_reads_is_read_as_it_is_then():
+    model, optimizer = job(OPTIMIZERS["adam"])
+    attached(model, optimizer)
+    ids = np.zeros((2, 3), dtype=np.int64)
+    found = []
+    for first in (1, 7):
+        ids[:] = np.arange(first, first + 6).reshape(2, 3)
+        found.append(model.bag(torch.from_numpy(ids)).detach())
+    wanted = model.bag.weight.detach()[7:13].reshape(2, 3, -1).mean(1)
+    torch.testing.assert_close(found[1], wanted)

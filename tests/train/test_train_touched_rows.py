@@ -53,6 +53,33 @@ def test_a_fit_ends_as_under_the_dense_optimizer():
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+@pytest.mark.parametrize("fused", ["off", "on"])
+@pytest.mark.parametrize("scale", [1.0, 2000.0])  # large weights let the first steps overflow
+def test_a_loss_that_is_scaled_steps_rows_too(scale, fused):
+    found = []
+    for touched_rows in ("off", "on"):
+        recipe = {"touched_rows": touched_rows, "precision": "fp16", "fused_optimizer": fused}
+        torch.manual_seed(0)
+        model = Clicks()
+        with torch.no_grad():
+            model.ids.weight *= scale
+        trainer = flatout.Trainer(
+            model,
+            loss="binary_cross_entropy",
+            optimizer=torch.optim.Adam(model.parameters(), lr=1e-2),
+            recipe=flatout.Recipe(compute=recipe),
+            allow="exact",
+            say=lambda line: None,
+        )
+        trainer.fit(*data(), batch_size=32, epochs=2, progress=False)
+        state = trainer.optimizer.state_dict()["state"]
+        found.append((model.state_dict(), int(state[0]["step"]), int(state[1]["step"])))
+    (dense, *counts), (ours, *own) = found
+    assert own == counts
+    for name, value in dense.items():
+        assert (ours[name] - value).norm() <= 1e-4 * value.norm(), name
+
+
 class Reads(flatout.Callback):
     """What a callback finds in the table and its optimizer behind each epoch."""
 

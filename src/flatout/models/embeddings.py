@@ -61,8 +61,9 @@ def _why_not(module: nn.Module, readers: dict[int, list[str]]) -> str:
         return "its gradients are sparse already"
     if module.max_norm is not None:
         return "max_norm changes rows where they are read"
-    if not (weight.is_cpu and weight.dtype is torch.float32 and weight.is_contiguous()):
-        return "it is not float32 on the CPU"
+    is_placed = weight.device.type in ("cpu", "cuda") and weight.is_contiguous()
+    if weight.dtype is not torch.float32 or not is_placed:
+        return "it is not float32 on a CPU or GPU"
     if id(weight) in readers:
         return f"{readers[id(weight)][0]} reads all of it"
     return ""

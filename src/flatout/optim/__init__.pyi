@@ -1,4 +1,8 @@
 from flatout.models.keras.optimizer import KerasOptimizer as KerasOptimizer
+from flatout.optim.by_row import ByRow as ByRow
+from flatout.optim.by_row import Ftrl as Ftrl
+from flatout.optim.by_row import LazyAdam as LazyAdam
+from flatout.optim.by_row import RowwiseAdagrad as RowwiseAdagrad
 from flatout.optim.fused import align_state as align_state
 from flatout.optim.fused import begins_late as begins_late
 from flatout.optim.fused import can_fuse as can_fuse

@@ -12,6 +12,7 @@ from torch import nn
 from flatout.devices import huge_pages
 from flatout.kernels import Step, in_float32, table_rows
 from flatout.models import KerasOptimizer, KerasRule, Reader
+from flatout.optim.by_row import ByRow
 
 State = tuple[torch.Tensor | None, torch.Tensor | None]
 
@@ -30,7 +31,7 @@ class RowRule(Protocol):
     """By which one table is stepped.
 
     Attributes:
-        name: one of `table_rows.RULES`.
+        name: one of `table_rows.RULES`; "" of an optimizer that steps rows itself.
     """
 
     name: str
@@ -77,7 +78,7 @@ class RowRule(Protocol):
 def why_dense(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str:
     """What keeps a group of an optimizer from stepping single rows; "" where nothing does."""
     is_keras = isinstance(optimizer, KerasOptimizer)
-    if not is_keras and type(optimizer) not in _RULES:
+    if not is_keras and type(optimizer) not in _RULES and not isinstance(optimizer, ByRow):
         return f"{type(optimizer).__name__} steps all rows"
     if not table_rows.available():
         return "the C extension is absent"
@@ -123,7 +124,7 @@ class _TorchRule:
         self, optimizer: torch.optim.Optimizer, group: dict[str, Any], weight: nn.Parameter
     ) -> None:
         self._optimizer, self._group, self._weight = optimizer, group, weight
-        self.name = _RULES[type(optimizer)]
+        self.name = _RULES.get(type(optimizer), "")
 
     @property
     def epsilon(self) -> float:
@@ -131,8 +132,9 @@ class _TorchRule:
 
     @property
     def decay(self) -> float | None:
+        decay = self._group.get("weight_decay")
         is_decoupled = self._group.get("decoupled_weight_decay", False)
-        return None if is_decoupled else float(self._group["weight_decay"])
+        return None if is_decoupled or decay is None else float(decay)
 
     def shares(self, other: Any) -> bool:
         return isinstance(other, _TorchRule) and other._group is self._group
@@ -167,7 +169,8 @@ class _TorchRule:
             if held is None or not held.is_contiguous() or held.dtype is not torch.float32:
                 # Written at once: the system would give page after page to the steps that come
                 # first.
-                fresh = huge_pages.empty(shape)
+                on_cpu = self._weight.is_cpu
+                fresh = huge_pages.empty(shape) if on_cpu else torch.empty_like(self._weight)
                 state[name] = fresh.zero_() if held is None else fresh.copy_(held)
         first, second = (state[name] if name else None for name in names)
         return first, second

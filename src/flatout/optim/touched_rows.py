@@ -21,6 +21,7 @@ from torch import nn
 from flatout.devices import huge_pages
 from flatout.kernels import Groups, Steps, Table, table_rows
 from flatout.models import Lookup, table_weight, unwatch_table, watch_table
+from flatout.optim.by_row import ByRow
 from flatout.optim.row_rules import RowRule, State, clip_rows, name_of, rules_of, why_dense
 from flatout.optim.row_shards import RowShards
 
@@ -71,7 +72,7 @@ class KeptTable:
     """A table, its optimizer's state, and which of its rows are behind.
 
     Args:
-        weight: float32 on the CPU, of shape (rows, width), contiguous.
+        weight: float32 of shape (rows, width), contiguous.
         rule: by which its optimizer steps it.
         grouped: of ids that were read since the last step, their rows.
         shards: where rows lie on several ranks while they train; None where each has all.
@@ -243,7 +244,8 @@ class KeptTable:
             tensors = [None if one is None else shards.part(weight, one) for one in tensors]
         weights, first, second = tensors
         assert weights is not None
-        last = torch.full((len(weights),), self.steps.now, dtype=torch.int32)
+        rows, device = (len(weights),), weights.device
+        last = torch.full(rows, self.steps.now, dtype=torch.int32, device=device)
         self.table = Table(weights, first, second, last, self.rule.epsilon)
 
     def spread(self) -> None:
@@ -284,7 +286,9 @@ class Grouped:
         Raises:
             IndexError: an id is outside of the table.
         """
-        key = (ids.data_ptr(), ids.dtype, ids.shape, ids.stride(), size)
+        # An array may be filled in once more, which only its next tensor tells.
+        storage = ids.untyped_storage()._cdata
+        key = (storage, ids.data_ptr(), ids.dtype, ids.shape, ids.stride(), size)
         version = -1 if ids.is_inference() else ids._version
         found = self._known.get(key)
         if found is not None and found[1] == version:
@@ -361,7 +365,8 @@ class _Lookup(NamedTuple):
 def _numbers_in(groups: Groups) -> torch.Tensor:
     """Of each place, which of the rows is used there."""
     counts, numbers = groups.starts.diff(), torch.empty_like(groups.places)
-    numbers[groups.places] = torch.arange(len(counts)).repeat_interleave(counts)
+    rows = torch.arange(len(counts), device=counts.device)
+    numbers[groups.places] = rows.repeat_interleave(counts)
     return numbers
 
 
@@ -438,6 +443,7 @@ class TouchedRows:
 
     Attributes:
         left: tables that were left to the optimizer since, and why.
+        by_optimizer: whether the optimizer steps rows itself, and none misses a step.
     """
 
     def __init__(
@@ -446,6 +452,8 @@ class TouchedRows:
         weights: Iterable[nn.Parameter],
         shards: RowShards | None = None,
     ) -> None:
+        self.by_optimizer = isinstance(optimizer, ByRow)
+        shards = None if self.by_optimizer else shards
         self._optimizer, self.shards = optimizer, shards
         self.left: dict[torch.Tensor, str] = {}
         self._grouped = Grouped()
@@ -530,11 +538,13 @@ class TouchedRows:
         return f"{why}; {name_of(self._optimizer)} with {decay} instead steps it by rows"
 
     def step(self) -> None:
-        """Apply the gradients, and set them to None.
+        """Apply the gradients, and set them to None; where the optimizer steps rows, it is next.
 
         A table without a gradient is left as it is, as torch's and Keras' optimizers do.
         """
         self._grouped.forget()
+        if self.by_optimizer:
+            return
         used = [kept for kept in self._kept if kept.weight.grad is not None]
         for kept in self._kept:
             if kept.weight.grad is None and any(kept.steps is one.steps for one in used):
@@ -570,7 +580,7 @@ class TouchedRows:
             return
         kept.bring_all()  # nothing where another state was loaded: all rows were up to date
         for values in () if kept.is_spread else (kept.weight, *state):
-            if values is not None:
+            if values is not None and values.is_cpu:
                 huge_pages.move(values)
         count = count or 0
         begun = [one.steps for one in self._kept if one.steps and one.rule.shares(rule)]
@@ -592,7 +602,7 @@ def _times_itself(
     None where there are no such rows, or their gradient is another. Of the rows that this rank has
     not read others may have read some: so it is that of most rows.
     """
-    is_unread = torch.ones(len(weight), dtype=torch.bool)
+    is_unread = torch.ones(len(weight), dtype=torch.bool, device=weight.device)
     for rows in read:
         is_unread[rows] = False
     places = is_unread.nonzero()[:_LOOKED_AT, 0]

@@ -99,7 +99,7 @@ class Update:
     def gated(self) -> bool:
         """Whether a bad step is held back before it reaches the weights."""
         heeded = all(part.heeds_flag for part in self.parts)
-        return self._on_cpu or (heeded and self.flag is not None)
+        return self._on_cpu or bool(self._rows) or (heeded and self.flag is not None)
 
     def was_bad(self) -> bool:
         """Whether some step had gradients that are not finite. Waits for the device."""
@@ -197,8 +197,9 @@ class Update:
             self._check_and_clip_parts(gradients, self.across)
         if (shards := self._shards_now()) is not None and self.flag is not None:
             shards.share(self.flag)
-        # On a CPU the flag can be read at no cost, and a bad step need not even begin.
-        if not (self._on_cpu and self.was_bad()):
+        # On a CPU the flag can be read at no cost, and a bad step need not even begin. Reads of
+        # tables by rows have waited for the device already.
+        if not ((self._on_cpu or self._rows) and self.was_bad()):
             alone = len(self.parts) == 1 and not self._rows
             for part in self.parts:
                 part.step_rows()
@@ -208,17 +209,16 @@ class Update:
     def scaled(self, scaler: torch.amp.GradScaler) -> None:
         """The same, of gradients of a loss that was scaled; a step that overflowed is left out."""
         # An optimizer whose parameters no loss has reached has nothing to do.
-        reached = [
-            part.optimizer
-            for part in self.parts
-            if any(p.grad is not None for g in part.optimizer.param_groups for p in g["params"])
-        ]
-        if self.clip_norm is not None or self.clip_value is not None:
-            for optimizer in reached:
-                scaler.unscale_(optimizer)
+        if self._rows:
+            for part in self.parts:
+                part.gather_rows()
+        reached = [part for part in self.parts if any(p.grad is not None for p in part.parameters)]
+        if self._rows or self.clip_norm is not None or self.clip_value is not None:
+            for part in reached:
+                scaler.unscale_(part.optimizer)
             self.clip()
-        for optimizer in reached:
-            scaler.step(optimizer)
+        for part in reached:
+            part.step_scaled(scaler)
         if reached:
             scaler.update()
         self.forget()
@@ -270,7 +270,7 @@ class Part:
             align_state(optimizer)
         self.direct: list[Kernel] | None = None
         self.rows = self._all_rows.get(optimizer)
-        tables = set(self.rows.weights) if self.rows else ()
+        tables = set(self.rows.weights) if self.rows and not self.rows.by_optimizer else ()
         self._own = [[p for p in g["params"] if p not in tables] for g in self._groups]
         self.own: Tensors = [p for parameters in self._own for p in parameters]
 
@@ -287,6 +287,28 @@ class Part:
         """Add up the gradients of each row of a table."""
         if self.rows is not None and self.rows.gather():
             self.refresh()
+
+    def step_scaled(self, scaler: torch.amp.GradScaler) -> None:
+        """The optimizer's own step, and that of its tables before it, unless one overflowed."""
+        rows = self.rows
+        if rows is None:
+            scaler.step(self.optimizer)
+            return
+
+        def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            # A fused optimizer is called all the same, and looks at this itself.
+            bad = getattr(optimizer, "found_inf", None)
+            if bad is None or not bad.item():
+                self.step_rows()
+            else:
+                for weight in rows.weights:
+                    weight.grad = None
+
+        hook = self.optimizer.register_step_pre_hook(before)
+        try:
+            scaler.step(self.optimizer)
+        finally:
+            hook.remove()
 
     def step_rows(self) -> None:
         """Step the tables, by the rows that were used."""

@@ -412,7 +412,8 @@ def _rows_at_once(requested: Recipe, stepper: Stepper, batch: Batch, allow: Pari
     Not one dense gradient of such a table is made, nor waited for.
     """
     field = "compute.touched_rows"
-    if requested.get(field) != "auto" or allow < Parity.TOLERANT:
+    on_cpu = stepper.switch.device.type == "cpu"
+    if requested.get(field) != "auto" or allow < Parity.TOLERANT or not on_cpu:
         return {}
     if stepper.switch.now.touched_rows == "on":  # another job of the same run
         return {field: _choice("on", "as before", Parity.TOLERANT)}
@@ -427,7 +428,9 @@ class _Job:
 
     def __init__(self, switch: Switch, batch: Batch) -> None:
         device = switch.device
-        self.has_large_tables = switch.now.touched_rows == "off" and Tables.of(
+        # On a GPU steps by rows wait for the device, and are made only where they are asked for.
+        may_step_rows = device.type == "cpu" and switch.now.touched_rows == "off"
+        self.has_large_tables = may_step_rows and Tables.of(
             switch.model, switch.optimizers
         ).outgrow(batch)
         self.has_gpu = device.type == "cuda"

@@ -167,7 +167,7 @@ def resize(table: Any, size: int, optimizer: Any = None) -> None:
     if len(weight) != size:
         weight.data = weight.data.new_zeros(size, weight.shape[1])
         weight.grad = None
-        _change_state(optimizer, weight, old, lambda _, value: value.new_zeros(weight.shape))
+        _change_state(optimizer, weight, old, lambda _, v: v.new_zeros(size, v.shape[1]))
     set_table_rows(table)
 
 
@@ -213,13 +213,13 @@ def _generator(key: str, name: str) -> torch.Generator:
 def _change_state(
     optimizer: Any, weight: Tensor, old: torch.Size, change: Callable[[str, Tensor], Tensor]
 ) -> None:
-    """Change the tensors of an optimizer's state that have an element for each of a weight."""
+    """Change the tensors of an optimizer's state that have a row for each of a weight's."""
     if isinstance(optimizer, KerasOptimizer):
         optimizer.change_state(weight, old, change)
     elif optimizer is not None and weight in optimizer.state:
         state = optimizer.state[weight]
         for key, value in state.items():
-            if torch.is_tensor(value) and value.shape == old:
+            if torch.is_tensor(value) and value.dim() == 2 and len(value) == old[0]:
                 state[key] = change(key, value)
 
 

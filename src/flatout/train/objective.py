@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from flatout.data import Arrays, Batch, Pipeline, Source, as_source, with_parts
 from flatout.errors import DataError, ModelError
 from flatout.models import adapter_of
-from flatout.optim import Lamb, Lars
+from flatout.optim import Ftrl, Lamb, Lars, LazyAdam, RowwiseAdagrad
 from flatout.train.callbacks import Callback
 from flatout.train.class_counts import (
     balanced_weights,
@@ -50,8 +50,12 @@ _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
     "sgd": torch.optim.SGD,
     "rmsprop": torch.optim.RMSprop,
+    "adagrad": torch.optim.Adagrad,
     "lars": Lars,
     "lamb": Lamb,
+    "lazy_adam": LazyAdam,
+    "rowwise_adagrad": RowwiseAdagrad,
+    "ftrl": Ftrl,
 }
 
 

@@ -90,4 +90,4 @@ def tell_of_tables(loop: LoopState, first: Sequence[Batch]) -> None:
 def _may_step_by_rows(loop: LoopState) -> bool:
     asked = loop.requested.compute.touched_rows
     is_allowed = asked == "auto" and loop.allow >= Parity.TOLERANT
-    return loop.device.type == "cpu" and (is_allowed or asked == "on")
+    return asked == "on" or (loop.device.type == "cpu" and is_allowed)

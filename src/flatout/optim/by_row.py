@@ -1,0 +1,239 @@
+"""Optimizers whose rule is by row: rows of a table that a batch has not used stand still.
+
+They learn something else than dense ones, whose moments go on to move such rows. Dense and sparse
+gradients give the same result, and a step costs the rows that a sparse one has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from flatout.errors import ModelError
+
+State = dict[str, torch.Tensor]
+
+
+class ByRow(torch.optim.Optimizer):
+    """Steps the rows that a gradient has; `nn.Embedding` needs no `sparse=True` for that.
+
+    A rule takes weights, gradients and state of the same rows, and changes weights and state. What
+    has a gradient of zero must stay as it is.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Step all parameters that have a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step(parameter, parameter.grad, group)
+        return loss
+
+    def _step(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+        kept = self.state[parameter]
+        if not kept:
+            kept["step"] = torch.zeros((), dtype=torch.float32)
+            kept.update(self._begin(parameter, group))
+        kept["step"] += 1
+        state = {name: tensor for name, tensor in kept.items() if name != "step"}
+        count = int(kept["step"])
+        if not gradient.is_sparse:
+            self._apply(parameter, gradient, state, group, count)
+            return
+        gradient = gradient.coalesce()
+        rows = gradient.indices()[0]
+        weights = parameter.index_select(0, rows)
+        own = {name: tensor.index_select(0, rows) for name, tensor in state.items()}
+        self._apply(weights, gradient.values(), own, group, count)
+        parameter.index_copy_(0, rows, weights)
+        for name, tensor in state.items():
+            tensor.index_copy_(0, rows, own[name])
+
+    def _begin(self, parameter: torch.Tensor, group: dict[str, Any]) -> State:
+        raise NotImplementedError
+
+    def _apply(
+        self,
+        weights: torch.Tensor,
+        gradients: torch.Tensor,
+        state: State,
+        group: dict[str, Any],
+        count: int,
+    ) -> None:
+        """In place.
+
+        Args:
+            weights: of shape (rows, ...).
+            gradients: of the same shape.
+            state: tensors with as many rows.
+            group: the options.
+            count: which step this is, from 1.
+        """
+        raise NotImplementedError
+
+
+class LazyAdam(ByRow):
+    """Adam in which rows whose gradient is zero keep weights and moments (torch's SparseAdam).
+
+    Besides tables it steps all other parameters: those of one dimension as Adam does.
+
+    Args:
+        params: parameters, or groups of them.
+        lr: learning rate.
+        betas: how much of the mean and of the squares a step keeps.
+        eps: what is added to the root of the squares.
+
+    Raises:
+        ModelError: for a value out of range.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+    ) -> None:
+        if not (lr >= 0 and eps >= 0 and all(0 <= beta < 1 for beta in betas)):
+            raise ModelError(
+                "LazyAdam takes lr >= 0, eps >= 0 and betas from 0 to below 1, found "
+                f"lr={lr} eps={eps} betas={betas}"
+            )
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
+
+    def _begin(self, parameter: torch.Tensor, group: dict[str, Any]) -> State:
+        return {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+
+    def _apply(
+        self,
+        weights: torch.Tensor,
+        gradients: torch.Tensor,
+        state: State,
+        group: dict[str, Any],
+        count: int,
+    ) -> None:
+        beta1, beta2 = group["betas"]
+        mean, squares = state["exp_avg"], state["exp_avg_sq"]
+        used: Any = 1.0
+        if gradients.dim() > 1:
+            used = (gradients.flatten(1) != 0).any(1).to(weights.dtype)
+            used = used.reshape(-1, *[1] * (gradients.dim() - 1))
+        mean += (1 - beta1) * used * (gradients - mean)
+        squares += (1 - beta2) * used * (gradients.square() - squares)
+        root = (squares / (1 - beta2**count)).sqrt_().add_(group["eps"])
+        weights -= group["lr"] / (1 - beta1**count) * used * mean / root
+
+
+class RowwiseAdagrad(ByRow):
+    """Adagrad with one sum for each row of a matrix: a table's state is as wide as one factor.
+
+    `sum += mean(g * g)` over the row, `w -= lr * g / (sqrt(sum) + eps)`, as in FBGEMM. Parameters
+    of one dimension have a sum for each element.
+
+    Args:
+        params: parameters, or groups of them.
+        lr: learning rate.
+        eps: what is added to the root of the sum.
+        initial_accumulator_value: with which sums begin.
+
+    Raises:
+        ModelError: for a value out of range.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        initial_accumulator_value: float = 0.0,
+    ) -> None:
+        if not (lr >= 0 and eps >= 0 and initial_accumulator_value >= 0):
+            raise ModelError(
+                "RowwiseAdagrad takes lr, eps and initial_accumulator_value from 0 on, found "
+                f"lr={lr} eps={eps} initial_accumulator_value={initial_accumulator_value}"
+            )
+        options = {"lr": lr, "eps": eps, "initial_accumulator_value": initial_accumulator_value}
+        super().__init__(params, options)
+
+    def _begin(self, parameter: torch.Tensor, group: dict[str, Any]) -> State:
+        shape = parameter.shape[:1] + (1,) * (parameter.dim() - 1)
+        return {"sum": parameter.new_full(shape, group["initial_accumulator_value"])}
+
+    def _apply(
+        self,
+        weights: torch.Tensor,
+        gradients: torch.Tensor,
+        state: State,
+        group: dict[str, Any],
+        count: int,
+    ) -> None:
+        squares = gradients.square()
+        if gradients.dim() > 1:
+            squares = squares.mean(tuple(range(1, gradients.dim())), keepdim=True)
+        state["sum"] += squares
+        moved = group["lr"] * gradients / (state["sum"].sqrt() + group["eps"])
+        weights -= torch.where(gradients == 0, 0.0, moved)
+
+
+class Ftrl(ByRow):
+    """FTRL-proximal (McMahan et al. 2013), whose L1 makes weights zero that do not pay.
+
+    For the weights of a linear part: what they were before their first gradient is forgotten then.
+    For each element, with n the sum of squared gradients:
+
+        s = (sqrt(n + g * g) - sqrt(n)) / lr
+        z += g - s * w,  n += g * g
+        w = 0 where |z| <= l1, else -(z - sign(z) * l1) / ((beta + sqrt(n)) / lr + l2)
+
+    Args:
+        params: parameters, or groups of them.
+        lr: learning rate (alpha).
+        beta: keeps first steps small.
+        l1: strength of L1.
+        l2: strength of L2.
+
+    Raises:
+        ModelError: for a value out of range.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 0.1,
+        beta: float = 1.0,
+        l1: float = 0.0,
+        l2: float = 0.0,
+    ) -> None:
+        if not (lr > 0 and beta >= 0 and l1 >= 0 and l2 >= 0):
+            raise ModelError(
+                "Ftrl takes lr > 0 and beta, l1 and l2 from 0 on, found "
+                f"lr={lr} beta={beta} l1={l1} l2={l2}"
+            )
+        super().__init__(params, {"lr": lr, "beta": beta, "l1": l1, "l2": l2})
+
+    def _begin(self, parameter: torch.Tensor, group: dict[str, Any]) -> State:
+        return {name: torch.zeros_like(parameter) for name in ("z", "n")}
+
+    def _apply(
+        self,
+        weights: torch.Tensor,
+        gradients: torch.Tensor,
+        state: State,
+        group: dict[str, Any],
+        count: int,
+    ) -> None:
+        z, n = state["z"], state["n"]
+        before = n.sqrt()
+        n += gradients.square()
+        root = n.sqrt()
+        z += gradients - (root - before) / group["lr"] * weights
+        shrunk = z.sign() * (z.abs() - group["l1"]).clamp_min(0.0)
+        fresh = -shrunk / ((group["beta"] + root) / group["lr"] + group["l2"])
+        weights.copy_(torch.where(gradients == 0, weights, fresh))
