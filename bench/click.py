@@ -1,27 +1,25 @@
 """DeepFM on 39 fields of ids: what a step costs by the rows of its tables, against other ways.
 
-    python bench/click.py [--restarts 3] [--only flatout adam] [--json [FILE]]
-    python bench/click.py --input-wait
-    python bench/click.py --ranks
-    python bench/click.py --two-hosts
+    python bench/click.py [--restarts 3] [--json [FILE]]
+    python bench/click.py --only vs_plain hybrid_vs_replicated flatout-fp32
 
 32 factors for each id, layers 128-64-32, skewed ids, Adam, samples in memory, all usable CPUs. The
-sizes are 117,581, 1 M and 10 M rows with batches of 1,024 and 4,096, and 100 M rows with 8 factors.
-Peers run with 1 M rows and batches of 1,024: torch's dense Adam; torch's sparse gradients with
-SparseAdam or SGD, and Adam for the rest; Keras on TensorFlow and on torch. On two ranks: tables on
-both, sharded over them, and torch's DDP with a dense Adam. `--ranks` measures only these.
-`--input-wait` measures only which share of a step waits for input, where samples come from LibSVM
-text, on two cores. `--two-hosts` measures only two ranks on hosts of their own with a link of 1
-Gbit/s: network namespaces of this machine, which takes root.
+tables have 1 M rows and batches 1,024 samples where nothing else is said; there are 10 M rows too,
+and 100 M with 8 factors. Peers: torch's dense Adam; torch's sparse gradients with SparseAdam or
+SGD, and Adam for the rest; Keras on TensorFlow and on torch. On two ranks: tables on both, sharded
+over them, and torch's DDP with a dense Adam; of this host, and of two with a link of 1 Gbit/s,
+which are network namespaces of this machine and take root.
+
+`--only` measures these keys alone, and peers of which no key is made, such as other sizes.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from convnet import tell
 from flatout.measure import usable_cpus
@@ -42,8 +40,6 @@ from two_nodes import two_nodes, why_not
 HERE = str(Path(__file__).parent)
 sys.path[:] = [folder for folder in sys.path if folder != HERE]
 
-Keys = Callable[[dict[str, Row]], list[Key]]
-
 WAIT = "file_to_step_input_wait"
 FLATOUT, AGAIN, PLAIN = "flatout", "flatout-again", "adam"
 ROWS, FEW_ROWS, BATCH = 1_000_000, 20_000, 1024
@@ -52,10 +48,49 @@ LARGE, LARGE_ROWS, FEW_FACTORS = "flatout-100m-8", 100_000_000, 8
 SMALL = "flatout-1m-8"
 REPLICATED, SHARDED, DDP = "ranks-replicated", "ranks-sharded", "ranks-ddp"
 RANKS = (REPLICATED, SHARDED, DDP)
+HOSTS = "hosts-"  # in the place of "ranks-"
 MBIT = 1000
 # A step that sends the gradients of whole tables takes more than a second.
 FEW_STEPS, FEW_EPOCHS = 10, 2
 TESTED = ("--held-out", "20000")
+EQUAL = {
+    "dense_equal": (None, 1e-5),
+    "largest_difference": (None, None),
+    "bitwise_on_threads": (1, None),
+    "auc_difference": (None, 0.001),
+}
+
+
+class Ratio(NamedTuple):
+    """A key that is the time of one peer over that of another."""
+
+    key: str
+    slower: str
+    faster: str = FLATOUT
+    at_least: float | None = None
+    at_most: float | None = None
+    note: str = ""
+
+
+HERE_NOTE = "tables sharded over two ranks of this host, one thread each"
+HOSTS_NOTE = f"two hosts, {MBIT} Mbit/s"
+RATIOS = (
+    Ratio("vs_plain", PLAIN, at_least=12),
+    Ratio("vs_plain_fields_apart", "adam-fields-apart", "flatout-fields-apart"),
+    Ratio("vs_keras_tf", "keras-tensorflow", at_least=4),
+    Ratio("vs_keras_torch", "keras-torch"),
+    Ratio("vs_sparse_by_hand", "sparse-adam", at_least=1.3),
+    Ratio("vs_sparse_sgd", "sparse-sgd", note="SGD learns something else"),
+    Ratio("ten_million_vs_one_million", "flatout-10m-1024", at_most=1.3, note="of a step"),
+    Ratio("hundred_million_vs_one_million", LARGE, SMALL, at_most=1.6, note="8 factors"),
+    Ratio("hybrid_vs_replicated", REPLICATED, SHARDED, at_least=1.2, note=HERE_NOTE),
+    Ratio("hybrid_vs_dense_ddp_here", DDP, SHARDED, note="two ranks of this host"),
+    Ratio("flatout_vs_itself", AGAIN, note="A/A: what noise makes of 1"),
+)
+HOST_RATIOS = (
+    Ratio("hybrid_vs_dense_ddp", "hosts-ddp", "hosts-sharded", at_least=10, note=HOSTS_NOTE),
+    Ratio("hybrid_vs_replicated_apart", "hosts-replicated", "hosts-sharded", note=HOSTS_NOTE),
+)
 
 
 def peers(threads: int, steps: int, epochs: int, warm_up: int, most_rows: int) -> list[Peer]:
@@ -88,7 +123,8 @@ def peers(threads: int, steps: int, epochs: int, warm_up: int, most_rows: int) -
         given = (*shared, *TESTED, "--backend", backend)
         found.append(Peer(f"keras-{backend}", "click_keras.py", given, (backend, "keras")))
     for name in RANKS:
-        given = (*own, "--threads", "1", "--tables", name.removeprefix("ranks-"))
+        given = (*(shared if name == DDP else own), "--threads", "1")
+        given = (*given, "--tables", name.removeprefix("ranks-"))
         found.append(Peer(name, "click_ranks.py", given, needs))
     return found
 
@@ -102,46 +138,21 @@ def on_two_hosts(warm_up: int, nodes: Sequence[str]) -> list[Peer]:
         given = (*passes, "--threads", 1, "--tables", name.removeprefix("ranks-"))
         started = ("--script", "click_ranks.py", "--ranks", 1, "--nodes", *nodes)
         words = tuple(map(str, (*started, *given)))
-        found.append(Peer(name, "nodes_start.py", words, ("torch", "flatout")))
+        known = name.replace("ranks-", HOSTS)
+        found.append(Peer(known, "nodes_start.py", words, ("torch", "flatout")))
     return found
 
 
-def speed_keys(rows: dict[str, Row]) -> list[Key]:
-    def times(slower: str, faster: str = FLATOUT) -> Any:
+def speed_keys(rows: dict[str, Row], wanted: Collection[str] = ()) -> list[Key]:
+    """Those of the wanted names; without names, all."""
+    found = []
+    for key, slower, faster, at_least, at_most, note in (*RATIOS, *HOST_RATIOS):
+        if wanted and key not in wanted:
+            continue
         known = slower in rows and faster in rows
-        return ratio(rows, slower, faster) if known else "left out by --most-rows"
-
-    return [
-        Key("vs_plain", times(PLAIN), at_least=12),
-        Key("vs_plain_fields_apart", times("adam-fields-apart", "flatout-fields-apart")),
-        Key("vs_keras_tf", times("keras-tensorflow"), at_least=4),
-        Key("vs_keras_torch", times("keras-torch")),
-        Key("vs_sparse_by_hand", times("sparse-adam"), at_least=1.3),
-        Key("vs_sparse_sgd", times("sparse-sgd"), note="SGD learns something else"),
-        Key("ten_million_vs_one_million", times("flatout-10m-1024"), at_most=1.3, note="of a step"),
-        Key("hundred_million_vs_one_million", times(LARGE, SMALL), at_most=1.6, note="8 factors"),
-        *rank_keys(times(REPLICATED, SHARDED), times(DDP, SHARDED)),
-        Key("flatout_vs_itself", times(AGAIN), note="A/A: what noise makes of 1"),
-    ]
-
-
-def rank_keys(replicated: Any, dense: Any) -> list[Key]:
-    """Of two ranks of this host, against the time of sharded tables."""
-    note = "tables sharded over two ranks of this host, one thread each"
-    return [
-        Key("hybrid_vs_replicated", replicated, at_least=1.2, note=note),
-        Key("hybrid_vs_dense_ddp_here", dense, note="two ranks of this host"),
-    ]
-
-
-def host_keys(rows: dict[str, Row]) -> list[Key]:
-    """Of two hosts."""
-    note = f"two hosts, {MBIT} Mbit/s"
-    dense, replicated = ratio(rows, DDP, SHARDED), ratio(rows, REPLICATED, SHARDED)
-    return [
-        Key("hybrid_vs_dense_ddp", dense, at_least=10, note=note),
-        Key("hybrid_vs_replicated_apart", replicated, note=note),
-    ]
+        value = ratio(rows, slower, faster) if known else "left out by --most-rows"
+        found.append(Key(key, value, at_most, at_least, note))
+    return found
 
 
 def equality(threads: int, steps: int) -> list[Key]:
@@ -152,11 +163,7 @@ def equality(threads: int, steps: int) -> list[Key]:
         found = run_once(peer)
     except PeerFailed as error:
         why = f"failed: {error}"
-        return [
-            Key("dense_equal", why, at_most=1e-5),
-            Key("bitwise_on_threads", why, at_least=1),
-            Key("auc_difference", why, at_most=0.001),
-        ]
+        return [Key(name, why, most, least) for name, (least, most) in EQUAL.items()]
 
     def words(found_in: str, fused: str) -> str:
         each = ", ".join(f"{name} {value:.1e}" for name, value in found[found_in].items())
@@ -164,20 +171,20 @@ def equality(threads: int, steps: int) -> list[Key]:
 
     dense, ours = found["auc"]
     aucs = f"DeepFM in the same order: torch {dense:.4f}, Flatout {ours:.4f}"
+    values = {
+        "dense_equal": max(found["differences"].values()),
+        "largest_difference": max(found["of_one"].values()),
+        "bitwise_on_threads": float(found["bitwise"]),
+        "auc_difference": abs(dense - ours),
+    }
+    notes = {
+        "dense_equal": f"norm of the difference: {words('differences', 'fused')}",
+        "largest_difference": f"of a single weight: {words('of_one', 'fused_of_one')}",
+        "bitwise_on_threads": "1: equal bits",
+        "auc_difference": aucs,
+    }
     return [
-        Key(
-            "dense_equal",
-            max(found["differences"].values()),
-            at_most=1e-5,
-            note=f"norm of the difference: {words('differences', 'fused')}",
-        ),
-        Key(
-            "largest_difference",
-            max(found["of_one"].values()),
-            note=f"of a single weight: {words('of_one', 'fused_of_one')}",
-        ),
-        Key("bitwise_on_threads", float(found["bitwise"]), at_least=1, note="1: equal bits"),
-        Key("auc_difference", abs(dense - ours), at_most=0.001, note=aucs),
+        Key(name, values[name], most, least, notes[name]) for name, (least, most) in EQUAL.items()
     ]
 
 
@@ -206,11 +213,9 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--warm-up", type=positive, default=8, help="Flatout's epochs before them")
     parser.add_argument("--equal-steps", type=positive, default=500)
     parser.add_argument("--most-rows", type=positive, default=LARGE_ROWS, help="leave out more")
-    parser.add_argument("--input-wait", action="store_true", help=f"measure {WAIT} alone")
-    parser.add_argument("--ranks", action="store_true", help="measure two ranks of this host alone")
-    parser.add_argument("--two-hosts", action="store_true", help="measure two hosts alone")
     names = [peer.name for peer in peers(1, 1, 1, 1, LARGE_ROWS)]
-    parser.add_argument("--only", nargs="+", default=(), choices=names, metavar="PEER")
+    keys = [WAIT, *EQUAL, *(one.key for one in (*RATIOS, *HOST_RATIOS))]
+    parser.add_argument("--only", nargs="+", default=(), choices=[*keys, *names], metavar="KEY")
     return parser.parse_args()
 
 
@@ -218,63 +223,60 @@ def in_ms(seconds: float) -> str:
     return f"{seconds * 1e3:,.1f} ms a step"
 
 
-def measured(
-    chosen: Sequence[Peer], arguments: argparse.Namespace, where: str, keys: Keys, reference: str
-) -> Results:
-    """Run these peers in turn, and compare them."""
-    rows = run_in_turn(
-        chosen, restarts=arguments.restarts, only=arguments.only, tell=tell, figure=in_ms
-    )
-    return Results(
-        title=f"DeepFM, {BATCH} samples of 39 fields a step, 1 M rows where nothing else is said, "
-        f"{where}; restarts of each: {arguments.restarts}",
-        headers=["", "steps/s", "slowest .. fastest", f"time / {reference}'s", "AUC", ""],
-        lines=lines_of(rows, reference, lambda seconds: f"{1 / seconds:,.1f}"),
-        remarks=notes_of(rows),
-        keys=keys(rows),
-        data={"rows": rows_as_data(rows, reference), "versions": versions(chosen)},
-    )
+def asked_peers(arguments: argparse.Namespace, ratios: Iterable[Ratio]) -> set[str]:
+    """Of which peers keys are made that are wanted, and those that are asked for by name."""
+    wanted = arguments.only
+    chosen = [one for one in ratios if not wanted or one.key in wanted]
+    return {*wanted, *(name for one in chosen for name in (one.slower, one.faster))}
 
 
-def on_ranks(arguments: argparse.Namespace) -> Results:
+def run_here(arguments: argparse.Namespace, threads: int) -> dict[str, Row]:
+    asked = asked_peers(arguments, RATIOS)
     passes = (arguments.steps, arguments.epochs, arguments.warm_up)
-    chosen = [peer for peer in peers(1, *passes, ROWS) if peer.name in RANKS]
-
-    def keys(rows: dict[str, Row]) -> list[Key]:
-        return rank_keys(ratio(rows, REPLICATED, SHARDED), ratio(rows, DDP, SHARDED))
-
-    return measured(chosen, arguments, "two ranks of this host", keys, SHARDED)
+    chosen = [p for p in peers(threads, *passes, arguments.most_rows) if p.name in asked]
+    return run_in_turn(chosen, restarts=arguments.restarts, tell=tell, figure=in_ms)
 
 
-def two_hosts(arguments: argparse.Namespace) -> Results:
-    if reason := why_not():
-        raise SystemExit(reason)
+def run_on_two_hosts(arguments: argparse.Namespace) -> dict[str, Row]:
+    """The ways on two hosts, of which keys are wanted; why not, where this machine has none."""
+    asked = asked_peers(arguments, HOST_RATIOS)
+    chosen = [peer for peer in on_two_hosts(1, ()) if peer.name in asked]
+    if not chosen or (reason := why_not()):
+        return {peer.name: Row(peer, reason) for peer in chosen}
     with two_nodes(MBIT) as nodes:
-        chosen = on_two_hosts(arguments.warm_up, nodes)
-        return measured(chosen, arguments, f"two hosts, {MBIT} Mbit/s", host_keys, SHARDED)
+        chosen = [p for p in on_two_hosts(arguments.warm_up, nodes) if p.name in asked]
+        return run_in_turn(chosen, restarts=arguments.restarts, tell=tell, figure=in_ms)
 
 
 def main() -> int:
     arguments = read_arguments()
     end_peers_on_sigterm()
-    if arguments.two_hosts or arguments.ranks:
-        return finish((two_hosts if arguments.two_hosts else on_ranks)(arguments), arguments)
-    threads = usable_cpus()
+    threads, wanted = usable_cpus(), set(arguments.only)
     passes = (arguments.steps, arguments.epochs, arguments.warm_up)
-    wait = input_wait(threads, *passes, ROWS if arguments.most_rows >= ROWS else FEW_ROWS)
-    tell(wait.words)
-    if arguments.input_wait:
-        title = f"DeepFM from LibSVM text, threads: {threads}"
-        return finish(Results(title, ["", ""], [], [], [wait], {}), arguments)
-    equal = equality(threads, arguments.equal_steps)
-    for key in equal:
+    keys = []
+    if not wanted or WAIT in wanted:
+        rows_there = ROWS if arguments.most_rows >= ROWS else FEW_ROWS
+        keys.append(input_wait(threads, *passes, rows_there))
+    if not wanted or wanted & EQUAL.keys():
+        found = equality(threads, arguments.equal_steps)
+        keys += [key for key in found if not wanted or key.name in wanted]
+    for key in keys:
         tell(key.words)
-    chosen = peers(threads, *passes, arguments.most_rows)
-
-    def keys(rows: dict[str, Row]) -> list[Key]:
-        return [*speed_keys(rows), *equal, wait]
-
-    return finish(measured(chosen, arguments, f"threads: {threads}", keys, FLATOUT), arguments)
+    rows = run_here(arguments, threads) | run_on_two_hosts(arguments)
+    reference = FLATOUT if FLATOUT in rows else next(iter(rows), FLATOUT)
+    results = Results(
+        title=f"DeepFM, {BATCH} samples of 39 fields a step, 1 M rows where nothing else is said, "
+        f"threads: {threads}; restarts of each: {arguments.restarts}",
+        headers=["", "steps/s", "slowest .. fastest", f"time / {reference}'s", "AUC", ""],
+        lines=lines_of(rows, reference, lambda seconds: f"{1 / seconds:,.1f}"),
+        remarks=notes_of(rows),
+        keys=[*speed_keys(rows, wanted), *keys],
+        data={
+            "rows": rows_as_data(rows, reference),
+            "versions": versions([row.peer for row in rows.values()]),
+        },
+    )
+    return finish(results, arguments)
 
 
 if __name__ == "__main__":
