@@ -85,10 +85,10 @@ def test_the_result_is_that_of_the_dense_optimizer(make, clip):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_so_it_is_by_the_operators_that_a_gpu_takes(make, monkeypatch):
+@pytest.mark.parametrize("name", ["adam", "adam, decay", "nesterov", "rmsprop, momentum"])
+def test_so_it_is_by_the_operators_that_a_gpu_takes(name, monkeypatch):
     monkeypatch.setattr(table_rows, "_by_extension", lambda tensor: False)
-    compare(make, 0.05)
+    compare(OPTIMIZERS[name], 0.05)
 
 
 def compare(make, clip):
