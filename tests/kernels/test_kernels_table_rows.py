@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from flatout.kernels import in_float32, table_rows
+from flatout.kernels import Table, in_float32, table_rows
 
 pytestmark = pytest.mark.skipif(not table_rows.available(), reason="the C extension is absent")
 
@@ -63,7 +63,7 @@ def stepped(groups, values):
     weights = torch.randn(500, 24)
     first, second = torch.zeros(500, 24), torch.zeros(500, 24)
     last = torch.zeros(500, dtype=torch.int32)
-    table = table_rows.Table(weights, first, second, last, 1e-8)
+    table = Table(weights, first, second, last, 1e-8)
     steps = table_rows.Steps("adam", 0, 100)
     for count in range(1, 40):
         rows = groups.rows[count % 7 :: 7]
@@ -115,7 +115,7 @@ def test_steps_that_were_missed_early_are_those_of_adam(betas, start, missed):
     # Roots far below epsilon, about it, and far above.
     first, second = torch.randn(9, 8) * 1e-3, 10 ** -torch.linspace(1, 16, 72).reshape(9, 8)
     weights = torch.randn(9, 8) * 1e-2
-    table = table_rows.Table(
+    table = Table(
         weights.clone(), first.clone(), second.clone(), torch.zeros(9, dtype=torch.int32), epsilon
     )
     steps = table_rows.Steps("adam", 0, 1000)

@@ -29,9 +29,9 @@ from flatout.kernels.ids import IdNumbers as IdNumbers
 from flatout.kernels.ids import Items as Items
 from flatout.kernels.ids import hash_ids as hash_ids
 from flatout.kernels.resize import resize_linear as resize_linear
+from flatout.kernels.table import Table as Table
 from flatout.kernels.table_rows import Dealt as Dealt
 from flatout.kernels.table_rows import Groups as Groups
 from flatout.kernels.table_rows import Step as Step
 from flatout.kernels.table_rows import Steps as Steps
-from flatout.kernels.table_rows import Table as Table
 from flatout.kernels.table_rows import in_float32 as in_float32

@@ -23,6 +23,7 @@ import torch
 
 from flatout.kernels import absent, table_rows_operators
 from flatout.kernels.openmp import team
+from flatout.kernels.table import Table
 
 try:
     from flatout.kernels import _table_rows as _c
@@ -316,24 +317,6 @@ class Steps:
             self._nothing_decays,
             *team(),
         )
-
-
-class Table(NamedTuple):
-    """A table with its optimizer's state.
-
-    Attributes:
-        weights: float32 of shape (rows, width), contiguous, as are the others.
-        first: Adam's mean, the momentum of SGD and RMSprop, Adagrad's sum; or None.
-        second: the squares of Adam and RMSprop; or None.
-        last: int32 of shape (rows,), the step that each row is at.
-        epsilon: that the rule adds to the root.
-    """
-
-    weights: torch.Tensor
-    first: torch.Tensor | None
-    second: torch.Tensor | None
-    last: torch.Tensor
-    epsilon: float
 
 
 def _address(tensor: torch.Tensor | None) -> int:

@@ -6,12 +6,11 @@ form too, and nothing depends on the order in which a device's threads run.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from flatout.kernels.table_rows import Table
+from flatout.kernels.table import Table
 
 # As in _table_rows.c: the rules, the columns of a step, and those of the steps behind it.
 _ADAM, _SGD, _RMSPROP, _ADAGRAD = range(4)
