@@ -28,7 +28,14 @@ from flatout.data import Batch, Pipeline, Source
 from flatout.errors import CheckpointError, FlatoutError, NumbersError
 from flatout.recipe import dump
 from flatout.strategies import check_replicas
-from flatout.train.callbacks import Callback, Figures, JsonLines, Progress, remaining
+from flatout.train.callbacks import (
+    Callback,
+    Figures,
+    JsonLines,
+    Progress,
+    remaining,
+    train_job_status,
+)
 from flatout.train.captured_steps import captured_steps
 from flatout.train.confusion import table
 from flatout.train.counted import counted, operator_count
@@ -53,7 +60,7 @@ from flatout.world import LostRank
 # Replicas are compared at the end of an epoch, but no more often.
 _COMPARE_EVERY_S = 10.0
 # What Flatout adds for showing and logging needs no state.
-_SHOWS = (Progress, JsonLines, remaining.Remaining)
+_SHOWS = (Progress, JsonLines, remaining.Remaining, train_job_status.TrainJobStatus)
 
 
 class Fit:
@@ -89,7 +96,8 @@ class Fit:
         shown = progress if isinstance(progress, Progress) else Progress()
         self.callbacks = [*callbacks, shown] if shows else callbacks
         if self.loop.world.is_first:
-            self.callbacks = [*self.callbacks, *remaining.asked_for()]
+            told = [*remaining.asked_for(), *train_job_status.asked_for()]
+            self.callbacks = [*self.callbacks, *told]
         self.loop.shows_notes = any(isinstance(one, Progress) for one in self.callbacks)
         self.signals = StopSignals()
         self._asked: list[float | None] = []

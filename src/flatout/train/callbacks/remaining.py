@@ -38,7 +38,7 @@ class Remaining(Callback):
     def on_fit_start(self, state: FitState) -> None:
         """Begin to measure."""
         self._began = self._looked = perf_counter()
-        self._from, self._step = _done(state), state.step
+        self._from, self._step = done_part(state), state.step
         self._write_at = self._began
 
     def on_step(self, state: FitState) -> None:
@@ -56,7 +56,7 @@ class Remaining(Callback):
         self._write(state, perf_counter(), ended=state.stop_reason is None)
 
     def _write(self, state: FitState, now: float, *, ended: bool = False) -> None:
-        done = 1.0 if ended else _done(state)
+        done = 1.0 if ended else done_part(state)
         gone = done - self._from
         remaining = (now - self._began) * (1 - done) / gone if gone > 0 else None
         said = {
@@ -75,7 +75,7 @@ def asked_for() -> list[Callback]:
     return [Remaining(path)] if path else []
 
 
-def _done(state: FitState) -> float:
+def done_part(state: FitState) -> float:
     """Which part of all epochs is done."""
     steps = state.steps_per_epoch
     inside = min(1.0, state.step_in_epoch / steps) if steps else 0.0
