@@ -1,0 +1,492 @@
+"""Kubernetes: TrainJobs of Kubeflow Trainer, or PyTorchJobs, through the official client."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from flatout.errors import SubmitError
+from flatout.submit.artifact import Artifact
+from flatout.submit.extras import require
+from flatout.submit.job import Job
+from flatout.submit.kubernetes_manifests import (
+    EXTRA,
+    KEY,
+    SECRET,
+    Manifest,
+    manifests,
+    unseen,
+    volumes_of,
+    yaml_of,
+)
+from flatout.submit.states import JobState, State
+from flatout.submit.target import NotSent, Sent, Unanswered
+from flatout.words import clock
+
+FILE = "job.yaml"
+# Beside it, since Kubernetes forgets what was deleted.
+_CANCELED = "canceled"
+# To connect, and until an answer comes, in seconds.
+_PATIENCE_S = (5, 30)
+_ASK_EVERY_S = 2.0
+_NOT_FOUND, _CONFLICT = 404, 409
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A kind of job as Kubernetes addresses it.
+
+    Attributes:
+        group, version, plural: of its resource.
+        pods: the label of its pods that has its name.
+        container: in which the script runs.
+    """
+
+    group: str
+    version: str
+    plural: str
+    pods: str
+    container: str
+
+
+_KINDS = {
+    "TrainJob": _Kind(
+        *("trainer.kubeflow.org", "v1alpha1", "trainjobs"),
+        *("jobset.sigs.k8s.io/jobset-name", "node"),
+    ),
+    "PyTorchJob": _Kind(
+        *("kubeflow.org", "v1", "pytorchjobs"),
+        *("training.kubeflow.org/job-name", "pytorch"),
+    ),
+}
+
+
+class Kubernetes:
+    """Sends jobs to the cluster and namespace of the present context of kubectl.
+
+    A job's id is NAMESPACE/NAME.
+    """
+
+    name = "kubernetes"
+
+    def artifacts(self, job: Job) -> list[Artifact]:
+        """One file for `kubectl apply -f`: the ConfigMap with the code, and the job."""
+        made = manifests(job)
+        head = f"# kubectl apply -f {FILE}\n"
+        return [Artifact(FILE, head + yaml_of(made))]
+
+    def unseen(self, job: Job) -> list[str]:
+        """Paths that lie on no volume."""
+        return unseen(job)
+
+    def check(self, job: Job) -> list[str]:
+        """What the API server and Kubeflow say to the job, which is not kept."""
+        cluster = _Cluster()
+        *_, made = _documents(job.folder)
+        space = cluster.space(made)
+        found = []
+        with _answered(f"namespace {space}"):
+            refused = cluster.refusal(lambda: cluster.create(made, space, dry_run="All"))
+            if refused:
+                found.append(refused)
+            for one in volumes_of(job.options.get("volumes", "")):
+                if cluster.is_missing(
+                    cluster.core.read_namespaced_persistent_volume_claim, one.claim, space
+                ):
+                    found.append(f"there is no PersistentVolumeClaim {one.claim} in {space}")
+        return found
+
+    def send(self, job: Job, key: str) -> Sent:
+        """Create the job, then what its pods wait for, which goes when the job goes."""
+        cluster = _Cluster()
+        *others, made = _documents(job.folder)
+        space = cluster.space(made)
+        made["metadata"].setdefault("labels", {})[KEY] = key
+        try:
+            created = cluster.create(made, space)
+        except cluster.error as error:
+            if error.status == _CONFLICT:
+                raise NotSent(
+                    f"there is a job {job.name} in {space} already",
+                    do="give this one another --name",
+                ) from error
+            raise NotSent(f"Kubernetes did not take the job: {_said(error)}") from error
+        except cluster.lost as error:
+            raise Unanswered(f"the API server did not answer: {error}") from error
+        if job.nodes > 1:
+            others.append(_secret(job.name))
+        try:
+            for one in others:
+                one["metadata"]["ownerReferences"] = [_owner(created)]
+                cluster.create(one, space)
+        except (cluster.error, cluster.lost) as error:
+            # Its pods would wait for ever.
+            with suppress(cluster.error, cluster.lost):
+                cluster.delete(made["kind"], space, job.name)
+            raise NotSent(f"the job's code was not taken: {_said(error)}") from error
+        return Sent(f"{space}/{job.name}", f"kubectl get {_KINDS[made['kind']].plural} {job.name}")
+
+    def find(self, key: str, folder: Path) -> Sent | None:
+        """By the label that it was sent with."""
+        cluster = _Cluster()
+        *_, made = _documents(folder)
+        space = cluster.space(made)
+        with _answered(f"namespace {space}"):
+            found = cluster.named(made["kind"], space, f"{KEY}={key}")
+        return Sent(f"{space}/{found[0]}") if found else None
+
+    def state(self, id: str, folder: Path) -> JobState:
+        """What the job's conditions say, and how long it will take as it says itself."""
+        space, _, name = id.partition("/")
+        cluster = _Cluster()
+        *_, made = _documents(folder)
+        with _answered(id):
+            found = cluster.read(made["kind"], space, name)
+        if found is None:
+            is_ours = (folder / _CANCELED).exists()
+            return JobState(State.canceled if is_ours else State.lost, "deleted")
+        state = (_train_job_state if made["kind"] == "TrainJob" else _pytorch_job_state)(found)
+        if state.state == State.failed:
+            with suppress(cluster.error, cluster.lost):
+                pods = cluster.pods(made["kind"], space, name)
+                return replace(state, exit_code=_exit_code(pods, _KINDS[made["kind"]].container))
+        return state
+
+    def logs(self, id: str, folder: Path, *, follow: bool) -> Iterator[str]:
+        """What all pods print, each line with its pod where there are several."""
+        space, _, name = id.partition("/")
+        cluster = _Cluster()
+        *_, made = _documents(folder)
+        kind = _KINDS[made["kind"]]
+        with _answered(id):
+            pods = sorted(one.metadata.name for one in cluster.pods(made["kind"], space, name))
+        if not pods:
+            raise SubmitError("the job has no pods: it waits, or they were deleted", where=id)
+
+        def lines(pod: str) -> Iterator[str]:
+            with _answered(f"pod {pod}"):
+                answer = cluster.core.read_namespaced_pod_log(
+                    pod, space, container=kind.container, follow=follow, _preload_content=False
+                )
+                for line in _lines(answer):
+                    yield f"{pod}: {line}" if len(pods) > 1 else line
+
+        if not follow or len(pods) == 1:
+            for pod in pods:
+                yield from lines(pod)
+            return
+        yield from _merged([lines(pod) for pod in pods])
+
+    def cancel(self, id: str, folder: Path) -> None:
+        """Delete the job: its pods get SIGTERM, and time to write a checkpoint."""
+        space, _, name = id.partition("/")
+        cluster = _Cluster()
+        *_, made = _documents(folder)
+        with _answered(id):
+            cluster.delete(made["kind"], space, name)
+        (folder / _CANCELED).touch()
+
+
+TARGET = Kubernetes()
+
+
+class _Cluster:
+    """The official client, with what it was told of the cluster; it alone knows who the user is.
+
+    Raises:
+        SubmitError: it is not installed, or was told of no cluster.
+    """
+
+    def __init__(self) -> None:
+        client = require("kubernetes.client", EXTRA)
+        config = require("kubernetes.config", EXTRA)
+        self.error = client.exceptions.ApiException
+        self.lost = require("urllib3.exceptions", EXTRA).HTTPError
+        try:
+            _load(config)
+        except config.ConfigException as error:
+            raise SubmitError(
+                f"the Kubernetes client knows no cluster: {error}",
+                do="see that `kubectl get pods` answers, or set KUBECONFIG",
+            ) from error
+        self._config = config
+        self.core = client.CoreV1Api()
+        self.custom = client.CustomObjectsApi()
+
+    def space(self, manifest: Manifest) -> str:
+        """The namespace: the manifest's, or that of the present context."""
+        given = manifest["metadata"].get("namespace")
+        if given is not None:
+            return str(given)
+        with suppress(self._config.ConfigException):
+            file = os.environ.get("KUBECONFIG")
+            _, present = self._config.list_kube_config_contexts(config_file=file)
+            return str(present["context"].get("namespace") or "default")
+        own = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+        return own.read_text().strip() if own.is_file() else "default"
+
+    def create(self, manifest: Manifest, space: str, dry_run: str | None = None) -> Any:
+        """Create one object; the job's own kind through the API of custom objects."""
+        options: dict[str, Any] = {"_request_timeout": _PATIENCE_S}
+        if dry_run is not None:
+            options["dry_run"] = dry_run
+        if manifest["kind"] == "ConfigMap":
+            return self.core.create_namespaced_config_map(space, manifest, **options)
+        if manifest["kind"] == "Secret":
+            return self.core.create_namespaced_secret(space, manifest, **options)
+        at = _KINDS[manifest["kind"]]
+        return self.custom.create_namespaced_custom_object(
+            at.group, at.version, space, at.plural, manifest, **options
+        )
+
+    def read(self, kind: str, space: str, name: str) -> Any:
+        """An object; None where there is none."""
+        at = _KINDS[kind]
+        try:
+            return self.custom.get_namespaced_custom_object(
+                at.group, at.version, space, at.plural, name, _request_timeout=_PATIENCE_S
+            )
+        except self.error as error:
+            if error.status == _NOT_FOUND:
+                return None
+            raise
+
+    def named(self, kind: str, space: str, labels: str) -> list[str]:
+        """The names of objects with these labels."""
+        at = _KINDS[kind]
+        found = self.custom.list_namespaced_custom_object(
+            *(at.group, at.version, space, at.plural),
+            label_selector=labels,
+            _request_timeout=_PATIENCE_S,
+        )
+        return [one["metadata"]["name"] for one in found["items"]]
+
+    def pods(self, kind: str, space: str, name: str) -> list[Any]:
+        """The pods of a job."""
+        listed = self.core.list_namespaced_pod(
+            space, label_selector=f"{_KINDS[kind].pods}={name}", _request_timeout=_PATIENCE_S
+        )
+        return list(listed.items)
+
+    def delete(self, kind: str, space: str, name: str) -> None:
+        """Delete an object; one that is gone is no error."""
+        at = _KINDS[kind]
+        try:
+            self.custom.delete_namespaced_custom_object(
+                *(at.group, at.version, space, at.plural, name),
+                propagation_policy="Foreground",
+                _request_timeout=_PATIENCE_S,
+            )
+        except self.error as error:
+            if error.status != _NOT_FOUND:
+                raise
+
+    def refusal(self, ask: Callable[[], object]) -> str:
+        """What the cluster says against something; "" where it has nothing against it."""
+        try:
+            ask()
+        except self.error as error:
+            return _said(error)
+        return ""
+
+    def is_missing(self, read: Callable[..., object], name: str, space: str) -> bool:
+        """Whether an object is not there."""
+        try:
+            read(name, space, _request_timeout=_PATIENCE_S)
+        except self.error as error:
+            if error.status == _NOT_FOUND:
+                return True
+            raise
+        return False
+
+
+def _load(config: Any) -> None:
+    """As kubectl goes by it: KUBECONFIG, the file in the user's home, or the pod's own account."""
+    try:
+        config.load_kube_config(config_file=os.environ.get("KUBECONFIG"))
+    except config.ConfigException:
+        if "KUBERNETES_SERVICE_HOST" not in os.environ:
+            raise
+        config.load_incluster_config()
+
+
+@contextmanager
+def _answered(where: str) -> Iterator[None]:
+    """Errors of the client in plain words."""
+    error = require("kubernetes.client", EXTRA).exceptions.ApiException
+    lost = require("urllib3.exceptions", EXTRA).HTTPError
+    try:
+        yield
+    except error as refused:
+        raise SubmitError(f"Kubernetes refuses: {_said(refused)}", where=where) from refused
+    except lost as silent:
+        raise SubmitError(
+            f"the API server does not answer: {silent}",
+            where=where,
+            do="see that `kubectl get pods` answers",
+        ) from silent
+
+
+def _said(error: Any) -> str:
+    """What the API server said, without its wrapping."""
+    body = getattr(error, "body", None)
+    with suppress(ValueError, TypeError):
+        return str(json.loads(body or "")["message"])
+    return str(getattr(error, "reason", None) or error)
+
+
+def _documents(folder: Path) -> list[Manifest]:
+    """What lies in a job's folder, as the user may have changed it."""
+    yaml = require("yaml", EXTRA)
+    path = folder / FILE
+    try:
+        found = [one for one in yaml.safe_load_all(path.read_text(encoding="utf-8")) if one]
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise SubmitError(f"expected manifests, found {error}", where=str(path)) from error
+    if not found or found[-1].get("kind") not in _KINDS:
+        raise SubmitError(f"expected {' or '.join(_KINDS)} as the last document", where=str(path))
+    return found
+
+
+def _owner(created: Manifest) -> Manifest:
+    """The reference that lets an object go with the job."""
+    return {
+        "apiVersion": created["apiVersion"],
+        "kind": created["kind"],
+        "name": created["metadata"]["name"],
+        "uid": created["metadata"]["uid"],
+    }
+
+
+def _secret(name: str) -> Manifest:
+    """What the nodes of one job know and no one else does."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": name},
+        "stringData": {SECRET: secrets.token_hex(32)},
+    }
+
+
+def _conditions(found: Manifest) -> list[Manifest]:
+    """Those that hold, in the order in which they began to."""
+    listed = found.get("status", {}).get("conditions") or []
+    holding = [one for one in listed if one.get("status") == "True"]
+    return sorted(holding, key=lambda one: one.get("lastTransitionTime") or "")
+
+
+def _words(condition: Manifest) -> str:
+    said = condition.get("message") or condition.get("reason") or ""
+    return f"{condition['type']} ({said})" if said else str(condition["type"])
+
+
+def _train_job_state(found: Manifest) -> JobState:
+    status = found.get("status", {})
+    eta = _eta(status.get("trainerStatus") or {})
+    conditions = {one["type"]: one for one in _conditions(found)}
+    if "Complete" in conditions:
+        return JobState(State.succeeded, _words(conditions["Complete"]), exit_code=0)
+    if "Failed" in conditions:
+        return JobState(State.failed, _words(conditions["Failed"]))
+    if found["metadata"].get("deletionTimestamp"):
+        return JobState(State.stopping, "being deleted", eta=eta)
+    if "Suspended" in conditions:
+        return JobState(State.queued, _words(conditions["Suspended"]), eta=eta)
+    jobs = status.get("jobsStatus") or []
+    if any(one.get("ready") for one in jobs):
+        return JobState(State.running, "pods are ready", eta=eta)
+    if any(one.get("active") for one in jobs):
+        return JobState(State.starting, "pods are created")
+    return JobState(State.queued, "no pods yet")
+
+
+def _exit_code(pods: list[Any], container: str) -> int | None:
+    """That of the container which failed first."""
+    ended = [
+        one.state.terminated
+        for pod in pods
+        for one in (pod.status and pod.status.container_statuses) or ()
+        if one.name == container and one.state and one.state.terminated
+    ]
+    failed = sorted(
+        (one for one in ended if one.exit_code), key=lambda one: str(one.finished_at or "")
+    )
+    return int(failed[0].exit_code) if failed else None
+
+
+def _eta(told: Manifest) -> str:
+    """What the run itself has told, which kubectl shows as well."""
+    parts = []
+    if "estimatedRemainingSeconds" in told:
+        parts.append(clock(told["estimatedRemainingSeconds"]))
+    if "progressPercentage" in told:
+        parts.append(f"{told['progressPercentage']}% done")
+    return ", ".join(parts)
+
+
+_BY_CONDITION = {
+    "Created": State.starting,
+    "Running": State.running,
+    "Restarting": State.requeued,
+    "Suspended": State.queued,
+    "Succeeded": State.succeeded,
+    "Failed": State.failed,
+}
+
+
+def _pytorch_job_state(found: Manifest) -> JobState:
+    conditions = [one for one in _conditions(found) if one["type"] in _BY_CONDITION]
+    if not conditions:
+        return JobState(State.queued, "no pods yet")
+    # Several may hold: what ends a job before what it was.
+    last = next((one for one in conditions if one["type"] in ("Succeeded", "Failed")), None)
+    if last is None and found["metadata"].get("deletionTimestamp"):
+        return JobState(State.stopping, "being deleted")
+    last = last or conditions[-1]
+    return JobState(_BY_CONDITION[last["type"]], _words(last))
+
+
+def _lines(answer: Any) -> Iterator[str]:
+    """Lines of an answer that comes in pieces, each with its end."""
+    rest = b""
+    for piece in answer.stream():
+        *whole, rest = (rest + piece).split(b"\n")
+        yield from (f"{line.decode(errors='replace')}\n" for line in whole)
+    if rest:
+        yield rest.decode(errors="replace")
+
+
+def _merged(streams: list[Iterator[str]]) -> Iterator[str]:
+    """Lines of several streams as they come; each is read by a thread."""
+    lines: queue.SimpleQueue[str | SubmitError | None] = queue.SimpleQueue()
+
+    def read(stream: Iterator[str]) -> None:
+        try:
+            for line in stream:
+                lines.put(line)
+        except SubmitError as error:
+            lines.put(error)
+        finally:
+            lines.put(None)
+
+    for one in streams:
+        threading.Thread(target=read, args=(one,), daemon=True).start()
+    left = len(streams)
+    while left:
+        line = lines.get()
+        if line is None:
+            left -= 1
+        elif isinstance(line, SubmitError):
+            raise line
+        else:
+            yield line

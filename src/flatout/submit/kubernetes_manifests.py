@@ -1,0 +1,492 @@
+"""What Kubernetes is given: a TrainJob, or for old clusters a PyTorchJob, and the code's ConfigMap.
+
+https://www.kubeflow.org/docs/components/trainer
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flatout.errors import SubmitError
+from flatout.recipe import dumps
+from flatout.submit.artifact import refuse
+from flatout.submit.extras import require
+from flatout.submit.job import Job
+from flatout.submit.target import options_of
+
+Manifest = dict[str, Any]
+
+OPTIONS = (
+    *("image", "namespace", "api", "runtime", "code", "volumes", "memory", "gpu", "interface"),
+    *("node-selector", "tolerations", "service-account", "pull-secret", "queue"),
+)
+EXTRA = "kubernetes"
+KEY = "flatout/key"
+SECRET = "FLATOUT_SECRET"
+# Where the ConfigMap is mounted, and where a copy of it that can be written lies.
+_MOUNTED, _COPY = "/flatout", "/tmp/flatout"
+_CODE_VOLUME = "flatout-code"
+# What the values of a ConfigMap may have together, and Kubernetes' own limits of names.
+_MOST_BYTES = 1 << 20
+_LONGEST_IMAGE, _LONGEST_KEY = 500, 253
+# A TrainJob's pods get "NAME-node-0-0" as their host's name, which is a label too.
+_LONGEST_NAME = 50
+_NO_KEY = re.compile(r"[^-._a-zA-Z0-9]")
+# What some reader of YAML, of 1.1 or 1.2, takes for a number, a time, a truth value or nothing.
+_NOT_PLAIN = re.compile(
+    r"|[-+]?\.?[0-9].*|[-+]?\.(inf|nan)|y|n|yes|no|on|off|true|false|null|~|=|<<", re.IGNORECASE
+)
+_VARIABLE = re.compile(r"[-._a-zA-Z][-._a-zA-Z0-9]*")
+
+
+@dataclass(frozen=True)
+class Volume:
+    """A PersistentVolumeClaim, and where it is mounted.
+
+    Attributes:
+        claim: its name.
+        path: in the container.
+        read_only: whether nothing can be written there.
+    """
+
+    claim: str
+    path: str
+    read_only: bool = False
+
+    def holds(self, path: str) -> bool:
+        """Whether a path lies on it."""
+        return path == self.path or path.startswith(f"{self.path.rstrip('/')}/")
+
+
+def manifests(job: Job) -> list[Manifest]:
+    """The job, and before it the ConfigMap of its code and Recipe, where it has one.
+
+    Raises:
+        SubmitError: Kubernetes would refuse them; the extra `kubernetes` is not installed.
+    """
+    options = options_of(job, OPTIONS)
+    volumes = volumes_of(options.get("volumes", ""))
+    refuse(_problems(job, options, volumes), where="flatout submit kubernetes")
+    config_map, items = _config_map(job, options)
+    if is_old(options):
+        made = _pytorch_job(job, options, volumes, items)
+    else:
+        made = _train_job(job, options, volumes, items)
+        _check_by_model(made)
+    return [*([config_map] if config_map else []), made]
+
+
+def is_old(options: Mapping[str, str]) -> bool:
+    """Whether a PyTorchJob of the training operator is asked for."""
+    return options.get("api", "trainjob") == "pytorchjob"
+
+
+def yaml_of(documents: Sequence[Manifest]) -> str:
+    """Documents as YAML that is good to read: texts of several lines stay such."""
+    yaml = require("yaml", EXTRA)
+
+    class Dumper(yaml.SafeDumper):  # type: ignore[misc, name-defined]
+        def ignore_aliases(self, data: object) -> bool:
+            return True
+
+    def text(dumper: Any, data: str) -> Any:
+        style = "|" if "\n" in data else "'" if _NOT_PLAIN.fullmatch(data) else None
+        return dumper.represent_scalar("tag:yaml.org,2002:str", data, style=style)
+
+    Dumper.add_representer(str, text)
+    dumped: str = yaml.dump_all(
+        documents, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=2**20
+    )
+    return dumped
+
+
+def volumes_of(text: str) -> list[Volume]:
+    """What `--option volumes=data:/data:ro,runs:/runs` says.
+
+    Raises:
+        SubmitError: it is not of that form.
+    """
+    volumes = []
+    for part in filter(None, text.split(",")):
+        claim, _, rest = part.partition(":")
+        path, _, mode = rest.partition(":")
+        if not claim or not path.startswith("/") or mode not in ("", "ro", "rw"):
+            raise SubmitError(
+                f"expected volumes as CLAIM:/path or CLAIM:/path:ro, found {part!r}",
+                where="--option volumes",
+            )
+        volumes.append(Volume(claim, os.path.normpath(path), mode == "ro"))
+    return volumes
+
+
+def escaped(text: str) -> str:
+    """Text of a command, its arguments or a variable, in which Kubernetes expands `$(NAME)`."""
+    return text.replace("$", "$$")
+
+
+# -- what is wrong -------------------------------------------------------------------------------
+
+
+def _problems(job: Job, options: Mapping[str, str], volumes: Sequence[Volume]) -> list[str]:
+    image, api = options.get("image", ""), options.get("api", "trainjob")
+    code = options.get("code", "")
+    found = []
+    if not image:
+        found.append("no image: --option image=REGISTRY/NAME:TAG, with Flatout and what it needs")
+    if len(image) > _LONGEST_IMAGE or any(letter.isspace() for letter in image):
+        found.append(f"expected an image of at most {_LONGEST_IMAGE} letters, found {image!r}")
+    if api not in ("trainjob", "pytorchjob"):
+        found.append(f"expected api=trainjob or api=pytorchjob, found {api!r}")
+    if code and not code.startswith("/"):
+        found.append(f"expected code=/a/path/in/the/container, found {code!r}")
+    if len(job.name) > _LONGEST_NAME:
+        found.append(
+            f"{job.name} has {len(job.name)} letters: hosts that are named after it would have "
+            f"more than 63; choose a --name of at most {_LONGEST_NAME}"
+        )
+    if job.seeds:
+        found.append("a job of Kubernetes runs for one seed: submit it once for each")
+    found += _bad_variables(job, api)
+    found += _bad_text(job)
+    if job.checkpoint is not None and not _is_kept(job.checkpoint, volumes):
+        found.append(
+            f"no node can keep {job.checkpoint}: put it on a volume, as in --option "
+            "volumes=CLAIM:/runs --checkpoints /runs/NAME, or give a URL such as s3://bucket/run"
+        )
+    return found
+
+
+def _bad_variables(job: Job, api: str) -> list[str]:
+    found = []
+    for name in job.environment:
+        if name.startswith("PET_") and api == "trainjob":
+            found.append(f"{name}: variables that begin with PET_ are Kubeflow's own")
+        elif not _VARIABLE.fullmatch(name):
+            found.append(f"{name!r} is no name of a variable that Kubernetes allows")
+    return found
+
+
+def _bad_text(job: Job) -> list[str]:
+    """Kubernetes takes text alone: no NUL and no bytes that are not UTF-8."""
+    found = []
+    for one in (job.script, *job.arguments, *job.environment.values()):
+        try:
+            one.encode()
+        except UnicodeEncodeError:
+            found.append(f"Kubernetes takes no bytes that are not UTF-8; found {one!r}")
+        if "\0" in one:
+            found.append(f"no program can be given a NUL; found {one!r}")
+    return found
+
+
+def _is_kept(path: str, volumes: Sequence[Volume]) -> bool:
+    return "://" in path or any(one.holds(path) and not one.read_only for one in volumes)
+
+
+def unseen(job: Job) -> list[str]:
+    """What no pod would find: only URLs, volumes and what travels with the code are there."""
+    volumes = volumes_of(job.options.get("volumes", ""))
+    found = []
+    for one in job.inputs:
+        if one.is_url or one.travels or any(volume.holds(one.path) for volume in volumes):
+            continue
+        found.append(
+            f"{one.given} lies on {one.lies_on}, which no pod sees; put it on a "
+            "PersistentVolumeClaim that is mounted at its path, --option "
+            f"volumes=CLAIM:{os.path.dirname(one.path)}, or give the URL of an object store"
+        )
+    return found
+
+
+# -- the parts of a job --------------------------------------------------------------------------
+
+
+def _config_map(job: Job, options: Mapping[str, str]) -> tuple[Manifest | None, list[Manifest]]:
+    """The code and the Recipe, and which key lies at which path where it is mounted."""
+    contents = {} if job.recipe is None else {"recipe.toml": dumps(job.recipe).encode()}
+    if "code" not in options and not job.is_command:
+        contents |= {f"code/{name}": (job.root / name).read_bytes() for name in job.code.files}
+    total = sum(map(len, contents.values()))
+    if total > _MOST_BYTES:
+        raise SubmitError(
+            f"expected code of at most 1 MiB, which is what a ConfigMap takes; found {job.code}",
+            where=str(job.root),
+            do="name in .gitignore what is no code; or build the code into the image, or put it on "
+            "a volume, and say where it lies: --option code=/path",
+        )
+    if not contents:
+        return None, []
+    made: Manifest = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": _metadata(job, options),
+        "immutable": True,
+    }
+    items: list[Manifest] = []
+    for path, data in contents.items():
+        key = _key(path, {one["key"] for one in items})
+        try:
+            made.setdefault("data", {})[key] = _text(data)
+        except ValueError:
+            made.setdefault("binaryData", {})[key] = base64.b64encode(data).decode()
+        items.append({"key": key, "path": path})
+    return made, items
+
+
+def _text(data: bytes) -> str:
+    """Bytes as text that comes back from YAML as the same bytes.
+
+    Raises:
+        ValueError: they are no such text.
+    """
+    text = data.decode()
+    if not all(letter.isprintable() or letter in "\n\t" for letter in text):
+        raise ValueError("not printable")
+    return text
+
+
+def _key(path: str, taken: set[str]) -> str:
+    """A ConfigMap's key for a path: as like it as its letters allow."""
+    name = _NO_KEY.sub("_", path)[: _LONGEST_KEY - 8]
+    for number in range(len(taken) + 1):
+        key = f"{name}.{number}" if number else name
+        if key not in taken:
+            break
+    return key
+
+
+def _metadata(job: Job, options: Mapping[str, str]) -> Manifest:
+    notes = {"flatout/command": shlex.join(job.command)}
+    if job.fingerprint:
+        notes["flatout/recipe-fingerprint"] = job.fingerprint
+    made: Manifest = {"name": job.name}
+    if "namespace" in options:
+        made["namespace"] = options["namespace"]
+    labels = {"app.kubernetes.io/managed-by": "flatout"}
+    if "queue" in options:
+        labels["kueue.x-k8s.io/queue-name"] = options["queue"]
+    return {**made, "labels": labels, "annotations": notes}
+
+
+def _in_its_folder(job: Job, options: Mapping[str, str]) -> tuple[list[str], str]:
+    """What runs a command in the folder of the code, and where the Recipe lies from there."""
+    run = 'exec "$@"'
+    if job.is_command:
+        return [], f"{_MOUNTED}/recipe.toml"
+    if "code" in options:
+        shell = f"cd {shlex.quote(options['code'])} && {run}"
+        return ["/bin/sh", "-c", shell, "sh"], f"{_MOUNTED}/recipe.toml"
+    # A ConfigMap cannot be written into, and a script may want to write beside itself.
+    shell = f"cp -rL {_MOUNTED}/. {_COPY} && cd {_COPY}/code && {run}"
+    return ["/bin/sh", "-c", shell, "sh"], "../recipe.toml"
+
+
+def _environment(job: Job, options: Mapping[str, str]) -> list[Manifest]:
+    variables = {"PYTHONUNBUFFERED": "1", **job.environment}
+    if "interface" in options:
+        variables.setdefault("GLOO_SOCKET_IFNAME", options["interface"])
+    env: list[Manifest] = [
+        {"name": name, "value": escaped(value)} for name, value in variables.items()
+    ]
+    if job.nodes > 1 and SECRET not in job.environment:
+        # Made when the job is sent; without it the nodes meet too, and say that anyone could.
+        reference = {"name": job.name, "key": SECRET, "optional": True}
+        env.append({"name": SECRET, "valueFrom": {"secretKeyRef": reference}})
+    return env
+
+
+def _resources(job: Job, options: Mapping[str, str]) -> Manifest:
+    amounts = {"cpu": str(job.devices * job.threads)}
+    if "memory" in options:
+        amounts["memory"] = options["memory"]
+    if job.gpus:
+        amounts[options.get("gpu", "nvidia.com/gpu")] = str(job.gpus)
+    return {"requests": amounts, "limits": dict(amounts)}
+
+
+def _mounts(volumes: Sequence[Volume], items: Sequence[Manifest]) -> list[Manifest]:
+    mounts: list[Manifest] = []
+    if items:
+        mounts.append({"name": _CODE_VOLUME, "mountPath": _MOUNTED, "readOnly": True})
+    for number, one in enumerate(volumes):
+        mount: Manifest = {"name": f"volume-{number}", "mountPath": one.path}
+        mounts.append({**mount, "readOnly": True} if one.read_only else mount)
+    return mounts
+
+
+def _pod(
+    job: Job, options: Mapping[str, str], volumes: Sequence[Volume], items: list[Manifest]
+) -> Manifest:
+    """What of a pod is neither its container nor what it is restarted by."""
+    pod: Manifest = {"terminationGracePeriodSeconds": job.stop_ahead_s}
+    if "service-account" in options:
+        pod["serviceAccountName"] = options["service-account"]
+    if "pull-secret" in options:
+        pod["imagePullSecrets"] = [{"name": options["pull-secret"]}]
+    if "node-selector" in options:
+        pod["nodeSelector"] = dict(_pairs(options["node-selector"], "node-selector"))
+    if "tolerations" in options:
+        pod["tolerations"] = list(map(_toleration, options["tolerations"].split(",")))
+    sources: list[Manifest] = []
+    if items:
+        sources.append({"name": _CODE_VOLUME, "configMap": {"name": job.name, "items": items}})
+    for number, one in enumerate(volumes):
+        claim = {"claimName": one.claim}
+        sources.append({"name": f"volume-{number}", "persistentVolumeClaim": claim})
+    return {**pod, **({"volumes": sources} if sources else {})}
+
+
+def _pairs(text: str, option: str) -> list[tuple[str, str]]:
+    parts = [one.partition("=") for one in text.split(",")]
+    if not all(name and equals for name, equals, _ in parts):
+        raise SubmitError(f"expected NAME=VALUE,..., found {text!r}", where=f"--option {option}")
+    return [(name, value) for name, _, value in parts]
+
+
+def _toleration(text: str) -> Manifest:
+    """Of `key=value:effect`, `key:effect` or `key`, as kubectl taint writes them."""
+    head, _, effect = text.partition(":")
+    name, equals, value = head.partition("=")
+    if not name or effect not in ("", "NoSchedule", "PreferNoSchedule", "NoExecute"):
+        raise SubmitError(
+            f"expected KEY, KEY:EFFECT or KEY=VALUE:EFFECT, found {text!r}",
+            where="--option tolerations",
+        )
+    made = {"key": name, "operator": "Equal" if equals else "Exists"}
+    return {
+        **made,
+        **({"value": value} if equals else {}),
+        **({"effect": effect} if effect else {}),
+    }
+
+
+# -- the two kinds of job ------------------------------------------------------------------------
+
+
+def _train_job(
+    job: Job, options: Mapping[str, str], volumes: Sequence[Volume], items: list[Manifest]
+) -> Manifest:
+    """https://github.com/kubeflow/trainer, trainer.kubeflow.org/v1alpha1.
+
+    Nodes and ranks come from the variables of its torch plugin. How often a whole job starts again
+    is the runtime's to say (its failurePolicy).
+    """
+    inside, recipe = _in_its_folder(job, options)
+    command = job.command_with(recipe=recipe)
+    trainer: Manifest = {
+        "image": options["image"],
+        **({"command": list(map(escaped, inside))} if inside else {"command": command[:1]}),
+        "args": list(map(escaped, command if inside else command[1:])),
+        "env": _environment(job, options),
+        "numNodes": job.nodes,
+        # Left out, a node without GPUs would get a process for each CPU.
+        "numProcPerNode": job.devices,
+        "resourcesPerNode": _resources(job, options),
+    }
+    pod = _pod(job, options, volumes, items)
+    if mounts := _mounts(volumes, items):
+        pod["containers"] = [{"name": "node", "volumeMounts": mounts}]
+    replicated = {"name": "node", "template": {"spec": {"template": {"spec": pod}}}}
+    patch = {"template": {"spec": {"replicatedJobs": [replicated]}}}
+    spec: Manifest = {
+        "runtimeRef": _runtime(options.get("runtime", "torch-distributed")),
+        "trainer": trainer,
+        "runtimePatches": [{"manager": "flatout", "trainingRuntimeSpec": patch}],
+    }
+    if job.time_s is not None:
+        spec["activeDeadlineSeconds"] = job.time_s
+    return {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": _metadata(job, options),
+        "spec": spec,
+    }
+
+
+def _runtime(name: str) -> Manifest:
+    """A ClusterTrainingRuntime, or after `namespace/` a TrainingRuntime of the job's own."""
+    kind, _, own = name.rpartition("/")
+    return {"name": own, **({"kind": "TrainingRuntime"} if kind else {})}
+
+
+def _pytorch_job(
+    job: Job, options: Mapping[str, str], volumes: Sequence[Volume], items: list[Manifest]
+) -> Manifest:
+    """https://github.com/kubeflow/training-operator, kubeflow.org/v1.
+
+    Older operators number the pods alone, so the nodes are told by the command.
+    """
+    inside, recipe = _in_its_folder(job, options)
+    ranks = ["--devices", str(job.devices)]
+    if job.nodes > 1:
+        ranks += ["--nodes", str(job.nodes), "--node-rank", "$(RANK)"]
+        ranks += ["--rendezvous", "$(MASTER_ADDR):$(MASTER_PORT)"]
+    command = job.command_with(*ranks, recipe=recipe)
+    begin = 0 if job.is_command else len(command) - len(job.arguments)
+    told = ("$(RANK)", "$(MASTER_ADDR):$(MASTER_PORT)")
+    words = [one if n < begin and one in told else escaped(one) for n, one in enumerate(command)]
+    container: Manifest = {
+        "name": "pytorch",
+        "image": options["image"],
+        "command": list(map(escaped, inside)) if inside else words[:1],
+        "args": words if inside else words[1:],
+        "env": _environment(job, options),
+        "resources": _resources(job, options),
+    }
+    if mounts := _mounts(volumes, items):
+        container["volumeMounts"] = mounts
+    pod = {**_pod(job, options, volumes, items), "containers": [container]}
+    # Killed pods start again, those that ended with an error of their own do not.
+    replica = {"restartPolicy": "ExitCode", "template": {"spec": pod}}
+    replicas: Manifest = {"Master": {"replicas": 1, **replica}}
+    if job.nodes > 1:
+        replicas["Worker"] = {"replicas": job.nodes - 1, **replica}
+    policy: Manifest = {"backoffLimit": job.retries, "cleanPodPolicy": "None"}
+    if job.time_s is not None:
+        policy["activeDeadlineSeconds"] = job.time_s
+    return {
+        "apiVersion": "kubeflow.org/v1",
+        "kind": "PyTorchJob",
+        "metadata": _metadata(job, options),
+        "spec": {
+            "nprocPerNode": str(job.devices),
+            "runPolicy": policy,
+            "pytorchReplicaSpecs": replicas,
+        },
+    }
+
+
+def _check_by_model(manifest: Manifest) -> None:
+    """Refuse what Kubeflow's own model of a TrainJob does not hold.
+
+    Raises:
+        SubmitError: with what is wrong.
+    """
+    models = require("kubeflow_trainer_api.models", EXTRA)
+    try:
+        kept = models.TrainerV1alpha1TrainJob.from_dict(manifest).to_dict()
+    except ValueError as error:
+        raise SubmitError(f"Kubeflow would not take the TrainJob: {error}") from error
+    if kept != manifest:
+        lost = sorted(_lost(manifest, kept))
+        raise SubmitError(
+            f"the installed kubeflow-trainer-api does not know {', '.join(lost)}",
+            do="pip install 'flatout[kubernetes]', or --option api=pytorchjob for old clusters",
+        )
+
+
+def _lost(given: Any, kept: Any, path: str = "") -> set[str]:
+    """Fields of a document that another has not, or has otherwise."""
+    if isinstance(given, dict) and isinstance(kept, dict):
+        parts = [_lost(value, kept.get(name), f"{path}.{name}") for name, value in given.items()]
+        return set().union(*parts)
+    if isinstance(given, list) and isinstance(kept, list) and len(given) == len(kept):
+        pairs = enumerate(zip(given, kept, strict=True))
+        return set().union(*(_lost(a, b, f"{path}[{n}]") for n, (a, b) in pairs))
+    return set() if given == kept else {path.lstrip(".")}

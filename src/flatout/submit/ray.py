@@ -1,0 +1,232 @@
+"""Ray: jobs through the cluster's job server."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from flatout.errors import SubmitError
+from flatout.submit.artifact import Artifact, refuse
+from flatout.submit.extras import require
+from flatout.submit.inputs import is_seen, mount_of
+from flatout.submit.job import Job
+from flatout.submit.ray_driver import driver
+from flatout.submit.states import JobState, State
+from flatout.submit.target import NotSent, Sent, Unanswered, options_of
+
+DRIVER, SUBMIT = "driver.py", "submit.sh"
+_KEY = "flatout_key"
+_OPTIONS = ("address", "storage", "python")
+_ADDRESS = "http://127.0.0.1:8265"
+_ASK_EVERY_S = 1.0
+# So that no line of a rank is taken for another's, and stdout comes at once.
+_VARIABLES = {"RAY_DEDUP_LOGS": "0", "PYTHONUNBUFFERED": "1"}
+
+_BY_STATUS = {
+    "PENDING": State.queued,
+    "RUNNING": State.running,
+    "STOPPED": State.canceled,
+    "SUCCEEDED": State.succeeded,
+    "FAILED": State.failed,
+}
+
+
+class Ray:
+    """Sends jobs to a Ray cluster, on whose nodes Flatout is installed."""
+
+    name = "ray"
+
+    def artifacts(self, job: Job) -> list[Artifact]:
+        """The driver script, and the line that sends it by hand."""
+        options = options_of(job, _OPTIONS)
+        refuse(_problems(job), where="flatout submit ray")
+        compile(text := driver(job, _storage(job)), DRIVER, "exec")
+        return [
+            Artifact(DRIVER, text, 0o755),
+            Artifact(SUBMIT, _by_hand(job, options), 0o755),
+        ]
+
+    def unseen(self, job: Job) -> list[str]:
+        """Paths on file systems of this machine alone."""
+        found = [
+            f"{one.words}; put it on a shared path, or say --shared PATH if nodes see it"
+            for one in job.inputs
+            if one.is_missing
+        ]
+        for what, path in (("--checkpoints", job.checkpoint), ("storage", _storage(job))):
+            if path and "://" not in path and job.nodes > 1 and not is_seen(path, job.shared):
+                found.append(
+                    f"{what}, {path}, lies on {mount_of(path)}: no node sees it; choose a shared "
+                    "path, or say --shared PATH if nodes see it"
+                )
+        return found
+
+    def check(self, job: Job) -> list[str]:
+        """Whether the job server answers, and knows no job of this name."""
+        cluster = _Cluster(job.options)
+        with cluster.answered():
+            names = [one.submission_id for one in cluster.client.list_jobs()]
+        return [f"there is a job {job.name} already: choose another --name"] * (job.name in names)
+
+    def send(self, job: Job, key: str) -> Sent:
+        """Hand the job's folder to the job server, which copies it."""
+        try:
+            cluster = _Cluster(job.options)
+        except SubmitError as error:
+            raise NotSent(error.what, where=error.where, do=error.do) from error
+        try:
+            id = cluster.client.submit_job(
+                entrypoint=_entrypoint(job.options),
+                submission_id=job.name,
+                runtime_env={"working_dir": str(job.folder), "env_vars": _VARIABLES},
+                metadata={_KEY: key},
+            )
+        except cluster.lost as error:
+            raise Unanswered(f"the job server did not answer: {error}") from error
+        except (RuntimeError, ValueError, OSError) as error:
+            raise NotSent(f"Ray did not take the job: {_said(error)}") from error
+        return Sent(str(id), f"ray job status {id}")
+
+    def find(self, key: str, folder: Path) -> Sent | None:
+        """By the metadata that it was sent with."""
+        cluster = _Cluster(_options(folder))
+        with cluster.answered():
+            for one in cluster.client.list_jobs():
+                if (one.metadata or {}).get(_KEY) == key:
+                    return Sent(one.submission_id)
+        return None
+
+    def state(self, id: str, folder: Path) -> JobState:
+        """What the job server says."""
+        cluster = _Cluster(_options(folder))
+        with cluster.answered():
+            jobs = {one.submission_id: one for one in cluster.client.list_jobs()}
+        if id not in jobs:
+            return JobState(State.lost, "the cluster was started again since")
+        found = jobs[id]
+        status = getattr(found.status, "value", str(found.status))
+        end = found.end_time or time.time() * 1000
+        return JobState(
+            _BY_STATUS.get(status, State.lost),
+            f"{status} ({found.message})" if found.message else status,
+            exit_code=found.driver_exit_code,
+            since_s=None if found.start_time is None else (end - found.start_time) / 1000,
+        )
+
+    def logs(self, id: str, folder: Path, *, follow: bool) -> Iterator[str]:
+        """What the driver has printed, and the ranks, each line with its process and node."""
+        cluster, at = _Cluster(_options(folder)), 0
+        while True:
+            # Asked before reading, so that what was printed last is read.
+            goes_on = follow and not self.state(id, folder).state.is_final
+            with cluster.answered():
+                text = cluster.client.get_job_logs(id)
+            yield text[at:]
+            at = len(text)
+            if not goes_on:
+                return
+            time.sleep(_ASK_EVERY_S)
+
+    def cancel(self, id: str, folder: Path) -> None:
+        """Stop the driver, and with it the workers and their ranks."""
+        cluster = _Cluster(_options(folder))
+        with cluster.answered():
+            cluster.client.stop_job(id)
+
+
+TARGET = Ray()
+
+
+class _Cluster:
+    """The client of the job server.
+
+    Raises:
+        SubmitError: Ray is not installed, or the server is not reached.
+    """
+
+    def __init__(self, options: Any) -> None:
+        submission = require("ray.job_submission", "ray")
+        self.lost = require("requests", "ray").exceptions.ReadTimeout
+        given = os.environ.get("RAY_API_SERVER_ADDRESS") or _ADDRESS
+        self._address = options.get("address") or given
+        try:
+            self.client = submission.JobSubmissionClient(self._address)
+        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+            raise self._unreached(error) from error
+
+    @contextmanager
+    def answered(self) -> Iterator[None]:
+        """Errors of the client in plain words."""
+        try:
+            yield
+        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+            raise self._unreached(error) from error
+
+    def _unreached(self, error: BaseException) -> SubmitError:
+        return SubmitError(
+            f"Ray's job server does not answer: {_said(error)}",
+            where=self._address,
+            do="see that `ray status` answers there, or name it: --option address=http://HEAD:8265",
+        )
+
+
+def _problems(job: Job) -> list[str]:
+    found = []
+    if job.seeds:
+        found.append("a job of Ray runs for one seed: submit it once for each")
+    if job.is_command and job.nodes > 1:
+        found.append("each node would do the same: a command of Flatout's own wants --nodes 1")
+    if job.nodes > 1 and _storage(job) is None:
+        found.append(
+            "Ray wants a folder that all nodes see for what it notes of the run: --checkpoints "
+            "FOLDER, or --option storage=FOLDER"
+        )
+    return found
+
+
+def _storage(job: Job) -> str | None:
+    """Where Ray keeps what it notes: beside the checkpoints, if no one says."""
+    given = job.options.get("storage")
+    if given is None and job.checkpoint is not None:
+        return f"{job.checkpoint.rstrip('/')}-ray"
+    return given
+
+
+def _entrypoint(options: Any) -> str:
+    return f"{shlex.quote(options.get('python', 'python'))} {DRIVER}"
+
+
+def _by_hand(job: Job, options: Any) -> str:
+    """The same with Ray's own command."""
+    environment = json.dumps({"env_vars": _VARIABLES})
+    lines = [
+        "#!/bin/sh",
+        "# Sends the job by hand, as flatout submit ray does.",
+        'cd "$(dirname "$0")" || exit 1',
+        "exec ray job submit \\",
+        f"  --address {shlex.quote(options.get('address') or _ADDRESS)} \\",
+        f"  --submission-id {job.name} \\",
+        f"  --working-dir . --runtime-env-json {shlex.quote(environment)} \\",
+        f"  -- {_entrypoint(options)}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _options(folder: Path) -> dict[str, str]:
+    """Those that the job was sent with."""
+    try:
+        return dict(json.loads((folder / "job.json").read_text())["options"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return {}
+
+
+def _said(error: BaseException) -> str:
+    """The last line that says something: Ray hands on whole tracebacks."""
+    lines = [one for one in str(error).splitlines() if one.strip()]
+    return lines[-1].strip() if lines else type(error).__name__

@@ -1,0 +1,159 @@
+"""The script that a Ray job runs: on each node a worker of TorchTrainer starts its ranks."""
+
+from __future__ import annotations
+
+from flatout.submit import shell
+from flatout.submit.code import ARCHIVE
+from flatout.submit.job import Job
+
+_SCRIPT = '''#!/usr/bin/env python3
+"""Trains on {nodes} of a Ray cluster: one worker on each, which starts the ranks of its node."""
+
+import ctypes
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+import ray
+import ray.train
+import ray.train.collective
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+
+COMMAND, ARGUMENTS = {command}, {arguments}
+ENVIRONMENT = {environment}
+NODES = {count}
+# Of Ray's own workers: the ranks get theirs from `flatout run`.
+NOT_OURS = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK"),
+    *("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"),
+)
+LOST_ANOTHER = 75  # the exit code of ranks that have only lost others
+
+
+@ray.remote(num_cpus=0)
+class Failures:
+    """Ranks that ended with an error of their own: it would come again."""
+
+    def __init__(self):
+        self.codes = []
+
+    def add(self, code):
+        self.codes.append(code)
+
+    def all(self):
+        return self.codes
+
+
+def die_with_worker():
+    """Ranks end with the worker that has started them."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def meeting_place():
+    """Where the nodes meet: a free port of the first one."""
+    place = None
+    if ray.train.get_context().get_world_rank() == 0:
+        with socket.create_server(("", 0)) as server:
+            place = f"{{ray.util.get_node_ip_address()}}:{{server.getsockname()[1]}}"
+    return ray.train.collective.broadcast_from_rank_zero(place)
+
+
+def run_node(job):
+    """What the worker of each node does."""
+    node = ray.train.get_context().get_world_rank()
+    folder = Path(tempfile.mkdtemp(prefix="flatout-"))
+    (folder / "code.tar.gz").write_bytes(ray.get(job["code"]))
+    with tarfile.open(folder / "code.tar.gz") as archive:
+        archive.extractall(folder / "code", filter="data")
+    if job["recipe"]:
+        (folder / "recipe.toml").write_text(job["recipe"])
+    where = []
+    if NODES > 1:
+        where = ["--nodes", str(NODES), "--node-rank", str(node), "--rendezvous", meeting_place()]
+    kept = {{name: value for name, value in os.environ.items() if name not in NOT_OURS}}
+    # Where Ray's own Python is, flatout is too.
+    path = f"{{Path(sys.executable).parent}}{{os.pathsep}}{{os.environ.get('PATH', '')}}"
+    code = subprocess.run(
+        [*COMMAND, *where, *ARGUMENTS],
+        cwd=folder / "code",
+        env={{**kept, "PATH": path, "FLATOUT_SECRET": job["secret"], **ENVIRONMENT}},
+        preexec_fn=die_with_worker,
+    ).returncode
+    if 0 < code < 128 and code != LOST_ANOTHER:
+        ray.get(job["failures"].add.remote(code))
+    ray.train.collective.barrier()
+    if code and not ray.get(job["failures"].all.remote()):
+        raise RuntimeError(f"the ranks of node {{node}} were killed (exit code {{code}})")
+
+
+def main():
+    ray.init()
+    failures = Failures.remote()
+    recipe = Path("recipe.toml")
+    job = {{
+        "code": ray.put(Path("{archive}").read_bytes()),
+        "recipe": recipe.read_text() if recipe.exists() else "",
+        "secret": secrets.token_hex(32),
+        "failures": failures,
+    }}
+    trainer = TorchTrainer(
+        run_node,
+        train_loop_config=job,
+        scaling_config=ScalingConfig(
+            num_workers=NODES,
+            use_gpu={use_gpu},
+            resources_per_worker={resources},
+            placement_strategy="STRICT_SPREAD",
+        ),
+        run_config=RunConfig(
+            name={name},
+            storage_path={storage},
+            # Nodes that are lost and ranks that are killed; not what a script raises itself.
+            failure_config=FailureConfig(max_failures={retries}),
+        ),
+    )
+    trainer.fit()
+    if codes := ray.get(failures.all.remote()):
+        sys.exit(codes[0])
+
+
+if __name__ == "__main__":
+    main()
+'''
+
+
+def driver(job: Job, storage: str | None) -> str:
+    """The script, for `python driver.py` on a node of the cluster."""
+    resources: dict[str, int] = {"CPU": job.devices * job.threads}
+    if job.gpus:
+        resources["GPU"] = job.gpus
+    words = job.command_with("--devices", str(job.devices))
+    begin = 1 if job.is_command else 2  # flatout run
+    return _SCRIPT.format(
+        nodes=f"{job.nodes} node{'s' if job.nodes > 1 else ''}",
+        command=repr([*shell.limited(job), *words[:begin]]),
+        arguments=_listed(words[begin:]),
+        environment=repr(dict(job.environment)),
+        count=job.nodes,
+        archive=ARCHIVE,
+        use_gpu=bool(job.gpus),
+        resources=repr(resources),
+        name=repr(job.name),
+        storage=repr(storage),
+        retries=job.retries,
+    )
+
+
+def _listed(command: list[str]) -> str:
+    """A list of Python, a line for each word where they are many."""
+    line = repr(command)
+    if len(line) < 80:
+        return line
+    return "\n".join(["[", *(f"    {one!r}," for one in command), "]"])

@@ -1,0 +1,315 @@
+"""Amazon SageMaker: training jobs through boto3, which alone reads credentials."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from flatout.errors import SubmitError
+from flatout.submit.artifact import Artifact
+from flatout.submit.code import ARCHIVE
+from flatout.submit.extras import require
+from flatout.submit.job import Job
+from flatout.submit.sagemaker_request import (
+    EXTRA,
+    SECRET,
+    START,
+    channels,
+    folder_of,
+    request,
+    start_script,
+    unseen,
+)
+from flatout.submit.states import JobState, State
+from flatout.submit.target import NotSent, Sent, Unanswered
+
+FILE = "training_job.json"
+_KEY = "flatout:key"
+_GROUP = "/aws/sagemaker/TrainingJobs"
+_ASK_EVERY_S = 5.0
+_UNKNOWN = ("ResourceNotFound", "ValidationException")
+
+_BY_STATUS = {
+    "Completed": State.succeeded,
+    "Failed": State.failed,
+    "Stopping": State.stopping,
+    "Stopped": State.canceled,
+    "Deleting": State.stopping,
+}
+# Of a job in progress.
+_BY_STEP = {
+    "Pending": State.queued,
+    "Training": State.running,
+    "Uploading": State.running,
+    "Interrupted": State.requeued,
+    "Restarting": State.requeued,
+    "Stopping": State.stopping,
+}
+
+
+class SageMaker:
+    """Sends training jobs; the code goes to S3 first. A job's id is its name."""
+
+    name = "sagemaker"
+
+    def artifacts(self, job: Job) -> list[Artifact]:
+        """The request, and the script that containers start."""
+        made = json.dumps(request(job), indent=2) + "\n"
+        return [Artifact(FILE, made), Artifact(START, start_script(job), 0o755)]
+
+    def unseen(self, job: Job) -> list[str]:
+        """Paths that are in no channel."""
+        return unseen(job)
+
+    def check(self, job: Job) -> list[str]:
+        """Whether the bucket, the role and the channels' data are there."""
+        cloud = _Cloud(job.options.get("region"))
+        found = []
+        with cloud.answered():
+            storage, identities = cloud.client("s3"), cloud.client("iam")
+            bucket, _ = _split(folder_of(job))
+            if said := cloud.refusal(lambda: storage.head_bucket(Bucket=bucket)):
+                found.append(f"the bucket {bucket}: {said}")
+            for one in channels(job):
+                where, prefix = _split(one.uri)
+                listed = storage.list_objects_v2(Bucket=where, Prefix=prefix, MaxKeys=1)
+                if not listed.get("KeyCount"):
+                    found.append(f"there is nothing at {one.uri}, for the channel {one.name}")
+            role = job.options["role"].rpartition("/")[2]
+            said = cloud.refusal(lambda: identities.get_role(RoleName=role))
+            if said.startswith("NoSuchEntity"):  # who may not ask is told nothing
+                found.append(f"there is no role {role}: {said}")
+        return found
+
+    def send(self, job: Job, key: str) -> Sent:
+        """Copy the code to S3, then create the job."""
+        cloud = _Cloud(job.options.get("region"))
+        made = _request(job.folder)
+        made.setdefault("Tags", []).append({"Key": _KEY, "Value": key})
+        try:
+            self._upload(cloud, job)
+            cloud.client("sagemaker").create_training_job(**made)
+        except cloud.refused as error:
+            raise NotSent(f"AWS did not take the job: {_said(error)}") from error
+        except cloud.unreached as error:
+            raise NotSent(f"AWS was not reached: {error}") from error
+        except cloud.lost as error:
+            raise Unanswered(f"AWS did not answer: {error}") from error
+        except cloud.unknown as error:
+            raise NotSent(f"AWS was not asked: {error}") from error
+        return Sent(job.name, f"code and output in {folder_of(job)}")
+
+    def _upload(self, cloud: _Cloud, job: Job) -> None:
+        bucket, prefix = _split(folder_of(job))
+        storage = cloud.client("s3")
+        for name in (ARCHIVE, START, "recipe.toml"):
+            path = job.folder / name
+            if path.is_file():
+                with path.open("rb") as file:
+                    storage.put_object(Bucket=bucket, Key=f"{prefix}/code/{name}", Body=file)
+        if job.nodes > 1:
+            secret = secrets.token_hex(32)
+            storage.put_object(Bucket=bucket, Key=f"{prefix}/code/{SECRET}", Body=secret)
+
+    def find(self, key: str, folder: Path) -> Sent | None:
+        """By its name, and the tag that it was sent with."""
+        cloud = _Cloud(_region(folder))
+        name = _request(folder)["TrainingJobName"]
+        with cloud.answered():
+            client = cloud.client("sagemaker")
+            found = _described(cloud, client, name)
+            if found is None:
+                return None
+            tags = client.list_tags(ResourceArn=found["TrainingJobArn"])["Tags"]
+        return Sent(name) if {"Key": _KEY, "Value": key} in tags else None
+
+    def state(self, id: str, folder: Path) -> JobState:
+        """What DescribeTrainingJob says."""
+        cloud = _Cloud(_region(folder))
+        with cloud.answered():
+            found = _described(cloud, cloud.client("sagemaker"), id)
+        return JobState(State.lost, "no such job") if found is None else _state(found)
+
+    def logs(self, id: str, folder: Path, *, follow: bool) -> Iterator[str]:
+        """What all containers have printed, from CloudWatch; each line with its host."""
+        cloud = _Cloud(_region(folder))
+        read = _Logs(cloud, id)
+        while True:
+            # Asked before reading, so that what was printed last is read.
+            goes_on = follow and not self.state(id, folder).state.is_final
+            with cloud.answered():
+                yield from read.more()
+            if not goes_on:
+                break
+            time.sleep(_ASK_EVERY_S)
+        if not read.streams:
+            raise SubmitError("the job has printed nothing yet", where=f"{_GROUP}/{id}")
+
+    def cancel(self, id: str, folder: Path) -> None:
+        """Stop the job: its containers get SIGTERM, and 2 minutes."""
+        cloud = _Cloud(_region(folder))
+        with cloud.answered():
+            cloud.client("sagemaker").stop_training_job(TrainingJobName=id)
+
+
+TARGET = SageMaker()
+
+
+class _Cloud:
+    """boto3, and what its errors mean.
+
+    Args:
+        region: None goes by the user's own configuration.
+    """
+
+    def __init__(self, region: str | None) -> None:
+        boto3, errors = require("boto3", EXTRA), require("botocore.exceptions", EXTRA)
+        config = require("botocore.config", EXTRA)
+        self.refused = errors.ClientError
+        self.unreached = (errors.EndpointConnectionError, errors.ConnectTimeoutError)
+        self.lost = errors.HTTPClientError
+        self.unknown = errors.BotoCoreError
+        self._session = boto3.session.Session(region_name=region)
+        # A request that creates something is never sent twice.
+        self._config = config.Config(
+            connect_timeout=5, read_timeout=30, retries={"total_max_attempts": 1}
+        )
+
+    def client(self, service: str) -> Any:
+        """A client of one of AWS' services."""
+        try:
+            return self._session.client(service, config=self._config)
+        except self.unknown as error:
+            raise SubmitError(
+                f"boto3 cannot ask {service}: {error}",
+                do="set up AWS' own configuration, such as AWS_REGION, or --option region=",
+            ) from error
+
+    @contextmanager
+    def answered(self) -> Iterator[None]:
+        """Errors of boto3 in plain words."""
+        try:
+            yield
+        except self.refused as error:
+            raise SubmitError(f"AWS refuses: {_said(error)}") from error
+        except self.unknown as error:
+            raise SubmitError(f"AWS does not answer: {error}") from error
+
+    def refusal(self, ask: Any) -> str:
+        """What AWS says against something; "" where it has nothing against it."""
+        try:
+            ask()
+        except self.refused as error:
+            return _said(error)
+        return ""
+
+
+class _Logs:
+    """Reads on in all streams of a job.
+
+    Attributes:
+        streams: where each was left.
+    """
+
+    def __init__(self, cloud: _Cloud, job: str) -> None:
+        self._client, self._cloud, self._job = cloud.client("logs"), cloud, job
+        self.streams: dict[str, str | None] = {}
+
+    def more(self) -> Iterator[str]:
+        """What has come since."""
+        try:
+            listed = self._client.describe_log_streams(
+                logGroupName=_GROUP, logStreamNamePrefix=f"{self._job}/"
+            )
+        except self._cloud.refused as error:
+            if error.response["Error"]["Code"] == "ResourceNotFoundException":
+                return
+            raise
+        for one in listed["logStreams"]:
+            self.streams.setdefault(one["logStreamName"], None)
+        for stream in self.streams:
+            host = stream.rpartition("/")[2].rpartition("-")[0]
+            for line in self._of(stream):
+                yield f"{host}: {line}\n" if len(self.streams) > 1 else f"{line}\n"
+
+    def _of(self, stream: str) -> Iterator[str]:
+        while True:
+            token = self.streams[stream]
+            page = self._client.get_log_events(
+                logGroupName=_GROUP,
+                logStreamName=stream,
+                startFromHead=True,
+                **({} if token is None else {"nextToken": token}),
+            )
+            yield from (one["message"] for one in page["events"])
+            self.streams[stream] = page["nextForwardToken"]
+            if page["nextForwardToken"] == token:
+                return
+
+
+def _request(folder: Path) -> dict[str, Any]:
+    """What lies in a job's folder, as the user may have changed it."""
+    path = folder / FILE
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        str(found["TrainingJobName"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise SubmitError(
+            f"expected the parameters of CreateTrainingJob, found {error!r}", where=str(path)
+        ) from error
+    return dict(found)
+
+
+def _region(folder: Path) -> str | None:
+    """The region that the job was sent to, where it was given."""
+    try:
+        found = json.loads((folder / "job.json").read_text())["options"].get("region")
+    except (OSError, ValueError, LookupError):
+        return None
+    return None if found is None else str(found)
+
+
+def _split(uri: str) -> tuple[str, str]:
+    """The bucket and the prefix."""
+    bucket, _, prefix = uri.removeprefix("s3://").partition("/")
+    return bucket, prefix
+
+
+def _described(cloud: _Cloud, client: Any, name: str) -> dict[str, Any] | None:
+    try:
+        return dict(client.describe_training_job(TrainingJobName=name))
+    except cloud.refused as error:
+        if error.response["Error"]["Code"] in _UNKNOWN:
+            return None
+        raise
+
+
+def _state(found: dict[str, Any]) -> JobState:
+    status, step = found["TrainingJobStatus"], found.get("SecondaryStatus", "")
+    state = _BY_STATUS.get(status) or _BY_STEP.get(step, State.starting)
+    if status == "Stopped" and step in ("MaxRuntimeExceeded", "MaxWaitTimeExceeded"):
+        state = State.failed
+    told = found.get("SecondaryStatusTransitions") or [{}]
+    why = found.get("FailureReason") or told[-1].get("StatusMessage") or ""
+    words = f"{status} / {step}" if step and step != status else status
+    code = 0 if state == State.succeeded else None
+    if (told_code := re.search(r"exit code: (\d+)", why)) is not None:
+        code = int(told_code[1])
+    return JobState(
+        state,
+        f"{words}: {why}" if why else words,
+        exit_code=code,
+        since_s=found.get("TrainingTimeInSeconds"),
+        starts=1 + sum(one.get("Status") == "Restarting" for one in told),
+    )
+
+
+def _said(error: Any) -> str:
+    found = error.response.get("Error", {})
+    return f"{found.get('Code', 'refused')}: {found.get('Message', '')}"

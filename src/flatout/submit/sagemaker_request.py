@@ -1,0 +1,339 @@
+"""What SageMaker is asked for: a CreateTrainingJob request, and what its containers start.
+
+https://docs.aws.amazon.com/sagemaker/latest/APIReference/API_CreateTrainingJob.html
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from flatout.errors import SubmitError
+from flatout.submit import shell
+from flatout.submit.artifact import refuse
+from flatout.submit.code import ARCHIVE
+from flatout.submit.extras import require
+from flatout.submit.job import Job
+from flatout.submit.target import options_of
+
+Request = dict[str, Any]
+
+EXTRA = "sagemaker"
+START, SECRET = "start.sh", "secret"
+OPTIONS = ("image", "role", "instance", "bucket", "region", "volume-gb", "spot", "max-wait")
+CODE_CHANNEL = "code"
+_CHANNEL = "channel."
+_RANK = "{rank}"
+_MODES = ("File", "FastFile", "Pipe")
+# Where SageMaker keeps what it copies to S3, and how long containers have after its SIGTERM.
+_CHECKPOINTS, _GRACE_S = "/opt/ml/checkpoints", 120
+# What SageMaker allows if no one says, and what it may be at most.
+_TIME_S, _LONGEST_S = 86_400, 28 * 86_400
+_MOST_RETRIES = 30
+_SECRET = (
+    "# Who does not know it takes no part in the job. Made when the job is sent.",
+    f'if [ -f "$here/{SECRET}" ]; then FLATOUT_SECRET=$(cat "$here/{SECRET}"); fi',
+    "export FLATOUT_SECRET=${FLATOUT_SECRET:-}",
+)
+
+
+@dataclass(frozen=True)
+class Channel:
+    """Data in S3 that containers get.
+
+    Attributes:
+        name: of the channel.
+        uri: where it lies in S3.
+        mode: "File", "FastFile" or "Pipe".
+        by_host: whether each host gets its own objects.
+        wrap: "RecordIO" where each object comes in a record.
+        shuffle: the seed of the order of objects, changed with each epoch.
+    """
+
+    name: str
+    uri: str
+    mode: str = "File"
+    by_host: bool = False
+    wrap: str = ""
+    shuffle: int | None = None
+
+    @property
+    def asked(self) -> Request:
+        """As CreateTrainingJob takes it."""
+        split = "ShardedByS3Key" if self.by_host else "FullyReplicated"
+        source = {"S3DataType": "S3Prefix", "S3Uri": self.uri, "S3DataDistributionType": split}
+        made: Request = {"ChannelName": self.name, "DataSource": {"S3DataSource": source}}
+        if self.wrap:
+            made["RecordWrapperType"] = self.wrap
+        if self.shuffle is not None:
+            made["ShuffleConfig"] = {"Seed": self.shuffle}
+        return {**made, "InputMode": self.mode}
+
+
+def request(job: Job) -> Request:
+    """The parameters of CreateTrainingJob, checked by botocore's own model of the service.
+
+    Raises:
+        SubmitError: SageMaker would refuse them; the extra `sagemaker` is not installed.
+    """
+    options = options_of(job, [*OPTIONS, *(one for one in job.options if _is_channel(one))])
+    refuse(_problems(job, options), where="flatout submit sagemaker")
+    limit = _limit(job)
+    made: Request = {
+        "TrainingJobName": job.name,
+        "AlgorithmSpecification": {
+            "TrainingImage": options["image"],
+            "TrainingInputMode": "File",
+            "ContainerEntrypoint": ["/bin/bash", f"/opt/ml/input/data/{CODE_CHANNEL}/{START}"],
+        },
+        "RoleArn": options["role"],
+        "InputDataConfig": [
+            Channel(CODE_CHANNEL, f"{folder_of(job)}/code/").asked,
+            *(one.asked for one in channels(job)),
+        ],
+        "OutputDataConfig": {"S3OutputPath": f"{folder_of(job)}/output"},
+        "ResourceConfig": {
+            "InstanceType": options["instance"],
+            "InstanceCount": job.nodes,
+            "VolumeSizeInGB": int(options.get("volume-gb", "30")),
+        },
+        "StoppingCondition": {"MaxRuntimeInSeconds": limit},
+        "Tags": _tags(job),
+    }
+    if job.checkpoint is not None:
+        made["CheckpointConfig"] = {"S3Uri": job.checkpoint, "LocalPath": _CHECKPOINTS}
+    if job.retries:
+        made["RetryStrategy"] = {"MaximumRetryAttempts": min(job.retries, _MOST_RETRIES)}
+    if options.get("spot") == "yes":
+        made["EnableManagedSpotTraining"] = True
+        wait = int(options.get("max-wait", "0")) or limit
+        made["StoppingCondition"]["MaxWaitTimeInSeconds"] = max(wait, limit)
+    refuse(_refused(made), where="CreateTrainingJob")
+    return made
+
+
+def start_script(job: Job) -> str:
+    """What each container runs: it unpacks the code and starts the ranks.
+
+    What it prints last on stderr becomes the job's FailureReason where it fails.
+    """
+    lines = [
+        "#!/bin/bash",
+        "# Runs in each container, from the channel that has the code beside it.",
+        "set -euo pipefail",
+        'here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)',
+        'work=$(mktemp -d) && mkdir "$work/code"',
+        f'tar -xzf "$here/{ARCHIVE}" -C "$work/code"',
+        'if [ -f "$here/recipe.toml" ]; then cp "$here/recipe.toml" "$work"; fi',
+        'cd "$work/code"',
+        *shell.exports(job.environment),
+        *(_SECRET if job.nodes > 1 else ()),
+        "",
+        *shell.array("command", shell.words(_command(job))),
+        "set +e",
+        "# What goes to stderr is kept as well.",
+        'mkfifo "$work/stderr"',
+        'tee "$work/errors" < "$work/stderr" >&2 &',
+        "tee=$!",
+        '"${command[@]}" 2> "$work/stderr" &',
+        "pid=$!",
+        "# SageMaker stops a job by SIGTERM, and waits 2 minutes for the last checkpoint.",
+        "trap 'kill -TERM \"$pid\"' TERM",
+        'wait "$pid"',
+        "code=$?",
+        'while kill -0 "$pid" 2>/dev/null; do wait "$pid"; code=$?; done',
+        'for _ in {1..50}; do kill -0 "$tee" 2>/dev/null || break; sleep 0.1; done',
+        "if ((code)) && [ -d /opt/ml/output ]; then",
+        '  tail -c 1000 "$work/errors" > /opt/ml/output/failure',
+        "fi",
+        'exit "$code"',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def folder_of(job: Job) -> str:
+    """Where the job's own files lie in S3."""
+    return f"{job.options['bucket'].rstrip('/')}/{job.name}"
+
+
+def channels(job: Job) -> list[Channel]:
+    """The channels of data: a FIFO has one reader, so each rank of a host has its own in Pipe mode.
+
+    Raises:
+        SubmitError: one is not as it should be.
+    """
+    made: list[Channel] = []
+    for option, text in job.options.items():
+        if not _is_channel(option):
+            continue
+        one = _channel(option.removeprefix(_CHANNEL), text)
+        is_own = _RANK in one.uri
+        if job.devices > 1 and (is_own or one.mode == "Pipe"):
+            made += [
+                replace(one, name=f"{one.name}-{rank}", uri=one.uri.replace(_RANK, str(rank)))
+                for rank in range(job.devices)
+            ]
+        else:
+            made.append(replace(one, uri=one.uri.replace(_RANK, "0")))
+    return made
+
+
+def _is_channel(option: str) -> bool:
+    return option.startswith(_CHANNEL)
+
+
+def _channel(name: str, text: str) -> Channel:
+    """Of `s3://bucket/day,mode=Pipe,split=host,wrap=recordio,shuffle=1`."""
+    uri, *settings = text.split(",")
+    said = dict.fromkeys(("mode", "split", "wrap", "shuffle"), "")
+    for one in settings:
+        key, equals, value = one.partition("=")
+        if key not in said or not equals:
+            raise SubmitError(
+                f"expected mode=, split=, wrap= or shuffle= behind the URI, found {one!r}",
+                where=f"--option {_CHANNEL}{name}",
+            )
+        said[key] = value
+    wrong = [
+        f"{key}={said[key]!r}: expected {', '.join(allowed)}"
+        for key, allowed in (("mode", _MODES), ("split", ("host",)), ("wrap", ("recordio",)))
+        if said[key] and said[key] not in allowed
+    ]
+    if not uri.startswith("s3://"):
+        wrong.append(f"expected s3://bucket/prefix, found {uri!r}")
+    if said["shuffle"] and not said["shuffle"].isdigit():
+        wrong.append(f"shuffle={said['shuffle']!r}: expected a seed")
+    refuse(wrong, where=f"--option {_CHANNEL}{name}")
+    return Channel(
+        name,
+        uri,
+        mode=said["mode"] or "File",
+        by_host=bool(said["split"]),
+        wrap="RecordIO" if said["wrap"] else "",
+        shuffle=int(said["shuffle"]) if said["shuffle"] else None,
+    )
+
+
+def _command(job: Job) -> list[str]:
+    """The containers know which of them they are, but not how many ranks each has."""
+    local = job if job.checkpoint is None else replace(job, checkpoint=_CHECKPOINTS)
+    return local.command_with("--devices", str(job.devices))
+
+
+def _limit(job: Job) -> int:
+    """When SageMaker sends SIGTERM, so that the job has ended by its limit."""
+    if job.time_s is None:
+        return _TIME_S
+    return job.time_s - min(_GRACE_S, job.stop_ahead_s)
+
+
+def _tags(job: Job) -> list[Request]:
+    tags = {"flatout:command": _tagged(" ".join(job.command))}
+    if job.fingerprint:
+        tags["flatout:recipe-fingerprint"] = _tagged(job.fingerprint)
+    return [{"Key": name, "Value": value} for name, value in tags.items()]
+
+
+def _tagged(text: str) -> str:
+    """Text as a tag takes it; the whole command stands in the script."""
+    return re.sub(r"[^A-Za-z0-9 _.:/=+\-@]", "_", text)[:256]
+
+
+# -- what is wrong -------------------------------------------------------------------------------
+
+
+def _problems(job: Job, options: Mapping[str, str]) -> list[str]:
+    found = []
+    for name, what in (
+        ("image", "--option image=ACCOUNT.dkr.ecr.REGION.amazonaws.com/NAME:TAG"),
+        ("role", "--option role=arn:aws:iam::ACCOUNT:role/NAME"),
+        ("instance", "--option instance=ml.c5.2xlarge"),
+        ("bucket", "--option bucket=s3://BUCKET/PREFIX, for the code and the output"),
+    ):
+        if not options.get(name):
+            found.append(f"no {name}: {what}")
+    if options.get("bucket") and not options["bucket"].startswith("s3://"):
+        found.append(f"expected bucket=s3://BUCKET/PREFIX, found {options['bucket']!r}")
+    for name in ("volume-gb", "max-wait"):
+        if name in options and not options[name].isdigit():
+            found.append(f"expected a whole number as {name}, found {options[name]!r}")
+    if options.get("spot", "no") not in ("yes", "no"):
+        found.append(f"expected spot=yes or spot=no, found {options['spot']!r}")
+    if options.get("spot") == "yes" and job.checkpoint is None:
+        found.append("spot instances are taken away: --checkpoints s3://BUCKET/RUN lets it go on")
+    if job.seeds:
+        found.append("a job of SageMaker runs for one seed: submit it once for each")
+    if job.checkpoint is not None and not job.checkpoint.startswith("s3://"):
+        found.append(f"no container can keep {job.checkpoint}: --checkpoints s3://BUCKET/RUN")
+    if _limit(job) > _LONGEST_S:
+        found.append(f"SageMaker runs a job for {_LONGEST_S // 86_400} days at most")
+    names = [one.name for one in channels(job)]
+    if CODE_CHANNEL in names:
+        found.append(f"the channel {CODE_CHANNEL} has the code: give yours another name")
+    return found
+
+
+def unseen(job: Job) -> list[str]:
+    """What no container would find: only URLs, channels and what travels are there."""
+    paths = [f"/opt/ml/input/data/{one.name}" for one in channels(job)]
+    return [
+        f"{one.given} lies on {one.lies_on}, which no container sees; copy it to S3 and name it as "
+        "a channel, --option channel.NAME=s3://BUCKET/PREFIX, which lies at "
+        "/opt/ml/input/data/NAME"
+        for one in job.inputs
+        if not one.is_url and not one.travels and not one.path.startswith(tuple(paths))
+    ]
+
+
+def _refused(made: Request) -> list[str]:
+    """What botocore's model of SageMaker says against a request; nothing is sent."""
+    require("botocore", EXTRA)
+    validate = require("botocore.validate", EXTRA)
+    shape = _model()
+    report = validate.ParamValidator().validate(made, shape)
+    if report.has_errors():
+        return list(report.generate_report().splitlines())
+    return list(_beyond(made, shape, ""))
+
+
+@cache
+def _model() -> Any:
+    """What CreateTrainingJob takes, from botocore's files."""
+    loaders, model = require("botocore.loaders", EXTRA), require("botocore.model", EXTRA)
+    described = loaders.Loader().load_service_model("sagemaker", "service-2")
+    return model.ServiceModel(described).operation_model("CreateTrainingJob").input_shape
+
+
+def _beyond(value: Any, shape: Any, path: str) -> Iterator[str]:
+    """Lengths, patterns and choices of the model, which botocore leaves to the service."""
+    if shape.type_name == "structure":
+        for name, one in value.items():
+            yield from _beyond(one, shape.members[name], f"{path}.{name}".lstrip("."))
+        return
+    most = shape.metadata.get("max")
+    if shape.type_name == "list":
+        if most is not None and len(value) > most:
+            yield f"{path}: expected at most {most}, found {len(value)}"
+        for number, one in enumerate(value):
+            yield from _beyond(one, shape.member, f"{path}[{number}]")
+        return
+    if shape.type_name in ("integer", "long") and most is not None and value > most:
+        yield f"{path}: expected at most {most}, found {value}"
+    if shape.type_name == "string":
+        if most is not None and len(value) > most:
+            yield f"{path}: expected at most {most} letters, found {len(value)}"
+        if shape.enum and value not in shape.enum:
+            yield f"{path}: {value!r} is none that the installed botocore knows"
+        pattern = shape.metadata.get("pattern")
+        if pattern and not _matches(pattern, value):
+            yield f"{path}: expected {pattern}, found {value!r}"
+
+
+def _matches(pattern: str, value: str) -> bool:
+    try:
+        return re.search(f"^(?:{pattern})$", value) is not None
+    except re.error:  # Java's, with classes that Python's have not
+        return True

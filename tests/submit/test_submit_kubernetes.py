@@ -1,0 +1,336 @@
+"""Jobs sent to a server that answers as the API server of Kubernetes does, through its client."""
+
+import http.server
+import json
+import re
+import threading
+import urllib.parse
+
+import pytest
+import yaml
+from submit_schemas import a_job, has_crds, validator
+
+from flatout.errors import SubmitError
+from flatout.submit.ledger import Ledger
+from flatout.submit.sending import send, settle, write
+from flatout.submit.states import State
+from flatout.submit.target import NotSent, Unanswered, target_of
+
+pytest.importorskip("kubernetes")
+pytest.importorskip("kubeflow_trainer_api")
+pytestmark = has_crds
+
+OBJECT = re.compile(
+    r"/(?:api/v1|apis/(?:trainer\.kubeflow\.org/v1alpha1|kubeflow\.org/v1))/namespaces/(?P<space>[^/]+)"
+    r"/(?P<plural>\w+)(?:/(?P<name>[^/]+))?(?P<log>/log)?"
+)
+KINDS = {
+    "trainjobs": "TrainJob",
+    "pytorchjobs": "PyTorchJob",
+    "configmaps": "ConfigMap",
+    "secrets": "Secret",
+}
+
+
+class ApiServer(http.server.ThreadingHTTPServer):
+    """Keeps objects by (namespace, plural, name), checked by the schemas of their CRDs."""
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.objects, self.posts, self.logs = {}, [], {}
+        self.fail = {}  # plural: an HTTP status, "dropped" after it was kept
+
+    def refusal(self, kind, body):
+        if kind in ("TrainJob", "PyTorchJob"):
+            return next((one.message for one in validator(kind).iter_errors(body)), None)
+        return None
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self):
+        at, query = self.where()
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        space, plural = at["space"], at["plural"]
+        key = (space, plural, body["metadata"]["name"])
+        refused = self.server.refusal(KINDS[plural], body)
+        if isinstance(self.server.fail.get(plural), int):
+            return self.status(self.server.fail[plural], "no one may create these here")
+        if refused:
+            return self.status(422, f"{KINDS[plural]} is invalid: {refused}")
+        if key in self.server.objects:
+            return self.status(409, "already exists")
+        body["metadata"] |= {"uid": f"uid-{len(self.server.objects)}", "namespace": space}
+        if "dryRun" not in query:
+            self.server.objects[key] = body
+            self.server.posts.append((plural, body))
+        if self.server.fail.get(plural) == "dropped":
+            self.close_connection = True
+            return self.connection.close()
+        return self.answer(201, body)
+
+    def do_GET(self):
+        at, query = self.where()
+        if at["log"]:
+            data = self.server.logs[at["name"]].encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            return self.wfile.write(data)
+        if at["name"]:
+            found = self.server.objects.get((at["space"], at["plural"], at["name"]))
+            return self.status(404, "not found") if found is None else self.answer(200, found)
+        wanted = query.get("labelSelector", [""])[0]
+        items = [
+            one for (space, plural, _), one in self.server.objects.items()
+            if (space, plural) == (at["space"], at["plural"])
+            and (not wanted or wanted in labels(one))
+        ]  # fmt: skip
+        return self.answer(
+            200, {"kind": "List", "apiVersion": "v1", "metadata": {}, "items": items}
+        )
+
+    def do_DELETE(self):
+        at, _ = self.where()
+        key = (at["space"], at["plural"], at["name"])
+        if self.server.objects.pop(key, None) is None:
+            return self.status(404, "not found")
+        return self.status(200, "deleted")
+
+    def where(self):
+        url = urllib.parse.urlsplit(self.path)
+        return OBJECT.fullmatch(url.path), urllib.parse.parse_qs(url.query)
+
+    def status(self, code, message):
+        self.answer(code, {"kind": "Status", "message": message, "code": code})
+
+    def answer(self, code, body):
+        data = json.dumps(body).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *arguments):
+        pass
+
+
+def labels(made):
+    return {f"{name}={value}" for name, value in made["metadata"].get("labels", {}).items()}
+
+
+@pytest.fixture
+def cluster(tmp_path, monkeypatch):
+    server = ApiServer()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    config = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": "here",
+        "contexts": [
+            {"name": "here", "context": {"cluster": "c", "user": "u", "namespace": "team"}}
+        ],
+        "clusters": [
+            {"name": "c", "cluster": {"server": f"http://127.0.0.1:{server.server_port}"}}
+        ],
+        "users": [{"name": "u", "user": {"token": "not-a-secret"}}],
+    }
+    (tmp_path / "config").write_text(yaml.safe_dump(config))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def sent(job, tmp_path):
+    write(job, to := target_of("kubernetes"))
+    assert to.check(job) == []
+    return send(job, to, Ledger(tmp_path / "ledger"), wait_s=1.0)
+
+
+def read(server, job, plural="trainjobs"):
+    return server.objects["team", plural, job.name]
+
+
+@pytest.mark.parametrize("api", ["trainjob", "pytorchjob"])
+def test_a_job_is_created_with_what_its_pods_wait_for(api, cluster, tmp_path):
+    plural = f"{api}s"
+    job = a_job(tmp_path, nodes=2, options={"api": api})
+    found = sent(job, tmp_path)
+    assert found.id == f"team/{job.name}"
+    assert [one for one, _ in cluster.posts] == [plural, "configmaps", "secrets"]
+    made = read(cluster, job, plural)
+    for _, one in cluster.posts[1:]:
+        (owner,) = one["metadata"]["ownerReferences"]
+        assert owner["uid"] == made["metadata"]["uid"]
+    secret = cluster.posts[2][1]["stringData"]["FLATOUT_SECRET"]
+    assert len(secret) == 64
+    assert secret not in (job.folder / "job.yaml").read_text()
+    with pytest.raises(NotSent, match="already"):
+        target_of("kubernetes").send(job, "another")
+    assert len(cluster.posts) == 3
+
+
+def test_what_the_user_has_changed_is_sent(cluster, tmp_path):
+    job = a_job(tmp_path)
+    write(job, to := target_of("kubernetes"))
+    path = job.folder / "job.yaml"
+    path.write_text(path.read_text().replace("numNodes: 1", "numNodes: 3"))
+    to.send(job, "key")
+    assert read(cluster, job)["spec"]["trainer"]["numNodes"] == 3
+    path.write_text(path.read_text().replace("numNodes: 3", "numNodes: three"))
+    (refused,) = to.check(job)
+    assert "is not of type 'integer'" in refused
+
+
+def test_what_is_not_there_is_said_before_sending(cluster, tmp_path):
+    job = a_job(tmp_path, options={"volumes": "runs:/runs"})
+    write(job, to := target_of("kubernetes"))
+    assert to.check(job) == ["there is no PersistentVolumeClaim runs in team"]
+    cluster.fail["trainjobs"] = 403
+    first, _ = to.check(job)
+    assert first == "no one may create these here"
+    assert cluster.posts == []
+
+
+def test_a_lost_answer_makes_no_second_job(cluster, tmp_path):
+    cluster.fail["trainjobs"] = "dropped"
+    job = a_job(tmp_path)
+    write(job, to := target_of("kubernetes"))
+    ledger = Ledger(tmp_path / "ledger")
+    found = send(job, to, ledger, wait_s=5.0)
+    assert found.id == f"team/{job.name}"
+    assert [one for one, _ in cluster.posts] == ["trainjobs"]
+    assert to.find("another", job.folder) is None
+    (entry,) = ledger.entries()
+    assert settle(entry, to, ledger).id == found.id
+
+
+def test_a_job_whose_code_is_refused_is_taken_back(cluster, tmp_path):
+    cluster.fail["configmaps"] = 403
+    job = a_job(tmp_path)
+    write(job, to := target_of("kubernetes"))
+    with pytest.raises(NotSent, match="the job's code was not taken"):
+        send(job, to, Ledger(tmp_path / "ledger"))
+    assert cluster.objects == {}
+
+
+@pytest.mark.parametrize(
+    ("status", "state", "words"),
+    [
+        ({}, State.queued, "no pods yet"),
+        ({"jobsStatus": [{"name": "node", "active": 1}]}, State.starting, "pods are created"),
+        ({"jobsStatus": [{"name": "node", "ready": 1}]}, State.running, "pods are ready"),
+        ({"conditions": [("Suspended", "kueue holds it")]}, State.queued, "kueue holds it"),
+        ({"conditions": [("Complete", "all done")]}, State.succeeded, "all done"),
+        ({"conditions": [("Failed", "DeadlineExceeded")]}, State.failed, "DeadlineExceeded"),
+    ],
+)
+def test_states_of_a_train_job(status, state, words, cluster, tmp_path):
+    job = a_job(tmp_path)
+    id = sent(job, tmp_path).id
+    made = read(cluster, job)
+    made["status"] = {**status, "trainerStatus": {"progressPercentage": 40,
+                      "estimatedRemainingSeconds": 90}}  # fmt: skip
+    if "conditions" in status:
+        made["status"]["conditions"] = [
+            {"type": kind, "status": "True", "message": said, "lastTransitionTime": "2026-11-26"}
+            for kind, said in status["conditions"]
+        ]
+    found = target_of("kubernetes").state(id, job.folder)
+    assert (found.state, words in found.words) == (state, True)
+    if state == State.running:
+        assert found.eta == "1:30, 40% done"
+
+
+def test_the_exit_code_of_the_pod_that_failed_first(cluster, tmp_path):
+    job = a_job(tmp_path, nodes=2)
+    id = sent(job, tmp_path).id
+    read(cluster, job)["status"] = {"conditions": [{"type": "Failed", "status": "True"}]}
+    assert target_of("kubernetes").state(id, job.folder).exit_code is None
+    for number, (code, at) in enumerate([(75, "10:05"), (7, "10:04"), (0, "10:03")]):
+        name = pod(cluster, job, number, "")
+        ended = {"exitCode": code, "finishedAt": f"2026-11-26T{at}:00Z"}
+        status = {"name": "node", "ready": False, "restartCount": 0, "image": "a", "imageID": "b",
+                  "state": {"terminated": ended}}  # fmt: skip
+        cluster.objects["team", "pods", name]["status"] = {"containerStatuses": [status]}
+    assert target_of("kubernetes").state(id, job.folder).exit_code == 7
+
+
+@pytest.mark.parametrize(
+    ("conditions", "state"),
+    [
+        ([], State.queued),
+        (["Created"], State.starting),
+        (["Created", "Running"], State.running),
+        (["Created", "Running", "Restarting"], State.requeued),
+        (["Created", "Running", "Succeeded"], State.succeeded),
+        (["Created", "Failed"], State.failed),
+    ],
+)
+def test_states_of_a_pytorch_job(conditions, state, cluster, tmp_path):
+    job = a_job(tmp_path, options={"api": "pytorchjob"})
+    id = sent(job, tmp_path).id
+    read(cluster, job, "pytorchjobs")["status"] = {
+        "conditions": [
+            {"type": kind, "status": "True", "lastTransitionTime": f"2026-11-26T10:0{n}:00Z"}
+            for n, kind in enumerate(conditions)
+        ]
+    }
+    assert target_of("kubernetes").state(id, job.folder).state == state
+
+
+def pod(cluster, job, number, text):
+    name = f"{job.name}-node-0-{number}-abcde"
+    labels = {"jobset.sigs.k8s.io/jobset-name": job.name}
+    meta = {"name": name, "namespace": "team", "labels": labels}
+    cluster.objects["team", "pods", name] = {"metadata": meta}
+    cluster.logs[name] = text
+    return name
+
+
+@pytest.mark.parametrize("follow", [False, True])
+def test_logs_of_all_pods(follow, cluster, tmp_path):
+    job = a_job(tmp_path, nodes=2)
+    id = sent(job, tmp_path).id
+    to = target_of("kubernetes")
+    with pytest.raises(SubmitError, match="has no pods"):
+        list(to.logs(id, job.folder, follow=follow))
+    first = pod(cluster, job, 0, "epoch 1\nü\nlast")
+    assert "".join(to.logs(id, job.folder, follow=follow)) == "epoch 1\nü\nlast"
+    second = pod(cluster, job, 1, "Traceback\n")
+    found = set(to.logs(id, job.folder, follow=follow))
+    assert found == {
+        *(f"{first}: epoch 1\n", f"{first}: ü\n", f"{first}: last", f"{second}: Traceback\n")
+    }
+
+
+def test_cancel(cluster, tmp_path):
+    job = a_job(tmp_path)
+    id = sent(job, tmp_path).id
+    to = target_of("kubernetes")
+    to.cancel(id, job.folder)
+    assert ("team", "trainjobs", job.name) not in cluster.objects
+    assert to.state(id, job.folder).state == State.canceled
+    to.cancel(id, job.folder)  # once more is no error
+
+
+def test_no_cluster(tmp_path, monkeypatch):
+    job = a_job(tmp_path)
+    write(job, to := target_of("kubernetes"))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "absent"))
+    with pytest.raises(SubmitError, match="knows no cluster"):
+        to.check(job)
+
+
+def test_a_server_that_does_not_answer(cluster, tmp_path):
+    job = a_job(tmp_path)
+    write(job, to := target_of("kubernetes"))
+    cluster.shutdown()
+    cluster.server_close()
+    with pytest.raises(SubmitError, match="does not answer"):
+        to.check(job)
+    with pytest.raises((NotSent, Unanswered)):
+        to.send(job, "key")
