@@ -292,7 +292,7 @@ def test_what_has_won_stays_where_noise_hides_it_later(seed):
     noises = random.Random(seed)
 
     def seconds(s):
-        noise = noises.uniform(0.9, 1.1) if s.fused_optimizer == "off" else 1
+        noise = noises.uniform(0.9, 1.1) if s.fused_optimizer == "off" else 1.25
         half = 0.5 if s.precision == "bf16" else 1
         return noise * half * (0.95 if s.memory_format == "channels_last" else 1)
 
@@ -318,6 +318,15 @@ def test_on_a_busy_machine_what_has_a_part_in_what_won_together_stays(seed):
 
     best = searched(seconds, 0.015, 3_000).best
     assert (best.precision, best.memory_format) == ("bf16", "channels_last")
+    # What gives too little to be seen alone stays, and what slows the others goes.
+    def others(s):
+        layout = 1.03 if s.memory_format == "channels_last" else 1
+        fused = 0.98 if s.fused_optimizer == "on" else 1
+        half = 0.5 if s.precision == "bf16" else 1
+        return noises.lognormvariate(0, 0.02) * half * layout * fused
+
+    best = searched(others, 0.015, 3_000).best
+    assert best == Settings(precision="bf16", fused_optimizer="on")
     # All are plain where nothing is to be won.
     assert searched(lambda s: noises.lognormvariate(0, 0.08), 0.015, 3_000).best == Settings()
 

@@ -504,8 +504,10 @@ def _evidence(search: Search, option: Option) -> str:
         return "page faults a step: {:,.0f} before, {:,.0f} after".format(*search.faults)
     if option.setting == "compile":
         return f"compiled in {search.compile_s:.0f} s"
-    if option.field in search.results:
-        return option.trial.why
+    trial = search.results.get(option.field)
+    if trial is not None:
+        part = "" if is_faster(trial) else "; won together with the others"
+        return option.trial.why + part
     if option.field in search.kept:
         return f"{option.trial.why}; {search.kept[option.field]}"
     return f"{option.trial.why}; measured together with the others"

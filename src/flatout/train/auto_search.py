@@ -6,7 +6,7 @@
                    roofline of this model says will lose
     3  allocator   before the others, because its limits cannot be put back
     4  one by one  each option against the best settings so far without it; what is not measured
-                   faster goes (where all together have won: what has no part in that), and what
+                   faster goes (where all together have won: what surely gives nothing), and what
                    others have changed since is tried once more
     5  the whole   what is left against plain, where not all together have won; if that does not
                    win, plain it is
@@ -376,14 +376,14 @@ class Search:
         """Whether an option is to be among the best.
 
         One that has won before, beside others, stays unless the trial denies it. And where all
-        together have won, it is no longer to be proven that there is something to win, only that
-        this one has a part in it: the interval says so, and need not lie beyond the floor.
+        together have won, that is what is proven: a part of them goes where its interval says that
+        it gives them nothing. To ask more of each would drop what noise hides, in each run another.
         """
         before = self.results.get(field)
         if is_faster(result) or (before is not None and is_faster(before)):
             return result.ratio > 1
         together = self.together is not None and is_faster(self.together)
-        return together and result.pairs > 1 and result.low > 1 + _LEAST_GAIN
+        return together and result.high > 1 + _LEAST_GAIN
 
     def _confirm(self) -> _Steps:
         """What is left against plain."""
