@@ -87,6 +87,11 @@ class TrialResult:
         return self.pairs > 1 and self.high < 1 - self.floor
 
     @property
+    def ties(self) -> bool:
+        """Whether no difference is in sight; a single quadruple cannot say so."""
+        return self.pairs > 1 and 1 - self.floor <= self.low <= self.high <= 1 + self.floor
+
+    @property
     def step_s(self) -> tuple[float, float]:
         """Seconds per step of A and of B: around their medians, and apart by the ratio.
 
@@ -180,7 +185,6 @@ def quadruples(
     deadline_s: float = math.inf,
     floor: float = 0.0,
     precision: float = math.inf,
-    tie_floor: float = math.inf,
     enough: Callable[[TrialResult], bool] = lambda result: False,
     seed: int = 0,
     clock: Callable[[], float] = time.perf_counter,
@@ -193,7 +197,6 @@ def quadruples(
         a: stands for configuration A.
         b: stands for configuration B.
         max_pairs, min_pairs, deadline_s, floor, precision, seed, clock: as of `run_trial`.
-        tie_floor: "no difference" is an answer only where the floor is at most this.
         enough: asked after each quadruple, from the first on; true ends the trial.
 
     Raises:
@@ -215,8 +218,7 @@ def quadruples(
         slowest = max(slowest, now - quadruple_began)
         result = _judge(np.array(of_a), np.array(of_b), floor, seed, now - began)
         is_precise = result.high <= result.low * (1 + precision)
-        is_tie = _within_floor(result) and result.floor <= tie_floor
-        settled = ((result.wins or result.loses) and is_precise) or is_tie
+        settled = ((result.wins or result.loses) and is_precise) or result.ties
         if len(of_a) >= max_pairs or now - began + slowest > deadline_s or enough(result):
             return result
         if len(of_a) >= min_pairs and settled:
@@ -310,11 +312,6 @@ def _floor(a: _Array, b: _Array, seed: int) -> float:
     drawn = generator.choice(within, shape) * generator.choice([-1.0, 1.0], shape)
     noise = np.abs(np.median(drawn.mean(axis=2), axis=1))
     return float(np.expm1(np.quantile(noise, _CONFIDENCE)))
-
-
-def _within_floor(result: TrialResult) -> bool:
-    """Whether no difference is in sight; a single quadruple cannot say so."""
-    return result.pairs > 1 and 1 - result.floor <= result.low <= result.high <= 1 + result.floor
 
 
 def _resampled_medians(values: _Array, generator: np.random.Generator) -> _Array:

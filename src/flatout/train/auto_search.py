@@ -43,6 +43,8 @@ _MIXED_STEPS, _FIRST_MIXED = 4, 24
 # The most quadruples of blocks in a trial. Where no difference shows they cost nothing, and a
 # difference that noise could hide is looked for until the floor is this low.
 _MOST_PAIRS, TIE_FLOOR = 16, 0.015
+# A loss below 10% has to be seen in so many: two agree by chance too often.
+_LOST_PAIRS, _SMALL = 4, 0.1
 # A smaller gain is none.
 _LEAST_GAIN = 0.005
 # Of an option that was not measured yet a step may take so much longer than it should.
@@ -126,8 +128,11 @@ def is_faster(trial: TrialResult) -> bool:
 
 
 def _is_clear(trial: TrialResult) -> bool:
-    slower = trial.pairs == 1 and 1 / trial.ratio > 1.5 + 3 * trial.floor
-    return is_faster(trial) or slower
+    """Whether a trial need not go on."""
+    if trial.pairs == 1:
+        return is_faster(trial) or 1 / trial.ratio > 1.5 + 3 * trial.floor
+    is_lost = trial.loses and (trial.pairs >= _LOST_PAIRS or trial.ratio < 1 - _SMALL)
+    return trial.wins or is_lost or (trial.ties and trial.floor <= TIE_FLOOR)
 
 
 @dataclass
@@ -491,8 +496,9 @@ class Search:
             over = steps is not None and self._at > self._until * steps
             return _is_clear(result) or over or not self._affords_pair(challenger)
 
+        pairs = _MOST_PAIRS  # but where it is enough
         blocks = quadruples(
-            off, on, max_pairs=_MOST_PAIRS, floor=_LEAST_GAIN, tie_floor=TIE_FLOOR, enough=enough
+            off, on, max_pairs=pairs, min_pairs=pairs, floor=_LEAST_GAIN, enough=enough
         )
         wanted = next(blocks)
         while True:
