@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -85,8 +85,8 @@ class RankProfile:
         threads: of torch.
         steps: how many it has made when it told.
         lanes_ms: milliseconds per step by lane, over all its steps.
-        quantiles_ms: of its steady steps by lane, and of "step" as a whole: five numbers, see
-            `QUANTILES`.
+        quantiles_ms: of its latest steady steps, 2,000 at most, by lane, and of "step" as a whole:
+            five numbers, see `QUANTILES`.
         waited_ms: per step in which it waited for other ranks.
         use: over time, by column, see `flatout.measure.use.COLUMNS`.
         machine: the fingerprint of its host.
@@ -168,7 +168,8 @@ class Profile:
         Raises:
             OSError: it cannot be written.
         """
-        text = json.dumps({"schema": SCHEMA, "version": VERSION, **asdict(self)}, allow_nan=False)
+        data = {"schema": SCHEMA, "version": VERSION, **vars(self)}
+        text = json.dumps(data, allow_nan=False, default=vars)
         with atomic_write(Path(folder) / NAME) as file:
             file.write(text + "\n")
 

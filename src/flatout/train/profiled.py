@@ -10,10 +10,11 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +31,8 @@ from flatout.train.resume import source_state
 from flatout.world import RANKS_TRIED
 from flatout.world.network import interface_of, source_address
 
-# Steps that a Profile keeps singly, and those of them that tell how sure their median is.
+# The latest steps, of which a Profile has quantiles and which it keeps singly; and those of them
+# that tell how sure their median is.
 _MOST_STEPS, _RESAMPLED = 2_000, 500
 
 Kind = Literal["Trainer", "Keras", "Loop"]
@@ -53,13 +55,45 @@ def bytes_per_sample(first: Sequence[Batch]) -> float | None:
     return sum(tensor.nbytes for tensor in first[0].tensors()) / first[0].samples
 
 
-def rank_profile(loop: LoopState, use: Use, waited: int) -> RankProfile:
+class Steady(NamedTuple):
+    """The steps that show how fast a run is, in order.
+
+    They ran under the settings that the run ended with, and the first tenth of them warmed up.
+
+    Attributes:
+        steps: how many there are.
+        rows: of the latest of them start and durations in ns, as of `Timeline.rows`.
+        samples: on how many each of these trained.
+    """
+
+    steps: int
+    rows: npt.NDArray[np.int64]
+    samples: npt.NDArray[np.int64]
+
+
+def steady_steps(loop: LoopState) -> Steady:
+    """Those among the steps that the timeline keeps."""
+    samples = loop.timeline.step_samples()
+    spans = (loop.tuning or {}).get("spans", [])
+    ran = np.zeros(len(samples), bool)
+    before = loop.step_count - len(samples) + 1
+    for span in spans:
+        if span["settings"] == spans[-1]["settings"]:
+            ran[max(0, span["first"] - before) : max(0, span["last"] - before + 1)] = True
+    places = np.flatnonzero(ran) if ran.any() else np.arange(len(samples))
+    steady = places[len(places) // 10 :]
+    latest = steady[-_MOST_STEPS:]
+    return Steady(steady.size, loop.timeline.rows()[latest], samples[latest])
+
+
+def rank_profile(loop: LoopState, use: Use, waited: int, steady: Steady) -> RankProfile:
     """What this rank tells.
 
     Args:
         loop: that was prepared.
         use: what it records.
         waited: ns for which it had waited for other ranks before.
+        steady: its steps.
     """
     place = loop.world.place
     steps = max(1, loop.timeline.steps)
@@ -71,46 +105,44 @@ def rank_profile(loop: LoopState, use: Use, waited: int) -> RankProfile:
         threads=torch.get_num_threads(),
         steps=loop.timeline.steps,
         lanes_ms={lane: round(ms, 6) for lane, ms in loop.timeline.lanes().items()},
-        quantiles_ms=_quantiles(loop),
+        quantiles_ms=_quantiles(steady),
         waited_ms=round((loop.world.collectives.waited - waited) / steps / 1e6, 6),
         use=use.as_dict(),
         machine=fingerprint().as_dict(),
     )
 
 
-def _quantiles(loop: LoopState) -> dict[str, list[float]]:
-    steady = _steady(loop)
-    if not steady.size:
+def _quantiles(steady: Steady) -> dict[str, list[float]]:
+    if not steady.steps:
         return {}
-    ms = loop.timeline.rows()[steady, 1:] / 1e6
+    ms = steady.rows[:, 1:] / 1e6
     lanes = np.column_stack([ms, ms.sum(axis=1)])
     found = np.quantile(lanes, QUANTILES, axis=0).round(6).T.tolist()
     return dict(zip((*LANES[:7], "step"), found, strict=True))
 
 
-def steps(loop: LoopState, before: int, *, is_over: bool) -> Steps:
+def steps(loop: LoopState, before: int, steady: Steady, *, is_over: bool) -> Steps:
     """Figures of the steps; the intervals, which take a while, only at the end.
 
     Args:
         loop: that makes them.
         before: steps that were made before this process.
+        steady: of its steps those that tell.
         is_over: whether this is the end.
     """
-    timeline, steady = loop.timeline, _steady(loop)
     known = Steps(
         first=before + 1,
         last=loop.step_count,
-        samples=timeline.samples,
+        samples=loop.timeline.samples,
         batch_size=None,
-        steady=steady.size,
+        steady=steady.steps,
         noise=_noise(loop),
     )
-    if not steady.size:
+    if not steady.steps:
         return known
-    samples, seconds = timeline.step_samples()[steady], timeline.step_times()[steady]
-    size = float(np.median(samples))
-    alike = seconds[samples == size] if (samples == size).any() else seconds
-    latest = [float(f"{one * 1e3:.5g}") for one in alike[-_MOST_STEPS:] if one > 0]
+    size, ms = float(np.median(steady.samples)), steady.rows[:, 1:].sum(axis=1) / 1e6
+    is_alike = steady.samples == size
+    latest = [float(f"{one:.5g}") for one in ms[is_alike if is_alike.any() else ...] if one > 0]
     per_s = None
     if latest and is_over:
         low, mid, high = median_of([ms / 1e3 for ms in latest[-_RESAMPLED:]])
@@ -122,22 +154,6 @@ def steps(loop: LoopState, before: int, *, is_over: bool) -> Steps:
         per_s=per_s,
         samples_per_s=None if per_s is None or not size else _times(per_s, size),
     )
-
-
-def _steady(loop: LoopState) -> npt.NDArray[np.int64]:
-    """The steps that show how fast the run is, by their place among those that the timeline keeps.
-
-    They ran under the settings that the run ended with, and the first tenth of them warmed up.
-    """
-    kept = len(loop.timeline.step_samples())
-    spans = (loop.tuning or {}).get("spans", [])
-    ran = np.zeros(kept, bool)
-    for span in spans:
-        if span["settings"] == spans[-1]["settings"]:
-            before = loop.step_count - kept + 1
-            ran[max(0, span["first"] - before) : max(0, span["last"] - before + 1)] = True
-    places = np.flatnonzero(ran) if ran.any() else np.arange(kept)
-    return places[len(places) // 10 :]
 
 
 def _times(rates: tuple[float, float, float], size: float) -> tuple[float, float, float]:
@@ -265,6 +281,7 @@ def communication(loop: LoopState) -> dict[str, Any]:
     }
 
 
+@cache
 def versions(kind: Kind) -> dict[str, str]:
     """Of what trains."""
     found = {"python": ".".join(map(str, sys.version_info[:3]))}

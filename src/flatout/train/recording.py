@@ -35,7 +35,7 @@ from flatout.train.resume import Resume
 from flatout.train.signals import Interrupted
 
 # Before the end a Profile is written after so many seconds, and then again and again.
-_FIRST_S, _EVERY_S = (2.0, 8.0, 30.0), 120.0
+_FIRST_S, _EVERY_S = (2.0, 8.0, 30.0, 120.0), 300.0
 _MOST_EPOCHS = 1_000
 
 
@@ -109,7 +109,8 @@ class Recording:
         """Have all ranks tell; all call it."""
         world = self._loop.world
         if world.size > 1:
-            own = profiled.rank_profile(self._loop, self._use, self._waited)
+            steady = profiled.steady_steps(self._loop)
+            own = profiled.rank_profile(self._loop, self._use, self._waited, steady)
             told = world.gather(asdict(own), "what ranks record")
             self._told = [RankProfile(**one) for one in told]
 
@@ -133,7 +134,8 @@ class Recording:
 
     def _profile(self, state: State, error: str | None) -> Profile:
         loop = self._loop
-        own = profiled.rank_profile(loop, self._use, self._waited)
+        steady = profiled.steady_steps(loop)
+        own = profiled.rank_profile(loop, self._use, self._waited, steady)
         steps, kind, is_over = loop.timeline.steps, profiled.kind_of(loop), state != "running"
         if self._data is None:
             self._data = profiled.data(loop)
@@ -161,7 +163,7 @@ class Recording:
                 **(profiled.input_facts(loop) if is_over else {}),
             },
             communication=profiled.communication(loop),
-            steps=profiled.steps(loop, self._first_step, is_over=is_over),
+            steps=profiled.steps(loop, self._first_step, steady, is_over=is_over),
             ranks=[own, *self._told[1:]],
             epochs=list(self._epochs),
             notes=[*self.notes, *loop.stepper.notes],

@@ -6,6 +6,7 @@ from flatout.train.callbacks.early_stopping import EarlyStopping
 from flatout.train.callbacks.json_lines import JsonLines
 from flatout.train.callbacks.loggers import Log, Logger, TensorBoard
 from flatout.train.callbacks.progress import Progress
+from flatout.train.callbacks.trackers import MLflow, Wandb
 from flatout.train.callbacks.unfreeze import Unfreeze
 
 __all__ = [
@@ -16,7 +17,9 @@ __all__ = [
     "JsonLines",
     "Log",
     "Logger",
+    "MLflow",
     "Progress",
     "TensorBoard",
     "Unfreeze",
+    "Wandb",
 ]
