@@ -114,6 +114,13 @@ SECTIONS = (
         "Whole processes, from start to end. Neither loads torch.",
     ),
     Section(
+        "recording",
+        "What a run folder's Profile costs",
+        "The comparison with the clock after every step, a look at CPUs and memory, and writing a "
+        "Profile of 65,000 steps, each timed directly while other jobs ran; over an hour they come "
+        "to so many microseconds of each step.",
+    ),
+    Section(
         "input",
         "The input pipeline",
         "From files in the page cache to shuffled batches of tensors; each peer in its best form, "

@@ -122,6 +122,11 @@ def test_startup(tmp_path):
     assert {row["reason"] for row in found["rows"]} == {""}
 
 
+def test_recording(tmp_path):
+    found = run_bench("recording.py", cwd=tmp_path)
+    assert found["keys"]["recording_use_us_per_step"] > 0
+
+
 def test_overhead(tmp_path):
     arguments = ["--rounds", "1", "--only", "mlp, 20 epochs"]
     found = run_bench("overhead.py", *arguments, cwd=tmp_path)
