@@ -12,7 +12,7 @@ from flatout.report.run import SeenRun
 from flatout.report.run_comparison import Comparison, Limit
 from flatout.report.run_page import dangers, facts, run_page, sentence
 
-_WIDTH, _LABEL = 80, 12
+_WIDTH, _LABEL = 80, 13
 _PAGE = "report.html"
 
 
