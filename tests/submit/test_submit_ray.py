@@ -1,9 +1,11 @@
 """A Ray cluster of two nodes on this machine, one of which is killed in the middle of a job."""
 
+import importlib.util
 import os
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -11,10 +13,12 @@ from submit_schemas import a_job
 
 import flatout
 from flatout.submit.sending import write
+from flatout.submit.states import State
 from flatout.submit.target import target_of
 
 pytest.importorskip("ray.train", exc_type=ImportError)
 cluster_utils = pytest.importorskip("ray.cluster_utils")
+pytestmark = pytest.mark.slow
 
 TRAIN = """
 import sys
@@ -38,10 +42,9 @@ x = torch.randn(256, 8)
 y = (x.sum(1) > 0).long()
 model = torch.nn.Linear(8, 2)
 trainer = flatout.Trainer(
-    model, loss="cross_entropy", lr=0.1, allow="exact", recipe=Recipe(save=Save(every=5)),
-    callbacks=[Slow()],
+    model, loss="cross_entropy", lr=0.1, allow="exact", recipe=Recipe(save=Save(every=5))
 )
-trainer.fit((x, y), batch_size=16, epochs=3)
+trainer.fit((x, y), batch_size=16, epochs=3, callbacks=[Slow()])
 if place().rank == 0:
     torch.save((place().world_size, model.state_dict()), Path(sys.argv[1], "weights.pt"))
 """
@@ -49,7 +52,7 @@ if place().rank == 0:
 
 def environment(**more):
     """So that nodes find the flatout that is tested."""
-    source = str(Path(flatout.__file__).parents[1])
+    source = os.pathsep.join([str(Path(flatout.__file__).parents[1]), *filter(None, sys.path)])
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return {"PYTHONPATH": source, "PATH": path, **more}
 
@@ -73,44 +76,86 @@ def until(what, limit_s=90):
         time.sleep(0.1)
 
 
-@pytest.fixture
-def cluster(monkeypatch):
-    for name, value in environment(RAY_DEDUP_LOGS="0", RAY_TRAIN_V2_ENABLED="1").items():
-        monkeypatch.setenv(name, value)
-    made = cluster_utils.Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
-    )
-    yield made
-    made.shutdown()
+@pytest.fixture(scope="module")
+def cluster():
+    """A head without CPUs, and two nodes."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment(RAY_DEDUP_LOGS="0").items():
+            patch.setenv(name, value)
+        has_server = importlib.util.find_spec("opencensus") is not None  # ray[default]
+        made = cluster_utils.Cluster(
+            initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": has_server}
+        )
+        made.workers = [made.add_node(num_cpus=1) for _ in range(2)]
+        yield made
+        made.shutdown()
 
 
-@pytest.mark.slow
-def test_a_job_ends_right_though_a_node_is_killed_in_the_middle(cluster, tmp_path):
-    import torch
-
-    job = a_ray_job(tmp_path, 0.05, retries=2)
+@contextmanager
+def driving(job, cluster, log):
+    """Runs a job's driver as the job server would."""
     write(job, target_of("ray"))
-    nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
-    with (tmp_path / "log").open("w") as log:
+    with log.open("w") as out:
         run = subprocess.Popen(
-            [sys.executable, "driver.py"], cwd=job.folder, stdout=log, stderr=log,
+            [sys.executable, "driver.py"], cwd=job.folder, stdout=out, stderr=out,
             env={**os.environ, "RAY_ADDRESS": cluster.address},
         )  # fmt: skip
     try:
-        steps = tmp_path / "step-0"
-        until(lambda: run.poll() is not None or (steps.exists() and int(steps.read_text()) > 12))
-        assert run.poll() is None, (tmp_path / "log").read_text()
-        cluster.remove_node(nodes[1], allow_graceful=False)
-        cluster.add_node(num_cpus=1)
-        assert run.wait(120) == 0, (tmp_path / "log").read_text()
+        yield run
     finally:
         run.kill()
         run.wait()
+
+
+def test_a_job_ends_right_though_a_node_is_killed_in_the_middle(cluster, tmp_path):
+    import torch
+
+    log, steps = tmp_path / "log", tmp_path / "step-0"
+    with driving(a_ray_job(tmp_path, 0.05, retries=2), cluster, log) as run:
+        until(lambda: run.poll() is not None or (steps.exists() and int(steps.read_text()) > 12))
+        assert run.poll() is None, log.read_text()
+        cluster.remove_node(cluster.workers.pop(), allow_graceful=False)
+        cluster.workers.append(cluster.add_node(num_cpus=1))
+        assert run.wait(120) == 0, log.read_text()
     size, weights = torch.load(tmp_path / "weights.pt")
     assert size == 2
-    assert "resumed step" in (tmp_path / "log").read_text()
+    assert "resumed step" in log.read_text()
     undisturbed = plain(tmp_path / "plain")
     assert all(torch.equal(weights[name], undisturbed[name]) for name in weights)
+
+
+def test_a_script_that_fails_by_itself_is_not_started_again(cluster, tmp_path):
+    job = a_ray_job(tmp_path, 0, retries=2)
+    (job.root / "train.py").write_text("raise SystemExit(7)")
+    with driving(job, cluster, tmp_path / "log") as run:
+        assert run.wait(120) == 7
+    assert (tmp_path / "log").read_text().count("Started training worker group") == 1
+
+
+def test_the_job_server_takes_jobs_tells_of_them_and_stops_them(cluster, tmp_path):
+    if not cluster.webui_url:
+        pytest.skip("the job server is of ray[default]")
+    to, options = target_of("ray"), {"address": f"http://{cluster.webui_url}"}
+    short = a_ray_job(tmp_path / "short", 0, options=options, name="short")
+    (short.root / "train.py").write_text("print('trained')")
+    long = a_ray_job(tmp_path / "long", 0, options=options, name="long")
+    (long.root / "train.py").write_text("import time\nprint('begun')\ntime.sleep(600)")
+    for job in (short, long):
+        write(job, to)
+        assert to.check(job) == []
+    assert to.send(short, "k1").id == "short"
+    assert to.check(short) == ["there is a job short already: choose another --name"]
+    said = "".join(to.logs("short", short.folder, follow=True))
+    assert said.count("trained") == 2
+    found = to.state("short", short.folder)
+    assert (found.state, found.exit_code) == (State.succeeded, 0)
+    assert to.find("k1", short.folder).id == "short"
+    assert to.find("k2", short.folder) is None
+    to.send(long, "k2")
+    until(lambda: "begun" in "".join(to.logs("long", long.folder, follow=False)))
+    to.cancel("long", long.folder)
+    until(lambda: to.state("long", long.folder).state == State.canceled)
+    assert to.state("absent", long.folder).state == State.lost
 
 
 def plain(folder):

@@ -43,6 +43,7 @@ def test_sagemaker():
     found = nodes(SAGEMAKER)
     assert (found.count, found.rank, found.ranks) == (2, 1, 8)
     assert found.rendezvous == "algo-1:29500"
+    assert nodes({**SAGEMAKER, "SM_MASTER_PORT": "7777"}).rendezvous == "algo-1:7777"
     assert nodes({**SAGEMAKER, "SM_NUM_GPUS": "0"}).ranks is None
     with pytest.raises(WorldError, match="none of SM_HOSTS"):
         nodes({**SAGEMAKER, "SM_CURRENT_HOST": "algo-9"})

@@ -73,6 +73,7 @@ def test_sagemaker_starts_ranks_by_mpirun(rank):
         assert (found.rank, found.world_size, found.local_rank, found.local_world_size,
                 found.node, found.nodes, found.address) == expected  # fmt: skip
     assert place({**env, "MASTER_ADDR": "algo-9"}).address == "algo-9"
+    assert place({**env, **TORCHRUN}) == place(TORCHRUN)  # by torchrun, in such a container
 
 
 def test_open_mpi_on_one_node():

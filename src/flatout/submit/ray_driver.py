@@ -35,13 +35,14 @@ NOT_OURS = (
     *("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"),
 )
 LOST_ANOTHER = 75  # the exit code of ranks that have only lost others
+TIME_IS_UP = 128 + signal.SIGUSR1
 
 
 @ray.remote(num_cpus=0)
-class Failures:
-    """Ranks that ended with an error of their own: it would come again."""
+class Ends:
+    """How the nodes have ended, of the present try."""
 
-    def __init__(self):
+    def begin(self):
         self.codes = []
 
     def add(self, code):
@@ -67,7 +68,9 @@ def meeting_place():
 
 def run_node(job):
     """What the worker of each node does."""
-    node = ray.train.get_context().get_world_rank()
+    node, ends = ray.train.get_context().get_world_rank(), job["ends"]
+    if node == 0:
+        ray.get(ends.begin.remote())
     folder = Path(tempfile.mkdtemp(prefix="flatout-"))
     (folder / "code.tar.gz").write_bytes(ray.get(job["code"]))
     with tarfile.open(folder / "code.tar.gz") as archive:
@@ -86,22 +89,23 @@ def run_node(job):
         env={{**kept, "PATH": path, "FLATOUT_SECRET": job["secret"], **ENVIRONMENT}},
         preexec_fn=die_with_worker,
     ).returncode
-    if 0 < code < 128 and code != LOST_ANOTHER:
-        ray.get(job["failures"].add.remote(code))
+    ray.get(ends.add.remote(code))
     ray.train.collective.barrier()
-    if code and not ray.get(job["failures"].all.remote()):
-        raise RuntimeError(f"the ranks of node {{node}} were killed (exit code {{code}})")
+    codes = ray.get(ends.all.remote())
+    # Killed ranks start again. An error of a script's own would come again.
+    if any(one < 0 or one >= 128 and one != TIME_IS_UP for one in codes):
+        raise RuntimeError(f"ranks were killed: the nodes ended with {{codes}}")
 
 
 def main():
     ray.init()
-    failures = Failures.remote()
+    ends = Ends.remote()
     recipe = Path("recipe.toml")
     job = {{
         "code": ray.put(Path("{archive}").read_bytes()),
         "recipe": recipe.read_text() if recipe.exists() else "",
         "secret": secrets.token_hex(32),
-        "failures": failures,
+        "ends": ends,
     }}
     trainer = TorchTrainer(
         run_node,
@@ -120,8 +124,9 @@ def main():
         ),
     )
     trainer.fit()
-    if codes := ray.get(failures.all.remote()):
-        sys.exit(codes[0])
+    failed = [code for code in ray.get(ends.all.remote()) if code]
+    if failed:
+        sys.exit(next((code for code in failed if code != LOST_ANOTHER), LOST_ANOTHER))
 
 
 if __name__ == "__main__":

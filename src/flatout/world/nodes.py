@@ -165,11 +165,11 @@ def _sagemaker(env: Mapping[str, str]) -> Nodes:
     own = env.get("SM_CURRENT_HOST", "")
     if own not in hosts:
         raise WorldError(f"SM_CURRENT_HOST is {own!r}, which is none of SM_HOSTS: {hosts}")
-    gpus = _number(env, "SM_NUM_GPUS", 0)
+    gpus, port = _number(env, "SM_NUM_GPUS", 0), _number(env, "SM_MASTER_PORT", _PORT)
     return Nodes(
         count=len(hosts),
         rank=hosts.index(own),
-        rendezvous=f"{hosts[0]}:{_PORT}" if len(hosts) > 1 else "",
+        rendezvous=f"{hosts[0]}:{port}" if len(hosts) > 1 else "",
         ranks=gpus or None,
         origin="SM_HOSTS",
     )
