@@ -102,6 +102,20 @@ def test_a_command_of_flatout_is_a_job(tmp_path):
     assert made.command == ["flatout", "data", "convert", "day.svm", "day.rows"]
     assert made.code.files == ()
     assert made.name == "data-2026-11-26-1201"
+    text = target_of("slurm").artifacts(made)[0].text
+    assert f"\ncd -- {tmp_path} || exit 1\n" in text
+    # It goes on where it was: that it was stopped is no reason to give up.
+    assert "137 | 138 | 143)" in text
+
+
+def test_a_job_at_its_limit_goes_on_only_from_a_checkpoint(tmp_path):
+    def text(**asked):
+        return target_of("slurm").artifacts(job(tmp_path, **asked))[0].text
+
+    assert "138" not in text(time="2h")
+    assert "find /shared/run -newer started -print" in text(time="2h", checkpoint="/shared/run")
+    assert "137 | 138 | 143)" in text(time="2h", checkpoint="s3://bucket/run")
+    assert "#SBATCH --time=2:00:00\n#SBATCH --signal=USR1@120 " in text(time="2h")
 
 
 def test_a_script_that_looks_like_an_option(tmp_path):

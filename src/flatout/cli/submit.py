@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flatout.console import printable, say_as_is
+from flatout.words import counted
 
 if TYPE_CHECKING:
     from flatout.submit import Artifact, Asked, Job, Target
@@ -207,6 +208,8 @@ def _print_written(job: Job, artifacts: list[Artifact]) -> None:
         typer.echo(f"  and {len(job.code.left_out) - 10} more")
     for one in job.inputs:
         typer.echo(printable(f"  data: {one.words}"))
+    if not job.has_measured_threads:
+        typer.echo(f"  {counted(job.threads, 'CPU')} for each rank, as here; say --threads N")
 
 
 def _print_all(job: Job, to: Target, artifacts: list[Artifact], as_json: bool) -> None:

@@ -96,6 +96,7 @@ def job_of(asked: Asked, root: Path, now: datetime) -> Job:
     name = asked.name or name_of("data.py" if is_command else script, now)
     if asked.name is None:
         name = _free(name, base)
+    threads = asked.threads or _measured_threads(recipe)
     return Job(
         name=name,
         script=script,
@@ -106,7 +107,8 @@ def job_of(asked: Asked, root: Path, now: datetime) -> Job:
         arguments=asked.arguments,
         nodes=asked.nodes,
         devices=asked.devices,
-        threads=asked.threads or _threads(recipe, asked.devices),
+        threads=threads or max(1, fingerprint().cpus // max(1, asked.devices)),
+        has_measured_threads=threads is not None,
         gpus=_gpus(recipe, asked.devices) if asked.gpus is None else asked.gpus,
         time_s=None if asked.time is None else seconds(asked.time),
         stop_ahead_s=seconds(asked.stop_ahead),
@@ -150,11 +152,10 @@ def _free(name: str, base: Path) -> str:
     return next((one for one in names if not (base / one).exists()), name)
 
 
-def _threads(recipe: Recipe | ResolvedRecipe | None, devices: int) -> int:
-    """As measured; else each rank's share of the CPUs here."""
-    if recipe is not None and isinstance(recipe.process.threads, int):
-        return recipe.process.threads
-    return max(1, fingerprint().cpus // max(1, devices))
+def _measured_threads(recipe: Recipe | ResolvedRecipe | None) -> int | None:
+    """Of each rank, where the Recipe says."""
+    found = None if recipe is None else recipe.process.threads
+    return found if isinstance(found, int) else None
 
 
 def _gpus(recipe: Recipe | ResolvedRecipe | None, devices: int) -> int:

@@ -33,6 +33,8 @@ class Job:
         nodes: how many nodes.
         devices: ranks on each node.
         threads: CPUs of each rank.
+        has_measured_threads: whether the user or the Recipe has said how many; else it is this
+            machine's share.
         gpus: on each node; 0 for a job on CPUs.
         time_s: the most it may take, in seconds; None where no one has said.
         stop_ahead_s: how long before that the stop signal comes, in seconds.
@@ -61,6 +63,7 @@ class Job:
     nodes: int = 1
     devices: int = 1
     threads: int = 1
+    has_measured_threads: bool = True
     gpus: int = 0
     time_s: int | None = None
     stop_ahead_s: int = 120

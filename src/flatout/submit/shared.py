@@ -14,6 +14,8 @@ def unseen(job: Job) -> list[str]:
         if one.is_missing
     ]
     places = [("the job's folder", str(job.folder), "--folder")]
+    if job.is_command:
+        places.append(("the current folder", str(job.root), "cd"))
     if job.checkpoint is not None and "://" not in job.checkpoint:
         places.append(("the run folder", job.checkpoint, "--checkpoints"))
     for what, path, option in places:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from flatout.errors import SubmitError
 from flatout.submit.code import ARCHIVE
+from flatout.submit.inputs import is_seen
 from flatout.submit.job import SEED, Job
 
 _WIDTH = 100
@@ -83,7 +84,12 @@ def environment(job: Job) -> list[str]:
 
 
 def unpacking(job: Job) -> list[str]:
-    """Lines that unpack the code into the folder `code`, once, and go there."""
+    """Lines that unpack the code into the folder `code`, once, and go there.
+
+    A command of Flatout's own brings no code, and runs where it was written where nodes see that.
+    """
+    if job.is_command and is_seen(job.root, job.shared):
+        return [f"cd -- {quoted(str(job.root))} || exit 1"]
     lines = [
         "# The code as it was when this was written. A job that starts again finds it in place.",
         "if [[ ! -e code ]]; then",
@@ -96,7 +102,8 @@ def unpacking(job: Job) -> list[str]:
     if links:
         lines.append("# Data that are not copied.")
     for path, link in links:
-        lines.append(f"mkdir -p -- {quoted(str(Path(link).parent))}")
+        if "/" in link:
+            lines.append(f"mkdir -p -- {quoted(str(Path(link).parent))}")
         lines.append(f"ln -sfnT -- {quoted(path)} {quoted(link)}")
     return lines
 

@@ -160,7 +160,15 @@ TARGET = Slurm()
 
 def script(job: Job) -> str:
     """The batch script of a job."""
-    lines = ["#!/bin/bash", *_about(job), *_directives(job), "", *shell.environment(job), ""]
+    lines = [
+        "#!/bin/bash",
+        *_about(job),
+        *_directives(job),
+        "",
+        "here=$PWD",
+        *shell.environment(job),
+        "",
+    ]
     lines += [*shell.unpacking(job), ""]
     lines += [*_run(job), "", *_afterwards(job)]
     return "\n".join(lines) + "\n"
@@ -219,11 +227,11 @@ def _run(job: Job) -> list[str]:
     return [
         *([*shell.SECRET, ""] if job.nodes > 1 else []),
         *lines,
-        *_comments(job),
-        f"touch ../started{_suffix(job)}",
+        *([] if job.is_command else _comments(job)),
+        f'touch "$here"/started{_suffix(job)}',
         *_srun(job),
         "code=$?",
-        "cd ..",
+        'cd "$here" || exit 1',
         f'echo "$code" > {EXIT_CODE}{_suffix(job)}',
     ]
 
@@ -243,11 +251,11 @@ def _comments(job: Job) -> list[str]:
     return [
         "",
         "# What is left of it stands in its comment: squeue -O JobID,State,Comment",
-        f"export FLATOUT_REMAINING=$PWD/../remaining{_suffix(job)}",
+        f'export FLATOUT_REMAINING="$here"/remaining{_suffix(job)}',
         "while sleep 30; do",
         '  left=$(grep -o \'"remaining_s": [0-9]*\' "$FLATOUT_REMAINING" 2> /dev/null)',
         f"  [[ $left ]] && scontrol update JobId={_task(job)} "
-        'Comment="flatout:$(cat ../key 2> /dev/null):$((${left##* } / 60 + 1))min"',
+        """Comment="flatout:$(cat "$here/key" 2> /dev/null):$((${left##* } / 60 + 1))min\"""",
         "done &",
         "",
     ]
@@ -263,18 +271,21 @@ def _suffix(job: Job) -> str:
 
 
 def _afterwards(job: Job) -> list[str]:
+    """Lines that start the job again where that may help."""
     task = _task(job)
     killed = f"killed{_suffix(job)}"
+    # What lies on no file system cannot be looked at here; flatout data goes on where it was.
+    counts = job.is_command or (job.checkpoint is not None and "://" in job.checkpoint)
+    codes = "137 | 138 | 143" if counts else "137"
     lines = [
         "case $code in",
-        "  137) # killed, such as for want of memory: again, but not for ever",
+        f"  {codes}) # killed, such as for want of memory: again, but not for ever",
         f"    echo >> {killed}",
         f"    if (($(wc -l < {killed}) <= {job.retries})); then scontrol requeue {task}; fi",
         "    ;;",
     ]
-    if job.checkpoint is not None:
-        seed = _TASK if job.seeds else ""
-        where = shell.quoted(job.checkpoint, seed)
+    if job.checkpoint is not None and not counts:
+        where = shell.quoted(job.checkpoint, _TASK if job.seeds else "")
         lines += [
             "  138 | 143) # stopped ahead of the limit, or preempted: goes on from its checkpoint,",
             "    # if it has written one since it started",

@@ -89,8 +89,11 @@ def _of_the_first(lines: list[str]) -> list[str]:
         first = next((n for n, one in enumerate(lines) if "Traceback (most recent" in one), None)
     if first is None:
         return lines[-_LAST_LINES:]
-    after = (n for n in range(first + 1, len(lines)) if "flatout: " in lines[n])
-    told = lines[first : next(after, len(lines))]
+    # Of several ranks each line says whose it is; between them others have their say.
+    before, found, _ = lines[first].partition("flatout: ")
+    own = [one for one in lines[first:] if one.startswith(before)] if found else lines[first:]
+    after = (n for n in range(1, len(own)) if own[n].startswith(f"{before}flatout: "))
+    told = own[: next(after, len(own))]
     return told if len(told) <= _LAST_LINES else [told[0], "  …", *told[-_LAST_LINES:]]
 
 
@@ -127,7 +130,8 @@ def _seen(entry: Entry, ledger: Ledger) -> Seen:
             return Seen(entry, None, "refused, so it was not sent")
         return Seen(entry, to.state(entry.id, Path(entry.folder)))
     except FlatoutError as error:
-        return Seen(entry, None, error.what)
+        is_there = Path(entry.folder).is_dir()
+        return Seen(entry, None, error.what if is_there else f"{entry.folder} is gone")
 
 
 def logs_of(which: str, *, follow: bool) -> Iterator[str]:
