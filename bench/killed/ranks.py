@@ -49,9 +49,13 @@ rng = np.random.default_rng(1)
 x = rng.normal(size=(200, 20)).astype(np.float32)
 y = rng.integers(0, 5, 200)
 torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(20, 300), torch.nn.ReLU(), torch.nn.Dropout(0.2),
+strategy, *settings = sys.argv[2].split(",")
+dropout = 0.0 if strategy == "staged" else 0.2  # where a stage begins, others draw
+model = torch.nn.Sequential(torch.nn.Linear(20, 300), torch.nn.ReLU(), torch.nn.Dropout(dropout),
                             torch.nn.Linear(300, 300), torch.nn.ReLU(), torch.nn.Linear(300, 5))
-recipe = flatout.Recipe().replace({"save.every": EVERY, "save.pieces": sys.argv[1]})
+settings = dict(one.split("=") for one in settings)
+world = {"strategy": strategy, **{name: int(value) for name, value in settings.items()}}
+recipe = flatout.Recipe(world=world).replace({"save.every": EVERY, "save.pieces": sys.argv[1]})
 trainer = flatout.Trainer(model, lr=0.01, allow="exact", metrics=["accuracy"], recipe=recipe,
                           run="run")
 trainer.fit((x, y), batch_size=10, epochs=EPOCHS, callbacks=[Tell()], progress=False, resume=True)
@@ -59,12 +63,14 @@ trainer.save("final.safetensors")
 """.replace("EVERY", str(EVERY)).replace("EPOCHS", str(STEPS // 20))
 
 
-def begin(folder: Path, pieces: str) -> psutil.Popen:
+def begin(folder: Path, pieces: str, strategy: str = "ddp") -> psutil.Popen:
+    """Start the job in a folder; further settings of `world` may follow a strategy's name."""
+    (folder / "train.py").write_text(JOB)
     call = "from flatout.cli.main import main; main()"
     command = [sys.executable, "-c", call, "run", "--devices", "2", "--restarts", "1000"]
     with (folder / "said").open("ab") as said:
         return psutil.Popen(
-            [*command, "train.py", pieces],
+            [*command, "train.py", pieces, strategy],
             cwd=folder,
             stdout=said,
             stderr=said,
@@ -156,7 +162,6 @@ def undisturbed(folder: Path) -> dict[str, torch.Tensor]:
     if (place / "final.safetensors").exists():  # the other kind has just made it
         return load_model(place / "final.safetensors")
     place.mkdir()
-    (place / "train.py").write_text(JOB)
     finished(place, begin(place, "merged"))
     return load_model(place / "final.safetensors")
 
@@ -169,30 +174,41 @@ def run(victims: tuple[str, ...]):
         expected: dict[str, torch.Tensor],
         outcome: Outcome,
     ) -> None:
-        pieces = draw.choice(["merged", "per_rank"])
-        (folder / "train.py").write_text(JOB)
-        command = begin(folder, pieces)
-        try:
-            while len(outcome.kills) < wanted and command.poll() is None:
-                victim = draw.choice(victims)
-                moment = draw.choice(["start", "step", "save"])
-                if not wait_for(moment, folder, command, draw) or not strike(victim, command):
-                    continue
-                who = victim if victim == "command" else "rank " + victim
-                outcome.kills.append(f"{pieces}, {who}, {moment}")
-                if victim == "command":
-                    outcome.strays += strays()
-                    command = begin(folder, pieces)
-            finished(folder, command)
-        finally:
-            if command.poll() is None:
-                command.kill()
-                command.wait()
-        outcome.strays += strays()
+        killed(folder, wanted, draw, outcome, victims)
         compare(folder, expected)
-        outcome.leftovers += leftovers(folder)
 
     return series
+
+
+def killed(
+    folder: Path,
+    wanted: int,
+    draw: random.Random,
+    outcome: Outcome,
+    victims: tuple[str, ...],
+    strategy: str = "ddp",
+) -> None:
+    """Run the job to its end, and kill some of it on the way."""
+    pieces = draw.choice(["merged", "per_rank"])
+    command = begin(folder, pieces, strategy)
+    try:
+        while len(outcome.kills) < wanted and command.poll() is None:
+            victim = draw.choice(victims)
+            moment = draw.choice(["start", "step", "save"])
+            if not wait_for(moment, folder, command, draw) or not strike(victim, command):
+                continue
+            who = victim if victim == "command" else "rank " + victim
+            outcome.kills.append(f"{strategy}, {pieces}, {who}, {moment}")
+            if victim == "command":
+                outcome.strays += strays()
+                command = begin(folder, pieces, strategy)
+        finished(folder, command)
+    finally:
+        if command.poll() is None:
+            command.kill()
+            command.wait()
+    outcome.strays += strays()
+    outcome.leftovers += leftovers(folder)
 
 
 def compare(folder: Path, expected: dict[str, torch.Tensor]) -> None:
@@ -200,6 +216,15 @@ def compare(folder: Path, expected: dict[str, torch.Tensor]) -> None:
     for name, weight in expected.items():
         if not torch.equal(weight, found[name]):
             raise Lost(f"the weights of {name} are not those of the undisturbed run")
+    check_checkpoints(folder)
+
+
+def check_checkpoints(folder: Path) -> None:
+    """Those of a job that has ended are whole.
+
+    Raises:
+        Lost: the last one is missing.
+    """
     left = sorted(os.listdir(folder / "run" / "checkpoints"))
     if not left[-1].startswith(f"step-{STEPS:09d}"):
         raise Lost(f"the last checkpoint is missing: {left}")

@@ -29,6 +29,7 @@ def test_nothing_is_lost_hangs_lives_on_or_is_left(tmp_path):
         "fits",
         "ranks",
         "agents",
+        "strategies",
         "workers",
         "saves",
         "pieces",
