@@ -111,6 +111,8 @@ def decide(
         looked_s = _check_first(loop, compute, first)
         _warn_of_trips(loop, compute, first[0])
     decision = _decision(loop, facts, compute, first, steps, looked_s)
+    if loop.has_servers and loop.requested.world.spare_workers:
+        decision.search = None  # ranks compare times in steps that do not wait for all of them
     resolved = _with_device(loop, _with_reasons(loop, decision.recipe), facts)
     if loop.world.size > 1:
         # Each rank has looked; what the first found holds for all.
