@@ -1,12 +1,16 @@
 """Strategies of two ranks on one node, side by side with what one writes by hand.
 
-    python bench/strategies.py [--restarts 5] [--only PEER ...] [--json [FILE]]
+    python bench/strategies.py [--restarts 5] [--only KEY or PEER ...] [--json [FILE]]
 
 An MLP of 5 M parameters, batch 256, one thread a rank, Adam, gloo. `fsdp`: a step beside a loop
 with torch's own `fully_shard`, whose ranks are bound to a core each or not, whichever is faster;
 and what a rank holds of parameters, gradients and the optimizer's state beside what one rank alone
 does. `staged`: a step beside the ideal of its schedule, which follows from the step of one rank in
 as many micro-batches and from the stages' shares of it.
+
+`parameter_server`: seconds until a small model's held-out loss is reached by four ranks of which
+one is three times slower (`peers/uneven_flatout.py`): where all wait for it, where no one does, and
+where steps do without the slowest.
 """
 
 from __future__ import annotations
@@ -27,6 +31,20 @@ from strategies_job import BATCH, MICRO_BATCHES, ideal
 TORCH, BOUND = "torch-fsdp", "torch-fsdp-bound"
 FSDP, FSDP_AGAIN = "flatout-fsdp", "flatout-fsdp-again"
 ONE, STAGED, STAGED_AGAIN = "flatout-one-rank", "flatout-staged", "flatout-staged-again"
+SYNC, SYNC_AGAIN = "uneven-sync", "uneven-sync-again"
+ASYNC, SPARE = "uneven-async", "uneven-spare"
+# What each key needs.
+NEEDS = {
+    "fsdp_vs_torch": (TORCH, BOUND, FSDP),
+    "fsdp_vs_itself": (FSDP, FSDP_AGAIN),
+    "fsdp_memory": (FSDP,),
+    "staged_efficiency": (ONE, STAGED),
+    "staged_vs_one_rank": (ONE, STAGED),
+    "staged_vs_itself": (STAGED, STAGED_AGAIN),
+    "async_with_straggler": (SYNC, ASYNC),
+    "spare_workers_with_straggler": (SYNC, SPARE),
+    "straggler_vs_itself": (SYNC, SYNC_AGAIN),
+}
 
 
 def peers_of(epochs: int, samples: int) -> list[Peer]:
@@ -36,6 +54,9 @@ def peers_of(epochs: int, samples: int) -> list[Peer]:
         arguments = (*shared, "--strategy", strategy)
         return Peer(name, "strategies_flatout.py", arguments, ("torch", "flatout"))
 
+    def uneven(name: str, way: str) -> Peer:
+        return Peer(name, "uneven_flatout.py", ("--way", way), ("torch", "flatout"))
+
     return [
         Peer(TORCH, "strategies_torch.py", shared, ("torch",)),
         Peer(BOUND, "strategies_torch.py", (*shared, "--bound"), ("torch",)),
@@ -44,6 +65,10 @@ def peers_of(epochs: int, samples: int) -> list[Peer]:
         flatout(ONE, "one"),
         flatout(STAGED, "staged"),
         flatout(STAGED_AGAIN, "staged"),
+        uneven(SYNC, "sync"),
+        uneven(SYNC_AGAIN, "sync"),
+        uneven(ASYNC, "async"),
+        uneven(SPARE, "spare"),
     ]
 
 
@@ -58,7 +83,28 @@ def keys_of(rows: Mapping[str, Row]) -> list[Key]:
         Key("staged_efficiency", efficiency(rows), at_least=0.9, note=stages_words(rows[STAGED])),
         Key("staged_vs_one_rank", ratio(rows, STAGED, ONE)),
         Key("staged_vs_itself", ratio(rows, STAGED_AGAIN, STAGED), note=again),
+        Key(
+            "async_with_straggler",
+            ratio(rows, ASYNC, SYNC),
+            at_most=0.6,
+            note=uneven_words(rows, ASYNC, "gradients {staleness:.1f} steps old"),
+        ),
+        Key(
+            "spare_workers_with_straggler",
+            ratio(rows, SPARE, SYNC),
+            at_most=0.7,
+            note=uneven_words(rows, SPARE, "late gradients by rank: {late}"),
+        ),
+        Key("straggler_vs_itself", ratio(rows, SYNC_AGAIN, SYNC), note=again),
     ]
+
+
+def uneven_words(rows: Mapping[str, Row], name: str, more: str) -> str:
+    """In how many epochs the loss was reached, and why not in as many."""
+    if not (rows[name].measured and rows[SYNC].measured):
+        return ""
+    here, there = (json.loads(rows[one].notes[0]) for one in (name, SYNC))
+    return f"{here['epochs']} epochs, sync {there['epochs']}; {more.format(**here)}"
 
 
 def held(row: Row) -> float | str:
@@ -94,8 +140,8 @@ def read_arguments() -> argparse.Namespace:
     add_arguments(parser, restarts=5)
     parser.add_argument("--epochs", type=positive, default=5, help="timed epochs")
     parser.add_argument("--samples", type=positive, default=4096, help="in an epoch")
-    names = [peer.name for peer in peers_of(1, 1)]
-    parser.add_argument("--only", nargs="+", default=(), choices=names, metavar="PEER")
+    names = [*NEEDS, *(peer.name for peer in peers_of(1, 1))]
+    parser.add_argument("--only", nargs="+", default=(), choices=names, metavar="KEY")
     return parser.parse_args()
 
 
@@ -109,12 +155,13 @@ def main() -> int:
     rows = run_in_turn(
         peers_of(arguments.epochs, arguments.samples),
         restarts=arguments.restarts,
-        only=arguments.only,
+        only=[peer for name in arguments.only for peer in NEEDS.get(name, (name,))],
         tell=tell,
     )
     results = Results(
         title=f"Two ranks on one node, MLP of 5 M parameters, batch {BATCH}, stages in "
-        f"{MICRO_BATCHES} micro-batches: ms a step. Restarts of each: {arguments.restarts}",
+        f"{MICRO_BATCHES} micro-batches: ms a step; and four uneven ranks: ms until a loss is "
+        f"reached. Restarts of each: {arguments.restarts}",
         headers=["", "median", "fastest .. slowest", f"over {TORCH}", "accuracy", ""],
         lines=lines_of(rows, TORCH, lambda seconds: f"{seconds * 1e3:,.2f}"),
         remarks=[],

@@ -40,14 +40,14 @@ def is_rank() -> bool:
     return "RANK" in os.environ
 
 
-def start_ranks() -> int:
+def start_ranks(count: int = RANKS) -> int:
     """Start this script again as each rank, as torchrun would; the exit code."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         port = listening.getsockname()[1]
     shared = {
-        "WORLD_SIZE": str(RANKS),
-        "LOCAL_WORLD_SIZE": str(RANKS),
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": "lo",
@@ -58,6 +58,6 @@ def start_ranks() -> int:
             [sys.executable, *sys.argv],
             env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
-        for rank in range(RANKS)
+        for rank in range(count)
     ]
     return max(abs(rank.wait()) for rank in ranks)

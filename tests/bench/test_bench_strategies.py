@@ -38,3 +38,21 @@ def test_stages_are_compared_with_the_ideal_of_their_schedule():
     assert found["staged_efficiency"].value == pytest.approx(52 / 57.8, rel=1e-3)
     assert found["staged_efficiency"].note == "stages of 60% | 40%"
     assert found["fsdp_memory"].found == "flatout-fsdp: left out"
+
+
+def test_ways_of_uneven_ranks_are_compared_with_waiting_for_all():
+    found = rows_of(
+        {"epochs": 7, "staleness": 3.0, "late": [0, 0, 0, 9]},
+        uneven_sync=[10.0, 10.0],
+        uneven_async=[5.0, 5.0],
+        uneven_spare=[6.0, 6.0],
+    )
+    assert found["async_with_straggler"].value == pytest.approx(0.5)
+    assert found["async_with_straggler"].met is True
+    assert found["spare_workers_with_straggler"].value == pytest.approx(0.6)
+    assert found["spare_workers_with_straggler"].note.endswith(
+        "late gradients by rank: [0, 0, 0, 9]"
+    )
+    assert set(strategies.NEEDS) == set(found)
+    names = {peer.name for peer in strategies.peers_of(1, 128)}
+    assert names == {peer for needed in strategies.NEEDS.values() for peer in needed}
