@@ -1,5 +1,6 @@
 """The page of runs: what it says, what it must never let in, and how a browser lays it out."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -94,6 +95,23 @@ def test_a_run_of_which_little_is_left_has_a_page_too(tmp_path):
     assert (
         "Net trained 400 steps" in Parsed(written(make_run(tmp_path / "b", made, log=False))).words
     )
+
+
+def test_damaged_trials_are_told_and_the_rest_is_shown(tmp_path):
+    run = make_run(tmp_path / "a")
+    (run / "history.json").write_text('{"tuning": {"trials": [{"a": 1}]}}')
+    words = Parsed(written(run)).words
+    assert "its trials cannot be read" in words
+    assert "Net trained 400 steps" in words
+
+
+def test_trials_of_the_run_are_drawn_with_their_noise(tmp_path):
+    trial = {"a": {}, "b": {"compute.precision": "bf16"}, "ratio": 1.5, "low": 1.45, "high": 1.55,
+             "floor": 0.01, "first": 1, "last": 20, "chosen": "b"}  # fmt: skip
+    run = make_run(tmp_path / "a")
+    (run / "history.json").write_text(json.dumps({"tuning": {"trials": [trial]}}))
+    words = Parsed(written(run)).words
+    assert "bf16 1.50x [1.45, 1.55] steps 1 to 20 kept" in words
 
 
 def test_dangers_are_told(tmp_path):

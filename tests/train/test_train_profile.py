@@ -202,6 +202,25 @@ def test_what_is_no_profile_is_refused_in_words(tmp_path, text, words):
     assert str(tmp_path / "profile.json") in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model": {"name": "Net"}}, "model.parameters is None"),
+        ({"ranks": []}, "ranks are empty"),
+        ({"epochs": [{"samples": "many"}]}, "epochs.samples is 'many'"),
+        ({"communication": {"buckets": [{"bytes": 1}]}}, "communication.ready_ms is None"),
+        ({"steps": {"first": 1}}, "steps.last: Field required"),
+    ],
+)
+def test_what_readers_rely_on_is_checked(tmp_path, change, words):
+    fit(tmp_path / "run", epochs=1)
+    file = tmp_path / "run" / "profile.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(FlatoutError) as caught:
+        Profile.read(tmp_path / "run")
+    assert words in str(caught.value)
+
+
 def test_a_folder_without_one_is_told(tmp_path):
     with pytest.raises(FlatoutError, match="cannot read a Profile: No such file"):
         Profile.read(tmp_path)

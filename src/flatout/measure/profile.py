@@ -29,6 +29,7 @@ RUNS = "runs.jsonl"
 """The history of a run folder, lines of JSON: each time that a job ran, `began` and `ended`."""
 
 SCHEMA, VERSION = "flatout.profile", 1
+_NUMBER = (int, float)
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 """Of a step and its lanes."""
 
@@ -208,11 +209,14 @@ class Profile:
                 do="read it with the Flatout that wrote it, or train again with this one",
             )
         try:
-            return _adapter().validate_python(data)
+            found = _adapter().validate_python(data)
         except ValidationError as error:
             first = error.errors()[0]
             at = ".".join(map(str, first["loc"]))
             raise _no_profile(file, f"{at}: {first['msg']}") from error
+        if missing := _missing(found):
+            raise _no_profile(file, missing)
+        return found
 
 
 def profile_schema() -> dict[str, Any]:
@@ -224,6 +228,27 @@ def profile_schema() -> dict[str, Any]:
         "properties": {**fixed, **found["properties"]},
         "required": [*fixed, *found["required"]],
     }
+
+
+def _missing(profile: Profile) -> str:
+    """What readers rely on, of the parts that may hold more, and is not there; "" if all is."""
+    parts: list[tuple[str, Mapping[str, Any], dict[str, Any]]] = [
+        ("model", profile.model, {"name": str, "parameters": int, "trained": int}),
+        ("world", profile.world, {"size": int, "nodes": int, "ranks_per_node": int}),
+    ]
+    if profile.data is not None:
+        parts.append(("data", profile.data, {"words": str, "digest": str}))
+    if profile.recipe is not None:
+        parts.append(("recipe", profile.recipe, {"summary": str, "values": dict, "reasons": dict}))
+    for epoch in profile.epochs:
+        parts.append(("epochs", epoch, {"samples": int, "at_s": _NUMBER}))
+    for bucket in profile.communication.get("buckets", ()):
+        parts.append(("communication", bucket, {"bytes": int, "ready_ms": _NUMBER}))
+    for part, found, wanted in parts:
+        for name, kind in wanted.items():
+            if not isinstance(found.get(name), kind):
+                return f"{part}.{name} is {found.get(name)!r}"
+    return "" if profile.ranks else "ranks are empty"
 
 
 @cache

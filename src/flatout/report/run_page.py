@@ -9,7 +9,7 @@ scripts and the network.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -55,7 +55,7 @@ def run_page(runs: Sequence[SeenRun], comparison: Comparison | None = None) -> s
     names = names_of(runs)
     only = runs[0] if len(runs) == 1 else None
     profile = only.profile if only else None
-    trials = list(_trials(only)) if only else []
+    trials = _trials(only) if only else []
     pairs: Sequence[Pair] = comparison.pairs if comparison else ()
     return template("run.html.jinja").render(
         title=" and ".join(names),
@@ -286,9 +286,17 @@ def _decisions(run: SeenRun) -> Iterator[_Decision]:
         yield _Decision(field, plain(recipe["values"].get(field)), str(reason), measured)
 
 
-def _trials(run: SeenRun) -> Iterator[Trial]:
+def _trials(run: SeenRun) -> list[Trial]:
     """What was measured on the run's own steps, from its history."""
-    for one in (run.history.get("tuning") or {}).get("trials", ()):
+    try:
+        return list(_trials_of(run.history.get("tuning") or {}))
+    except (LookupError, TypeError, ValueError, AttributeError):
+        run.problems.append(f"{run.path / 'history.json'}: its trials cannot be read")
+        return []
+
+
+def _trials_of(tuning: Mapping[str, Any]) -> Iterator[Trial]:
+    for one in tuning.get("trials", ()):
         changed = {field: v for field, v in one["b"].items() if one["a"].get(field) != v}
         steps = f"steps {one['first']:,} to {one['last']:,}"
         yield Trial(
