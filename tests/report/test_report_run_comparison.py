@@ -65,6 +65,7 @@ def test_faster_is_said_as_such_and_twice_as_a_factor(tmp_path):
     assert pair(a, b).verdict.startswith("33% faster [")
     c = make_run(tmp_path / "elsewhere" / "c", ms=120.0)
     assert pair(a, c).verdict.startswith("takes 3.00 times as long [")
+    assert compare(a, c).fails("slower=5%")[0].startswith("elsewhere/c takes 3.00 times as long [")
     assert pair(c, a).verdict.startswith("3.00 times as fast [")
 
 

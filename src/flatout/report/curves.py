@@ -74,7 +74,13 @@ def color_of(run: int) -> str:
 
 
 def chart(
-    title: str, lines: Sequence[Line], *, x_is: str, from_zero: bool = False, unit: str = ""
+    title: str,
+    lines: Sequence[Line],
+    *,
+    x_is: str,
+    from_zero: bool = False,
+    unit: str = "",
+    shows_names: bool = True,
 ) -> Chart | None:
     """Return where lines and ticks stand; None without two points in a row.
 
@@ -84,6 +90,7 @@ def chart(
         x_is: "samples" or "seconds".
         from_zero: whether the scale begins there.
         unit: behind the numbers of the vertical scale.
+        shows_names: whether it has a legend of its own.
     """
     lines = [_finite(line) for line in lines]
     lines = [line for line in lines if len(line.points) > 1]
@@ -114,6 +121,7 @@ def chart(
         x_ticks=[(100 * n / _TICKS, in_words(right * n / _TICKS)) for n in range(_TICKS + 1)],
         y_ticks=[(at(y), f"{rounded(y)}{unit}") for y in levels],
         words=f"{title}: " + ", ".join(_in_words(line, unit) for line in lines),
+        shows_names=shows_names,
     )
 
 

@@ -143,6 +143,13 @@ class Pair:
         words = _change(self.ratio, "slower") if self.ratio.mid >= 1 else _change(faster, "faster")
         return f"as fast, as far as noise lets one see: {words} {noise}"
 
+    @property
+    def sentence(self) -> str:
+        """The verdict with the run's name before it."""
+        if self.ratio is None:
+            return f"{self.b_name}: {self.verdict}"
+        return _said_of(self.b_name, self.verdict)
+
     @cached_property
     def speeds(self) -> str:
         """Both in samples per second; "" where one is not known."""
@@ -405,8 +412,8 @@ class Comparison:
                     do="compare runs of one job and machine, of 40 steps or more",
                 )
             if pair.ratio.low > 1 + limit.slower:
-                words = _change(pair.ratio, "slower")
-                found.append(f"{pair.b_name} is {words}, allowed were {_percent(limit.slower)}")
+                words = _said_of(pair.b_name, _change(pair.ratio, "slower"))
+                found.append(f"{words}, allowed were {_percent(limit.slower)}")
         return found
 
 
@@ -535,6 +542,10 @@ def _change(ratio: Interval, word: str) -> str:
     low, mid, high = (100 * (end - 1) for end in ratio)
     digits = 1 if mid < 9.95 else 0
     return f"{mid:.{digits}f}% {word} [{low:.{digits}f},{high:.{digits}f}]"
+
+
+def _said_of(name: str, change: str) -> str:
+    return f"{name} {change}" if change.startswith("takes ") else f"{name} is {change}"
 
 
 def _percent(share: float) -> str:

@@ -59,7 +59,7 @@ def run_page(runs: Sequence[SeenRun], comparison: Comparison | None = None) -> s
     pairs: Sequence[Pair] = comparison.pairs if comparison else ()
     return template("run.html.jinja").render(
         title=" and ".join(names),
-        sentence=sentence(only) if only else _verdicts(pairs),
+        sentence=sentence(only) if only else "; ".join(pair.sentence for pair in pairs),
         command=shlex.join(profile.command) if profile else "",
         soft=[line for run in runs for line in (*_soft(run), *run.problems)]
         if only
@@ -138,13 +138,6 @@ def _losses(run: SeenRun) -> Iterator[str]:
             )
         elif not curve.name.startswith("val_") and values[-1] > 1.5 * values[0] > 0:
             yield f"{curve.name} grew from {rounded(values[0], 4)} to {rounded(values[-1], 4)}."
-
-
-def _verdicts(pairs: Sequence[Pair]) -> str:
-    return "; ".join(
-        f"{pair.b_name} is {pair.verdict}" if pair.ratio else f"{pair.b_name}: {pair.verdict}"
-        for pair in pairs
-    )
 
 
 def _soft(run: SeenRun) -> Iterator[str]:
@@ -249,8 +242,10 @@ def _curves(runs: Sequence[SeenRun], names: Sequence[str]) -> list[tuple[Chart, 
             found.setdefault(stem, []).append((lines[0], lines[1]))
     drawn = []
     for stem in sorted(found, key=lambda one: (one != "loss", "loss" not in one))[:_MOST_CURVES]:
-        first = chart(f"{stem} by samples", [a for a, _ in found[stem]], x_is="samples")
-        second = chart(f"{stem} by time", [b for _, b in found[stem]], x_is="seconds")
+        samples, times = zip(*found[stem], strict=True)
+        alone = len(runs) == 1
+        first = chart(f"{stem} by samples", samples, x_is="samples", shows_names=alone)
+        second = chart(f"{stem} by time", times, x_is="seconds", shows_names=alone)
         if first is not None:
             drawn.append((first, second))
     return drawn
@@ -273,7 +268,7 @@ def _uses(runs: Sequence[SeenRun], names: Sequence[str]) -> list[Chart]:
             pairs = zip(use.get("seconds", ()), use.get(column, ()), strict=False)
             points = [(x, factor * y) for x, y in pairs if x is not None and y is not None]
             lines.append(Line(names[number], points, number, is_stepped=True))
-        drawn = chart(title, lines, x_is="seconds", from_zero=True, unit=unit)
+        drawn = chart(title, lines, x_is="seconds", from_zero=True, unit=unit, shows_names=False)
         if drawn is not None:
             found.append(drawn)
     return found
