@@ -185,6 +185,19 @@ def test_all_ranks_tell_and_what_they_send_is_known(tmp_path):
     assert found.network["interface"] == "lo"
 
 
+def test_epochs_that_are_over_soon_do_not_put_it_off(tmp_path, fake_clock):
+    seen = []
+
+    class Epoch(flatout.Callback):
+        def on_epoch_end(self, state):
+            fake_clock.sleep(0.6)
+            seen.append((tmp_path / "run" / "profile.json").exists())
+
+    fit(tmp_path / "run", epochs=6, callbacks=[Epoch()])
+    assert seen[0] is False
+    assert seen[-1] is True
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

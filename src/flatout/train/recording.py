@@ -76,7 +76,7 @@ class Recording:
     @property
     def due(self) -> int:
         """When `look` is to be called, at the end of a step."""
-        return self._use.due
+        return min(self._use.due, self._write_at)
 
     def look(self) -> None:
         """Note what is used; write what is known so far, where that is due."""
