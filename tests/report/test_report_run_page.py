@@ -8,6 +8,7 @@ from report_runs import epoch, make_run, profile
 from test_report_page import HOSTILE, Parsed, browse, without_policy
 
 from flatout.errors import FlatoutError
+from flatout.measure import Resumed
 from flatout.report import Report
 from flatout.report.curves import HEIGHT, Line, chart
 from flatout.report.run_page import dangers, run_page
@@ -112,6 +113,16 @@ def test_trials_of_the_run_are_drawn_with_their_noise(tmp_path):
     (run / "history.json").write_text(json.dumps({"tuning": {"trials": [trial]}}))
     words = Parsed(written(run)).words
     assert "bf16 1.50x [1.45, 1.55] steps 1 to 20 kept" in words
+
+
+def test_a_resumed_run_names_what_it_went_on_from(tmp_path):
+    at = Resumed("step-000000400", 400, 2)
+    made = replace(profile(), resumed=at)
+    made = replace(made, steps=replace(made.steps, first=401, last=800))
+    words = Parsed(written(make_run(tmp_path / "a", made))).words
+    assert "Net trained 400 steps, at" in words
+    assert "from step-000000400: figures are of what came after it" in words
+    assert "401 to 800" in words
 
 
 def test_dangers_are_told(tmp_path):

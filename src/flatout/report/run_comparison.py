@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -35,6 +35,7 @@ from flatout.words import count_words, counted, duration, rounded, size_words
 _RESAMPLED = 2_000
 # Runs beside the first that are looked at for noise, and from how many of its settings it is known.
 _MOST_BESIDE, _FEWEST_ALIKE = 50, 4
+_LEAST_NOISE = 0.001
 _WIDTH = 80
 _LABEL = 10
 _SOFTWARE = ("torch", "python", "libc")
@@ -222,6 +223,18 @@ class Pair:
             found.append(f"{_short(a.get('words'))} -> {_short(b.get('words'))}")
         return found
 
+    @cached_property
+    def use(self) -> list[str]:
+        """What the first ranks used of their machines, where it differs by more than a tenth."""
+        if not self._both:
+            return []
+        a, b = (_use(one.ranks[0].use) for one in self._both)
+        return [
+            f"{_USED[name][0]} {_USED[name][1](a[name])} -> {_USED[name][1](b[name])}"
+            for name in a
+            if name in b and abs(b[name] - a[name]) > 0.1 * max(a[name], b[name])
+        ]
+
     @property
     def _both(self) -> tuple[Profile, Profile] | None:
         a, b = self.a.profile, self.b.profile
@@ -290,6 +303,7 @@ class Pair:
             "machine": self.machine,
             "versions": self.versions,
             "data": self.data,
+            "use": self.use,
             "figures": {name: list(pair) for name, pair in self.figures.items()},
             "not_comparable": self.not_comparable,
         }
@@ -312,6 +326,7 @@ class Pair:
             ("machine", self.machine),
             ("versions", self.versions),
             ("data", self.data),
+            ("use", self.use),
             ("figures", figures),
         ]
         return [(name, " · ".join(words)) for name, words in rows if words]
@@ -433,7 +448,8 @@ def _noise(runs: Sequence[SeenRun]) -> tuple[float, str]:
     if len(medians) >= _FEWEST_ALIKE:
         deviation = float(np.std(np.log(medians), ddof=1))
         spread = math.expm1(student_t(len(medians) - 1) * deviation * math.sqrt(2))
-    return spread, f"{counted(len(alike), 'run')} with the first one's settings beside it"
+    beside = f"{counted(len(alike), 'run')} with the first one's settings beside it"
+    return max(spread, _LEAST_NOISE), beside
 
 
 def _at_least(noise: float, noise_of: str, a: SeenRun, b: SeenRun) -> tuple[float, str]:
@@ -485,6 +501,32 @@ def _lanes(profile: Profile) -> dict[str, float]:
             rank.quantiles_ms[lane][2] if lane in rank.quantiles_ms else rank.lanes_ms.get(lane, 0)
             for rank in profile.ranks
         )
+    return found
+
+
+_USED: dict[str, tuple[str, Callable[[float], str]]] = {
+    "cpus": ("CPUs", lambda n: rounded(n, 2)),
+    "memory_bytes": ("memory", size_words),
+    "gpu": ("GPU", lambda share: f"{share:.0%}"),
+    "gpu_memory_bytes": ("GPU memory", size_words),
+}
+
+
+def _use(points: Mapping[str, Sequence[float | None]]) -> dict[str, float]:
+    """By column the mean over time, and of memory the most."""
+    ends = [one or 0.0 for one in points.get("seconds", ())]
+    spans = [end - begin for begin, end in zip([0.0, *ends], ends, strict=False)]
+    found = {}
+    for name in _USED:
+        known = [
+            (value, span)
+            for value, span in zip(points.get(name, ()), spans, strict=False)
+            if value is not None
+        ]
+        if name.endswith("bytes") and known:
+            found[name] = max(value for value, _ in known)
+        elif (whole := sum(span for _, span in known)) > 0:
+            found[name] = sum(value * span for value, span in known) / whole
     return found
 
 

@@ -101,7 +101,7 @@ def sentence(run: SeenRun) -> str:
         return f"The run {words}"
     steps = counted(profile.steps.last - profile.steps.first + 1, "step")
     what = f"{profile.model['name']} trained {steps}"
-    if run.epochs:
+    if run.epochs and profile.resumed is None:  # the log has those from before as well
         what += f", {counted(len(run.epochs), 'epoch')}"
     if speed and rate is not None:
         what += f", at {speed} [{count_words(rate.low)}, {count_words(rate.high)}]"
@@ -142,13 +142,6 @@ def _losses(run: SeenRun) -> Iterator[str]:
 
 def _soft(run: SeenRun) -> Iterator[str]:
     yield str(run.path)
-    profile = run.profile
-    if profile is not None and profile.resumed is not None:
-        at = profile.resumed
-        yield (
-            f"It went on from {at.checkpoint} (step {at.step:,}, epoch {at.epoch + 1}); figures "
-            "are of what came after"
-        )
     if len(run.lives) > 1:
         began = [_when(life.began.get("time")) for life in run.lives]
         yield f"Jobs ran in this folder {len(began)} times, since {began[0]}"
@@ -174,6 +167,8 @@ def facts(run: SeenRun) -> Iterator[tuple[str, str]]:
     if world["size"] > 1:
         hosts = f" on {counted(world['nodes'], 'host')}" if world["nodes"] > 1 else ""
         yield "ranks", f"{world['size']}{hosts}, {world['strategy']}"
+    if profile.resumed is not None:
+        yield "resumed", f"from {profile.resumed.checkpoint}: figures are of what came after it"
     steps = profile.steps
     numbers = f"{steps.first:,} to {steps.last:,}"
     size = "" if steps.batch_size is None else f", {rounded(steps.batch_size)} samples each"
