@@ -112,7 +112,9 @@ def test_a_job_ends_right_though_a_node_is_killed_in_the_middle(cluster, tmp_pat
 
     log, steps = tmp_path / "log", tmp_path / "step-0"
     with driving(a_ray_job(tmp_path, 0.05, retries=2), cluster, log) as run:
-        until(lambda: run.poll() is not None or (steps.exists() and int(steps.read_text()) > 12))
+        until(
+            lambda: run.poll() is not None or (steps.exists() and int(steps.read_text() or 0) > 12)
+        )
         assert run.poll() is None, log.read_text()
         cluster.remove_node(cluster.workers.pop(), allow_graceful=False)
         cluster.workers.append(cluster.add_node(num_cpus=1))
@@ -146,7 +148,7 @@ def test_the_job_server_takes_jobs_tells_of_them_and_stops_them(cluster, tmp_pat
     assert to.send(short, "k1").id == "short"
     assert to.check(short) == ["there is a job short already: choose another --name"]
     said = "".join(to.logs("short", short.folder, follow=True))
-    assert said.count("trained") == 2
+    assert said.count("trained") == 2, said
     found = to.state("short", short.folder)
     assert (found.state, found.exit_code) == (State.succeeded, 0)
     assert to.find("k1", short.folder).id == "short"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from flatout.errors import SubmitError
 from flatout.submit.artifact import Artifact
@@ -36,10 +36,7 @@ FILE = "job.yaml"
 _CANCELED = "canceled"
 # To connect, and until an answer comes, in seconds.
 _PATIENCE_S = (5, 30)
-_ASK_EVERY_S = 2.0
 _NOT_FOUND, _CONFLICT = 404, 409
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -122,6 +119,8 @@ class Kubernetes:
                 ) from error
             raise NotSent(f"Kubernetes did not take the job: {_said(error)}") from error
         except cluster.lost as error:
+            if isinstance(getattr(error, "reason", error), cluster.unreached):
+                raise NotSent(f"the API server was not reached: {error}") from error
             raise Unanswered(f"the API server did not answer: {error}") from error
         if job.nodes > 1:
             others.append(_secret(job.name))
@@ -211,7 +210,9 @@ class _Cluster:
         client = require("kubernetes.client", EXTRA)
         config = require("kubernetes.config", EXTRA)
         self.error = client.exceptions.ApiException
-        self.lost = require("urllib3.exceptions", EXTRA).HTTPError
+        errors = require("urllib3.exceptions", EXTRA)
+        self.lost = errors.HTTPError
+        self.unreached = (errors.NewConnectionError, errors.ConnectTimeoutError)
         try:
             _load(config)
         except config.ConfigException as error:
