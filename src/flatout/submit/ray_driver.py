@@ -98,11 +98,12 @@ def run_node(job):
 
 
 def main():
+    here = Path(__file__).resolve().parent  # the job server starts this elsewhere
     ray.init()
     ends = Ends.remote()
-    recipe = Path("recipe.toml")
+    recipe = here / "recipe.toml"
     job = {{
-        "code": ray.put(Path("{archive}").read_bytes()),
+        "code": ray.put((here / "{archive}").read_bytes()),
         "recipe": recipe.read_text() if recipe.exists() else "",
         "secret": secrets.token_hex(32),
         "ends": ends,
