@@ -147,17 +147,23 @@ class SeenRun:
                 self.state, "runs on another host, or was killed there"
             )
             if profile is None or profile.state != "running":
-                return f"{what} before it wrote a Profile; what is there is its log"
+                return f"{what} before it wrote a Profile; {self._left}"
             logged = max((line.get("step") or 0 for line in self.log), default=0)
             log = f", its log as of step {logged:,}" if logged > profile.steps.last else ""
             return f"{what}; its Profile is as of step {profile.steps.last:,}{log}"
         if profile is None:
-            return "has no Profile: what is there is its log and its history"
+            return f"has no Profile; {self._left}"
         if self.state == "failed":
             return f"failed at step {profile.steps.last:,}: {profile.error or 'without a message'}"
         if self.state == "interrupted":
             return f"was interrupted at step {profile.steps.last:,}"
         return ""
+
+    @property
+    def _left(self) -> str:
+        """What there is beside a Profile."""
+        found = [name for name, one in (("log", self.log), ("history", self.history)) if one]
+        return f"there is its {' and its '.join(found)}" if found else "it came to no step"
 
     @cached_property
     def step_ms(self) -> list[float]:

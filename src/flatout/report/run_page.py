@@ -206,10 +206,7 @@ def _traffic(profile: Profile) -> Iterator[tuple[str, str]]:
 
 
 def _data_words(data: dict[str, Any]) -> str:
-    parts = [str(data["words"])]
-    if data.get("files"):
-        size = f", {size_words(data['bytes'])}" if data.get("bytes") else ""
-        parts.append(f"{counted(data['files'], 'file')}{size}")
+    parts = [str(data["words"])]  # of files they say how many, and how large
     if data.get("newest"):
         parts.append(f"newest {_when(data['newest'])}")
     return " · ".join(parts)
