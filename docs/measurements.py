@@ -145,6 +145,12 @@ SECTIONS = (
         "node, and the time to a training loss on two.",
     ),
     Section(
+        "submit",
+        "Jobs on a cluster",
+        "What `flatout submit slurm` adds to srun by hand, on SLURM's own daemons for two nodes on "
+        "one machine, and what preemptions lose.",
+    ),
+    Section(
         "doctor_look",
         "The doctor's first look",
         "Scripts with a known pitfall, and the same without it, watched for six seconds without "

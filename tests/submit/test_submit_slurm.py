@@ -1,19 +1,24 @@
 """Jobs on a real SLURM of two nodes, sent and watched by the commands."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from jobs import job
 from nasty import NASTY, TELL
 from slurm_cluster import Cluster, missing
 
 from flatout.measure import usable_cpus
 from flatout.save.model_file import load_model
+from flatout.submit import Ledger, send, target_of, write
 
 pytestmark = [
     pytest.mark.root,
@@ -169,3 +174,24 @@ def test_what_slurm_would_refuse_is_told_before_it_is_sent(flatout):
     )
     assert "submitted" not in done
     assert json.loads(flatout("jobs", "--json"))["jobs"] == []
+
+
+@pytest.mark.long
+def test_one_yes_is_one_job_though_slurm_does_not_answer(cluster, tmp_path, monkeypatch):
+    """The controller sleeps while the job is sent, and takes it when it wakes up."""
+    for name, value in {**cluster.environment, "XDG_STATE_HOME": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    made = job(tmp_path)
+    to = target_of("slurm")
+    write(made, to)
+    controller = cluster.daemons[1].pid
+    os.kill(controller, signal.SIGSTOP)
+    waking = threading.Timer(30, lambda: os.kill(controller, signal.SIGCONT))
+    waking.start()
+    try:
+        sent = send(made, to, Ledger(), wait_s=60)
+    finally:
+        waking.join()
+    jobs = cluster.ask("squeue", "-h", "--states=all", f"--name={made.name}", "-o", "%A").split()
+    assert jobs == [sent.id]
+    assert Ledger().find(sent.id).status == "sent"

@@ -101,24 +101,29 @@ class Slurm:
     def check(self, job: Job) -> list[str]:
         """What sbatch would refuse, such as a partition that is not there."""
         need("sbatch", "SLURM's client, Debian's slurm-client")
+        # sbatch itself tries for some time to reach the controller.
         answer = ask(["sbatch", "--test-only", str(job.folder / SCRIPT)])
-        if answer.code == 0:
-            return []
-        if answer.code is None or _NOT_REACHED.search(answer.errors):
+        said = answer.last_words.removeprefix("allocation failure: ")
+        if _is_unanswered(answer):
             raise SubmitError(
-                f"SLURM does not answer: {answer.last_words}", do="try again when sinfo answers"
+                f"SLURM does not answer: {said}",
+                where=f"nothing was sent: {job.folder}",
+                do="try again when sinfo answers",
             )
-        return [answer.last_words.removeprefix("allocation failure: ")]
+        return [] if answer.code == 0 else [said]
 
     def send(self, job: Job, key: str) -> Sent:
         """Hand the script to sbatch."""
         need("sbatch", "SLURM's client, Debian's slurm-client")
         command = ["sbatch", "--parsable", f"--comment=flatout:{key}", str(job.folder / SCRIPT)]
+        # Tried again only where no connection was made, so that nothing can have come.
         answer = ask(command, tries=3, again=lambda one: bool(_NOT_REACHED.search(one.errors)))
+        if _NOT_REACHED.search(answer.errors):
+            raise NotSent(f"SLURM cannot be reached: {answer.last_words}", where=str(job.folder))
         if answer.code == 0:
             number, _, cluster = answer.output.strip().partition(";")
             return Sent(number, f"to the cluster {cluster}" if cluster else "")
-        if answer.code is None or _UNANSWERED.search(answer.errors):
+        if _is_unanswered(answer):
             raise Unanswered(f"no answer of sbatch: {answer.last_words}")
         raise NotSent(f"SLURM did not take the job: {answer.last_words}", where=str(job.folder))
 
@@ -133,8 +138,9 @@ class Slurm:
 
     def state(self, id: str, folder: Path) -> JobState:
         """What scontrol tells, or what the job has left where SLURM has forgotten it."""
-        answer = ask(["scontrol", "--oneliner", "show", "job", id])
-        if answer.code is None or _NOT_REACHED.search(answer.errors):
+        command = ["scontrol", "--oneliner", "show", "job", id]
+        answer = ask(command, tries=2, again=_is_unanswered)
+        if _is_unanswered(answer):
             raise SubmitError(f"SLURM does not answer: {answer.last_words}")
         told = [_told(line) for line in answer.output.splitlines() if line.startswith("JobId=")]
         if answer.code == 0 and told:
@@ -319,6 +325,12 @@ def _problems(job: Job) -> list[str]:
     return found
 
 
+def _is_unanswered(answer: Answer) -> bool:
+    return answer.code is None or any(
+        one.search(answer.errors) for one in (_UNANSWERED, _NOT_REACHED)
+    )
+
+
 def _asked(command: list[str]) -> Answer:
     """An answer, after some tries where SLURM is slow.
 
@@ -326,7 +338,7 @@ def _asked(command: list[str]) -> Answer:
         SubmitError: there is none, or it is an error.
     """
     need(command[0], "SLURM's client, Debian's slurm-client")
-    answer = ask(command, tries=3)
+    answer = ask(command, tries=3, again=_is_unanswered)
     if answer.code != 0:
         raise SubmitError(f"{command[0]}: {answer.last_words}")
     return answer
