@@ -136,6 +136,7 @@ def test_on_two_nodes_preempted_and_gone_on_from_its_checkpoint(flatout, cluster
     torch.testing.assert_close(cut, load_model(whole), rtol=0, atol=0)
 
 
+@pytest.mark.long
 def test_a_rank_that_fails_tells_why_and_is_not_started_again(flatout):
     sent = submit(flatout, "train.py", "none", "0", "3")
     flatout("logs", sent["id"], "-f", code=1)
@@ -146,6 +147,7 @@ def test_a_rank_that_fails_tells_why_and_is_not_started_again(flatout):
     assert "ValueError: no good at step 3" in said
 
 
+@pytest.mark.long
 def test_a_canceled_job_writes_its_checkpoint_and_stays_away(flatout, tmp_path):
     run = tmp_path / "run"
     sent = submit(flatout, "--checkpoints", str(run), "train.py", "none", "0.2", "0")
