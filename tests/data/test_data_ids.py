@@ -212,6 +212,18 @@ def test_batches_have_rows_in_any_way_to_read_them(tmp_path):
     assert set(data.mix(train, held_out).count_ids([of])["ids"].items().ids) == set(ids.reshape(-1))
 
 
+def test_ids_are_counted_as_they_stand_in_text(tmp_path):
+    ids = [[1, 7, 90], [7, 8, 90]]
+    files = written(tmp_path, {"day": ids})
+    plain = data.libsvm(files / "day.svm", layout="fixed").schema
+    assert plain.options["base"] == 1  # in which LibSVM counts where ids are places
+    source = data.libsvm(files / "day.svm", schema=plain.with_ids(ids=Ids()))
+    (of,) = source.id_columns
+    assert source.count_ids([of])["ids"].items().ids.tolist() == [1, 7, 8, 90]
+    data.convert(source, tmp_path / "day.rows", progress=False)
+    assert data.rows(tmp_path / "day.rows").count_ids([of])["ids"].items().ids[-1] == 90
+
+
 def test_an_id_without_a_row_is_named(tmp_path):
     files = written(tmp_path, {"one": [[1, 2, 3]], "two": [[1, 2, 3], [1, 2, 77]]})
     stated = schema(Ids(buckets=0), features=5)

@@ -12,7 +12,7 @@ from torch import nn
 
 from flatout.data import Batch, tensors_in
 from flatout.models import adapter_of, row_tables, table_weight
-from flatout.optim import name_of, steppable_rows, why_whole
+from flatout.optim import ByRow, name_of, steppable_rows, why_whole
 from flatout.train.explanation import TABLES
 from flatout.words import counted
 
@@ -118,11 +118,13 @@ class Tables:
         """The line that tells how the tables are stepped."""
         parts = []
         if self.names:
-            kinds = dict.fromkeys(map(name_of, self.by_rows))
-            parts = [
-                f"{len(self.names)} of {sum(self.names.values()):,} rows",
-                f"touched rows only, dense {' and '.join(kinds)}'s result (rounding)",
-            ]
+            own = [one for one in self.by_rows if isinstance(one, ByRow)]
+            kinds = dict.fromkeys(name_of(one) for one in self.by_rows if one not in own)
+            parts = [f"{len(self.names)} of {sum(self.names.values()):,} rows"]
+            if kinds:
+                parts.append(f"touched rows only, dense {' and '.join(kinds)}'s result (rounding)")
+            if own:
+                parts.append(f"touched rows only, as {' and '.join(map(name_of, own))} does")
         if self.layout:
             parts.append(self.layout)
         if self.whole:

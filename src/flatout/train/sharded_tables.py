@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flatout.errors import ModelError
 from flatout.models import KerasOptimizer
-from flatout.optim import RowShards
+from flatout.optim import ByRow, RowShards
 from flatout.recipe import Recipe, ResolvedRecipe
 from flatout.train.loop_state import LoopState
 from flatout.world import World
@@ -52,6 +52,8 @@ def _why_not(loop: LoopState, resolved: ResolvedRecipe) -> str:
         return "compute.compile=on makes one graph of what ranks do together"
     if any(isinstance(optimizer, KerasOptimizer) for optimizer in loop.optimizers):
         return "the optimizer is Keras', which clips the gradients of all rows itself"
+    if own := [one for one in loop.optimizers if isinstance(one, ByRow)]:
+        return f"{type(own[0]).__name__} steps rows itself, with its state on every rank"
     for name, module in loop.model.named_modules():
         if getattr(module, "scale_grad_by_freq", False):
             return f"{name} has scale_grad_by_freq, which would count ids in each rank's part alone"

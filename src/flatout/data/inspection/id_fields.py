@@ -73,12 +73,14 @@ class IdFields:
 
     Args:
         columns: of the data.
+        base: what was taken away from the ids that stand in LibSVM text.
 
     Attributes:
         dropped: names of columns with more different ids than memory holds.
     """
 
-    def __init__(self, columns: Iterable[Column]) -> None:
+    def __init__(self, columns: Iterable[Column], base: int = 0) -> None:
+        self._base = base
         self._counts: dict[str, IdNumbers] = {}
         self._places: dict[str, Numbers] = {}
         self._lock = threading.Lock()
@@ -122,16 +124,19 @@ class IdFields:
         found = []
         for name, numbers in self._counts.items():
             theirs = None if other is None else other._counts.get(name)
-            known = None if theirs is None else dict(_apart(theirs.items()))
+            known = None
+            if other is not None and theirs is not None:
+                known = dict(_apart(theirs.items(), other._base))
             is_one = len(self._places[name]) == 1
-            for place, items in _apart(numbers.items()):
+            for place, items in _apart(numbers.items(), self._base):
                 field = name if is_one else f"{name}[{place}]"
                 found.append(_facts(field, items, None if known is None else known.get(place)))
         return found
 
 
-def _apart(items: Items) -> Iterator[tuple[int, Items]]:
-    """The items of each field."""
+def _apart(items: Items, base: int) -> Iterator[tuple[int, Items]]:
+    """The items of each field, by ids as they stand in the files."""
+    items = items._replace(ids=items.ids + base)
     fields, starts = np.unique(items.fields, return_index=True)
     ends = [*starts.tolist()[1:], len(items.fields)]
     for field, start, end in zip(fields.tolist(), starts.tolist(), ends, strict=True):

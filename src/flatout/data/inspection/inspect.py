@@ -96,7 +96,7 @@ def inspect(
     try:
         job = job_of(pipeline, None, None)
         columns = columns or job.schema.columns
-        ids = IdFields(() if images else columns)
+        ids = IdFields(() if images else columns, _base_of(schema))
         _count(job, images, counts, ids, progress)
     except DataError as error:
         if kind in SKIPPING:
@@ -145,7 +145,7 @@ def _other_day(
                 where=pipeline.describe(),
                 do="compare with another day of the same log",
             )
-    ids = IdFields(own)
+    ids = IdFields(own, _base_of(getattr(pipeline.origin, "schema", None)))
     _count(job, None, ColumnCounts(), ids, progress=False)
     return ids
 
@@ -349,3 +349,9 @@ def _classes(counts: ColumnCounts, names: Sequence[str]) -> dict[str, int] | Non
     return {
         names[label] if 0 <= label < len(names) else str(label): n for label, n in classes.items()
     }
+
+
+def _base_of(schema: Schema | None) -> int:
+    """What readers take away from ids of LibSVM text."""
+    is_libsvm = schema is not None and schema.format == "libsvm"
+    return int(schema.options.get("base", 0)) if schema is not None and is_libsvm else 0

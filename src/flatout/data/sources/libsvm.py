@@ -32,7 +32,8 @@ class LibsvmDecoder:
 
     The schema's columns are `label`, perhaps `qid`, and either `features` (float32, a place for
     each feature) or `ids` and `values` (fixed or ragged). Its options are `base` (the smallest
-    index, 0 or 1) and `features` (how many there are).
+    index, 0 or 1, which is taken away from all) and `features` (how many there are). Where the
+    schema states what becomes of ids, nothing is taken away.
     """
 
     def __init__(self, schema: Schema) -> None:
@@ -54,7 +55,8 @@ class LibsvmDecoder:
         elif not schema["ids"].ragged:
             self.width = schema["ids"].shape[0]
         if not self.dense and schema["ids"].ids:
-            self.limit = _NO_LIMIT  # which ids there are is for the map of ids to say
+            # Ids are names and no places: they stay as they are, and the map says which there are.
+            self.base, self.limit = 0, _NO_LIMIT
         self.needs_survey = not self.dense and self.width is None
 
     def split(self, buffer: Bytes, final: bool) -> Split:
