@@ -72,6 +72,9 @@ class Slowed(flatout.Callback):
         for noted in (self.seconds, self.steps, self.losses):
             noted.clear()  # of looking at the model
 
+    def on_epoch_start(self, state):
+        self.stepped = time.perf_counter()  # others may have been waited for
+
     def note(self, loss: float) -> None:
         self.seconds.append(time.perf_counter() - self.began)
         self.steps.append(self.step + 1)
