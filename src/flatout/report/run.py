@@ -31,6 +31,8 @@ FEWEST_STEPS = 30
 
 _FILES = (NAME, "history.json", "log.jsonl", RUNS, "recipe.toml", "checkpoints")
 _MOST_BYTES = 256 << 20
+# The latest of a log that tell how fast a run is, as of a Profile.
+_MOST_STEPS = 2_000
 # Figures of an epoch that are no curve of learning.
 _NO_CURVES = {"epoch", "step", "samples", "seconds", "samples_per_s", "lr", "time", "kind", "at_s"}
 
@@ -174,7 +176,7 @@ class SeenRun:
         rates = [line.get("samples_per_s") for line in self._steps]
         if not size:
             return []
-        steady = rates[len(rates) // 10 :]
+        steady = rates[len(rates) // 10 :][-_MOST_STEPS:]
         return [1e3 * size / rate for rate in steady if isinstance(rate, float) and rate > 0]
 
     @property
@@ -193,7 +195,7 @@ class SeenRun:
             return Interval(*known)
         if not self.step_ms or not self.batch_size:
             return None
-        low, mid, high = (1e3 * self.batch_size / ms for ms in median_of(self.step_ms[-500:]))
+        low, mid, high = (1e3 * self.batch_size / ms for ms in median_of(self.step_ms))
         return Interval(high, mid, low)
 
     @property

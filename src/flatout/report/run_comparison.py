@@ -31,8 +31,6 @@ from flatout.report.baseline import FLOOR
 from flatout.report.run import FEWEST_STEPS, SeenRun, names_of
 from flatout.words import count_words, counted, duration, rounded, size_words
 
-# Steps of a run that tell how sure its median is.
-_RESAMPLED = 2_000
 # Runs beside the first that are looked at for noise, and from how many of its settings it is known.
 _MOST_BESIDE, _FEWEST_ALIKE = 50, 4
 _LEAST_NOISE = 0.001
@@ -93,8 +91,7 @@ class Pair:
         if self.why_no_speed:
             return None
         a_ms, b_ms = (
-            [ms / (run.batch_size or 1.0) for ms in run.step_ms[-_RESAMPLED:]]
-            for run in (self.a, self.b)
+            [ms / (run.batch_size or 1.0) for ms in run.step_ms] for run in (self.a, self.b)
         )
         return ratio_of_medians([a_ms], b_ms)
 

@@ -31,9 +31,8 @@ from flatout.train.resume import source_state
 from flatout.world import RANKS_TRIED
 from flatout.world.network import interface_of, source_address
 
-# The latest steps, of which a Profile has quantiles and which it keeps singly; and those of them
-# that tell how sure their median is.
-_MOST_STEPS, _RESAMPLED = 2_000, 500
+# The latest steps, of which a Profile has quantiles and which it keeps singly.
+_MOST_STEPS = 2_000
 
 Kind = Literal["Trainer", "Keras", "Loop"]
 
@@ -145,7 +144,7 @@ def steps(loop: LoopState, before: int, steady: Steady, *, is_over: bool) -> Ste
     latest = [float(f"{one:.5g}") for one in ms[is_alike if is_alike.any() else ...] if one > 0]
     per_s = None
     if latest and is_over:
-        low, mid, high = median_of([ms / 1e3 for ms in latest[-_RESAMPLED:]])
+        low, mid, high = median_of([ms / 1e3 for ms in latest])
         per_s = (1 / high, 1 / mid, 1 / low)
     return replace(
         known,
