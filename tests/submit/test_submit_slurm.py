@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from jobs import job
@@ -159,7 +160,7 @@ def test_a_canceled_job_writes_its_checkpoint_and_stays_away(flatout, tmp_path):
     assert state(flatout, sent["id"])["state"] == "canceled"
 
 
-def test_a_hundred_nasty_arguments_and_a_run_for_each_seed(flatout, tmp_path):
+def test_a_hundred_nasty_arguments_and_a_run_for_each_seed(flatout, cluster, tmp_path):
     (tmp_path / "root/tell.py").write_text(TELL.replace("'TOLD'", "'SLURM_ARRAY_TASK_ID'"))
     sent = submit(flatout, "--seeds", "1,2", "--option", "partition=all", "tell.py", *NASTY)
     until(lambda: state(flatout, sent["id"])["state"] == "succeeded")
@@ -167,6 +168,10 @@ def test_a_hundred_nasty_arguments_and_a_run_for_each_seed(flatout, tmp_path):
         with open(f"{sent['folder']}/code/{seed}") as file:
             assert json.load(file) == [one.replace("{seed}", seed) for one in NASTY]
     assert flatout("logs", f"{sent['id']}_1") == ""
+    # What tells how far the job is ends with it.
+    scripts = [one.info["cmdline"] or [] for one in psutil.process_iter(["cmdline"])]
+    spool = str(cluster.folder / "spool")
+    assert not [one for one in scripts if any(word.startswith(spool) for word in one)]
 
 
 def test_what_slurm_would_refuse_is_told_before_it_is_sent(flatout):

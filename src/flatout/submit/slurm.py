@@ -258,11 +258,12 @@ def _comments(job: Job) -> list[str]:
         "",
         "# What is left of it stands in its comment: squeue -O JobID,State,Comment",
         f'export FLATOUT_REMAINING="$here"/remaining{_suffix(job)}',
-        "while sleep 30; do",
+        "while sleep 30 && kill -0 $$ 2> /dev/null; do",  # no longer than this script
         '  left=$(grep -o \'"remaining_s": [0-9]*\' "$FLATOUT_REMAINING" 2> /dev/null)',
         f"  [[ $left ]] && scontrol update JobId={_task(job)} "
         """Comment="flatout:$(cat "$here/key" 2> /dev/null):$((${left##* } / 60 + 1))min\"""",
         "done &",
+        'trap "kill $!" EXIT',
         "",
     ]
 
