@@ -132,7 +132,12 @@ def _command(job: Job) -> list[str]:
         how += ["-genvlist", ",".join(names)]
     ranks = ["--devices", str(job.devices)] if job.ranks > 1 else []
     command = job.command_with("--restarts", str(job.retries), *ranks)
-    return shell.words([*shell.limited(job), _program(job), *how, *command])
+    start = shell.words([*shell.limited(job), _program(job), *how])
+    words = shell.words(command)
+    if ":" not in job.arguments:
+        return [*start, *words]
+    # mpirun takes a lone : for its own, so the command goes through bash.
+    return [*start, "bash", "-c", shell.quoted(f"exec {' '.join(words)}")]
 
 
 def _hostfile(job: Job) -> list[str]:

@@ -112,7 +112,8 @@ def run_ranks(
         role="flatout",
         local_world_size=rendezvous.nodes.ranks or 1,
         entrypoint=command[0],
-        args=tuple(command[1:]),
+        # torch takes ${local_rank} in arguments for its own; these are the script's, as they are.
+        args=tuple(one.replace("$", "$$") for one in command[1:]),
         rdzv_handler=rendezvous,
         max_restarts=restarts,
         monitor_interval=_LOOK_EVERY_S,
