@@ -150,7 +150,13 @@ def test_every_opened_fence_is_a_block_that_the_tests_see():
 
 
 NAME = re.compile(r"(?<![\w./-])flatout(?:\.\w+)+")
-NO_NAMES = ("flatout.toml", "flatout.doctor.toml", "flatout.readthedocs.io", "flatout.signature")
+NO_NAMES = (
+    "flatout.toml",
+    "flatout.doctor.toml",
+    "flatout.profile",
+    "flatout.readthedocs.io",
+    "flatout.signature",
+)
 
 
 @pytest.mark.parametrize("page", [README, *sorted(DOCS.rglob("*.md"))], ids=lambda p: p.stem)
