@@ -119,6 +119,22 @@ def test_use_is_compared_over_time(tmp_path):
     assert "use       CPUs 1.7 -> 0.25" in "\n".join(found.lines())
 
 
+def test_other_work_on_the_machine_is_told_beside_the_verdict(tmp_path):
+    made = profile()
+    (rank,) = made.ranks
+    use = {**rank.use, "machine": [0.5, 0.7, 0.6], "cpus": [0.5, 0.7, 0.6]}
+    busy = replace(rank, use=use, machine={**rank.machine, "cpus": 4, "cpus_total": 4})
+    a = make_run(tmp_path / "a")
+    found = pair(a, make_run(tmp_path / "b", replace(made, ranks=[busy])))
+    assert found.busy == ["b: other work kept 1.8 of 4 CPUs busy"]
+    assert "  busy      b: other work kept 1.8 of 4 CPUs busy" in found.lines()
+    # Another rank of the same host is no other work, and CPUs that it may not use do not matter.
+    both = [replace(busy, use={**use, "cpus": [1.2] * 3}), replace(busy, rank=1)]
+    assert pair(a, make_run(tmp_path / "c", replace(made, ranks=both))).busy == []
+    part = replace(busy, machine={**busy.machine, "cpus": 2})
+    assert pair(a, make_run(tmp_path / "d", replace(made, ranks=[part]))).busy == []
+
+
 def test_another_machine_is_named_and_no_limit_is_judged_by_it(tmp_path):
     made = profile(ms=80.0)
     rank = replace(made.ranks[0], machine={**MACHINE, "cpu": "another"})

@@ -128,9 +128,13 @@ def test_a_resumed_run_names_what_it_went_on_from(tmp_path):
 def test_dangers_are_told(tmp_path):
     made = replace(profile(), epochs=[epoch(1, 0.9, 0.8), epoch(2, 0.5, 0.7), epoch(3, 0.1, 1.0)])
     lanes = {**made.ranks[0].lanes_ms, "input": 40.0}
-    made = replace(made, ranks=[replace(made.ranks[0], lanes_ms=lanes)])
+    use = {**made.ranks[0].use, "cpus": [0.2, 0.2, 0.2]}
+    machine = {**made.ranks[0].machine, "cpus": 2, "cpus_total": 2}
+    rank = replace(made.ranks[0], lanes_ms=lanes, use=use, machine=machine)
+    made = replace(made, ranks=[rank])
     (run,) = Report([str(make_run(tmp_path / "a", made, log=False))]).runs
     found = dangers(run)
+    assert any(one.startswith("Other work kept 1.6 of 2 CPUs busy: ") for one in found)
     assert any("val_loss was 0.7 at best and is 1 at the end" in one for one in found)
     assert any("51% of a step is waiting for input" in one for one in found)
     (calm,) = Report([str(make_run(tmp_path / "b"))]).runs

@@ -48,3 +48,4 @@ from flatout.measure.trial import noise_floor as noise_floor
 from flatout.measure.trial import quadruples as quadruples
 from flatout.measure.trial import run_trial as run_trial
 from flatout.measure.use import Use as Use
+from flatout.measure.use import mean_use as mean_use

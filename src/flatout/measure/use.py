@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from time import perf_counter_ns as clock
 
@@ -145,3 +145,25 @@ def _machine_s() -> tuple[float, float]:
     others = ("nice", "irq", "softirq", "steal")  # guests are in user
     busy = times.user + times.system + sum(getattr(times, name, 0.0) for name in others)
     return busy, busy + idle
+
+
+def mean_use(points: Mapping[str, Sequence[float | None]]) -> dict[str, float]:
+    """Return what a job has used, by column: the mean over time, and of memory the most.
+
+    Args:
+        points: by column, as a Profile keeps them; what is known of none is left out.
+    """
+    ends = [one or 0.0 for one in points.get("seconds", ())]
+    spans = [end - begin for begin, end in zip([0.0, *ends], ends, strict=False)]
+    found = {}
+    for name in COLUMNS[1:]:
+        known = [
+            (value, span)
+            for value, span in zip(points.get(name, ()), spans, strict=False)
+            if value is not None
+        ]
+        if name.endswith("bytes") and known:
+            found[name] = max(value for value, _ in known)
+        elif (whole := sum(span for _, span in known)) > 0:
+            found[name] = sum(value * span for value, span in known) / whole
+    return found

@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 
 from flatout.errors import FlatoutError
-from flatout.measure import Interval, Profile, median_of
+from flatout.measure import Interval, Profile, mean_use, median_of
 from flatout.measure.profile import NAME, RUNS
 
 FEWEST_STEPS = 30
@@ -33,6 +33,8 @@ _FILES = (NAME, "history.json", "log.jsonl", RUNS, "recipe.toml", "checkpoints")
 _MOST_BYTES = 256 << 20
 # The latest of a log that tell how fast a run is, as of a Profile.
 _MOST_STEPS = 2_000
+# Other work on a machine that is worth telling, as a part of its CPUs.
+_OTHERS = 0.2
 # Figures of an epoch that are no curve of learning.
 _NO_CURVES = {"epoch", "step", "samples", "seconds", "samples_per_s", "lr", "time", "kind", "at_s"}
 
@@ -197,6 +199,22 @@ class SeenRun:
             return None
         low, mid, high = (1e3 * self.batch_size / ms for ms in median_of(self.step_ms))
         return Interval(high, mid, low)
+
+    @cached_property
+    def other_work(self) -> str:
+        """What kept the first rank's machine busy besides the run; "" if little or not known."""
+        if self.profile is None:
+            return ""
+        first = self.profile.ranks[0]
+        cpus, used = first.machine.get("cpus_total"), mean_use(first.use)
+        # A job that may not use all CPUs is not slowed by what the others do.
+        if "machine" not in used or not cpus or first.machine.get("cpus") != cpus:
+            return ""
+        beside = [rank for rank in self.profile.ranks if rank.host == first.host]
+        own = sum(mean_use(rank.use).get("cpus", 0.0) for rank in beside)
+        other = used["machine"] * cpus - own
+        least = _OTHERS * cpus
+        return f"other work kept {other:.1f} of {cpus} CPUs busy" if other >= least else ""
 
     @property
     def _steps(self) -> list[dict[str, Any]]:

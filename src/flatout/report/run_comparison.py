@@ -25,7 +25,16 @@ from typing import Any
 import numpy as np
 
 from flatout.errors import FlatoutError
-from flatout.measure import LANES, Interval, Profile, plain, ratio_of_medians, said, student_t
+from flatout.measure import (
+    LANES,
+    Interval,
+    Profile,
+    mean_use,
+    plain,
+    ratio_of_medians,
+    said,
+    student_t,
+)
 from flatout.measure.profile import NAME
 from flatout.report.baseline import FLOOR
 from flatout.report.run import FEWEST_STEPS, SeenRun, names_of
@@ -225,12 +234,18 @@ class Pair:
         """What the first ranks used of their machines, where it differs by more than a tenth."""
         if not self._both:
             return []
-        a, b = (_use(one.ranks[0].use) for one in self._both)
+        a, b = (mean_use(one.ranks[0].use) for one in self._both)
         return [
             f"{_USED[name][0]} {_USED[name][1](a[name])} -> {_USED[name][1](b[name])}"
-            for name in a
-            if name in b and abs(b[name] - a[name]) > 0.1 * max(a[name], b[name])
+            for name in _USED
+            if name in a and name in b and abs(b[name] - a[name]) > 0.1 * max(a[name], b[name])
         ]
+
+    @cached_property
+    def busy(self) -> list[str]:
+        """Where other work on their machines has a part in their speed."""
+        runs = ((self.a_name, self.a), (self.b_name, self.b))
+        return [f"{name}: {run.other_work}" for name, run in runs if run.other_work]
 
     @property
     def _both(self) -> tuple[Profile, Profile] | None:
@@ -300,6 +315,7 @@ class Pair:
             "machine": self.machine,
             "versions": self.versions,
             "data": self.data,
+            "busy": self.busy,
             "use": self.use,
             "figures": {name: list(pair) for name, pair in self.figures.items()},
             "not_comparable": self.not_comparable,
@@ -317,6 +333,7 @@ class Pair:
             if a != b
         ]
         rows = [
+            ("busy", self.busy),
             ("lanes", lanes),
             ("Recipe", self.recipe),
             ("job", self.job),
@@ -507,24 +524,6 @@ _USED: dict[str, tuple[str, Callable[[float], str]]] = {
     "gpu": ("GPU", lambda share: f"{share:.0%}"),
     "gpu_memory_bytes": ("GPU memory", size_words),
 }
-
-
-def _use(points: Mapping[str, Sequence[float | None]]) -> dict[str, float]:
-    """By column the mean over time, and of memory the most."""
-    ends = [one or 0.0 for one in points.get("seconds", ())]
-    spans = [end - begin for begin, end in zip([0.0, *ends], ends, strict=False)]
-    found = {}
-    for name in _USED:
-        known = [
-            (value, span)
-            for value, span in zip(points.get(name, ()), spans, strict=False)
-            if value is not None
-        ]
-        if name.endswith("bytes") and known:
-            found[name] = max(value for value, _ in known)
-        elif (whole := sum(span for _, span in known)) > 0:
-            found[name] = sum(value * span for value, span in known) / whole
-    return found
 
 
 def _recipe(run: SeenRun) -> dict[str, Any]:

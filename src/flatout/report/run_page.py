@@ -120,6 +120,10 @@ def dangers(run: SeenRun) -> list[str]:
     for row in rows:
         if row.lane in ("input", "sync", "idle") and row.share > _WAITS:
             found.append(f"{row.share:.0%} of a step is {LANE_WORDS[row.lane]}.")
+    if run.other_work:
+        found.append(
+            f"{run.other_work[:1].upper()}{run.other_work[1:]}: speed and lanes tell of it, too."
+        )
     loud = ("held the training back", "needs", "left out", "not finite", "no room")
     found += [note for note in run.profile.notes if any(word in note for word in loud)]
     return list(dict.fromkeys(found))
