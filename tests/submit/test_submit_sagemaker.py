@@ -153,7 +153,8 @@ def test_the_last_words_of_a_container_become_the_reason_of_its_failure(tmp_path
 
 def test_a_stop_signal_is_handed_on_and_waited_for(tmp_path):
     run = started(
-        tmp_path, "trap 'sleep 0.2; echo saved; exit 143' TERM; echo ready; sleep 60 & wait"
+        tmp_path,
+        "trap 'kill $!; sleep 0.2; echo saved; exit 143' TERM; echo ready; sleep 60 >&2 & wait",
     )
     assert run.stdout.readline() == "ready\n"
     run.terminate()
