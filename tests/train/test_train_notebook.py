@@ -44,7 +44,7 @@ BEGIN = """
         def on_epoch_end(self, state):
             self.losses.append(state.logs["loss"])
             self.model = state.model
-            print("seen epoch", state.epoch, flush=True)
+            print(f"seen epoch {state.epoch}", flush=True)
 
     PAUSE = 0
     rng = np.random.default_rng(1)
