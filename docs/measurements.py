@@ -102,6 +102,12 @@ SECTIONS = (
         "Images in memory changed at random, each library in its best form on as many threads.",
     ),
     Section(
+        "click",
+        "Click-through models",
+        "DeepFM on 39 fields of ids, in memory, with Adam: a step by its tables' rows and its "
+        "batch. Each process of Flatout decides its settings for itself, before the timed epochs.",
+    ),
+    Section(
         "large_batches",
         "Larger batches",
         "What the [learning-rate rules](large_batches.md) do where there are few samples: accuracy "
@@ -149,6 +155,13 @@ SECTIONS = (
         "Jobs on a cluster",
         "What `flatout submit slurm` adds to srun by hand, on SLURM's own daemons for two nodes on "
         "one machine, and what preemptions lose.",
+    ),
+    Section(
+        "servers",
+        "Parameter servers",
+        "A worker sends a gradient and gets the weights back, a round trip, of Flatout's "
+        "asynchronous servers and of an actor of Ray: through memory that both see, and through "
+        "sockets.",
     ),
     Section(
         "doctor_look",
