@@ -1,4 +1,4 @@
-"""Parts of batches that ranks claim: together they are the epoch, whoever asks how often."""
+"""Parts of batches that ranks claim: together they are the epoch, whichever rank asks how often."""
 
 import numpy as np
 import pytest

@@ -24,7 +24,7 @@ submit = typer.Typer(
 _Texts = list[str] | None
 
 
-def _command(name: str) -> Callable[..., None]:
+def _command(target: str) -> Callable[..., None]:
     """The command of one target; all take the same."""
 
     def to_target(
@@ -150,9 +150,8 @@ def _command(name: str) -> Callable[..., None]:
             environment=tuple(environment or ()),
             options=tuple(options or ()),
         )
-        _submit(name_of_target, asked, dry_run=dry_run, yes=yes, as_json=as_json)
+        _submit(target, asked, dry_run=dry_run, yes=yes, as_json=as_json)
 
-    name_of_target = name
     return to_target
 
 

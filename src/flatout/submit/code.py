@@ -47,7 +47,7 @@ class CodeArchive:
         return f"{size_words(self.bytes)}, {counted(len(self.files), 'file')}"
 
     def write(self, root: Path, path: Path) -> None:
-        """Write them as a tar file that is the same for the same code, whoever writes it when.
+        """Write them as a tar file that is the same for the same code at any time.
 
         Raises:
             SubmitError: a file cannot be read any more, or there is no room.

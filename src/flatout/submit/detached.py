@@ -19,7 +19,7 @@ ABSENT = "it was never started"
 
 
 def guard(name: str) -> list[str]:
-    """Lines that let a script run once, whoever starts it a second time; `name` is for bash."""
+    """Lines that let a script run once, even if it is started a second time; `name` is for bash."""
     return [
         "here=$PWD",
         f"exec 9> {name}.lock  # held as long as a process of the job lives",

@@ -496,9 +496,13 @@ class Search:
             over = steps is not None and self._at > self._until * steps
             return _is_clear(result) or over or not self._affords_pair(challenger)
 
-        pairs = _MOST_PAIRS  # but where it is enough
         blocks = quadruples(
-            off, on, max_pairs=pairs, min_pairs=pairs, floor=_LEAST_GAIN, enough=enough
+            off,
+            on,
+            max_pairs=_MOST_PAIRS,
+            min_pairs=_MOST_PAIRS,  # `enough` alone ends it before
+            floor=_LEAST_GAIN,
+            enough=enough,
         )
         wanted = next(blocks)
         while True:

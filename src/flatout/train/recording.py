@@ -201,7 +201,7 @@ class Recording:
                 "figures": profile.epochs[-1] if profile.epochs else {},
             }
         with suppress(OSError):
-            # One write, so that lines stay whole whoever else writes.
+            # One write, so that lines stay whole where others write, too.
             file = os.open(self._folder / RUNS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             try:
                 os.write(file, json.dumps(json_safe(line)).encode() + b"\n")

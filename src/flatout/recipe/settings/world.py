@@ -88,8 +88,8 @@ class World(Section):
     spare_workers: NotNegative = setting(
         0,
         'For how many ranks the server of `strategy = "parameter_server"` with `staleness = '
-        '"sync"` does not wait: a step is the mean of the gradients of the others, whoever they '
-        "are, and a gradient that comes later is dropped.",
+        '"sync"` does not wait: a step is the mean of the gradients that '
+        "come first, and one that comes later is dropped.",
         parity=Parity.LEARNING,
         words="{} spare workers",
     )
