@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -51,8 +52,6 @@ class Report:
         """Plain data: of one run its state and Profile, of several their comparison."""
         if self.comparison is not None:
             return self.comparison.as_dict()
-        from dataclasses import asdict
-
         (run,) = self.runs
         return {
             "run": str(run.path),

@@ -176,8 +176,9 @@ def look_at(
     if "://" in given:
         return Input(given, given)
     path = os.path.normpath(root / given)
+    files = set() if code is None else set(code.files)
     travels = code is not None and all(
-        _is_among(one, root, set(code.files)) for one in glob.glob(path) or [path]
+        _is_among(one, root, files) for one in glob.glob(path) or [path]
     )
     return Input(given, path, str(mount_of(path)), is_seen(path, shared), travels)
 
