@@ -1,5 +1,6 @@
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -124,6 +125,17 @@ def test_an_error_in_a_resolved_recipe_names_the_line(old, new, at, what):
         loads(text, source="r.toml")
     assert error.value.what.startswith(what)
     assert error.value.where == f"r.toml:{line}"
+
+
+def test_a_setting_that_came_later_is_as_plain_pytorch():
+    text = re.sub(
+        r'\[choices\."world\.spare_workers"\]\n(.+\n)+|spare_workers = .+\n', "", _resolved_text()
+    )
+    assert "spare_workers" not in text
+    recipe = loads(text)
+    assert recipe.world.spare_workers == Recipe().world.spare_workers
+    assert recipe.choices["world.spare_workers"].reason.startswith("not yet a setting")
+    assert loads(dumps(recipe)) == recipe
 
 
 def test_half_a_resolved_recipe_is_none():

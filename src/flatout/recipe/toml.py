@@ -2,7 +2,8 @@
 
 A requested Recipe holds the fields that were named, a table a section. A resolved one holds every
 field, the `machine`, and a table such as `choices."compute.precision"` with the reason behind each;
-one with `proven_for`, a script, holds only the fields that were proven for it.
+one with `proven_for`, a script, holds only the fields that were proven for it. A field that a
+resolved one does not name is as plain PyTorch: the version that wrote it had no such setting.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from typing import Any
 
 from flatout.atomic_file import atomic_write
 from flatout.errors import RecipeError
+from flatout.recipe.parity import Parity
 from flatout.recipe.recipe import Choice, Recipe, ResolvedRecipe
 from flatout.recipe.refusal import FieldError, bad_value
-from flatout.recipe.sections import split
+from flatout.recipe.sections import PLAIN, split
 from flatout.recipe.setting import Value
 
 _LONG_KEY = re.compile(r"""(?:[\w"'-]+[ \t]*\.[ \t]*){100}""")
+_LATER = "not yet a setting of the version that wrote this"
 _REQUESTED = "# A Recipe for Flatout. What is not named here is measured, or keeps its default.\n\n"
 _RESOLVED = "# A Recipe for Flatout, resolved on the machine below; the choices say why.\n\n"
 
@@ -143,6 +146,14 @@ def _resolved(tables: dict[str, Any]) -> ResolvedRecipe:
     if not isinstance(rows, dict):
         raise bad_value("choices", rows, "a table for each field")
     choices = {field: _choice(field, row, sections) for field, row in rows.items()}
+    if not tables.get("proven_for"):
+        later = {
+            field: Choice(value=value, reason=_LATER, parity=Parity.EXACT)
+            for field, value in PLAIN.items()
+            if field not in choices and field not in sections.named()
+        }
+        sections = sections.replace({field: choice.value for field, choice in later.items()})
+        choices |= later
     return ResolvedRecipe(**{**tables, **dict(sections), "choices": choices})
 
 
