@@ -1,0 +1,160 @@
+"""What is known of the network between hosts: measured, as a file of JSON, or given as a line rate.
+
+Network.read("network.json").links[0].bytes_per_s
+parse_rate("10Gb")      # 1.25e9 bytes per second
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from flatout.atomic_file import atomic_write
+from flatout.errors import FlatoutError
+
+_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Count = Annotated[int, Field(ge=1)]
+_BITS = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_RATE = re.compile(r"(\d+(?:\.\d+)?) ?([kKMGT]?)(b|bit|bps|bit/s|b/s|B|B/s)")
+_TIME = re.compile(r"(\d+(?:\.\d+)?) ?(us|ms|s|min|m|h|d)")
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Link(_Part):
+    """Between two hosts.
+
+    Attributes:
+        between: their names.
+        rtt_s: seconds that a small message takes there and back, the median.
+        bytes_per_s: in one direction, of one sender, the median.
+    """
+
+    between: tuple[str, str]
+    rtt_s: _Positive
+    bytes_per_s: _Positive
+
+
+class Collective(_Part):
+    """How long ranks took to do something together.
+
+    Attributes:
+        op: what, such as "all_reduce".
+        reduction: how, as `world.reduction` names it; None of what is no reduction.
+        ranks, hosts: how many took part; as many ranks on each host.
+        bytes: of each rank's tensor.
+        seconds: of each time, of the slowest rank.
+    """
+
+    op: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
+    reduction: str | None = None
+    ranks: _Count
+    hosts: _Count
+    bytes: _Positive
+    seconds: Annotated[list[_Positive], Field(min_length=1)]
+
+
+class Network(_Part):
+    """What was measured between hosts, `network.json`.
+
+    Attributes:
+        version: of the file's schema; it is called "schema" there.
+        hosts: their names.
+        links: between two of them each; not all pairs have to be there.
+        collectives: of all hosts, or of fewer.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_by_name=True)
+
+    version: Literal[1] = Field(1, alias="schema")
+    hosts: Annotated[list[str], Field(min_length=1)]
+    links: list[Link] = []
+    collectives: list[Collective] = []
+
+    @model_validator(mode="after")
+    def _check(self) -> Network:
+        for link in self.links:
+            for name in link.between:
+                if name not in self.hosts:
+                    raise ValueError(f"a link names {name!r}, which is not among the hosts")
+        if not self.links and not self.collectives:
+            raise ValueError("neither links nor collectives were measured")
+        return self
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Network:
+        """Read the file.
+
+        Raises:
+            FlatoutError: it is missing, or is no such file.
+        """
+        try:
+            return cls.model_validate_json(Path(path).read_bytes())
+        except OSError as error:
+            raise FlatoutError(
+                f"cannot read network figures: {error.strerror}",
+                where=str(path),
+                do="measure them, or give a line rate such as --network 10Gb",
+            ) from error
+        except ValidationError as error:
+            first = error.errors()[0]
+            at = ".".join(map(str, first["loc"]))
+            raise FlatoutError(
+                f"expected network figures, found something else ({at}: {first['msg']})",
+                where=str(path),
+                do="measure them again, or give a line rate such as --network 10Gb",
+            ) from error
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write the file, whole or not at all.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        with atomic_write(Path(path)) as file:
+            file.write(json.dumps(self.model_dump(by_alias=True), indent=1) + "\n")
+
+
+def parse_rate(text: str) -> float:
+    """Bytes per second of a rate: "10Gb" and "100 Mbit/s" count bits, "50MB" and "1GB/s" bytes.
+
+    Raises:
+        FlatoutError: it is none.
+    """
+    found = _RATE.fullmatch(text.strip())
+    if found is None or not float(found[1]):
+        raise FlatoutError(
+            f"expected a rate such as 10Gb (bits) or 100MB (bytes) per second, found {text!r}"
+        )
+    return float(found[1]) * _BITS[found[2]] / (1 if found[3].startswith("B") else 8)
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds of a time such as "0.2ms", "50us", "30min" or "2h".
+
+    Raises:
+        FlatoutError: it is none.
+    """
+    found = _TIME.fullmatch(text.strip())
+    if found is None or not float(found[1]):
+        raise FlatoutError(f"expected a time such as 0.2ms, 30min or 2h, found {text!r}")
+    return float(found[1]) * _SECONDS[found[2]]
+
+
+def parse_network(text: str) -> Network | float:
+    """What a user says of the network: a rate, or the file of what was measured.
+
+    Raises:
+        FlatoutError: it is neither.
+    """
+    if _RATE.fullmatch(text.strip()):
+        return parse_rate(text)
+    return Network.read(text)
