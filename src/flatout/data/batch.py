@@ -107,6 +107,15 @@ class Batch(NamedTuple):
             turns=None if self.turns is None else self.turns[start:stop],
         )
 
+    def repeated(self, size: int) -> Batch:
+        """So many samples: those of this batch again and again, to try what a batch takes."""
+
+        def take(tensor: Tensor) -> Tensor:
+            return tensor[torch.arange(size, device=tensor.device) % self.size]
+
+        inputs, targets, weight = map_tensors(take, self[:3])
+        return Batch(inputs, targets, weight, None, size)
+
     def without_padding(self) -> Batch:
         """The batch without the rows that only fill it up; the same object if there are none.
 

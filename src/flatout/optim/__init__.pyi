@@ -26,5 +26,6 @@ from flatout.optim.touched_rows import steppable_rows as steppable_rows
 from flatout.optim.touched_rows import why_whole as why_whole
 from flatout.optim.traced import Kind as Kind
 from flatout.optim.traced import kind_of as kind_of
+from flatout.optim.tried import is_adaptive as is_adaptive
 from flatout.optim.tried import warnings_of as warnings_of
 from flatout.optim.update import Update as Update

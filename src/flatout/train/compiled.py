@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from flatout.data import Arrays, Pipeline, Source, split_validation
+from flatout.data import Arrays, Pipeline, Source, are_arrays, split_validation
 from flatout.errors import DataError, ModelError
 from flatout.models import (
     KerasJob,
@@ -106,6 +106,17 @@ class CompiledObjective(Objective):
         """With the first batch, which builds the optimizer."""
         self._warm_start = source
         return None
+
+    def comes_in_samples(self, x: Any, y: Any) -> bool:
+        """Whether batches of the data that `fit` is given are ours to make."""
+        if has_own_step(self.model):
+            raise ModelError(
+                f"{type(self.model).__name__} has its own train_step, which runs as written: no "
+                "batch can be tried with it",
+                do="say a batch size",
+            )
+        is_ours = not x.in_batches if isinstance(x, Pipeline) else isinstance(x, Arrays)
+        return is_ours or (x is not None and are_arrays(x))
 
     def to_fit(self, data: FitData, loop: Loop, *, drop_last: bool) -> tuple[Source, Source | None]:
         """What is trained on, and what is validated on, as `model.fit` takes it."""

@@ -178,6 +178,8 @@ class Fit:
             data=self.source,
             steps=planned,
         )
+        if loop.largest_batch is not None and loop.resume is None:
+            loop.stepper.notes.append(loop.largest_batch["words"])
         self.job.reset()  # measuring has fed its metrics
         loop.uncounted = self._uncounted
         figures = self._figures()

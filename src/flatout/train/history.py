@@ -65,6 +65,7 @@ class History:
             ranks step together.
         late: of each rank, how many gradients came too late for their step and were dropped, where
             `world.spare_workers` lets them; else None.
+        largest_batch: how `batch_size="auto"` was decided, as plain data; None where it was not.
     """
 
     batch_size: int
@@ -86,6 +87,7 @@ class History:
     confusion: Matrix | None = field(default=None, repr=False)
     staleness: dict[str, Any] | None = field(default=None, repr=False)
     late: list[int] | None = field(default=None, repr=False)
+    largest_batch: dict[str, Any] | None = field(default=None, repr=False)
 
     def __repr__(self) -> str:
         return f"<History: {self.summary()}>"
@@ -181,6 +183,7 @@ class History:
             "roofline": self.roofline,
             "staleness": self.staleness,
             "late": self.late,
+            "largest_batch": self.largest_batch,
             "steady_lanes_s": self._steady_lanes(),
             "lr_scale": self.lr_scale and self.lr_scale.as_dict(),
             "notes": list(self.notes),

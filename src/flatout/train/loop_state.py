@@ -85,6 +85,7 @@ class LoopState:
         job_changes: how many times other parameters began to train, or no longer did.
         undo: what `close` puts back; it is told whether training has failed.
         why_device: why this rank computes on its device.
+        largest_batch: how a Trainer has decided how large batches are, as plain data; else None.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class LoopState:
             raise FlatoutError(f"accumulate must be at least 1, found {accumulate}")
         self.say = say
         self.why_device = ""
+        self.largest_batch: dict[str, Any] | None = None
         self.requested, self._first_words = requested_here(recipe)
         self.allow = Parity.from_name(allow)
         self.seed = seed

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import Dataset
 
-from flatout.data import Arrays, Batch, Pipeline, Source, as_source, with_parts
+from flatout.data import Arrays, Batch, Pipeline, Source, are_arrays, as_source, with_parts
 from flatout.errors import DataError, ModelError
 from flatout.models import adapter_of
 from flatout.optim import Ftrl, Lamb, Lars, LazyAdam, RowwiseAdagrad
@@ -131,6 +131,10 @@ class Objective:
         return signature
 
     # -- data ------------------------------------------------------------------------------------
+
+    def comes_in_samples(self, x: Any, y: Any) -> bool:
+        """Whether batches of the data that `fit` is given are ours to make."""
+        return _comes_in_samples(x) or (y is not None and are_arrays(x))
 
     def to_fit(self, data: FitData, loop: Loop, *, drop_last: bool) -> tuple[Source, Source | None]:
         """What is trained on, and what is validated on."""

@@ -246,6 +246,7 @@ def data(loop: LoopState) -> dict[str, Any] | None:
         "batches": state["steps"],
         "batch_size": state["batch_size"],
         **({} if files is None else asdict(files)),
+        **({} if loop.largest_batch is None else {"largest_batch": loop.largest_batch}),
     }
 
 

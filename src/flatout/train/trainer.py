@@ -25,6 +25,7 @@ from flatout.train.fit import Fit
 from flatout.train.history import History
 from flatout.train.image_files import files_as_images
 from flatout.train.inputs import Inputs
+from flatout.train.largest_batch import check_is_open, largest_batch
 from flatout.train.loop import Loop
 from flatout.train.metrics import Given
 from flatout.train.model_ids import ModelIds, learn_ids, make_room
@@ -197,7 +198,7 @@ class Trainer:
         self,
         x: Any = None,
         y: Any = None,
-        batch_size: int | None = None,
+        batch_size: int | Literal["auto"] | None = None,
         epochs: int = 1,
         verbose: int | str = "auto",
         callbacks: Any = (),
@@ -225,8 +226,10 @@ class Trainer:
                 tensors, a torch Dataset, DataLoader, any iterable of batches, or a source of
                 `flatout.data`. Of a compiled Keras model: what `model.fit` takes, or a source.
             y: targets, if they are not part of `x`.
-            batch_size: samples per batch, for inputs that are not in batches already; 32 by
-                default.
+            batch_size: samples per batch, of all ranks, for inputs that are not in batches
+                already; 32 by default. "auto" takes the largest of which a step fits in memory,
+                found by trying some before the first step: it changes what is learned, and leaves
+                the learning rate as it is.
             epochs: the epoch number to reach; a resumed fit does what is missing.
             verbose: `progress` in Keras' words: 0 for silence, 1 or "auto" for the bar, 2 for a
                 line after each epoch alone.
@@ -262,15 +265,18 @@ class Trainer:
         Raises:
             DataError: for data that are empty, corrupt or do not fit the model.
             NumbersError: for a NaN or infinity; the weights are those from before it.
-            OutOfMemory: where no allowed micro-batch fits.
+            OutOfMemory: where no allowed micro-batch fits, or with batch_size="auto" no sample.
             CheckpointError: where a checkpoint cannot be written or does not fit.
             Interrupted: after Ctrl-C or SIGTERM, when the checkpoint is written (exits 130 or 143).
         """
-        objective = self.objective
+        objective, is_auto = self.objective, batch_size == "auto"
+        size = None if batch_size == "auto" else batch_size
         data = FitData(
-            x, y, batch_size, validation_split, validation_data, shuffle, class_weight,
+            x, y, size, validation_split, validation_data, shuffle, class_weight,
             sample_weight, steps_per_epoch, validation_steps, validation_batch_size,
         )  # fmt: skip
+        if is_auto:
+            check_is_open(objective, x, y, self.loop)
         written = objective.fit_as_written(
             data, self.loop, epochs=epochs, verbose=verbose, callbacks=callbacks,
             initial_epoch=initial_epoch, validation_freq=validation_freq,
@@ -286,6 +292,8 @@ class Trainer:
         source, validation = self.learn(source, validation)
         self._know(objective.build(source, self.loop))
         before = before or self._before_training(validation)
+        if is_auto:
+            source = self._in_largest_batches(data, source, drop_last=drop_last)
         objective.weigh_classes(source, self.loop, self.classes)
         shown = progress_of(verbose) if progress is None else progress
         ours, theirs = objective.apart(callbacks)
@@ -296,6 +304,7 @@ class Trainer:
         follow = objective.begin(self._fit.state, self._fit.job, theirs, first)
         self._fit.callbacks[:0] = follow
         self.history = self._fit.state.history  # what there is of it, should fit end in an error
+        self.history.largest_batch = self.loop.largest_batch
         try:
             self._fit.run()
         finally:
@@ -304,6 +313,22 @@ class Trainer:
             self.history.notes.append(line)
             self.loop.say(line)
         return self.history
+
+    def _in_largest_batches(self, data: FitData, source: Source, *, drop_last: bool) -> Source:
+        """The same data in batches that are as large as memory allows, which is told."""
+        loop, objective = self.loop, self.objective
+        trying = Loop(**{**self._loop_arguments, "run": None, "say": lambda line: None})
+        trying.feed.inputs = loop.feed.inputs
+        try:
+            found = largest_batch(objective, loop, trying, source)
+            data = data._replace(batch_size=found.batch_size)
+            source, _ = objective.to_fit(data, trying, drop_last=drop_last)
+        finally:
+            trying.close()
+        words = found.words(objective.optimizer, loop.lr_rule)
+        loop.largest_batch = {**found.as_dict(), "words": words}
+        loop.say(words)
+        return trained(self._agreed(source), self.signature or Signature())
 
     def _before_training(self, validation: Source | None) -> dict[str, float]:
         """Figures of a warm start's model on the rows that are validated on, which are told.

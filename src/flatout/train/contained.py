@@ -1,0 +1,145 @@
+"""Runs something in a child of this process that can take no more memory than it may.
+
+The child is a copy of this process (fork): what it runs sees the model and the data as they are,
+and nothing that it does is done here. It runs in a thread of its own: OpenMP's threads are not in
+the copy, the thread that forks would wait for them, and a new one begins with new ones. A process
+that has used a GPU cannot use it in a child.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import select
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+
+from flatout.console import first_line
+from flatout.errors import OutOfMemory
+from flatout.processes import die_with_parent
+from flatout.train.micro_batch import is_out_of_memory
+
+MEMORY, TIME = "memory", "time"
+"""Why a child has not come to its end."""
+
+# A thread's stack where no limit says its size (pthread_create(3)); little of it is ever touched.
+_STACK = 2 * 2**20
+
+
+class Told(NamedTuple):
+    """What a child has told.
+
+    Attributes:
+        value: what it was to find, as plain data.
+        why: why there is none: `MEMORY`, `TIME`, or the error in a line; "" where there is one.
+    """
+
+    value: Any
+    why: str = ""
+
+
+class Child:
+    """Begins at once.
+
+    Args:
+        run: gives plain data.
+        most: bytes that it may take beyond what this process has; None for no limit.
+    """
+
+    def __init__(self, run: Callable[[], Any], most: int | None = None) -> None:
+        self._reads, writes = os.pipe()
+        parent = os.getpid()
+        with warnings.catch_warnings():
+            # Python warns of locks that other threads hold: a child that waits for one is ended.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self._pid = os.fork()
+        if self._pid == 0:
+            os.close(self._reads)
+            _be_child(run, most, writes, parent)
+        os.close(writes)
+
+    def told(self, patience_s: float) -> Told:
+        """What it tells in so many seconds; then it is no more."""
+        deadline, said, is_late = time.monotonic() + patience_s, b"", False
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            if not select.select([self._reads], [], [], left)[0]:
+                is_late = True
+                break
+            part = os.read(self._reads, 65_536)
+            if not part:
+                break
+            said += part
+        status = self.end()
+        if said and not is_late:
+            return Told(*json.loads(said))
+        if is_late:
+            return Told(None, TIME)
+        # The kernel ends those with SIGKILL for whom there is no memory.
+        number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+        return Told(None, MEMORY if number == signal.SIGKILL else _ended_words(status))
+
+    def end(self) -> int:
+        """End it, if it has not ended; returns how it has."""
+        with suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGKILL)
+        os.close(self._reads)
+        return os.waitpid(self._pid, 0)[1]
+
+
+def _ended_words(status: int) -> str:
+    if os.WIFSIGNALED(status):
+        return f"ended by {signal.Signals(os.WTERMSIG(status)).name}"
+    return f"ended with exit code {os.waitstatus_to_exitcode(status)}"
+
+
+def _be_child(run: Callable[[], Any], most: int | None, writes: int, parent: int) -> NoReturn:
+    code = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends it
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        die_with_parent(parent)
+        with suppress(OSError):  # where memory runs out after all, this process goes
+            Path("/proc/self/oom_score_adj").write_text("1000")
+        thread = threading.Thread(target=_tell, args=(run, most, writes), daemon=True)
+        thread.start()
+        thread.join()
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _tell(run: Callable[[], Any], most: int | None, writes: int) -> None:
+    try:
+        if most is not None:
+            _limit(most)
+        said = (run(), "")
+    except BaseException as error:
+        is_memory = isinstance(error, OutOfMemory) or is_out_of_memory(error)
+        said = (None, MEMORY if is_memory else f"{type(error).__name__}: {first_line(error)}")
+    data = memoryview(json.dumps(said).encode())
+    while data:
+        data = data[os.write(writes, data) :]
+
+
+def _limit(most: int) -> None:
+    """Let allocations fail that would take more than so many bytes beyond what there are now."""
+    with open("/proc/self/status") as status:
+        line = next(line for line in status if line.startswith("VmData"))
+    stack = resource.getrlimit(resource.RLIMIT_STACK)[0]
+    stack = _STACK if stack == resource.RLIM_INFINITY else stack
+    wanted = int(line.split()[1]) * 1024 + most + stack * torch.get_num_threads()
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))

@@ -1,0 +1,370 @@
+"""`batch_size="auto"`: the largest batch of which a step fits in memory.
+
+Steps on samples of the first batch, repeated, are tried on twice as many until one does not fit,
+and between the last two by bisection. On a CPU each runs in a child of the process (contained.py),
+which may take its share of the memory that is really free, so that the job is never the one that
+the system ends; on a GPU in the process, whose allocator is held to such a share, and what the
+steps have changed is put back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from flatout.console import first_line
+from flatout.data import Source
+from flatout.errors import DataError, FlatoutError, ModelError, OutOfMemory
+from flatout.measure import available_bytes, finish_device
+from flatout.optim import LrRule, as_tuple, is_adaptive, rates_of
+from flatout.train.contained import MEMORY, TIME, Child
+from flatout.train.loop import Loop
+from flatout.train.micro_batch import forget_frames, is_out_of_memory
+from flatout.train.objective import Objective
+from flatout.train.rank_trial import is_trial
+from flatout.train.settings import Switch
+from flatout.train.snapshot import Snapshot, random_state, set_random_state
+from flatout.train.step import Stepper
+from flatout.words import counted, duration, rounded, size_words
+
+# Of the memory that is free; the rest is for what a step alone does not show.
+_SHARE = 0.9
+# Batches that are made ahead lie in memory beside the one of the step.
+_AHEAD = 2
+# The batch is found to so many parts of itself.
+_PARTS = 16
+# No step is tried that is likely to take longer, and none is waited for longer.
+_LONG_S, _PATIENCE_S = 20.0, 60.0
+# Where nothing has told how long a step takes, it may be long: what is made once is made in it.
+_FIRST_PATIENCE_S = 300.0
+# The batch that a learning rate was found with, where no one says: that of `fit`.
+_REFERENCE = 32
+_STRATEGIES = ("ddp", "local_sgd")
+
+
+class Try(NamedTuple):
+    """A step that was tried.
+
+    Attributes:
+        samples: of its batch.
+        why: it did not fit: `MEMORY`, `TIME`, or an error in a line; "" where it has.
+        seconds: that it took, with all around it.
+    """
+
+    samples: int
+    why: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class LargestBatch:
+    """What was found.
+
+    Attributes:
+        batch_size: samples of a batch, of all ranks.
+        ranks: that have them.
+        limit: bytes that a rank might take.
+        bound: what keeps it from being larger: "memory", "time", "data", an error in a line, or
+            the name of the checkpoint that a run goes on from.
+        tried: by this rank.
+    """
+
+    batch_size: int
+    ranks: int
+    limit: int
+    bound: str
+    tried: tuple[Try, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "batch_size": self.batch_size,
+            "ranks": self.ranks,
+            "limit_bytes": self.limit,
+            "bound": self.bound,
+            "tried": [one._asdict() for one in self.tried],
+        }
+
+    def words(self, optimizers: Any, rule: LrRule | None) -> str:
+        """In one line, with what it does to learning.
+
+        Args:
+            optimizers: one or several, with the rates that they have.
+            rule: the user's own, or None.
+        """
+        if not self.tried:
+            return f"batch {self.batch_size:,}, as was found before {self.bound}"
+        ours = f" = {self.ranks} x {self.batch_size // self.ranks:,}" if self.ranks > 1 else ""
+        took = (
+            f"{counted(len(self.tried), 'trial')}, {duration(sum(t.seconds for t in self.tried))}"
+        )
+        found = f"batch {self.batch_size:,}{ours}: {self._bound()} ({took})"
+        return f"{found}; {self._rates(optimizers, rule)}"
+
+    def _bound(self) -> str:
+        room = f"{size_words(self.limit)} of memory"
+        above = min((t.samples for t in self.tried if t.why == MEMORY), default=0)
+        if self.bound == MEMORY:
+            beyond = f", {above:,} do not" if above else ""
+            each = " for each rank" if self.ranks > 1 else ""
+            return f"the most that fits in {room}{each}{beyond}"
+        if self.bound == "data":
+            return "all of the data" + (" that ranks share evenly" if self.ranks > 1 else "")
+        if self.bound == TIME:
+            return f"a step on more would take longer than {duration(_LONG_S)}"
+        return f"a step on more fails: {self.bound}"
+
+    def _rates(self, optimizers: Any, rule: LrRule | None) -> str:
+        if rule is not None:
+            return "changes what is learned: your learning-rate rule follows it"
+        name = "sqrt" if any(map(is_adaptive, as_tuple(optimizers))) else "linear"
+        factor = LrRule(name, reference_batch=_REFERENCE).factor(self.batch_size)
+        rates = rates_of(optimizers)
+        then, now = (", ".join(rounded(r * f, 4) for r in rates) for f in (factor, 1.0))
+        return (
+            f"changes what is learned: LrRule({name!r}, {_REFERENCE}) would take a learning rate "
+            f"of {then}, not applied: it stays {now}"
+        )
+
+
+def check_is_open(objective: Objective, x: Any, y: Any, loop: Loop) -> None:
+    """Refuse data and jobs for which no batch can be chosen.
+
+    Raises:
+        DataError: the data come in batches.
+        ModelError: settings that decide it otherwise.
+    """
+    if not objective.comes_in_samples(x, y):
+        raise DataError(
+            f"batch_size='auto' is for data whose batches are made here, and {type(x).__name__} "
+            "makes its own",
+            do="pass arrays, the dataset of a loader (loader.dataset), or a pipeline without "
+            ".batch(...); or leave batch_size out",
+        )
+    if is_trial():
+        raise ModelError(
+            "batch_size='auto' would be another batch on each number of ranks, so that "
+            "--devices auto cannot compare them",
+            do="say --devices N, or a batch size",
+        )
+    asked = loop.requested
+    if isinstance(asked.memory.micro_batch, int):
+        raise ModelError(
+            f"batch_size='auto' with memory.micro_batch={asked.memory.micro_batch}: batches are "
+            "split until they fit, so the largest is all of the data",
+            do="leave one of them out",
+        )
+    if loop.world.size > 1 and asked.world.strategy not in _STRATEGIES:
+        raise ModelError(
+            f"batch_size='auto' tries steps of each rank alone, and with world.strategy="
+            f"{asked.world.strategy} a rank has a part of the model",
+            do="say a batch size, or train with world.strategy=ddp",
+        )
+
+
+def largest_batch(objective: Objective, loop: Loop, trying: Loop, source: Source) -> LargestBatch:
+    """The largest batch whose steps fit; all ranks call it, and agree on one.
+
+    Args:
+        objective: what is trained; its model is built.
+        loop: of the fit. One that goes on from a checkpoint keeps its batch.
+        trying: a Loop without a run folder, for the steps that are tried.
+        source: the training data, in batches of any size.
+
+    Raises:
+        OutOfMemory: a single sample does not fit, on some rank.
+        DataError: no one knows how many samples there are, or there are fewer than ranks.
+        ModelError: a step fails with any number of samples.
+    """
+    if loop.found is not None:
+        kept = loop.found.state["source"]["batch_size"]
+        return LargestBatch(kept, loop.world.size, 0, f"in {loop.found.name}", ())
+    world, samples = loop.world, source.samples
+    if samples is None:
+        raise DataError(
+            "batch_size='auto' wants to know how many samples there are, and these data do not say",
+            do="give the dataset a __len__, or say a batch size",
+        )
+    most = samples // world.size
+    if most == 0:
+        raise DataError(
+            f"{samples} samples for {world.size} ranks", do="train on as many ranks as samples"
+        )
+    trying.optimizers = as_tuple(objective.optimizer)
+    trying.be_ready(objective.model)
+    steps = Steps(objective, trying, source)
+    tried: list[Try] = []
+    failed: FlatoutError | None = None
+    try:
+        with steps.ready() as attempt:
+            tried = search(attempt, most)
+        own, bound = _outcome(tried, most, steps.limit, objective)
+    except FlatoutError as error:
+        own, bound, failed = 0, "", error
+    found = world.gather([own, bound], "the largest batch")
+    if failed is not None:
+        raise failed
+    for rank, (size, _) in enumerate(found):
+        if size == 0:
+            raise OutOfMemory(f"rank {rank} has found no batch that fits: see its own error")
+    size, bound = min(found, key=lambda one: int(one[0]))
+    return LargestBatch(size * world.size, world.size, steps.limit, bound, tuple(tried))
+
+
+def search(attempt: Callable[[int], Try], most: int) -> list[Try]:
+    """Try steps until the largest that fits is known to a sixteenth of it.
+
+    The first try is of two samples, since some losses and layers do not take one. Where it fails
+    for another reason than memory, more samples are tried; where memory is the reason, one.
+
+    Args:
+        attempt: makes a step on so many samples.
+        most: how many there are.
+    """
+    tried, low, high = [attempt(min(2, most))], 0, most + 1
+    while True:
+        last = tried[-1]
+        if not last.why:
+            low = last.samples
+        elif low or last.why in (MEMORY, TIME):
+            high = last.samples
+            break
+        if last.samples == most or (low and last.seconds > _LONG_S / 2):
+            break
+        tried.append(attempt(min(2 * last.samples, most)))
+    if high == 2 <= most:
+        tried.append(attempt(1))
+    while low and high <= most and high - low > max(1, low // _PARTS):
+        tried.append(attempt((low + high) // 2))
+        low, high = (low, tried[-1].samples) if tried[-1].why else (tried[-1].samples, high)
+    return tried
+
+
+def _outcome(tried: list[Try], most: int, limit: int, objective: Objective) -> tuple[int, str]:
+    """The largest that fits, and what keeps it from being larger."""
+    own = max((one.samples for one in tried if not one.why), default=0)
+    above = [one for one in tried if one.why and one.samples > own]
+    if own:
+        if above:
+            return own, min(above, key=lambda one: one.samples).why
+        return own, "data" if own == most else TIME
+    if tried[-1].why == MEMORY:
+        weights = sum(p.nbytes for p in objective.adapter.parameters())
+        raise OutOfMemory(
+            f"batch_size='auto': not even a step on {counted(tried[-1].samples, 'sample')} fits in "
+            f"{size_words(limit)} ({_SHARE:.0%} of the memory that is free), with "
+            f"{size_words(weights)} of weights",
+            do="use a smaller model or input, or Memory(activation_checkpointing='on')",
+        )
+    if tried[-1].why == TIME:
+        raise ModelError(
+            f"batch_size='auto': a step on {counted(tried[-1].samples, 'sample')} takes longer "
+            f"than {duration(tried[-1].seconds)}",
+            do="say a batch size",
+        )
+    raise ModelError(
+        f"batch_size='auto': steps fail, on {tried[0].samples:,} to {tried[-1].samples:,} samples: "
+        f"{tried[0].why}",
+        do="see that a fit with batch_size=32 trains",
+    )
+
+
+class Steps:
+    """Makes steps to see whether they fit, and leaves nothing of them.
+
+    Args:
+        objective: what is trained.
+        loop: whose device is known.
+        source: gives the samples.
+
+    Attributes:
+        limit: bytes that they may take.
+    """
+
+    def __init__(self, objective: Objective, loop: Loop, source: Source) -> None:
+        self._objective, self._loop, self._source = objective, loop, source
+        before = random_state()
+        self._few = loop.feed.first(source.peek(1)[0]).without_padding()
+        set_random_state(before)
+        self._seconds = 0.0
+        here = loop.world.place.local_world_size
+        # All have looked before the first takes any.
+        if loop.device.type == "cuda":
+            torch.cuda.empty_cache()
+            free = torch.cuda.mem_get_info(loop.device)[0]
+        else:
+            free = available_bytes() // here
+        loop.world.gather(free, "how much memory is free")
+        self.limit = int(_SHARE * free)
+
+    @contextmanager
+    def ready(self) -> Iterator[Callable[[int], Try]]:
+        """Within, what tries a step on so many samples."""
+        if self._loop.device.type != "cuda":
+            yield self._in_child
+            return
+        device = self._loop.device
+        snapshot = Snapshot(self._objective.model, self._loop.optimizers)
+        total = torch.cuda.mem_get_info(device)[1]
+        room = torch.cuda.memory_reserved(device) + self.limit
+        torch.cuda.set_per_process_memory_fraction(min(1.0, room / total), device)
+        try:
+            yield lambda size: self._here(size, snapshot)
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0, device)
+            self._objective.end()
+
+    def _in_child(self, size: int) -> Try:
+        began = time.monotonic()
+        patience = _PATIENCE_S if self._seconds else _FIRST_PATIENCE_S
+        told = Child(lambda: self._step(size), self.limit).told(patience)
+        seconds = time.monotonic() - began
+        self._seconds = self._seconds or seconds
+        return Try(size, told.why, round(seconds, 4))
+
+    def _here(self, size: int, snapshot: Snapshot) -> Try:
+        began, why = time.monotonic(), ""
+        try:
+            self._step(size)
+        except Exception as error:
+            why = MEMORY if is_out_of_memory(error) else first_line(error)
+            forget_frames(error)
+        seconds = time.monotonic() - began
+        snapshot.restore()
+        torch.cuda.empty_cache()
+        return Try(size, why, round(seconds, 4))
+
+    def _step(self, size: int) -> None:
+        """An optimizer step, with what lies in memory beside it."""
+        objective, loop = self._objective, self._loop
+        objective.model.train()
+        stepper = Stepper(
+            Switch(objective.model, loop.optimizers, loop.device),
+            clip_norm=loop.clip[0],
+            clip_value=loop.clip[1],
+        )
+        stepper.may_split = False
+        asked = loop.requested
+        wanted = {
+            "precision": asked.compute.precision,
+            "activation_checkpointing": asked.memory.activation_checkpointing,
+        }
+        named = {name: value for name, value in wanted.items() if value != "auto"}
+        stepper.use(stepper.switch.now.but(**named))
+        try:
+            batch = self._few.repeated(size)
+            ahead = max(_AHEAD, loop.accumulate)
+            beside: list[Any] = [self._few.repeated(size) for _ in range(ahead)]
+            if loop.world.size > 1:  # gradients are gathered before they are added up
+                beside += [torch.empty_like(p) for p in stepper.update.parameters]
+            compute = objective.job(loop, self._source, training=True).compute
+            stepper(compute, (batch,), 1)
+            finish_device()
+            del beside
+        finally:
+            stepper.switch.release()
