@@ -14,6 +14,7 @@ from flatout.data import arrays
 from flatout.errors import FlatoutError
 from flatout.measure import LANES, Profile, profile_schema
 from flatout.measure.profile import QUANTILES
+from flatout.train import step_times
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -237,3 +238,25 @@ def test_what_readers_rely_on_is_checked(tmp_path, change, words):
 def test_a_folder_without_one_is_told(tmp_path):
     with pytest.raises(FlatoutError, match="cannot read a Profile: No such file"):
         Profile.read(tmp_path)
+
+
+def test_steps_are_measured_by_their_size_without_a_trace(tmp_path, monkeypatch):
+    plain, _ = fit(tmp_path / "plain")
+    drawn = torch.get_rng_state()
+    monkeypatch.setenv("FLATOUT_PROFILE_BATCHES", "1")
+    monkeypatch.setattr(step_times, "_VISIT_S", 0.0)
+    monkeypatch.setattr(step_times, "_BESIDE_S", 0.0)
+    measured, history = fit(tmp_path / "run")
+    assert torch.equal(torch.get_rng_state(), drawn)
+    states = zip(
+        plain.model.state_dict().values(), measured.model.state_dict().values(), strict=True
+    )
+    assert all(torch.equal(a, b) for a, b in states)
+    found = Profile.read(tmp_path / "run")
+    assert found.steps.last == history.timeline.steps
+    assert [one.local_batch for one in found.step_times] == [32, 16, 8, 4]
+    assert all(min(one.seconds) > 0 for one in found.step_times)
+    assert [one.ranks for one in found.ranks_on_host][:1] == [1]
+    assert {one.local_batch for one in found.ranks_on_host} == {32}
+    assert all(min(one.seconds) > 0 for one in found.ranks_on_host)
+    assert not any("not measured" in note for note in found.notes)

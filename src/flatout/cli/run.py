@@ -77,6 +77,14 @@ def run(
             show_default=False,
         ),
     ] = None,
+    profile_batches: Annotated[
+        bool,
+        typer.Option(
+            "--profile-batches",
+            help="When a Trainer with a run folder has trained, measure steps on parts of its "
+            "batch, and ranks beside each other, for its Profile: flatout forecast reads it.",
+        ),
+    ] = False,
     restarts: Annotated[
         int, typer.Option(min=0, help="How often ranks start again after one of them was killed.")
     ] = 3,
@@ -103,6 +111,8 @@ def run(
     if checkpoints is not None:
         is_url = "://" in checkpoints
         variables["FLATOUT_CHECKPOINTS"] = checkpoints if is_url else os.path.abspath(checkpoints)
+    if profile_batches:
+        variables["FLATOUT_PROFILE_BATCHES"] = "1"
     if recipe is not None:
         variables["FLATOUT_RECIPE"] = os.path.abspath(recipe)
     if settings:

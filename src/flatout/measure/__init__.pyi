@@ -24,8 +24,10 @@ from flatout.measure.processes import Processes as Processes
 from flatout.measure.processes import ProcessUse as ProcessUse
 from flatout.measure.profile import Profile as Profile
 from flatout.measure.profile import RankProfile as RankProfile
+from flatout.measure.profile import RanksOnHost as RanksOnHost
 from flatout.measure.profile import Resumed as Resumed
 from flatout.measure.profile import Steps as Steps
+from flatout.measure.profile import StepTimes as StepTimes
 from flatout.measure.profile import profile_schema as profile_schema
 from flatout.measure.pulse import Pulse as Pulse
 from flatout.measure.pulse import Watched as Watched

@@ -75,6 +75,34 @@ class Steps:
 
 
 @dataclass(frozen=True)
+class StepTimes:
+    """Steps of one rank alone, without what ranks do together.
+
+    Attributes:
+        local_batch: samples of each.
+        seconds: of each step.
+    """
+
+    local_batch: int
+    seconds: list[float]
+
+
+@dataclass(frozen=True)
+class RanksOnHost:
+    """Steps of several ranks at once on one host, each alone with its part of the CPUs.
+
+    Attributes:
+        ranks: how many.
+        local_batch: samples of a rank's step, whatever the number of ranks.
+        seconds: of steps.
+    """
+
+    ranks: int
+    local_batch: int
+    seconds: list[float]
+
+
+@dataclass(frozen=True)
 class RankProfile:
     """What a rank tells.
 
@@ -126,7 +154,8 @@ class Profile:
         versions: `flatout`, `torch`, `python`, and `keras` where it is used.
         network: `address`, `interface`, `mbit_per_s` of rank 0 where there are several ranks.
         recipe: `summary`, `values`, `reasons` and `measured`, by the names of the Recipe's fields.
-        data: `words`, `digest`, `samples`, `batches`, `files`, `bytes`, `newest` (Unix seconds).
+        data: `words`, `digest`, `samples`, `batches`, `files`, `bytes`, `newest` (Unix seconds);
+            `largest_batch`, where batches were made as large as memory allows.
         input: `bytes_per_sample` as batches hold it, `samples_per_s` that the input could give,
             `stages_ms` per batch of one thread, `threads`, `processes`, `waited` (a share).
         communication: `reduction`; `buckets`, each with `bytes` and `ready_ms` after the backward
@@ -136,6 +165,9 @@ class Profile:
         epochs: `epoch` (from 1), `step`, `samples` and `at_s` (seconds) since this process began
             to train, and the figures of the epoch.
         notes: what was said while training.
+        step_times: by local batch, where `flatout run --profile-batches` asked for them.
+        ranks_on_host: by ranks, where that has measured them; what `--devices auto` has measured
+            stands in `world`.
     """
 
     run: str
@@ -162,6 +194,8 @@ class Profile:
     ranks: list[RankProfile]
     epochs: list[dict[str, Any]]
     notes: list[str]
+    step_times: list[StepTimes] = field(default_factory=list)
+    ranks_on_host: list[RanksOnHost] = field(default_factory=list)
 
     def write(self, folder: str | os.PathLike[str]) -> None:
         """Write it into a run folder, whole or not at all.
@@ -226,7 +260,7 @@ def profile_schema() -> dict[str, Any]:
     return {
         **found,
         "properties": {**fixed, **found["properties"]},
-        "required": [*fixed, *found["required"]],
+        "required": [*fixed, *found["properties"]],
     }
 
 

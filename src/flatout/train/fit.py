@@ -52,6 +52,7 @@ from flatout.train.signature import facts_of
 from flatout.train.snapshot import random_state, set_random_state
 from flatout.train.staleness import late_words, staleness_facts, staleness_words
 from flatout.train.state import FitState, FittingTrainer
+from flatout.train.step_times import is_asked, step_times
 from flatout.train.stragglers import RankTimes
 from flatout.train.waiting import waiting_words
 from flatout.unfinished import remove_abandoned
@@ -346,6 +347,7 @@ class Fit:
             state.history.stop_reason = state.stop_reason
             self._tell_of_staleness()
             self._note_settings()
+            self._measure_steps()
             state.history.lanes_by_rank = loop.world.gather(loop.timeline.lanes())
             loop.tell_others()
             if loop.run is not None:
@@ -377,6 +379,15 @@ class Fit:
         self.state.history.recipe = loop.resolved
         if (folder := self._run_folder()) is not None:
             dump(loop.resolved, folder / "recipe.toml")
+
+    def _measure_steps(self) -> None:
+        """What steps take by their size, where the user has asked for it."""
+        if self.loop.run is None or not is_asked():
+            return
+        times, beside, words = step_times(self.loop, self.compute, self.source)
+        self.loop.keep_step_times(times, beside)
+        for line in words:
+            self._note(line)
 
     def _tell_of_waiting(self) -> None:
         """Say that the input held the training back, if it did, and what would help."""

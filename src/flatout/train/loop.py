@@ -33,7 +33,7 @@ from torch import nn
 from flatout.data import Batch, Source
 from flatout.devices import process
 from flatout.errors import ModelError
-from flatout.measure import Live
+from flatout.measure import Live, RanksOnHost, StepTimes
 from flatout.models import has_compiled
 from flatout.optim import Optimizers, as_tuple
 from flatout.recipe import ResolvedRecipe, dumps
@@ -426,6 +426,12 @@ class Loop(LoopState):
         """Keep what the user was told, for the Profile of a run folder."""
         if self._recording is not None:
             self._recording.notes += notes
+
+    def keep_step_times(self, times: list[StepTimes], beside: list[RanksOnHost]) -> None:
+        """Keep what was measured of steps, for the Profile of a run folder."""
+        if self._recording is not None:
+            self._recording.step_times = times
+            self._recording.ranks_on_host = beside
 
     def tell_others(self) -> None:
         """Have all ranks tell what they record, for the Profile; all call it."""

@@ -26,7 +26,7 @@ import torch
 
 from flatout.console import first_line
 from flatout.devices import GpuMeter
-from flatout.measure import Profile, RankProfile, Resumed, Use
+from flatout.measure import Profile, RankProfile, RanksOnHost, Resumed, StepTimes, Use
 from flatout.measure.profile import RUNS, State
 from flatout.train import profiled
 from flatout.train.history import json_safe
@@ -50,12 +50,15 @@ class Recording:
     Attributes:
         due: on `perf_counter_ns`' clock; call `look` at the end of a step after that.
         notes: what the user was told while training.
+        step_times, ranks_on_host: as of the Profile, once they are measured.
     """
 
     def __init__(self, loop: LoopState, model: dict[str, Any], sample_bytes: float | None) -> None:
         self._loop = loop
         self._model, self._sample_bytes = model, sample_bytes
         self.notes: list[str] = []
+        self.step_times: list[StepTimes] = []
+        self.ranks_on_host: list[RanksOnHost] = []
         self._began, self._began_at = time.time(), clock()
         self._startup_s = self._began - psutil.Process().create_time()
         self._first_step = loop.step_count
@@ -167,6 +170,8 @@ class Recording:
             ranks=[own, *self._told[1:]],
             epochs=list(self._epochs),
             notes=[*self.notes, *loop.stepper.notes],
+            step_times=self.step_times,
+            ranks_on_host=self.ranks_on_host,
         )
 
     # -- the folder's history ----------------------------------------------------------------

@@ -1,0 +1,221 @@
+"""What a step takes by its size, and beside other ranks of its host: for `flatout run
+--profile-batches`, when a fit has trained.
+
+A step of this rank alone, with nothing to add up, on samples of the first batch: at the job's local
+batch and at a half, a quarter and an eighth of it, in turn and back. On a CPU that runs in children
+of the process (contained.py), of which nothing comes back but times, and so do several ranks beside
+each other; on a GPU in the process, and all that the steps have changed is put back.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from flatout.data import Batch, Source
+from flatout.devices import affinity, set_affinity
+from flatout.measure import RanksOnHost, StepTimes, available_bytes, finish_device, usable_cpus
+from flatout.strategies import Strategy
+from flatout.train.contained import Child
+from flatout.train.loop import Loop
+from flatout.train.snapshot import Snapshot, random_state, set_random_state
+from flatout.train.step import Compute, Stepper
+from flatout.world import ONE
+from flatout.world.cpus import own_cpus
+
+ASKED = "FLATOUT_PROFILE_BATCHES"
+"""Set where a user has asked for them."""
+
+_PARTS = (1, 2, 4, 8)
+# Each visit of a size makes so many steps, and more while it is shorter than that.
+_FEWEST, _VISIT_S = 2, 0.15
+_WARM, _VISITS = 2, 4
+# No visit begins after so long.
+_LONG_S, _PATIENCE_S = 20.0, 300.0
+# Of all ranks together; and so long all of them make steps at the same time.
+_BESIDE_S = 1.5
+_STARTS_S = 0.3
+_MOST_SECONDS = 200
+_SHARE = 0.9
+
+
+def is_asked() -> bool:
+    """Whether step times are to be measured."""
+    return bool(os.environ.get(ASKED))
+
+
+def step_times(loop: Loop, compute: Compute, source: Source) -> tuple[Any, Any, list[str]]:
+    """Measure when the training is over; all ranks call it, and all measure at once.
+
+    Args:
+        loop: that has trained.
+        compute: forward and loss of a batch.
+        source: it has trained on.
+
+    Returns:
+        a `StepTimes` for each size, a `RanksOnHost` for each number of ranks, and what the user
+        should know where something could not be measured.
+    """
+    if loop.lays_out or loop.has_servers or loop.stepper.switch.shards is not None:
+        why = "a rank has a part of the model alone"
+        return [], [], [f"step times by batch are not measured: {why}"]
+    before = random_state()
+    few = next(iter(source.peek(1)), None)
+    set_random_state(before)
+    if few is None or source.batch_size is None:
+        return [], [], ["step times by batch are not measured: batches have no size"]
+    steps = _Steps(loop, compute, loop.ready(few).without_padding())
+    local = max(1, round(source.batch_size / loop.world.size))
+    sizes = list(dict.fromkeys(max(1, local // part) for part in _PARTS))
+    loop.say(
+        f"measuring steps on {', '.join(map(str, sizes))} samples: weights and random numbers stay"
+    )
+    found, why = steps.by_size(sizes)
+    times = [StepTimes(size, seconds) for size, seconds in zip(sizes, found, strict=True)]
+    words = [f"step times by batch are not measured: {why}"] if why else []
+    beside: list[RanksOnHost] = []
+    if loop.world.size == 1 and loop.device.type == "cpu" and not why:
+        beside, why = steps.beside(local, median(times[0].seconds))
+        words += [f"ranks beside each other are not measured: {why}"] if why else []
+    loop.world.wait("times of steps")
+    return times, beside, words
+
+
+class _Steps:
+    """Makes steps of this rank alone.
+
+    Args:
+        loop: whose settings they run under, but for a graph that was compiled for one size.
+        compute: forward and loss of a batch.
+        few: samples, on the device.
+    """
+
+    def __init__(self, loop: Loop, compute: Compute, few: Batch) -> None:
+        self._loop, self._compute, self._few = loop, compute, few
+
+    def by_size(self, sizes: list[int]) -> tuple[list[list[float]], str]:
+        """Seconds of the steps on each number of samples, and why there are none."""
+        if self._loop.device.type != "cuda":
+            told = Child(lambda: self._visits(sizes), self._room(1)).told(_PATIENCE_S)
+            return told.value or [], told.why
+        stepper = self._loop.stepper
+        snapshot = Snapshot(stepper.switch.model, stepper.switch.optimizers)
+        with self._loop.uncounted():
+            try:
+                return self._visits(sizes), ""
+            finally:
+                snapshot.restore()
+
+    def beside(self, size: int, seconds: float) -> tuple[list[RanksOnHost], str]:
+        """Steps of 1, 2, 4, ... ranks at once, each with its part of the CPUs.
+
+        Args:
+            size: samples of a step.
+            seconds: that one takes on all CPUs.
+        """
+        most = usable_cpus()
+        counts = [2**n for n in range(most.bit_length()) if 2**n <= most]
+        cpus = sorted(affinity())
+        found: list[RanksOnHost] = []
+        for ranks in counts:
+            # By then all have warmed up.
+            begin = time.monotonic() + _STARTS_S + (_WARM + 2) * ranks * seconds
+            room = self._room(ranks)
+            children = [
+                Child(self._on(own_cpus(cpus, rank, ranks), begin, size), room)
+                for rank in range(ranks)
+            ]
+            told = [child.told(_PATIENCE_S) for child in children]
+            if why := next((one.why for one in told if one.why), ""):
+                return found, why
+            all_ranks = [second for one in told for second in one.value]
+            found.append(RanksOnHost(ranks, size, _thinned(all_ranks)))
+        return found, ""
+
+    def _room(self, ranks: int) -> int:
+        here = self._loop.world.place.local_world_size
+        return int(_SHARE * available_bytes() / max(here, ranks))
+
+    def _on(self, cpus: list[int], begin: float, size: int) -> Callable[[], list[float]]:
+        """What a rank runs: steps until all have made some at the same time."""
+
+        def run() -> list[float]:
+            set_affinity(cpus)
+            torch.set_num_threads(len(cpus))
+            with _alone(self._loop.stepper) as stepper:
+                batch = self._few.repeated(size)
+                for _ in range(_WARM):
+                    self._step(stepper, batch)
+                first = self._step(stepper, batch)
+                end = begin + max(_BESIDE_S, 5 * first)
+                found: list[float] = []
+                while time.monotonic() < end or not found:
+                    counts = time.monotonic() >= begin
+                    seconds = self._step(stepper, batch)
+                    found += [seconds] if counts else []
+                return found
+
+        return run
+
+    def _visits(self, sizes: list[int]) -> list[list[float]]:
+        """Seconds of steps at each size, visited in one order and then in the other."""
+        found: list[list[float]] = [[] for _ in sizes]
+        with _alone(self._loop.stepper) as stepper:
+            batches = [self._few.repeated(size) for size in sizes]
+            for batch in batches:
+                for _ in range(_WARM):
+                    self._step(stepper, batch)
+            began = time.monotonic()
+            for visit in range(_VISITS):
+                places = list(range(len(sizes)))
+                for place in places if visit % 2 == 0 else reversed(places):
+                    if found[place] and time.monotonic() > began + _LONG_S:
+                        continue
+                    found[place] += self._visit(stepper, batches[place])
+        return [_thinned(seconds) for seconds in found]
+
+    def _visit(self, stepper: Stepper, batch: Batch) -> list[float]:
+        self._step(stepper, batch)  # another size was in the caches
+        found: list[float] = []
+        while len(found) < _FEWEST or sum(found) < _VISIT_S:
+            found.append(self._step(stepper, batch))
+        return found
+
+    def _step(self, stepper: Stepper, batch: Batch) -> float:
+        """The seconds of a step."""
+        began = time.perf_counter()
+        stepper(self._compute, (batch,), self._loop.next_step)
+        finish_device()
+        return time.perf_counter() - began
+
+
+@contextmanager
+def _alone(stepper: Stepper) -> Iterator[Stepper]:
+    """Within, steps are of this rank alone."""
+    names = ("world", "samples", "strategy", "capture", "_norms", "_moves", "may_split")
+    kept = {name: getattr(stepper, name) for name in names}
+    across = stepper.joint.update.across
+    stepper.world, stepper.samples, stepper.strategy = ONE, 0.0, Strategy()
+    stepper.capture = stepper._norms = stepper._moves = None
+    stepper.may_split, stepper.joint.update.across = False, None
+    try:
+        yield stepper
+    finally:
+        stepper.joint.update.across = across
+        for name, value in kept.items():
+            setattr(stepper, name, value)
+
+
+def _thinned(seconds: list[float]) -> list[float]:
+    """As many as a Profile keeps, evenly chosen."""
+    if len(seconds) > _MOST_SECONDS:
+        places = np.linspace(0, len(seconds) - 1, _MOST_SECONDS).round().astype(int)
+        seconds = [seconds[place] for place in places]
+    return [float(f"{one:.5g}") for one in seconds]
