@@ -1,0 +1,118 @@
+"""What a machine and a network may be, after some steps on them were timed.
+
+Draws from the prior are weighted by how well the model reproduces with them the steps that were
+timed (importance sampling; Rubin, "Using the SIR algorithm", 1988), and drawn again by weight. So
+what the timed steps do not tell stays as uncertain as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import log
+
+import numpy as np
+
+from flatout.forecast.collectives import Floats
+from flatout.forecast.job import Job, Prior, Range, Row, Sent
+from flatout.forecast.step import Draws, sending, step_terms
+
+# Enough for the quantiles of what is printed; so many of them are to have a say.
+_DRAWS, _KEPT, _FEWEST = 20_000, 4_000, 200
+_NO_LIMIT = np.inf
+# Errors have longer tails than normal ones: rows of one table were run on other days.
+_FREEDOM = 4.0
+
+
+def calibrate(
+    job: Job, prior: Prior, rows: Sequence[Row], sent: Sequence[Sent] = (), seed: int = 0
+) -> Draws:
+    """Draw what agrees with the timed steps.
+
+    Args:
+        job: that took them.
+        prior: of what is not known.
+        rows: at least one; that of the fewest ranks says how fast a rank computes.
+        sent: reductions that were timed alone.
+        seed: of the draws.
+    """
+    rows = sorted(rows, key=lambda row: (row.shape.silent, row.shape.ranks))
+    rng = np.random.default_rng(seed)
+    draws = _drawn(prior, rng)
+    first = rows[0]
+    wanted = first.seconds * np.exp(first.noise * rng.standard_normal(_DRAWS))
+    draws = replace(draws, seconds=_solved(job, first, draws, wanted))
+    off = [
+        (np.log(total_seconds(job, row, draws)) - np.log(row.seconds)) / row.noise for row in rows
+    ]
+    off += [(np.log(sending(job, one, draws)) - np.log(one.seconds)) / one.noise for one in sent]
+    return draws.take(_chosen(off, rng))
+
+
+def total_seconds(job: Job, row: Row, draws: Draws) -> Floats:
+    """Of a step of such a shape."""
+    return np.asarray(sum(step_terms(job, row.shape, draws).values()))
+
+
+def _drawn(prior: Prior, rng: np.random.Generator) -> Draws:
+    def even(found: Range) -> Floats:
+        return rng.uniform(*found, _DRAWS)
+
+    def by_size(found: Range | None) -> Floats:
+        if found is None:
+            return np.full(_DRAWS, _NO_LIMIT)
+        low, high = map(log, found)
+        return np.asarray(np.exp(rng.uniform(low, high, _DRAWS)))
+
+    return Draws(
+        seconds=np.ones(_DRAWS),
+        fixed=even(prior.fixed),
+        contention=by_size(prior.contention),
+        power=even(prior.power),
+        spread=by_size(prior.spread),
+        hidden=even(prior.hidden),
+        rtt=by_size(prior.rtt),
+        nic=by_size(prior.nic),
+        summing=by_size(prior.summing),
+        inside=by_size(prior.inside),
+        input=by_size(prior.input),
+        total_input=by_size(prior.total_input),
+    )
+
+
+def _solved(job: Job, row: Row, draws: Draws, wanted: Floats) -> Floats:
+    """Seconds of computing with which the model gives a row's time.
+
+    A step gets longer with them, and what is not hidden gets shorter by less: so this converges.
+    """
+    unlimited = replace(draws, input=np.full(_DRAWS, np.inf), total_input=np.full(_DRAWS, np.inf))
+    found = wanted
+    for _ in range(30):
+        terms = step_terms(job, row.shape, replace(unlimited, seconds=found))
+        busy = sum(terms.values()) - terms["gradient sync"]
+        after = found * np.maximum(wanted - terms["gradient sync"], 0.01 * wanted) / busy
+        if np.allclose(after, found, rtol=1e-4):
+            return after
+        found = after
+    return found
+
+
+def _chosen(
+    off: Sequence[Floats], rng: np.random.Generator
+) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+    """Places of draws, by their weight: Student's t of how far off each row is.
+
+    Where too few draws agree with all rows, the model is wrong by more than the noise, and the
+    rows tell less.
+    """
+    wider = 1.0
+    while True:
+        fits = sum(-(_FREEDOM + 1) / 2 * np.log1p((z / wider) ** 2 / _FREEDOM) for z in off)
+        weights = np.exp(fits - np.max(fits))
+        weights /= weights.sum()
+        if 1 / np.square(weights).sum() >= _FEWEST:
+            break
+        wider *= 1.25
+    # Evenly spaced along the sum of weights, so that chance adds little.
+    points = (np.arange(_KEPT) + rng.uniform()) / _KEPT
+    return np.minimum(np.searchsorted(np.cumsum(weights), points), _DRAWS - 1)

@@ -1,0 +1,134 @@
+"""What it takes ranks to add up or exchange a tensor, by latency, bandwidth and the adding itself.
+
+All functions take `alpha`, the seconds that a message takes that is empty; `beta`, the seconds of
+a byte on a host's link, in one direction; and `gamma`, the seconds in which a rank adds up a byte:
+numbers, or arrays with a draw in each place. `bytes` are those of one rank's tensor. The terms are
+those of Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
+MPICH", 2005, and of each reduction's own file in `flatout/strategies/reductions`.
+"""
+
+from __future__ import annotations
+
+from math import ceil, log2
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+# Numbers that a rank of 16 bits is packed from and unpacked to, beside adding up.
+_PACKING = 2.0
+
+
+class Link(NamedTuple):
+    """Between ranks: `alpha`, `beta` and `gamma`, see above."""
+
+    alpha: Floats
+    beta: Floats
+    gamma: Floats
+
+
+def ring(bytes: float, ranks: int, link: Link) -> Floats:
+    """Pieces go round twice: each link carries 2 (p - 1) / p of the bytes.
+
+    Patarasuk and Yuan, "Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations",
+    2009. Ranks of one host lie beside one another in the ring, so that a host's link carries no
+    more than that, however many ranks the host has. gloo and NCCL reduce so where tensors are
+    large.
+    """
+    turns, share = ranks - 1, (ranks - 1) / ranks
+    return 2 * turns * link.alpha + share * bytes * (2 * link.beta + link.gamma)
+
+
+def to_one(bytes: float, ranks: int, link: Link) -> Floats:
+    """A tree to the first rank and back, 2 log2(p) turns with all the bytes in each."""
+    turns = ceil(log2(ranks)) if ranks > 1 else 0
+    return turns * (2 * link.alpha + bytes * (2 * link.beta + link.gamma))
+
+
+def shared(bytes: float, ranks: int, link: Link) -> Floats:
+    """In memory that all see: two meetings, each rank reads its piece of all and copies the rest.
+
+    `beta` and `gamma` are of memory.
+    """
+    if ranks == 1:
+        return np.zeros_like(link.alpha)
+    return 2 * link.alpha + bytes * ((ranks - 1) / ranks * link.beta + link.gamma)
+
+
+def halves(bytes: float, ranks: int, hosts: int, link: Link) -> Floats:
+    """As 16-bit numbers: pieces to their owners, sums to all; half the bytes of a ring.
+
+    Pieces go from each rank to each, so a host's link carries those of all its ranks.
+    """
+    if ranks == 1:
+        return np.zeros_like(link.alpha)
+    per_host = ranks // hosts
+    out = per_host * (ranks - per_host) / ranks if hosts > 1 else (ranks - 1) / ranks
+    back = (ranks - 1) / ranks
+    sent = bytes / 2 * (out + back) * link.beta
+    return 2 * (ranks - 1) * link.alpha + sent + bytes * (1 + _PACKING) * link.gamma
+
+
+def power_sgd(bytes: float, ranks: int, rank: int, link: Link) -> Floats:
+    """Two thin matrices in place of a square one of fp32: 2 r sqrt(n) numbers of n.
+
+    Vogels, Karimireddy and Jaggi, "PowerSGD", 2019. The three products read the whole gradient.
+    """
+    if ranks == 1:
+        return np.zeros_like(link.alpha)
+    thin = min(bytes / 2, 4 * 2 * rank * (bytes / 4) ** 0.5)
+    return 2 * ring(thin / 2, ranks, link) + 3 * bytes * link.gamma
+
+
+def hierarchical(bytes: float, hosts: int, per_host: int, inner: Link, outer: Link) -> Floats:
+    """To a rank of each host, between these in a ring, and back within the hosts.
+
+    Goyal et al., "Accurate, Large Minibatch SGD", 2017.
+    """
+    return to_one(bytes, per_host, inner) + (ring(bytes, hosts, outer) if hosts > 1 else 0.0)
+
+
+def all_gather(bytes: float, ranks: int, link: Link) -> Floats:
+    """Of a tensor whose parts lie on the ranks: (p - 1) / p of its bytes to each, in a ring.
+
+    A reduce-scatter takes the same and the adding, see `ring`.
+    """
+    return (ranks - 1) * link.alpha + (ranks - 1) / ranks * bytes * link.beta
+
+
+def all_to_all(bytes: float, ranks: int, hosts: int, link: Link) -> Floats:
+    """Each rank has other bytes for each: a host's link carries those of all its ranks."""
+    if ranks == 1:
+        return np.zeros_like(link.alpha)
+    per_host = ranks // hosts
+    sent = per_host * (ranks - per_host) / ranks if hosts > 1 else (ranks - 1) / ranks
+    return (ranks - 1) * link.alpha + sent * bytes * link.beta
+
+
+def fullest_server(
+    bytes: float, hosts: int, servers: int, largest: float, link: Link, *, beside: bool
+) -> Floats:
+    """Workers of all hosts send gradients to servers and get weights back: the fullest one's time.
+
+    A server's link takes in what each host but its own sends it, while as much goes out. A server
+    of equal shares has bytes / servers; where tensors stay whole, no less than the largest one.
+    A server that stands `beside` a worker takes in that worker's weights, too. Its CPU adds up
+    what comes. Li et al., "Scaling Distributed Machine Learning with the Parameter Server", 2014;
+    published runs collapse where this term says so, see docs/forecast_accuracy.md.
+
+    Args:
+        bytes: of all gradients.
+        hosts: with workers; each adds up those of its own ranks before.
+        servers: how many.
+        largest: bytes of what is not cut.
+        link: of a server's host.
+        beside: whether servers are on the workers' hosts.
+    """
+    share = max(bytes / servers, largest)
+    others = hosts - 1 if beside else hosts
+    if others == 0:
+        return np.zeros_like(link.alpha)
+    own = bytes * (servers - 1) / servers if beside else 0.0
+    moved = (others * share + own) * link.beta
+    return 2 * link.alpha + np.maximum(moved, hosts * share * link.gamma)

@@ -1,0 +1,216 @@
+"""How far off the model is on published series: calibrated on first rows, it predicts others.
+
+    judged = judge()
+    widening(judged)     # by how much intervals are widened, by whether the link was calibrated on
+
+The rule is the same for all series and was set before any was looked at: the model is calibrated on
+each beginning of a series of two rows or more (of one, where there are but two) and predicts all
+rows after it. Intervals are widened by what the *other* series' errors ask for, so no series has a
+say in its own (conformal prediction, leave-one-series-out; Lei et al., "Distribution-Free
+Predictive Inference for Regression", 2018).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+
+from flatout.forecast.calibrate import calibrate, total_seconds
+from flatout.forecast.interval import Spreading, conformal_factor
+from flatout.forecast.published import Series, series, with_input
+
+COVERED = 0.9
+"""Of intervals."""
+FARTHEST = 4.0
+"""Times what was calibrated on, up to where a number is said; beyond it is a range."""
+# More devices than before give less than this share of what as many gave before: it saturates.
+_SATURATES, _SEEN_AS = 0.75, 0.8
+
+
+@dataclass(frozen=True)
+class Case:
+    """One prediction, and what was published.
+
+    Attributes:
+        series: of which it is.
+        rows: how many it was calibrated on.
+        place: of the row that is predicted.
+        growth: its devices as a multiple of the largest calibrated row's.
+        is_crossing: whether it is the first row on several hosts, or such a row when none was
+            calibrated on: the network is known from its line rate alone.
+        found: the predicted rate, with its interval before it is widened.
+    """
+
+    series: Series
+    rows: int
+    place: int
+    growth: float
+    is_crossing: bool
+    found: Spreading
+
+    @property
+    def truth(self) -> float:
+        """The published rate."""
+        return self.series.rates[self.place]
+
+    @property
+    def error(self) -> float:
+        """Of the predicted rate, as a share of the published one."""
+        return self.found.middle / self.truth - 1
+
+    @property
+    def score(self) -> float:
+        """How far off it is, in half widths of the interval on that side."""
+        return self.found.score(self.truth)
+
+    @property
+    def is_number(self) -> bool:
+        """Or a range."""
+        return self.growth <= FARTHEST
+
+    @property
+    def marginal(self) -> tuple[float, float]:
+        """What more devices than the row before gave, as a share of what as many gave there.
+
+        Published, and predicted from that row's published rate.
+        """
+        before = self.place - 1
+        shapes, rates = self.series.shapes, self.series.rates
+        ideal = rates[before] * shapes[self.place].ranks / shapes[before].ranks
+        return self.truth / ideal, self.found.middle / ideal
+
+
+def judge(wanted: Iterable[Series] | None = None) -> list[Case]:
+    """Predict all rows of all series that can be predicted.
+
+    Args:
+        wanted: the series; None is all of them.
+    """
+    cases = []
+    for one in series() if wanted is None else wanted:
+        count = len(one.shapes)
+        for rows in range(min(2, count - 1), count):
+            cases += _predicted(one, rows)
+    return cases
+
+
+def _predicted(one: Series, rows: int) -> list[Case]:
+    known = [one.row(place) for place in range(rows)]
+    prior = one.prior
+    if one.reads_files:
+        fastest = max(
+            rate / shape.hosts for rate, shape in zip(one.rates[:rows], one.shapes, strict=False)
+        )
+        prior = with_input(prior, fastest)
+    draws = calibrate(one.job, prior, known)
+    has_crossed = any(row.shape.hosts > 1 for row in known)
+    largest, cases = max(row.shape.ranks for row in known), []
+    rng = np.random.default_rng(1)
+    for place in range(rows, len(one.shapes)):
+        row = one.row(place)
+        seconds = total_seconds(one.job, row, draws)
+        seconds = seconds * np.exp(row.noise * rng.standard_normal(len(seconds)))
+        cases.append(
+            Case(
+                series=one,
+                rows=rows,
+                place=place,
+                growth=row.shape.ranks / largest,
+                is_crossing=row.shape.hosts > 1 and not has_crossed,
+                found=Spreading.of(row.shape.samples / seconds, COVERED),
+            )
+        )
+    return cases
+
+
+def factor_without(cases: Sequence[Case], one: Case) -> float:
+    """By how much a case's interval is widened: by the other series' errors, of cases like it."""
+    return conformal_factor([case.score for case in cases if _is_other(case, one)], COVERED)
+
+
+def _is_other(case: Case, one: Case) -> bool:
+    is_alike = case.is_number and case.is_crossing == one.is_crossing
+    return is_alike and (case.series.source, case.series.name) != (
+        one.series.source,
+        one.series.name,
+    )
+
+
+def widening(cases: Sequence[Case]) -> dict[str, float]:
+    """By how much a forecast's intervals are widened: by all series' errors.
+
+    Returns:
+        `measured` where steps across the hosts' link were timed, `given` where none was.
+    """
+    return {
+        name: round(
+            conformal_factor(
+                [
+                    case.score
+                    for case in cases
+                    if case.is_number and case.is_crossing is is_crossing
+                ],
+                COVERED,
+            ),
+            2,
+        )
+        for name, is_crossing in (("measured", False), ("given", True))
+    }
+
+
+def covered(cases: Sequence[Case], among: Sequence[Case]) -> float:
+    """The share of cases whose published rate lies within the widened interval.
+
+    Args:
+        cases: in question.
+        among: all cases, whose errors widen it.
+    """
+    inside = [case.score <= factor_without(among, case) for case in cases]
+    return sum(inside) / len(inside)
+
+
+def saturating(cases: Sequence[Case]) -> list[Case]:
+    """Cases of rows that saturate, each predicted from all rows before it."""
+    return [
+        case
+        for case in cases
+        if case.rows == case.place
+        and case.place > 0
+        and math.isclose(case.growth, 2.0)
+        and case.marginal[0] < _SATURATES
+    ]
+
+
+def is_seen(case: Case) -> bool:
+    """Whether the model says of a row that saturates that it does."""
+    return case.marginal[1] < _SEEN_AS
+
+
+def keys(cases: Sequence[Case]) -> dict[str, float]:
+    """What the model is judged by, over the series it was not built with.
+
+    Returns:
+        `published_error_2x`, `published_error_4x`: the median error's size up to twice, and from
+        there to four times what was calibrated on. `published_covered`: of these. The same with
+        `_given` where the network is known from its line rate alone. `range_covered`: beyond four
+        times. `collapse_predicted`: of rows that saturate.
+    """
+    judged = [case for case in cases if case.series.is_judged]
+    found: dict[str, float] = {}
+    for name, is_crossing in (("", False), ("_given", True)):
+        alike = [case for case in judged if case.is_number and case.is_crossing is is_crossing]
+        found[f"published_error_2x{name}"] = _median_error(c for c in alike if c.growth <= 2)
+        found[f"published_error_4x{name}"] = _median_error(c for c in alike if c.growth > 2)
+        found[f"published_covered{name}"] = covered(alike, cases)
+        collapses = [case for case in saturating(judged) if case.is_crossing is is_crossing]
+        found[f"collapse_predicted{name}"] = sum(map(is_seen, collapses)) / len(collapses)
+    found["range_covered"] = covered([case for case in judged if not case.is_number], cases)
+    return found
+
+
+def _median_error(cases: Iterable[Case]) -> float:
+    return median(abs(case.error) for case in cases)

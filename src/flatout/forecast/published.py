@@ -1,0 +1,158 @@
+"""Published series of training speed: read from `published/`, a file of TOML for each source."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+from typing import Any, Literal
+
+from flatout.forecast.job import GPU_SUMS, Job, Prior, Range, Row, Shape
+from flatout.forecast.overlap import cut
+
+NETWORKS: dict[str, Range] = {"tcp": (0.45, 0.75), "rdma": (0.5, 0.95), "about": (0.45, 1.5)}
+"""What share of a link's line rate collectives reach, by the kind of network.
+
+TCP and RDMA as measured elsewhere (`docs/forecast_accuracy.md` has the sources); "about" is where
+the line rate itself is not known well. It is a guess from before any series was judged.
+"""
+_INSIDE: Range = (0.1, 0.9)
+# From what is published a file's rate is not known: it may be the limit, or ten times as fast.
+_INPUT: Range = (1.0, 10.0)
+
+
+@dataclass(frozen=True)
+class Series:
+    """One model on one system, at several sizes.
+
+    Attributes:
+        source: of the file.
+        name: of the series.
+        is_judged: whether the model was not built with it.
+        system: in words.
+        unit: of the rate.
+        per_host: devices of a full host.
+        shapes: the sizes, the smallest first.
+        rates: units per second at each.
+        job: what a step sends.
+        prior: of its machines.
+        reads_files: whether samples come from files.
+    """
+
+    source: str
+    name: str
+    is_judged: bool
+    system: str
+    unit: str
+    per_host: int
+    shapes: tuple[Shape, ...]
+    rates: tuple[float, ...]
+    job: Job
+    prior: Prior
+    reads_files: bool
+
+    def row(self, place: int) -> Row:
+        """The time of a step at a size."""
+        shape = self.shapes[place]
+        return Row(shape, shape.samples / self.rates[place])
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file of `published/`.
+
+    Attributes:
+        name: of the source.
+        where: it was published.
+        remark: what is to be known of it.
+        series: that it holds.
+    """
+
+    name: str
+    where: str
+    remark: str
+    series: tuple[Series, ...]
+
+
+@cache
+def sources() -> tuple[Source, ...]:
+    """All files, by their names."""
+    folder = files("flatout.forecast") / "published"
+    found = sorted((one for one in folder.iterdir() if one.name.endswith(".toml")), key=_name)
+    return tuple(_source(tomllib.loads(one.read_text("utf-8"))) for one in found)
+
+
+def series() -> Iterator[Series]:
+    """Those of all files."""
+    for source in sources():
+        yield from source.series
+
+
+def _name(file: Any) -> str:
+    return str(file.name)
+
+
+def _source(data: dict[str, Any]) -> Source:
+    made = tuple(_series(data, one, data["systems"][one["system"]]) for one in data["series"])
+    return Source(data["source"], data["where"], data["remark"], made)
+
+
+def _series(data: dict[str, Any], one: dict[str, Any], system: dict[str, Any]) -> Series:
+    per_host, count = system["devices_per_host"], len(one["devices"])
+    batches = one["batch"] if isinstance(one["batch"], list) else [one["batch"]] * count
+    accumulated = one.get("accumulated", [1] * count)
+    servers = one.get("servers")
+    shapes = tuple(
+        Shape(
+            hosts=max(1, devices // per_host),
+            per_host=min(devices, per_host),
+            batch=float(batches[place]),
+            accumulated=accumulated[place],
+            servers=servers[place] if servers else max(1, devices // per_host),
+        )
+        for place, devices in enumerate(one["devices"])
+    )
+    return Series(
+        source=data["source"],
+        name=one["name"],
+        is_judged=_is_judged(data["used_for"]),
+        system=system["is"],
+        unit=data["unit"],
+        per_host=per_host,
+        shapes=shapes,
+        rates=tuple(map(float, one["rate"])),
+        job=Job(
+            buckets=cut(one["gradient_mb"] * 1e6),
+            batch=shapes[0].batch,
+            strategy=system.get("strategy", "ddp"),
+            reduction=system.get("reduction", "all_reduce"),
+            largest=one.get("largest_tensor_mb", 0) * 1e6,
+            row_bytes=one.get("row_kb", 0) * 1e3,
+        ),
+        prior=_prior(system),
+        reads_files=one.get("reads_files", False),
+    )
+
+
+def _is_judged(used_for: Literal["building", "judging"]) -> bool:
+    return {"building": False, "judging": True}[used_for]
+
+
+def _prior(system: dict[str, Any]) -> Prior:
+    low, high = (share * system["inside_gbyte_s"] * 1e9 for share in _INSIDE)
+    nic = None
+    if "network" in system:
+        line = system["network_gbit_s"] / 8 * 1e9
+        least, most = NETWORKS[system["network"]]
+        nic = (least * line, most * line)
+    prior = Prior(nic=nic, inside=(low, high))
+    # Servers add up on CPUs, and so do hosts without RDMA that send from memory.
+    on_gpus = system.get("network") == "rdma" and system.get("strategy") != "parameter_server"
+    return replace(prior, summing=GPU_SUMS) if on_gpus else prior
+
+
+def with_input(prior: Prior, fastest: float) -> Prior:
+    """Where samples come from files: the fastest rate of a host so far may be the limit."""
+    return replace(prior, input=(_INPUT[0] * fastest, _INPUT[1] * fastest))

@@ -1,0 +1,166 @@
+"""The model: the seconds of a step, term by term, for what a machine and a network may be.
+
+    sum(step_terms(job, shape, draws).values())
+
+Each term is an array with a place for each draw of what is not known exactly, so that what comes
+of them has an interval.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+
+from flatout.forecast import collectives
+from flatout.forecast.collectives import Floats, Link
+from flatout.forecast.job import Job, Sent, Shape
+from flatout.forecast.overlap import exposed
+
+TERMS = ("compute", "shared host", "stragglers", "gradient sync", "input")
+"""What a step's time is made of."""
+# Rows go there, their gradients back, and both need the ids.
+_ROW_TRIPS = 2.1
+
+
+@dataclass(frozen=True)
+class Draws:
+    """What a machine and a network may be, a draw in each place; see `Prior`.
+
+    Attributes:
+        seconds: of a step's computing, of one rank alone on its host, at the job's batch.
+    """
+
+    seconds: Floats
+    fixed: Floats
+    contention: Floats
+    power: Floats
+    spread: Floats
+    hidden: Floats
+    rtt: Floats
+    nic: Floats
+    summing: Floats
+    inside: Floats
+    input: Floats
+    total_input: Floats
+
+    def take(self, places: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> Draws:
+        """Those draws."""
+        return Draws(**{one.name: getattr(self, one.name)[places] for one in fields(self)})
+
+
+def step_terms(job: Job, shape: Shape, draws: Draws) -> dict[str, Floats]:
+    """Seconds of a step by term, `TERMS`; without limits by input where `seconds` says so."""
+    compute = computing(job, shape, draws)
+    crowded = compute * crowding(shape, draws)
+    busy = compute + crowded
+    terms = {
+        "compute": compute,
+        "shared host": crowded,
+        "stragglers": busy * draws.spread * job.spread.excess(shape.ranks),
+        "gradient sync": syncing(job, shape, draws, busy / shape.accumulated),
+    }
+    per_host = shape.samples / shape.hosts / draws.input
+    reading = np.maximum(per_host, shape.samples / draws.total_input)
+    return terms | {"input": np.maximum(0.0, reading - sum(terms.values()))}
+
+
+def computing(job: Job, shape: Shape, draws: Draws) -> Floats:
+    """t(b): a part of a micro-batch's time stays however small it is."""
+    share = draws.fixed + (1 - draws.fixed) * (shape.batch / job.batch)
+    return draws.seconds * share * shape.accumulated
+
+
+def crowding(shape: Shape, draws: Draws) -> Floats:
+    """c(k) - 1: how much slower a step is where k ranks share a host's memory and power."""
+    if shape.per_host == 1:
+        return np.zeros_like(draws.seconds)
+    return draws.contention * (shape.per_host - 1.0) ** draws.power
+
+
+def syncing(job: Job, shape: Shape, draws: Draws, busy: Floats) -> Floats:
+    """What of adding up gradients is not hidden behind the last micro-batch.
+
+    Args:
+        job: that sends them.
+        shape: its ranks.
+        draws: of what they compute and send on.
+        busy: seconds of one micro-batch's computing.
+    """
+    if shape.ranks == 1 or shape.silent:
+        return np.zeros_like(busy)
+    inner, outer = _links(shape, draws)
+    backward, ready = busy * job.backward, [bucket.ready for bucket in job.buckets]
+    rows = np.zeros_like(busy)
+    if job.row_bytes:
+        sent = _ROW_TRIPS * job.row_bytes * shape.batch
+        rows = collectives.all_to_all(sent, shape.ranks, shape.hosts, outer)
+    match job.strategy:
+        case "parameter_server":
+            servers = shape.servers or job.servers
+            takes = collectives.fullest_server(
+                job.bytes, shape.hosts, servers, job.largest, outer, beside=True
+            )
+            within = collectives.ring(job.bytes, shape.per_host, inner)
+            return rows + np.maximum(0.0, takes + within - draws.hidden * busy)
+        case "local_sgd":
+            return rows + _reduced(job, shape, job.bytes, inner, outer) / job.sync_every
+        case "fsdp":
+            gathers = [
+                collectives.all_gather(bucket.bytes, shape.ranks, outer) for bucket in job.buckets
+            ]
+            scatters = [
+                gather + bucket.bytes * outer.gamma
+                for gather, bucket in zip(gathers, job.buckets, strict=True)
+            ]
+            both = [gather + scatter for gather, scatter in zip(gathers, scatters, strict=True)]
+            return exposed(gathers, ready, busy - backward, draws.hidden) + exposed(
+                both, ready, backward, draws.hidden
+            )
+        case _:
+            takes_each = [
+                _reduced(job, shape, bucket.bytes, inner, outer) for bucket in job.buckets
+            ]
+            return rows + exposed(takes_each, ready, backward, draws.hidden)
+
+
+def sending(job: Job, sent: Sent, draws: Draws) -> Floats:
+    """Seconds of a reduction alone."""
+    alone = replace(job, reduction=sent.reduction, compression="off")
+    return _reduced(alone, sent.shape, sent.bytes, *_links(sent.shape, draws))
+
+
+def _links(shape: Shape, draws: Draws) -> tuple[Link, Link]:
+    """Within a host, and between hosts; of one host both are what is within."""
+    inner = Link(draws.rtt / 20, 1 / draws.inside, np.zeros_like(draws.inside))
+    if shape.hosts == 1:
+        return inner, inner
+    return inner, Link(draws.rtt / 2, 1 / draws.nic, 1 / draws.summing)
+
+
+def _reduced(job: Job, shape: Shape, bytes: float, inner: Link, outer: Link) -> Floats:
+    """Seconds in which one bucket is added up."""
+    ranks, hosts, per_host = shape.ranks, shape.hosts, shape.per_host
+    if job.reduction == "hierarchical" and hosts > 1:
+        between = _compressed(job, hosts, hosts, bytes, outer)
+        return collectives.to_one(bytes, per_host, inner) + between
+    if job.compression != "off":
+        return _compressed(job, ranks, hosts, bytes, outer)
+    match job.reduction:
+        case "shared" if hosts == 1:
+            return collectives.shared(bytes, ranks, inner)
+        case "to_one":
+            return collectives.to_one(bytes, ranks, outer)
+        case "nccl" if hosts > 1:
+            return collectives.ring(bytes, per_host, inner) + collectives.ring(bytes, hosts, outer)
+        case _:
+            return collectives.ring(bytes, ranks, outer)
+
+
+def _compressed(job: Job, ranks: int, hosts: int, bytes: float, link: Link) -> Floats:
+    match job.compression:
+        case "fp16" | "bf16":
+            return collectives.halves(bytes, ranks, hosts, link)
+        case "powersgd":
+            return collectives.power_sgd(bytes, ranks, job.powersgd_rank, link)
+    return collectives.ring(bytes, ranks, link)

@@ -1,0 +1,94 @@
+"""The published judge: what is read, what is known to a prediction, and what comes of it."""
+
+import json
+import runpy
+import sys
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+import flatout
+from flatout.forecast import judge as judging
+from flatout.forecast.interval import Spreading
+from flatout.forecast.judge import Case, factor_without, judge, keys, widening
+from flatout.forecast.published import series, sources
+
+DOCS = Path(flatout.__file__).parents[2] / "docs"
+
+
+def one_named(name):
+    (found,) = [one for one in series() if one.name == name]
+    return found
+
+
+def case(name, score, *, is_crossing=False, growth=2.0):
+    """A prediction that is so many half widths off."""
+    one = one_named(name)
+    truth = one.rates[-1]
+    middle = truth / 1.1**score
+    found = Spreading(middle / 1.1, middle, middle * 1.1)
+    return Case(one, 2, len(one.rates) - 1, growth, is_crossing, found)
+
+
+def test_every_series_is_whole():
+    names = [(source.name, one.name) for source in sources() for one in source.series]
+    assert len(set(names)) == len(names) == 62
+    for one in series():
+        assert len(one.shapes) == len(one.rates) >= 2
+        ranks = [shape.ranks for shape in one.shapes]
+        assert ranks == sorted(set(ranks))
+        assert all(shape.servers >= 1 for shape in one.shapes)
+        # None is far from linear, either way, so that no figure was misread by ten.
+        assert all(
+            0.05 < rate / one.rates[0] * ranks[0] / count < 1.3
+            for rate, count in zip(one.rates, ranks, strict=True)
+        )
+    assert {source.series[0].is_judged for source in sources()} == {True, False}
+
+
+def test_a_series_has_no_say_in_its_own_interval():
+    one = case("Piz Daint", 50.0)
+    others = [case("p2.xlarge", 0.1 * n) for n in range(1, 11)]
+    far = [case("p2.8xlarge", 9.0, growth=8.0), case("p2.8xlarge", 9.0, is_crossing=True)]
+    assert factor_without([one, *others, *far], one) == pytest.approx(1.0)
+    assert factor_without([one, *others], others[0]) == pytest.approx(50.0)
+    assert widening([*others, *far]) == {"measured": pytest.approx(1.0), "given": 9.0}
+
+
+def test_only_rows_before_are_known():
+    """Later rows can say anything, and change no prediction from rows before."""
+    from dataclasses import replace
+
+    one = one_named("p2.xlarge")
+    other = replace(one, rates=(*one.rates[:4], *(9 * rate for rate in one.rates[4:])))
+    early, changed = (
+        [case.found for case in judge([each]) if case.rows <= 4] for each in (one, other)
+    )
+    assert early == changed
+
+
+def test_a_published_collapse_is_predicted():
+    cases = judge([one_named("p2.xlarge")])
+    collapses = judging.saturating(cases)
+    assert [case.series.shapes[case.place].ranks for case in collapses] == [64, 128]
+    assert all(map(judging.is_seen, collapses))
+    assert all(abs(case.error) < 0.06 for case in collapses)
+
+
+@pytest.mark.slow
+def test_the_page_of_all_errors_is_up_to_date(monkeypatch):
+    """And the widening that forecasts use is what these errors ask for."""
+    monkeypatch.syspath_prepend(str(DOCS))
+    cases = judge()
+    monkeypatch.setattr(judging, "judge", lambda: cases)
+    monkeypatch.setattr(sys, "argv", ["forecast_accuracy.py"])
+    made = runpy.run_path(str(DOCS / "forecast_accuracy.py"))
+    assert made["page"]() == (DOCS / "forecast_accuracy.md").read_text()
+    kept = (files("flatout.forecast") / "widening.json").read_text()
+    assert widening(cases) == json.loads(kept)
+    found = keys(cases)
+    assert found["published_error_2x"] <= 0.06
+    assert found["published_error_4x"] <= 0.10
+    assert 0.85 <= found["published_covered"] <= 0.97
+    assert 0.85 <= found["published_covered_given"] <= 0.97

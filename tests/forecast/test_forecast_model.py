@@ -1,0 +1,181 @@
+"""The terms of the model against what follows by hand, and calibration against a known truth."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from flatout.forecast import collectives
+from flatout.forecast.calibrate import calibrate, total_seconds
+from flatout.forecast.collectives import Link
+from flatout.forecast.interval import Spreading, conformal_factor
+from flatout.forecast.job import Job, Prior, Row, Sent, Shape
+from flatout.forecast.overlap import Bucket, cut, exposed
+from flatout.forecast.step import Draws, sending, step_terms
+from flatout.forecast.stragglers import Spread, expected_maximum, normal_maximum
+
+LINK = Link(np.array([1e-4]), np.array([1e-9]), np.array([1e-10]))
+MB = 1e6
+
+
+def known(**changes):
+    """A machine without any uncertainty, in one draw."""
+    values = {
+        "seconds": 1.0, "fixed": 0.2, "contention": 0.1, "power": 0.5, "spread": 0.02,
+        "hidden": 1.0, "rtt": 2e-4, "nic": 1e9, "summing": 1e10, "inside": 1e10,
+        "input": np.inf, "total_input": np.inf,
+    } | changes  # fmt: skip
+    return Draws(**{name: np.array([value]) for name, value in values.items()})
+
+
+def test_collectives_move_what_they_must():
+    # 4 ranks: 6 turns, 2 * 3/4 of the bytes on each link, 3/4 added up.
+    ring = collectives.ring(100 * MB, 4, LINK)
+    assert ring[0] == pytest.approx(6 * 1e-4 + 0.15 + 0.0075)
+    assert collectives.to_one(100 * MB, 4, LINK)[0] == pytest.approx(4e-4 + 0.4 + 0.02)
+    # Half the bytes, on a rank each host: as a ring of half, and the packing.
+    halves = collectives.halves(100 * MB, 4, 4, LINK)
+    assert halves[0] == pytest.approx(6e-4 + 0.075 + 0.03)
+    # Two ranks on each host send twice as much to the owners of pieces elsewhere.
+    crowded = collectives.halves(100 * MB, 4, 2, LINK)
+    assert crowded[0] == pytest.approx(6e-4 + 0.05 * (2 * 0.5 + 0.75) + 0.03)
+    inner = Link(LINK.alpha, LINK.beta / 10, LINK.gamma * 0)
+    two = collectives.hierarchical(100 * MB, 2, 4, inner, LINK)
+    within, between = collectives.to_one(100 * MB, 4, inner), collectives.ring(100 * MB, 2, LINK)
+    assert two[0] == pytest.approx((within + between)[0])
+    assert collectives.all_gather(100 * MB, 4, LINK)[0] == pytest.approx(3e-4 + 0.075)
+    assert collectives.power_sgd(100 * MB, 4, 4, LINK)[0] < 0.3 * ring[0]
+    for one in (collectives.ring, collectives.to_one, collectives.shared):
+        assert one(100 * MB, 1, LINK)[0] == 0
+
+
+def test_the_fullest_server_explains_a_published_collapse():
+    """p2.xlarge of parameter_servers_2017.toml: 64 and 128 hosts of one link agree to 1%."""
+    free = Link(np.zeros(1), np.ones(1), np.zeros(1))
+    seconds = {64: 64 * 64 / 996.32, 128: 128 * 64 / 1077.59}
+    rates = [
+        collectives.fullest_server(95 * MB, hosts, hosts, 8.2 * MB, free, beside=True)[0] / took
+        for hosts, took in seconds.items()
+    ]
+    assert rates[0] == pytest.approx(rates[1], rel=0.01)
+    # Of equal shares no server is fuller than the others, and the link is no limit.
+    even = collectives.fullest_server(95 * MB, 64, 64, 0.0, free, beside=True)[0]
+    assert even < 0.35 * rates[0] * seconds[64]
+
+
+def test_buckets_wait_for_those_before_them():
+    backward, hidden = np.array([1.0]), np.array([1.0])
+    takes = [np.array([0.3]), np.array([0.2]), np.array([0.1])]
+    # 0.3 to 0.6, 0.6 to 0.8, and the last one when it is ready, at the end.
+    assert exposed(takes, [0.3, 0.5, 1.0], backward, hidden)[0] == pytest.approx(0.1)
+    # 0.8 to 1.1, then one after the other.
+    assert exposed(takes, [0.8, 0.9, 1.0], backward, hidden)[0] == pytest.approx(0.4)
+    # Nothing is hidden where sending begins at the end.
+    assert exposed(takes, [0.3, 0.5, 1.0], backward, 0 * hidden)[0] == pytest.approx(0.6)
+    buckets = cut(102 * MB)
+    assert sum(bucket.bytes for bucket in buckets) == pytest.approx(102 * MB)
+    assert [bucket.ready for bucket in buckets] == [0.25, 0.5, 0.75, 1.0]
+
+
+def test_the_slowest_of_ranks_is_the_bootstraps_limit():
+    steps = np.random.default_rng(0).lognormal(0, 0.1, 500)
+    drawn = np.random.default_rng(1).choice(steps, (20_000, 8)).max(axis=1).mean()
+    assert expected_maximum(steps, 8) == pytest.approx(drawn, rel=0.005)
+    assert expected_maximum(steps, 1) == pytest.approx(steps.mean())
+    assert expected_maximum(steps, 10**6) == pytest.approx(steps.max())
+    normal = np.random.default_rng(2).standard_normal((20_000, 16)).max(axis=1).mean()
+    assert normal_maximum(16) == pytest.approx(normal, rel=0.01)
+    assert Spread(steps).excess(8) == pytest.approx(drawn / steps.mean() - 1, abs=0.01)
+
+
+def test_a_step_is_the_sum_of_its_terms():
+    job = Job(buckets=(Bucket(100 * MB, 0.5), Bucket(100 * MB, 1.0)), batch=64, backward=0.5)
+    alone = step_terms(job, Shape(1, 1, 64), known())
+    assert alone["compute"][0] == 1.0
+    assert alone["shared host"][0] == alone["stragglers"][0] == alone["gradient sync"][0] == 0
+    # A fifth of a step stays when the batch is halved.
+    assert step_terms(job, Shape(1, 1, 32), known())["compute"][0] == pytest.approx(0.6)
+    four = step_terms(job, Shape(1, 4, 64), known())
+    assert four["shared host"][0] == pytest.approx(0.1 * 3**0.5)
+    hosts = step_terms(job, Shape(4, 1, 64), known())
+    takes = 6 * 1e-4 + 0.15 + 0.0075
+    # The first bucket is sent while the second is made, so the second alone is waited for.
+    assert hosts["gradient sync"][0] == pytest.approx(takes)
+    assert hosts["stragglers"][0] == pytest.approx(0.02 * normal_maximum(4))
+    limited = step_terms(job, Shape(4, 1, 64), known(input=32.0))
+    assert sum(limited.values())[0] == pytest.approx(2.0)
+    total = step_terms(job, Shape(4, 1, 64), known(total_input=64.0))
+    assert sum(total.values())[0] == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_faster"),
+    [
+        ({"compression": "bf16"}, True),
+        ({"compression": "powersgd"}, True),
+        ({"strategy": "local_sgd", "sync_every": 32}, True),
+        ({"reduction": "to_one"}, False),
+        ({"strategy": "fsdp"}, False),
+        ({"row_bytes": 1e6}, False),
+    ],
+)
+def test_what_is_sent_decides_how_long_it_takes(changes, is_faster):
+    job = Job(buckets=cut(400 * MB), batch=64)
+    draws, shape = known(nic=1e8, summing=1e11), Shape(4, 1, 64)
+    plain, other = (
+        step_terms(one, shape, draws)["gradient sync"][0] for one in (job, replace(job, **changes))
+    )
+    assert bool(other < plain) is is_faster
+
+
+def test_calibration_finds_what_timed_steps_tell():
+    job = Job(buckets=cut(200 * MB), batch=64)
+    truth = known(nic=6e8, hidden=0.4, fixed=0.3, spread=0.01)
+    shapes = [Shape(1, 1, 64), Shape(1, 1, 16), Shape(2, 1, 64)]
+    rows = [
+        Row(shape, float(sum(step_terms(job, shape, truth).values())[0]), 0.01) for shape in shapes
+    ]
+    prior = Prior(nic=(1e8, 1e9))
+    wanted = [Row(shape, 1.0) for shape in (Shape(4, 1, 64), Shape(2, 1, 16))]
+    found = calibrate(job, prior, rows)
+    for row in wanted:
+        exact = float(sum(step_terms(job, row.shape, truth).values())[0])
+        after = Spreading.of(total_seconds(job, row, found), 0.9)
+        before = Spreading.of(total_seconds(job, row, calibrate(job, prior, rows[:1])), 0.9)
+        assert after.low < exact < after.high
+        assert after.high / after.low < 0.7 * before.high / before.low + 0.3
+    # A reduction that was timed alone says how fast the network is.
+    sent = Sent(Shape(2, 1, 64), "all_reduce", 2e7, 0.0, 0.03)
+    sent = replace(sent, seconds=float(sending(job, sent, truth)[0]))
+    told = calibrate(job, prior, rows[:1], [sent])
+    rates = np.quantile(told.nic, (0.05, 0.95))
+    assert rates[0] < 6e8 < rates[1]
+    assert np.ptp(rates) < 0.5 * np.ptp(
+        np.quantile(calibrate(job, prior, rows[:1]).nic, (0.05, 0.95))
+    )
+
+
+def test_calibration_is_the_same_each_time():
+    job, rows = (
+        Job(buckets=cut(1e8), batch=64),
+        [Row(Shape(1, 1, 64), 0.5), Row(Shape(1, 2, 64), 0.6)],
+    )
+    one, other = (calibrate(job, Prior(), rows) for _ in range(2))
+    assert np.array_equal(one.seconds, other.seconds)
+
+
+def test_intervals_are_widened_as_errors_ask():
+    found = Spreading(90.0, 100.0, 110.0)
+    assert found.score(100.0) == 0
+    assert found.score(110.0) == pytest.approx(1)
+    assert found.score(90.0**2 / 100) == pytest.approx(2)
+    assert found.widened(2).low == pytest.approx(81)
+    assert found.widened(2).high == pytest.approx(121)
+    # ceil((10 + 1) 0.9) of ten scores, and the largest where there are too few.
+    assert conformal_factor([0.1 * n for n in range(1, 11)], 0.9) == pytest.approx(1.0)
+    assert conformal_factor([3.0, 1.0, 2.0], 0.9) == 3.0
+    # Where errors are as the model says nine of ten, the interval stays as it is.
+    rng = np.random.default_rng(0)
+    normal = Spreading.of(np.exp(rng.normal(0, 0.1, 20_000)), 0.9)
+    scores = [normal.score(float(truth)) for truth in np.exp(rng.normal(0, 0.1, 2_000))]
+    assert conformal_factor(scores, 0.9) == pytest.approx(1.0, abs=0.06)
