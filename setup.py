@@ -33,6 +33,7 @@ setup(
             "_lines",
             "_relu_pool",
             "_resize",
+            "_stacks",
             "_table_rows",
         )
     ],

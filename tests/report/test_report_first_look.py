@@ -10,10 +10,12 @@ from rich.console import Console
 from flatout.devices.gpus import Gpu
 from flatout.devices.inventory import inventory
 from flatout.devices.visible import CudaDevice
+from flatout.doctor.critical import critical
 from flatout.doctor.finding import Finding
 from flatout.doctor.judge import Verdict, judge
-from flatout.observe import Ablation, Loader, Model, Observation, Site
-from flatout.report.first_look import FirstLookReport, header, short
+from flatout.observe import Ablation, Growth, Line, Loader, Model, Observation, Site
+from flatout.report.first_look import MOST_LINES, FirstLookReport, header, short
+from flatout.report.lane_bars import lane_bars
 from flatout.report.page import page
 
 
@@ -31,9 +33,9 @@ def observation(**lanes):
     )
 
 
-def shown(verdict, what=("train.py", "--name", "a b"), width=80):
+def shown(verdict, what=("train.py", "--name", "a b"), width=80, **more):
     console = Console(file=io.StringIO(), width=width, highlight=False)
-    console.print(FirstLookReport(verdict, inventory(), 27.4, what))
+    console.print(FirstLookReport(verdict, inventory(), 27.4, what, **more))
     return console.file.getvalue()
 
 
@@ -87,13 +89,86 @@ def test_what_matters_most_comes_first(verdict):
     assert places == sorted(places)
 
 
+def much():
+    """A verdict with more of everything than a screen has room for, in long words."""
+    words = (
+        "the optimizer holds two tensors that the loss never reaches, since the head was made anew"
+    )
+    kinds = {"danger": 9, "slow": 9, "note": 3}
+    found = [
+        Finding(kind, f"{words} ({number})", words, name="a", where="a/long/way/model.py:88",
+                cost_ms=300.0 - 30 * number, parity="rounding")
+        for kind, count in kinds.items()
+        for number in range(count)
+    ]  # fmt: skip
+    lines = [
+        Line(Site(f"engine/tracker_{number}.py", 34), 40.0 - number, {"host": 40.0 - number},
+             "torch.quantile", [Site("engine/loop_of_the_script.py", 27)], "BertLayer",
+             growth=Growth(3.1, 2.9, 3.3))
+        for number in range(9)
+    ]  # fmt: skip
+    lanes = {"copy": 21.0, "evaluation": 90.0, "gc": 9.0, "host": 40.0}
+    seen = dataclasses.replace(observation(**lanes), lines=lines, explained=0.98)
+    unknown = [("set_epoch_missing", "no loader was seen that gave the batches")]
+    return Verdict([seen], {}, critical([seen]), found, ["pin_memory"], unknown)
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_a_first_look_has_twenty_lines_of_whole_words_and_the_rest_is_verbose(width):
+    few = dataclasses.replace(much(), findings=much().findings[:2] + much().findings[9:])
+    for verdict, cures in ((much(), 3), (few, 0)):
+        text = shown(verdict, width=width, cures=cures)
+        lines = text.splitlines()
+        assert len(lines) <= MOST_LINES, text
+        assert all(len(line.rstrip()) <= width for line in lines)
+        assert "DANGER     a/long/way/model.py:88 the optimizer holds" in text
+        assert ": --verbose" in text
+        assert "\nnext  flatout doctor " in text
+        assert "no signal" not in text
+        assert "left alone" not in text
+    assert "98% explained" in text
+    grows = "engine/tracker_0.py:34 torch.quantile, 3.1 us" + " [2.9,3.3]" * (width > 80)
+    assert f"{grows} more each step" in text
+    full = shown(much(), width=width, verbose=True)
+    assert full.count("DANGER") == 9
+    assert "1 had no signal" in full
+    assert full.count("left alone") == 3
+
+
+def test_what_returns_less_than_noise_and_calls_that_are_a_lane_are_not_listed():
+    small = [Finding("slow", "w", "d", name="a", cost_ms=12.0)]
+    calls = [
+        Line(Site("train.py", 9), 87.0, {"backward": 87.0}, "loss.backward"),
+        Line(Site("train.py", 8), 58.0, {"forward": 58.0}, "model", trainer="", within="Net"),
+        Line(Site("train.py", 3), 11.0, {"host": 11.0}, "log"),
+    ]
+    seen = dataclasses.replace(observation(), lines=calls, explained=1.0)
+    text = shown(Verdict([seen], {}, None, small, [], []))
+    assert "COULD BE TRIED" not in text
+    assert "could be tried" not in text
+    assert "58 ms      train.py:8 model, in Net\n" in text
+    assert "backward" not in text
+    assert "log" not in text
+
+
 @pytest.mark.parametrize("width", [80, 100, 200])
 def test_lanes_take_one_line_and_bars_the_room_that_is_left(verdict, width):
     (line,) = [line for line in shown(verdict, width=width).splitlines() if "step 412" in line]
     assert line.rstrip().endswith("| other 4")
     assert len(line.rstrip()) <= width
     wait, forward, backward = (part.count("█") for part in line.split("|")[:3])
-    assert wait > backward >= forward >= 1
+    assert wait > 2 * backward
+    assert backward >= forward >= 1
+
+
+def test_bars_stay_apart_where_there_are_many_lanes():
+    lanes = {"copy": 21.0, "evaluation": 90.0, "host": 44.0, "gc": 9.0, "sync": 30.0}
+    seen = dataclasses.replace(observation(**lanes), rank=11, world_size=12)
+    (line,) = [line.plain for line in lane_bars(seen, True, 80)]
+    assert len(line) <= 80
+    parts = line.split("|")
+    assert parts[0].count("█") > 2 * max(part.count("█") for part in parts[1:]) > 0
+    assert parts[-1].startswith(" other ")
 
 
 def test_what_was_taken_out_is_one_line():
@@ -108,13 +183,13 @@ def test_what_was_taken_out_is_one_line():
 
 
 def test_a_cost_that_is_no_bound_is_called_an_estimate():
-    found = Finding("slow", "w", "d", name="a", cost_ms=3.0, is_estimate=True)
+    found = Finding("slow", "w", "d", name="a", cost_ms=30.0, is_estimate=True)
     text = shown(Verdict([observation()], {}, None, [found], [], []))
-    assert "\n~3 ms      w" in text
+    assert "\n~30 ms     w" in text
     assert "per step (~: an estimate)\n" in text
     bound = dataclasses.replace(found, is_estimate=False)
     text = shown(Verdict([observation()], {}, None, [bound], [], []))
-    assert "\n3 ms       w" in text
+    assert "\n30 ms      w" in text
     assert "estimate" not in text
 
 

@@ -103,7 +103,11 @@ def doctor(
         bool, typer.Option("--force", help="Write it also over a file of your own.")
     ] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="Show the script's output, on standard error.")
+        bool,
+        typer.Option(
+            "--verbose",
+            help="Show the script's output, on standard error, and all that was found in full.",
+        ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     page: Annotated[

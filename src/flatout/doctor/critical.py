@@ -10,7 +10,7 @@ from typing import Any
 from flatout.doctor.checks.signals import HUNGRY, is_gpu, ms
 from flatout.doctor.taken_out import without
 from flatout.measure import LANES
-from flatout.observe import Call, Loader, Observation, Site
+from flatout.observe import Call, Line, Loader, Observation, Site
 
 _TOGETHER = (
     ("input",),
@@ -25,6 +25,9 @@ _TOGETHER = (
     ("idle",),
 )
 """Lanes that are judged as one: forward and backward are the same work."""
+
+_MUCH = 0.2
+"""Share of a lane that a line has to take to stand for it."""
 
 _ONCE, _ALL_OF_IT, _FEWEST = 0.5, 1.05, 20
 """Shares of Python's time between which a single step has taken it by something done once, and how
@@ -127,6 +130,12 @@ def _explained(lanes: tuple[str, ...], rank: Observation) -> tuple[str, Site | N
         return _input(device, rank)
     if lanes == ("host",):
         return _host(rank)
+    hot = dearest_line(rank, lanes)
+    if hot is not None and lanes == ("forward", "backward"):
+        named = f": {hot.within}" if hot.within else ""
+        return _WORDS[lanes].format(device=device) + named, hot.site
+    if hot is not None and lanes in (("saving",), ("evaluation",)):
+        return _WORDS[lanes].format(device=device), hot.site
     return _WORDS[lanes].format(device=device), _begins(lanes, rank)
 
 
@@ -174,7 +183,26 @@ def _input(device: str, rank: Observation) -> tuple[str, Site | None]:
     return words + (f": {_PARTS[part]}" if part in _PARTS else ""), where
 
 
+def dearest_line(rank: Observation, lanes: Sequence[str]) -> Line | None:
+    """The user's line that takes most of these lanes; None where none takes much of them.
+
+    Of forward and backward it is one of forward: backward is a single call.
+    """
+    own = lanes[:1]
+
+    def taken(line: Line) -> float:
+        return sum(line.lanes_ms.get(name, 0.0) for name in own)
+
+    most = max(rank.lines, key=taken, default=None)
+    return most if most is not None and taken(most) >= _MUCH * _sum(rank, own) else None
+
+
 def _host(rank: Observation) -> tuple[str, Site | None]:
+    hot = dearest_line(rank, ("host",))
+    if hot is not None:
+        words = "Python between the steps takes the largest part"
+        named = f"{hot.trainer}'s own {hot.within}" if hot.trainer else hot.words or "this line"
+        return f"{words}: {named}, {ms(hot.lanes_ms['host'])} of it", hot.site
     timed: list[Call] = [call for call in rank.calls if call.seconds and call.kind != "backward"]
     dearest = max(timed, key=lambda call: call.seconds or 0.0, default=None)
     words = "Python between the steps takes the largest part"

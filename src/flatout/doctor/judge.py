@@ -74,6 +74,12 @@ class Verdict:
         known = [rank.added_us_per_step for rank in self.observations]
         return max((added for added in known if added is not None), default=None)
 
+    @property
+    def explained(self) -> float | None:
+        """Share of the steps' time that a line is known for, of the rank of which least is."""
+        known = [rank.explained for rank in self.observations]
+        return min((share for share in known if share is not None), default=None)
+
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         return {
@@ -83,6 +89,7 @@ class Verdict:
             "error": self.error,
             "steps": self.steps,
             "added_us_per_step": self.added_us_per_step,
+            "explained": self.explained,
             "critical": self.critical.as_dict() if self.critical else None,
             "findings": [
                 finding.as_dict() | {"docs": docs_page(finding.name)} for finding in self.findings

@@ -12,6 +12,8 @@ from flatout.observe.models import Models as Models
 from flatout.observe.notebook import Cells as Cells
 from flatout.observe.observation import Ablation as Ablation
 from flatout.observe.observation import Call as Call
+from flatout.observe.observation import Growth as Growth
+from flatout.observe.observation import Line as Line
 from flatout.observe.observation import Loader as Loader
 from flatout.observe.observation import Model as Model
 from flatout.observe.observation import Observation as Observation

@@ -137,6 +137,10 @@ class Calls:
         entry.detail.update(detail)
         return entry
 
+    def count(self, kind: str) -> int:
+        """How many of this kind were noted."""
+        return sum(entry.count for entry in self._of_lines.values() if entry.kind == kind)
+
     def forget(self) -> None:
         """Drops the counts: what came before the first step is no part of what is observed.
 

@@ -4,7 +4,8 @@ The hooks themselves are timed, on their own Watch and around functions that do 
 multiplied by how often each of them ran. Between two calls lies a small training step: there a
 hook finds the processor's caches full of other things, and takes several times as long as in a
 tight loop. That step is timed with the hook, since it finds in the caches what the hook has left
-there. To that comes what the looks at some steps, and the writing thread, have taken. A comparison
+there. To that comes what the looks at some steps have taken, and the threads that write and look at
+lines. A comparison
 of runs with and without could not resolve it.
 
 What is done once, in the first steps, is not counted: it is no part of each step.
@@ -34,12 +35,12 @@ from flatout.observe.within_loader import probed
 _QUADRUPLES = 150
 
 
-def added_us_per_step(watch: Watch, writer_seconds: float) -> float:
+def added_us_per_step(watch: Watch, aside_seconds: float) -> float:
     """Microseconds that each step of this Watch was longer by, to be called in a quiet moment.
 
     Args:
         watch: what the hooks have filled in.
-        writer_seconds: of a CPU, that writing has taken.
+        aside_seconds: of a CPU, that writing and looking at lines have taken.
     """
     steps = max(1, watch.lanes.steps)
     quick, rounds = watch.quick, [seen.backwards for seen in watch.optimizers]
@@ -68,7 +69,7 @@ def added_us_per_step(watch: Watch, writer_seconds: float) -> float:
     # The script may stand anywhere, as in an evaluation without gradients.
     with torch.inference_mode(False), torch.enable_grad():
         ns = sum(count * _once(*cost) for cost, count in ran.items() if count > 0)
-    return float((ns + watch.looking_ns + writer_seconds * 1e9) / 1e3 / steps)
+    return float((ns + watch.looking_ns + aside_seconds * 1e9) / 1e3 / steps)
 
 
 @cache

@@ -8,6 +8,7 @@ import re
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
+from time import perf_counter_ns
 from types import FrameType
 from typing import Any
 
@@ -22,6 +23,9 @@ _GROWN_MB = 3.0
 _NODES = 50_000
 # So many of the tensors, and of what holds them, are asked who holds them.
 _ASKED = 8
+# To ask who holds them takes so many times as long as to find them.
+_LOOKS_TO_ASK = 4
+_WAITS = "graphs: so many objects are alive that looking through them again would cost too much"
 _CONTAINERS = (list, tuple, dict, set, deque)
 
 
@@ -39,6 +43,7 @@ class Graphs:
         self._meters = meters
         self.nodes: list[tuple[int, int]] = []
         self.site: Site | None = None
+        self._took = 0
         watch.on_renewal.append(self._forget)
         for step in _LOOKS:
             watch.at(step, self._look)
@@ -50,9 +55,18 @@ class Graphs:
     def _look(self) -> None:
         if self._meters.grown_mb() < _GROWN_MB:
             return
+        steps = self._watch.lanes.steps
+        # Among a million objects a look takes as long as many short steps.
+        if self.nodes and not self._watch.affords(_LOOKS_TO_ASK * self._took):
+            self._watch.notes[_WAITS] = None
+            self._watch.at(2 * steps, self._look)
+            return
+        self._watch.notes.pop(_WAITS, None)
+        began = perf_counter_ns()
         tensor = self._torch.Tensor
         kept = [one for one in gc.get_objects() if type(one) is tensor and one.grad_fn is not None]
-        self.nodes.append((self._watch.lanes.steps, nodes_of(kept)))
+        self._took = perf_counter_ns() - began
+        self.nodes.append((steps, nodes_of(kept)))
         if len(self.nodes) > 1 and self.site is None and self.nodes[-1][1] > self.nodes[0][1]:
             self.site = self._keeper(kept)
 

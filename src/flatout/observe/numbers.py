@@ -4,7 +4,8 @@ Their optimizers' moments are read too: that of a weight whose gradient has beco
 tenth with each step, down to the smallest numbers that there are, and stays there.
 
 Reading all numbers of a model takes time, so the next look waits until it is a small share of it.
-Before a save all are read anyway, and an evaluation of a broken model is what the look is for.
+Before a save all are read, where saves are that far apart, and an evaluation of a broken model is
+what the look is for.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typing import Any
 from flatout.observe.model_facts import local, not_finite
 from flatout.observe.watch import Watch
 
-# Of the time, and of that in evaluation.
-_SHARE, _SHARE_EVALUATING = 0.0005, 0.02
+# Of the time, and of that in evaluation, and of that from one save to the next.
+_SHARE, _SHARE_EVALUATING, _SHARE_SAVING = 0.0005, 0.001, 0.001
 _FIRST_LOOK = 3
 _NAMED = 20
 # Of each tensor so many numbers are looked at for those that are too small.
@@ -31,15 +32,20 @@ class Numbers:
     def __init__(self, torch: Any, watch: Watch) -> None:
         self._torch = torch
         self._watch = watch
-        self._began = self._due = self._took = 0
+        self._began = self._due = self._due_saving = self._took = 0
         watch.at(1, self._begin)
         watch.at(_FIRST_LOOK, self._look_and_plan)
-        watch.before_saving.append(self.look)
+        watch.before_saving.append(self._before_saving)
 
     def before_evaluation(self) -> None:
         """A model is called, perhaps to be evaluated: looks where the last look is long ago."""
         if self._watch.lanes.steps and perf_counter_ns() >= self._due:
             self._watch.aside(self.look)
+
+    def _before_saving(self) -> None:
+        """What is saved in each step is read as often as that is cheap, and at the end."""
+        if perf_counter_ns() >= self._due_saving:
+            self.look()
 
     def _begin(self) -> None:
         self._began = perf_counter_ns()
@@ -71,6 +77,7 @@ class Numbers:
         now = perf_counter_ns()
         self._took = now - began
         self._due = now + int(self._took / _SHARE_EVALUATING)
+        self._due_saving = now + int(self._took / _SHARE_SAVING)
 
 
 def flushes_subnormals(torch: Any) -> bool:

@@ -242,6 +242,48 @@ class Model:
 
 
 @dataclass
+class Growth:
+    """By how much more a line takes with each step than in the step before.
+
+    Attributes:
+        us: microseconds, with their 95% interval from low to high.
+    """
+
+    us: float
+    low: float
+    high: float
+
+
+@dataclass
+class Line:
+    """A line of the user's that steps spend time in, what it calls of libraries included.
+
+    Attributes:
+        site: the line.
+        ms: per step.
+        lanes_ms: the same by lane.
+        words: what it calls, as it is written there, such as "torch.quantile".
+        callers: the user's lines that led to it most often, from the inside.
+        within: the module that took most of it, such as "BertLayer"; the function, where a
+            trainer's own code took it.
+        trainer: the package whose own code took it, such as "lightning", beneath a line that
+            only starts it; "" for none.
+        looks: how many looks at the script found it there: the fewer, the rougher is `ms`.
+        growth: where it takes more and more; None where it does not.
+    """
+
+    site: Site
+    ms: float
+    lanes_ms: dict[str, float] = field(default_factory=dict)
+    words: str = ""
+    callers: list[Site] = field(default_factory=list)
+    within: str = ""
+    trainer: str = ""
+    looks: int = 0
+    growth: Growth | None = None
+
+
+@dataclass
 class Ablation:
     """What a step takes with one lane taken out of it, measured in the running script.
 
@@ -310,6 +352,10 @@ class Observation:
             written meanwhile, and stays of a script that was killed.
         error: the script's own error, as Python prints it.
         added_us_per_step: what observing has cost, counted directly.
+        lines: the user's lines that steps spend most time in, the dearest first; empty where no one
+            looked at them.
+        explained: share of the time of steps that one of all lines, or a trainer's function, is
+            known for; None where no one looked, or too seldom.
         ablations: what steps would take without a lane: "input", "log" (print, logging,
             summaries), "item" (waiting for a device to read a number), "sync", "evaluation",
             "saving". Empty where nothing was taken out.
@@ -361,6 +407,8 @@ class Observation:
     ended: str = "done"
     error: str = ""
     added_us_per_step: float | None = None
+    lines: list[Line] = field(default_factory=list)
+    explained: float | None = None
     ablations: dict[str, Ablation] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 

@@ -19,6 +19,7 @@ from flatout.observe.within_loader import fill, gather
 from flatout.world import Place
 
 _PACKAGES = ("torch", "numpy", "torchvision", "keras", "lightning", "accelerate", "transformers")
+NO_LOADER = "input: no DataLoader gave the batches trained on; making them is counted as host"
 # Durations of steps in what is written while the script runs.
 _LIVE_STEPS = 200
 
@@ -97,9 +98,7 @@ def _fill_lanes(seen: Observation, watch: Watch) -> None:
         return
     if not any(loader.in_training for loader in seen.loaders):
         seen.lanes_ms["input"] = None
-        seen.notes.append(
-            "input: no DataLoader gave the batches trained on; making them is counted as host"
-        )
+        seen.notes.append(NO_LOADER)
     if not seen.models:
         seen.notes.append(
             "models: no module was called in the open that an optimizer steps, as within a "

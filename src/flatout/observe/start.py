@@ -31,6 +31,7 @@ from flatout.observe.device_memory import DeviceMemory
 from flatout.observe.exit_hooks import watch_exits
 from flatout.observe.graphs import Graphs
 from flatout.observe.keras import watch_keras
+from flatout.observe.line_sampler import LineSampler
 from flatout.observe.loaders import watch_loaders
 from flatout.observe.meters import Meters
 from flatout.observe.metrics import MetricHooks
@@ -109,6 +110,7 @@ class Observer:
         self._device: DeviceMemory | None = None
         self._meters = Meters(self.watch)
         self._compiles = Compiles(self.watch)
+        self._lines = LineSampler(self.watch)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._workers = self._path.with_name(f".workers-{self._place.rank}")
         self._workers.mkdir(exist_ok=True)
@@ -206,7 +208,9 @@ class Observer:
             self._models.describe(whole=True)
         seen = self._seen(is_live=False)
         if seen.steps:
-            seen.added_us_per_step = added_us_per_step(self.watch, self._writer.cpu_seconds)
+            self._lines.fill(seen)
+            aside_s = self._writer.cpu_seconds + self._lines.seconds
+            seen.added_us_per_step = added_us_per_step(self.watch, aside_s)
         return seen
 
     def forget(self) -> None:
@@ -257,6 +261,7 @@ class Observer:
     def _whole(self, ended: str, error: str = "") -> Observation:
         """All that was seen, looked at for the last time."""
         self.stop_writing()
+        self._lines.stop()
         lanes = self.watch.lanes
         lanes.end()
         lanes.thread = 0

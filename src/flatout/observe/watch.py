@@ -14,6 +14,8 @@ from flatout.observe.calls import Calls
 from flatout.observe.lanes import Lanes
 from flatout.observe.quick import AFTER_STEPS, Quick
 
+# Of the time, that looks may take which can wait.
+_LOOKING_SHARE = 0.004
 # What is looked at once, in these steps, is no part of what each step takes longer.
 _FIRST_STEPS = 10
 
@@ -57,6 +59,7 @@ class Watch:
         self._planned: list[tuple[int, Callable[[], None]]] = []
         self._order = count()
         self._has_begun = False
+        self._since = 0
         self.at(AFTER_STEPS, self.quick.begin)
         self.on_renewal.append(self.quick.renew)
 
@@ -91,6 +94,7 @@ class Watch:
         lanes = self.lanes
         if not self._has_begun:
             self._has_begun = True
+            self._since = lanes.last
             self.calls.forget()  # what came before the first step is no part of what is observed
             if self._seconds is not None:
                 lanes.until = perf_counter_ns() + int(self._seconds * 1e9)
@@ -115,6 +119,11 @@ class Watch:
             lanes.leave_out(took)
             if lanes.steps > _FIRST_STEPS:
                 self.looking_ns += took
+
+    def affords(self, ns: int) -> bool:
+        """Whether a look that takes so long is cheap beside all that was watched until now."""
+        watched = self.lanes.last - self._since
+        return self.looking_ns + ns <= _LOOKING_SHARE * watched
 
     def enough(self) -> None:
         """Ends the script at the end of a step, this one or the next."""

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
+from textwrap import wrap
+from typing import TypeAlias
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.padding import Padding
@@ -18,21 +20,32 @@ from rich.text import Text
 
 from flatout.devices import Inventory, at_start
 from flatout.doctor import Finding, Verdict
-from flatout.observe import Ablation, Observation
+from flatout.observe import Ablation, Line, Observation
 from flatout.recipe import Recipe
+from flatout.report.lane_bars import BETWEEN, STEP, lane_bars
 from flatout.report.not_contained import not_contained
 from flatout.words import clock, counted, rounded
 
-_STEP = ("input", "copy", "forward", "backward", "sync", "optimizer", "host", "gc", "idle")
-_BETWEEN = ("evaluation", "saving")
-_SHOWN = 0.01
-"""Share of a step from which on a lane has its own bar."""
-_SHORT = {"forward": "fwd", "backward": "bwd", "optimizer": "opt", "evaluation": "eval"}
-"""Of lanes, where a line has no room for their names and bars."""
+Height: TypeAlias = Callable[[Sequence[RenderableType]], int]
+"""How many lines of a screen these take."""
+
+MOST_LINES = 20
+"""Lines that a first look takes on a screen; --verbose takes what it needs."""
+
+_LABEL = 10
+"""Columns of the labels on the left."""
+_WORTH = 0.03
+"""Share of a step below which nothing is listed."""
+_PROPOSALS, _LINES = 3, 4
+"""Things to try, and lines of the script, that are listed at most."""
+_FEW = 3
+"""Rows about lines of the script, their heading included, that stand above what could be tried."""
+_CUTS = (2, 1)
+"""Lines of what was found, the first that fits."""
+_RANKS = 4
+"""Ranks whose lanes are shown at most."""
 _TOLD = 0.001
-"""Share from which on what is too small for a bar is told."""
-_BAR = 24
-"""Columns of all bars together."""
+"""Share of a step from which on the share of watching is told."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +62,7 @@ class FirstLookReport:
         held: what contained the script: "overlay", "landlock" or "python"; "" in place.
         lacks: what of it nothing here could contain, as of trials.process.Process.
         uncontained: why nothing could contain it; "" where it was, or was not to be.
+        verbose: whether all that was found is told in full, with the checks that had no signal.
     """
 
     verdict: Verdict
@@ -60,22 +74,60 @@ class FirstLookReport:
     held: str = ""
     lacks: Sequence[str] = ()
     uncontained: str = ""
+    verbose: bool = False
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = options.max_width
+
+        def height(parts: Sequence[RenderableType]) -> int:
+            rows = [row for part in parts for row in console.render_lines(part, options, pad=False)]
+            # A terminal wraps the commands, which are lines of any length.
+            over = [
+                (part.cell_len - 1) // width
+                for part in parts
+                if isinstance(part, Text) and part.no_wrap
+            ]
+            return len(rows) + sum(over)
+
+        head = list(self._head(width))
+        tail = list(self._whereabouts())
+        if self.is_last:
+            tail += what_next(self.verdict.findings, self.what, self.cures)
+        if self.verbose:
+            yield from (*head, *self._where_it_goes(len(self._lines()), width))
+            yield from (*self._dangers(), *self._in_full(), *self._checks(), *tail)
+            return
+        left = MOST_LINES - height(head) - height(tail)
+        yield from (*head, *self._middle(left, width, height), *tail)
+
+    def _middle(self, left: int, width: int, height: Height) -> Iterator[RenderableType]:
+        """What fits into the lines that are left: dangers first, then what could be tried.
+
+        Lines of the script take the rest, but stand above them.
+        """
+        worth = len(self._worth())
+        found = [list(self._dangers(cut)) for cut in (None, *_CUTS, 0)]
+        dangers = _fitting(found, left - bool(worth), height)
+        left -= height(dangers)
+        lines = list(self._where_it_goes(_LINES, width))
+        room = left - height(lines[:_FEW])
+        proposals = _fitting([list(self._proposals(cut)) for cut in _CUTS], room, height, 2)
+        if worth and not proposals:
+            proposals = [Text(f"{worth} could be tried: --verbose", style="bold")]
+        yield from (*lines[: max(0, left - height(proposals))], *dangers, *proposals)
+
+    def _head(self, width: int) -> Iterator[RenderableType]:
         yield Text(header(self.verdict, self.machine))
         yield Text(self._heading(), style="bold")
-        for rank in self.verdict.observations:
-            yield from _lanes(rank, len(self.verdict.observations) > 1, options.max_width)
+        ranks = self.verdict.observations
+        for rank in ranks[:_RANKS]:
+            yield from lane_bars(rank, len(ranks) > 1, width)
+        if len(ranks) > _RANKS:
+            yield Text(f"{len(ranks) - _RANKS} more ranks: --page or --json")
         found = self.verdict.critical
         if found is not None:
             yield Text(", ".join(part for part in (found.words, short(found.where)) if part))
-        yield from _taken_out(self.verdict.observations)
-        yield from self._dangers()
-        yield from self._could_be_tried()
-        yield from self._checks()
-        yield from self._whereabouts()
-        if self.is_last:
-            yield from what_next(self.verdict.findings, self.what, self.cures)
+        yield from _taken_out(ranks)
 
     def _heading(self) -> str:
         at = f"[{clock(self.seconds)}]"
@@ -87,23 +139,62 @@ class FirstLookReport:
             f"added {_added(self.verdict)}"
         )
 
-    def _dangers(self) -> Iterator[RenderableType]:
-        for danger in self.verdict.dangers:
-            place = f"{short(danger.where)} " if danger.where else ""
-            yield row("DANGER", "bold red", f"{place}{danger.what}", f"do: {danger.do}")
+    def _lines(self) -> list[tuple[Line, float]]:
+        """Lines worth telling, each with its share of the step, of the rank that matters."""
+        found = self.verdict.critical
+        ranks = [rank for rank in self.verdict.observations if rank.lines]
+        chosen = [rank for rank in ranks if found is not None and rank.rank == found.rank]
+        rank = next(iter([*chosen, *ranks]), None)
+        if rank is None:
+            return []
+        step = sum(rank.lanes_ms.get(name) or 0.0 for name in (*STEP, *BETWEEN))
+        shares = [(line, line.ms / max(step, 1e-9)) for line in rank.lines]
+        return [(line, share) for line, share in shares if share >= _WORTH]
 
-    def _could_be_tried(self) -> Iterator[RenderableType]:
-        slow = [finding for finding in self.verdict.findings if finding.kind == "slow"]
+    def _where_it_goes(self, most: int, width: int) -> Iterator[RenderableType]:
+        """The lines of the script that take most, with those that led to them."""
+        explained = self.verdict.explained
+        lines = [line for line, _ in self._lines() if not _is_told_by_lanes(line)][:most]
+        if explained is None or not lines:
+            return
+        yield Text(f"WHERE IT GOES; {explained:.0%} explained", style="bold")
+        for line in lines:
+            yield row(
+                f"{rounded(line.ms, 2)} ms", "bold cyan", _line_words(line, width - _LABEL - 1)
+            )
+
+    def _dangers(self, lines: int | None = None) -> Iterator[RenderableType]:
+        """Each in full, or cut to so many lines of what was found, and one of what to do.
+
+        With 0 lines it is one of what was found alone.
+        """
+        for danger in self.verdict.dangers:
+            told = _told(danger) if lines != 0 else _told(danger)[:1]
+            yield row("DANGER", "bold red", *told, most=1 if lines == 0 else lines)
+
+    def _slow(self) -> list[Finding]:
+        return [finding for finding in self.verdict.findings if finding.kind == "slow"]
+
+    def _worth(self) -> list[Finding]:
+        """What could return more than the little that no one would notice."""
+        step = max((_step_ms(rank) for rank in self.verdict.observations), default=0.0)
+        return [one for one in self._slow() if one.cost_ms is None or one.cost_ms >= _WORTH * step]
+
+    def _proposals(self, lines: int) -> Iterator[RenderableType]:
+        """What could return most, each cut to so many lines of what was found."""
+        shown = self._worth()[:_PROPOSALS]
+        if shown:
+            yield Text(could_be_tried(shown, len(self._slow()) - len(shown)), style="bold")
+        for finding in shown:
+            yield row(_bound(finding), "bold yellow", *_told(finding), most=lines)
+
+    def _in_full(self) -> Iterator[RenderableType]:
+        slow = self._slow()
         if slow:
             yield Text("")
-            words = "COULD BE TRIED; the most that each could return per step"
-            if any(finding.is_estimate and finding.cost_ms is not None for finding in slow):
-                words += " (~: an estimate)"
-            yield Text(words, style="bold")
+            yield Text(could_be_tried(slow, 0), style="bold")
         for finding in slow:
-            place = f"{short(finding.where)} " if finding.where else ""
-            do = f"do: {finding.do}" + (f"  [{finding.parity}]" if finding.parity else "")
-            yield row(_bound(finding), "bold yellow", f"{place}{finding.what}", do)
+            yield row(_bound(finding), "bold yellow", *_told(finding))
         notes = [finding for finding in self.verdict.findings if finding.kind == "note"]
         for note in notes:
             place = f"{short(note.where)} " if note.where else ""
@@ -134,6 +225,79 @@ class FirstLookReport:
             yield Padding(Text(words, style="dim"), (0, 0, 0, 2))
         if self.lacks:
             yield Padding(Text(not_contained(self.lacks), style="dim"), (0, 0, 0, 2))
+
+
+def _fitting(
+    choices: Sequence[list[RenderableType]],
+    left: int,
+    height: Height,
+    fewest: int = 1,
+) -> list[RenderableType]:
+    """The first of them that fits into the lines that are left; of the last one what fits.
+
+    Nothing where fewer parts than `fewest` do.
+    """
+    for parts in choices:
+        if height(parts) <= left:
+            return parts
+    shown = list(choices[-1])
+    while shown and height(shown) + 1 > left:
+        shown.pop()
+    if len(shown) < fewest:
+        return []
+    return [*shown, row("", "bold", f"{len(choices[-1]) - len(shown)} more: --verbose")]
+
+
+def cut(text: str, width: int, lines: int = 1) -> str:
+    """The text, cut off at a word where it takes more lines than these."""
+    if len(wrap(text, width, break_on_hyphens=False)) <= lines:
+        return text
+    found = wrap(text, width, max_lines=lines, placeholder="...", break_on_hyphens=False)
+    return " ".join(found)
+
+
+def could_be_tried(slow: Sequence[Finding], hidden: int) -> str:
+    """The line above what could be tried."""
+    words = "COULD BE TRIED; at most this much per step"
+    if any(finding.is_estimate and finding.cost_ms is not None for finding in slow):
+        words += " (~: an estimate)"
+    return words + (f"; {hidden} more: --verbose" if hidden else "")
+
+
+def _told(finding: Finding) -> tuple[str, str]:
+    """What was found and where; and what to do, with what that does to the result."""
+    place = f"{short(finding.where)} " if finding.where else ""
+    of = f"  [{finding.parity}]" if finding.parity and finding.kind == "slow" else ""
+    return f"{place}{finding.what}", f"do: {finding.do}{of}"
+
+
+def _is_told_by_lanes(line: Line) -> bool:
+    """Whether it is a call that is a lane itself: backward() or step()."""
+    most = max(line.lanes_ms, key=lambda lane: line.lanes_ms[lane], default="")
+    return most in ("backward", "optimizer") and not line.growth and not line.within
+
+
+def _line_words(line: Line, width: int) -> str:
+    """The place and what it calls; then how it grows, what called it, as far as they fit."""
+    words = f"{short(str(line.site))} {line.words}".rstrip()
+    more: list[tuple[str, ...]] = []  # each with shorter words for the same
+    if line.growth is not None:
+        us, low, high = (rounded(us, 2) for us in vars(line.growth).values())
+        more.append((f", {us} us [{low},{high}] more each step", f", {us} us more each step"))
+    if line.trainer:
+        more.append((f": {line.trainer}'s own {line.within}",))
+    elif line.within and not line.words.endswith(line.within):
+        more.append((f", in {line.within}",))
+    if line.callers:
+        caller = short(str(line.callers[0]))
+        more.append((f", called from {caller}", f", from {caller}"))
+    for choices in more:
+        words += next((one for one in choices if len(words) + len(one) <= width), "")
+    return cut(words, width)
+
+
+def _step_ms(rank: Observation) -> float:
+    return sum(rank.lanes_ms.get(name) or 0.0 for name in STEP)
 
 
 def what_next(findings: Sequence[Finding], what: Sequence[str], cures: int) -> Iterator[Text]:
@@ -207,31 +371,6 @@ def short(where: str) -> str:
     return f"{relative if len(relative) < len(file) else file}:{line}"
 
 
-def _lanes(rank: Observation, of_several: bool, width: int) -> Iterator[RenderableType]:
-    """One line: each lane with its bar and its ms; what is too small for a bar, together."""
-    if not rank.steps or not any(rank.lanes_ms.values()):
-        return
-    known = {name: rank.lanes_ms.get(name) or 0.0 for name in (*_STEP, *_BETWEEN)}
-    step = sum(known[name] for name in _STEP)
-    shown = {name: value for name, value in known.items() if value >= _SHOWN * step}
-    other = sum(known[name] for name in _STEP if name not in shown)
-    begin = (f"rank {rank.rank} " if of_several else "") + f"step {rounded(step, 2)} ms  "
-    last = [f"other {rounded(other, 2)}"] if other >= _TOLD * step else []
-    for short_names in ({}, _SHORT):
-        words = [f"{short_names.get(n, n)} {{}} {rounded(v, 2)}" for n, v in shown.items()] + last
-        # The bars take what the words leave of the line.
-        room = width - len(begin) - sum(len(each) for each in words) - 3 * (len(words) - 1)
-        columns = min(_BAR, room + 2 * len(shown))
-        if columns >= _BAR // 2:
-            break
-    bars = {
-        name: "█" * max(1, int((columns - len(shown)) * value / step))
-        for name, value in shown.items()
-    }
-    line = " | ".join(words).format(*bars.values())
-    yield Text(begin + line)
-
-
 def _taken_out(ranks: Sequence[Observation]) -> Iterator[RenderableType]:
     """One line: what steps gain without each lane, of the rank that gains most."""
     best: dict[str, Ablation] = {}
@@ -263,11 +402,23 @@ def _added(verdict: Verdict) -> str:
     return f"{rounded(us, 2)} us per step" + (f" ({share:.1%})" if share >= _TOLD else "")
 
 
-def row(label: str, style: str, *lines: str, width: int = 10) -> Table:
-    """Lines beside a label."""
+@dataclass(frozen=True)
+class _Cut:
+    """A line that is cut off where it takes more lines than these in the columns that it gets."""
+
+    text: str
+    lines: int
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(cut(self.text, options.max_width, self.lines))
+
+
+def row(label: str, style: str, *lines: str, width: int = _LABEL, most: int | None = None) -> Table:
+    """Lines beside a label; with `most`, the first cut to so many lines and the others to one."""
     table = Table.grid(padding=(0, 1))
     table.add_column(width=width, style=style, no_wrap=True)
     table.add_column()
     for number, line in enumerate(lines):
-        table.add_row(label if not number else "", Text(line))
+        short_line = _Cut(line, 1 if number else most) if most else Text(line)
+        table.add_row(label if not number else "", short_line)
     return table

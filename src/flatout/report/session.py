@@ -51,7 +51,7 @@ class Asked:
         what: the script and its arguments; a module after "-m"; or torchrun's command line.
         recipe: where what is proven will be written.
         seconds, steps: how long its steps are watched in the first look.
-        verbose: whether its output is shown then.
+        verbose: whether its output is shown then, and all that was found told in full.
         in_place: whether it writes then what it writes.
         proves: whether trials are made; None: if the user agrees.
         budget_s: seconds for all trials.
@@ -128,6 +128,7 @@ def visit(asked: Asked) -> int:
             held=look.held,
             lacks=look.lacks,
             uncontained=look.uncontained,
+            verbose=asked.verbose,
         )
         console.print(report, crop=False)
         if runs and asked.proves and obstacle(verdict):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from flatout.doctor.checks.check import Findings, check
 from flatout.doctor.checks.signals import HUNGRY, at, hot, is_gpu, lane, ms, share, whole_ms
 from flatout.doctor.finding import Finding
-from flatout.observe import Loader, Observation
+from flatout.observe import Loader, Observation, Site
 
 _FIRST_WORKERS = 4
 """To begin with, where there are none: each costs memory and a copy of the dataset."""
@@ -28,11 +28,17 @@ def look(seen: Observation) -> Findings:
         what=f"the {'GPU' if is_gpu(seen) else 'model'} waits for input: {ms(wait)} of a step "
         f"of {ms(whole_ms(seen))} ({share(seen, wait):.0%})",
         do="make the line named here cheaper, share it among workers, or cache what it gives",
-        where="" if loader is None else at(hot(loader)),
+        where=at(_made_in(seen) if loader is None else hot(loader)),
         cost_ms=wait,
         parity="redrawn" if workers else "bit-identical",
         recipe={"input.workers": workers} if workers else {},
     )
+
+
+def _made_in(seen: Observation) -> Site | None:
+    """The line that takes most of making batches, where no DataLoader makes them."""
+    makes = [line for line in seen.lines if line.lanes_ms.get("input")]
+    return max(makes, key=lambda line: line.lanes_ms["input"]).site if makes else None
 
 
 def _more_workers(seen: Observation, loader: Loader) -> int:

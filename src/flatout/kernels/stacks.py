@@ -1,0 +1,38 @@
+"""Which lines a thread runs, looked at some hundred times a second by a native thread beside it.
+
+There is no fallback: a thread of Python's own would see the lines that let other threads run, and
+few others. Where the extension is absent, or does not find the frames of this Python, no one looks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from flatout.kernels import absent
+from flatout.kernels.clock import Clock, available
+
+if TYPE_CHECKING:
+    from flatout.kernels._stacks import Stacks
+
+
+def stacks_of(clock: Clock) -> Stacks | None:
+    """What looks at the calling thread, the one of this clock; None where that cannot be done."""
+    return _called(clock)
+
+
+def _called(clock: Clock) -> Stacks | None:
+    """By these two and the one below it is found out how frames lie in memory."""
+    return _made(clock)
+
+
+def _made(clock: Clock) -> Stacks | None:
+    if not (absent.WANTED and available()):
+        return None
+    try:
+        from flatout.kernels._stacks import Stacks
+    except ImportError:
+        return None
+    try:
+        return Stacks(clock)
+    except OSError:
+        return None

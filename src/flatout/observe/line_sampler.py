@@ -1,0 +1,117 @@
+"""Which of the user's lines the steps' time goes to: looked at by a native thread.
+
+That is `kernels/_stacks.c`. Where no DataLoader gives the batches, the time of the lines that make
+them is the lane of input.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from types import CodeType, FrameType
+
+from flatout.kernels import stacks_of
+from flatout.observe.lanes import HOST, INPUT
+from flatout.observe.lines import Lines
+from flatout.observe.observation import Observation, Site
+from flatout.observe.origins import origins
+from flatout.observe.record import NO_LOADER
+from flatout.observe.stacks import Places, Stack, codes, stacks_in
+from flatout.observe.watch import Watch
+
+# From so many looks on lines are told.
+_FEWEST = 50
+
+
+class LineSampler:
+    """Looks at the stepping thread's stacks from its first step on.
+
+    To be made in that thread.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._stacks = stacks_of(watch.lanes)
+        if self._stacks is None:
+            return
+        self._outer: list[CodeType] = []
+        watch.at(1, self._begin)
+        watch.on_renewal.append(self._stacks.renew)
+
+    def _begin(self) -> None:
+        """In the thread that steps."""
+        assert self._stacks is not None
+        # That of a script that has ended is gone: no function has it.
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            self._outer.append(frame.f_code)
+            frame = frame.f_back
+        self._stacks.start()
+
+    def stop(self) -> None:
+        """Ends that; what was seen stays."""
+        if self._stacks is not None:
+            self._stacks.stop()
+
+    @property
+    def seconds(self) -> float:
+        """Of a CPU, that looking has taken."""
+        return 0.0 if self._stacks is None else self._stacks.cpu_ns / 1e9
+
+    def fill(self, seen: Observation) -> None:
+        """Puts what was seen, told as lines, into an Observation; not while steps go on."""
+        if self._stacks is None:
+            seen.notes.append("lines: this Python's frames cannot be read from beside it")
+            return
+        models = list(self._watch.models)
+        evaluated = {_place(model.evaluated_at) for model in models if model.evaluated_at}
+        stacks = list(stacks_in(self._stacks.seen(), codes(self._outer), evaluated))
+        looks = sum(stack.looks for stack in stacks)
+        if looks < _FEWEST:
+            seen.notes.append(f"lines: {looks} looks at the script are too few to tell its lines")
+            return
+        if seen.lanes_ms.get("input") is None:
+            called = {_place(model.site) for model in models if model.is_stepped and model.site}
+            if _made_input(stacks, called):
+                _share_input(stacks, seen)
+        lines = Lines(stacks, seen.lanes_ms, seen.steps, self._stacks.steps_per_bin)
+        seen.lines, seen.explained = lines.told(), lines.explained
+
+
+def _place(site: Site) -> tuple[str, int]:
+    return site.file, site.line
+
+
+def _made_input(stacks: list[Stack], called: set[tuple[str, int]]) -> bool:
+    """Moves looks at lines that make what these calls of models get from host to input.
+
+    Returns:
+        Whether there were any.
+    """
+    makes: set[tuple[str, int]] = set()
+    for call in called:
+        seen = Counter[Places]()
+        for stack in stacks:
+            if call in stack.users:
+                seen[stack.users[stack.users.index(call) + 1 :]] += stack.looks
+        # What is still the host's in the call itself makes its arguments.
+        makes |= {call} | origins(call, seen.most_common(1)[0][0] if seen else ())
+    moved = 0.0
+    for stack in stacks:
+        if not makes.isdisjoint(stack.users):
+            moved += stack.ns[HOST]
+            stack.ns[INPUT] += stack.ns[HOST]
+            stack.ns[HOST] = 0.0
+    return moved > 0
+
+
+def _share_input(stacks: list[Stack], seen: Observation) -> None:
+    """What the host's looks say of input becomes the time of that lane."""
+    made, left = (sum(stack.ns[lane] for stack in stacks) for lane in (INPUT, HOST))
+    whole = seen.lanes_ms.get("host") or 0.0
+    input_ms = whole * made / max(made + left, 1.0)
+    seen.lanes_ms["input"], seen.lanes_ms["host"] = input_ms, whole - input_ms
+    seen.notes[:] = [note for note in seen.notes if note != NO_LOADER]
+    seen.notes.append(
+        "input: no DataLoader gave the batches; it is the time of lines that made them"
+    )

@@ -1,0 +1,151 @@
+"""Stacks told as lines of the user's: what each takes of a step, and whether it takes ever more.
+
+The time of libraries is told by the user's line that called them, with the module or function of
+theirs that took most of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from flatout.measure import LANES
+from flatout.observe.observation import Growth, Line, Site
+from flatout.observe.sites import read
+from flatout.observe.stacks import NOWHERE, Place, Places, Stack
+
+# Lines that are told, and the user's lines above each of them.
+_LINES, _CALLERS = 40, 3
+# A line that was looked at less often says nothing of its growth.
+_FEWEST = 40
+# A line grows where that is so much of its mean over what was seen, in so many bins of steps.
+_GROWS_BY, _FEWEST_BINS = 0.25, 6
+# Many lines are asked: so many times the 95% interval has to lie above zero.
+_SURE = 2.0
+
+_Key = TypeVar("_Key")
+
+
+@dataclass
+class _Of:
+    """All looks that one line is told by."""
+
+    looks: int = 0
+    lanes: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    calls: dict[Place, float] = field(default_factory=lambda: defaultdict(float))
+    within: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    callers: dict[Places, float] = field(default_factory=lambda: defaultdict(float))
+    bins: list[float] = field(default_factory=list)
+
+    @property
+    def ms(self) -> float:
+        return sum(self.lanes.values())
+
+    def add(self, stack: Stack, ms_per_ns: dict[str, float]) -> None:
+        self.looks += stack.looks
+        ns = sum(stack.ns)
+        for lane, part in zip(LANES, stack.ns, strict=False):
+            if part:
+                self.lanes[lane] += part * ms_per_ns[lane]
+        self.calls[stack.line] += ns
+        self.within[stack.within] += ns
+        self.callers[stack.users[1 : _CALLERS + 1]] += ns
+        self.bins = [a + b for a, b in zip(self.bins or [0.0] * 99, stack.bins, strict=False)]
+
+
+def _most(of: dict[_Key, float]) -> _Key:
+    return max(of, key=of.__getitem__)
+
+
+class Lines:
+    """Stacks as lines.
+
+    Attributes:
+        explained: share of the time of steps that has a line of the user's, or a trainer's
+            function.
+        looks: how many there were.
+    """
+
+    def __init__(
+        self,
+        stacks: Iterable[Stack],
+        lanes_ms: dict[str, float | None],
+        steps: int,
+        steps_per_bin: int,
+    ) -> None:
+        self._steps, self._width = steps, steps_per_bin
+        stacks = list(stacks)
+        self.looks = sum(stack.looks for stack in stacks)
+        whole = [sum(column) for column in zip(*(stack.ns for stack in stacks), strict=True)]
+        ms = {lane: lanes_ms.get(lane) or 0.0 for lane in LANES}
+        self._ms_per_ns = {
+            lane: ms[lane] / ns if ns else 0.0 for lane, ns in zip(LANES, whole, strict=False)
+        }
+        self._of: dict[tuple[str, int, str, str], _Of] = defaultdict(_Of)
+        for stack in stacks:
+            if stack.line is not NOWHERE:
+                within = stack.within if stack.trainer else ""
+                key = (*stack.line.site, stack.trainer, within)
+                self._of[key].add(stack, self._ms_per_ns)
+        told = sum(of.ms for of in self._of.values())
+        self.explained = min(1.0, told / max(sum(ms.values()), 1e-9))
+
+    def told(self) -> list[Line]:
+        """Those that take most, first."""
+        found = sorted(self._of.items(), key=lambda item: -item[1].ms)[:_LINES]
+        return [self._line(*key, of) for key, of in found]
+
+    def _line(self, file: str, line: int, trainer: str, within: str, of: _Of) -> Line:
+        callers = _most(of.callers)
+        named = _most(of.within)
+        # One of many modules says less than the line.
+        if not within and of.within[named] >= 0.5 * sum(of.within.values()):
+            within = named
+        return Line(
+            read(Site(file, line)),
+            of.ms,
+            {lane: ms for lane, ms in of.lanes.items() if ms},
+            _most(of.calls).words(),
+            [read(Site(*caller)) for caller in callers],
+            within,
+            trainer,
+            of.looks,
+            self._growth(of),
+        )
+
+    def _growth(self, of: _Of) -> Growth | None:
+        """By how much more the line takes with each step, where it clearly does."""
+        bins = self._steps // self._width
+        of_bins = of.bins[1:bins]  # the first holds what is done once, the last is not full
+        if len(of_bins) < _FEWEST_BINS or of.looks < _FEWEST:
+            return None
+        per_ns = of.ms * self._steps / max(sum(of.bins), 1e-9) / self._width
+        return growth([per_ns * ns for ns in of_bins], self._width, of.looks)
+
+
+def growth(ms: list[float], width: int, looks: int) -> Growth | None:
+    """The slope of a line's time by steps, where it is above zero for sure, and matters.
+
+    Args:
+        ms: per step, in consecutive bins of `width` steps.
+        width: of a bin.
+        looks: that these times were made of: fewer mean more noise.
+    """
+    # It needs numpy, which is the script's to import first.
+    from flatout.measure import student_t
+
+    count, mean = len(ms), sum(ms) / len(ms)
+    places = [width * (at - (count - 1) / 2) for at in range(count)]
+    spread = sum(place * place for place in places)
+    slope = sum(place * one for place, one in zip(places, ms, strict=True)) / spread
+    left = [one - mean - slope * place for place, one in zip(places, ms, strict=True)]
+    # No less than the noise of counting looks.
+    of_looks = mean * mean * count / looks
+    noise = max(sum(one * one for one in left) / (count - 2), of_looks)
+    within = student_t(count - 2) * math.sqrt(noise / spread)
+    if mean <= 0 or slope <= _SURE * within or slope * width * count < _GROWS_BY * mean:
+        return None
+    return Growth(1e3 * slope, 1e3 * (slope - within), 1e3 * (slope + within))

@@ -1,0 +1,137 @@
+"""Where batches come from in a loop without a DataLoader: the lines that make what a model gets.
+
+The names in a model's call are followed through the source of its function, and of those that
+call it, to the lines that give them their values.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+
+# Functions above the one that calls the model.
+_LEVELS = 4
+
+Place = tuple[str, int]
+
+
+def origins(call: Place, callers: Sequence[Place]) -> set[Place]:
+    """The lines that make what is handed to a model; none where their source cannot be read.
+
+    Args:
+        call: file and line where the model is called.
+        callers: the lines that led there, from the inside.
+    """
+    found: set[Place] = set()
+    wanted: set[str] | None = None
+    for file, line in [call, *callers][: _LEVELS + 1]:
+        function = _function_at(file, line)
+        if function is None:
+            break
+        names = _given(function, line)
+        if wanted is not None:  # parameters, whatever they are called by the one who calls
+            names |= _given_through(function, line)
+        lines, left = _slice(function, names, line)
+        found |= {(file, one) for one in lines}
+        wanted = left & _parameters(function)
+        if not wanted:
+            break
+    return found
+
+
+@lru_cache(maxsize=64)
+def _tree(file: str) -> ast.Module | None:
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return None
+
+
+def _function_at(file: str, line: int) -> ast.AST | None:
+    """The innermost function around a line, else the whole file."""
+    tree = _tree(file)
+    best: ast.AST | None = tree
+    for node in ast.walk(tree) if tree is not None else ():
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        if node.lineno <= line <= (node.end_lineno or node.lineno):
+            best = node  # an inner one is walked over later
+    return best
+
+
+def _parameters(function: ast.AST) -> set[str]:
+    if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return set()
+    given = function.args
+    return {one.arg for one in (*given.posonlyargs, *given.args, *given.kwonlyargs)}
+
+
+def _calls_at(function: ast.AST, line: int) -> Iterator[ast.Call]:
+    for node in ast.walk(function):
+        if isinstance(node, ast.Call) and node.lineno <= line <= (node.end_lineno or node.lineno):
+            yield node
+
+
+def _given(function: ast.AST, line: int) -> set[str]:
+    """The names in the arguments of the calls in a line."""
+    return {
+        name
+        for call in _calls_at(function, line)
+        for given in (*call.args, *(keyword.value for keyword in call.keywords))
+        for name in _read_in(given)
+    }
+
+
+def _given_through(function: ast.AST, line: int) -> set[str]:
+    """What a method is called on may hold what it works with."""
+    return {
+        name
+        for call in _calls_at(function, line)
+        if isinstance(call.func, ast.Attribute)
+        for name in _read_in(call.func.value)
+        if name != "self"
+    }
+
+
+def _read_in(node: ast.AST) -> Iterator[str]:
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Name):
+            yield inner.id
+
+
+def _slice(function: ast.AST, names: Iterable[str], before: int) -> tuple[set[int], set[str]]:
+    """The lines of a function that make these names, and all names that go into them."""
+    wanted, lines = set(names), set[int]()
+    statements = [made for node in ast.walk(function) if (made := _made(node)) is not None]
+    is_new = True
+    while is_new:
+        is_new = False
+        for first, targets, value in statements:
+            last = value.end_lineno or value.lineno
+            if first <= before <= last or first in lines or wanted.isdisjoint(targets):
+                continue
+            lines |= set(range(first, last + 1))
+            wanted |= set(_read_in(value))
+            is_new = True
+    return lines, wanted
+
+
+def _made(node: ast.AST) -> tuple[int, set[str], ast.expr] | None:
+    """The names that a statement gives values to, and what it makes them of."""
+    if isinstance(node, ast.Assign):
+        targets, value = node.targets, node.value
+    elif isinstance(node, (ast.AugAssign, ast.NamedExpr, ast.AnnAssign)) and node.value:
+        targets, value = [node.target], node.value
+    elif isinstance(node, (ast.For, ast.AsyncFor)):
+        targets, value = [node.target], node.iter
+    else:
+        return None
+    names = {
+        inner.id
+        for target in targets
+        for inner in ast.walk(target)
+        if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store)
+    }
+    return node.lineno, names, value

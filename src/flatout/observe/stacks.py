@@ -1,0 +1,178 @@
+"""Stacks that were looked at: the user's lines in them, and what of a library's they had called."""
+
+from __future__ import annotations
+
+import gc
+import linecache
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import islice
+from types import CodeType, FunctionType
+from typing import TypeAlias
+
+from flatout.observe.lanes import AFTER, EVALUATION, OPTIMIZER
+from flatout.observe.sites import is_users
+
+# What calls the user's code, and not the other way round: its own time is told by its functions.
+TRAINERS = ("lightning", "pytorch_lightning", "accelerate", "transformers", "keras")
+_LONGEST_WORDS = 40
+
+Places: TypeAlias = tuple[tuple[str, int], ...]
+"""Of lines: file and number of each."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place in the code."""
+
+    code: CodeType
+    instruction: int
+
+    @property
+    def is_users(self) -> bool:
+        """Whether the code is the user's."""
+        return is_users(self.code.co_filename)
+
+    @property
+    def line(self) -> int:
+        """Its line, from 1."""
+        return _position(self.code, self.instruction)[0] or self.code.co_firstlineno
+
+    @property
+    def site(self) -> tuple[str, int]:
+        """Its file and line."""
+        return self.code.co_filename, self.line
+
+    @property
+    def package(self) -> str:
+        """The top-level package that it is of; "" for none that is installed."""
+        _, _, inside = self.code.co_filename.replace("\\", "/").rpartition("-packages/")
+        return inside.partition("/")[0].removesuffix(".py")
+
+    def words(self) -> str:
+        """The call that is being made, as it is written, without its arguments."""
+        line, end_line, column, end = _position(self.code, self.instruction)
+        text = linecache.getline(self.code.co_filename, line or 0)
+        if line is None or column is None or end is None or not text:
+            return ""
+        raw = text.encode()
+        part = raw[column : end if end_line == line else None].decode(errors="replace")
+        return _without_arguments(part)
+
+
+def _without_arguments(text: str) -> str:
+    """Cuts the last pair of brackets off, and what is too long."""
+    text = text.strip()
+    if text.endswith(")"):
+        depth = 0
+        for at in range(len(text) - 1, -1, -1):
+            depth += (text[at] == ")") - (text[at] == "(")
+            if depth == 0:
+                text = text[:at]
+                break
+    else:
+        text = re.sub(r"\(\s*$", "", text)
+    return text if len(text) <= _LONGEST_WORDS else text[: _LONGEST_WORDS - 3] + "..."
+
+
+@cache
+def _position(code: CodeType, instruction: int) -> tuple[int | None, ...]:
+    return next(islice(code.co_positions(), instruction // 2, None), (None,) * 4)
+
+
+@dataclass
+class Stack:
+    """Looks that had one stack.
+
+    Attributes:
+        line: the innermost place of the user's.
+        users: the user's lines, that one first, then those above it.
+        within: what of a library's it had called, in words; "" for nothing.
+        trainer: the trainer whose own code it was; "" for none.
+        ns: by lane.
+        bins: ns by steps.
+    """
+
+    line: Place
+    users: Places
+    within: str
+    trainer: str
+    looks: int
+    ns: list[float]
+    bins: list[float]
+
+
+def codes(others: Iterable[CodeType] = ()) -> dict[int, CodeType]:
+    """The code of all functions that are alive, and of these others, by id."""
+    found: dict[int, CodeType] = {}
+    todo = [one.__code__ for one in gc.get_objects() if type(one) is FunctionType]
+    todo += others
+    while todo:
+        code = todo.pop()
+        if id(code) not in found:
+            found[id(code)] = code
+            todo += [one for one in code.co_consts if type(one) is CodeType]
+    return found
+
+
+def stacks_in(
+    nodes: list[tuple[int, int, int, int, list[float], list[float]]],
+    known: dict[int, CodeType],
+    evaluated: set[tuple[str, int]],
+) -> Iterator[Stack]:
+    """The stacks of a tree of places.
+
+    Args:
+        nodes: as kernels' Stacks.seen() gives them.
+        known: codes by id.
+        evaluated: lines that evaluate: what is beneath them is of that lane.
+    """
+    for number, node in enumerate(nodes):
+        if not node[3]:
+            continue
+        places = []
+        while number >= 0:
+            number, code_id, instruction = nodes[number][:3]
+            code = known.get(code_id)
+            if code is not None and instruction < len(code.co_code):
+                places.append(Place(code, max(0, instruction)))
+        yield _stack(places, *node[3:], evaluated)
+
+
+NOWHERE = Place(compile("", "<nowhere>", "exec"), 0)
+"""Where no line of the user's is in a stack."""
+
+
+def _stack(
+    places: list[Place],
+    looks: int,
+    ns: list[float],
+    bins: list[float],
+    evaluated: set[tuple[str, int]],
+) -> Stack:
+    at = next((at for at, place in enumerate(places) if place.is_users), len(places))
+    libraries = places[:at]
+    users = [place for place in places[at:] if place.is_users]
+    moved = list(ns)
+    moved[OPTIMIZER] += moved[AFTER]
+    moved[AFTER] = 0.0
+    if not evaluated.isdisjoint(place.site for place in users):
+        moved = [0.0] * len(ns)
+        moved[EVALUATION] = sum(ns)
+    trainers = [place for place in libraries if place.package in TRAINERS]
+    # A module that a trainer's code has called is no part of the trainer.
+    module = next((place for place in libraries if place.code.co_name == "forward"), None)
+    trainer = trainers[0] if trainers and module is None else None
+    named = trainer or module
+    within = "" if named is None else named.code.co_qualname.removesuffix(".forward")
+    return Stack(
+        users[0] if users else NOWHERE,
+        tuple(dict.fromkeys(place.site for place in users)),
+        within.replace("<locals>.", ""),
+        "" if trainer is None else trainer.package,
+        looks,
+        moved,
+        bins,
+    )

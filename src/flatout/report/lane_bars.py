@@ -1,0 +1,63 @@
+"""A step's time as one line of a terminal: each lane with its bar and its ms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from rich.text import Text
+
+from flatout.observe import Observation
+from flatout.words import rounded
+
+STEP = ("input", "copy", "forward", "backward", "sync", "optimizer", "host", "gc", "idle")
+BETWEEN = ("evaluation", "saving")
+
+_SHOWN = (0.01, 0.02, 0.04, 0.08, 0.16)
+"""Shares of a step from which on a lane has its own bar: the first with which a line has room."""
+_SHORT = {"forward": "fwd", "backward": "bwd", "optimizer": "opt", "evaluation": "eval"}
+"""Of lanes, where a line has no room for their names and bars."""
+_TOLD = 0.001
+"""Share from which on what is too small for a bar is told."""
+_BAR, _LEAST_BAR = 24, 16
+"""Columns of all bars together, and the fewest in which they can be told apart."""
+_PARTS = " ▏▎▍▌▋▊▉"
+"""Eighths of a column."""
+
+
+def lane_bars(rank: Observation, of_several: bool, width: int) -> Iterator[Text]:
+    """One line that fits the width: each lane with its bar; what is too small, together."""
+    if not rank.steps or not any(rank.lanes_ms.values()):
+        return
+    known = {name: rank.lanes_ms.get(name) or 0.0 for name in (*STEP, *BETWEEN)}
+    step = sum(known[name] for name in STEP)
+    begin = (f"rank {rank.rank} " if of_several else "") + f"step {rounded(step, 2)} ms  "
+    for least in _SHOWN:
+        shown = {name: value for name, value in known.items() if value >= least * step}
+        for names in ({}, _SHORT):
+            words = _words(known, shown, names, step)
+            # The bars take what the words leave of the line.
+            room = width - len(begin) - len(" | ".join(words).replace("{}", ""))
+            if min(room, _BAR) >= _LEAST_BAR:
+                break
+        else:
+            continue
+        break
+    columns = max(len(shown), min(_BAR, room))
+    longest = sum(shown.values())
+    bars = [_bar(value / longest * (columns - len(shown))) for value in shown.values()]
+    yield Text(begin + " | ".join(words).format(*bars))
+
+
+def _words(
+    known: Mapping[str, float], shown: Mapping[str, float], names: Mapping[str, str], step: float
+) -> list[str]:
+    other = sum(value for name, value in known.items() if name not in shown)
+    words = [f"{names.get(name, name)} {{}} {rounded(ms, 2)}" for name, ms in shown.items()]
+    return words + ([f"other {rounded(other, 2)}"] if other >= _TOLD * step else [])
+
+
+def _bar(columns: float) -> str:
+    """So many columns, to an eighth; never none."""
+    eighths = max(1, round(8 * columns))
+    part = _PARTS[eighths % 8].strip()
+    return "█" * (eighths // 8) + part
