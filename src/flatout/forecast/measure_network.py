@@ -1,0 +1,154 @@
+"""`flatout forecast --measure`: pings and collectives over hosts, or over ranks of this one.
+
+Hosts are reached as `flatout submit ssh` reaches them, by a job whose code is one small script.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from time import monotonic
+
+from flatout.errors import FlatoutError, WorldError
+from flatout.forecast.network import Network
+from flatout.measure import Profile, usable_cpus
+from flatout.submit import Asked, Ledger, exit_code, job_of, logs_of, refuse, send, target_of, write
+from flatout.submit.hosts import hosts_of
+from flatout.words import counted
+
+SECONDS = 120.0
+"""What measuring takes, about."""
+
+_NAME = "measure_network.py"
+_SCRIPT = """\
+from flatout.forecast import probe
+
+probe.main({sizes}, {seconds})
+"""
+# Beside pings and collectives: hosts are reached, Python starts, ranks meet.
+_PATIENCE_S = 180.0
+
+
+def sizes_of(profile: Profile | None) -> list[int]:
+    """Bytes of the tensors that a run adds up, or a ladder of sizes where no one knows them."""
+    from flatout.forecast.probe import LADDER
+
+    buckets = () if profile is None else profile.communication.get("buckets", ())
+    own = {int(bucket["bytes"]) for bucket in buckets if bucket["bytes"] >= 4}
+    # The smallest of the ladder tells what a message costs that is nearly empty.
+    return sorted({LADDER[0], *own}) if own else list(LADDER)
+
+
+def measure_here(
+    sizes: Sequence[int], say: Callable[[str], None], seconds: float = SECONDS, ranks: int = 0
+) -> Network:
+    """Between ranks of this machine.
+
+    Args:
+        sizes: bytes of the tensors that are added up.
+        say: gets a line for people.
+        seconds: that it may take, about.
+        ranks: how many; 0 for one on each CPU that may be used.
+
+    Raises:
+        WorldError: there is one CPU alone, or the ranks fail.
+    """
+    ranks = ranks or usable_cpus()
+    if ranks < 2:
+        raise WorldError(
+            "one CPU may be used here, so there are no two ranks to measure between",
+            do="name hosts: --measure host1,host2, or a file with one in each line",
+        )
+    say(f"measuring {counted(ranks, 'rank')} of this host for about {seconds:.0f} s")
+    with tempfile.TemporaryDirectory(prefix="flatout-network-") as folder:
+        script = Path(folder) / _NAME
+        script.write_text(_SCRIPT.format(sizes=list(sizes), seconds=seconds))
+        itself = [sys.executable, "-c", "from flatout.cli.main import main; main()"]
+        command = [*itself, "run", "--devices", str(ranks), "--restarts", "0", str(script)]
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
+        )
+    return _found(done.stdout.splitlines(), done.stderr.splitlines())
+
+
+def measure_hosts(
+    hosts: str,
+    sizes: Sequence[int],
+    say: Callable[[str], None],
+    *,
+    seconds: float = SECONDS,
+    ranks_per_host: int = 1,
+    options: tuple[str, ...] = (),
+) -> Network:
+    """Between hosts, over ssh.
+
+    Args:
+        hosts: "host1,host2", or a file with one in each line.
+        sizes: bytes of the tensors that are added up.
+        say: gets a line for people.
+        seconds: that it may take, about.
+        ranks_per_host: how many ranks each has.
+        options: NAME=VALUE each, as `flatout submit ssh --option` takes them.
+
+    Raises:
+        SubmitError: a host cannot be reached, or lacks something.
+        FlatoutError: the ranks have failed there.
+    """
+    given = str(Path(hosts).absolute()) if "," not in hosts and Path(hosts).is_file() else hosts
+    with tempfile.TemporaryDirectory(prefix="flatout-network-") as folder:
+        root = Path(folder)
+        (root / _NAME).write_text(_SCRIPT.format(sizes=list(sizes), seconds=seconds))
+        asked = Asked(
+            script=_NAME,
+            devices=ranks_per_host,
+            gpus=0,
+            retries=0,
+            folder=str(Path("submit").absolute()),
+            options=(f"hosts={given}", *options),
+        )
+        job = job_of(asked, root, datetime.now())
+        job = replace(job, nodes=max(1, len(hosts_of(job))))
+        if job.nodes * ranks_per_host < 2:
+            raise WorldError(
+                "one host with one rank has no network to measure",
+                where=hosts,
+                do="name more hosts, or measure ranks of this one: --measure here",
+            )
+        to = target_of("ssh")
+        write(job, to)
+    refuse(to.check(job), where=f"nothing was sent: {job.folder}")
+    say(
+        f"measuring {counted(job.nodes, 'host')}, {counted(ranks_per_host, 'rank')} each, for "
+        f"about {seconds:.0f} s"
+    )
+    sent = send(job, to, Ledger())
+    lines = list(_until(logs_of(sent.id, follow=True), monotonic() + seconds + _PATIENCE_S))
+    code = exit_code(sent.id)
+    return _found(lines, lines if code else [])
+
+
+def _until(lines: Iterable[str], deadline: float) -> Iterable[str]:
+    """Lines as they come, but for those that come too late."""
+    for line in lines:
+        yield line.rstrip("\n")
+        if monotonic() > deadline:
+            return
+
+
+def _found(lines: Sequence[str], errors: Sequence[str]) -> Network:
+    """What the first rank has told, among all that ranks have printed."""
+    from flatout.forecast.probe import LINE
+
+    for line in lines:
+        _, found, text = line.partition(LINE + "{")
+        if found:
+            return Network.model_validate_json("{" + text)
+    raise FlatoutError(
+        "the network was not measured: the ranks have failed",
+        where="\n  ".join(["their last words:", *(errors or lines)[-15:]]),
+    )

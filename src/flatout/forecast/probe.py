@@ -1,0 +1,207 @@
+"""Measures the network between the ranks that run it: pings, streams, and each reduction.
+
+    flatout run --devices 2 probe.py        (a file that calls `main`)
+
+All ranks call `probe`, and do the same in the same order: the first decides how often.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Sequence
+from itertools import combinations
+from math import isqrt
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flatout.forecast.network import Collective, Link, Network
+from flatout.recipe import World as Asked
+from flatout.strategies import reduction_of
+from flatout.strategies.reductions.reduction import Flat, Reduction
+from flatout.world import World, join
+
+LADDER = tuple(4096 * 4**n for n in range(8))
+"""Bytes of tensors, 4 KiB to 64 MiB, where no job's own buckets are known."""
+
+LINE = "network "
+"""What the line begins with in which the first rank tells what was found."""
+
+# Of all time, for pings and streams between two hosts each.
+_LINKS_SHARE, _LINK_S = 0.25, 4.0
+_PINGS, _FEWEST_PINGS, _BLOCK, _ROUNDS = 200, 5, 2**20, 5
+# Where there are more hosts, each is measured with the next one only.
+_MOST_PAIRED = 8
+_FEWEST, _MOST = 3, 40
+
+
+def main(sizes: Sequence[int], seconds: float) -> None:
+    """Join the other ranks, measure, and print a line on the first."""
+    world = join()
+    found = probe(world, sizes, seconds)
+    if world.is_first:
+        print(LINE + found.model_dump_json(by_alias=True), flush=True)
+
+
+def probe(world: World, sizes: Sequence[int], seconds: float) -> Network:
+    """What lies between these ranks; all of them call it.
+
+    Args:
+        world: of at least two ranks.
+        sizes: bytes of the tensors that are added up.
+        seconds: that it may take, about.
+    """
+    began = time.monotonic()
+    places = world.gather([world.place.node, socket.gethostname()], "names of hosts")
+    names = _names(places)
+    first = [next(r for r, (n, _) in enumerate(places) if n == node) for node in range(len(names))]
+    links = _links(world, names, first, _LINKS_SHARE * seconds)
+    collectives = _collectives(world, len(names), sizes, began + seconds)
+    return Network.model_validate(
+        {"schema": 1, "hosts": names, "links": links, "collectives": collectives}
+    )
+
+
+def _names(places: Sequence[Any]) -> list[str]:
+    """Of the hosts, in their order; those of one name get numbers."""
+    by_node = dict(reversed(places))
+    names = [by_node[node] for node in sorted(by_node)]
+    if len(set(names)) < len(names):
+        names = [f"{name}-{number}" for number, name in enumerate(names)]
+    return names
+
+
+# -- links -----------------------------------------------------------------------------------------
+
+
+def _links(world: World, names: list[str], first: list[int], seconds: float) -> list[Link]:
+    """Between two hosts each, by their first ranks, while all others wait."""
+    hosts = range(len(names))
+    pairs = list(combinations(hosts, 2))
+    if len(names) > _MOST_PAIRED:
+        pairs = [(host, (host + 1) % len(names)) for host in hosts]
+    each = min(_LINK_S, seconds / max(1, len(pairs)))
+    found = []
+    for one, other in pairs:
+        figures = None
+        if world.rank in (first[one], first[other]):
+            figures = _link(world.rank == first[one], first[one], first[other], each)
+        told = world.gather(figures, f"the link of {names[one]} and {names[other]}")
+        rtt, rate = told[first[one]]
+        found.append(Link(between=(names[one], names[other]), rtt_s=rtt, bytes_per_s=rate))
+    return found
+
+
+def _link(begins: bool, one: int, other: int, seconds: float) -> list[float]:
+    """Median seconds of a small message there and back, and bytes per second of a stream.
+
+    Both ranks call it; what is found by the one that begins counts.
+    """
+    small, block = torch.zeros(1, dtype=torch.int64), torch.zeros(_BLOCK, dtype=torch.uint8)
+    peer = other if begins else one
+
+    def pass_on(tensor: torch.Tensor, *, there: bool) -> None:
+        if there == begins:
+            dist.send(tensor, peer)
+        else:
+            dist.recv(tensor, peer)
+
+    def agreed(number: int) -> int:
+        """The beginner's number."""
+        small[0] = number
+        pass_on(small, there=True)
+        return int(small)
+
+    def trip() -> float:
+        began = time.perf_counter()
+        pass_on(small, there=True)
+        pass_on(small, there=False)
+        return time.perf_counter() - began
+
+    def stream(blocks: int) -> float:
+        began = time.perf_counter()
+        for _ in range(blocks):
+            pass_on(block, there=True)
+        pass_on(small, there=False)  # all has come
+        return time.perf_counter() - began
+
+    trip()
+    slow = max(trip() for _ in range(2))
+    pings = agreed(int(min(_PINGS, max(_FEWEST_PINGS, seconds / 4 / slow))))
+    rtt = median(trip() for _ in range(pings))
+    took = stream(2)
+    blocks = agreed(int(min(256, max(2, 2 * seconds / 2 / _ROUNDS / took))))
+    rate = median(blocks * _BLOCK / max(1e-9, stream(blocks) - rtt / 2) for _ in range(_ROUNDS))
+    return [rtt, rate]
+
+
+# -- collectives -----------------------------------------------------------------------------------
+
+
+def reductions(hosts: int, ranks: int) -> dict[str, Asked]:
+    """What there is to add up with, by the name of the reduction or the compression."""
+    found = {"all_reduce": Asked(reduction="all_reduce"), "ring": Asked(reduction="ring")}
+    found["to_one"] = Asked(reduction="to_one")
+    if hosts == 1:
+        found["shared"] = Asked(reduction="shared")
+    elif ranks > hosts:
+        found["hierarchical"] = Asked(reduction="hierarchical")
+    for name in ("bf16", "fp16", "powersgd"):
+        found[name] = Asked(reduction="all_reduce", compression=name)
+    return found
+
+
+def _collectives(world: World, hosts: int, sizes: Sequence[int], end: float) -> list[Collective]:
+    """Every reduction at every size, the smallest first, while there is time."""
+    made = {
+        name: reduction_of(asked, world, torch.device("cpu"))
+        for name, asked in reductions(hosts, world.size).items()
+    }
+    found = []
+    left = len(made) * len(sizes)
+    slow: dict[str, float] = {}  # seconds of a byte
+    for number, size in enumerate(sorted(sizes)):
+        for name, reduction in made.items():
+            room = (end - time.monotonic()) / left
+            left -= 1
+            # The first rank's clock decides for all.
+            if world.from_first(slow.get(name, 0.0) * size > max(room, 0.0) * len(made)):
+                continue
+            seconds = _timed(world, reduction, number, size, room)
+            slow[name] = min(seconds) / size
+            found.append(
+                Collective(
+                    op="all_reduce",
+                    reduction=name,
+                    ranks=world.size,
+                    hosts=hosts,
+                    bytes=size,
+                    seconds=seconds,
+                )
+            )
+    return found
+
+
+def _timed(world: World, reduction: Reduction, number: int, size: int, room: float) -> list[float]:
+    """Seconds of each time, of the slowest rank."""
+    length = max(1, size // 4)
+    values = reduction.memory(number, length, torch.float32, torch.device("cpu"))
+    side = isqrt(length)
+    shapes = [(side, length // side), (1, length - side * (length // side))]
+    flat = Flat(values, number, shapes)
+
+    def once() -> float:
+        values.fill_(1.0)
+        world.wait("the next sum")
+        began = time.perf_counter()
+        reduction.add_up(flat)
+        return time.perf_counter() - began
+
+    with torch.no_grad():
+        first = once()  # it also makes what is made once
+        times = world.from_first(int(min(_MOST, max(_FEWEST, room / max(first, 1e-6)))))
+        own = [once() for _ in range(times)]
+    return [max(each) for each in zip(*world.gather(own, "times of sums"), strict=True)]
