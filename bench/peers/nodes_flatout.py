@@ -31,7 +31,7 @@ def main() -> None:
     os.environ["FLATOUT_CACHE"] = str(arguments.out.parent / "cache")
     (x, y), held_out = nodes_job.load(arguments.images)
     model = nodes_job.model()
-    until = nodes_job.UntilLoss(model, x, y, arguments.loss)
+    until = nodes_job.UntilLoss(model, *held_out, arguments.loss)
     # What may be set in code is as in plain torch; then only the reduction differs.
     plain = {**PLAIN, "process.threads": 1}
     recipe = apply(flatout.Recipe().replace(plain), arguments.set)
@@ -49,7 +49,7 @@ def main() -> None:
         progress=False,
     )
     if int(os.environ["RANK"]) == 0:
-        until.report(arguments.out, *held_out)
+        until.report(arguments.out)
 
 
 if __name__ == "__main__":

@@ -20,12 +20,12 @@ def main() -> None:
     model = nodes_job.model()
     parallel = DistributedDataParallel(model)
     optimizer = nodes_job.optimizer(list(model.parameters()))
-    until = nodes_job.UntilLoss(model, x, y, arguments.loss)
+    until = nodes_job.UntilLoss(model, *held_out, arguments.loss)
     dist.barrier()
     until.start()
     train(x, y, rank, ranks, parallel, optimizer, until)
     if rank == 0:
-        until.report(arguments.out, *held_out)
+        until.report(arguments.out)
     dist.barrier()
     dist.destroy_process_group()
 
