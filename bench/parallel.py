@@ -8,8 +8,8 @@ hand (MLP 784-1024-1024-10, batch 128, one thread each, Adam, gloo). Then a rank
 
 Two nodes with a link of 1 Gbit/s train an MLP of 4 M parameters on images of 28x28 until a held-out
 loss is reached: plain DistributedDataParallel, and Flatout with each of its reductions and with
-ranks that meet every 20 steps, otherwise as plain. The nodes are network namespaces of this machine, which takes root. `--data` names a
-folder of IDX files (MNIST).
+ranks that meet every 20 steps, otherwise as plain. The nodes are network namespaces of this
+machine, which takes root. `--data` names a folder of IDX files (MNIST).
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ def compression_peers(images: Path, loss: float, nodes: Sequence[str]) -> list[P
         peer("flatout", flatout, 1),
         *(peer(f"flatout-{name}", flatout, 1, asked) for name, asked in COMPRESSED.items()),
         peer("flatout-local-sgd", flatout, 1, *LOCAL),
+        peer("flatout-fragments", flatout, 1, *LOCAL, "world.fragments=4"),
         peer("flatout-ring", flatout, 1, "world.reduction=ring"),
         peer("flatout-to-one", flatout, 1, "world.reduction=to_one"),
         peer(PLAIN_4, plain, 2),
@@ -82,6 +83,11 @@ def compression_keys(rows: Mapping[str, Row]) -> list[Key]:
             ratio(rows, "flatout-local-sgd", PLAIN),
             at_most=0.3,
             note=f"weights averaged every {EVERY} steps",
+        ),
+        Key(
+            "fragments_time_to_loss",
+            ratio(rows, "flatout-fragments", PLAIN),
+            note=f"a quarter of them every {EVERY // 4} steps, beside these",
         ),
         Key("hierarchical_time_to_loss", hierarchical, note="two ranks on each node"),
         Key("to_one_time_to_loss", to_one, note="two ranks on each node"),

@@ -148,7 +148,13 @@ SECTIONS = (
         "parallel",
         "Several ranks",
         "Flatout beside a handwritten DistributedDataParallel loop: the time of a step on one "
-        "node, and the time to a training loss on two.",
+        "node, and the time to a held-out loss on two.",
+    ),
+    Section(
+        "strategies",
+        "Strategies on one node",
+        "`fsdp` beside torch's own `fully_shard`, `staged` beside the ideal of its schedule; and "
+        "four ranks of which one is three times slower, until a held-out loss is reached.",
     ),
     Section(
         "submit",

@@ -15,21 +15,24 @@ from flatout.recipe.overrides import apply
 class Until(flatout.Callback):
     every = nodes_job.EVERY
 
-    def __init__(self, until: nodes_job.UntilLoss) -> None:
-        self.until = until
+    def __init__(self, until: nodes_job.UntilLoss, decides: bool) -> None:
+        self.until, self.decides, self.done = until, decides, False
 
     def on_epoch_start(self, state: flatout.FitState) -> None:
         self.until.start() if state.step == 0 else None
 
     def on_step(self, state: flatout.FitState) -> None:
-        if self.until.reached():
-            state.stop("the loss is reached")
+        if not self.done and self.until.reached():
+            self.done = self.decides
+            if self.decides:
+                state.stop("the loss is reached")
 
 
 def main() -> None:
     arguments = nodes_job.arguments()
     os.environ["FLATOUT_CACHE"] = str(arguments.out.parent / "cache")
     (x, y), held_out = nodes_job.load(arguments.images)
+    is_first = os.environ["RANK"] == "0"
     model = nodes_job.model()
     until = nodes_job.UntilLoss(model, *held_out, arguments.loss)
     # What may be set in code is as in plain torch; then only the reduction differs.
@@ -45,10 +48,10 @@ def main() -> None:
         (x, y),
         batch_size=nodes_job.BATCH,
         epochs=nodes_job.MOST_EPOCHS,
-        callbacks=[Until(until)],
+        callbacks=[Until(until, is_first or recipe.world.strategy != "local_sgd")],
         progress=False,
     )
-    if int(os.environ["RANK"]) == 0:
+    if is_first:
         until.report(arguments.out)
 
 

@@ -86,7 +86,9 @@ class UntilLoss:
 
     def report(self, out: Path) -> None:
         if self.found > self.wanted:
-            raise SystemExit(f"loss {self.found:.3f} after {self.steps:.0f} steps: not {self.wanted}")
+            raise SystemExit(
+                f"loss {self.found:.3f} after {self.steps:.0f} steps: not {self.wanted}"
+            )
         result = {
             "epoch_seconds": [self.seconds],
             "steps": 1,

@@ -7,6 +7,12 @@ Distributed Low-Communication Training of Language Models", 2023).
 
 The states of optimizers and the statistics of BatchNorm are averaged, too, so that behind a meeting
 all ranks are alike, and a checkpoint of one holds all.
+
+In fragments, weights are averaged a part at a time, which travels while the next steps are made:
+Streaming DiLoCo (Douillard et al., "Streaming DiLoCo with overlapping communication: Towards a
+Distributed Free Lunch", 2025). What a rank has learned meanwhile stays: a weight is moved by the
+difference between the new one of all ranks and what this rank sent. Ranks meet as above before they
+evaluate or save.
 """
 
 from __future__ import annotations
@@ -19,6 +25,7 @@ from torch import nn
 
 from flatout.errors import ModelError
 from flatout.models import KerasOptimizer, weights_of
+from flatout.strategies.fragments import Fragments
 from flatout.strategies.reductions import Beside, Flat
 from flatout.strategies.strategy import Strategy, Sums, Tensors
 from flatout.world import World
@@ -40,9 +47,10 @@ class LocalSgd(Strategy):
         reduction: how what has changed is added up.
         every: how many steps are made between meetings.
         outer: whether the mean change is a gradient for an outer optimizer.
+        fragments: in how many parts the weights travel; `every` is a multiple of it.
 
     Attributes:
-        since: steps since the ranks have met.
+        since: steps since all weights have met.
 
     Raises:
         ModelError: an optimizer is Keras'.
@@ -60,6 +68,7 @@ class LocalSgd(Strategy):
         *,
         every: int,
         outer: bool = False,
+        fragments: int = 1,
     ) -> None:
         if any(isinstance(optimizer, KerasOptimizer) for optimizer in optimizers):
             raise ModelError(
@@ -78,12 +87,19 @@ class LocalSgd(Strategy):
         self._anchors: list[torch.Tensor] = []
         self._velocities: list[torch.Tensor] = []
         self._flats: dict[torch.dtype, Flat] = {}
+        self._fragments = Fragments(world, reduction, fragments) if fragments > 1 else None
 
     def before_step(self, turn: int, parameters: Tensors) -> None:
         """A step begins, before anything changes."""
         self._stepped = parameters
-        if not self.since:
-            self._anchors = [weight.detach().clone() for weight in self._weights()]
+        if self.since:
+            return
+        weights = self._weights()
+        self._anchors = [weight.detach().clone() for weight in weights]
+        if self._outer:  # there may be more weights than there were
+            self._velocities += map(torch.zeros_like, self._anchors[len(self._velocities) :])
+        if self._fragments:
+            self._fragments.lay_out(weights)
 
     def finish(self) -> Sums:
         """This rank's own sums: votes are counted when the ranks meet."""
@@ -96,7 +112,16 @@ class LocalSgd(Strategy):
     def after_step(self) -> bool:
         """A step was made; returns whether a rank wants to stop, where they meet now."""
         self.since += 1
-        return self.meet() if self.since >= self._every else False
+        if not self._fragments:
+            return self.meet() if self.since >= self._every else False
+        number, rest = divmod(self.since, self._every // self._fragments.count)
+        if rest:
+            return False
+        weights = self._weights()
+        stops = self._fragments.receive(weights, self._move)
+        self._fragments.send(number, weights, self._anchors, self._vote)
+        self._vote = 0.0
+        return stops
 
     def _weights(self) -> Tensors:
         """What the optimizers train, in one order on all ranks."""
@@ -122,28 +147,30 @@ class LocalSgd(Strategy):
         if not self.since:
             return False
         self.since = 0
+        weights = self._weights()
+        stops = self._fragments.receive(weights, self._move) if self._fragments else False
         votes = sum(self._world.gather(self._vote, "ranks that want to stop"))
         self._vote = 0.0
-        weights = self._weights()
         self._mean_changes(weights)
         self._mean(self._states())
         self._anchors = []
-        return bool(votes)
+        return stops or bool(votes)
 
     def _mean_changes(self, weights: Tensors) -> None:
         """Weights become those of the last meeting, moved by the mean change of all ranks."""
-        if self._outer and not self._velocities:
-            self._velocities = [torch.zeros_like(anchor) for anchor in self._anchors]
         floats = [n for n, weight in enumerate(weights) if weight.is_floating_point()]
         for n in floats:
             weights[n].sub_(self._anchors[n])
         self._mean([weights[n] for n in floats])
         for n in floats:
-            change, anchor = weights[n].detach(), self._anchors[n]
-            if self._outer:
-                velocity = self._velocities[n].mul_(_OUTER_MOMENTUM).add_(change)
-                change = _OUTER_RATE * (change + _OUTER_MOMENTUM * velocity)
-            weights[n].copy_(anchor.add_(change))
+            weights[n].copy_(self._move(n, weights[n].detach()))
+
+    def _move(self, number: int, change: torch.Tensor) -> torch.Tensor:
+        """A weight of the last meeting, moved by the mean change; it is that of this one now."""
+        if self._outer:
+            velocity = self._velocities[number].mul_(_OUTER_MOMENTUM).add_(change)
+            change = _OUTER_RATE * (change + _OUTER_MOMENTUM * velocity)
+        return self._anchors[number].add_(change)
 
     def _mean(self, tensors: Tensors) -> None:
         """Make tensors the mean of those of all ranks; counts stay as they are."""

@@ -276,8 +276,15 @@ def _strategy(
     adds_up, resolved = _reduction(loop, resolved)
     reduction = Beside(adds_up, loop.device)
     if asked.strategy == "local_sgd":
-        every, outer = asked.sync_every, asked.outer == "nesterov"
-        local = LocalSgd(world, model, loop.optimizers, reduction, every=every, outer=outer)
+        local = LocalSgd(
+            world,
+            model,
+            loop.optimizers,
+            reduction,
+            every=asked.sync_every,
+            outer=asked.outer == "nesterov",
+            fragments=asked.fragments,
+        )
         return local, resolved
     return Ddp(world, model, reduction, loop.stepper.switch.shards), resolved
 

@@ -102,6 +102,8 @@ class Fit:
         self.loop.shows_notes = any(isinstance(one, Progress) for one in self.callbacks)
         self.signals = StopSignals()
         self._asked: list[float | None] = []
+        # Why a callback of this rank wants to stop, until ranks that step alone meet.
+        self._own_reason: str | None = None
         self._path: str | None = None
         self._running = False
         self._compare_at = 0.0
@@ -461,6 +463,8 @@ class Fit:
                     loop.stepper.strategy.close_section()
                     asks = True
                 continue
+            if state.stop_reason is not None and self._meets_later:
+                self._own_reason, state.stop_reason = state.stop_reason, None
             if self._asked or (self._save_every and not state.step % self._save_every):
                 self._checkpoint()
             if (signum := self._asked_to_stop()) is not None:
@@ -512,7 +516,7 @@ class Fit:
                     continue
             if batch is None and (batch := self._next(batches)) is None:
                 break
-            stepper.wants_to_stop = self.signals.received is not None
+            stepper.wants_to_stop = self._is_asked_to_stop()
             if loop.job_changes != self._job_changes:
                 self._job_changes, self._count = loop.job_changes, operator_count(loop)
             if self._counted(batch) if self._count is not None else loop.step(compute, batch):
@@ -520,8 +524,13 @@ class Fit:
         if loop.flush(compute):
             yield
 
+    @property
+    def _meets_later(self) -> bool:
+        """Whether ranks step alone, so that one does not know what the others want."""
+        return self.loop.world.size > 1 and self.loop.stepper.strategy.steps_apart
+
     def _is_asked_to_stop(self) -> bool:
-        return self.signals.received is not None
+        return self.signals.received is not None or self._own_reason is not None
 
     def _counted(self, batch: Batch) -> bool:
         """A part of a step whose operators are counted."""
@@ -653,14 +662,20 @@ class Fit:
         return self._path
 
     def _asked_to_stop(self) -> int | None:
-        """The signal that stops training now, on all ranks after the same step."""
+        """The signal that stops training now, on all ranks after the same step.
+
+        Likewise for what a callback of one rank has asked for where ranks step alone.
+        """
         world = self.loop.world
         if world.size == 1:
             return self.signals.received
         if not self.loop.stepper.stopping:
             return None
-        received = world.gather(self.signals.received)
-        return next((signum for signum in received if signum is not None), None)
+        own = self.signals.received, self._own_reason
+        signals, reasons = zip(*world.gather(own, "what ranks ask for"), strict=True)
+        if self.state.stop_reason is None:
+            self.state.stop_reason = next((one for one in reasons if one is not None), None)
+        return next((signum for signum in signals if signum is not None), None)
 
     def _interrupt(self, signum: int) -> NoReturn:
         """Write a checkpoint, say where it lies, and leave."""

@@ -80,7 +80,11 @@ class FitState:
     stop_reason: str | None = None
 
     def stop(self, reason: str) -> None:
-        """End training after this step; the reason is kept in the History."""
+        """End training after this step; the reason is kept in the History.
+
+        All ranks call it after the same step. Where they step alone (`world.strategy=local_sgd`),
+        one may call it by itself: all end when they meet.
+        """
         self.stop_reason = reason
 
     def read_loss(self) -> float:
