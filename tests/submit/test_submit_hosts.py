@@ -5,11 +5,10 @@ import os
 import shutil
 import subprocess
 import sys
-import textwrap
-import time
 
 import pytest
 import torch
+from jobs import SMALL_JOB, state_of, until
 from nasty import NASTY, TELL
 from ssh_hosts import SshHosts, missing
 from two_hosts import ADDRESSES
@@ -24,29 +23,6 @@ pytestmark = [
     pytest.mark.skipif(usable_cpus() < 2, reason="two hosts take two CPUs"),
 ]
 MAIN = [sys.executable, "-c", "from flatout.cli.main import main; main()"]
-TRAIN = """
-    import os, sys, time
-    import numpy as np, torch, flatout
-    from flatout.world import place
-
-    class Slow(flatout.Callback):
-        every = 1
-        def on_step(self, state):
-            open("step", "w").write(str(state.step))
-            time.sleep(float(sys.argv[2]))
-            if state.step == int(sys.argv[3]) and place().rank == 1:
-                raise ValueError("no good")
-
-    rng = np.random.default_rng(1)
-    x = rng.normal(size=(200, 20)).astype(np.float32)
-    y = rng.integers(0, 5, 200)
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(20, 32), torch.nn.ReLU(), torch.nn.Linear(32, 5))
-    trainer = flatout.Trainer(model, lr=0.01, allow="exact")
-    trainer.fit((x, y), batch_size=10, epochs=2, callbacks=[Slow()])
-    trainer.save(sys.argv[1])
-    print(f"{trainer.world()} {os.environ.get('GLOO_SOCKET_IFNAME')}\\n", end="", flush=True)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +38,7 @@ def hosts(tmp_path_factory):
 def flatout(hosts, tmp_path):
     root = tmp_path / "root"
     root.mkdir()
-    (root / "train.py").write_text(textwrap.dedent(TRAIN))
+    shutil.copy(SMALL_JOB, root / "train.py")
     (root / "tell.py").write_text(TELL)
     mpi = {
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -122,28 +98,15 @@ def submit(request, flatout, hosts, tmp_path):
     return send
 
 
-def state(flatout, id):
-    return json.loads(flatout("jobs", id, "--json"))["jobs"][0]
-
-
-def until(happened, seconds=60):
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if happened():
-            return
-        time.sleep(0.2)
-    raise AssertionError("it did not happen")
-
-
 def test_two_hosts_train_one_model(flatout, submit, tmp_path):
-    sent = submit("train.py", str(tmp_path / "out.safetensors"), "0", "0")
+    sent = submit("train.py", str(tmp_path / "out.safetensors"))
     said = flatout("logs", sent["id"], "-f")
     for rank in (0, 1):
         assert f"rank {rank} of 2, node {rank} of 2, started by torchrun eth0" in said
-    found = state(flatout, sent["id"])
+    found = state_of(flatout, sent["id"])
     assert (found["state"], found["exit_code"]) == ("succeeded", 0)
     alone = str(tmp_path / "alone.safetensors")
-    subprocess.run([sys.executable, "train.py", alone, "0", "0"], cwd=tmp_path / "root", check=True)
+    subprocess.run([sys.executable, "train.py", alone], cwd=tmp_path / "root", check=True)
     found = load_model(str(tmp_path / "out.safetensors"))
     torch.testing.assert_close(found, load_model(alone), rtol=1e-4, atol=2e-6)
     # The secret is in no file.
@@ -154,20 +117,26 @@ def test_two_hosts_train_one_model(flatout, submit, tmp_path):
 
 @pytest.mark.long
 def test_a_rank_that_fails_tells_why(flatout, submit):
-    sent = submit("train.py", "none", "0", "3")
+    sent = submit("train.py", "none", "--fail=3")
     flatout("logs", sent["id"], "-f", code=1)
-    assert (state(flatout, sent["id"])["state"]) == "failed"
+    assert (state_of(flatout, sent["id"])["state"]) == "failed"
     assert "ValueError: no good" in flatout("jobs", sent["id"])
+
+
+def ranks_in_top(flatout, id):
+    jobs = json.loads(flatout("top", id, "--json"))["jobs"]
+    return [one["rank"] for job in jobs for one in job["ranks"] if one["lanes_ms"]]
 
 
 @pytest.mark.long
 def test_a_canceled_job_writes_its_checkpoint(flatout, submit, tmp_path):
     run = tmp_path / "run"
-    sent = submit("--checkpoints", str(run), "train.py", "none", "0.2", "0")
+    sent = submit("--checkpoints", str(run), "train.py", "none", "--pause=0.5")
     until(lambda: any(one.stat().st_size for one in tmp_path.rglob("step")))
-    assert state(flatout, sent["id"])["state"] == "running"
+    until(lambda: len(ranks_in_top(flatout, sent["id"])) == 2)
+    assert state_of(flatout, sent["id"])["state"] == "running"
     flatout("cancel", sent["id"])
-    until(lambda: state(flatout, sent["id"])["state"] == "canceled")
+    until(lambda: state_of(flatout, sent["id"])["state"] == "canceled")
     assert list((run / "checkpoints").glob("step-*"))
 
 

@@ -4,11 +4,11 @@ import importlib.util
 import os
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from jobs import until
 from submit_schemas import a_job
 
 import flatout
@@ -22,7 +22,6 @@ pytestmark = pytest.mark.slow
 
 TRAIN = """
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -67,13 +66,6 @@ def a_ray_job(folder, pause, **changes):
         folder, "ray", nodes=2, checkpoint=str(folder / "run"),
         arguments=(str(folder), str(pause)), environment=environment(), **changes,
     )  # fmt: skip
-
-
-def until(what, limit_s=90):
-    end = time.monotonic() + limit_s
-    while not what():
-        assert time.monotonic() < end, what
-        time.sleep(0.1)
 
 
 @pytest.fixture(scope="module")

@@ -2,10 +2,10 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from pathlib import Path
@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from jobs import job
+from jobs import SMALL_JOB, job, state_of, until
 from nasty import NASTY, TELL
 from slurm_cluster import Cluster, missing
 
@@ -33,28 +33,6 @@ PreemptMode=REQUEUE
 PartitionName=urgent Nodes=n1,n2 MaxTime=INFINITE State=UP PriorityTier=10
 """
 MAIN = [sys.executable, "-c", "from flatout.cli.main import main; main()"]
-TRAIN = """
-    import sys, time
-    import numpy as np, torch, flatout
-
-    class Slow(flatout.Callback):
-        every = 1
-        def on_step(self, state):
-            open("step", "w").write(str(state.step))
-            time.sleep(float(sys.argv[2]))
-            if state.step == int(sys.argv[3]):
-                raise ValueError(f"no good at step {state.step}")
-
-    rng = np.random.default_rng(1)
-    x = rng.normal(size=(200, 20)).astype(np.float32)
-    y = rng.integers(0, 5, 200)
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(20, 32), torch.nn.ReLU(), torch.nn.Linear(32, 5))
-    trainer = flatout.Trainer(model, lr=0.01, allow="exact")
-    trainer.fit((x, y), batch_size=10, epochs=2, callbacks=[Slow()])
-    trainer.save(sys.argv[1])
-    print(trainer.world(), flush=True)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +48,7 @@ def cluster(tmp_path_factory):
 def flatout(cluster, tmp_path):
     root = tmp_path / "root"
     root.mkdir()
-    (root / "train.py").write_text(textwrap.dedent(TRAIN))
+    shutil.copy(SMALL_JOB, root / "train.py")
 
     def run(*arguments, code=0):
         done = subprocess.run(
@@ -96,19 +74,6 @@ def submit(flatout, *arguments):
     return json.loads(said)
 
 
-def state(flatout, id):
-    return json.loads(flatout("jobs", id, "--json"))["jobs"][0]
-
-
-def until(happened, seconds=60):
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if happened():
-            return
-        time.sleep(0.2)
-    raise AssertionError("it did not happen")
-
-
 def until_step(sent, number):
     path = Path(sent["folder"], "code/step")
     until(lambda: path.exists() and int(path.read_text() or 0) >= number)
@@ -117,21 +82,21 @@ def until_step(sent, number):
 def test_on_two_nodes_preempted_and_gone_on_from_its_checkpoint(flatout, cluster, tmp_path):
     run = str(tmp_path / "run")
     asked = ("--nodes", "2", "--time", "1h", "--checkpoints", run, "train.py")
-    sent = submit(flatout, *asked, str(tmp_path / "cut.safetensors"), "0.1", "0")
+    sent = submit(flatout, *asked, str(tmp_path / "cut.safetensors"), "--pause=0.1")
     until_step(sent, 5)
-    found = state(flatout, sent["id"])
+    found = state_of(flatout, sent["id"])
     assert (found["state"], found["nodes"], found["starts"]) == ("running", ["n[1-2]"], 1)
     urgent = cluster.ask("sbatch", "--parsable", "-N2", "-p", "urgent", "--wrap=sleep 1").strip()
-    until(lambda: state(flatout, sent["id"])["state"] == "requeued")
+    until(lambda: state_of(flatout, sent["id"])["state"] == "requeued")
     assert urgent
     said = flatout("logs", sent["id"], "-f")
     assert "resumed step" in said
     assert "rank 0 of 2, node 0 of 2" in said
-    ended = state(flatout, sent["id"])
+    ended = state_of(flatout, sent["id"])
     assert (ended["state"], ended["exit_code"], ended["starts"]) == ("succeeded", 0, 2)
     # The same without being preempted.
     whole = str(tmp_path / "whole.safetensors")
-    other = submit(flatout, "--nodes", "2", "train.py", whole, "0", "0")
+    other = submit(flatout, "--nodes", "2", "train.py", whole)
     assert "rank 1 of 2" in flatout("logs", other["id"], "-f")
     cut = load_model(str(tmp_path / "cut.safetensors"))
     torch.testing.assert_close(cut, load_model(whole), rtol=0, atol=0)
@@ -139,31 +104,37 @@ def test_on_two_nodes_preempted_and_gone_on_from_its_checkpoint(flatout, cluster
 
 @pytest.mark.long
 def test_a_rank_that_fails_tells_why_and_is_not_started_again(flatout):
-    sent = submit(flatout, "train.py", "none", "0", "3")
+    sent = submit(flatout, "train.py", "none", "--fail=3")
     flatout("logs", sent["id"], "-f", code=1)
-    found = state(flatout, sent["id"])
+    found = state_of(flatout, sent["id"])
     assert (found["state"], found["exit_code"], found["starts"]) == ("failed", 1, 1)
     said = flatout("jobs", sent["id"])
     assert "failed (1)" in said
     assert "ValueError: no good at step 3" in said
 
 
-@pytest.mark.long
 def test_a_canceled_job_writes_its_checkpoint_and_stays_away(flatout, tmp_path):
     run = tmp_path / "run"
-    sent = submit(flatout, "--checkpoints", str(run), "train.py", "none", "0.2", "0")
+    price = ("--price", "0.68", "--currency", "USD")
+    asked = ("--nodes", "2", "--checkpoints", str(run), *price)
+    sent = submit(flatout, *asked, "train.py", "none", "--pause=0.5")
     until_step(sent, 3)
+    (seen,) = json.loads(flatout("top", sent["id"], "--json"))["jobs"]
+    assert [one["rank"] for one in seen["ranks"]] == [0, 1]
+    assert all(one["lanes_ms"]["forward"] > 0 for one in seen["ranks"])
+    found = state_of(flatout, sent["id"])
+    assert found["cost"]["so_far"] == pytest.approx(2 * 0.68 * found["seconds"] / 3600)
     flatout("cancel", sent["id"])
-    until(lambda: state(flatout, sent["id"])["state"] == "canceled")
+    until(lambda: state_of(flatout, sent["id"])["state"] == "canceled")
     assert list((run / "checkpoints").glob("step-*"))
     time.sleep(2)
-    assert state(flatout, sent["id"])["state"] == "canceled"
+    assert state_of(flatout, sent["id"])["state"] == "canceled"
 
 
 def test_a_hundred_nasty_arguments_and_a_run_for_each_seed(flatout, cluster, tmp_path):
     (tmp_path / "root/tell.py").write_text(TELL.replace("'TOLD'", "'SLURM_ARRAY_TASK_ID'"))
     sent = submit(flatout, "--seeds", "1,2", "--option", "partition=all", "tell.py", *NASTY)
-    until(lambda: state(flatout, sent["id"])["state"] == "succeeded")
+    until(lambda: state_of(flatout, sent["id"])["state"] == "succeeded")
     for seed in ("1", "2"):
         with open(f"{sent['folder']}/code/{seed}") as file:
             assert json.load(file) == [one.replace("{seed}", seed) for one in NASTY]

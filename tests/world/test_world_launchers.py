@@ -4,8 +4,8 @@ import os
 import shutil
 import subprocess
 import sys
-import textwrap
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,32 +19,9 @@ pytestmark = [
     pytest.mark.skipif(usable_cpus() < 2, reason="two ranks take two CPUs"),
 ]
 
-TRAIN = """
-    import sys, time
-    import numpy as np, torch, flatout
 
-    class Slow(flatout.Callback):
-        every = 1
-        def on_step(self, state):
-            open("step", "w").write(str(state.step))
-            time.sleep(float(sys.argv[2]))
-
-    rng = np.random.default_rng(1)
-    x = rng.normal(size=(200, 20)).astype(np.float32)
-    y = rng.integers(0, 5, 200)
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(20, 32), torch.nn.ReLU(), torch.nn.Linear(32, 5))
-    trainer = flatout.Trainer(model, lr=0.01, allow="exact", run="runs")
-    trainer.fit((x, y), batch_size=10, epochs=2, callbacks=[Slow()], resume=True)
-    trainer.save(sys.argv[1])
-    print(trainer.world(), flush=True)
-"""
-
-
-def begin(folder):
-    path = folder / "train.py"
-    path.write_text(textwrap.dedent(TRAIN))
-    return [sys.executable, str(path)]
+def begin():
+    return [sys.executable, str(Path(__file__).with_name("small_job.py"))]
 
 
 def run(folder, *command):
@@ -62,7 +39,7 @@ def run(folder, *command):
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     folder = tmp_path_factory.mktemp("alone")
-    done = run(folder, *begin(folder), "alone.safetensors", "0")
+    done = run(folder, *begin(), "alone.safetensors")
     assert done.returncode == 0, done.stderr
     return load_model(str(folder / "alone.safetensors"))
 
@@ -83,7 +60,7 @@ def test_mpirun(tmp_path, alone, kind):
     mpirun = shutil.which(f"mpirun.{kind}")
     if mpirun is None:
         pytest.skip(f"mpirun.{kind} is not installed")
-    done = run(tmp_path, mpirun, *MPI[kind], *begin(tmp_path), "together.safetensors", "0")
+    done = run(tmp_path, mpirun, *MPI[kind], *begin(), "together.safetensors")
     assert done.returncode == 0, done.stderr
     for rank in (0, 1):
         assert f"rank {rank} of 2, started by mpirun" in done.stdout
@@ -92,7 +69,7 @@ def test_mpirun(tmp_path, alone, kind):
 
 def test_torchrun(tmp_path, alone):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    job = [*begin(tmp_path)[1:], "together.safetensors", "0"]
+    job = [*begin()[1:], "together.safetensors"]
     done = run(tmp_path, *torchrun, "--nproc-per-node", "2", *job)
     assert done.returncode == 0, done.stderr
     for rank in (0, 1):
@@ -111,7 +88,7 @@ def cluster(tmp_path_factory):
 
 @pytest.mark.root
 def test_srun_on_two_nodes(tmp_path, alone, cluster):
-    job = [*begin(tmp_path), "together.safetensors", "0"]
+    job = [*begin(), "together.safetensors"]
     done = cluster.run("srun", "-N2", "-n2", *job, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for rank in (0, 1):
@@ -134,7 +111,7 @@ exit "$code"
 @pytest.mark.root
 def test_a_job_that_is_warned_of_its_time_limit_goes_on_in_the_next(tmp_path, alone, cluster):
     """The recipe of docs/ranks.md; SLURM's warning comes from scancel, as from its own clock."""
-    command = " ".join([*begin(tmp_path), "together.safetensors", "0.05"])
+    command = " ".join([*begin(), "together.safetensors", "--pause=0.05", "--run=runs"])
     (tmp_path / "job.sh").write_text(BATCH.format(command=command))
     number = cluster.run("sbatch", "--parsable", "job.sh", cwd=tmp_path).stdout.strip()
     assert number.isdigit()

@@ -1,12 +1,13 @@
 """Two hosts with a network between them: found without help, and cut."""
 
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from node_pair import both, wait_for_step
 from two_hosts import ADDRESSES, Hosts, cannot_be_made
-from world_ranks import free_port, run
+from world_ranks import free_port, run_file
 
 from flatout.measure import usable_cpus
 from flatout.save.model_file import load_model
@@ -16,20 +17,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(usable_cpus() < 2, reason="two hosts take two CPUs"),
 ]
-
-ALONE = """
-    import sys
-    import numpy as np, torch, flatout
-
-    rng = np.random.default_rng(1)
-    x = rng.normal(size=(200, 20)).astype(np.float32)
-    y = rng.integers(0, 5, 200)
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(20, 32), torch.nn.ReLU(), torch.nn.Linear(32, 5))
-    trainer = flatout.Trainer(model, lr=0.01, allow="exact")
-    trainer.fit((x, y), batch_size=10, epochs=2)
-    trainer.save(sys.argv[1] + "/alone.safetensors")
-"""
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +42,8 @@ def begin(hosts, folder, epochs, *options):
 def test_two_hosts_give_what_one_rank_gives(tmp_path, hosts):
     nodes = begin(hosts, tmp_path, "2")
     assert [node.end() for node in nodes] == [0, 0], [node.said for node in nodes]
-    run(ALONE, 1, tmp_path)
+    script = Path(__file__).with_name("small_job.py")
+    run_file(script, 1, tmp_path, tmp_path / "alone.safetensors")
     together, alone = (
         load_model(str(tmp_path / f"{name}.safetensors")) for name in ("runs", "alone")
     )
