@@ -17,8 +17,10 @@ from flatout.world.rendezvous import Rendezvous
 FACTS = {"--devices": "1", "script": "train.py, sha256 12", "torch": "2.13.0"}
 
 
-def node(rank, port, facts=FACTS, count=2, wait_s=20.0, silent_s=20.0):
-    nodes = Nodes(count=count, rank=rank, rendezvous=f"127.0.0.1:{port}", ranks=1)
+def node(rank, port, facts=FACTS, count=2, wait_s=20.0, silent_s=20.0, is_open=False):
+    ranks = None if is_open else 1
+    where = f"127.0.0.1:{port}"
+    nodes = Nodes(count=count, rank=rank, rendezvous=where, ranks=ranks, is_open=is_open)
     made.append(Rendezvous(nodes, facts, wait_s=wait_s, silent_s=silent_s))
     return made[-1]
 
@@ -175,11 +177,33 @@ def test_a_silent_node_is_named():
         go_on(nodes[0])
 
 
+def test_the_first_node_says_how_many_ranks_each_has(monkeypatch, capfd):
+    monkeypatch.setattr("flatout.world.rendezvous._LAST_WORDS_S", 0.3)
+    port = free_port()
+    first = node(0, port, facts={**FACTS, "--devices": "2"})
+    other = node(1, port, facts={**FACTS, "--devices": "auto"}, is_open=True)
+    with monkeypatch.context() as patch:
+        patch.setattr("flatout.world.rendezvous.check_devices", lambda ranks: None)
+        assert meet(first, other) == [None, None]
+    assert (other.nodes.ranks, other.nodes.is_open) == (2, False)
+    assert "2 ranks, as node 0 (" in capfd.readouterr().err
+    # A node that has less says so, and the first one hears it.
+    port = free_port()
+    first = node(0, port, facts={**FACTS, "--devices": "9999"})
+    other = node(1, port, facts={**FACTS, "--devices": "auto"}, is_open=True)
+    heard = meet(first, other)
+    assert heard[0] is None
+    assert "9999 ranks were asked for" in heard[1]
+    with pytest.raises(WorldError, match=r"node 1 \(.*\): 9999 ranks were asked for"):
+        go_on(first)
+
+
 def test_facts_of_scripts_and_modules(tmp_path, monkeypatch):
     script = tmp_path / "train.py"
     script.write_text("print(1)")
     one = facts_here(str(script), False, 2, {"compute.precision": "bf16"})
     assert one["--devices"] == "2"
+    assert facts_here(str(script), False, None, {})["--devices"] == "auto"
     assert one["compute.precision"] == "bf16"
     assert one["script"].startswith("train.py, sha256 ")
     script.write_text("print(2)")

@@ -53,6 +53,17 @@ def test_two_nodes_give_what_one_rank_gives(tmp_path, undisturbed):
     torch.testing.assert_close(undisturbed, alone, rtol=1e-4, atol=2e-6)
 
 
+@pytest.mark.long
+def test_the_first_node_measures_how_many_ranks_are_fastest(tmp_path):
+    nodes = both(tmp_path, "runs", "2", options=("--devices", "auto"))
+    assert [node.end() for node in nodes] == [0, 0], [node.said for node in nodes]
+    assert "<- chosen" in nodes[0].said
+    assert "as node 0 (" in nodes[1].said
+    sizes = {int(line.split()[3].rstrip(",")) for line in nodes[0].said.splitlines()
+             if line.startswith("rank 0 of ")}  # fmt: skip
+    assert sizes <= {2, 4}
+
+
 def test_after_a_rank_was_killed_all_start_again_on_both_nodes(tmp_path, undisturbed):
     nodes = both(tmp_path, "runs", "2")
     wait_for_step(tmp_path, 17, nodes)

@@ -48,7 +48,7 @@ def run(
             "--nproc-per-node",
             metavar="N|auto",
             help="Ranks on this node: one for each GPU, or parts of the CPU; auto measures how "
-            "many are fastest. Default: what the cluster says, or 1.",
+            "many are fastest, on the first node. Default: what the cluster says, or 1.",
             show_default=False,
         ),
     ] = None,
@@ -103,7 +103,8 @@ def run(
     """
     from flatout.world import asked_for
 
-    where = asked_for(_count(devices), nodes, node_rank, rendezvous)
+    is_auto = devices == "auto"
+    where = asked_for(1 if is_auto else _count(devices), nodes, node_rank, rendezvous)
     if not is_module and not Path(script).exists():
         raise typer.BadParameter(f"{script}: no such script (-m runs a module)")
     file = file_of(script, is_module=is_module)
@@ -119,8 +120,11 @@ def run(
         variables["FLATOUT_SET"] = _after_inherited(settings)
     os.environ.update(variables)
     what = [*(["-m"] if is_module else []), script, *(args or [])]
-    if devices == "auto":
-        where = asked_for(_measured(what, file, where, dry_run), nodes, node_rank, rendezvous)
+    if is_auto and where.rank == 0:
+        ranks = _measured(what, file, dry_run)
+        where = asked_for(ranks, nodes, node_rank, rendezvous)
+    elif is_auto:
+        where = replace(where, ranks=None, is_open=True)
     through = ["-m", "flatout.world.start"] if where.is_world else []
     job = _Job(where, script, is_module, restarts, wait)
     # Without a Recipe the script starts at once and as it is: no setting is a default unmeasured.
@@ -163,7 +167,7 @@ class _Job:
 
         if level is None:
             del os.environ["TORCH_CPP_LOG_LEVEL"]
-        ranks = self.where.ranks or 1
+        ranks = None if self.where.is_open else self.where.ranks or 1
         facts = facts_here(self.script, self.is_module, ranks, self.recipe)
         timeout = self.timeout or TIMEOUT_S
         return launch(start, self.where, self.restarts, facts, wait_s=self.wait, timeout_s=timeout)
@@ -171,7 +175,7 @@ class _Job:
 
 def _count(devices: str | None) -> int | None:
     """Returns how many ranks are asked for; None where that is open."""
-    if devices is None or devices == "auto":
+    if devices is None:
         return None
     if not (devices.isascii() and devices.isdigit() and int(devices) > 0):
         raise typer.BadParameter(
@@ -180,10 +184,8 @@ def _count(devices: str | None) -> int | None:
     return int(devices)
 
 
-def _measured(what: list[str], file: Path | None, where: Nodes, dry_run: bool) -> int:
-    """Returns how many ranks of this node the script is fastest on."""
-    if where.count > 1:
-        raise typer.BadParameter("--devices auto measures one node alone: say how many ranks here")
+def _measured(what: list[str], file: Path | None, dry_run: bool) -> int:
+    """Returns how many ranks of this node alone the script is fastest on."""
     if dry_run:
         raise typer.BadParameter("--dry-run runs nothing, so nothing is measured: say --devices N")
     from flatout.world.choose import choose

@@ -15,6 +15,11 @@ from pathlib import Path
 from flatout import __version__
 from flatout.errors import WorldError
 
+RANKS = "--devices"
+"""The fact that tells how many ranks each node has."""
+
+_OPEN = "auto"
+
 
 @dataclass(frozen=True)
 class Arrival:
@@ -48,20 +53,20 @@ class Arrival:
 
 
 def facts_here(
-    script: str, is_module: bool, ranks: int, recipe: Mapping[str, object]
+    script: str, is_module: bool, ranks: int | None, recipe: Mapping[str, object]
 ) -> dict[str, str]:
     """What this node is about to run.
 
     Args:
         script: a path, or the name of a module.
         is_module: which of the two.
-        ranks: on this node.
+        ranks: on this node; None where the first node is to say.
         recipe: the fields that are asked for by name.
     """
     path = _file_of(script) if is_module else Path(script)
     digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12] if path is not None else "?"
     return {
-        "--devices": str(ranks),
+        RANKS: _OPEN if ranks is None else str(ranks),
         "script": f"{'-m ' if is_module else ''}{Path(script).name}, sha256 {digest}",
         "flatout": __version__,
         "torch": version("torch"),
@@ -98,6 +103,7 @@ def disagreement(came: Sequence[Arrival]) -> WorldError | None:
         f"{_told(newest, name)} on node {newest.node} ({newest.host})"
         for name in dict.fromkeys([*first.facts, *newest.facts])
         if first.facts.get(name) != newest.facts.get(name)
+        and (name, newest.facts.get(name)) != (RANKS, _OPEN)
     ]
     if differing:
         return WorldError(

@@ -24,7 +24,7 @@ from flatout.cache_folder import cache_folder, kind_folder, private
 from flatout.errors import WorldError
 from flatout.measure import fingerprint
 from flatout.words import counted, rounded
-from flatout.world.place import RANK_TRIAL, RANKS_TRIED
+from flatout.world.place import RANK_TRIAL, RANKS_TRIED, unlaunched
 
 # A script may load its data first, and decide its settings by measuring.
 _PATIENCE_S = 300.0
@@ -123,7 +123,7 @@ def _measure(command: Sequence[str], ranks: int) -> float:
         with output.open("wb") as out:
             process = psutil.Popen(
                 list(command),
-                env={**os.environ, RANK_TRIAL: str(told)},
+                env={**unlaunched(os.environ), RANK_TRIAL: str(told)},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,

@@ -108,20 +108,20 @@ def run_ranks(
         WorldError: the nodes do not meet, or lose one another.
         SignalException: a stop signal came; the ranks got it too, and have ended.
     """
-    spec = WorkerSpec(
-        role="flatout",
-        local_world_size=rendezvous.nodes.ranks or 1,
-        entrypoint=command[0],
-        # torch takes ${local_rank} in arguments for its own; these are the script's, as they are.
-        args=tuple(one.replace("$", "$$") for one in command[1:]),
-        rdzv_handler=rendezvous,
-        max_restarts=restarts,
-        monitor_interval=_LOOK_EVERY_S,
-    )
     os.environ[STARTED_BY] = str(os.getpid())
     with _quiet(), _stop_signals(), ExitStack() as told:
         rendezvous.open()
         told.enter_context(_told_to_ranks(rendezvous))
+        spec = WorkerSpec(
+            role="flatout",
+            local_world_size=rendezvous.nodes.ranks or 1,
+            entrypoint=command[0],
+            # torch takes ${local_rank} in arguments for its own; these are the script's as they are
+            args=tuple(one.replace("$", "$$") for one in command[1:]),
+            rdzv_handler=rendezvous,
+            max_restarts=restarts,
+            monitor_interval=_LOOK_EVERY_S,
+        )
         agent = _Agent(spec, rendezvous, logs or DefaultLogsSpecs(log_dir=os.devnull))
         try:
             result: RunResult = agent.run()

@@ -31,6 +31,7 @@ class Nodes:
         rank: of this one, from 0.
         rendezvous: "host:port" where the nodes meet, on the first of them; "" on one node alone.
         ranks: how many ranks each node has; None where no one has said.
+        is_open: whether the first node is to say how many, which it measures.
         origin: what has said so, for people.
     """
 
@@ -39,6 +40,7 @@ class Nodes:
     rendezvous: str = ""
     ranks: int | None = None
     origin: str = ""
+    is_open: bool = False
 
     @property
     def is_world(self) -> bool:

@@ -26,6 +26,15 @@ RANKS_TRIED = "FLATOUT_RANKS_TRIED"
 """Set for the job behind such trials: steps a second by number of ranks on this node, as JSON."""
 
 
+# Without these no process takes itself for one of several that a cluster has started.
+_LAUNCHED = frozenset(
+    [
+        *("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMI_SIZE"),
+        *("PET_NNODES", "SM_HOSTS", "TRAINING_JOB_NAME"),
+    ]
+)
+
+
 @dataclass(frozen=True)
 class Place:
     """A rank's place in its job. All numbers are from 0.
@@ -91,6 +100,11 @@ def launched(environ: Mapping[str, str] | None = None) -> Place:
         if found is not None:
             return _checked(found)
     return ALONE
+
+
+def unlaunched(environ: Mapping[str, str]) -> dict[str, str]:
+    """Without what a cluster tells of other nodes: for ranks of this one alone."""
+    return {name: value for name, value in environ.items() if name not in _LAUNCHED}
 
 
 def restarts(environ: Mapping[str, str] | None = None) -> int:

@@ -14,15 +14,19 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
+from flatout.console import say
 from flatout.errors import WorldError
+from flatout.words import counted
+from flatout.world.agreement import RANKS, Arrival
 from flatout.world.network import LOOPBACK, interface_of
-from flatout.world.nodes import Nodes
+from flatout.world.nodes import Nodes, check_devices
 from flatout.world.preflight import Preflight, Waiting
 
 _LOOK_EVERY_S = 0.05
@@ -91,6 +95,20 @@ class Rendezvous(RendezvousHandler):
         self._answered = time.monotonic()
         self._listening = threading.Thread(target=self._listen, daemon=True, name="flatout-nodes")
         self._listening.start()
+        if self.nodes.is_open:
+            self._take_ranks(came)
+
+    def _take_ranks(self, came: list[Arrival]) -> None:
+        """As many as the first node has, which has measured it."""
+        (first,) = (one for one in came if one.node == 0)
+        ranks = int(first.facts[RANKS])
+        try:
+            check_devices(ranks)
+        except WorldError as error:
+            self.end(error.what)
+            raise
+        say(f"{counted(ranks, 'rank')}, as node 0 ({first.host}) has measured")
+        self.nodes = replace(self.nodes, ranks=ranks, is_open=False)
 
     # -- while the ranks run ---------------------------------------------------------------------
 
