@@ -201,6 +201,12 @@ def test_the_code_of_a_config_map_runs_as_it_lies_here(tmp_path):
     assert (copy / "recipe.toml").is_file()
 
 
+def test_ranks_that_the_nodes_measure(tmp_path):
+    train = documents(a_job(tmp_path, is_auto=True))[-1]["spec"]["trainer"]
+    assert train["args"][:4] == ["flatout", "run", "--devices", "auto"]
+    assert train["numProcPerNode"] == 1  # which the command overrides
+
+
 def test_code_that_lies_in_the_image(tmp_path):
     job = a_job(tmp_path, recipe=Recipe(), options={"code": "/app dir"})
     config, train = documents(job)
@@ -235,8 +241,8 @@ def test_a_command_of_flatouts_own_needs_no_code(tmp_path):
         ({"environment": {"PET_NNODES": "2"}}, "Kubeflow's own"),
         ({"environment": {"A B": "2"}}, "no name of a variable"),
         ({"arguments": ("\udcff",)}, "not UTF-8"),
+        ({"is_auto": True, "has_measured_threads": False}, "say how many with --threads N"),
         ({"arguments": ("a\0",)}, "a NUL"),
-        ({"seeds": (1, 2), "arguments": ("{seed}",)}, "once for each"),
     ],
 )
 def test_what_kubernetes_would_refuse_is_said_at_once(changes, words, tmp_path):
@@ -369,7 +375,7 @@ def test_a_ray_job(tmp_path):
         "FailureConfig(max_failures=7)",
         "use_gpu=True",
         "storage_path='/shared/run a-ray'",
-        """ENVIRONMENT = {'LEVEL': "it's"}""",
+        """{'LEVEL': "it's", 'FLATOUT_REMAINING': '/shared/run a-remaining.json'}""",
         "'timeout', '--preserve-status', '--signal=USR1'",
     ):
         assert words in driver
@@ -382,7 +388,6 @@ def test_a_ray_job(tmp_path):
     [
         ({"nodes": 2}, "a folder that all nodes see"),
         ({"options": {"queue": "a"}}, "expected --option of address"),
-        ({"seeds": (1,), "arguments": ("{seed}",)}, "once for each"),
         ({"nodes": 2, "script": "flatout", "options": {"storage": "/s"}}, "would do the same"),
     ],
 )

@@ -7,7 +7,16 @@ from jobs import NOW, job
 
 from flatout.errors import SubmitError
 from flatout.recipe import Recipe, dump
-from flatout.submit import Asked, artifacts_of, job_of, seeds_of, target_of, write
+from flatout.submit import (
+    Asked,
+    artifacts_of,
+    job_of,
+    ranks_of,
+    runs_of,
+    seeds_of,
+    target_of,
+    write,
+)
 from flatout.submit.asked import seconds
 from flatout.submit.job import name_of
 
@@ -53,6 +62,41 @@ def test_seeds(tmp_path):
         job(tmp_path, "--seed", "{seed}", seeds=(1, 2), checkpoint="/shared/run")
 
 
+def test_where_no_job_runs_for_several_seeds_there_is_one_for_each(tmp_path):
+    made = job(tmp_path, "--seed={seed}", seeds=(1, 7), checkpoint="/shared/{seed}", name="a")
+    assert runs_of(made, target_of("slurm")) == [made]
+    for name in ("kubernetes", "sagemaker", "ray"):
+        found = runs_of(made, target_of(name))
+        assert [(one.name, one.arguments, one.checkpoint, one.seeds) for one in found] == [
+            ("a-1", ("--seed=1",), "/shared/1", ()),
+            ("a-7", ("--seed=7",), "/shared/7", ()),
+        ]
+        assert [one.folder for one in found] == [made.folder / f"seed-{n}" for n in (1, 7)]
+
+
+def test_the_nodes_measure_how_many_ranks_are_fastest(tmp_path):
+    hosts = ("hosts=a",)
+    for name, changes in (
+        *(("slurm", {}), ("ssh", {"options": hosts}), ("mpi", {"options": hosts})),
+        ("ray", {}),
+    ):
+        made = job(tmp_path, devices=None, **{"threads": 8, **changes})
+        texts = "".join(one.text for one in target_of(name).artifacts(made))
+        given = texts.replace("'", "").replace(",", "").replace("\n", " ")
+        assert "--devices auto" in " ".join(given.replace(" - ", " ").split()), name
+    made = job(tmp_path, devices=None, threads=None)
+    text = target_of("slurm").artifacts(made)[0].text
+    assert "#SBATCH --exclusive " in text
+    assert 'srun --cpus-per-task="$SLURM_CPUS_ON_NODE"' in text
+    assert "cpus-per-task=" not in text.split("here=")[0]
+    with pytest.raises(SubmitError, match="say how many with --threads N"):
+        target_of("ray").artifacts(made)
+    with pytest.raises(SubmitError, match="or auto; found 'all'"):
+        ranks_of("all")
+    with pytest.raises(SubmitError, match="a script that trains"):
+        job(tmp_path, "data", "convert", script="flatout", devices=None)
+
+
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
@@ -65,6 +109,11 @@ def test_seeds(tmp_path):
         ({"time": "60"}, "before the time limit"),
         ({"devices": 0}, "expected 1 or more"),
         ({"options": ("a=1", "a=2")}, "twice"),
+        ({"price": 0.68}, "not in which currency"),
+        ({"currency": "USD"}, "but no price"),
+        ({"price": 0.0, "currency": "USD"}, "a price above 0"),
+        ({"price": float("nan"), "currency": "USD"}, "a price above 0"),
+        ({"price": 0.68, "currency": "dollars"}, "three capital letters"),
     ],
 )
 def test_what_is_refused(tmp_path, asked, said):

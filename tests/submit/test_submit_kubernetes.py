@@ -12,7 +12,7 @@ from submit_schemas import a_job, has_crds, validator
 
 from flatout.errors import SubmitError
 from flatout.submit.ledger import Ledger
-from flatout.submit.sending import send, settle, write
+from flatout.submit.sending import runs_of, send, send_all, settle, write
 from flatout.submit.states import State
 from flatout.submit.target import NotSent, target_of
 
@@ -195,6 +195,23 @@ def test_what_is_not_there_is_said_before_sending(cluster, tmp_path):
     assert cluster.posts == []
 
 
+def test_one_yes_for_all_seeds(cluster, tmp_path):
+    job = a_job(tmp_path, arguments=("--seed", "{seed}"), seeds=(1, 2, 3), name="train")
+    to, ledger = target_of("kubernetes"), Ledger(tmp_path / "ledger")
+    jobs = runs_of(job, to)
+    for one in jobs:
+        write(one, to)
+    assert [one.id for one in send_all(jobs[:2], to, ledger)] == ["team/train-1", "team/train-2"]
+    args = read(cluster, jobs[1])["spec"]["trainer"]["args"]
+    assert args[-2:] == ["--seed", "2"]
+    # The third is sent once more with another that is there already, and both are told.
+    with pytest.raises(NotSent, match=r"train-2: there is a job .*; sent were team/train-3, and"):
+        send_all([jobs[2], jobs[1]], to, ledger)
+    assert [one.id for one in ledger.entries() if one.status == "sent"] == [
+        f"team/train-{seed}" for seed in (1, 2, 3)
+    ]
+
+
 def test_a_lost_answer_makes_no_second_job(cluster, tmp_path):
     cluster.fail["trainjobs"] = "dropped"
     job = a_job(tmp_path)
@@ -255,8 +272,11 @@ def test_the_exit_code_of_the_pod_that_failed_first(cluster, tmp_path):
         ended = {"exitCode": code, "finishedAt": f"2026-11-26T{at}:00Z"}
         status = {"name": "node", "ready": False, "restartCount": 0, "image": "a", "imageID": "b",
                   "state": {"terminated": ended}}  # fmt: skip
-        cluster.objects["team", "pods", name]["status"] = {"containerStatuses": [status]}
-    assert target_of("kubernetes").state(id, job.folder).exit_code == 7
+        began = f"2026-11-26T09:0{number}:00Z"
+        told = {"containerStatuses": [status], "startTime": began}
+        cluster.objects["team", "pods", name]["status"] = told
+    found = target_of("kubernetes").state(id, job.folder)
+    assert (found.exit_code, found.since_s) == (7, 3900.0)
 
 
 @pytest.mark.parametrize(
@@ -315,6 +335,13 @@ def test_cancel(cluster, tmp_path):
     assert ("team", "trainjobs", job.name) not in cluster.objects
     assert to.state(id, job.folder).state == State.canceled
     to.cancel(id, job.folder)  # once more is no error
+
+
+def test_what_works_in_place_of_top(cluster, tmp_path):
+    job = a_job(tmp_path)
+    with pytest.raises(SubmitError, match="does not look into pods") as no:
+        target_of("kubernetes").top(sent(job, tmp_path).id, job.folder, "key")
+    assert no.value.do.startswith("kubectl exec -n team -it POD -c node -- flatout top")
 
 
 def test_no_cluster(tmp_path, monkeypatch):

@@ -98,7 +98,8 @@ def without(name):
         ({"devices": 20, "options": {"channel.a": "s3://b/c,mode=Pipe"}}, "expected at most 20"),
         ({"checkpoint": "/runs/a"}, "--checkpoints s3://BUCKET/RUN"),
         ({"time_s": 29 * 86_400}, "28 days"),
-        ({"seeds": (1, 2), "arguments": ("{seed}",)}, "once for each"),
+        ({"is_auto": True, "options": {"channel.a": "s3://b/c,mode=Pipe"}}, "made for each rank"),
+        ({"is_auto": True, "options": {"channel.a": "s3://b/{rank}"}}, "made for each rank"),
     ],
 )
 def test_what_sagemaker_would_refuse_is_said_at_once(changes, words, tmp_path):

@@ -86,7 +86,9 @@ def test_on_two_nodes_preempted_and_gone_on_from_its_checkpoint(flatout, cluster
     until_step(sent, 5)
     found = state_of(flatout, sent["id"])
     assert (found["state"], found["nodes"], found["starts"]) == ("running", ["n[1-2]"], 1)
-    urgent = cluster.ask("sbatch", "--parsable", "-N2", "-p", "urgent", "--wrap=sleep 1").strip()
+    urgent = cluster.ask(
+        "sbatch", "--parsable", "-N2", "-p", "urgent", "-o/dev/null", "--wrap=sleep 1"
+    )
     until(lambda: state_of(flatout, sent["id"])["state"] == "requeued")
     assert urgent
     said = flatout("logs", sent["id"], "-f")

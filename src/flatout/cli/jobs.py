@@ -82,10 +82,12 @@ def logs(
         raise typer.Exit(exit_code(which))
 
 
-def cancel(which: Which) -> None:
-    """Stop a job. Where it can it writes a last checkpoint; it does not start again."""
+def cancel(
+    which: Annotated[list[str], typer.Argument(metavar="JOB...", help="Their ids, or names.")],
+) -> None:
+    """Stop jobs. Where they can they write a last checkpoint; they do not start again."""
     from flatout.submit import Ledger, target_of
 
-    entry = Ledger().find(which)
-    target_of(entry.target).cancel(entry.id, Path(entry.folder))
-    typer.echo(printable(f"canceled {entry.id or entry.name}"))
+    for entry in [Ledger().find(one) for one in which]:
+        target_of(entry.target).cancel(entry.id, Path(entry.folder))
+        typer.echo(printable(f"canceled {entry.id or entry.name}"))

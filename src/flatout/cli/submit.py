@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +14,7 @@ from flatout.console import printable, say_as_is
 from flatout.words import counted
 
 if TYPE_CHECKING:
-    from flatout.submit import Artifact, Asked, Job, Target
+    from flatout.submit import Artifact, Asked, Job, Price, Target
 
 submit = typer.Typer(
     help="Write a job down for a cluster, show it, and send it there when you agree.",
@@ -40,15 +41,20 @@ def _command(target: str) -> Callable[..., None]:
         ] = False,
         nodes: Annotated[int, typer.Option("--nodes", "--nnodes", min=1, help="How many.")] = 1,
         devices: Annotated[
-            int,
-            typer.Option("--devices", "--nproc-per-node", min=1, help="Ranks on each node."),
-        ] = 1,
+            str,
+            typer.Option(
+                "--devices",
+                "--nproc-per-node",
+                metavar="N|auto",
+                help="Ranks on each node; auto lets the first node measure how many are fastest.",
+            ),
+        ] = "1",
         threads: Annotated[
             int | None,
             typer.Option(
                 min=1,
-                help="CPUs of each rank. Default: as the Recipe has measured, or else each rank's "
-                "share of the CPUs here.",
+                help="CPUs of each rank, or with --devices auto of each node. Default: as the "
+                "Recipe has measured, or else each rank's share of the CPUs here.",
                 show_default=False,
             ),
         ] = None,
@@ -89,6 +95,13 @@ def _command(target: str) -> Callable[..., None]:
                 "--input", metavar="PATH", help="What the script reads, besides its arguments."
             ),
         ] = None,
+        look: Annotated[
+            bool,
+            typer.Option(
+                "--look",
+                help="Run the script here for some seconds, contained, to see what it reads.",
+            ),
+        ] = False,
         shared: Annotated[
             _Texts, typer.Option(metavar="PATH", help="All nodes see it, whatever it lies on here.")
         ] = None,
@@ -103,6 +116,17 @@ def _command(target: str) -> Callable[..., None]:
         retries: Annotated[
             int, typer.Option(min=0, help="How often it starts again after it was killed.")
         ] = 3,
+        price: Annotated[
+            float | None,
+            typer.Option(
+                help="Of a node for an hour: flatout jobs shows the cost so far and to come.",
+                show_default=False,
+            ),
+        ] = None,
+        currency: Annotated[
+            str | None,
+            typer.Option(metavar="USD", help="Of --price.", show_default=False),
+        ] = None,
         environment: Annotated[
             _Texts, typer.Option("--env", metavar="NAME=VALUE", help="For the script; repeatable.")
         ] = None,
@@ -126,14 +150,14 @@ def _command(target: str) -> Callable[..., None]:
             bool, typer.Option("--json", help="Print one JSON object; sends only with --yes.")
         ] = False,
     ) -> None:
-        from flatout.submit import Asked, seeds_of
+        from flatout.submit import Asked, inputs_seen, ranks_of, seeds_of
 
         asked = Asked(
             script=script,
             is_module=is_module,
             arguments=tuple(args or ()),
             nodes=nodes,
-            devices=devices,
+            devices=ranks_of(devices),
             threads=threads,
             gpus=gpus,
             time=time,
@@ -147,9 +171,16 @@ def _command(target: str) -> Callable[..., None]:
             checkpoint=checkpoints,
             seeds=() if seeds is None else seeds_of(seeds),
             retries=retries,
+            price=price,
+            currency=currency,
             environment=tuple(environment or ()),
             options=tuple(options or ()),
         )
+        if look:
+            seen = inputs_seen(asked, Path.cwd())
+            if not as_json:
+                typer.echo(printable(f"looked: it reads {', '.join(seen) or 'nothing but code'}"))
+            asked = replace(asked, inputs=(*asked.inputs, *seen))
         _submit(target, asked, dry_run=dry_run, yes=yes, as_json=as_json)
 
     return to_target
@@ -159,34 +190,44 @@ def _submit(name: str, asked: Asked, *, dry_run: bool, yes: bool, as_json: bool)
     """Write it, show it, ask, send it."""
     from datetime import datetime
 
-    from flatout.submit import Ledger, artifacts_of, job_of, refuse, send, target_of, write
+    from flatout.submit import (
+        Ledger,
+        artifacts_of,
+        job_of,
+        refuse,
+        runs_of,
+        send_all,
+        target_of,
+        write,
+    )
 
     to = target_of(name)
-    job = job_of(asked, Path.cwd(), datetime.now())
+    jobs = runs_of(job_of(asked, Path.cwd(), datetime.now()), to)
     if dry_run:
-        _print_all(job, to, artifacts_of(job, to), as_json)
+        _print_all(jobs, to, [artifacts_of(one, to) for one in jobs], as_json)
         return
-    artifacts = write(job, to)
+    artifacts = [write(one, to) for one in jobs]
     if not as_json:
-        _print_written(job, artifacts)
-    refuse(to.unseen(job), where=f"nothing was sent: {job.folder}")
-    refuse(to.check(job), where=f"nothing was sent: {job.folder}")
-    agreed = yes or (not as_json and _agrees(name))
-    sent = send(job, to, Ledger()) if agreed else None
+        _print_written(jobs, artifacts[0])
+    where = f"nothing was sent: {jobs[0].folder}"
+    refuse(list(dict.fromkeys(line for one in jobs for line in to.unseen(one))), where=where)
+    refuse(list(dict.fromkeys(line for one in jobs for line in to.check(one))), where=where)
+    agreed = yes or (not as_json and _agrees(name, len(jobs)))
+    sent = send_all(jobs, to, Ledger()) if agreed else []
     if as_json:
-        _print_json(job, to, artifacts, None if sent is None else sent.id)
-    elif sent is not None:
-        id = sent.id
-        said = f"submitted {id} {sent.words}".rstrip()
+        _print_json(jobs, to, artifacts, [one.id for one in sent])
+    for one in [] if as_json else sent:
+        id = one.id
+        said = f"submitted {id} {one.words}".rstrip()
         ways = f"flatout jobs · flatout logs {id} -f · flatout cancel {id}"
         typer.echo(printable(f"{said} · {ways}"))
 
 
-def _agrees(name: str) -> bool:
+def _agrees(name: str, jobs: int) -> bool:
     if not sys.stdin.isatty():
         say_as_is(f"not sent: flatout submit {name} --yes sends without asking")
         return False
-    return typer.confirm("send it?")
+    return typer.confirm("send it?" if jobs == 1 else f"send all {jobs}?")
 
 
 def _short(path: Path) -> str:
@@ -195,28 +236,45 @@ def _short(path: Path) -> str:
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
-def _print_written(job: Job, artifacts: list[Artifact]) -> None:
+def _print_written(jobs: list[Job], artifacts: list[Artifact]) -> None:
+    job, *others = jobs
     first, *rest = artifacts
     parts = [f"wrote {_short(job.folder / first.name)} ({first.lines} lines)"]
     parts += [one.name for one in rest]
     parts += [f"code {job.code}"]
     typer.echo(printable(" · ".join(parts)))
+    if others:
+        typer.echo(f"  and {counted(len(others), 'more job')}, one for each seed")
     for file, why in job.code.left_out[:10]:
         typer.echo(printable(f"  not among the code: {file} ({why})"))
     if len(job.code.left_out) > 10:
         typer.echo(f"  and {len(job.code.left_out) - 10} more")
     for one in job.inputs:
         typer.echo(printable(f"  data: {one.words}"))
-    if not job.has_measured_threads:
+    if job.price is not None:
+        typer.echo(f"  {_priced(job.price, jobs)}")
+    if not (job.has_measured_threads or job.is_auto):
         typer.echo(f"  {counted(job.threads, 'CPU')} for each rank, as here; say --threads N")
 
 
-def _print_all(job: Job, to: Target, artifacts: list[Artifact], as_json: bool) -> None:
+def _priced(price: Price, jobs: list[Job]) -> str:
+    """What it costs, and at most where it has a time limit."""
+    said = f"{price.per_hour:g} {price.currency} for each node and hour"
+    time_s = jobs[0].time_s
+    if time_s is None:
+        return said
+    runs = len(jobs) * max(1, len(jobs[0].seeds))
+    most = price.words(runs * price.of(jobs[0].nodes, time_s))
+    return f"{said}: {most} at most, each time it starts"
+
+
+def _print_all(jobs: list[Job], to: Target, artifacts: list[list[Artifact]], as_json: bool) -> None:
     """Everything, as it would be sent."""
     if as_json:
-        _print_json(job, to, artifacts, None)
+        _print_json(jobs, to, artifacts, [])
         return
-    for one in artifacts:
+    job = jobs[0]
+    for one in artifacts[0]:
         typer.echo(printable(f"== {_short(job.folder / one.name)}"))
         typer.echo(printable(one.text))
     typer.echo(f"== code: {job.code}")
@@ -226,23 +284,31 @@ def _print_all(job: Job, to: Target, artifacts: list[Artifact], as_json: bool) -
         typer.echo(printable(f"  left out: {file} ({why})"))
     for given in job.inputs:
         typer.echo(printable(f"data: {given.words}"))
+    if len(jobs) > 1:
+        typer.echo(f"and so for each seed: {', '.join(one.name for one in jobs[1:])}")
     for line in to.unseen(job):
         say_as_is(f"would be refused: {line}")
 
 
-def _print_json(job: Job, to: Target, artifacts: list[Artifact], id: str | None) -> None:
+def _print_json(
+    jobs: list[Job], to: Target, artifacts: list[list[Artifact]], ids: list[str]
+) -> None:
+    """One object for one job; several in a list."""
     import json
 
     from flatout.submit import facts_of
 
-    said = {
-        "id": id,
-        "folder": str(job.folder),
-        "artifacts": {one.name: one.text for one in artifacts},
-        "unseen": to.unseen(job),
-        **facts_of(job, to),
-    }
-    typer.echo(json.dumps(said, indent=2))
+    said = [
+        {
+            "id": ids[number] if ids else None,
+            "folder": str(job.folder),
+            "artifacts": {one.name: one.text for one in artifacts[number]},
+            "unseen": to.unseen(job),
+            **facts_of(job, to),
+        }
+        for number, job in enumerate(jobs)
+    ]
+    typer.echo(json.dumps(said[0] if len(said) == 1 else {"jobs": said}, indent=2))
 
 
 def _add_targets() -> None:

@@ -12,7 +12,8 @@ def top(
         str | None,
         typer.Argument(
             metavar="[RUN]",
-            help="A job: its run folder, its script's name, or the pid of one of its ranks.",
+            help="A job: its run folder, its script's name, the pid of one of its ranks, or the "
+            "id or name of one that flatout submit has sent.",
             show_default=False,
         ),
     ] = None,
@@ -34,6 +35,10 @@ def top(
     from flatout.terminal import Console
 
     looking = Top(which, pid)
+    if which is not None and pid is None and not looking.sample().jobs:
+        from flatout.submit import top_of
+
+        looking = top_of(which) or looking
     if as_json:
         import json
 

@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -46,6 +47,8 @@ class FirstLook:
         lacks: what of it nothing here could contain, as of trials.process.Process.
         uncontained: why nothing here could contain it; "" where it was, or was not to be.
         refused: what it was not allowed to do: {"kind", "what", "where"}.
+        opened: in order how and which path it has opened, where that was asked for: "read",
+            "written" or "listed".
     """
 
     observations: list[Observation]
@@ -57,6 +60,7 @@ class FirstLook:
     lacks: list[str] = field(default_factory=list)
     uncontained: str = ""
     refused: list[dict[str, str]] = field(default_factory=list)
+    opened: list[tuple[str, str]] = field(default_factory=list)
 
     @property
     def failed(self) -> bool:
@@ -72,6 +76,7 @@ def first_look(
     verbose: bool = False,
     in_place: bool = False,
     starting_s: float = STARTING_S,
+    opened: bool = False,
 ) -> FirstLook:
     """Runs a script as `python` would, with its standard input closed, and observes it.
 
@@ -88,9 +93,10 @@ def first_look(
         verbose: its output goes to this process' standard error; else only its end is kept.
         in_place: what it writes, it writes; also where nothing here can contain it.
         starting_s: how long it may take beside the time in which its steps are watched.
+        opened: notes what it opens; then it does not run at all where nothing can contain it.
 
     Raises:
-        FlatoutError: torchrun's command line cannot be read.
+        FlatoutError: torchrun's command line cannot be read; `opened`, and it cannot be contained.
     """
     began = time.monotonic()
     met: list[int] = []  # signals that would end this process: the one who waits looks there
@@ -98,6 +104,8 @@ def first_look(
         seen = temporary_of(folder) / "seen"
         seen.mkdir()
         limits = ["--seconds", f"{seconds:g}", *(["--steps", str(steps)] if steps else [])]
+        noted = seen / "opened"
+        limits += ["--opened", str(noted)] if opened else []
         observe = ["-m", "flatout.observe.start", str(seen), *limits]
         ablate_s = 0.0 if steps else _ABLATED * seconds
 
@@ -106,7 +114,8 @@ def first_look(
             return under_torchrun(what, start) or [sys.executable, *start, *what]
 
         ablating = command("--ablate", f"{ablate_s:g}") if ablate_s else command()
-        subject, uncontained = _begun(ablating, command(), folder, seen, in_place)
+        place = folder, seen, in_place
+        subject, uncontained = _begun(ablating, None if opened else command(), *place)
         try:
             until = began + seconds + ablate_s + starting_s
             code = _watched(subject, until, met, verbose)
@@ -122,13 +131,14 @@ def first_look(
             lacks=subject.lacks,
             uncontained=uncontained,
             refused=subject.refused(),
+            opened=_opened(noted),
         )
 
 
 def _begun(
-    ablating: list[str], command: list[str], folder: Path, seen: Path, in_place: bool
+    ablating: list[str], command: list[str] | None, folder: Path, seen: Path, in_place: bool
 ) -> tuple[Subject, str]:
-    """Starts it, by the first command where nothing of it is kept.
+    """Starts it, by the first command where nothing of it is kept; without a second only there.
 
     Returns with it why it is not contained, where it was to be.
     """
@@ -137,7 +147,10 @@ def _begun(
         try:
             return Contained(ablating, folder / "look", temporary_of(folder) / "look", seen), ""
         except FlatoutError as error:
+            if command is None:
+                raise
             reason = error.what
+    assert command is not None
     return InPlace(command, folder / "output"), reason
 
 
@@ -171,6 +184,16 @@ def _read(folder: Path) -> list[Observation]:
     """Returns what the ranks have written: each a file that is whole or absent."""
     paths = sorted(folder.glob("rank-*.json"))
     return [Observation.of(json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+
+
+def _opened(path: Path) -> list[tuple[str, str]]:
+    """What was noted; a line that the end of the process has cut tells nothing."""
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        with suppress(ValueError):
+            one = json.loads(line)
+            found.append((one["how"], one["path"]))
+    return found
 
 
 def _ended(rank: Observation, code: int | None) -> Observation:

@@ -30,6 +30,9 @@ from flatout.cache_folder import cache_folder, kind_folder, private, remove
 if TYPE_CHECKING:
     from flatout.measure.timeline import Timeline
 
+SUBMITTED = "FLATOUT_SUBMITTED"
+"""Set by the scripts of `flatout submit`: by this its job is known on its nodes."""
+
 _EVERY_NS = 1_000_000_000
 _NEVER = 2**63
 # Lanes are of these last seconds, starvation is counted over those.
@@ -146,6 +149,7 @@ class Rank:
         rank, world_size: in its job.
         job: the same for all ranks of one job.
         run: the folder of the run, None without one.
+        submitted: what `flatout submit` calls the job, None of one that was started by hand.
         command: the script and its arguments.
         started: when its process was, in seconds since 1970.
         updated: when the file was written, likewise.
@@ -170,6 +174,7 @@ class Rank:
     throughput: float | None = None
     watched_s: float = 0.0
     starved_s: float = 0.0
+    submitted: str | None = None
 
     @property
     def is_starved(self) -> bool:
@@ -256,7 +261,7 @@ def _check(rank: Rank) -> None:
         raise ValueError("no rank of a job")
     _count(rank.steps)
     _lanes(rank.lanes_ms)
-    words = [rank.job, *([] if rank.run is None else [rank.run]), *rank.command]
+    words = [rank.job, rank.run or "", rank.submitted or "", *rank.command]
     if not isinstance(rank.command, list) or not all(isinstance(word, str) for word in words):
         raise ValueError("no words")
 
@@ -336,7 +341,14 @@ def _who(rank: int, world_size: int, job: str | None, run: str | None) -> dict[s
             address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
             job = f"{address}:{port}" if port else f"ranks of {os.getppid()}"
     run = None if run is None else run if "://" in run else os.path.abspath(run)
-    return {"rank": rank, "world_size": world_size, "job": job, "run": run}
+    submitted = os.environ.get(SUBMITTED)
+    return {
+        "rank": rank,
+        "world_size": world_size,
+        "job": job,
+        "run": run,
+        "submitted": submitted,
+    }
 
 
 def _process() -> dict[str, Any]:

@@ -4,6 +4,7 @@
     --seconds S     ends it so many seconds after its first step
     --ablate S      does not end it then, but takes lanes out of it for so many seconds more: what
                     it learns and tells is its own no longer
+    --opened FILE   notes there what it opens
 
 The script runs as it is. What was seen of this rank is in FOLDER/rank-R.json, an Observation, which
 is written once a second while it runs ("running") and at its end.
@@ -37,6 +38,7 @@ from flatout.observe.meters import Meters
 from flatout.observe.metrics import MetricHooks
 from flatout.observe.models import Models
 from flatout.observe.observation import Observation
+from flatout.observe.opened import note_opened
 from flatout.observe.optimizers import StepFinder, watch_optimizers
 from flatout.observe.outputs import watch_garbage, watch_outputs, watch_torch
 from flatout.observe.parallel import watch_parallel
@@ -63,6 +65,7 @@ class Asked:
     seconds: float | None
     ablate: float | None
     command: list[str]
+    opened: Path | None = None
 
 
 def parse(arguments: list[str]) -> Asked:
@@ -72,12 +75,13 @@ def parse(arguments: list[str]) -> Asked:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--seconds", type=float)
     parser.add_argument("--ablate", type=float)
+    parser.add_argument("--opened", type=Path)
     parser.add_argument("-m", dest="is_module", action="store_true")
     parser.add_argument("script")
     own = _up_to_script(arguments)
     asked = parser.parse_args(arguments[:own])
     command = [*(["-m"] if asked.is_module else []), asked.script, *arguments[own:]]
-    return Asked(asked.folder, asked.steps, asked.seconds, asked.ablate, command)
+    return Asked(asked.folder, asked.steps, asked.seconds, asked.ablate, command, asked.opened)
 
 
 def _up_to_script(arguments: list[str]) -> int:
@@ -85,7 +89,7 @@ def _up_to_script(arguments: list[str]) -> int:
     names = 0
     at = 0
     while at < len(arguments) and names < 2:
-        if arguments[at] in ("--steps", "--seconds", "--ablate"):
+        if arguments[at] in ("--steps", "--seconds", "--ablate", "--opened"):
             at += 1
         elif not arguments[at].startswith("-"):
             names += 1
@@ -341,6 +345,8 @@ def main(arguments: list[str]) -> int:
     """Observes a script."""
     asked = parse(arguments)
     show_as_python_does()
+    if asked.opened is not None:
+        note_opened(asked.opened)
     return Observer(asked).observe()
 
 

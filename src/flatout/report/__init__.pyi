@@ -10,5 +10,7 @@ from flatout.report.terminal import Changes as Changes
 from flatout.report.terminal import Comparison as Comparison
 from flatout.report.terminal import JobResult as JobResult
 from flatout.report.terminal import Lanes as Lanes
+from flatout.report.top import Sample as Sample
 from flatout.report.top import Top as Top
+from flatout.report.top import together as together
 from flatout.report.top import watch as watch

@@ -8,8 +8,9 @@ watch(Top(), console)             again every second, until Ctrl-C
 from __future__ import annotations
 
 import os
+import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import groupby
@@ -127,6 +128,31 @@ class RunningJob:
         }
 
 
+def together(told: Sequence[Mapping[str, Any]]) -> Sample:
+    """What was seen of one job at one moment on its nodes, each as `Sample.as_dict` gives it.
+
+    Their clocks may differ: times are shifted by what each has told as now.
+    """
+    ranks: dict[int, RankNow] = {}
+    gpus = []
+    for node in told:
+        shift = time.time() - node["time"]
+        for job in node["jobs"]:
+            # By number, since two nodes of one machine see one another's ranks.
+            ranks |= {one["rank"]: _told(one, shift) for one in job["ranks"]}
+        for gpu in node["gpus"]:
+            gpus.append(GpuUse(**{**gpu, "name": f"{gpu['name']} of {node['host']}"}))
+    return Sample([RunningJob([ranks[n] for n in sorted(ranks)])] if ranks else [], None, gpus)
+
+
+def _told(one: Mapping[str, Any], shift_s: float) -> RankNow:
+    own = {name: one[name] for name in Rank.__dataclass_fields__}
+    rank = Rank(**own)
+    rank.started += shift_s
+    rank.updated += shift_s
+    return RankNow(rank, one["cpu_percent"], one["rss_bytes"])
+
+
 @dataclass(frozen=True)
 class Sample:
     """What was seen at one moment.
@@ -147,6 +173,8 @@ class Sample:
         """Plain data."""
         seen = self.processes
         return {
+            "host": socket.gethostname(),
+            "time": time.time(),
             "jobs": [job.as_dict() for job in self.jobs],
             "processes": None if seen is None else [asdict(process) for process in seen],
             "gpus": [asdict(gpu) for gpu in self.gpus],
@@ -324,7 +352,7 @@ def _busy(gpus: Sequence[GpuUse], pid: int | None) -> float | None:
 
 def _is_asked_for(rank: Rank, which: str) -> bool:
     names = {str(rank.pid), os.path.basename(rank.command[0]) if rank.command else ""}
-    return which in names or rank.run in (which, os.path.abspath(which))
+    return which in {*names, rank.submitted} or rank.run in (which, os.path.abspath(which))
 
 
 def _cells(rank: Rank) -> list[str]:

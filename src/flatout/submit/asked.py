@@ -16,6 +16,7 @@ from flatout.script_source import file_of
 from flatout.submit.code import CodeArchive, collect
 from flatout.submit.inputs import in_arguments, look_at, only_whole
 from flatout.submit.job import Job, name_of
+from flatout.submit.price import price_of
 
 _TIMES = {"d": 86_400, "h": 3600, "m": 60, "s": 1}
 _SECRET = re.compile(r"SECRET|TOKEN|PASSW|CREDENTIAL|(^|_)KEY($|_)|API_?KEY", re.I)
@@ -28,7 +29,8 @@ class Asked:
 
     Attributes:
         script, is_module, arguments: as for `flatout run`.
-        nodes, devices, threads, gpus, seeds, retries: as in Job.
+        nodes, threads, gpus, seeds, retries: as in Job.
+        devices: ranks on each node; None lets the nodes measure how many are fastest.
         time: the most it may take, such as "2h", "1h30m" or "1:30:00".
         stop_ahead: such as "120s".
         name: of the job.
@@ -38,6 +40,8 @@ class Asked:
         inputs: what the script reads, besides what its arguments name.
         shared: paths that all nodes see.
         checkpoint: the run folder.
+        price: of a node and hour.
+        currency: of the price.
         environment: each NAME=VALUE.
         options: each NAME=VALUE, of the target.
     """
@@ -46,7 +50,7 @@ class Asked:
     is_module: bool = False
     arguments: tuple[str, ...] = ()
     nodes: int = 1
-    devices: int = 1
+    devices: int | None = 1
     threads: int | None = None
     gpus: int | None = None
     time: str | None = None
@@ -60,6 +64,8 @@ class Asked:
     checkpoint: str | None = None
     seeds: tuple[int, ...] = ()
     retries: int = 3
+    price: float | None = None
+    currency: str | None = None
     environment: tuple[str, ...] = field(default=())
     options: tuple[str, ...] = ()
 
@@ -96,7 +102,9 @@ def job_of(asked: Asked, root: Path, now: datetime) -> Job:
     name = asked.name or name_of("data.py" if is_command else script, now)
     if asked.name is None:
         name = _free(name, base)
-    threads = asked.threads or _measured_threads(recipe)
+    # Those that a Recipe has measured are of one rank, not of a node.
+    measured = None if asked.devices is None else _measured_threads(recipe)
+    threads = asked.threads or measured
     return Job(
         name=name,
         script=script,
@@ -106,8 +114,9 @@ def job_of(asked: Asked, root: Path, now: datetime) -> Job:
         is_module=asked.is_module,
         arguments=asked.arguments,
         nodes=asked.nodes,
-        devices=asked.devices,
-        threads=threads or max(1, fingerprint().cpus // max(1, asked.devices)),
+        devices=1 if asked.devices is None else asked.devices,
+        is_auto=asked.devices is None,
+        threads=threads or max(1, fingerprint().cpus // (asked.devices or 1)),
         has_measured_threads=threads is not None,
         gpus=_gpus(recipe, asked.devices) if asked.gpus is None else asked.gpus,
         time_s=None if asked.time is None else seconds(asked.time),
@@ -121,6 +130,7 @@ def job_of(asked: Asked, root: Path, now: datetime) -> Job:
         checkpoint=checkpoint,
         seeds=asked.seeds,
         retries=asked.retries,
+        price=price_of(asked.price, asked.currency),
         options=pairs(asked.options, "--option"),
     )
 
@@ -158,11 +168,13 @@ def _measured_threads(recipe: Recipe | ResolvedRecipe | None) -> int | None:
     return found if isinstance(found, int) else None
 
 
-def _gpus(recipe: Recipe | ResolvedRecipe | None, devices: int) -> int:
+def _gpus(recipe: Recipe | ResolvedRecipe | None, devices: int | None) -> int:
     """One for each rank, where the Recipe or this machine has any."""
     asked = "auto" if recipe is None else recipe.world.device
     is_on_gpu = bool(fingerprint().gpus) if asked == "auto" else asked.startswith("cuda")
-    return devices if is_on_gpu else 0
+    if is_on_gpu and devices is None:
+        raise SubmitError("--devices auto, but not how many GPUs a node has", do="add --gpus N")
+    return (devices or 0) if is_on_gpu else 0
 
 
 def _measured_on(recipe: Recipe | ResolvedRecipe | None) -> str | None:
@@ -220,6 +232,19 @@ def seconds(text: str) -> int:
     if not parts or "".join(f"{n}{unit}" for n, unit in parts) != text:
         raise SubmitError(f"expected a time such as 2h, 1h30m or 1:30:00; found {text!r}")
     return sum(int(n) * _TIMES[unit or "s"] for n, unit in parts)
+
+
+def ranks_of(text: str) -> int | None:
+    """A number of ranks; None of "auto".
+
+    Raises:
+        SubmitError: it is neither.
+    """
+    if text == "auto":
+        return None
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise SubmitError(f"--devices: expected a whole number above 0, or auto; found {text!r}")
+    return int(text)
 
 
 def seeds_of(text: str) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ The files, in the job's folder on that host, NAME being the node's:
     NAME.lock           held as long as a process of the job lives
     NAME.pid            of the command, which gets the stop signal
     NAME.log            what it prints
+    NAME.remaining      how long it will take, as the run itself tells
     NAME.exit_code      of the command, once it has ended
     NAME.canceled       someone has canceled it
 """
@@ -13,7 +14,9 @@ from __future__ import annotations
 
 import shlex
 
+from flatout.submit.shell import REMAINING
 from flatout.submit.states import JobState, State
+from flatout.words import clock
 
 ABSENT = "it was never started"
 
@@ -31,7 +34,12 @@ def guard(name: str) -> list[str]:
 
 def running(name: str) -> list[str]:
     """Lines that run "${command[@]}", end with its exit code, and tell its pid meanwhile."""
-    return ['"${command[@]}" &', f'echo $! > "$here"/{name}.pid', "wait $!"]
+    return [
+        f'export {REMAINING}="$here"/{name}.remaining',
+        '"${command[@]}" &',
+        f'echo $! > "$here"/{name}.pid',
+        "wait $!",
+    ]
 
 
 def start(script: str, name: str) -> str:
@@ -57,17 +65,21 @@ def read(name: str, follow: bool) -> str:
 
 
 def ask(name: str) -> str:
-    """A command of sh that prints what has become of it, in one line."""
-    lock, code, canceled, begun = (
-        shlex.quote(f"{name}.{kind}") for kind in ("lock", "exit_code", "canceled", "begun")
+    """A command of sh that prints what has become of it: a word, and numbers that `told` reads."""
+    lock, code, canceled, begun, left = (
+        shlex.quote(f"{name}.{kind}")
+        for kind in ("lock", "exit_code", "canceled", "begun", "remaining")
     )
+    began = f"$(stat -c %Y {begun})"
     return (
         f"if [ ! -e {begun} ]; then echo absent; "
-        f"elif [ -e {code} ] && [ -e {canceled} ]; then echo canceled $(cat {code}); "
-        f"elif [ -e {code} ]; then echo ended $(cat {code}); "
+        f"elif [ -e {code} ]; then "
+        f"if [ -e {canceled} ]; then echo canceled; else echo ended; fi; "
+        f"cat {code}; echo $(( $(stat -c %Y {code}) - {began} )); "
         f"elif ! flock -n {lock} true; then "
         f"if [ -e {canceled} ]; then echo stopping; else echo running; fi; "
-        f"echo $(( $(date +%s) - $(stat -c %Y {begun}) )); "
+        f"echo $(( $(date +%s) - {began} )); "
+        f"grep -o '\"remaining_s\": [0-9]*' {left} 2> /dev/null | tr -dc 0-9; "
         "else echo lost; fi"
     )
 
@@ -83,14 +95,15 @@ def stop(name: str) -> str:
 
 def told(text: str) -> JobState:
     """What `ask` has printed."""
-    word, _, rest = text.strip().replace("\n", " ").partition(" ")
-    number = int(rest) if rest.isdigit() else None
+    word, *rest = text.split() or [""]
+    first, second, *_ = [*(int(one) if one.isdigit() else None for one in rest), None, None]
     if word in ("running", "stopping"):
-        return JobState(State(word), since_s=None if number is None else float(number))
-    if word == "canceled":
-        return JobState(State.canceled, exit_code=number)
-    if word == "ended":
-        return JobState(State.failed if number else State.succeeded, exit_code=number)
+        left = "" if second is None else clock(second)
+        return JobState(State(word), since_s=first, left_s=second, eta=left)
+    if word in ("canceled", "ended"):
+        ended = State.failed if first else State.succeeded
+        state = State.canceled if word == "canceled" else ended
+        return JobState(state, exit_code=first, since_s=second)
     if word == "absent":
         return JobState(State.lost, ABSENT)
     return JobState(State.lost, "its processes are gone, and left no exit code")
@@ -113,5 +126,7 @@ def together(states: dict[str, JobState]) -> JobState:
         words=f"{host}: {found.words or f'exit code {found.exit_code}'}" if is_bad else found.words,
         exit_code=found.exit_code,
         nodes=tuple(states),
-        since_s=found.since_s,
+        since_s=max((one.since_s or 0 for one in states.values()), default=None),
+        left_s=found.left_s,
+        eta=found.eta,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -12,6 +12,8 @@ from flatout.errors import SubmitError
 from flatout.recipe import Recipe, ResolvedRecipe
 from flatout.submit.code import CodeArchive
 from flatout.submit.inputs import Input
+from flatout.submit.price import Price
+from flatout.words import counted
 
 # https://www.rfc-editor.org/rfc/rfc1035#section-2.3.1, in lower case as Kubernetes wants it.
 _LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
@@ -32,6 +34,8 @@ class Job:
         arguments: of the script, passed on as they are.
         nodes: how many nodes.
         devices: ranks on each node.
+        is_auto: the nodes measure how many ranks are fastest; `devices` is 1 then, and `threads`
+            the CPUs of a node.
         threads: CPUs of each rank.
         has_measured_threads: whether the user or the Recipe has said how many; else it is this
             machine's share.
@@ -50,6 +54,7 @@ class Job:
         checkpoint: the run folder, which all nodes see.
         seeds: the job runs once for each; `{seed}` in its arguments and in `checkpoint` is it.
         retries: how often it is started again after it was killed.
+        price: of a node, where the user has said it.
         options: what only this target knows, such as partition.
     """
 
@@ -62,6 +67,7 @@ class Job:
     arguments: tuple[str, ...] = ()
     nodes: int = 1
     devices: int = 1
+    is_auto: bool = False
     threads: int = 1
     has_measured_threads: bool = True
     gpus: int = 0
@@ -76,6 +82,7 @@ class Job:
     checkpoint: str | None = None
     seeds: tuple[int, ...] = ()
     retries: int = 3
+    price: Price | None = None
     options: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -90,6 +97,8 @@ class Job:
                 f"{self.time_s} s",
                 do="allow more time, or give --stop-ahead a smaller number",
             )
+        if self.is_auto and self.is_command:
+            raise SubmitError("--devices auto measures a script that trains, no command of Flatout")
         self._check_seeds()
 
     def _check_seeds(self) -> None:
@@ -110,6 +119,32 @@ class Job:
     def ranks(self) -> int:
         """Of all nodes."""
         return self.nodes * self.devices
+
+    def of_seed(self, seed: int) -> Job:
+        """The run of one seed, as a job of its own."""
+
+        def filled(text: str) -> str:
+            return text.replace(SEED, str(seed))
+
+        return replace(
+            self,
+            name=f"{self.name}-{seed}",
+            folder=self.folder / f"seed-{seed}",
+            arguments=tuple(map(filled, self.arguments)),
+            checkpoint=None if self.checkpoint is None else filled(self.checkpoint),
+            seeds=(),
+        )
+
+    @property
+    def devices_option(self) -> list[str]:
+        """How `flatout run` is told the number of ranks."""
+        return ["--devices", "auto" if self.is_auto else str(self.devices)]
+
+    @property
+    def size_words(self) -> str:
+        """For people: how many nodes of how many ranks."""
+        ranks = "as many ranks as are fastest" if self.is_auto else counted(self.devices, "rank")
+        return f"{counted(self.nodes, 'node')} of {ranks}"
 
     @property
     def is_command(self) -> bool:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,7 @@ class Kubernetes:
     """
 
     name = "kubernetes"
+    takes_seeds = False
 
     def artifacts(self, job: Job) -> list[Artifact]:
         """One file for `kubectl apply -f`: the ConfigMap with the code, and the job."""
@@ -155,9 +157,10 @@ class Kubernetes:
             is_ours = (folder / _CANCELED).exists()
             return JobState(State.canceled if is_ours else State.lost, "deleted")
         state = (_train_job_state if made["kind"] == "TrainJob" else _pytorch_job_state)(found)
-        if state.state == State.failed:
-            with suppress(cluster.error, cluster.lost):
-                pods = cluster.pods(made["kind"], space, name)
+        with suppress(cluster.error, cluster.lost):  # who may not ask for pods knows less
+            pods = cluster.pods(made["kind"], space, name)
+            state = replace(state, since_s=_since_s(pods))
+            if state.state == State.failed:
                 return replace(state, exit_code=_exit_code(pods, _KINDS[made["kind"]].container))
         return state
 
@@ -185,6 +188,18 @@ class Kubernetes:
                 yield from lines(pod)
             return
         yield from _merged([lines(pod) for pod in pods])
+
+    def top(self, id: str, folder: Path, key: str) -> list[str]:
+        """Not from here: pods need not let anyone in."""
+        space, _, name = id.partition("/")
+        *_, made = _documents(folder)
+        kind = _KINDS[made["kind"]]
+        raise SubmitError(
+            "flatout top does not look into pods",
+            where=id,
+            do=f"kubectl exec -n {space} -it POD -c {kind.container} -- flatout top, with a POD of "
+            f"kubectl get pods -n {space} -l {kind.pods}={name}",
+        )
 
     def cancel(self, id: str, folder: Path) -> None:
         """Delete the job: its pods get SIGTERM, and time to write a checkpoint."""
@@ -393,7 +408,8 @@ def _words(condition: Manifest) -> str:
 
 def _train_job_state(found: Manifest) -> JobState:
     status = found.get("status", {})
-    eta = _eta(status.get("trainerStatus") or {})
+    told = status.get("trainerStatus") or {}
+    eta, left_s = _eta(told), told.get("estimatedRemainingSeconds")
     conditions = {one["type"]: one for one in _conditions(found)}
     if "Complete" in conditions:
         return JobState(State.succeeded, _words(conditions["Complete"]), exit_code=0)
@@ -405,7 +421,7 @@ def _train_job_state(found: Manifest) -> JobState:
         return JobState(State.queued, _words(conditions["Suspended"]), eta=eta)
     jobs = status.get("jobsStatus") or []
     if any(one.get("ready") for one in jobs):
-        return JobState(State.running, "pods are ready", eta=eta)
+        return JobState(State.running, "pods are ready", eta=eta, left_s=left_s)
     if any(one.get("active") for one in jobs):
         return JobState(State.starting, "pods are created")
     return JobState(State.queued, "no pods yet")
@@ -423,6 +439,20 @@ def _exit_code(pods: list[Any], container: str) -> int | None:
         (one for one in ended if one.exit_code), key=lambda one: str(one.finished_at or "")
     )
     return int(failed[0].exit_code) if failed else None
+
+
+def _since_s(pods: list[Any]) -> float | None:
+    """For how long the pods have had their nodes, from the first of them on."""
+    own = [pod.status for pod in pods if pod.status and pod.status.start_time]
+    if not own:
+        return None
+    ends = [
+        [one.state.terminated.finished_at for one in status.container_statuses or ()
+         if one.state and one.state.terminated]
+        for status in own
+    ]  # fmt: skip
+    last = max(map(max, ends)) if all(ends) else datetime.now(UTC)
+    return float((last - min(status.start_time for status in own)).total_seconds())
 
 
 def _eta(told: Manifest) -> str:

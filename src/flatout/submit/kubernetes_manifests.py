@@ -150,8 +150,8 @@ def _problems(job: Job, options: Mapping[str, str], volumes: Sequence[Volume]) -
             f"{job.name} has {len(job.name)} letters: hosts that are named after it would have "
             f"more than 63; choose a --name of at most {_LONGEST_NAME}"
         )
-    if job.seeds:
-        found.append("a job of Kubernetes runs for one seed: submit it once for each")
+    if job.is_auto and not job.has_measured_threads:
+        found.append("--devices auto takes the CPUs of a node: say how many with --threads N")
     found += _bad_variables(job, api)
     found += _bad_text(job)
     if job.checkpoint is not None and not _is_kept(job.checkpoint, volumes):
@@ -378,7 +378,8 @@ def _train_job(
     is the runtime's to say (its failurePolicy).
     """
     inside, recipe = _in_its_folder(job, options)
-    command = job.command_with(recipe=recipe)
+    ranks = job.devices_option if job.is_auto else []
+    command = job.command_with(*ranks, recipe=recipe)
     trainer: Manifest = {
         "image": options["image"],
         **({"command": list(map(escaped, inside))} if inside else {"command": command[:1]}),
@@ -423,7 +424,7 @@ def _pytorch_job(
     Older operators number the pods alone, so the nodes are told by the command.
     """
     inside, recipe = _in_its_folder(job, options)
-    ranks = ["--devices", str(job.devices)]
+    ranks = job.devices_option
     if job.nodes > 1:
         ranks += ["--nodes", str(job.nodes), "--node-rank", "$(RANK)"]
         ranks += ["--rendezvous", "$(MASTER_ADDR):$(MASTER_PORT)"]

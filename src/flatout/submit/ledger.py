@@ -33,6 +33,9 @@ class Entry:
         when: it was sent, in UTC (ISO 8601).
         status: "sending" until there is an answer, then "sent" or "refused".
         id: what the cluster calls it; "" before the answer.
+        nodes: how many it takes.
+        price: of a node and hour, where the user has said it.
+        currency: of the price.
     """
 
     key: str
@@ -42,6 +45,9 @@ class Entry:
     when: str
     status: str = SENDING
     id: str = ""
+    nodes: int = 1
+    price: float | None = None
+    currency: str = ""
 
 
 def state_folder() -> Path:

@@ -8,19 +8,20 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from flatout import __version__
 from flatout.errors import SubmitError
+from flatout.measure.live import SUBMITTED
 from flatout.submit import detached, shell
 from flatout.submit.artifact import Artifact, refuse
 from flatout.submit.client import Answer, ask
 from flatout.submit.hosts import hosts_of, problems_of
 from flatout.submit.job import Job
 from flatout.submit.log_file import follow_file
-from flatout.submit.sending import KEY
-from flatout.submit.shared import unseen
+from flatout.submit.sending import KEY, facts_in, top_words
+from flatout.submit.shared import told_by_nodes, unseen
 from flatout.submit.states import JobState
 from flatout.submit.target import NotSent, Sent, Unanswered, options_of
 from flatout.words import counted
@@ -34,6 +35,7 @@ class Mpi:
     """Starts mpirun here, apart from the terminal."""
 
     name = "mpi"
+    takes_seeds = True
 
     def artifacts(self, job: Job) -> list[Artifact]:
         """What starts mpirun, and its hostfile."""
@@ -50,12 +52,12 @@ class Mpi:
     def check(self, job: Job) -> list[str]:
         """Whether mpirun is here, of the kind that the script is written for, and flock."""
         missing = [one for one in ("bash", "setsid", "flock") if shutil.which(one) is None]
-        program = _program(job)
+        program = _program(job.options)
         answer = ask([program, "--version"])
         found = "mpich" if "HYDRA" in answer.output else "openmpi"
         if answer.code != 0:
             missing.append(f"{program}: {answer.last_words}; Debian has openmpi-bin and mpich")
-        elif found != _kind(job):
+        elif found != _kind(job.options):
             missing.append(f"{program} is {found}; say --option kind={found}")
         return missing
 
@@ -86,6 +88,14 @@ class Mpi:
         path = folder / f"{NAME}.log"
         return follow_file(path, lambda: follow and not self.state(id, folder).state.is_final)
 
+    def top(self, id: str, folder: Path, key: str) -> list[str]:
+        """By another mpirun to the same hosts."""
+        options = facts_in(folder)["options"]
+        hosts = str(folder / HOSTFILE)
+        return told_by_nodes(
+            folder, top_words(folder, key), lambda nodes: _on_each_host(options, nodes, hosts)
+        )
+
     def cancel(self, id: str, folder: Path) -> None:
         """mpirun hands SIGTERM on; the ranks have time for a last checkpoint."""
         answer = _here(folder, detached.stop(NAME))
@@ -100,8 +110,7 @@ def script(job: Job) -> str:
     """What starts mpirun."""
     lines = [
         "#!/bin/bash",
-        f"# {job.name}: {counted(job.nodes, 'node')} of {counted(job.devices, 'rank')}. "
-        f"Written by Flatout {__version__}.",
+        f"# {job.name}: {job.size_words}. Written by Flatout {__version__}.",
         f"# Anywhere, once: bash {SCRIPT}",
         'cd "$(dirname "$0")" || exit 1',
         *detached.guard(NAME),
@@ -122,17 +131,12 @@ def script(job: Job) -> str:
 
 def _command(job: Job) -> list[str]:
     """Mpirun with one process on each host, in words of bash."""
-    names = ["PATH", "FLATOUT_SECRET", "MASTER_ADDR", "MASTER_PORT", *job.environment]
-    if _kind(job) == "openmpi":
-        given = [part for name in names for part in ("-x", name)]
-        how = ["-np", str(job.nodes), "--hostfile", f"../{HOSTFILE}", "--map-by", "ppr:1:node"]
-        how += ["--bind-to", "none", *given]
-    else:
-        how = ["-n", str(job.nodes), "-f", f"../{HOSTFILE}", "-ppn", "1"]
-        how += ["-genvlist", ",".join(names)]
-    ranks = ["--devices", str(job.devices)] if job.ranks > 1 else []
+    names = ["PATH", "FLATOUT_SECRET", "MASTER_ADDR", "MASTER_PORT", shell.REMAINING]
+    names += [SUBMITTED, *job.environment]
+    how = _on_each_host(job.options, job.nodes, f"../{HOSTFILE}", names)
+    ranks = job.devices_option if job.ranks > 1 or job.is_auto else []
     command = job.command_with("--restarts", str(job.retries), *ranks)
-    start = shell.words([*shell.limited(job), _program(job), *how])
+    start = shell.words([*shell.limited(job), *how])
     words = shell.words(command)
     if ":" not in job.arguments:
         return [*start, *words]
@@ -140,9 +144,21 @@ def _command(job: Job) -> list[str]:
     return [*start, "bash", "-c", shell.quoted(f"exec {' '.join(words)}")]
 
 
+def _on_each_host(
+    options: Mapping[str, str], nodes: int, hosts: str, names: Sequence[str] = ()
+) -> list[str]:
+    """Mpirun with one process on each host, which gets these variables."""
+    if _kind(options) == "openmpi":
+        given = [part for name in names for part in ("-x", name)]
+        how = ["-np", str(nodes), "--hostfile", hosts, "--map-by", "ppr:1:node"]
+        return [_program(options), *how, "--bind-to", "none", *given]
+    given = ["-genvlist", ",".join(names)] if names else []
+    return [_program(options), "-n", str(nodes), "-f", hosts, "-ppn", "1", *given]
+
+
 def _hostfile(job: Job) -> list[str]:
     hosts = hosts_of(job)
-    if _kind(job) == "openmpi":
+    if _kind(job.options) == "openmpi":
         return [f"{host} slots={job.devices}" for host in hosts]
     return [f"{host}:{job.devices}" for host in hosts]
 
@@ -150,20 +166,20 @@ def _hostfile(job: Job) -> list[str]:
 def _problems(job: Job) -> list[str]:
     options_of(job, OPTIONS)
     found = problems_of(job)
-    if _kind(job) not in _KINDS:
-        found.append(f"expected --option kind=openmpi or mpich, found {_kind(job)!r}")
+    if _kind(job.options) not in _KINDS:
+        found.append(f"expected --option kind=openmpi or mpich, found {_kind(job.options)!r}")
     port = job.options.get("port", "1")
     if not (port.isdigit() and 0 < int(port) < 65536):
         found.append(f"expected --option port=NUMBER, found {port!r}")
     return found
 
 
-def _kind(job: Job) -> str:
-    return job.options.get("kind", "openmpi")
+def _kind(options: Mapping[str, str]) -> str:
+    return options.get("kind", "openmpi")
 
 
-def _program(job: Job) -> str:
-    return job.options.get("mpirun", "mpirun")
+def _program(options: Mapping[str, str]) -> str:
+    return options.get("mpirun", "mpirun")
 
 
 def _id(folder: Path, key: str) -> str:

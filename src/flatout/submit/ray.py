@@ -16,9 +16,10 @@ from flatout.submit.artifact import Artifact, refuse
 from flatout.submit.extras import require
 from flatout.submit.inputs import is_seen, mount_of
 from flatout.submit.job import Job
-from flatout.submit.ray_driver import driver
+from flatout.submit.ray_driver import driver, remaining
 from flatout.submit.states import JobState, State
 from flatout.submit.target import NotSent, Sent, Unanswered, options_of
+from flatout.words import clock
 
 DRIVER, SUBMIT = "driver.py", "submit.sh"
 _KEY = "flatout_key"
@@ -41,6 +42,7 @@ class Ray:
     """Sends jobs to a Ray cluster, on whose nodes Flatout is installed."""
 
     name = "ray"
+    takes_seeds = False
 
     def artifacts(self, job: Job) -> list[Artifact]:
         """The driver script, and the line that sends it by hand."""
@@ -112,11 +114,14 @@ class Ray:
         found = jobs[id]
         status = getattr(found.status, "value", str(found.status))
         end = found.end_time or time.time() * 1000
+        left_s = _left_s(folder)
         return JobState(
             _BY_STATUS.get(status, State.lost),
             f"{status} ({found.message})" if found.message else status,
             exit_code=found.driver_exit_code,
             since_s=None if found.start_time is None else (end - found.start_time) / 1000,
+            left_s=left_s,
+            eta="" if left_s is None else clock(left_s),
         )
 
     def logs(self, id: str, folder: Path, *, follow: bool) -> Iterator[str]:
@@ -132,6 +137,14 @@ class Ray:
             if not goes_on:
                 return
             time.sleep(_ASK_EVERY_S)
+
+    def top(self, id: str, folder: Path, key: str) -> list[str]:
+        """Not from here: the job server starts nothing beside a job."""
+        raise SubmitError(
+            "flatout top does not look into the nodes of a Ray cluster",
+            where=id,
+            do=f"flatout top on a node of it, or flatout logs {id} -f",
+        )
 
     def cancel(self, id: str, folder: Path) -> None:
         """Stop the driver, and with it the workers and their ranks."""
@@ -178,8 +191,8 @@ class _Cluster:
 
 def _problems(job: Job) -> list[str]:
     found = []
-    if job.seeds:
-        found.append("a job of Ray runs for one seed: submit it once for each")
+    if job.is_auto and not job.has_measured_threads:
+        found.append("--devices auto takes the CPUs of a node: say how many with --threads N")
     if job.is_command and job.nodes > 1:
         found.append("each node would do the same: a command of Flatout's own wants --nodes 1")
     if job.nodes > 1 and _storage(job) is None:
@@ -224,6 +237,16 @@ def _options(folder: Path) -> dict[str, str]:
         return dict(json.loads((folder / "job.json").read_text())["options"])
     except (OSError, ValueError, LookupError, TypeError):
         return {}
+
+
+def _left_s(folder: Path) -> float | None:
+    """What the first rank has told, where its folder is seen from here too."""
+    try:
+        where = json.loads((folder / "job.json").read_text())["checkpoint"]
+        told = json.loads(Path(remaining(where)).read_text())["remaining_s"]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None
+    return None if told is None else float(told)
 
 
 def _said(error: BaseException) -> str:

@@ -140,13 +140,13 @@ def driver(job: Job, storage: str | None) -> str:
     resources: dict[str, int] = {"CPU": job.devices * job.threads}
     if job.gpus:
         resources["GPU"] = job.gpus
-    words = job.command_with("--devices", str(job.devices))
+    words = job.command_with(*job.devices_option)
     begin = 1 if job.is_command else 2  # flatout run
     return _SCRIPT.format(
         nodes=f"{job.nodes} node{'s' if job.nodes > 1 else ''}",
         command=repr([*shell.limited(job), *words[:begin]]),
         arguments=_listed(words[begin:]),
-        environment=repr(dict(job.environment)),
+        environment=repr(_environment(job)),
         count=job.nodes,
         archive=ARCHIVE,
         use_gpu=bool(job.gpus),
@@ -155,6 +155,19 @@ def driver(job: Job, storage: str | None) -> str:
         storage=repr(storage),
         retries=job.retries,
     )
+
+
+def remaining(checkpoint: str) -> str:
+    """The file in which the first rank tells how far it is, beside the run folder."""
+    return f"{checkpoint.rstrip('/')}-remaining.json"
+
+
+def _environment(job: Job) -> dict[str, str]:
+    """Variables of the ranks."""
+    own = dict(job.environment)
+    if job.checkpoint is not None and "://" not in job.checkpoint:
+        own.setdefault(shell.REMAINING, remaining(job.checkpoint))
+    return own
 
 
 def _listed(command: list[str]) -> str:

@@ -57,6 +57,7 @@ class SageMaker:
     """Sends training jobs; the code goes to S3 first. A job's id is its name."""
 
     name = "sagemaker"
+    takes_seeds = False
 
     def artifacts(self, job: Job) -> list[Artifact]:
         """The request, and the script that containers start."""
@@ -150,6 +151,14 @@ class SageMaker:
             time.sleep(_ASK_EVERY_S)
         if not read.streams:
             raise SubmitError("the job has printed nothing yet", where=f"{_GROUP}/{id}")
+
+    def top(self, id: str, folder: Path, key: str) -> list[str]:
+        """Not from here: SageMaker lets no one in."""
+        raise SubmitError(
+            "SageMaker lets no one look into its containers",
+            where=id,
+            do=f"flatout logs {id} -f shows how far the job is",
+        )
 
     def cancel(self, id: str, folder: Path) -> None:
         """Stop the job: its containers get SIGTERM, and 2 minutes."""
@@ -306,6 +315,7 @@ def _state(found: dict[str, Any]) -> JobState:
         f"{words}: {why}" if why else words,
         exit_code=code,
         since_s=found.get("TrainingTimeInSeconds"),
+        paid_s=found.get("BillableTimeInSeconds"),
         starts=1 + sum(one.get("Status") == "Restarting" for one in told),
     )
 

@@ -220,7 +220,7 @@ def _channel(name: str, text: str) -> Channel:
 def _command(job: Job) -> list[str]:
     """The containers know which of them they are, but not how many ranks each has."""
     local = job if job.checkpoint is None else replace(job, checkpoint=_CHECKPOINTS)
-    return local.command_with("--devices", str(job.devices))
+    return local.command_with(*job.devices_option)
 
 
 def _limit(job: Job) -> int:
@@ -264,12 +264,16 @@ def _problems(job: Job, options: Mapping[str, str]) -> list[str]:
         found.append(f"expected spot=yes or spot=no, found {options['spot']!r}")
     if options.get("spot") == "yes" and job.checkpoint is None:
         found.append("spot instances are taken away: --checkpoints s3://BUCKET/RUN lets it go on")
-    if job.seeds:
-        found.append("a job of SageMaker runs for one seed: submit it once for each")
     if job.checkpoint is not None and not job.checkpoint.startswith("s3://"):
         found.append(f"no container can keep {job.checkpoint}: --checkpoints s3://BUCKET/RUN")
     if _limit(job) > _LONGEST_S:
         found.append(f"SageMaker runs a job for {_LONGEST_S // 86_400} days at most")
+    own = [one.name for one in channels(replace(job, devices=2)) if one.name.endswith("-1")]
+    if job.is_auto and own:
+        found.append(
+            "a channel in Pipe mode, or with {rank}, is made for each rank: say how many with "
+            "--devices N"
+        )
     names = [one.name for one in channels(job)]
     if CODE_CHANNEL in names:
         found.append(f"the channel {CODE_CHANNEL} has the code: give yours another name")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 import uuid
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,13 @@ def artifacts_of(job: Job, target: Target) -> list[Artifact]:
     return [*own, *recipe, Artifact(FACTS, facts)]
 
 
+def runs_of(job: Job, target: Target) -> list[Job]:
+    """What is sent for a job: itself, or where the cluster has no such thing a job of each seed."""
+    if job.seeds and not target.takes_seeds:
+        return [job.of_seed(one) for one in job.seeds]
+    return [job]
+
+
 def facts_of(job: Job, target: Target) -> dict[str, Any]:
     """What a job is, as plain data."""
     return {
@@ -47,7 +55,7 @@ def facts_of(job: Job, target: Target) -> dict[str, Any]:
         "command": job.command,
         "root": str(job.root),
         "nodes": job.nodes,
-        "devices": job.devices,
+        "devices": "auto" if job.is_auto else job.devices,
         "threads": job.threads,
         "gpus": job.gpus,
         "time_s": job.time_s,
@@ -58,9 +66,33 @@ def facts_of(job: Job, target: Target) -> dict[str, Any]:
         "checkpoint": job.checkpoint,
         "seeds": list(job.seeds),
         "retries": job.retries,
+        "price": None if job.price is None else asdict(job.price),
         "options": dict(job.options),
         "files": list(job.code.files),
     }
+
+
+def facts_in(folder: Path) -> dict[str, Any]:
+    """What a job is that was written into a folder.
+
+    Raises:
+        SubmitError: the folder is not as it was.
+    """
+    try:
+        return dict(json.loads((folder / FACTS).read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise SubmitError(
+            f"the job's folder is not as it was: {error}", where=str(folder)
+        ) from error
+
+
+def top_words(folder: Path, key: str) -> list[str]:
+    """The command that shows a job's ranks on one of its nodes, as JSON."""
+    facts = facts_in(folder)
+    bin = facts["options"].get("bin") or str(Path(sys.executable).parent)
+    # FLATOUT_CACHE may be among them, below which the ranks show themselves.
+    variables = [f"{name}={value}" for name, value in facts["environment"].items()]
+    return ["env", *variables, f"{bin}/flatout", "top", "--json", key]
 
 
 def write(job: Job, target: Target) -> list[Artifact]:
@@ -101,6 +133,9 @@ def send(job: Job, target: Target, ledger: Ledger, wait_s: float = _LOOK_FOR_S) 
         name=job.name,
         folder=os.fspath(job.folder),
         when=datetime.now(UTC).isoformat(timespec="seconds"),
+        nodes=job.nodes,
+        price=None if job.price is None else job.price.per_hour,
+        currency="" if job.price is None else job.price.currency,
     )
     ledger.write(entry)
     Artifact(KEY, entry.key).write(job.folder)
@@ -119,6 +154,25 @@ def send(job: Job, target: Target, ledger: Ledger, wait_s: float = _LOOK_FOR_S) 
             ) from error
         sent = found
     ledger.write(replace(entry, status=SENT, id=sent.id))
+    return sent
+
+
+def send_all(jobs: Sequence[Job], target: Target, ledger: Ledger) -> list[Sent]:
+    """Send several jobs, each once, until one is not taken.
+
+    Raises:
+        NotSent, Unanswered: of one of them; which others were sent is told, and they run.
+    """
+    sent: list[Sent] = []
+    for job in jobs:
+        try:
+            sent.append(send(job, target, ledger))
+        except (NotSent, Unanswered) as error:
+            if not sent:
+                raise
+            ids = ", ".join(one.id for one in sent)
+            words = f"{job.name}: {error.what}; sent were {ids}, and no more after this one"
+            raise type(error)(words, where=error.where, do=error.do) from error
     return sent
 
 

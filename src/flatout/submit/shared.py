@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+import shlex
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from flatout.errors import SubmitError
+from flatout.submit.client import ask
 from flatout.submit.inputs import is_seen, mount_of
 from flatout.submit.job import Job
+from flatout.submit.sending import facts_in
+
+# Which node this is: srun's word for it, Open MPI's and MPICH's.
+_NODE = "${SLURM_NODEID:-${OMPI_COMM_WORLD_RANK:-$PMI_RANK}}"
 
 
 def unseen(job: Job) -> list[str]:
@@ -25,3 +36,27 @@ def unseen(job: Job) -> list[str]:
                 f"one with {option}, or say --shared PATH if nodes see it"
             )
     return found
+
+
+def told_by_nodes(
+    folder: Path, command: Sequence[str], launcher: Callable[[int], list[str]]
+) -> list[str]:
+    """What a command prints on each node of a running job.
+
+    It goes through files in the job's folder: lines of several nodes would come mixed.
+
+    Args:
+        folder: of the job, which all nodes see.
+        command: for each node.
+        launcher: words before a command that start it once on each of so many nodes.
+
+    Raises:
+        SubmitError: it does not end well.
+    """
+    nodes = facts_in(folder)["nodes"]
+    with tempfile.TemporaryDirectory(prefix=".told-", dir=folder) as told:
+        script = f'exec "$@" > {shlex.quote(told)}/"{_NODE}"'
+        answer = ask([*launcher(nodes), "sh", "-c", script, "sh", *command])
+        if answer.code != 0:
+            raise SubmitError(f"its nodes do not answer: {answer.last_words}", where=str(folder))
+        return [(Path(told) / str(node)).read_text() for node in range(nodes)]

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from flatout.errors import SubmitError
+from flatout.measure.live import SUBMITTED
 from flatout.submit.code import ARCHIVE
 from flatout.submit.inputs import is_seen
 from flatout.submit.job import SEED, Job
@@ -16,6 +17,8 @@ from flatout.submit.job import SEED, Job
 _WIDTH = 100
 _CONTROL = re.compile(r"[\x01-\x1f\x7f]")
 _SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
+REMAINING = "FLATOUT_REMAINING"
+"""Names the file in which the first rank tells how far it is; as train/callbacks/remaining.py."""
 SECRET = (
     "# Who does not know it takes no part in the job. Made here, so that no file holds it.",
     "FLATOUT_SECRET=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
@@ -79,6 +82,8 @@ def environment(job: Job) -> list[str]:
     return [
         "# The flatout that has written this; name another where nodes have it elsewhere.",
         f"export PATH={quoted(bin)}:$PATH",
+        "# By this flatout top finds the ranks of this job.",
+        f"export {SUBMITTED}=$(cat key 2> /dev/null)",
         *exports(job.environment),
     ]
 

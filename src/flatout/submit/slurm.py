@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from flatout import __version__
 from flatout.errors import SubmitError
+from flatout.measure.live import SUBMITTED
 from flatout.submit import shell
 from flatout.submit.artifact import Artifact, refuse
 from flatout.submit.client import Answer, ask, need
 from flatout.submit.job import Job
 from flatout.submit.log_file import follow_file
-from flatout.submit.shared import unseen
+from flatout.submit.sending import top_words
+from flatout.submit.shared import told_by_nodes, unseen
 from flatout.submit.states import JobState, State
 from flatout.submit.target import NotSent, Sent, Unanswered
 from flatout.words import counted
@@ -88,6 +91,7 @@ class Slurm:
     """Sends batch scripts. All nodes must see the job's folder: code and log lie in it."""
 
     name = "slurm"
+    takes_seeds = True
 
     def artifacts(self, job: Job) -> list[Artifact]:
         """The batch script."""
@@ -144,7 +148,7 @@ class Slurm:
             raise SubmitError(f"SLURM does not answer: {answer.last_words}")
         told = [_told(line) for line in answer.output.splitlines() if line.startswith("JobId=")]
         if answer.code == 0 and told:
-            return _together([_state(one) for one in told])
+            return _together([_state(one, folder) for one in told])
         return _remembered(folder, id)
 
     def logs(self, id: str, folder: Path, *, follow: bool) -> Iterator[str]:
@@ -155,6 +159,17 @@ class Slurm:
             paths = ", ".join(sorted(one.stem[4:] for one in folder.glob("job-*.log")))
             raise SubmitError(f"{id} runs once for each seed: {paths}", do=f"flatout logs {id}_1")
         return follow_file(path, lambda: follow and not self.state(id, folder).state.is_final)
+
+    def top(self, id: str, folder: Path, key: str) -> list[str]:
+        """By a step of the job beside the one that trains."""
+        need("srun", "SLURM's client, Debian's slurm-client")
+        task = id.partition("_")[2]
+        once = ["--overlap", "--ntasks-per-node=1", "--cpus-per-task=1", "--mem=0"]
+        return told_by_nodes(
+            folder,
+            top_words(folder, f"{key}.{task}" if task else key),
+            lambda nodes: ["srun", f"--jobid={id}", f"--nodes={nodes}", *once],
+        )
 
     def cancel(self, id: str, folder: Path) -> None:
         """Its processes get SIGTERM, and some seconds for a last checkpoint."""
@@ -173,6 +188,7 @@ def script(job: Job) -> str:
         "",
         "here=$PWD",
         *shell.environment(job),
+        *([f"{SUBMITTED}+=.{_TASK}"] if job.seeds else []),
         "",
     ]
     lines += [*shell.unpacking(job), ""]
@@ -181,11 +197,10 @@ def script(job: Job) -> str:
 
 
 def _about(job: Job) -> list[str]:
-    what = f"{counted(job.nodes, 'node')} of {counted(job.devices, 'rank')}"
-    cpus = f"{counted(job.threads, 'CPU')} each"
+    cpus = "" if job.is_auto else f", {counted(job.threads, 'CPU')} each"
     measured = f"; Recipe measured on {job.fingerprint}" if job.fingerprint else ""
     return [
-        f"# {job.name}: {what}, {cpus}{measured}.",
+        f"# {job.name}: {job.size_words}{cpus}{measured}.",
         f"# Written by Flatout {__version__}; change what you like, then: sbatch {SCRIPT}",
     ]
 
@@ -197,7 +212,11 @@ def _directives(job: Job) -> list[str]:
         ("job-name", job.name, ""),
         ("nodes", str(job.nodes), ""),
         ("ntasks-per-node", "1", "flatout run starts the ranks of its node"),
-        ("cpus-per-task", str(job.devices * job.threads), ""),
+        (
+            ("exclusive", "", "flatout run measures how many ranks a whole node is fastest with")
+            if _takes_nodes(job)
+            else ("cpus-per-task", str(job.devices * job.threads), "")
+        ),
         *([("gpus-per-node", str(job.gpus), "")] if job.gpus else []),
         *_time(job),
         ("requeue", "", "after a preemption or the failure of a node"),
@@ -228,7 +247,7 @@ def _time(job: Job) -> list[tuple[str, str, str]]:
 
 def _run(job: Job) -> list[str]:
     seed = _TASK if job.seeds else ""
-    ranks = ["--devices", str(job.devices)] if job.ranks > 1 else []
+    ranks = job.devices_option if job.ranks > 1 or job.is_auto else []
     lines = shell.array("command", shell.words(job.command_with(*ranks), seed))
     return [
         *([*shell.SECRET, ""] if job.nodes > 1 else []),
@@ -243,7 +262,8 @@ def _run(job: Job) -> list[str]:
 
 
 def _srun(job: Job) -> list[str]:
-    start = 'srun --cpus-per-task="$SLURM_CPUS_PER_TASK"'
+    cpus = "SLURM_CPUS_ON_NODE" if _takes_nodes(job) else "SLURM_CPUS_PER_TASK"
+    start = f'srun --cpus-per-task="${cpus}"'
     if ":" not in job.arguments:
         return [f'{start} "${{command[@]}}"']
     return [
@@ -252,13 +272,20 @@ def _srun(job: Job) -> list[str]:
     ]
 
 
+def _takes_nodes(job: Job) -> bool:
+    """Whether it takes whole nodes, as many CPUs as they have."""
+    return job.is_auto and not job.has_measured_threads
+
+
 def _comments(job: Job) -> list[str]:
     """Lines that show what is left of the job as its comment."""
     return [
         "",
         "# What is left of it stands in its comment: squeue -O JobID,State,Comment",
-        f'export FLATOUT_REMAINING="$here"/remaining{_suffix(job)}',
+        f'export {shell.REMAINING}="$here"/remaining{_suffix(job)}',
+        f'ran="$here"/ran{_suffix(job)}.${{SLURM_RESTART_COUNT:-0}}  # for how long, for its cost',
         "while sleep 30 && kill -0 $$ 2> /dev/null; do",  # no longer than this script
+        '  echo "$SECONDS" > "$ran"',
         '  left=$(grep -o \'"remaining_s": [0-9]*\' "$FLATOUT_REMAINING" 2> /dev/null)',
         f"  [[ $left ]] && scontrol update JobId={_task(job)} "
         """Comment="flatout:$(cat "$here/key" 2> /dev/null):$((${left##* } / 60 + 1))min\"""",
@@ -350,7 +377,7 @@ def _told(line: str) -> dict[str, str]:
     return dict(re.findall(r"(\w+(?:/\w+)?)=(\S*)", line))
 
 
-def _state(told: dict[str, str]) -> JobState:
+def _state(told: dict[str, str], folder: Path) -> JobState:
     word = told.get("JobState", "")
     state = _BY_STATE.get(word, State.lost)
     starts = int(told.get("Restarts", "0")) + 1
@@ -358,7 +385,9 @@ def _state(told: dict[str, str]) -> JobState:
         state = State.requeued
     reason = told.get("Reason", "None")
     code, _, signal = told.get("ExitCode", "0:0").partition(":")
-    eta = re.match(r"flatout:\w+:(.*)", told.get("Comment", ""))
+    eta = re.match(r"flatout:\w*:((\d+)min)", told.get("Comment", ""))
+    task = told.get("ArrayTaskId", "")
+    since_s = _seconds(told.get("RunTime", ""))
     return JobState(
         state=state,
         words=word if reason == "None" else f"{word} ({reason})",
@@ -366,10 +395,22 @@ def _state(told: dict[str, str]) -> JobState:
         if state.is_final
         else None,
         nodes=tuple(filter(None, [told.get("NodeList", "").replace("(null)", "")])),
-        since_s=_seconds(told.get("RunTime", "")),
+        since_s=since_s,
+        paid_s=(since_s or 0.0) + _earlier_s(folder, task if task.isdigit() else "", starts),
+        left_s=60.0 * int(eta[2]) if eta else None,
         eta=eta[1] if eta else "",
         starts=starts,
     )
+
+
+def _earlier_s(folder: Path, task: str, starts: int) -> float:
+    """How long a job ran before its present start, to half a minute, as its script has noted."""
+    name = f"ran.{task}" if task else "ran"
+    ran = 0.0
+    for start in range(starts - 1):
+        with suppress(OSError, ValueError):
+            ran += int((folder / f"{name}.{start}").read_text())
+    return ran
 
 
 def _together(states: list[JobState]) -> JobState:
@@ -387,6 +428,7 @@ def _together(states: list[JobState]) -> JobState:
         exit_code=failed[0] if failed else first.exit_code,
         nodes=tuple(sorted({node for one in states for node in one.nodes})),
         since_s=max((one.since_s or 0 for one in states), default=None),
+        paid_s=sum(one.paid_s or 0 for one in states),
         starts=max(one.starts for one in states),
     )
 
@@ -394,13 +436,15 @@ def _together(states: list[JobState]) -> JobState:
 def _remembered(folder: Path, id: str) -> JobState:
     """Where SLURM has forgotten a job: what its script wrote last."""
     _, _, task = id.partition("_")
+    name = f"{EXIT_CODE}.{task}" if task else EXIT_CODE
     try:
-        text = (folder / (f"{EXIT_CODE}.{task}" if task else EXIT_CODE)).read_text()
-        code = int(text)
+        code = int((folder / name).read_text())
+        began = (folder / name.replace(EXIT_CODE, "started")).stat().st_mtime
+        ran = (folder / name).stat().st_mtime - began
     except (OSError, ValueError):
         return JobState(State.lost, "SLURM does not know it any more")
     state = State.failed if code else State.succeeded
-    return JobState(state, "SLURM does not know it any more", exit_code=code)
+    return JobState(state, "SLURM does not know it any more", exit_code=code, since_s=ran)
 
 
 def _seconds(text: str) -> float | None:

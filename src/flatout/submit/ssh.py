@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import glob
 import io
-import json
 import queue
 import secrets
 import shlex
@@ -29,7 +28,7 @@ from flatout.submit.artifact import Artifact, refuse
 from flatout.submit.client import Answer, ask, need
 from flatout.submit.hosts import hosts_of, problems_of
 from flatout.submit.job import Job
-from flatout.submit.sending import FACTS
+from flatout.submit.sending import facts_in, top_words
 from flatout.submit.states import JobState
 from flatout.submit.target import NotSent, Sent, Unanswered, options_of
 from flatout.words import counted
@@ -47,6 +46,7 @@ class Ssh:
     """Starts a node of the job on each host."""
 
     name = "ssh"
+    takes_seeds = True
 
     def artifacts(self, job: Job) -> list[Artifact]:
         """What each host runs, and the list of them."""
@@ -106,6 +106,13 @@ class Ssh:
         """What all hosts have printed; of several, each line says which."""
         return _Way.read(folder).logs(follow)
 
+    def top(self, id: str, folder: Path, key: str) -> list[str]:
+        """By the user's own ssh."""
+        command = shlex.join(top_words(folder, key))
+        answers = _Way.read(folder).each(lambda node: command)
+        refuse(_failed(answers), where=id)
+        return [one.output for one in answers.values()]
+
     def cancel(self, id: str, folder: Path) -> None:
         """All hosts' ranks get SIGTERM, and time for a last checkpoint."""
         refuse(_failed(_Way.read(folder).inside(detached.stop)), where=id)
@@ -123,8 +130,7 @@ def script(job: Job) -> str:
     name = _NAME.format('"$node"')
     lines = [
         "#!/bin/bash",
-        f"# {job.name}: node $1 of {job.nodes}, {counted(job.devices, 'rank')} each. "
-        f"Written by Flatout {__version__}.",
+        f"# {job.name}: node $1; {job.size_words}. Written by Flatout {__version__}.",
         f"# On each host, in the job's folder: bash {SCRIPT} NODE, counted from 0, with the same",
         "# secret in a line on stdin, so that it is in no file and in no list of processes.",
         "node=$1",
@@ -147,7 +153,7 @@ def _command(job: Job) -> list[str]:
     limit = shell.words(shell.limited(job))
     if job.is_command:
         return [*limit, *shell.words(job.command)]
-    ranks = ["--devices", str(job.devices)] if job.ranks > 1 else []
+    ranks = job.devices_option if job.ranks > 1 or job.is_auto else []
     program, run, *rest = shell.words(job.command_with("--restarts", str(job.retries), *ranks))
     node = []
     if job.nodes > 1:
@@ -193,8 +199,8 @@ class _Way:
     @classmethod
     def read(cls, folder: Path) -> _Way:
         """Of a job that was sent, from what was written then."""
+        facts = facts_in(folder)
         try:
-            facts = json.loads((folder / FACTS).read_text())
             hosts = (folder / HOSTS).read_text().split()
             there = (folder / THERE).read_text().rstrip("\n")
         except (OSError, ValueError) as error:

@@ -35,7 +35,10 @@ class JobState:
         exit_code: of a job that has ended, where it is known.
         nodes: which it runs on.
         since_s: for how long it has run, in seconds.
-        eta: when it is expected to end, in words.
+        paid_s: for how long each of its nodes was taken, over all its starts and runs, in seconds;
+            None where that is `since_s`.
+        left_s: how long it will still take, in seconds, as the run itself has told.
+        eta: the same in words.
         starts: how often it was started.
     """
 
@@ -44,5 +47,7 @@ class JobState:
     exit_code: int | None = None
     nodes: tuple[str, ...] = ()
     since_s: float | None = None
+    paid_s: float | None = None
+    left_s: float | None = None
     eta: str = ""
     starts: int = 1

@@ -43,6 +43,8 @@ class Target(Protocol):
     """
 
     name: str
+    takes_seeds: bool
+    """Whether one job runs once for each seed, or is refused; else there is one job for each."""
 
     def artifacts(self, job: Job) -> list[Artifact]:
         """The files that make the job, validated; needs no client and no network.
@@ -79,6 +81,13 @@ class Target(Protocol):
 
     def logs(self, id: str, folder: Path, *, follow: bool) -> Iterator[str]:
         """What a job has printed, in pieces with their line ends; with `follow` until it ends."""
+
+    def top(self, id: str, folder: Path, key: str) -> list[str]:
+        """What `flatout top --json` prints on each node of a job that runs.
+
+        Raises:
+            SubmitError: its nodes cannot be looked into from here; with what works instead.
+        """
 
     def cancel(self, id: str, folder: Path) -> None:
         """Stop a job, and keep it from starting again."""

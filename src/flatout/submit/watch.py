@@ -11,6 +11,7 @@ from typing import Any
 
 from flatout.errors import FlatoutError, SubmitError
 from flatout.submit.ledger import REFUSED, SENDING, Entry, Ledger
+from flatout.submit.price import Cost, Price
 from flatout.submit.sending import settle
 from flatout.submit.states import JobState, State
 from flatout.submit.target import target_of
@@ -34,6 +35,20 @@ class Seen:
     state: JobState | None
     trouble: str = ""
 
+    @property
+    def cost(self) -> Cost | None:
+        """What it has cost and will; None where no price was given, or no one knows how long."""
+        entry, state = self.entry, self.state
+        if entry.price is None or state is None:
+            return None
+        paid = state.since_s if state.paid_s is None else state.paid_s
+        if paid is None:
+            return None
+        price = Price(entry.price, entry.currency)
+        left = 0.0 if state.state.is_final else state.left_s
+        to_come = None if left is None else price.of(entry.nodes, left)
+        return Cost(price, price.of(entry.nodes, paid), to_come)
+
     def row(self) -> tuple[str, ...]:
         """For a table: job, target, state, ran, nodes, name, what else there is to say."""
         entry, state = self.entry, self.state
@@ -43,7 +58,8 @@ class Seen:
         ran = "" if not state.since_s else duration(state.since_s)
         starts = f"start {state.starts}" if state.starts > 1 else ""
         eta = f"ends in {state.eta}" if state.eta and not state.state.is_final else ""
-        rest = " · ".join(filter(None, (state.words, starts, eta)))
+        cost = "" if self.cost is None else str(self.cost)
+        rest = " · ".join(filter(None, (state.words, starts, eta, cost)))
         nodes = ",".join(state.nodes)
         return (entry.id, entry.target, f"{state.state}{code}", ran, nodes, entry.name, rest)
 
@@ -66,6 +82,12 @@ class Seen:
                 "seconds": state.since_s,
                 "eta": state.eta,
                 "starts": state.starts,
+            }
+        if self.cost is not None:
+            said["cost"] = {
+                "currency": self.cost.price.currency,
+                "so_far": self.cost.so_far,
+                "to_come": self.cost.to_come,
             }
         return said | ({"trouble": self.trouble} if self.trouble else {})
 

@@ -1,0 +1,121 @@
+"""What a script reads, as seen by running it for some seconds here, contained."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from flatout.cache_folder import cache_folder
+from flatout.doctor.first_look import first_look
+from flatout.errors import FlatoutError, SubmitError
+from flatout.observe.opened import LISTED, READ, WRITTEN
+from flatout.submit.asked import Asked
+from flatout.submit.job import SEED
+
+_SECONDS, _STEPS = 10.0, 50
+# So many files of one folder are named by their folder.
+_MANY = 20
+# Where packages keep what they have fetched for a script; what else a home hides is no data.
+_FETCHED = (".cache/torch", ".cache/huggingface", ".keras/models", ".keras/datasets")
+_SYSTEM = ("/proc", "/sys", "/dev", "/etc", "/usr", "/lib", "/lib64", "/bin", "/sbin", "/run")
+_CODE = (".py", ".pyc", ".so")
+
+
+def inputs_seen(asked: Asked, root: Path) -> list[str]:
+    """The files and folders of data that the script opens in its first steps, seen from its folder.
+
+    It runs here as by `python`, for some seconds, with its writes in a scratch folder, and sends
+    nothing elsewhere.
+
+    Raises:
+        SubmitError: it fails, or nothing here can contain it.
+    """
+    if asked.script == "flatout" and not asked.is_module:
+        raise SubmitError("--look looks at a script; a command of Flatout names what it reads")
+    seed = str(asked.seeds[0]) if asked.seeds else SEED
+    arguments = [one.replace(SEED, seed) for one in asked.arguments]
+    what = [*(["-m"] if asked.is_module else []), asked.script, *arguments]
+    instead = "say what it reads with --input, in place of --look"
+    try:
+        look = first_look(what, seconds=_SECONDS, steps=_STEPS, opened=True)
+    except FlatoutError as error:
+        raise SubmitError(f"--look: {error.what}", where=error.where, do=instead) from error
+    if look.failed:
+        raise SubmitError(
+            f"the script failed when it was looked at, with exit code {look.exit_code}",
+            where="\n  ".join(["its last words:", *look.output]),
+            do=instead,
+        )
+    return data_of(look.opened, root)
+
+
+def data_of(opened: Sequence[tuple[str, str]], root: Path) -> list[str]:
+    """What of opened paths is data: not the code, not Python's own files, not what was written.
+
+    Args:
+        opened: in order, each how and which path.
+        root: the folder of the code.
+    """
+    top = str(root.resolve())
+    written: set[str] = set()
+    read: dict[str, None] = {}
+    listed: set[str] = set()
+    for how, path in opened:
+        if how == WRITTEN:
+            written.add(path)
+        elif how == READ and path not in written and os.path.isfile(path):
+            read[path] = None
+        elif how == LISTED and not _is_above(path, top):
+            listed.add(path)
+    installed = _installed(top)
+    files = [one for one in read if not _is_no_data(one, top, installed)]
+    folders = [one for one in listed if not (_is_no_data(one, top, installed) or _has_code(one))]
+    found = dict.fromkeys(_outermost(one, folders) for one in [*files, *folders])
+    many = Counter(os.path.dirname(one) for one in found if one not in listed)
+    for folder, count in many.items():
+        if count > _MANY and not _is_above(folder, top):
+            found = dict.fromkeys(folder if _below(one, folder) else one for one in found)
+    return [os.path.relpath(one, top) if _below(one, top) else one for one in found]
+
+
+def _outermost(path: str, folders: Iterable[str]) -> str:
+    """The folder with all that was listed around a path, or the path."""
+    around = [one for one in folders if path == one or _below(path, one)]
+    return min(around, key=len, default=path)
+
+
+def _below(path: str, folder: str) -> bool:
+    return path.startswith(f"{folder.rstrip('/')}/")
+
+
+def _is_above(path: str, root: str) -> bool:
+    return path == root or _below(root, path)
+
+
+def _has_code(folder: str) -> bool:
+    """Whether it is a package, which Python lists when it imports."""
+    try:
+        return any(name.endswith(".py") for name in os.listdir(folder))
+    except OSError:  # a file, or gone
+        return True
+
+
+def _installed(root: str) -> tuple[str, ...]:
+    """Folders of what is installed here, and of the system."""
+    paths = {*sysconfig.get_paths().values(), sys.prefix, sys.base_prefix, str(cache_folder())}
+    paths |= {os.path.realpath(one) for one in sys.path if one}
+    return tuple(one for one in {*paths, *_SYSTEM} if not (_is_above(one, root) or one == "/"))
+
+
+def _is_no_data(path: str, root: str, installed: tuple[str, ...]) -> bool:
+    if any(path == one or _below(path, one) for one in installed):
+        return True
+    home = str(Path.home())
+    hidden = _below(path, home) and os.path.relpath(path, home).startswith(".")
+    is_fetched = any(_below(path, f"{home}/{one}") for one in _FETCHED)
+    is_hidden = hidden and not is_fetched and not _below(path, root)
+    return is_hidden or path.endswith(_CODE) or "/__pycache__" in path

@@ -1,0 +1,82 @@
+"""What a job costs, where the user has said what a node costs for an hour."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from flatout.errors import SubmitError
+
+_CURRENCY = re.compile(r"[A-Z]{3}")
+_HOUR_S = 3600
+
+
+@dataclass(frozen=True)
+class Price:
+    """Of a node.
+
+    Attributes:
+        per_hour: of each node.
+        currency: by its code of ISO 4217, such as USD.
+    """
+
+    per_hour: float
+    currency: str
+
+    def of(self, nodes: int, seconds: float) -> float:
+        """Of so many nodes for so long."""
+        return self.per_hour * nodes * seconds / _HOUR_S
+
+    def words(self, cost: float) -> str:
+        """A cost for people: "1,204.50 USD"."""
+        return f"{cost:,.2f} {self.currency}"
+
+
+def price_of(per_hour: float | None, currency: str | None) -> Price | None:
+    """What the user has said; None where nothing.
+
+    Raises:
+        SubmitError: it is no price, or one of the two is missing.
+    """
+    if per_hour is None and currency is None:
+        return None
+    if per_hour is None:
+        raise SubmitError(
+            f"--currency {currency}, but no price",
+            do="say what a node costs for an hour: --price 0.68",
+        )
+    if not (math.isfinite(per_hour) and per_hour > 0):
+        raise SubmitError(f"expected a price above 0 of a node for an hour; found {per_hour}")
+    if currency is None:
+        raise SubmitError(
+            f"--price {per_hour:g}, but not in which currency", do="add --currency USD, or another"
+        )
+    if _CURRENCY.fullmatch(currency) is None:
+        raise SubmitError(
+            f"expected a currency by its code of three capital letters, such as USD or EUR; found "
+            f"{currency!r}"
+        )
+    return Price(per_hour, currency)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of a job that was sent.
+
+    Attributes:
+        price: of a node.
+        so_far: what it has cost.
+        to_come: what the rest will cost; None where no one knows how long it will take.
+    """
+
+    price: Price
+    so_far: float
+    to_come: float | None
+
+    def __str__(self) -> str:
+        said = self.price.words(self.so_far)
+        if self.to_come == 0.0:
+            return f"cost {said}"
+        rest = "" if self.to_come is None else f", about {self.price.words(self.to_come)} to come"
+        return f"cost {said} so far{rest}"
