@@ -7,13 +7,31 @@ gradients give the same result, and a step costs the rows that a sparse one has.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from flatout.errors import ModelError
 
 State = dict[str, torch.Tensor]
+
+
+class Rows(NamedTuple):
+    """Rows of a parameter, which a rule steps in place.
+
+    Attributes:
+        weights: of shape (rows, ...).
+        gradients: of the same shape.
+        state: tensors with as many rows, by name.
+        group: the optimizer's options for the parameter.
+        number: of this step, from 1.
+    """
+
+    weights: torch.Tensor
+    gradients: torch.Tensor
+    state: State
+    group: dict[str, Any]
+    number: int
 
 
 class ByRow(torch.optim.Optimizer):
@@ -43,15 +61,15 @@ class ByRow(torch.optim.Optimizer):
             kept.update(self._begin(parameter, group))
         kept["step"] += 1
         state = {name: tensor for name, tensor in kept.items() if name != "step"}
-        count = int(kept["step"])
+        number = int(kept["step"])
         if not gradient.is_sparse:
-            self._apply(parameter, gradient, state, group, count)
+            self._apply(Rows(parameter, gradient, state, group, number))
             return
         gradient = gradient.coalesce()
         rows = gradient.indices()[0]
         weights = parameter.index_select(0, rows)
         own = {name: tensor.index_select(0, rows) for name, tensor in state.items()}
-        self._apply(weights, gradient.values(), own, group, count)
+        self._apply(Rows(weights, gradient.values(), own, group, number))
         parameter.index_copy_(0, rows, weights)
         for name, tensor in state.items():
             tensor.index_copy_(0, rows, own[name])
@@ -59,23 +77,7 @@ class ByRow(torch.optim.Optimizer):
     def _begin(self, parameter: torch.Tensor, group: dict[str, Any]) -> State:
         raise NotImplementedError
 
-    def _apply(
-        self,
-        weights: torch.Tensor,
-        gradients: torch.Tensor,
-        state: State,
-        group: dict[str, Any],
-        count: int,
-    ) -> None:
-        """In place.
-
-        Args:
-            weights: of shape (rows, ...).
-            gradients: of the same shape.
-            state: tensors with as many rows.
-            group: the options.
-            count: which step this is, from 1.
-        """
+    def _apply(self, rows: Rows) -> None:
         raise NotImplementedError
 
 
@@ -111,14 +113,8 @@ class LazyAdam(ByRow):
     def _begin(self, parameter: torch.Tensor, group: dict[str, Any]) -> State:
         return {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
 
-    def _apply(
-        self,
-        weights: torch.Tensor,
-        gradients: torch.Tensor,
-        state: State,
-        group: dict[str, Any],
-        count: int,
-    ) -> None:
+    def _apply(self, rows: Rows) -> None:
+        weights, gradients, state, group, number = rows
         beta1, beta2 = group["betas"]
         mean, squares = state["exp_avg"], state["exp_avg_sq"]
         used: Any = 1.0
@@ -127,8 +123,8 @@ class LazyAdam(ByRow):
             used = used.reshape(-1, *[1] * (gradients.dim() - 1))
         mean += (1 - beta1) * used * (gradients - mean)
         squares += (1 - beta2) * used * (gradients.square() - squares)
-        root = (squares / (1 - beta2**count)).sqrt_().add_(group["eps"])
-        weights -= group["lr"] / (1 - beta1**count) * used * mean / root
+        root = (squares / (1 - beta2**number)).sqrt_().add_(group["eps"])
+        weights -= group["lr"] / (1 - beta1**number) * used * mean / root
 
 
 class RowwiseAdagrad(ByRow):
@@ -166,14 +162,8 @@ class RowwiseAdagrad(ByRow):
         shape = parameter.shape[:1] + (1,) * (parameter.dim() - 1)
         return {"sum": parameter.new_full(shape, group["initial_accumulator_value"])}
 
-    def _apply(
-        self,
-        weights: torch.Tensor,
-        gradients: torch.Tensor,
-        state: State,
-        group: dict[str, Any],
-        count: int,
-    ) -> None:
+    def _apply(self, rows: Rows) -> None:
+        weights, gradients, state, group, _ = rows
         squares = gradients.square()
         if gradients.dim() > 1:
             squares = squares.mean(tuple(range(1, gradients.dim())), keepdim=True)
@@ -221,14 +211,8 @@ class Ftrl(ByRow):
     def _begin(self, parameter: torch.Tensor, group: dict[str, Any]) -> State:
         return {name: torch.zeros_like(parameter) for name in ("z", "n")}
 
-    def _apply(
-        self,
-        weights: torch.Tensor,
-        gradients: torch.Tensor,
-        state: State,
-        group: dict[str, Any],
-        count: int,
-    ) -> None:
+    def _apply(self, rows: Rows) -> None:
+        weights, gradients, state, group, _ = rows
         z, n = state["z"], state["n"]
         before = n.sqrt()
         n += gradients.square()
