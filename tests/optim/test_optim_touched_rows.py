@@ -267,15 +267,26 @@ class Ways(nn.Module):
 def test_a_table_is_read_in_every_way_as_by_torch(options, operators, monkeypatch):
     if operators:
         monkeypatch.setattr(table_rows, "_by_extension", lambda tensor: False)
+    compare_ways(options, OPTIMIZERS["adam"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "adam"])
+def test_so_it_is_by_every_optimizer(name):
+    for kind in ("mean, padding", "max, padding", "last offset"):
+        compare_ways(BAGS[kind], OPTIMIZERS[name], steps=6)
+
+
+def compare_ways(options, make, steps=12):
     found = []
     for touched in (False, True):
         torch.manual_seed(0)
         model = Ways(options)
         start = copy.deepcopy(model.state_dict())
-        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        optimizer = make(model.parameters())
         rows = attached(model, optimizer) if touched else {}
         update = Update(optimizer, clip_value=0.5, rows=rows)
-        for step in range(12):
+        for step in range(steps):
             update.begin()
             for part in range(2):  # two micro-batches
                 generator = torch.Generator().manual_seed(10 * step + part)
