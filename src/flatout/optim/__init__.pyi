@@ -23,6 +23,7 @@ from flatout.optim.several import Optimizers as Optimizers
 from flatout.optim.several import as_tuple as as_tuple
 from flatout.optim.touched_rows import TouchedRows as TouchedRows
 from flatout.optim.touched_rows import steppable_rows as steppable_rows
+from flatout.optim.touched_rows import why_read_whole as why_read_whole
 from flatout.optim.touched_rows import why_whole as why_whole
 from flatout.optim.traced import Kind as Kind
 from flatout.optim.traced import kind_of as kind_of

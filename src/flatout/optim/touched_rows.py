@@ -525,17 +525,8 @@ class TouchedRows:
         return bool(whole)
 
     def _why_left(self, kept: KeptTable) -> str:
-        """What its dense gradient tells of who reads a table whole."""
-        weight, gradient = kept.weight, kept.weight.grad
-        assert gradient is not None
-        times = _times_itself(weight, gradient, self._grouped.rows_of(len(weight)))
-        if times is None:
-            return "something reads all of it"
-        why = "the loss reads all of it, as L2 does"
-        if kept.rule.decay is None:
-            return why
-        decay = f"weight_decay={kept.rule.decay + times:.3g}"
-        return f"{why}; {name_of(self._optimizer)} with {decay} instead steps it by rows"
+        read = self._grouped.rows_of(len(kept.weight))
+        return why_read_whole(self._optimizer, kept.weight, kept.weight.grad, read)
 
     def step(self) -> None:
         """Apply the gradients, and set them to None; where the optimizer steps rows, it is next.
@@ -543,8 +534,11 @@ class TouchedRows:
         A table without a gradient is left as it is, as torch's and Keras' optimizers do.
         """
         self._grouped.forget()
-        if self.by_optimizer:
-            return
+        if not self.by_optimizer:
+            with torch._C.DisableTorchFunctionSubclass():  # no one reads values in it
+                self._step()
+
+    def _step(self) -> None:
         used = [kept for kept in self._kept if kept.weight.grad is not None]
         for kept in self._kept:
             if kept.weight.grad is None and any(kept.steps is one.steps for one in used):
@@ -592,6 +586,31 @@ class TouchedRows:
             if kept.steps is steps:
                 kept.bring_all()
         steps.restart(steps.now)
+
+
+def why_read_whole(
+    optimizer: torch.optim.Optimizer,
+    weight: nn.Parameter,
+    gradient: torch.Tensor | None,
+    read: Iterable[torch.Tensor],
+) -> str:
+    """What the gradient of a table tells of who reads it whole.
+
+    Args:
+        optimizer: that steps the table.
+        weight: of the table.
+        gradient: dense; None where there is none.
+        read: rows that were looked up.
+    """
+    times = None if gradient is None else _times_itself(weight, gradient, read)
+    if times is None:
+        return "something reads all of it"
+    why = "the loss reads all of it, as L2 does"
+    ((_, rule),) = rules_of(optimizer, [weight])
+    if rule.decay is None:
+        return why
+    decay = f"weight_decay={rule.decay + times:.3g}"
+    return f"{why}; {name_of(optimizer)} with {decay} instead steps it by rows"
 
 
 def _times_itself(

@@ -45,7 +45,7 @@ from flatout.train.loop_state import LoopState
 from flatout.train.micro_batch import estimate_pieces
 from flatout.train.sample_dropout import sample_dropout
 from flatout.train.settings import Settings, Switch
-from flatout.train.sharded_tables import SHARDED, shards_of, shards_tables
+from flatout.train.sharded_tables import SHARDED, read_whole, shards_of, shards_tables
 from flatout.train.snapshot import untouched
 from flatout.train.step import Compute, Stepper
 from flatout.train.stragglers import Pace
@@ -120,7 +120,10 @@ def decide(
         assert isinstance(found, ResolvedRecipe)
         loop.pace = Pace(loop.world.collectives)
         samples = sum(loop.world.gather(samples_of(first)))
-        loop.stepper.switch.shard(shards_of(loop, found))
+        shards = shards_of(loop, found)
+        loop.stepper.switch.shard(shards)
+        if shards is not None:
+            loop.stepper.switch.leave(read_whole(loop, compute, first))
         strategy, resolved = _strategy(loop, found, compute, first)
         loop.stepper.train_with(loop.world, samples, strategy)
         auto.agree(decision, loop.world)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import make_dataclass, replace
 from typing import Any
@@ -207,7 +207,11 @@ class Switch:
     def leave_read_whole(self) -> bool:
         """Whether the last step has shown that tables are read whole; that is kept in mind."""
         left = [pair for rows in self.rows.values() for pair in rows.left.items()]
-        new = {weight: why for weight, why in left if weight not in self._read_whole}
+        return self.leave(dict(left))
+
+    def leave(self, whole: Mapping[torch.Tensor, str]) -> bool:
+        """Never step these tables by rows, for what is said of each; whether any of them is new."""
+        new = {weight: why for weight, why in whole.items() if weight not in self._read_whole}
         self._read_whole |= new
         if new and self.tables is not None:
             self.tables = self.tables.without(new, self.model)

@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from flatout.data import Batch
 from flatout.errors import ModelError
-from flatout.models import KerasOptimizer
-from flatout.optim import ByRow, RowShards
+from flatout.models import (
+    KerasOptimizer,
+    adapter_of,
+    row_tables,
+    table_weight,
+    unwatch_table,
+    watch_table,
+)
+from flatout.optim import ByRow, RowShards, steppable_rows, why_read_whole
 from flatout.recipe import Recipe, ResolvedRecipe
 from flatout.train.loop_state import LoopState
+from flatout.train.snapshot import untouched
+from flatout.train.step import Compute, mean_of_value
 from flatout.world import World
 
 SHARDED = {"compute.touched_rows": "on", "compute.compile": "off"}
@@ -58,3 +74,68 @@ def _why_not(loop: LoopState, resolved: ResolvedRecipe) -> str:
         if getattr(module, "scale_grad_by_freq", False):
             return f"{name} has scale_grad_by_freq, which would count ids in each rank's part alone"
     return ""
+
+
+def read_whole(
+    loop: LoopState, compute: Compute | None, first: Sequence[Batch]
+) -> dict[torch.Tensor, str]:
+    """Tables that forward and loss read whole, and why: all ranks call it, before they are sharded.
+
+    A table of which no rank has all rows cannot be read so. It stays on every rank, stepped whole.
+
+    Args:
+        loop: of this rank.
+        compute: forward and loss of a batch; where it is None, nothing is known.
+        first: the first batches; a rank may have none.
+    """
+    found: dict[torch.Tensor, str] = {}
+    if compute is not None and first:
+        found = loop.stepper.look(first[0], lambda pieces: _read_by(loop, compute, pieces[0]))
+    tables = {name: table_weight(module) for name, module, _ in adapter_of(loop.model).tables()}
+    own = {name: found[weight] for name, weight in tables.items() if weight in found}
+    each = loop.world.gather(own, "tables that are read whole")
+    return {tables[name]: why for of_rank in reversed(each) for name, why in of_rank.items()}
+
+
+def _read_by(loop: LoopState, compute: Compute, batch: Batch) -> dict[torch.Tensor, str]:
+    """The tables that one batch reads whole, and why; leaves no trace."""
+    steppable = steppable_rows(loop.optimizers, row_tables(loop.model)[0])
+    seen = {weight: _Reads() for own in steppable.values() for weight in own}
+    with untouched(loop.model), torch.enable_grad():
+        with _seeing(seen):
+            loss, _ = mean_of_value(compute(batch), batch.size)
+        whole = [weight for weight, reads in seen.items() if reads.is_whole]
+        found = torch.autograd.grad(loss, whole, allow_unused=True) if whole else ()
+    gradients = dict(zip(whole, found, strict=True))
+    return {
+        weight: why_read_whole(optimizer, weight, gradients[weight], seen[weight].rows)
+        for optimizer, own in steppable.items()
+        for weight in own
+        if weight in gradients
+    }
+
+
+class _Reads:
+    """How a table is read."""
+
+    def __init__(self) -> None:
+        self.is_whole = False
+        self.rows: list[torch.Tensor] = []
+
+    def by_rows(self, ids: torch.Tensor) -> None:
+        """torch's operators read it."""
+        self.rows.append(ids.detach().reshape(-1))
+
+    def whole(self) -> None:
+        self.is_whole = True
+
+
+@contextmanager
+def _seeing(seen: dict[nn.Parameter, _Reads]) -> Iterator[None]:
+    for weight, reads in seen.items():
+        watch_table(weight, reads)
+    try:
+        yield
+    finally:
+        for weight in seen:
+            unwatch_table(weight)
