@@ -49,8 +49,8 @@ HEAD = """\
 
 <!-- Made by docs/forecast_accuracy.py from src/flatout/forecast/published/. -->
 
-The forecast's model is judged by what others have published: it is calibrated on the first rows of
-a series, predicts the rows after them, and every error stands here.
+The model of [`flatout forecast`](forecast.md) is judged by what others have published: it is
+calibrated on the first rows of a series, predicts the rows after them, and every error stands here.
 
 ```text
 python docs/forecast_accuracy.py > docs/forecast_accuracy.md

@@ -54,13 +54,16 @@ def test_the_fullest_server_explains_a_published_collapse():
     free = Link(np.zeros(1), np.ones(1), np.zeros(1))
     seconds = {64: 64 * 64 / 996.32, 128: 128 * 64 / 1077.59}
     rates = [
-        collectives.fullest_server(95 * MB, hosts, hosts, 8.2 * MB, free, beside=True)[0] / took
+        collectives.fullest_server(95 * MB, hosts, 1, hosts, 8.2 * MB, free)[0] / took
         for hosts, took in seconds.items()
     ]
     assert rates[0] == pytest.approx(rates[1], rel=0.01)
     # Of equal shares no server is fuller than the others, and the link is no limit.
-    even = collectives.fullest_server(95 * MB, 64, 64, 0.0, free, beside=True)[0]
+    even = collectives.fullest_server(95 * MB, 64, 1, 64, 0.0, free)[0]
     assert even < 0.35 * rates[0] * seconds[64]
+    # A server on each of two hosts is what a ring sends; ranks of one host need no network.
+    assert collectives.fullest_server(95 * MB, 2, 1, 2, 0.0, free)[0] == pytest.approx(95 * MB)
+    assert collectives.fullest_server(95 * MB, 4, 4, 1, 0.0, free)[0] == 0
 
 
 def test_buckets_wait_for_those_before_them():

@@ -17,6 +17,7 @@ from flatout.cli.devices import devices
 from flatout.cli.doctor import doctor
 from flatout.cli.explain import explain
 from flatout.cli.export import export
+from flatout.cli.forecast import forecast
 from flatout.cli.jobs import cancel, jobs, logs
 from flatout.cli.report import report
 from flatout.cli.run import run
@@ -45,6 +46,7 @@ app.command()(runs)
 app.command()(export)
 app.command()(devices)
 app.command()(scaling)
+app.command()(forecast)
 app.add_typer(submit, name="submit")
 app.command()(jobs)
 app.command()(logs)

@@ -1,6 +1,11 @@
+from flatout.forecast.forecast import Asked as Asked
+from flatout.forecast.forecast import Forecast as Forecast
 from flatout.forecast.network import Collective as Collective
 from flatout.forecast.network import Link as Link
 from flatout.forecast.network import Network as Network
 from flatout.forecast.network import parse_network as parse_network
 from flatout.forecast.network import parse_rate as parse_rate
 from flatout.forecast.network import parse_seconds as parse_seconds
+from flatout.forecast.prices import Prices as Prices
+from flatout.forecast.profiled import parse_settings as parse_settings
+from flatout.forecast.table import Shown as Shown

@@ -107,28 +107,27 @@ def all_to_all(bytes: float, ranks: int, hosts: int, link: Link) -> Floats:
 
 
 def fullest_server(
-    bytes: float, hosts: int, servers: int, largest: float, link: Link, *, beside: bool
+    bytes: float, workers: int, beside: int, servers: float, largest: float, link: Link
 ) -> Floats:
-    """Workers of all hosts send gradients to servers and get weights back: the fullest one's time.
+    """Workers send gradients to servers and get weights back: the time of the fullest server.
 
-    A server's link takes in what each host but its own sends it, while as much goes out. A server
-    of equal shares has bytes / servers; where tensors stay whole, no less than the largest one.
-    A server that stands `beside` a worker takes in that worker's weights, too. Its CPU adds up
-    what comes. Li et al., "Scaling Distributed Machine Learning with the Parameter Server", 2014;
+    A server's link takes in what each worker of another host sends it, while as much goes out. A
+    server of equal shares has bytes / servers; where tensors stay whole, no less than the largest
+    one. A server that stands beside workers takes in their weights, too. Its CPU adds up what
+    comes. Li et al., "Scaling Distributed Machine Learning with the Parameter Server", 2014;
     published runs collapse where this term says so, see docs/forecast_accuracy.md.
 
     Args:
         bytes: of all gradients.
-        hosts: with workers; each adds up those of its own ranks before.
-        servers: how many.
+        workers: what sends: ranks, or hosts that add up those of their ranks before.
+        beside: workers on a server's own host, 0 or more.
+        servers: how many, each on its host; less than all where a host has several.
         largest: bytes of what is not cut.
         link: of a server's host.
-        beside: whether servers are on the workers' hosts.
     """
     share = max(bytes / servers, largest)
-    others = hosts - 1 if beside else hosts
-    if others == 0:
+    if workers == beside:
         return np.zeros_like(link.alpha)
-    own = bytes * (servers - 1) / servers if beside else 0.0
-    moved = (others * share + own) * link.beta
-    return 2 * link.alpha + np.maximum(moved, hosts * share * link.gamma)
+    own = beside * bytes * (servers - 1) / servers
+    moved = ((workers - beside) * share + own) * link.beta
+    return 2 * link.alpha + np.maximum(moved, workers * share * link.gamma)

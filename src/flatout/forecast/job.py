@@ -29,6 +29,8 @@ class Job:
         compression: as `world.compression`.
         powersgd_rank: of it.
         servers: how many parameter servers.
+        sends_alone: whether each rank sends to the servers for itself when its backward has ended,
+            as Flatout's do; else each host does, as gradients get ready.
         largest: bytes of the largest tensor that a server holds whole; 0 where shares are equal.
         row_bytes: of sharded tables' rows, per sample.
         sync_every: of local SGD.
@@ -43,6 +45,7 @@ class Job:
     compression: Compression = "off"
     powersgd_rank: int = 4
     servers: int = 1
+    sends_alone: bool = False
     largest: float = 0.0
     row_bytes: float = 0.0
     sync_every: int = 32

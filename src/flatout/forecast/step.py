@@ -98,8 +98,14 @@ def syncing(job: Job, shape: Shape, draws: Draws, busy: Floats) -> Floats:
     match job.strategy:
         case "parameter_server":
             servers = shape.servers or job.servers
+            if job.sends_alone:
+                # The first ranks are the servers, so the first host has as many as it has ranks.
+                on_hosts = servers / min(servers, shape.per_host)
+                return rows + collectives.fullest_server(
+                    job.bytes, shape.ranks, shape.per_host, on_hosts, job.largest, outer
+                )
             takes = collectives.fullest_server(
-                job.bytes, shape.hosts, servers, job.largest, outer, beside=True
+                job.bytes, shape.hosts, 1, servers, job.largest, outer
             )
             within = collectives.ring(job.bytes, shape.per_host, inner)
             return rows + np.maximum(0.0, takes + within - draws.hidden * busy)

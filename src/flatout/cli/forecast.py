@@ -1,0 +1,137 @@
+"""`flatout forecast`: what more hosts, devices or money would give."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+import typer
+
+from flatout.errors import FlatoutError
+
+_HOSTS = "1, or 1..16 for 1, 2, 4, 8 and 16, or 1,2,3."
+
+
+def forecast(
+    runs: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN...", help="Run folders of one job; other machines too."),
+    ],
+    hosts: Annotated[str, typer.Option(metavar="N", help=f"How many hosts: {_HOSTS}")] = "1",
+    devices_per_host: Annotated[
+        int | None,
+        typer.Option(
+            metavar="K", min=1, help="Ranks on each host; as in the run.", show_default=False
+        ),
+    ] = None,
+    network: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATE|FILE",
+            help="Line rate of a host, such as 10Gb, or a file of what was measured.",
+            show_default=False,
+        ),
+    ] = None,
+    rtt: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME", help="Round trip between hosts, such as 0.2ms.", show_default=False
+        ),
+    ] = None,
+    storage: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATE",
+            help="What all hosts together can read, such as 100MB per second.",
+            show_default=False,
+        ),
+    ] = None,
+    epochs: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Of how many; as in the run.", show_default=False),
+    ] = None,
+    price: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME=PRICE,...|FILE",
+            help="Of a host per hour, one for each kind of machine, in the order of the runs.",
+            show_default=False,
+        ),
+    ] = None,
+    currency: Annotated[
+        str | None, typer.Option(metavar="USD", help="Of the prices.", show_default=False)
+    ] = None,
+    deadline: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="Find the cheapest within it.", show_default=False),
+    ] = None,
+    budget: Annotated[
+        float | None,
+        typer.Option(metavar="MONEY", help="Find the fastest for it.", show_default=False),
+    ] = None,
+    efficiency: Annotated[
+        float,
+        typer.Option(
+            min=0.0, max=1.0, help="What a further host must give, of what the first does."
+        ),
+    ] = 0.7,
+    keep_rank_batch: Annotated[
+        bool,
+        typer.Option("--keep-rank-batch", help="Each rank keeps its batch; that changes learning."),
+    ] = False,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="world.KEY=VALUE", help="Another strategy, reduction or compression."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say what more hosts would give a job, with intervals, from what its runs measured."""
+    from flatout.forecast import (
+        Asked,
+        Forecast,
+        Prices,
+        Shown,
+        parse_network,
+        parse_rate,
+        parse_seconds,
+        parse_settings,
+    )
+
+    asked = Asked(
+        hosts=_counts(hosts),
+        per_host=devices_per_host,
+        network=None if network is None else parse_network(network),
+        rtt=None if rtt is None else parse_seconds(rtt),
+        epochs=epochs,
+        prices=None if price is None else Prices.parse(price, currency),
+        deadline=None if deadline is None else parse_seconds(deadline),
+        budget=budget,
+        efficiency=efficiency,
+        keeps_rank_batch=keep_rank_batch,
+        storage=None if storage is None else parse_rate(storage),
+        settings=parse_settings(settings or []),
+    )
+    found = Shown(Forecast.of(runs, asked))
+    if as_json:
+        import json
+
+        typer.echo(json.dumps(found.as_dict(), indent=2))
+        return
+    from flatout.terminal import Console
+
+    Console(highlight=False, markup=False).print(found)
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    """Numbers of hosts: "4" is 1 and 4, "1..16" powers of two, "1,2,3" as they stand."""
+    span = re.fullmatch(r"(\d+)\.\.(\d+)", text)
+    if span is not None and 0 < int(span[1]) <= int(span[2]):
+        low, high = int(span[1]), int(span[2])
+        found = {low, high, *(2**n for n in range(high.bit_length()) if low <= 2**n <= high)}
+    elif re.fullmatch(r"\d+(,\d+)*", text) and all(map(int, text.split(","))):
+        found = set(map(int, text.split(",")))
+    else:
+        raise FlatoutError(f"expected numbers of hosts, found {text!r}", do=f"such as {_HOSTS}")
+    return tuple(sorted(found))

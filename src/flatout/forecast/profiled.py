@@ -1,0 +1,299 @@
+"""What Profiles tell the model: the job, its steps, and what its machine may be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from flatout.errors import FlatoutError
+from flatout.forecast.job import GPU_SUMS, Job, Prior, Range, Row, Sent, Shape, Strategy
+from flatout.forecast.network import Network
+from flatout.forecast.overlap import Bucket, cut
+from flatout.forecast.stragglers import Spread
+from flatout.measure import Profile, mean_use, median_of
+from flatout.recipe import Recipe, apply
+
+FEWEST_STEPS = 30
+# Two processes of one job differ by more than the steps of one (see `report/baseline.py`).
+_LEAST_NOISE, _TRIED_NOISE = 0.015, 0.03
+# Waiting for input that is more than overhead, as a share of a step.
+_WAITS = 0.05
+# Ranks of one host's CPUs share them out: k of them take about k times as long each.
+_CPU_CONTENTION, _CPU_POWER = (0.4, 1.2), (0.8, 1.0)
+# Of TCP's line rate; see docs/forecast.md.
+TCP: Range = (0.45, 0.75)
+# What several readers at once, or the same machine tomorrow, differ by.
+_INPUT_BAND = (0.9, 1.1)
+_SETTINGS = tuple(
+    f"world.{name}"
+    for name in ("strategy", "reduction", "compression", "powersgd_rank", "servers", "sync_every")
+)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Runs of one job on one kind of machine.
+
+    Attributes:
+        profiles: the runs, the fewest ranks first.
+        job: what a step computes and sends.
+        rows: steps that were timed.
+        prior: of the machine, without a network between hosts.
+        device: "cpu" or "cuda".
+        batch: samples of a step, of all ranks.
+        input_per_host: samples per second that a host can read; None where that is not known.
+        notes: what was assumed.
+    """
+
+    profiles: tuple[Profile, ...]
+    job: Job
+    rows: tuple[Row, ...]
+    prior: Prior
+    device: str
+    batch: float
+    input_per_host: Range | None
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def first(self) -> Profile:
+        """The run of the fewest ranks."""
+        return self.profiles[0]
+
+    @property
+    def per_host(self) -> int:
+        """Ranks on a host of the largest run."""
+        return int(self.profiles[-1].world["ranks_per_node"])
+
+    @property
+    def most_ranks(self) -> int:
+        """Of all that was timed with what it sends."""
+        return max(row.shape.ranks for row in self.rows if not row.shape.silent)
+
+    @property
+    def has_crossed(self) -> bool:
+        """Whether steps over several hosts were timed."""
+        return any(row.shape.hosts > 1 for row in self.rows)
+
+
+def read_runs(runs: Sequence[str], settings: Mapping[str, Any]) -> list[Measured]:
+    """Read runs of one job, by kind of machine in the order in which each is named first.
+
+    Args:
+        runs: folders.
+        settings: of `world`, in place of what the runs had.
+
+    Raises:
+        FlatoutError: a run is named twice, has too few steps, or trains another model.
+    """
+    profiles: list[Profile] = []
+    for run in runs:
+        if Path(run).resolve() in {Path(one).resolve() for one in runs[: len(profiles)]}:
+            raise FlatoutError("a run is named twice", where=run, do="name each run once")
+        profiles.append(_checked(Profile.read(run), run))
+    for profile, run in zip(profiles, runs, strict=True):
+        _check_alike(profiles[0], profile, run)
+    kinds: dict[tuple[str, ...], list[Profile]] = {}
+    for profile in profiles:
+        kinds.setdefault(_kind(profile), []).append(profile)
+    return [_measured(found, settings) for found in kinds.values()]
+
+
+def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
+    """Settings of `world` by name, from such as "world.reduction=hierarchical".
+
+    Raises:
+        FlatoutError: one is none, has a bad value, or is not forecast.
+    """
+    found = apply(Recipe(), settings).named()
+    for name, value in found.items():
+        if name not in _SETTINGS or value == "staged":
+            raise FlatoutError(
+                f"{name}={value} is not forecast",
+                where=f"--set {name}={value}",
+                do=f"set one of {', '.join(_SETTINGS)}",
+            )
+    return dict(found)
+
+
+def sent_alone(network: Network, job: Job) -> list[Sent]:
+    """Reductions that were timed between the hosts, of those that the model knows."""
+    found = []
+    for one in network.collectives:
+        if one.op != "all_reduce" or one.ranks == 1 or one.ranks % one.hosts:
+            continue
+        reduction = one.reduction or job.reduction
+        if reduction not in ("all_reduce", "nccl", "shared", "ring", "to_one", "hierarchical"):
+            continue
+        shape = Shape(one.hosts, one.ranks // one.hosts, job.batch)
+        seconds, noise = _median(one.seconds)
+        found.append(Sent(shape, reduction, one.bytes, seconds, max(0.03, noise)))  # type: ignore[arg-type]
+    return found
+
+
+def use_of(profile: Profile) -> tuple[float | None, str]:
+    """How busy what computes was, 0 to 1, and what it is; None where that is not known."""
+    found = mean_use(profile.ranks[0].use)
+    if _device(profile) == "cuda":
+        return found.get("gpu"), "GPU"
+    ranks = int(profile.world["ranks_per_node"])
+    cpus = profile.ranks[0].machine.get("cpus")
+    busy = found.get("cpus")
+    return (None if busy is None or not cpus else min(1.0, busy * ranks / cpus)), "cores"
+
+
+def lane_share(profile: Profile, *lanes: str) -> float:
+    """What share of a step's time lanes have, of the first rank."""
+    ms = profile.ranks[0].lanes_ms
+    whole = sum(ms.get(lane, 0.0) for lane in _STEP)
+    return sum(ms.get(lane, 0.0) for lane in lanes) / whole if whole else 0.0
+
+
+_STEP = ("input", "copy", "forward", "backward", "sync", "optimizer", "host")
+
+
+def _checked(profile: Profile, run: str) -> Profile:
+    if len(profile.steps.step_ms) < FEWEST_STEPS or not profile.steps.batch_size:
+        raise FlatoutError(
+            f"expected the Profile of {FEWEST_STEPS} steady steps or more, found "
+            f"{len(profile.steps.step_ms)}",
+            where=run,
+            do="train for longer, or name another run",
+        )
+    if profile.world["strategy"] == "staged":
+        raise FlatoutError(
+            "staged runs cannot be forecast: more ranks are other stages there",
+            where=run,
+            do="name a run with another world.strategy",
+        )
+    return profile
+
+
+def _check_alike(first: Profile, profile: Profile, run: str) -> None:
+    for name in ("name", "parameters", "trained"):
+        if profile.model[name] != first.model[name]:
+            raise FlatoutError(
+                f"the runs train other models: {name} is {profile.model[name]}, and "
+                f"{first.model[name]} in {first.run}",
+                where=run,
+                do="name runs of one job",
+            )
+
+
+def _device(profile: Profile) -> str:
+    return profile.ranks[0].device.partition(":")[0]
+
+
+def _kind(profile: Profile) -> tuple[str, ...]:
+    machine = profile.ranks[0].machine
+    gpus = machine.get("gpus") or []
+    return (_device(profile), str(machine.get("cpu")), str(gpus))
+
+
+def _measured(found: Sequence[Profile], settings: Mapping[str, Any]) -> Measured:
+    profiles = sorted(found, key=lambda one: one.world["size"])
+    first, last = profiles[0], profiles[-1]
+    device = _device(first)
+    notes: list[str] = []
+    batch = float(first.steps.batch_size or 0)
+    job = _job(first, last, settings, notes)
+    rows = [row for profile in profiles for row in _rows(profile)]
+    fixed = lane_share(first, "optimizer", "host")
+    prior = Prior(
+        fixed=(fixed, fixed + 0.4 * (1 - fixed)),
+        spread=(0.05, 1.0) if job.spread.is_measured else (0.002, 0.05),
+    )
+    if device == "cpu":
+        shared: dict[str, Range] = {"contention": _CPU_CONTENTION, "power": _CPU_POWER}
+        prior = replace(prior, inside=(5e8, 1e10), **shared)
+    else:
+        prior = replace(prior, inside=(5e9, 5e11), summing=GPU_SUMS)
+    return Measured(
+        tuple(profiles), job, tuple(rows), prior, device, batch, _input(first), tuple(notes)
+    )
+
+
+def _job(first: Profile, last: Profile, settings: Mapping[str, Any], notes: list[str]) -> Job:
+    values = {**((last.recipe or {}).get("values") or {}), **settings}
+    strategy: Strategy = settings.get("world.strategy") or last.world["strategy"] or "ddp"
+    reduction = values.get("world.reduction", "auto")
+    if reduction == "auto" or (reduction == "all_reduce" and _device(first) == "cuda"):
+        reduction = "nccl" if _device(first) == "cuda" else "shared"
+    lanes = first.ranks[0].lanes_ms
+    computes = sum(lanes.get(lane, 0.0) for lane in ("forward", "backward", "optimizer", "host"))
+    buckets = _buckets(last)
+    if not buckets:
+        buckets = cut(4.0 * last.model["trained"])
+        notes.append("buckets of 25 MB are assumed: no run tells its own")
+    rank_batch = float(first.steps.batch_size or 0) / first.world["size"]
+    rows = last.communication.get("sparse_bytes_per_step") or 0.0
+    return Job(
+        buckets=buckets,
+        batch=rank_batch,
+        backward=lanes.get("backward", 0.0) / computes if computes else 2 / 3,
+        strategy=strategy,
+        reduction=reduction,
+        compression=values.get("world.compression", "off"),
+        powersgd_rank=values.get("world.powersgd_rank", 4),
+        sends_alone=True,
+        servers=values.get("world.servers", 1),
+        row_bytes=rows / (float(last.steps.batch_size or 1) / last.world["size"]),
+        sync_every=values.get("world.sync_every", 32),
+        spread=Spread(first.steps.step_ms),
+    )
+
+
+def _buckets(profile: Profile) -> tuple[Bucket, ...]:
+    backward = profile.ranks[0].lanes_ms.get("backward", 0.0)
+    return tuple(
+        Bucket(float(one["bytes"]), min(1.0, one["ready_ms"] / backward) if backward else 1.0)
+        for one in profile.communication.get("buckets", ())
+        if one["bytes"]
+    )
+
+
+def _rows(profile: Profile) -> list[Row]:
+    """Steps of the run, and what else it has timed."""
+    hosts, per_host = int(profile.world["nodes"]), int(profile.world["ranks_per_node"])
+    batch = float(profile.steps.batch_size or 0)
+    low, mid, high = median_of(profile.steps.step_ms)
+    waits = lane_share(profile, "input")
+    own = 1 - waits if waits > _WAITS else 1.0
+    noise = max(_LEAST_NOISE, (high - low) / 4 / mid, profile.steps.noise or 0.0)
+    shape = Shape(hosts, per_host, batch / (hosts * per_host))
+    rows = [Row(shape, mid / 1e3 * own, noise)]
+    for count, rate in (profile.world.get("steps_per_s_by_ranks") or {}).items():
+        if int(count) != shape.ranks and rate > 0:
+            tried = Shape(1, int(count), batch / int(count))
+            rows.append(Row(tried, 1 / rate * own, _TRIED_NOISE))
+    # Of one rank with its part of the CPUs, and of ranks beside each other; nothing is sent.
+    apart = [(per_host, one.local_batch, one.seconds) for one in profile.step_times]
+    apart += [(one.ranks, one.local_batch, one.seconds) for one in profile.ranks_on_host]
+    for ranks, local_batch, seconds in apart:
+        if seconds:
+            took, spread = _median(seconds)
+            alone = Shape(1, ranks, float(local_batch), silent=True)
+            rows.append(Row(alone, took, max(_TRIED_NOISE, spread)))
+    return rows
+
+
+def _median(seconds: Sequence[float]) -> tuple[float, float]:
+    """With its standard error as a share, 1.25 times that of a mean."""
+    mid = median(seconds)
+    return mid, float(1.25 * np.std(seconds) / len(seconds) ** 0.5 / mid)
+
+
+def _input(profile: Profile) -> Range | None:
+    """Samples per second that a host can read: what it waited for, or what its pipeline could."""
+    hosts, per_host = int(profile.world["nodes"]), int(profile.world["ranks_per_node"])
+    rate = None
+    if lane_share(profile, "input") > _WAITS:
+        seconds = median(profile.steps.step_ms) / 1e3
+        rate = float(profile.steps.batch_size or 0) / seconds / hosts
+    elif could := profile.input.get("samples_per_s"):
+        rate = float(could) * per_host
+    return None if rate is None else (_INPUT_BAND[0] * rate, _INPUT_BAND[1] * rate)
