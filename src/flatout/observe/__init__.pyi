@@ -13,11 +13,13 @@ from flatout.observe.notebook import Cells as Cells
 from flatout.observe.observation import Ablation as Ablation
 from flatout.observe.observation import Call as Call
 from flatout.observe.observation import Growth as Growth
+from flatout.observe.observation import InLoss as InLoss
 from flatout.observe.observation import Line as Line
 from flatout.observe.observation import Loader as Loader
 from flatout.observe.observation import Model as Model
 from flatout.observe.observation import Observation as Observation
 from flatout.observe.observation import Optimizer as Optimizer
+from flatout.observe.observation import Schedule as Schedule
 from flatout.observe.observation import Site as Site
 from flatout.observe.optimizers import StepFinder as StepFinder
 from flatout.observe.optimizers import watch_optimizers as watch_optimizers

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from flatout.hooks import wrap
 from flatout.observe.lanes import AFTER, BACKWARD, OPTIMIZER
 from flatout.observe.optimizers import StepFinder
+from flatout.observe.quick import AFTER_STEPS
 from flatout.observe.sites import here
 from flatout.observe.watch import Watch
 
@@ -31,6 +33,8 @@ def _timed(original: Any, watch: Watch, steps: StepFinder, is_traced: Callable[[
         began = lanes.last
         if lanes.loader is not None:
             lanes.loader.in_training = lanes.is_trained_on = True
+        if lanes.steps < AFTER_STEPS:
+            watch.aside(*(partial(look, tensors) for look in watch.before_backward))
         try:
             original(tensors, *args, **kwargs)
         finally:

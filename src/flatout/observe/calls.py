@@ -19,6 +19,7 @@ _OF_SETUP = (
     "optimizer",
     "set_epoch",
     "setenv",
+    "switch",
     "threads",
 )
 

@@ -7,6 +7,7 @@ import zlib
 from array import array
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from threading import get_ident
 from time import perf_counter_ns
@@ -16,14 +17,19 @@ from weakref import ref
 from flatout.hooks import wrap
 from flatout.observe.lanes import HOST
 from flatout.observe.observation import Loader, Site
+from flatout.observe.samples import label_runs, rows_of
 from flatout.observe.sites import here, site_of_code
 from flatout.observe.watch import Watch
-from flatout.observe.within_loader import LOADER, Looker, Probe, size_of, watch_fetch
+from flatout.observe.within_loader import LOADER, Looker, Probe, first_tensor, size_of, watch_fetch
 
 # Waits that are kept of each loader, and epochs.
 _WAITS, _EPOCHS = 20_000, 1000
 # Once in so many batches it is counted what the dataset keeps, and old waits go.
 _LOOK_EVERY = 16
+# So many numbers of a batch are compared with those of another.
+_NUMBERS = 4096
+# Share of the samples of a training that differ from all others, if equal ones are no chance.
+_DIFFERENT = 0.5
 # Datapipes of a chain that are named.
 _STAGES = 64
 # Facts by which a loader that is made again in each epoch is known again.
@@ -37,6 +43,7 @@ class SeenLoader:
         self.number = number
         self.ref = ref(loader)
         self.facts = facts_of(loader, site)
+        self.rows: list[int] | None = None  # a number for each sample
         self.count()
 
     def count(self) -> None:
@@ -60,6 +67,11 @@ class SeenLoader:
         self.count()
         self.looker = looker
         self.facts = replace(self.facts, epochs=0, first_ms=[], hashes=None)
+
+    def look_at_samples(self, loader: Any) -> None:
+        """What its dataset holds in memory."""
+        self.rows = rows_of(loader.dataset)
+        self.facts.label_runs = label_runs(loader.dataset)
 
     def begin_epoch(self, began: int) -> None:
         """An iteration over it begins."""
@@ -90,6 +102,8 @@ class SeenLoader:
             self._took_first(batch, self.began)
         if not self.batches % _LOOK_EVERY:
             self._look()
+        if self.facts.is_iterable and self.batches <= (self.facts.num_workers or 0) + 1:
+            self._number(batch)
 
     def _took_first(self, batch: Any, began: int) -> None:
         """Of an epoch."""
@@ -98,6 +112,14 @@ class SeenLoader:
         self.began = None
         if self.facts.batch_bytes is None:
             self.facts.batch_bytes = size_of(batch)
+
+    def _number(self, batch: Any) -> None:
+        """Of the first batches of an IterableDataset's workers: do they give the same?"""
+        found = self.facts.worker_batches
+        tensor = first_tensor(batch)
+        if tensor is not None:
+            numbers = tensor.detach().reshape(-1)[:_NUMBERS].cpu().contiguous()
+            found.append(hash(numbers.numpy().tobytes()))
 
     def _look(self) -> None:
         """Now and then, after a batch."""
@@ -154,6 +176,7 @@ def facts_of(loader: Any, site: Site | None) -> Loader:
     if isinstance(dataset, IterableDataset):
         return facts
     facts.is_distributed = isinstance(sampler, DistributedSampler)
+    facts.is_in_order = type(sampler) is SequentialSampler and _is_plain(loader.batch_sampler)
     if isinstance(sampler, RandomSampler):
         facts.shuffles = True
     elif isinstance(sampler, SequentialSampler):
@@ -161,6 +184,24 @@ def facts_of(loader: Any, site: Site | None) -> Loader:
     elif isinstance(sampler, DistributedSampler):
         facts.shuffles = bool(sampler.shuffle)
     return facts
+
+
+def _is_plain(batch_sampler: Any) -> bool:
+    """Whether it takes samples as the sampler gives them."""
+    from torch.utils.data import BatchSampler
+
+    return batch_sampler is None or type(batch_sampler) is BatchSampler
+
+
+def shared_rows(evaluated: SeenLoader, all_loaders: list[Any]) -> tuple[int, int] | None:
+    """How many of a loader's samples equal one that is trained on, of how many."""
+    trained = [one.rows for one in all_loaders if one.in_training]
+    if evaluated.in_training or not evaluated.rows or not trained or None in trained:
+        return None
+    known = {row for rows in trained for row in rows}
+    if len(known) < _DIFFERENT * sum(map(len, trained)):
+        return None  # samples of few values are often equal
+    return sum(row in known for row in evaluated.rows), len(evaluated.rows)
 
 
 def _site_of_dataset(dataset: Any) -> Site | None:
@@ -285,6 +326,9 @@ def _timed_iteration(original: Any, watch: Watch, seen_of: Any) -> Any:
         if not lanes.begin_batch():
             return original(self)
         seen = seen_of(self, here(1))
+        if not seen.facts.epochs:
+            watch.aside(partial(seen.look_at_samples, self))
+            began = perf_counter_ns()
         seen.is_hashed = False
         os.environ[LOADER] = str(seen.number)  # for its workers
         try:

@@ -11,7 +11,7 @@ from flatout.hooks import SEARCH_STEPS, ModuleCalls
 from flatout.kernels import Called
 from flatout.models import moving_norms, not_stepped
 from flatout.observe.inside import Inside
-from flatout.observe.lanes import AFTER, FORWARD, HOST
+from flatout.observe.lanes import AFTER, FORWARD, HOST, Lanes
 from flatout.observe.model_facts import describe, unwrapped
 from flatout.observe.numbers import Numbers
 from flatout.observe.observation import Model, Site
@@ -24,6 +24,8 @@ from flatout.observe.watch import Watch
 # Shapes of inputs that are told apart. They are looked at in each of the first calls, and then the
 # less often the more calls there were: a look takes as long as a third of a very short step.
 _SHAPES, _FIRST_CALLS, _EVERY, _SHARE = 64, 256, 32, 16
+# So many calls are compared with the one before.
+_REPEATS = 32
 # A model that is called no oftener may be a part of another one that is being built.
 _BUILDING = 2
 # Lanes that a call of a model ends.
@@ -48,10 +50,23 @@ class SeenModel(Called):
         self.inner = 0
         self.shapes: Counter[tuple[Any, Any]] = Counter()
         self.site: Site | None = None
+        self._last: tuple[Any, list[ref[Any]]] | None = None
         self._open: dict[Mode, Site | None] = {}
         self._evaluated: dict[Mode, Site | None] = {}
         self._evaluated_in: set[int] = set()
         self._trained: dict[Mode, Site | None] = {}
+
+    def look_at_repeat(self, torch: Any, lanes: Lanes, given: list[Any]) -> None:
+        """Whether this call gives what the last one has given."""
+        tensors = [one for one in given if torch.is_tensor(one)]
+        is_known = len(tensors) == len(given) > 0
+        state = hash(torch.get_rng_state().numpy().tobytes())
+        now = (lanes.steps, lanes.backwards, state, [one._version for one in tensors])
+        last, self._last = self._last, (now, [ref(one) for one in tensors]) if is_known else None
+        self.facts.repeats_of += 1
+        if is_known and last is not None and last[0] == now and len(last[1]) == len(tensors):
+            is_same = all(a() is b for a, b in zip(last[1], tensors, strict=True))
+            self.facts.repeats += is_same
 
     def evaluates(self, mode: Mode) -> None:
         """Is called without gradients or in eval mode: whether to evaluate is not yet known."""
@@ -194,6 +209,9 @@ class Models:
         if has_grad and seen.calls >= seen.due and not self._torch.compiler.is_compiling():
             batch = args[0] if args else next(iter(kwargs.values()), None)
             self._watch.aside(lambda: self._look_at_input(seen, batch))
+            if mode == (True, True) and seen.calls <= _REPEATS:
+                given = [*args, *kwargs.values()]
+                self._watch.aside(lambda: seen.look_at_repeat(self._torch, lanes, given))
             is_first = seen.calls < _FIRST_CALLS
             seen.due = seen.calls + (1 if is_first else max(_EVERY, seen.calls // _SHARE))
 
@@ -261,3 +279,5 @@ class Models:
                 if not seen.tensors.isdisjoint(stepped):
                     missed = not_stepped(module, stepped)
                     seen.facts.not_stepped = [n for n in missed if n in seen.with_gradient]
+                    trained = [n for n, t in module.named_parameters() if t.requires_grad]
+                    seen.facts.misses_first = missed == trained[: len(missed)]

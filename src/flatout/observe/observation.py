@@ -41,7 +41,8 @@ class Call:
             "empty_cache", "zero_grad", "backward", "gc", "index" (a batch by advanced indexing),
             "metric", "device_count" (or torch.cuda.init), "data_parallel", "ddp", "set_epoch",
             "no_sync", "threads", "setenv" (of an OpenMP library), "round_trip" (back to a device),
-            "optimizer" (one is made).
+            "optimizer" (one is made), "clip" (gradients), "switch" (something is set for all of
+            torch).
         site: the user's line that led to it.
         count: how often, from the first observed step to the last.
         seconds: spent in them, all together; None where that is not timed.
@@ -95,6 +96,13 @@ class Loader:
         kept_per_sample: entries by which the dataset's own lists, dicts and sets grew with each
             sample that this process read; None where workers read, or too few were.
         in_training: whether batches of it were trained on, and not only evaluated.
+        is_in_order: whether it gives its samples as they lie.
+        label_runs: of the labels that its dataset holds: how many classes, runs of one class, and
+            samples, and samples of the second largest class; None where they were not seen.
+        shared_rows: of a loader that is only evaluated, how many of its samples equal one of
+            training's to the byte, of how many; None where the samples were not seen.
+        worker_batches: a number for the first batch of each worker, and the second of the first;
+            equal ones are equal. Of an IterableDataset alone.
     """
 
     kind: str
@@ -128,6 +136,10 @@ class Loader:
     stages: list[str] | None = None
     kept_per_sample: float | None = None
     in_training: bool = True
+    is_in_order: bool = False
+    label_runs: tuple[int, int, int, int] | None = None
+    shared_rows: tuple[int, int] | None = None
+    worker_batches: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -150,6 +162,15 @@ class Optimizer:
         first_target: what a scheduler took for the full rate; None without a scheduler.
         subnormal_share: the largest share that numbers too small for full precision had in one of
             its moments on a CPU that computes with them.
+        options: the numbers of its groups by name, each the one that is farthest from zero.
+        kept_gradients: in how many of its first steps the gradients of the step before were still
+            there when backward added to them, and of how many; None where that was not seen.
+        gradient_looks: after how many steps it was seen which of its tensors have a gradient.
+        unreached: names and shapes of its tensors that train and never had one, of models that
+            were called.
+        orphans: shapes of those of them that belong to no model that was called.
+        cut: names of the first parameters of a model, of layers that are called with gradients
+            but get none, where all later ones do.
     """
 
     kind: str
@@ -168,6 +189,57 @@ class Optimizer:
     rates: list[tuple[int, float]] = field(default_factory=list)
     first_target: float | None = None
     subnormal_share: float | None = None
+    options: dict[str, float] = field(default_factory=dict)
+    kept_gradients: tuple[int, int] | None = None
+    gradient_looks: int = 0
+    unreached: list[str] = field(default_factory=list)
+    orphans: list[str] = field(default_factory=list)
+    cut: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Schedule:
+    """A scheduler of learning rates.
+
+    Attributes:
+        kind: its class.
+        site: where it is made.
+        stepped_at: where it was stepped first.
+        first_after: after how many steps of optimizers; None where that was not seen.
+        steps: how often it was stepped.
+        ends_after: after how many of its steps the rate is as good as nothing; None where it never
+            is, or where that is not known.
+        is_used: whether its optimizer has stepped.
+    """
+
+    kind: str
+    site: Site | None = None
+    stepped_at: Site | None = None
+    first_after: int | None = None
+    steps: int = 0
+    ends_after: int | None = None
+    is_used: bool = True
+
+
+@dataclass
+class InLoss:
+    """Something that was found in the graph of a loss, in the steps that were looked at.
+
+    Attributes:
+        kind: "twice" (a loss is given what it would compute itself), "pairs" (output and target
+            were broadcast against one another), "nan" (some were replaced), "labels" (of how many
+            classes).
+        site: the user's line, where torch could note it.
+        count: in how many graphs.
+        steps: up to which step.
+        detail: such as {"outer": "cross_entropy", "inner": "softmax"}.
+    """
+
+    kind: str
+    site: Site | None = None
+    count: int = 0
+    steps: int = 0
+    detail: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -203,6 +275,11 @@ class Model:
             though none of their parameters trains.
         not_stepped: names of parameters that had a gradient when an optimizer stepped, and that
             none steps; only of a model of which one steps others.
+        misses_first: those come before all that one steps, as where only a head is meant to train.
+        unregistered: names and shapes of parameters that a loss has reached, and that belong to no
+            module that was called, nor to an optimizer: such as those of layers in a list.
+        repeats: how often it was called as in the call before, with the same weights and random
+            state, of its first `repeats_of` calls.
         subnormal_share: the largest share that numbers too small for full precision had in one of
             its parameters, buffers or gradients on a CPU that computes with them.
         frozen_share: share of the forward time in leading modules without trainable parameters.
@@ -234,6 +311,10 @@ class Model:
     not_finite: list[str] = field(default_factory=list)
     moving_norms: list[str] = field(default_factory=list)
     not_stepped: list[str] = field(default_factory=list)
+    misses_first: bool = False
+    unregistered: list[str] = field(default_factory=list)
+    repeats: int = 0
+    repeats_of: int = 0
     subnormal_share: float | None = None
     frozen_share: float | None = None
     pool_after: list[tuple[str, str]] = field(default_factory=list)
@@ -332,6 +413,10 @@ class Observation:
         device_held_mb, device_peak_mb, device_total_mb: of the GPU: held by tensors between steps,
             at the most, and there is.
         device_failures: how often it had no memory left.
+        loss_looks: how many graphs of losses were looked at, and what was found in_losses.
+        schedules: of learning rates.
+        switched_on: what was on for all of torch at the first backward pass, such as
+            "detect_anomaly"; None without one.
         evaluation_site: where a model was called to evaluate.
         saved: what was written with torch.save: {"path", "step", "keys"} of each; the absolute
             path, or "" for no file; with "contents", where there are several ranks, a number for
@@ -392,6 +477,10 @@ class Observation:
     loaders: list[Loader] = field(default_factory=list)
     optimizers: list[Optimizer] = field(default_factory=list)
     models: list[Model] = field(default_factory=list)
+    loss_looks: int = 0
+    in_losses: list[InLoss] = field(default_factory=list)
+    schedules: list[Schedule] = field(default_factory=list)
+    switched_on: list[str] | None = None
     evaluation_site: Site | None = None
     saved: list[dict[str, Any]] = field(default_factory=list)
     compiles: list[tuple[int, int, float]] = field(default_factory=list)

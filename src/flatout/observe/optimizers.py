@@ -26,6 +26,7 @@ _ELSEWHERE = "an optimizer stepped in a thread beside the main one: those steps 
 _RATE_STEPS = (1, 5, 20, 100)
 # Gradients that are zeroed are timed in so many steps.
 _NOTED_STEPS = 50
+_OPTIONS = ("lr", "momentum", "weight_decay", "beta1", "beta2")
 
 
 class SeenOptimizer:
@@ -67,6 +68,7 @@ class SeenOptimizer:
         if groups:
             step = sum(self.backwards.values())
             self.facts.rates.append((step, float(groups[0]["lr"])))
+            self.facts.options = _options(groups)
             target = groups[0].get("initial_lr")
             self.facts.first_target = None if target is None else float(target)
 
@@ -77,6 +79,18 @@ class SeenOptimizer:
         if self.facts.steps:
             self.facts.backwards = float(median(counts.elements()))
         return self.facts
+
+
+def _options(groups: list[dict[str, Any]]) -> dict[str, float]:
+    """The numbers of all groups by name, each the one that is farthest from zero."""
+    found: dict[str, float] = {}
+    for group in groups:
+        betas = group.get("betas", ())
+        named = {**group, **{f"beta{at}": beta for at, beta in enumerate(betas, 1)}}
+        for name in _OPTIONS:
+            if isinstance(value := named.get(name), float | int):
+                found[name] = max(found.get(name, 0.0), float(value), key=abs)
+    return found
 
 
 def _touched_rows(gradient: Any) -> int:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import platform
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from flatout.observe.gpus import memory_mb
-from flatout.observe.loaders import SeenLoader
+from flatout.observe.loaders import SeenLoader, shared_rows
 from flatout.observe.meters import Meters
 from flatout.observe.models import SeenModel
 from flatout.observe.observation import Loader, Observation, Site
@@ -49,7 +50,7 @@ def observation(
         optimizers=[optimizer.result() for optimizer in list(watch.optimizers)],
         models=[model.result(steps) for model in _stepped(list(watch.models))],
         loaders=[
-            _with_inside(loader, None if is_live else folder)
+            _with_inside(loader, None if is_live else folder, list(watch.loaders))
             for loader in list(watch.loaders)
             if loader.batches
         ],
@@ -69,11 +70,16 @@ def observation(
         seen.gpu_memory_mb = memory_mb(torch)
     meters.fill(seen)
     _fill_lanes(seen, watch)
-    for part in [*seen.calls, *seen.loaders, *seen.optimizers, *seen.models]:
+    read_sites([*seen.calls, *seen.loaders, *seen.optimizers, *seen.models])
+    return seen
+
+
+def read_sites(parts: Iterable[Any]) -> None:
+    """Reads the lines that these parts of an Observation name."""
+    for part in parts:
         for name, value in vars(part).items():
             if isinstance(value, Site):
                 setattr(part, name, read(value))
-    return seen
 
 
 def _stepped(models: list[SeenModel]) -> list[SeenModel]:
@@ -81,10 +87,11 @@ def _stepped(models: list[SeenModel]) -> list[SeenModel]:
     return [one for one in stepped if not any(one.is_part_of(other) for other in stepped)]
 
 
-def _with_inside(seen: SeenLoader, folder: Path | None) -> Loader:
+def _with_inside(seen: SeenLoader, folder: Path | None, others: list[Any]) -> Loader:
     """A loader's facts; with those of its workers, which are read once, at the end."""
     facts = seen.result()
     if folder is not None:
+        facts.shared_rows = shared_rows(seen, others)
         told = gather(folder, seen.number) if facts.num_workers else []
         if seen.looker is not None:
             told.append(seen.looker.probe.as_dict())

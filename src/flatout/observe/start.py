@@ -36,6 +36,7 @@ from flatout.observe.line_sampler import LineSampler
 from flatout.observe.loaders import watch_loaders
 from flatout.observe.meters import Meters
 from flatout.observe.metrics import MetricHooks
+from flatout.observe.mistakes import Mistakes
 from flatout.observe.models import Models
 from flatout.observe.observation import Observation
 from flatout.observe.opened import note_opened
@@ -111,6 +112,7 @@ class Observer:
         self._steps = StepFinder(self.watch)
         self._models: Models | None = None
         self._graphs: Graphs | None = None
+        self._mistakes: Mistakes | None = None
         self._device: DeviceMemory | None = None
         self._meters = Meters(self.watch)
         self._compiles = Compiles(self.watch)
@@ -157,6 +159,7 @@ class Observer:
         watch_parallel(torch, self.watch)
         IndexWindow(torch, self.watch)
         self._graphs = Graphs(torch, self.watch, self._meters)
+        self._mistakes = Mistakes(torch, self.watch)
         self._models = Models(torch, self.watch)
         self._device = DeviceMemory(torch, self.watch)
         self._models.search()
@@ -189,6 +192,8 @@ class Observer:
             seen.graph_site = self._graphs.site and read(self._graphs.site)
         if self._device is not None:
             self._device.fill(seen)
+        if self._mistakes is not None and not is_live:
+            self._mistakes.fill(seen)
         return seen
 
     def _ends(self, is_well: bool) -> None:

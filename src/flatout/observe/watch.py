@@ -47,6 +47,7 @@ class Watch:
         self.frameworks: set[str] = set()
         self.is_enough = False
         self.with_gradients: list[Callable[[], None]] = []
+        self.before_backward: list[Callable[[Any], None]] = []
         self.on_new_optimizer: list[Callable[[], None]] = []
         self.before_saving: list[Callable[[], None]] = []
         self.looking_ns = 0

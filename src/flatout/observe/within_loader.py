@@ -329,3 +329,14 @@ def size_of(batch: Any, depth: int = 0) -> int | None:
         return None
     sizes = [size for part in parts if (size := size_of(part, depth + 1)) is not None]
     return sum(sizes) if sizes else None
+
+
+def first_tensor(batch: Any, depth: int = 0) -> Any:
+    """The first tensor in nested lists, tuples and dicts that numpy can hold; None without any."""
+    if hasattr(batch, "is_floating_point"):
+        return batch if batch.dtype.itemsize != 2 else batch.float()
+    if depth > 4 or not isinstance(batch, (dict, list, tuple)):
+        return None
+    parts = batch.values() if isinstance(batch, dict) else batch
+    found = (first_tensor(part, depth + 1) for part in parts)
+    return next((one for one in found if one is not None), None)

@@ -1,0 +1,146 @@
+"""Gradients between steps: whether they are forgotten, and which parameters never get one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flatout.hooks import is_anything_compiled
+from flatout.observe.model_facts import local
+from flatout.observe.optimizers import SeenOptimizer
+from flatout.observe.watch import Watch
+
+# After these steps it is seen who has a gradient.
+_LOOKS = (1, 2, 3, 5, 8, 11, 15, 20, 30, 50, 100, 200)
+# Layers without a gradient are asked in these steps whether they are called.
+_FROM, _UNTIL = 5, 8
+_NAMED = 20
+
+
+class _Interval:
+    """From one round of steps to the next, of one optimizer."""
+
+    def __init__(self, probe: Any) -> None:
+        self.probe = probe
+        self.backwards = 0
+        self.is_zeroed = False
+
+
+class Gradients:
+    """Looks at the gradients of all optimizers' tensors, in a few steps."""
+
+    def __init__(self, torch: Any, watch: Watch) -> None:
+        self._torch = torch
+        self._watch = watch
+        self._handles: list[Any] = []
+        self._renew()
+        for step in _LOOKS:
+            watch.at(step, self._look)
+        watch.at(_FROM, self._listen)
+        watch.at(_UNTIL, self._end_listening)
+        watch.before_backward.append(self._backward_begins)
+        watch.on_renewal.append(self._renew)
+
+    def _renew(self) -> None:
+        self._intervals: dict[int, _Interval] = {}
+        self._with: set[int] = set()  # had a gradient in some look
+        self._looks: dict[int, int] = {}  # of each optimizer, in which any tensor had one
+        self._called: set[int] = set()  # parameters of layers that were called with gradients
+        self._end_listening()
+
+    def _backward_begins(self, tensors: Any) -> None:
+        for interval in self._intervals.values():
+            interval.backwards += 1
+            gradient = interval.probe.grad
+            interval.is_zeroed |= gradient is None or not bool(local(gradient).any())
+
+    def _look(self) -> None:
+        """After a step."""
+        is_in_a_row = self._watch.lanes.steps <= 4
+        for seen in self._watch.optimizers:
+            mine = [tensor for tensor in seen.tensors() if tensor.requires_grad]
+            having = [tensor for tensor in mine if tensor.grad is not None]
+            interval = self._intervals.pop(id(seen), None)
+            if interval is not None and interval.backwards and is_in_a_row:
+                kept, of = seen.facts.kept_gradients or (0, 0)
+                seen.facts.kept_gradients = kept + (not interval.is_zeroed), of + 1
+            if not having:
+                continue
+            self._looks[id(seen)] = self._looks.get(id(seen), 0) + 1
+            self._with |= {id(tensor) for tensor in having}
+            if is_in_a_row:
+                probe = self._probe(having)
+                if probe is not None:
+                    self._intervals[id(seen)] = _Interval(probe)
+        if not is_in_a_row:
+            self._intervals.clear()
+            self._describe()
+
+    def _probe(self, having: list[Any]) -> Any:
+        """The smallest that has a gradient other than zero."""
+        dense = [one for one in having if not one.grad.is_sparse]
+        for tensor in sorted(dense, key=lambda one: int(one.numel()))[:8]:
+            if bool(local(tensor.grad).any()):
+                return tensor
+        return None
+
+    def _without(self, seen: SeenOptimizer) -> list[Any]:
+        return [one for one in seen.tensors() if one.requires_grad and id(one) not in self._with]
+
+    def _listen(self) -> None:
+        """Asks layers whose parameters have had no gradient whether they are called at all."""
+        without = {id(one) for seen in self._watch.optimizers for one in self._without(seen)}
+        if not without or is_anything_compiled():
+            return
+        for module in self._modules():
+            for inner in module.modules():
+                own = {id(one) for one in inner._parameters.values() if one is not None}
+                if own & without and not isinstance(inner, self._torch.jit.ScriptModule):
+                    self._handles.append(inner.register_forward_pre_hook(self._is_called))
+
+    def _is_called(self, module: Any, args: Any) -> None:
+        if self._torch.is_grad_enabled() and module.training:
+            self._called |= {id(one) for one in module._parameters.values() if one is not None}
+
+    def _end_listening(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _modules(self) -> list[Any]:
+        found = [seen.ref() for seen in self._watch.models if seen.has_parameters]
+        return [module for module in found if module is not None]
+
+    def _describe(self) -> None:
+        """Says of each optimizer which of its tensors no loss has reached."""
+        names = {
+            id(tensor): name
+            for module in self._modules()
+            for name, tensor in module.named_parameters()
+        }
+        for seen in self._watch.optimizers:
+            facts = seen.facts
+            facts.gradient_looks = self._looks.get(id(seen), 0)
+            without = self._without(seen)
+            facts.unreached = [_named(one, names) for one in without if id(one) in names][:_NAMED]
+            facts.orphans = [_named(one, names) for one in without if id(one) not in names][:_NAMED]
+            facts.cut = self._cut({id(one) for one in without})
+
+    def _cut(self, without: set[int]) -> list[str]:
+        """Names of the first parameters of a model, where these layers are called and the loss
+        reaches all later ones alone."""
+        for module in self._modules():
+            trained = [(n, id(t)) for n, t in module.named_parameters() if t.requires_grad]
+            first = 0
+            while first < len(trained) and trained[first][1] in without:
+                first += 1
+            rest = [tensor for _, tensor in trained[first:]]
+            if not first or not rest or any(tensor not in self._with for tensor in rest):
+                continue
+            if all(tensor in self._called for _, tensor in trained[:first]):
+                return [name for name, _ in trained[:first]][:_NAMED]
+        return []
+
+
+def _named(tensor: Any, names: dict[int, str]) -> str:
+    shape = list(tensor.shape)
+    return f"{names[id(tensor)]} {shape}" if id(tensor) in names else str(shape)

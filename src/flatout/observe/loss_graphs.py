@@ -1,0 +1,312 @@
+"""What losses are computed from: the graph that backward is called on, looked at in a few steps.
+
+Its nodes say their operators, shapes and what they have saved. Where something is found, torch
+notes the lines of the next step's nodes, by its anomaly mode without the search for NaN.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from threading import get_ident
+from typing import Any, NamedTuple
+from weakref import ref
+
+from flatout.hooks import Hook, is_anything_compiled, wrap
+from flatout.observe.observation import InLoss, Site
+from flatout.observe.quick import AFTER_STEPS
+from flatout.observe.sites import is_users
+from flatout.observe.watch import Watch
+
+# Steps in which the hook for the first ones is gone, and after which it is asked who has the
+# parameters.
+_FROM, _UNTIL = AFTER_STEPS, AFTER_STEPS + 4
+_ASKED_AFTER = (4, 20)
+_NAMED = 20
+# Nodes of a graph that are looked at.
+_NODES = 20_000
+# What leaves the numbers of a row as they are.
+_VIEWS = frozenset(
+    f"{name}Backward0"
+    for name in (
+        "Alias", "Clone", "Index", "MaskedSelect", "Permute", "ReshapeAlias", "Select", "Slice",
+        "Squeeze", "T", "ToCopy", "Transpose", "UnsafeView", "Unsqueeze", "View",
+    )
+) | {"SqueezeBackward1", "SqueezeBackward2", "SqueezeBackward3"}  # fmt: skip
+_SHAPED = frozenset(("UnsqueezeBackward0", "ViewBackward0", "IndexBackward0"))
+_ACTIVATIONS = {
+    "LogSoftmaxBackward0": "log_softmax",
+    "SoftmaxBackward0": "softmax",
+    "SigmoidBackward0": "sigmoid",
+}
+# Losses by their nodes, and what they do to their input before all else.
+_LOSSES = {
+    "LogSoftmaxBackward0": ("cross_entropy", ("softmax", "sigmoid", "log_softmax")),
+    "NllLossBackward0": ("nll_loss", ("softmax", "sigmoid")),
+    "NllLoss2DBackward0": ("nll_loss", ("softmax", "sigmoid")),
+    "BinaryCrossEntropyWithLogitsBackward0": (
+        "binary_cross_entropy_with_logits",
+        ("sigmoid", "softmax"),
+    ),
+}
+_NLL = ("NllLossBackward0", "NllLoss2DBackward0")
+_LAYERS = ("AddmmBackward0", "MmBackward0", "ConvolutionBackward0", "LinearBackward0")
+_DISTANCES = ("MseLossBackward0", "SmoothL1LossBackward0", "HuberLossBackward0")
+_MEANS, _SUMS = 1, 2  # as torch numbers reductions
+# Fewer labels in a batch say nothing of their order.
+_LEAST_LABELS = 8
+# Of several graphs these are added up.
+_ADDED = ("hidden", "of", "batches", "of_one")
+_FILE = re.compile(r'File "(.*)", line (\d+)')
+
+
+class _Found(NamedTuple):
+    kind: str
+    node: Any
+    detail: dict[str, Any]
+
+
+class LossGraphs:
+    """Looks at what backward is called on.
+
+    Attributes:
+        looks: how many graphs were looked at.
+        found: by kind and what was found.
+        reached: parameters that a loss has reached, by id.
+    """
+
+    def __init__(self, torch: Any, watch: Watch) -> None:
+        self._torch = torch
+        self._watch = watch
+        self._hook: Hook | None = None
+        self._noted: tuple[bool, bool] | None = None
+        self._renew()
+        watch.before_backward.append(self._look)
+        watch.on_renewal.append(self._renew)
+        for step in _ASKED_AFTER:
+            watch.at(step, self._find_unregistered)
+        watch.at(_FROM, self._open)
+        watch.at(_UNTIL, self._close)
+
+    def _open(self) -> None:
+        """Looks at the backward passes of some steps more."""
+        if not is_anything_compiled():
+            self._hook = wrap(self._torch.autograd, "backward", "observe", self._looking)
+
+    def _close(self) -> None:
+        if self._hook is not None and self._hook.remove():
+            self._hook = None
+        self._end_noting()
+
+    def _looking(self, original: Any) -> Any:
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            if self._watch.lanes.thread == get_ident():
+                self._watch.aside(lambda: self._look(tensors))
+            original(tensors, *args, **kwargs)
+
+        return backward
+
+    def _renew(self) -> None:
+        self.looks = 0
+        self.found: dict[tuple[str, str], InLoss] = {}
+        self.reached: dict[int, ref[Any]] = {}
+        self._close()
+
+    def _look(self, tensors: Any) -> None:
+        roots = [tensors] if isinstance(tensors, self._torch.Tensor) else list(tensors)
+        try:
+            found = [one for root in roots if root.grad_fn for one in self._findings(root)]
+            has_new = sum(self._keep(one) for one in found) > 0
+            self.looks += 1
+        except (RuntimeError, NotImplementedError) as error:
+            # Numbers that were freed, or tensors of a kind without shapes: the script goes on.
+            self._watch.notes[f"losses: the graph of one could not be read ({error})"] = None
+            has_new = False
+        if self._noted is not None:
+            self._end_noting()
+        elif has_new and not is_anything_compiled():
+            torch = self._torch
+            self._noted = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+            self._note_lines(True, self._noted[0] and self._noted[1])
+
+    def _end_noting(self) -> None:
+        if self._noted is not None:
+            self._note_lines(*self._noted)
+            self._noted = None
+
+    def _note_lines(self, mode: bool, check_nan: bool) -> None:
+        self._torch.set_anomaly_enabled(mode, check_nan)
+
+    def _keep(self, one: _Found) -> bool:
+        """Whether its line is not known yet."""
+        key = one.kind, repr({name: one.detail.get(name) for name in ("outer", "inner")})
+        fact = self.found.get(key)
+        if fact is None:
+            fact = self.found[key] = InLoss(one.kind)
+        fact.count += 1
+        fact.steps = max(fact.steps, self._watch.lanes.steps + 1)
+        before, fact.detail = fact.detail, dict(one.detail)
+        for name in _ADDED:
+            if name in before:
+                fact.detail[name] += before[name]
+        if "alone" in before:
+            fact.detail["alone"] = sorted({*before["alone"], *one.detail["alone"]})
+        fact.site = fact.site or _site_of(one.node)
+        return fact.site is None and one.kind != "labels"
+
+    def _findings(self, root: Any) -> Iterator[_Found]:
+        has_labels = False
+        for node, parent in _nodes(root.grad_fn):
+            name = node.name()
+            if name == "torch::autograd::AccumulateGrad":
+                variable = node.variable
+                if isinstance(variable, self._torch.nn.Parameter):
+                    self.reached.setdefault(id(variable), ref(variable))
+                continue
+            if name in _LOSSES:
+                yield from _twice(node, name, parent)
+            if name in _NLL and not has_labels:
+                has_labels = True
+                yield from _labels(self._torch, node)
+            if name in _DISTANCES or name == "SubBackward0":
+                yield from _pairs(self._torch, node, name, parent)
+            if name == "NanToNumBackward0":
+                hidden = int((~node._saved_self.isfinite()).sum())
+                if hidden:
+                    yield _Found("nan", node, {"hidden": hidden, "of": node._saved_self.numel()})
+
+    def _find_unregistered(self) -> None:
+        """Parameters that a loss has reached, though no module that was called has them, and no
+        optimizer."""
+        modules = [(seen, module) for seen in self._watch.models if (module := seen.ref())]
+        known = {id(one) for _, module in modules for one in module.parameters()}
+        known |= {id(tensor) for seen in self._watch.optimizers for tensor in seen.tensors()}
+        alive = [one for reference in self.reached.values() if (one := reference()) is not None]
+        missed = {id(one) for one in alive if id(one) not in known and one.requires_grad}
+        for seen, module in modules:
+            seen.facts.unregistered = _held_in_lists(module, missed) if missed else []
+
+
+def _held_in_lists(model: Any, wanted: set[int]) -> list[str]:
+    """Names and shapes of parameters of modules that a model holds in lists and dicts."""
+    found = []
+    for prefix, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if attribute.startswith("_") or not isinstance(value, (list, tuple, dict)):
+                continue
+            for key, one in value.items() if isinstance(value, dict) else enumerate(value):
+                path = f"{prefix}.{attribute}[{key!r}]".lstrip(".")
+                if id(one) in wanted:
+                    found.append(f"{path} {list(one.shape)}")
+                elif hasattr(one, "named_parameters"):
+                    named = [(n, t) for n, t in one.named_parameters() if id(t) in wanted]
+                    found += [f"{path}.{name} {list(tensor.shape)}" for name, tensor in named]
+    return found[:_NAMED]
+
+
+def _nodes(root: Any) -> Iterator[tuple[Any, Any]]:
+    """Each node once, with one that uses its result."""
+    known = {root}
+    todo = [(root, None)]
+    while todo and len(known) < _NODES:
+        node, parent = todo.pop()
+        yield node, parent
+        for child, _ in node.next_functions:
+            if child is not None and child not in known:
+                known.add(child)
+                todo.append((child, node))
+
+
+def _input(node: Any) -> Any:
+    """What a node got first, behind views; None where that needs no gradient."""
+    child = node.next_functions[0][0] if node.next_functions else None
+    while child is not None and child.name() in _VIEWS:
+        child = child.next_functions[0][0] if child.next_functions else None
+    return child
+
+
+def _twice(node: Any, name: str, parent: Any) -> Iterator[_Found]:
+    """A loss that is given what it would compute itself."""
+    outer, own = _LOSSES[name]
+    inner = _input(node)
+    if inner is None:
+        return
+    if name == "LogSoftmaxBackward0" and (parent is None or parent.name() not in _NLL):
+        outer = "log_softmax"
+    activation = _ACTIVATIONS.get(inner.name(), "")
+    if activation in own:
+        yield _Found("twice", node, {"outer": outer, "inner": activation})
+    elif name in _NLL and inner.name() in _LAYERS:
+        yield _Found("twice", node, {"outer": outer, "inner": "a layer"})
+
+
+def _labels(torch: Any, node: Any) -> Iterator[_Found]:
+    """How many classes a batch of labels holds."""
+    labels = node._saved_target
+    if labels.dim() != 1 or labels.numel() < _LEAST_LABELS or labels.is_floating_point():
+        return
+    labels = labels[labels >= 0]
+    if labels.numel() < _LEAST_LABELS:
+        return
+    classes = torch.unique(labels).tolist()
+    is_one = len(classes) == 1
+    yield _Found(
+        "labels",
+        node,
+        {
+            "batches": 1,
+            "of_one": int(is_one),
+            "alone": [int(classes[0])] if is_one else [],
+            "classes": int(node._saved_self.shape[1]),
+        },
+    )
+
+
+def _shape(node: Any) -> tuple[int, ...]:
+    return tuple(int(size) for size in node._input_metadata[0].shape)
+
+
+def _pairs(torch: Any, node: Any, name: str, parent: Any) -> Iterator[_Found]:
+    """An output that was broadcast against its target: [N, 1] and [N] make N x N differences."""
+    tracked = [child for child, _ in node.next_functions if child is not None]
+    if len(tracked) != 1:
+        return  # both depend on parameters: pairs on purpose
+    source = tracked[0]
+    full = tuple(node._saved_self.shape) if name in _DISTANCES else _shape(node)
+    if len(full) != 2 or full[0] != full[1] or full[0] < 2:
+        return
+    if source.name() == "ExpandBackward0":
+        shape = tuple(int(size) for size in source._saved_self_sym_sizes)
+        source = source.next_functions[0][0]
+    else:
+        shape = _shape(source)
+    rows = full[0]
+    if shape not in ((rows, 1), (rows,)):
+        return
+    target = (rows,) if shape == (rows, 1) else (rows, 1)
+    if name in _DISTANCES:
+        strides = node._saved_target.stride()
+        is_broadcast = strides[0 if shape == (rows, 1) else 1] == 0
+    else:
+        explicit = source is not None and source.name() in _SHAPED
+        is_broadcast = not explicit and _is_outer(torch, parent, shape)
+    if is_broadcast:
+        yield _Found("pairs", node, {"output": list(shape), "target": list(target)})
+
+
+def _is_outer(torch: Any, parent: Any, shape: tuple[int, ...]) -> bool:
+    """Whether differences of all pairs were taken from a vector each: the saved ones say so."""
+    saved = getattr(parent, "_saved_self", None) if parent is not None else None
+    if saved is None or saved.dim() != 2 or saved.shape[0] != saved.shape[1]:
+        return False
+    apart = saved - saved[:1]
+    return bool(torch.allclose(apart, apart[:, :1].expand_as(apart), rtol=1e-3, atol=1e-4))
+
+
+def _site_of(node: Any) -> Site | None:
+    """The innermost line of the user's that made a node, where torch has noted it."""
+    for told in reversed(node.metadata.get("traceback_", ())):
+        for file, line in reversed(_FILE.findall(told)):
+            if is_users(file):
+                return Site(file, int(line))
+    return None

@@ -1,0 +1,126 @@
+"""What a dataset holds in memory: which samples, and labels, and in which order these lie."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+from math import log2
+from typing import Any
+
+# Of so many samples the bytes are looked at, and so many numbers of each.
+_ROWS, _COLUMNS = 2**16, 128
+# Samples of fewer bits are equal by chance, as far as so many of them show.
+_RICH, _ASKED = 48.0, 1024
+# Labels that are looked at.
+_LABELS = 2**18
+# More different numbers are no classes.
+_CLASSES = 10_000
+_NAMES = ("targets", "labels", "y")
+
+
+def rows_of(dataset: Any) -> list[int] | None:
+    """A number for the bytes of each sample, equal for equal ones; None where they are not held as
+    one tensor or array, or may be equal by chance."""
+    held, picked = _behind_subsets(dataset)
+    table = _table_in(held)
+    if table is None:
+        return None
+    picked = range(len(table)) if picked is None else picked
+    every = max(1, -(-len(picked) // _ROWS))
+    columns = table.reshape(len(table), -1)
+    columns = columns[:, :: max(1, -(-columns.shape[1] // _COLUMNS))]
+    rows = _as_array(columns[list(picked[::every])])
+    if _bits(rows) < _RICH:
+        return None
+    return [hash(row.tobytes()) for row in rows]
+
+
+def _bits(rows: Any) -> float:
+    """At most so many bits tell samples apart, by the different values of each column."""
+    some = rows[:_ASKED]
+    return sum(log2(len({*column.tolist()})) for column in some.T)
+
+
+def label_runs(dataset: Any) -> tuple[int, int, int, int] | None:
+    """How many classes, runs of one class in the dataset's order, and samples there are, and
+    samples of the second largest class."""
+    held, picked = _behind_subsets(dataset)
+    labels = _labels_in(held)
+    if labels is None or len(labels) > _LABELS:
+        return None
+    values = _as_array(labels)
+    if values.dtype.kind not in "iub" or values.ndim != 1:
+        return None
+    found = values.tolist() if picked is None else values[list(picked)].tolist()
+    sizes = Counter(found).most_common()
+    if len(sizes) < 2 or len(sizes) > min(_CLASSES, len(found) // 2):
+        return None
+    runs = 1 + sum(one != other for one, other in pairwise(found))
+    return len(sizes), runs, len(found), sizes[1][1]
+
+
+def _behind_subsets(dataset: Any) -> tuple[Any, Sequence[int] | None]:
+    """The dataset behind Subsets, and which of its samples they pick."""
+    picked: Sequence[int] | None = None
+    for _ in range(8):
+        indices = getattr(dataset, "indices", None)
+        if indices is None or not hasattr(dataset, "dataset"):
+            break
+        own = [int(index) for index in indices]
+        picked = own if picked is None else [own[index] for index in picked]
+        dataset = dataset.dataset
+    return dataset, picked
+
+
+def _table_in(dataset: Any) -> Any:
+    tensors = getattr(dataset, "tensors", None)
+    parts = list(tensors)[:1] if isinstance(tensors, tuple) else _held(dataset)
+    found = [one for one in parts if _is_in_memory(one) and one.ndim > 1]
+    return found[0] if len(found) == 1 else None
+
+
+def _labels_in(dataset: Any) -> Any:
+    tensors = getattr(dataset, "tensors", None)
+    if isinstance(tensors, tuple):
+        return tensors[-1] if len(tensors) > 1 else None
+    given = [vars(dataset).get(name) for name in _NAMES] if hasattr(dataset, "__dict__") else []
+    length = _length(dataset)
+    for one in given:
+        if isinstance(one, list) and len(one) == length and isinstance(one[0], int):
+            return one
+        if _is_in_memory(one) and one.ndim == 1 and len(one) == length:
+            return one
+    return None
+
+
+def _held(dataset: Any) -> list[Any]:
+    """Tensors and arrays in memory that a dataset has of all its samples."""
+    length = _length(dataset)
+    own = [one for one in getattr(dataset, "__dict__", {}).values() if _is_in_memory(one)]
+    return [one for one in own if one.ndim and len(one) == length]
+
+
+def _is_in_memory(value: Any) -> bool:
+    import numpy as np
+    import torch
+
+    if torch.is_tensor(value):
+        return not value.is_meta and value.layout == torch.strided
+    return type(value) is np.ndarray and value.dtype.kind in "iufb"
+
+
+def _length(dataset: Any) -> int | None:
+    try:
+        return len(dataset) or None
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _as_array(values: Any) -> Any:
+    import numpy as np
+
+    if hasattr(values, "detach"):
+        values = values.detach().cpu()
+        return (values.float() if values.dtype.itemsize == 2 else values).numpy()
+    return np.asarray(values)
