@@ -12,7 +12,16 @@ from flatout.doctor.checks import (
     denormals,
     garbage_each_step,
 )
-from flatout.observe import Call, Loader, Model, Observation, Optimizer, Site
+from flatout.observe import (
+    Call,
+    InLoss,
+    Loader,
+    Model,
+    Observation,
+    Optimizer,
+    Schedule,
+    Site,
+)
 from flatout.recipe import Parity, Recipe
 
 HERE = Site("train.py", 7, "the line")
@@ -57,16 +66,22 @@ def healthy(**changes):
             )
         ],
         optimizers=[
-            Optimizer("torch.optim.adam.Adam", HERE, STEPS, fused=True, dtypes=["float32"])
+            Optimizer(
+                "torch.optim.adam.Adam", HERE, STEPS, fused=True, dtypes=["float32"],
+                kept_gradients=(0, 3), gradient_looks=7, options={"lr": 1e-3},
+            )
         ],
         models=[
             Model(
                 "__main__.Net", HERE, elements=2_000_000, layers={"Linear": 2},
                 unused_parameters=False,
                 inputs=[("[64, 32] float32", STEPS)], frozen_share=0.0,
-                subnormal_share=0.0,
+                subnormal_share=0.0, repeats_of=32,
             )
         ],
+        loss_looks=8,
+        in_losses=[InLoss("labels", HERE, 8, 8, {"batches": 8, "of_one": 0, "alone": []})],
+        switched_on=[],
     )  # fmt: skip
     for name, value in changes.items():
         setattr(seen, name, value)
@@ -113,6 +128,23 @@ class Row:
     where: str = "train.py:7"
 
 
+COSINE = Schedule("CosineAnnealingLR", HERE, HERE, first_after=1)
+ADAM = {"kind": "torch.optim.adamw.AdamW"}
+
+
+def in_loss(kind, **detail):
+    """Found in the graphs of the first steps."""
+    return {"loss_looks": 8, "in_losses": [InLoss(kind, HERE, 8, 8, detail)]}
+
+
+def evaluating(**changes):
+    """With a second loader, of the validation."""
+    seen = job()
+    seen.loaders.append(replace(seen.loaders[0], in_training=False, **changes))
+    return seen
+
+
+NO_LOSS = {"loss_looks": 0, "in_losses": []}
 NO_STEPS = {"steps": 0, "step_ms": []}
 TABLE = {"layers": {"Embedding": 1}}
 SHAPES = {"inputs": [("[64, 31] float32", 40), ("[64, 32] float32", 30), ("[64, 33] float32", 30)]}
@@ -399,6 +431,84 @@ ROWS = {
     ),
     "optimizer_misses": Row(
         job(model={"not_stepped": ["fc.weight", "fc.bias"]}), job(), job(models=[]), kind="danger"
+    ),
+    "activation_twice": Row(
+        job(**in_loss("twice", outer="cross_entropy", inner="softmax")), job(), job(**NO_LOSS),
+        kind="danger",
+    ),
+    "loss_broadcast": Row(
+        job(**in_loss("pairs", output=[64, 1], target=[64])), job(), job(**NO_LOSS),
+        kind="danger",
+    ),
+    "nan_hidden": Row(
+        job(**in_loss("nan", hidden=3, of=64)), job(), job(**NO_LOSS), kind="danger"
+    ),
+    "labels_sorted": Row(
+        job(**in_loss("labels", batches=8, of_one=7, alone=[0, 1], classes=10)),
+        job(**in_loss("labels", batches=8, of_one=8, alone=[0], classes=10)),
+        job(**NO_LOSS),
+        kind="danger",
+    ),
+    "zero_grad_missing": Row(
+        job(optimizer={"kept_gradients": (3, 3)}), job(optimizer={"kept_gradients": (1, 3)}),
+        job(optimizer={"kept_gradients": None}),
+        kind="danger",
+    ),
+    "parameters_unreached": Row(
+        job(optimizer={"gradient_looks": 7, "cut": ["body.weight"]}),
+        job(optimizer={"gradient_looks": 7}),
+        job(optimizer={"gradient_looks": 2, "cut": ["body.weight"]}),
+        kind="danger",
+    ),
+    "layers_in_list": Row(
+        job(model={"unregistered": ["layers[0].weight [64, 64]"]}), job(), job(models=[]),
+        kind="danger",
+    ),
+    "clip_useless": Row(
+        job(calls=[call("clip", 0.0, limit=1.0, norm=9.0, is_late=True, scale=1.0)]),
+        job(calls=[call("clip", 0.0, limit=1.0, norm=9.0, is_late=False, scale=1.0)]),
+        job(
+            calls=[call("clip", 0.0, limit=1.0, norm=9.0, is_late=True, scale=1.0)],
+            optimizer={"backwards": 0.0},
+        ),
+        kind="danger",
+    ),
+    "schedule_misplaced": Row(
+        job(schedules=[replace(COSINE, steps=STEPS, ends_after=12)]),
+        job(schedules=[replace(COSINE, steps=STEPS, ends_after=900)]),
+        job(**NO_STEPS),
+        kind="danger",
+    ),
+    "validation_overlaps": Row(
+        evaluating(shared_rows=(20, 200)), evaluating(shared_rows=(0, 200)), evaluating(),
+        kind="danger",
+    ),
+    "optimizer_extreme": Row(
+        job(optimizer={"options": {"lr": 3.0}} | ADAM),
+        job(optimizer={"options": {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999}} | ADAM),
+        job(optimizer={"options": {}} | ADAM),
+        kind="danger",
+    ),
+    "debugging_left_on": Row(
+        job(switched_on=["detect_anomaly"], calls=[call("switch", 0.0, name="detect_anomaly")]),
+        job(),
+        job(switched_on=None),
+        cost=9.5,
+    ),
+    "saved_each_step": Row(
+        job(calls=[call("save", 3.0)]), job(calls=[call("save", 3.0, steps=3)]), job(**NO_STEPS),
+        cost=3.0,
+    ),
+    "workers_repeat": Row(
+        job(loader={"is_iterable": True, "worker_batches": [7, 7, 8]}),
+        job(loader={"is_iterable": True, "worker_batches": [7, 8, 9]}),
+        job(loader={"is_iterable": True, "worker_batches": [7, 7]}),
+        kind="danger",
+    ),
+    "called_twice": Row(
+        job(model={"repeats": 16, "repeats_of": 32}), job(),
+        job(model={"repeats": 1, "repeats_of": 2}),
+        cost=2.0,
     ),
     "metric_slow": Row(
         job(calls=[call("metric", 3.0, name="roc_auc_score")]), job(calls=[call("metric", 0.1)]),

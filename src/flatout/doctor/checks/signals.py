@@ -10,7 +10,7 @@ from statistics import median
 
 from flatout.doctor.checks.check import NoSignal
 from flatout.doctor.finding import Kind
-from flatout.observe import Call, Loader, Model, Observation, Site
+from flatout.observe import Call, InLoss, Loader, Model, Observation, Site
 from flatout.words import rounded
 
 WORTH = 0.02
@@ -101,6 +101,13 @@ def training_loaders(seen: Observation) -> list[Loader]:
     if not found:
         raise NoSignal("no loader was seen that gave the batches")
     return found
+
+
+def in_losses(seen: Observation, kind: str) -> list[InLoss]:
+    """What was found of this kind in the graphs of losses."""
+    if not seen.loss_looks:
+        raise NoSignal("no graph of a loss was looked at")
+    return [one for one in seen.in_losses if one.kind == kind]
 
 
 def parity_of_workers(loader: Loader) -> str:

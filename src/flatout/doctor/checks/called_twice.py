@@ -1,0 +1,36 @@
+"""The model is called twice for one result."""
+
+from __future__ import annotations
+
+from flatout.doctor.checks.check import Findings, NoSignal, check
+from flatout.doctor.checks.signals import EVERY, at, kind_of, lane, models
+from flatout.doctor.finding import Finding
+from flatout.observe import Model, Observation
+
+_RANDOM = ("Dropout", "DropPath")
+_LEAST = 8
+
+
+@check(lane="forward")
+def look(seen: Observation) -> Findings:
+    """Calls like the call before: the same input, weights and random state, in the same step."""
+    if not any(model.repeats_of >= _LEAST for model in models(seen)):
+        raise NoSignal("too few calls of the model were seen in training")
+    for model in seen.models:
+        is_each = model.repeats >= EVERY * model.repeats_of / 2
+        if model.repeats_of < _LEAST or not is_each or _draws(model):
+            continue
+        cost = lane(seen, "forward") / 2
+        yield Finding(
+            kind=kind_of(seen, cost),
+            what=f"{model.repeats} of {model.repeats_of} calls of the model repeat the one before: "
+            "the same input, with the same weights and random state",
+            do="call it once, and keep the result for the loss, metrics and logs",
+            where=at(model.site),
+            cost_ms=cost,
+            parity="bit-identical",
+        )
+
+
+def _draws(model: Model) -> bool:
+    return any(name in layer for layer in model.layers for name in _RANDOM)

@@ -1,0 +1,36 @@
+"""Gradients are clipped when it is too late, or too early."""
+
+from __future__ import annotations
+
+from flatout.doctor.checks.check import Findings, NoSignal, check
+from flatout.doctor.checks.signals import calls
+from flatout.doctor.finding import Finding
+from flatout.observe import Call, Observation
+
+
+@check()
+def look(seen: Observation) -> Findings:
+    """Calls after the step that has used the gradients, or while a scaler has them multiplied."""
+    clips = calls(seen, "clip")
+    if clips and not any(optimizer.backwards for optimizer in seen.optimizers):
+        raise NoSignal("gradients are not made by backward()")
+    for call in clips:
+        norm = call.detail.get("norm")
+        words = "" if norm is None else f"; their norm was {norm:,.4g}"
+        if call.detail.get("is_late"):
+            yield _found(
+                call,
+                "gradients are clipped after the step has used them, which changes nothing" + words,
+                "clip between backward() and step()",
+            )
+        elif (scale := call.detail.get("scale") or 1.0) > 1:
+            yield _found(
+                call,
+                f"gradients are clipped to {call.detail['limit']:g} while the scaler has them "
+                f"multiplied by {scale:,.0f}{words}: nearly nothing is left of them",
+                "scaler.unscale_(optimizer) before the clipping",
+            )
+
+
+def _found(call: Call, what: str, do: str) -> Finding:
+    return Finding(kind="danger", what=what, do=do, where=str(call.site), parity="changes learning")

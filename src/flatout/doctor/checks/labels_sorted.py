@@ -1,0 +1,62 @@
+"""Training goes through the classes one after the other."""
+
+from __future__ import annotations
+
+from flatout.doctor.checks.check import Findings, NoSignal, check
+from flatout.doctor.checks.signals import at
+from flatout.doctor.finding import Finding
+from flatout.observe import InLoss, Loader, Observation
+
+_BATCHES = 6
+"""Fewer batches that were looked at say nothing of all."""
+
+_PURE = 0.75
+"""Share of the batches of a single class from which on the order is by class."""
+
+
+@check()
+def look(seen: Observation) -> Findings:
+    """Whether the labels lie sorted and are taken so, or most batches have a single class."""
+    loaders = [one for one in seen.loaders if one.in_training and one.label_runs is not None]
+    labels = [one for one in seen.in_losses if one.kind == "labels"]
+    if not loaders and not labels:
+        raise NoSignal("no labels of classes were seen")
+    for loader in loaders:
+        if _is_sorted(loader):
+            classes, _, samples, _ = loader.label_runs or (0, 0, 0, 0)
+            yield _found(
+                f"the {samples:,} samples lie sorted by their {classes} classes, and are taken in "
+                "that order",
+                at(loader.site),
+            )
+            return
+    for one in labels:
+        if _is_pure(one):
+            pure, batches = one.detail["of_one"], one.detail["batches"]
+            kinds = len(one.detail["alone"])
+            yield _found(
+                f"{pure} of {batches} batches that were looked at hold a single class of "
+                f"{one.detail['classes']}, {kinds} different ones in turn",
+                at(one.site),
+            )
+
+
+def _is_sorted(loader: Loader) -> bool:
+    classes, runs, _, second = loader.label_runs or (0, 0, 0, 0)
+    is_long = second >= 2 * (loader.batch_size or 1)
+    return loader.is_in_order and classes > 1 and runs == classes and is_long
+
+
+def _is_pure(one: InLoss) -> bool:
+    pure, batches = one.detail["of_one"], one.detail["batches"]
+    return batches >= _BATCHES and pure >= _PURE * batches and len(one.detail["alone"]) > 1
+
+
+def _found(what: str, where: str) -> Finding:
+    return Finding(
+        kind="danger",
+        what=f"{what}: each batch pulls the model to its own class, and it forgets the others",
+        do="DataLoader(..., shuffle=True), or torch.randperm in each epoch",
+        where=where,
+        parity="changes learning",
+    )

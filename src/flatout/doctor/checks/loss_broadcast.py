@@ -1,0 +1,23 @@
+"""Output and target have shapes that are broadcast: the loss compares all with all."""
+
+from __future__ import annotations
+
+from flatout.doctor.checks.check import Findings, check
+from flatout.doctor.checks.signals import at, in_losses
+from flatout.doctor.finding import Finding
+from flatout.observe import Observation
+
+
+@check()
+def look(seen: Observation) -> Findings:
+    """Where a column met a row of as many numbers."""
+    for found in in_losses(seen, "pairs"):
+        output, target = found.detail["output"], found.detail["target"]
+        yield Finding(
+            kind="danger",
+            what=f"output {output} against target {target}: the loss is taken over all "
+            f"{output[0] ** 2:,} pairs, and is least where every output is the targets' mean",
+            do="output.squeeze(1), or target.unsqueeze(1), so that both have one shape",
+            where=at(found.site),
+            parity="changes learning",
+        )

@@ -1,0 +1,62 @@
+"""A rate, momentum or decay lies where no training works."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flatout.doctor.checks.check import Findings, NoSignal, check
+from flatout.doctor.checks.signals import at
+from flatout.doctor.finding import Finding
+from flatout.observe import Observation, Optimizer
+
+_ADAM = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax")
+_ADAM_RATE = 1.0
+"""Each step moves each weight by about the rate: weights are mostly below one."""
+
+_SGD_RATE = 100.0
+"""Rates of 30 are in papers, for heads on normalized features."""
+
+_SHRINKS = 0.5
+"""Of a weight, that decay takes in a step."""
+
+
+@check()
+def look(seen: Observation) -> Findings:
+    """The options of torch's own optimizers in the steps that were seen."""
+    known = [one for one in seen.optimizers if one.options and one.kind.startswith("torch.optim.")]
+    if not known:
+        raise NoSignal("the options of the optimizer were not seen")
+    for optimizer in known:
+        for what in _extremes(optimizer):
+            yield Finding(
+                kind="danger",
+                what=what,
+                do="compare with the optimizer's page; try rates a factor of three apart",
+                where=at(optimizer.site),
+                parity="changes learning",
+            )
+
+
+def _extremes(optimizer: Optimizer) -> Iterator[str]:
+    name = optimizer.kind.rpartition(".")[2]
+    options = optimizer.options
+    rate, decay = options.get("lr", 0.0), options.get("weight_decay", 0.0)
+    rates = [one for _, one in optimizer.rates]
+    if name in _ADAM and rate >= _ADAM_RATE:
+        yield f"{name} with a rate of {rate:g}: each step moves each weight by about as much"
+    if name == "SGD" and rate >= _SGD_RATE:
+        yield f"SGD with a rate of {rate:g}"
+    if len(rates) > 1 and not any(rates) and optimizer.first_target is None:
+        yield "the learning rate is zero in each step, and no scheduler raises it"
+    if options.get("momentum", 0.0) >= 1:
+        yield f"a momentum of {options['momentum']:g}: steps grow without end"
+    if options.get("beta1", 0.0) > options.get("beta2", 1.0):
+        yield (
+            f"betas ({options['beta1']:g}, {options['beta2']:g}): the gradient is averaged over "
+            "more steps than its square, so that a step can be far larger than the rate"
+        )
+    if rate * decay >= _SHRINKS:
+        yield (
+            f"a decay of {decay:g} at a rate of {rate:g} takes {rate * decay:.0%} of each weight "
+            "in each step"
+        )

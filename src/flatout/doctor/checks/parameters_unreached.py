@@ -1,0 +1,54 @@
+"""The optimizer holds parameters that the loss never reaches."""
+
+from __future__ import annotations
+
+from flatout.doctor.checks.check import Findings, NoSignal, check
+from flatout.doctor.checks.signals import at, few
+from flatout.doctor.finding import Finding
+from flatout.observe import Observation, Optimizer
+
+_LOOKS = 6
+"""Steps after which no gradient was seen: a head that is trained now and then may come later."""
+
+
+@check()
+def look(seen: Observation) -> Findings:
+    """Which tensors of an optimizer train, and had no gradient after any step that was looked at.
+
+    It is a danger where layers at the front are called with gradients and all that come after
+    them learn: their result was cut off the graph. What is at the end may be left unused.
+    """
+    known = [one for one in seen.optimizers if one.gradient_looks >= _LOOKS]
+    if not known:
+        raise NoSignal(f"gradients were looked at after fewer than {_LOOKS} steps")
+    for optimizer in known:
+        if optimizer.cut:
+            yield _cut(optimizer)
+        elif optimizer.unreached or optimizer.orphans:
+            yield _unreached(optimizer)
+
+
+def _cut(optimizer: Optimizer) -> Finding:
+    names = optimizer.cut
+    return Finding(
+        kind="danger",
+        what=f"the loss never reaches the first {len(names)} parameters of the model, though their "
+        f"layers are called and the optimizer holds them: {few(names)}",
+        do="look between these layers and the next for detach(), .data, numpy() or torch.tensor(), "
+        "which cut the graph",
+        where=at(optimizer.site),
+        parity="changes learning",
+    )
+
+
+def _unreached(optimizer: Optimizer) -> Finding:
+    names = optimizer.unreached + [f"a tensor {shape}" for shape in optimizer.orphans]
+    return Finding(
+        kind="note",
+        what=f"the optimizer holds {len(names)} parameters without a gradient in all "
+        f"{optimizer.gradient_looks} steps that were looked at: {few(names)}",
+        do="nothing where they are meant to stay, as an unused head; else see that what they "
+        "compute enters the loss",
+        where=at(optimizer.site),
+        parity="bit-identical",
+    )

@@ -1,0 +1,30 @@
+"""A checkpoint is written in each step."""
+
+from __future__ import annotations
+
+from flatout.doctor.checks.check import Findings, check
+from flatout.doctor.checks.signals import calls, is_each_step, kind_of, ms
+from flatout.doctor.finding import Finding
+from flatout.observe import Observation
+
+_STEPS_OF_EPOCH = 4
+"""Where an epoch has no more steps than this, a save of each epoch is one of nearly each step."""
+
+
+@check(lane="saving")
+def look(seen: Observation) -> Findings:
+    """Which lines save in most steps."""
+    for call in calls(seen, "save"):
+        epochs = max((loader.epochs for loader in seen.loaders if loader.in_training), default=1)
+        if not is_each_step(seen, call) or seen.steps <= _STEPS_OF_EPOCH * epochs:
+            continue
+        cost = None if call.seconds is None else 1e3 * call.seconds / seen.steps
+        takes = "" if cost is None else f", which takes {ms(cost)} of each"
+        yield Finding(
+            kind=kind_of(seen, cost),
+            what=f"torch.save writes in {call.steps} of {seen.steps} steps{takes}",
+            do="save once an epoch, or once in so many minutes as you can afford to lose",
+            where=str(call.site),
+            cost_ms=cost,
+            parity="bit-identical",
+        )

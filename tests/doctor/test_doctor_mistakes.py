@@ -1,0 +1,74 @@
+"""Mistakes that no error tells: each is named with its line, and no training that comes near one.
+
+All of them are trained in forks of one process, which has imported torch.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from training_styles import styles
+
+from flatout.devices.inventory import inventory
+from flatout.doctor.judge import judge
+from flatout.observe import Observation
+from pitfalls import read_index
+
+pytestmark = pytest.mark.slow
+
+HERE = Path(__file__).parent
+SCRIPTS = (
+    "activation_twice", "called_twice", "clip_scaled", "clip_useless", "debugging_left_on",
+    "labels_sorted", "layers_in_list", "loss_broadcast", "nan_hidden", "optimizer_extreme",
+    "parameters_unreached", "saved_each_step", "schedule_forgotten", "schedule_misplaced",
+    "validation_overlaps", "workers_repeat", "zero_grad_missing",
+)  # fmt: skip
+PITFALLS = [pitfall for pitfall in read_index() if pitfall.name in SCRIPTS]
+
+
+def findings_of(commands, folder):
+    """What is found in the first steps of each, by name."""
+    work = []
+    for name, command in commands.items():
+        (folder / name).mkdir()
+        work.append([str(folder / name), command])
+    subprocess.run(
+        [sys.executable, str(HERE / "observe_each.py")],
+        input=json.dumps(work),
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        text=True,
+        timeout=240,
+        check=True,
+    )
+    found, machine = {}, inventory()
+    for name in commands:
+        (file,) = (folder / name / "seen").glob("rank-*.json")
+        seen = Observation.of(json.loads(file.read_text()))
+        assert seen.steps > 20, (name, seen.error, (folder / name / "log").read_text())
+        found[name] = judge([seen], machine).findings
+    return found
+
+
+def test_each_mistake_is_named_with_its_line_and_is_not_in_the_clean_script(tmp_path):
+    assert len(PITFALLS) == len(SCRIPTS)
+    clean = {one.name: [str(one.write_clean(tmp_path))] for one in PITFALLS}
+    named = findings_of({one.name: [str(one.script)] for one in PITFALLS}, tmp_path)
+    (tmp_path / "clean").mkdir()
+    of_clean = findings_of(clean, tmp_path / "clean")
+    for one in PITFALLS:
+        mine = [finding for finding in named[one.name] if finding.name in one.checks]
+        assert len(mine) == 1, (one.name, named[one.name])
+        assert mine[0].kind == ("danger" if one.danger else "slow")
+        file, _, line = mine[0].where.rpartition(":")
+        assert (Path(file).name, int(line) in one.marked) == (one.script.name, True), mine
+        assert not [f for f in of_clean[one.name] if f.kind == "danger" or f.name in one.checks]
+
+
+def test_trainings_that_come_near_a_mistake_have_no_danger(tmp_path):
+    script = str(HERE / "training_styles.py")
+    found = findings_of({name: [script, name] for name in styles}, tmp_path)
+    assert len(found) > 30
+    assert {n: f for n, all_of in found.items() for f in all_of if f.kind == "danger"} == {}
