@@ -14,9 +14,9 @@ _HOSTS = "1, or 1..16 for 1, 2, 4, 8 and 16, or 1,2,3."
 
 def forecast(
     runs: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(metavar="RUN...", help="Run folders of one job; other machines too."),
-    ],
+    ] = None,
     hosts: Annotated[str, typer.Option(metavar="N", help=f"How many hosts: {_HOSTS}")] = "1",
     devices_per_host: Annotated[
         int | None,
@@ -85,6 +85,30 @@ def forecast(
             "--set", metavar="world.KEY=VALUE", help="Another strategy, reduction or compression."
         ),
     ] = None,
+    measure: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOSTS|here",
+            help="Measure the network instead, for two minutes: between these hosts, over ssh "
+            "(host1,host2, or a file with one in each line), or between ranks of this one. With "
+            "a RUN at the sizes that it adds up.",
+            show_default=False,
+        ),
+    ] = None,
+    measure_time: Annotated[
+        str, typer.Option(metavar="TIME", help="How long --measure takes, about.")
+    ] = "2min",
+    out: Annotated[str, typer.Option(metavar="FILE", help="What --measure writes.")] = (
+        "network.json"
+    ),
+    options: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--option",
+            metavar="NAME=VALUE",
+            help="For --measure, as of flatout submit ssh: bin, config, folder, rendezvous.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Say what more hosts would give a job, with intervals, from what its runs measured."""
@@ -99,6 +123,11 @@ def forecast(
         parse_settings,
     )
 
+    if measure is not None:
+        _measure(measure, runs or [], parse_seconds(measure_time), devices_per_host, out, options)
+        return
+    if not runs:
+        raise typer.BadParameter("name the folder of a run, or hosts with --measure")
     asked = Asked(
         hosts=_counts(hosts),
         per_host=devices_per_host,
@@ -122,6 +151,38 @@ def forecast(
     from flatout.terminal import Console
 
     Console(highlight=False, markup=False).print(found)
+
+
+def _measure(
+    hosts: str,
+    runs: list[str],
+    seconds: float,
+    devices_per_host: int | None,
+    out: str,
+    options: list[str] | None,
+) -> None:
+    """Measure the network, write it down, and say what was found."""
+    from flatout.console import say
+    from flatout.forecast import measure_here, measure_hosts, sizes_of, words_of
+    from flatout.measure import Profile
+
+    profile = Profile.read(runs[-1]) if runs else None
+    sizes, ranks = sizes_of(profile), devices_per_host
+    if hosts == "here":
+        found = measure_here(sizes, say, seconds, ranks or 0)
+    else:
+        if ranks is None:
+            ranks = 1 if profile is None else profile.world["ranks_per_node"]
+        found = measure_hosts(
+            hosts, sizes, say, seconds=seconds, ranks_per_host=ranks, options=tuple(options or ())
+        )
+    try:
+        found.write(out)
+    except OSError as error:
+        raise FlatoutError(f"cannot write: {error.strerror}", where=out) from error
+    for line in words_of(found):
+        typer.echo(line)
+    typer.echo(f"wrote {out} · flatout forecast RUN --hosts 1..16 --network {out}")
 
 
 def _counts(text: str) -> tuple[int, ...]:

@@ -1,5 +1,11 @@
 from flatout.forecast.forecast import Asked as Asked
 from flatout.forecast.forecast import Forecast as Forecast
+from flatout.forecast.measure_network import measure_here as measure_here
+from flatout.forecast.measure_network import measure_hosts as measure_hosts
+from flatout.forecast.measure_network import network_in as network_in
+from flatout.forecast.measure_network import script as script
+from flatout.forecast.measure_network import sizes_of as sizes_of
+from flatout.forecast.measure_network import words_of as words_of
 from flatout.forecast.network import Collective as Collective
 from flatout.forecast.network import Link as Link
 from flatout.forecast.network import Network as Network

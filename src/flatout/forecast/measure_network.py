@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from statistics import median
 from time import monotonic
 
 from flatout.errors import FlatoutError, WorldError
@@ -19,7 +20,7 @@ from flatout.forecast.network import Network
 from flatout.measure import Profile, usable_cpus
 from flatout.submit import Asked, Ledger, exit_code, job_of, logs_of, refuse, send, target_of, write
 from flatout.submit.hosts import hosts_of
-from flatout.words import counted
+from flatout.words import counted, duration, size_words
 
 SECONDS = 120.0
 """What measuring takes, about."""
@@ -32,6 +33,11 @@ probe.main({sizes}, {seconds})
 """
 # Beside pings and collectives: hosts are reached, Python starts, ranks meet.
 _PATIENCE_S = 180.0
+
+
+def script(sizes: Sequence[int], seconds: float) -> str:
+    """What ranks run: Python, which prints what `network_in` reads."""
+    return _SCRIPT.format(sizes=list(sizes), seconds=seconds)
 
 
 def sizes_of(profile: Profile | None) -> list[int]:
@@ -66,14 +72,14 @@ def measure_here(
         )
     say(f"measuring {counted(ranks, 'rank')} of this host for about {seconds:.0f} s")
     with tempfile.TemporaryDirectory(prefix="flatout-network-") as folder:
-        script = Path(folder) / _NAME
-        script.write_text(_SCRIPT.format(sizes=list(sizes), seconds=seconds))
+        path = Path(folder) / _NAME
+        path.write_text(script(sizes, seconds))
         itself = [sys.executable, "-c", "from flatout.cli.main import main; main()"]
-        command = [*itself, "run", "--devices", str(ranks), "--restarts", "0", str(script)]
+        command = [*itself, "run", "--devices", str(ranks), "--restarts", "0", str(path)]
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
         )
-    return _found(done.stdout.splitlines(), done.stderr.splitlines())
+    return network_in(done.stdout.splitlines(), done.stderr.splitlines())
 
 
 def measure_hosts(
@@ -102,7 +108,7 @@ def measure_hosts(
     given = str(Path(hosts).absolute()) if "," not in hosts and Path(hosts).is_file() else hosts
     with tempfile.TemporaryDirectory(prefix="flatout-network-") as folder:
         root = Path(folder)
-        (root / _NAME).write_text(_SCRIPT.format(sizes=list(sizes), seconds=seconds))
+        (root / _NAME).write_text(script(sizes, seconds))
         asked = Asked(
             script=_NAME,
             devices=ranks_per_host,
@@ -129,7 +135,7 @@ def measure_hosts(
     sent = send(job, to, Ledger())
     lines = list(_until(logs_of(sent.id, follow=True), monotonic() + seconds + _PATIENCE_S))
     code = exit_code(sent.id)
-    return _found(lines, lines if code else [])
+    return network_in(lines, lines if code else [])
 
 
 def _until(lines: Iterable[str], deadline: float) -> Iterable[str]:
@@ -140,8 +146,16 @@ def _until(lines: Iterable[str], deadline: float) -> Iterable[str]:
             return
 
 
-def _found(lines: Sequence[str], errors: Sequence[str]) -> Network:
-    """What the first rank has told, among all that ranks have printed."""
+def network_in(lines: Sequence[str], errors: Sequence[str] = ()) -> Network:
+    """What the first rank has told, among all that ranks have printed.
+
+    Args:
+        lines: of their output.
+        errors: what they said last, if that is elsewhere.
+
+    Raises:
+        FlatoutError: it has told nothing.
+    """
     from flatout.forecast.probe import LINE
 
     for line in lines:
@@ -152,3 +166,20 @@ def _found(lines: Sequence[str], errors: Sequence[str]) -> Network:
         "the network was not measured: the ranks have failed",
         where="\n  ".join(["their last words:", *(errors or lines)[-15:]]),
     )
+
+
+def words_of(network: Network) -> list[str]:
+    """What was measured, a line for each link and for each reduction, the fastest first."""
+    lines = [
+        f"{' - '.join(link.between)}: round trip {duration(link.rtt_s)}, "
+        f"{size_words(link.bytes_per_s)}/s"
+        for link in network.links
+    ]
+    by_size: dict[float, list[tuple[float, str]]] = {}
+    for one in network.collectives:
+        named = (median(one.seconds), one.reduction or one.op)
+        by_size.setdefault(one.bytes, []).append(named)
+    for size, found in by_size.items():
+        each = ", ".join(f"{name} {duration(seconds)}" for seconds, name in sorted(found))
+        lines.append(f"{size_words(size)}: {each}")
+    return lines
