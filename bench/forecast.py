@@ -1,0 +1,237 @@
+"""What a forecast says of more hosts beside what they give: up to four of them in namespaces.
+
+    python bench/forecast.py [--restarts 1] [--only REDUCTION ...] [--json [FILE]]
+
+Links of 0.1, 1 and 10 Gbit/s (and 1 ms and 10 ms of delay, where the kernel has netem); ddp with
+each reduction, 16 samples for each rank. Each is predicted twice: from a run of one rank, and from
+that and a run of two, each with what was measured of the network between two hosts. The truth is
+the median step of a run on as many hosts.
+
+All hosts share the CPUs of this machine, so computing is sleep, of 48 ms a step: as where GPUs
+compute. What ranks add up and send is real, so that at 10 Gbit/s and above four hosts on few cores
+hold one another up, which is no link's doing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from flatout.forecast import Asked, Forecast, Network, network_in, script, sizes_of
+from flatout.measure import Profile
+from lab import Host, can_delay, lab, on_host, why_not
+from restarts import PEERS, end_peers_on_sigterm
+from results import Key, Results, add_arguments, finish
+
+HOSTS = (1, 2, 3, 4)
+LINKS = ((100, 0.0), (1_000, 0.0), (10_000, 0.0))
+DELAYED = ((1_000, 1.0), (1_000, 10.0))
+REDUCTIONS = ("all_reduce", "ring", "to_one")
+STEPS, NETWORK_S, SAMPLES_EACH = 45, 20.0, 16
+_PORT = 29500
+_PATIENCE_S = 600
+
+
+@dataclass(frozen=True)
+class Case:
+    """One prediction.
+
+    Args:
+        link: Mbit/s, and ms of delay.
+        reduction: of the job.
+        measured: hosts of the largest run that it is predicted from.
+        hosts: of which it is.
+        truth: samples per second.
+        low, middle, high: as predicted, with the 90% interval.
+    """
+
+    link: tuple[float, float]
+    reduction: str
+    measured: int
+    hosts: int
+    truth: float
+    low: float
+    middle: float
+    high: float
+
+    @property
+    def error(self) -> float:
+        return self.middle / self.truth - 1
+
+    @property
+    def is_covered(self) -> bool:
+        return self.low <= self.truth <= self.high
+
+    @property
+    def line(self) -> list[str]:
+        mbit, delay = self.link
+        name = f"{mbit:g} Mbit/s{f', {delay:g} ms' if delay else ''}, {self.reduction}"
+        return [
+            f"{name}, from {self.measured}",
+            str(self.hosts),
+            f"{self.truth:,.0f}",
+            f"{self.middle:,.0f}",
+            f"{self.low:,.0f} .. {self.high:,.0f}",
+            f"{self.error:+.1%}",
+            "" if self.is_covered else "outside",
+        ]
+
+
+def run_on(hosts: Sequence[Host], command: Sequence[str]) -> list[str]:
+    """Run `flatout run` with a rank on each host, and return what the first has printed."""
+    itself = [sys.executable, "-c", "from flatout.cli.main import main; main()"]
+    processes = []
+    for number, host in enumerate(hosts):
+        nodes = ["--nodes", str(len(hosts)), "--node-rank", str(number)]
+        nodes += ["--rendezvous", f"{hosts[0].address}:{_PORT}"]
+        started = [*on_host(host), *itself, "run", "--restarts", "0"]
+        processes.append(
+            subprocess.Popen(
+                [*started, *(nodes if len(hosts) > 1 else []), *command],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+            )
+        )
+    said = [process.communicate(timeout=_PATIENCE_S)[0] for process in processes]
+    if any(process.returncode for process in processes):
+        raise SystemExit("\n".join(said)[-2_000:])
+    return said[0].splitlines()
+
+
+def train(hosts: Sequence[Host], reduction: str, folder: Path) -> Profile:
+    """The Profile of the job on these hosts."""
+    job = [str(PEERS / "forecast_job.py"), str(folder), "--reduction", reduction]
+    run_on(hosts, [*job, "--ranks", str(len(hosts)), "--steps", str(STEPS)])
+    return Profile.read(folder)
+
+
+def cases_of(
+    link: tuple[float, float], reductions: Sequence[str], restarts: int, folder: Path
+) -> list[Case]:
+    """All predictions for one kind of link."""
+    found: list[Case] = []
+    with lab(max(HOSTS), *link) as hosts:
+        network: Network | None = None
+        for reduction in reductions:
+            runs = {
+                (count, turn): train(
+                    hosts[:count], reduction, folder / f"{reduction}-{count}-{turn}"
+                )
+                for count in HOSTS
+                for turn in range(restarts)
+            }
+            if network is None:
+                probe = folder / "probe.py"
+                probe.write_text(script(sizes_of(runs[2, 0]), NETWORK_S))
+                network = network_in(run_on(hosts[:2], [str(probe)]))
+                tell(f"{link}: {network.links[0]}")
+            truth = {
+                count: median(rate_of(runs[count, turn]) for turn in range(restarts))
+                for count in HOSTS
+            }
+            for measured in (1, 2):
+                names = [runs[count, 0].run for count in range(1, measured + 1)]
+                found += _predicted(link, reduction, names, network, truth)
+                tell("\n".join("  ".join(case.line) for case in found[-max(HOSTS) + measured :]))
+    return found
+
+
+def _predicted(
+    link: tuple[float, float],
+    reduction: str,
+    runs: list[str],
+    network: Network,
+    truth: dict[int, float],
+) -> list[Case]:
+    settings: dict[str, Any] = {"world.reduction": reduction}
+    more = tuple(count for count in HOSTS if count > len(runs))
+    asked = Asked(hosts=more, network=network, keeps_rank_batch=True, settings=settings)
+    (side,) = Forecast.of(runs, asked).sides
+    return [
+        Case(
+            link, reduction, len(runs), point.hosts, truth[point.hosts],
+            point.rate.low, point.rate.middle, point.rate.high,
+        )
+        for point in side.points
+    ]  # fmt: skip
+
+
+def rate_of(profile: Profile) -> float:
+    """Samples per second, by the median step."""
+    assert profile.steps.batch_size is not None
+    return profile.steps.batch_size / median(profile.steps.step_ms) * 1e3
+
+
+def regret_of(cases: Sequence[Case]) -> float:
+    """How much slower the number of hosts that is predicted to be fastest is than the fastest.
+
+    The largest over all links and reductions, predicted from two ranks.
+    """
+    found = [0.0]
+    for key in {(case.link, case.reduction) for case in cases}:
+        own = [c for c in cases if (c.link, c.reduction) == key and c.measured == 2]
+        chosen = max(own, key=lambda case: case.middle)
+        found.append(1 - chosen.truth / max(case.truth for case in own))
+    return max(found)
+
+
+def read_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_arguments(parser, restarts=1)
+    parser.add_argument("--only", nargs="+", default=REDUCTIONS, choices=REDUCTIONS)
+    return parser.parse_args()
+
+
+def tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    arguments = read_arguments()
+    end_peers_on_sigterm()
+    if why := why_not():
+        raise SystemExit(why)
+    links = (*LINKS, *(DELAYED if can_delay() else ()))
+    cases: list[Case] = []
+    with tempfile.TemporaryDirectory(prefix="flatout-bench-") as folder:
+        for number, link in enumerate(links):
+            own = Path(folder) / str(number)
+            own.mkdir()
+            cases += cases_of(link, arguments.only, arguments.restarts, own)
+    results = Results(
+        title=f"Samples per second on more hosts. Restarts of each: {arguments.restarts}",
+        headers=["", "hosts", "measured", "predicted", "90% interval", "error", ""],
+        lines=[case.line for case in cases],
+        remarks=[]
+        if can_delay()
+        else ["this kernel has no netem: links have no delay of their own"],
+        keys=[
+            Key("lab_error", median(abs(case.error) for case in cases), at_most=0.06),
+            Key(
+                "lab_covered",
+                sum(case.is_covered for case in cases) / len(cases),
+                at_least=0.85,
+                at_most=0.97,
+                note=f"of {len(cases)} predictions",
+            ),
+            Key("decision_regret", regret_of(cases), at_most=0.05),
+        ],
+        data={"cases": [vars(case) for case in cases]},
+    )
+    return finish(results, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
