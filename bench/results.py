@@ -61,10 +61,8 @@ class Key:
             return None
         if self.value is None:
             return False
-        if self.at_most is not None:
-            return self.value <= self.at_most
-        assert self.at_least is not None
-        return self.value >= self.at_least
+        is_above = self.at_least is None or self.value >= self.at_least
+        return is_above and (self.at_most is None or self.value <= self.at_most)
 
     @property
     def words(self) -> str:

@@ -87,6 +87,11 @@ def test_data_holds_every_restart(rows):
     json.dumps([ours, theirs, lost], allow_nan=False)
 
 
+@pytest.mark.parametrize(("value", "met"), [(0.7, False), (0.9, True), (0.99, False)])
+def test_a_key_may_have_two_bounds(value, met):
+    assert Key("covered", value, at_least=0.85, at_most=0.97).met is met
+
+
 @pytest.fixture
 def results(rows):
     good, bad = Key("good", 1.0, at_most=2), Key("bad", "lost: absent", at_least=2)
