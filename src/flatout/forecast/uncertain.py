@@ -10,7 +10,10 @@ from flatout.forecast.step import Draws
 _BINS = 10
 # What is unknown, in words, and what would tell it.
 MEASUREMENTS = {
-    "network": (("nic", "rtt", "summing"), "measure the network between the hosts"),
+    "network": (
+        ("nic", "rtt", "summing"),
+        "measure the network: `flatout forecast --measure hosts.txt`",
+    ),
     "batch": (("fixed",), "time steps at three or four local batch sizes"),
     "host": (("contention", "power", "inside"), "run with other numbers of ranks on one host"),
     "overlap": (("hidden",), "run with two ranks, to see what backward hides"),
