@@ -63,8 +63,7 @@ def step_times(loop: Loop, compute: Compute, source: Source) -> tuple[Any, Any, 
         a `StepTimes` for each size, a `RanksOnHost` for each number of ranks, and what the user
         should know where something could not be measured.
     """
-    if loop.lays_out or loop.has_servers or loop.stepper.switch.shards is not None:
-        why = "a rank has a part of the model alone"
+    if why := why_not(loop):
         return [], [], [f"step times by batch are not measured: {why}"]
     before = random_state()
     few = next(iter(source.peek(1)), None)
@@ -86,6 +85,16 @@ def step_times(loop: Loop, compute: Compute, source: Source) -> tuple[Any, Any, 
         words += [f"ranks beside each other are not measured: {why}"] if why else []
     loop.world.wait("times of steps")
     return times, beside, words
+
+
+def why_not(loop: Loop) -> str:
+    """Why steps cannot be tried after a fit; "" where they can."""
+    if loop.lays_out or loop.has_servers or loop.stepper.switch.shards is not None:
+        return "a rank has a part of the model alone"
+    kept = None if loop.features is None else loop.features.facts
+    if kept is not None and kept["where"]:
+        return "what frozen layers give is kept, so that steps take other times than these"
+    return ""
 
 
 class _Steps:
