@@ -75,6 +75,19 @@ def test_the_folder_of_the_job_and_its_checkpoints_must_be_seen(tmp_path):
     ]
 
 
+def test_checkpoints_that_no_one_may_write_are_named(tmp_path, monkeypatch):
+    made = job(tmp_path, checkpoint=f"{tmp_path}/runs/day")
+    assert unseen(made) == []
+    (tmp_path / "runs").mkdir()
+    assert unseen(made) == []
+    monkeypatch.setattr("os.access", lambda path, mode: path != f"{tmp_path}/runs")
+    (line,) = unseen(made)
+    assert line.endswith(f"/runs/day: you may not write into {tmp_path}/runs")
+    (tmp_path / "runs/day").write_text("a file")
+    (line,) = unseen(made)
+    assert line.endswith(f"you may not write into {tmp_path}/runs/day")
+
+
 def test_data_beside_the_code_are_linked_into_its_copy(tmp_path):
     (tmp_path / ".gitignore").write_text("*.svm\n")
     for name in ("a day.svm", "days/1.svm", "days/2.svm"):

@@ -16,12 +16,11 @@ from flatout.submit.sending import write
 from flatout.submit.states import State
 from flatout.submit.target import target_of
 
-pytest.importorskip("ray.train", exc_type=ImportError)
-cluster_utils = pytest.importorskip("ray.cluster_utils")
 pytestmark = pytest.mark.slow
 
 TRAIN = """
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -71,6 +70,8 @@ def a_ray_job(folder, pause, **changes):
 @pytest.fixture(scope="module")
 def cluster():
     """A head without CPUs, and two nodes."""
+    pytest.importorskip("ray.train", exc_type=ImportError)
+    cluster_utils = pytest.importorskip("ray.cluster_utils")
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment(RAY_DEDUP_LOGS="0").items():
             patch.setenv(name, value)
@@ -118,6 +119,7 @@ def test_a_job_ends_right_though_a_node_is_killed_in_the_middle(cluster, tmp_pat
     assert all(torch.equal(weights[name], undisturbed[name]) for name in weights)
 
 
+@pytest.mark.long
 def test_a_script_that_fails_by_itself_is_not_started_again(cluster, tmp_path):
     job = a_ray_job(tmp_path, 0, retries=2)
     (job.root / "train.py").write_text("raise SystemExit(7)")

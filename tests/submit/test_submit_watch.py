@@ -89,6 +89,8 @@ def test_what_a_host_tells_of_its_node(tmp_path):
         found = ask()
         assert (found.state, found.left_s, found.eta) == (State.running, 840, "14:00")
         holding.stdin.close()
+    write("exit_code")
+    assert ask().state is State.stopping
     write("exit_code", "7\n")
     found = ask()
     assert (found.state, found.exit_code) == (State.failed, 7)

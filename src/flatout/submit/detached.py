@@ -75,11 +75,11 @@ def ask(name: str) -> str:
         f"if [ ! -e {begun} ]; then echo absent; "
         f"elif [ -e {code} ]; then "
         f"if [ -e {canceled} ]; then echo canceled; else echo ended; fi; "
-        f"cat {code}; echo $(( $(stat -c %Y {code}) - {began} )); "
+        f"echo code=$(cat {code}) ran=$(( $(stat -c %Y {code}) - {began} )); "
         f"elif ! flock -n {lock} true; then "
         f"if [ -e {canceled} ]; then echo stopping; else echo running; fi; "
-        f"echo $(( $(date +%s) - {began} )); "
-        f"grep -o '\"remaining_s\": [0-9]*' {left} 2> /dev/null | tr -dc 0-9; "
+        f"echo ran=$(( $(date +%s) - {began} )) "
+        f"left=$(grep -o '\"remaining_s\": [0-9]*' {left} 2> /dev/null | tr -dc 0-9); "
         "else echo lost; fi"
     )
 
@@ -95,15 +95,18 @@ def stop(name: str) -> str:
 
 def told(text: str) -> JobState:
     """What `ask` has printed."""
-    word, *rest = text.split() or [""]
-    first, second, *_ = [*(int(one) if one.isdigit() else None for one in rest), None, None]
+    word, *pairs = text.split() or [""]
+    told = {name: int(n) for name, _, n in (one.partition("=") for one in pairs) if n.isdigit()}
+    ran, left, code = told.get("ran"), told.get("left"), told.get("code")
     if word in ("running", "stopping"):
-        left = "" if second is None else clock(second)
-        return JobState(State(word), since_s=first, left_s=second, eta=left)
+        eta = "" if left is None else clock(left)
+        return JobState(State(word), since_s=ran, left_s=left, eta=eta)
     if word in ("canceled", "ended"):
-        ended = State.failed if first else State.succeeded
+        if code is None:  # it is being written
+            return JobState(State.stopping, since_s=ran)
+        ended = State.failed if code else State.succeeded
         state = State.canceled if word == "canceled" else ended
-        return JobState(state, exit_code=first, since_s=second)
+        return JobState(state, exit_code=code, since_s=ran)
     if word == "absent":
         return JobState(State.lost, ABSENT)
     return JobState(State.lost, "its processes are gone, and left no exit code")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import tempfile
 from collections.abc import Callable, Sequence
@@ -35,7 +36,17 @@ def unseen(job: Job) -> list[str]:
                 f"{what} {path} lies on {mount_of(path)}: no node sees it; choose a shared "
                 f"one with {option}, or say --shared PATH if nodes see it"
             )
+        elif option == "--checkpoints" and (denied := _not_writable(path)):
+            found.append(f"{what} {path}: you may not write into {denied}")
     return found
+
+
+def _not_writable(path: str) -> str:
+    """The folder that would have to take a path and does not; "" where it does, or is not here."""
+    for folder in (path, os.path.dirname(path)):
+        if os.path.exists(folder):
+            return "" if os.path.isdir(folder) and os.access(folder, os.W_OK) else folder
+    return ""
 
 
 def told_by_nodes(

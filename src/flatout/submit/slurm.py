@@ -290,7 +290,7 @@ def _comments(job: Job) -> list[str]:
         f"  [[ $left ]] && scontrol update JobId={_task(job)} "
         """Comment="flatout:$(cat "$here/key" 2> /dev/null):$((${left##* } / 60 + 1))min\"""",
         "done &",
-        'trap "kill $!" EXIT',
+        'trap "kill $! 2> /dev/null" EXIT',
         "",
     ]
 
