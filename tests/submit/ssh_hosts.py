@@ -43,11 +43,15 @@ def missing():
 
 
 class SshHosts:
-    """Use as a context; `config` is for `ssh -F`, `before` stands before what runs on host1."""
+    """Use as a context; `config` is for `ssh -F`, and `ssh` a program that has it.
+
+    `before` stands before what runs on host1.
+    """
 
     def __init__(self, folder):
         self.folder = folder
         self.config = folder / "ssh_config"
+        self.ssh = folder / "ssh"
         self.hosts = Hosts()
         self.before = self.hosts.before[0]
         self.daemons = []
@@ -58,6 +62,8 @@ class SshHosts:
             for name in ("host_key", "key"):
                 command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", name]
                 subprocess.run(command, cwd=self.folder, check=True)
+            self.ssh.write_text(f'#!/bin/sh\nexec ssh -F {self.config} "$@"\n')
+            self.ssh.chmod(0o755)
             self.config.write_text(CONFIG.format(*ADDRESSES, folder=self.folder))
             os.makedirs("/run/sshd", exist_ok=True)
             for number, address in enumerate(ADDRESSES):

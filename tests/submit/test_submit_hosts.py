@@ -46,6 +46,7 @@ def flatout(hosts, tmp_path):
         "OMPI_MCA_plm_rsh_agent": f"ssh -F {hosts.config}",
         "OMPI_MCA_btl_tcp_if_include": "eth0",
         "OMPI_MCA_oob_tcp_if_include": "eth0",
+        "HYDRA_LAUNCHER_EXEC": str(hosts.ssh),  # of MPICH
     }
 
     def run(*arguments, code=0):
@@ -76,21 +77,21 @@ def over_ssh(hosts, tmp_path, port):
                      ("--option", f"{name}={value}"))]  # fmt: skip
 
 
-def by_mpirun(hosts, tmp_path, port):
-    return ["mpi", "--shared", "/", "--option", f"hosts={','.join(ADDRESSES)}",
-            "--option", f"port={port}", "--option", "mpirun=mpirun.openmpi"]  # fmt: skip
+def by_mpirun(kind, port):
+    given = {"hosts": ",".join(ADDRESSES), "port": port, "mpirun": f"mpirun.{kind}", "kind": kind}
+    options = [word for name, value in given.items() for word in ("--option", f"{name}={value}")]
+    return ["mpi", "--shared", "/", *options]
 
 
-WAYS = {"ssh": over_ssh, "mpi": by_mpirun}
-
-
-@pytest.fixture(params=WAYS)
+@pytest.fixture(params=["ssh", "openmpi"])
 def submit(request, flatout, hosts, tmp_path):
-    if request.param == "mpi" and shutil.which("mpirun.openmpi") is None:
-        pytest.skip("mpirun.openmpi is not installed")
+    kind = request.param
+    if kind != "ssh" and shutil.which(f"mpirun.{kind}") is None:
+        pytest.skip(f"mpirun.{kind} is not installed")
 
     def send(*arguments, code=0):
-        way = WAYS[request.param](hosts, tmp_path, free_port())
+        port = free_port()
+        way = over_ssh(hosts, tmp_path, port) if kind == "ssh" else by_mpirun(kind, port)
         options = ("--nodes", "2", "--threads", "1", "--yes", "--json")
         said = flatout("submit", *way, *options, *arguments, code=code)
         return json.loads(said) if code == 0 else said
@@ -140,6 +141,7 @@ def test_a_canceled_job_writes_its_checkpoint(flatout, submit, tmp_path):
     assert list((run / "checkpoints").glob("step-*"))
 
 
+@pytest.mark.parametrize("submit", ["ssh", "openmpi", "mpich"], indirect=True)
 def test_a_hundred_nasty_arguments(flatout, submit, tmp_path):
     told = tmp_path / "told"
     sent = submit("--env", f"TOLD={told}", "tell.py", *NASTY)
