@@ -41,6 +41,11 @@ WANTED = {
     "published_covered_given": ((0.85, 0.97), ""),
     "collapse_predicted": (1.0, "rows that saturate, of which the model said so"),
     "collapse_predicted_given": (None, ""),
+    "decision_regret": (
+        0.05,
+        "the mean over all series and deadlines of what the size that the model says is the "
+        "cheapest in time costs beyond the best, or of how late it is",
+    ),
     "range_covered": (None, "published rates within the range that is said beyond four times"),
 }
 

@@ -3,6 +3,7 @@
 import json
 import runpy
 import sys
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 
@@ -58,8 +59,6 @@ def test_a_series_has_no_say_in_its_own_interval():
 
 def test_only_rows_before_are_known():
     """Later rows can say anything, and change no prediction from rows before."""
-    from dataclasses import replace
-
     one = one_named("p2.xlarge")
     other = replace(one, rates=(*one.rates[:4], *(9 * rate for rate in one.rates[4:])))
     early, changed = (
@@ -76,6 +75,23 @@ def test_a_published_collapse_is_predicted():
     assert all(abs(case.error) < 0.06 for case in collapses)
 
 
+def test_regret_is_what_a_choice_costs_or_is_late():
+    one = one_named("ResNet-50, DGX-1")  # 219, 422, 852 and 1734 images/s on 1, 2, 4 and 8
+    exact = [replace_found(case("ResNet-50, DGX-1", 0.0), place, 1.0) for place in (2, 3)]
+    assert judging.regrets(exact) == [0.0] * len(judging.DEADLINES)
+    # Says of 4 GPUs that they are as fast as 8: taken for the last two deadlines, and late.
+    wrong = [replace_found(exact[0], 2, 2.0), exact[1]]
+    found = judging.regrets(wrong)
+    assert found[:3] == pytest.approx([one.rates[3] / 8 / (one.rates[2] / 4) - 1] * 3, abs=1e-6)
+    assert found[3:] == [pytest.approx(422 / share / 852 - 1) for share in (0.4, 0.3)]
+
+
+def replace_found(one, place, factor):
+    """A case of two calibrated rows that says so many times the published rate."""
+    rate = one.series.rates[place] * factor
+    return replace(one, place=place, found=Spreading(rate, rate, rate))
+
+
 @pytest.mark.slow
 def test_the_page_of_all_errors_is_up_to_date(monkeypatch):
     """And the widening that forecasts use is what these errors ask for."""
@@ -90,5 +106,6 @@ def test_the_page_of_all_errors_is_up_to_date(monkeypatch):
     found = keys(cases)
     assert found["published_error_2x"] <= 0.06
     assert found["published_error_4x"] <= 0.10
+    assert found["decision_regret"] <= 0.05
     assert 0.85 <= found["published_covered"] <= 0.97
     assert 0.85 <= found["published_covered_given"] <= 0.97

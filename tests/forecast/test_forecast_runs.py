@@ -136,7 +136,8 @@ def test_hosts_are_chosen_by_efficiency_time_and_money(runs):
     [
         ({"busy": 0.6}, "stay", "60% busy"),
         ({}, "devices", "1 of 4 GPUs"),
-        ({"waits": 60.0}, "stay", "input waits 23%"),
+        ({"waits": 60.0}, "devices", "1 of 4 GPUs"),
+        ({"waits": 60.0, "busy": 0.7}, "stay", "input waits 23%"),
         ({"ranks": 4}, "hosts", "last of 4 gives"),
     ],
 )
@@ -152,6 +153,26 @@ def test_the_path_is_one_device_then_more_then_hosts(tmp_path, given, choice, sa
     one = decided(found, "path")
     assert one.choice == choice
     assert said in one.words
+
+
+def test_what_lanes_and_buckets_of_a_cpu_tell(tmp_path, runs):
+    """On a GPU they are times of the host, and buckets become ready one after the other."""
+    buckets = [{"bytes": 1_000_000, "ready_ms": 30.0}, {"bytes": 2_000_000, "ready_ms": 120.0}]
+    made = profile(tmp_path / "gpu", 2, communication={"buckets": buckets}, state="running")
+    for name, one in (("gpu", made), ("cpu", on_cpu(made))):
+        (tmp_path / name).mkdir()
+        one.write(tmp_path / name)
+    gpu, cpu = (
+        forecast([str(tmp_path / name)], network=None).sides[0].measured for name in ("gpu", "cpu")
+    )
+    assert [bucket.ready for bucket in gpu.job.buckets] == [0.5, 1.0]
+    assert [bucket.ready for bucket in cpu.job.buckets] == [0.3, 1.0]
+    assert gpu.job.bytes == cpu.job.bytes == 3e6
+    assert gpu.job.backward == pytest.approx(2 / 3)
+    assert cpu.job.backward == pytest.approx(0.5)
+    assert cpu.prior.fixed[0] == pytest.approx(0.05)
+    assert (gpu.job.reduction, cpu.job.reduction) == ("nccl", "shared")
+    assert "had not ended: as of step 400" in gpu.notes[-1]
 
 
 def test_cpu_or_gpu_in_time_and_in_money(tmp_path, runs):
@@ -226,12 +247,13 @@ def test_prices_come_from_a_file_with_its_currency(tmp_path):
 
 def test_the_command_fits_eighty_columns_and_says_what_json_says(tmp_path, runs):
     words = [runs[0], "--hosts", "1..16", "--network", "10Gb", "--rtt", "0.2ms", "--deadline", "3h"]
-    words += ["--price", "g5=1.01", "--currency", "USD", "--epochs", "9", "--keep-rank-batch"]
+    words += ["--price", "g5=98765.4", "--currency", "USD", "--epochs", "9", "--keep-rank-batch"]
     shown = command(*words)
     assert shown.returncode == 0, shown.stderr
     assert shown.stderr == ""
     lines = shown.stdout.splitlines()
     assert max(map(len, lines)) <= 80
+    assert "…" not in shown.stdout
     assert "network given, not measured: TCP at 0.45 to 0.75 of line rate" in " ".join(lines)
     data = json.loads(command(*words, "--json").stdout)
     (side,) = data["sides"]

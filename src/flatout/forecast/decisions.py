@@ -11,12 +11,12 @@ import numpy as np
 from flatout.forecast.forecast import COVERED, Forecast, Point, Side, widenings
 from flatout.forecast.interval import Spreading
 from flatout.forecast.job import Job
-from flatout.forecast.profiled import lane_share, use_of
+from flatout.forecast.profiled import BUSY, input_wait, use_of
 from flatout.forecast.uncertain import MEASUREMENTS, shares
 from flatout.words import duration, rounded
 
-BUSY, WAITS = 0.9, 0.1
-"""From what use on more devices pay, and from what share of a step on input holds a job back."""
+WAITS = 0.1
+"""From what share of a step on input holds a job back."""
 # A change of settings is worth a word from here on.
 _GAIN = 1.05
 # An unknown that explains less of the variance is not worth measuring alone.
@@ -59,7 +59,7 @@ def decisions(forecast: Forecast) -> list[Decision]:
 def path(side: Side) -> Decision:
     """Stay on one device, take more of the host's, or more hosts: in this order."""
     run = side.measured.first
-    waits = lane_share(run, "input")
+    waits = input_wait(run)
     busy, what = use_of(run)
     if waits >= WAITS:
         words = f"stay where you are: input waits {waits:.0%} of a step -> `flatout doctor` first"

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import mean, median
 
 import numpy as np
 
@@ -27,6 +27,8 @@ COVERED = 0.9
 """Of intervals."""
 FARTHEST = 4.0
 """Times what was calibrated on, up to where a number is said; beyond it is a range."""
+DEADLINES = (0.9, 0.75, 0.6, 0.4, 0.3)
+"""Shares of the time that the largest calibrated size takes."""
 # More devices than before give less than this share of what as many gave before: it saturates.
 _SATURATES, _SEEN_AS = 0.75, 0.8
 
@@ -190,6 +192,42 @@ def is_seen(case: Case) -> bool:
     return case.marginal[1] < _SEEN_AS
 
 
+def regrets(cases: Sequence[Case]) -> list[float]:
+    """What choosing a size by the model costs, of each beginning of a series and each deadline.
+
+    Of the sizes that get a number, and those calibrated on, the cheapest is wanted that does a job
+    within a share of the time that the largest calibrated size takes, at a price per device and
+    hour. The regret of the model's choice is by how much more it costs than the best choice would,
+    or by how much it is late, if that is more. Where no size is in time, none is asked.
+    """
+    found = []
+    beginnings: dict[tuple[str, str, int], list[Case]] = {}
+    for case in cases:
+        if case.is_number:
+            key = (case.series.source, case.series.name, case.rows)
+            beginnings.setdefault(key, []).append(case)
+    for alike in beginnings.values():
+        one, rows = alike[0].series, alike[0].rows
+        truths = [*one.rates[:rows], *(case.truth for case in alike)]
+        said = [*one.rates[:rows], *(case.found.middle for case in alike)]
+        ranks = [shape.ranks for shape in one.shapes[: len(truths)]]
+        for share in DEADLINES:
+            needed = one.rates[rows - 1] / share
+            best, chosen = (_cheapest(ranks, rates, needed) for rates in (truths, said))
+            if best is None or chosen is None:
+                continue
+            costs = [count / rate for count, rate in zip(ranks, truths, strict=True)]
+            late = needed / truths[chosen] - 1
+            found.append(max(costs[chosen] / costs[best] - 1, late, 0.0))
+    return found
+
+
+def _cheapest(ranks: Sequence[int], rates: Sequence[float], needed: float) -> int | None:
+    """The place of the size that costs least of those that are fast enough."""
+    enough = [place for place, rate in enumerate(rates) if rate >= needed]
+    return min(enough, key=lambda place: ranks[place] / rates[place], default=None)
+
+
 def keys(cases: Sequence[Case]) -> dict[str, float]:
     """What the model is judged by, over the series it was not built with.
 
@@ -197,7 +235,8 @@ def keys(cases: Sequence[Case]) -> dict[str, float]:
         `published_error_2x`, `published_error_4x`: the median error's size up to twice, and from
         there to four times what was calibrated on. `published_covered`: of these. The same with
         `_given` where the network is known from its line rate alone. `range_covered`: beyond four
-        times. `collapse_predicted`: of rows that saturate.
+        times. `collapse_predicted`: of rows that saturate. `decision_regret`: the mean of
+        `regrets`.
     """
     judged = [case for case in cases if case.series.is_judged]
     found: dict[str, float] = {}
@@ -208,6 +247,7 @@ def keys(cases: Sequence[Case]) -> dict[str, float]:
         found[f"published_covered{name}"] = covered(alike, cases)
         collapses = [case for case in saturating(judged) if case.is_crossing is is_crossing]
         found[f"collapse_predicted{name}"] = sum(map(is_seen, collapses)) / len(collapses)
+    found["decision_regret"] = mean(regrets(judged))
     found["range_covered"] = covered([case for case in judged if not case.is_number], cases)
     return found
 

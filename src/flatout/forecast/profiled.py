@@ -19,6 +19,8 @@ from flatout.measure import Profile, mean_use, median_of
 from flatout.recipe import Recipe, apply
 
 FEWEST_STEPS = 30
+BUSY = 0.9
+"""From what use on a device has no more to give."""
 # Two processes of one job differ by more than the steps of one (see `report/baseline.py`).
 _LEAST_NOISE, _TRIED_NOISE = 0.015, 0.03
 # Waiting for input that is more than overhead, as a share of a step.
@@ -153,6 +155,14 @@ def lane_share(profile: Profile, *lanes: str) -> float:
     return sum(ms.get(lane, 0.0) for lane in lanes) / whole if whole else 0.0
 
 
+def input_wait(profile: Profile) -> float:
+    """What share of a step its device waits for input; a GPU that is busy does not."""
+    busy = use_of(profile)[0]
+    if _device(profile) == "cuda" and busy is not None and busy >= BUSY:
+        return 0.0
+    return lane_share(profile, "input")
+
+
 _STEP = ("input", "copy", "forward", "backward", "sync", "optimizer", "host")
 
 
@@ -202,7 +212,8 @@ def _measured(found: Sequence[Profile], settings: Mapping[str, Any]) -> Measured
     batch = float(first.steps.batch_size or 0)
     job = _job(first, last, settings, notes)
     rows = [row for profile in profiles for row in _rows(profile)]
-    fixed = lane_share(first, "optimizer", "host")
+    # Lanes are times of the host, which say of a GPU neither what computes nor for how long.
+    fixed = lane_share(first, "optimizer", "host") if device == "cpu" else 0.0
     prior = Prior(
         fixed=(fixed, fixed + 0.4 * (1 - fixed)),
         spread=(0.05, 1.0) if job.spread.is_measured else (0.002, 0.05),
@@ -223,18 +234,20 @@ def _job(first: Profile, last: Profile, settings: Mapping[str, Any], notes: list
     reduction = values.get("world.reduction", "auto")
     if reduction == "auto" or (reduction == "all_reduce" and _device(first) == "cuda"):
         reduction = "nccl" if _device(first) == "cuda" else "shared"
-    lanes = first.ranks[0].lanes_ms
-    computes = sum(lanes.get(lane, 0.0) for lane in ("forward", "backward", "optimizer", "host"))
     buckets = _buckets(last)
     if not buckets:
         buckets = cut(4.0 * last.model["trained"])
         notes.append("buckets of 25 MB are assumed: no run tells its own")
+        if values.get("compute.touched_rows", "off") != "off":
+            notes.append("tables are taken to be sent whole: a run of 2 ranks tells more")
+    if last.state == "running":
+        notes.append(f"{last.run} had not ended: as of step {last.steps.last:,}")
     rank_batch = float(first.steps.batch_size or 0) / first.world["size"]
     rows = last.communication.get("sparse_bytes_per_step") or 0.0
     return Job(
         buckets=buckets,
         batch=rank_batch,
-        backward=lanes.get("backward", 0.0) / computes if computes else 2 / 3,
+        backward=_backward(first),
         strategy=strategy,
         reduction=reduction,
         compression=values.get("world.compression", "off"),
@@ -247,12 +260,26 @@ def _job(first: Profile, last: Profile, settings: Mapping[str, Any], notes: list
     )
 
 
+def _backward(profile: Profile) -> float:
+    """What share of computing it is; two thirds where lanes do not tell."""
+    lanes = profile.ranks[0].lanes_ms
+    backward = lanes.get("backward", 0.0)
+    if _device(profile) != "cpu" or not backward:
+        return 2 / 3
+    return backward / sum(lanes[lane] for lane in ("forward", "backward", "optimizer", "host"))
+
+
 def _buckets(profile: Profile) -> tuple[Bucket, ...]:
+    """Those of a run, ready when it says so, or one after the other where lanes do not tell."""
     backward = profile.ranks[0].lanes_ms.get("backward", 0.0)
+    found = [one for one in profile.communication.get("buckets", ()) if one["bytes"]]
+    tells = _device(profile) == "cpu" and backward > 0
     return tuple(
-        Bucket(float(one["bytes"]), min(1.0, one["ready_ms"] / backward) if backward else 1.0)
-        for one in profile.communication.get("buckets", ())
-        if one["bytes"]
+        Bucket(
+            float(one["bytes"]),
+            min(1.0, one["ready_ms"] / backward) if tells else (place + 1) / len(found),
+        )
+        for place, one in enumerate(found)
     )
 
 
@@ -261,7 +288,7 @@ def _rows(profile: Profile) -> list[Row]:
     hosts, per_host = int(profile.world["nodes"]), int(profile.world["ranks_per_node"])
     batch = float(profile.steps.batch_size or 0)
     low, mid, high = median_of(profile.steps.step_ms)
-    waits = lane_share(profile, "input")
+    waits = input_wait(profile)
     own = 1 - waits if waits > _WAITS else 1.0
     noise = max(_LEAST_NOISE, (high - low) / 4 / mid, profile.steps.noise or 0.0)
     shape = Shape(hosts, per_host, batch / (hosts * per_host))
@@ -291,7 +318,7 @@ def _input(profile: Profile) -> Range | None:
     """Samples per second that a host can read: what it waited for, or what its pipeline could."""
     hosts, per_host = int(profile.world["nodes"]), int(profile.world["ranks_per_node"])
     rate = None
-    if lane_share(profile, "input") > _WAITS:
+    if input_wait(profile) > _WAITS:
         seconds = median(profile.steps.step_ms) / 1e3
         rate = float(profile.steps.batch_size or 0) / seconds / hosts
     elif could := profile.input.get("samples_per_s"):

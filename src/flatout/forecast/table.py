@@ -151,5 +151,9 @@ def _number(found: Spreading | None, is_range: bool, unit: float = 1.0) -> str:
     if found is None:
         return ""
     if is_range:
-        return f"{rounded(found.low * unit, 2)}..{rounded(found.high * unit, 2)}"
-    return rounded(found.middle * unit, 2)
+        return f"{_short(found.low * unit)}..{_short(found.high * unit)}"
+    return _short(found.middle * unit)
+
+
+def _short(value: float) -> str:
+    return count_words(value) if value >= 1000 else rounded(value, 2)
