@@ -61,22 +61,30 @@ def test_the_number_of_threads_changes_no_bit():
 def stepped(groups, values):
     torch.manual_seed(1)
     weights = torch.randn(500, 24)
-    first, second = torch.zeros(500, 24), torch.zeros(500, 24)
-    last = torch.zeros(500, dtype=torch.int32)
-    table = Table(weights, first, second, last, 1e-8)
+    zeros = torch.zeros(2, 2, 500, 24)
+    last = torch.zeros(2, 500, dtype=torch.int32)
+    tables = [Table(weights.clone(), *zeros[n], last[n], 1e-8) for n in range(2)]
     steps = table_rows.Steps("adam", 0, 100)
     for count in range(1, 40):
-        rows = groups.rows[count % 7 :: 7]
-        gradients = table_rows.sum_rows(values, groups)[count % 7 :: 7]
+        rows = groups.rows[count % 7 :: 7].contiguous()
+        gradients = table_rows.sum_rows(values, groups)[count % 7 :: 7].contiguous()
         steps.write(
             table_rows.Step(
                 1e-2 / (1 - 0.9**count), 1.0, 0.9, 0.999, first_rest=0.1, second_rest=0.001
             )
         )
-        steps.apply(table, rows, gradients)
+        # Of tables that are stepped together each is as if it were alone.
+        halves = [
+            table_rows.Change(tables[1], *(one[n::2].contiguous() for one in (rows, gradients)))
+            for n in range(2)
+        ]
+        steps.apply([table_rows.Change(tables[0], rows, gradients), *halves])
         steps.advance()
-    steps.bring(table, None)
-    return weights, first, second
+    for table in tables:
+        steps.bring(table, None)
+    assert torch.equal(tables[0].weights, tables[1].weights)
+    assert torch.equal(zeros[0], zeros[1])
+    return tables[0].weights, *zeros[0]
 
 
 BETAS = {"torch's": (0.9, 0.999), "short": (0.5, 0.9), "long": (0.99, 0.9999), "near": (0.95, 0.95)}

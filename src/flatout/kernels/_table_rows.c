@@ -46,7 +46,7 @@ typedef struct {
 #define NEAR 3e-7
 
 typedef struct Job Job;
-typedef void (*Pass)(Job *, int64_t row, const float *gradient);
+typedef void (*Pass)(const Job *, int64_t row, const float *gradient);
 
 struct Job {
     Pass pass;
@@ -60,8 +60,6 @@ struct Job {
     int64_t base, now;   /* `now`: the step that rows are brought to */
     double epsilon;
     int rule, nothing_decays;
-    int64_t horizon; /* steps behind which the mean of a row is nothing any more */
-    int64_t next;
 };
 
 #define ALWAYS static inline __attribute__((always_inline))
@@ -300,7 +298,7 @@ ALWAYS void bring(const Job *job, int64_t row)
 }
 
 /* One row; with a gradient it makes the step after `now`. */
-ALWAYS void take(Job *job, int64_t row, const float *gradient)
+ALWAYS void take(const Job *job, int64_t row, const float *gradient)
 {
     bring(job, row);
     if (gradient != NULL) {
@@ -310,7 +308,7 @@ ALWAYS void take(Job *job, int64_t row, const float *gradient)
 }
 
 #define COMPILE(SUFFIX, TARGET)                                                                    \
-    TARGET static void take_##SUFFIX(Job *job, int64_t row, const float *gradient)                 \
+    TARGET static void take_##SUFFIX(const Job *job, int64_t row, const float *gradient)           \
     {                                                                                              \
         take(job, row, gradient);                                                                  \
     }
@@ -357,48 +355,94 @@ static void ask_for(const Job *job, int64_t place)
     }
 }
 
+static int64_t portions_of(const Job *job)
+{
+    return (job->count + PORTION - 1) / PORTION;
+}
+
+static void take_portion(const Job *job, int64_t portion)
+{
+    const int64_t at = portion * PORTION;
+    const int64_t end = job->count - at < PORTION ? job->count : at + PORTION;
+    for (int64_t place = at; place < end; place++) {
+        if (place + AHEAD < end)
+            ask_for(job, place + AHEAD);
+        const float *gradient = job->gradients ? job->gradients + place * job->width : NULL;
+        job->pass(job, job->rows ? job->rows[place] : place, gradient);
+    }
+}
+
+/* Tables that threads take portions of, one table after the other. */
+typedef struct {
+    const Job *jobs;
+    int64_t count, next;
+} Jobs;
+
 static void work(void *shared)
 {
-    Job *job = shared;
+    Jobs *all = shared;
+    int64_t at = 0, before = 0; /* a job, and the portions of those before it */
     for (;;) {
-        const int64_t at = __atomic_fetch_add(&job->next, PORTION, __ATOMIC_RELAXED);
-        if (at >= job->count)
+        const int64_t next = __atomic_fetch_add(&all->next, 1, __ATOMIC_RELAXED);
+        while (at < all->count && next - before >= portions_of(all->jobs + at))
+            before += portions_of(all->jobs + at++);
+        if (at == all->count)
             break;
-        const int64_t end = job->count - at < PORTION ? job->count : at + PORTION;
-        for (int64_t place = at; place < end; place++) {
-            if (place + AHEAD < end)
-                ask_for(job, place + AHEAD);
-            const float *gradient = job->gradients ? job->gradients + place * job->width : NULL;
-            job->pass(job, job->rows ? job->rows[place] : place, gradient);
-        }
+        take_portion(all->jobs + at, next - before);
     }
+}
+
+static int read_job(PyObject *table, Job *job)
+{
+    unsigned long long weights, first, second, last, rows, gradients;
+    long long count, width;
+    if (!PyArg_ParseTuple(table, "KKKKKKLLd", &weights, &first, &second, &last, &rows, &gradients,
+                          &count, &width, &job->epsilon))
+        return 0;
+    job->weights = (float *)(uintptr_t)weights;
+    job->first = (float *)(uintptr_t)first;
+    job->second = (float *)(uintptr_t)second;
+    job->last = (int32_t *)(uintptr_t)last;
+    job->rows = (const int64_t *)(uintptr_t)rows;
+    job->gradients = (const float *)(uintptr_t)gradients;
+    job->count = count, job->width = width;
+    return 1;
 }
 
 static PyObject *step_rows(PyObject *module, PyObject *args)
 {
     (void)module;
-    unsigned long long weights, first, second, last, rows, gradients, steps, missed, parallel;
-    long long count, width, base, now;
+    PyObject *tables;
+    unsigned long long steps, missed, parallel;
+    long long base, now;
     unsigned threads;
-    Job job;
-    memset(&job, 0, sizeof job);
-    if (!PyArg_ParseTuple(args, "KKKKKKKKLLLLdipKI", &weights, &first, &second, &last, &rows,
-                          &gradients, &steps, &missed, &count, &width, &base, &now, &job.epsilon,
-                          &job.rule, &job.nothing_decays, &parallel, &threads))
+    Job like;
+    memset(&like, 0, sizeof like);
+    if (!PyArg_ParseTuple(args, "O!KKLLipKI", &PyList_Type, &tables, &steps, &missed, &base, &now,
+                          &like.rule, &like.nothing_decays, &parallel, &threads))
         return NULL;
-    job.weights = (float *)(uintptr_t)weights;
-    job.first = (float *)(uintptr_t)first;
-    job.second = (float *)(uintptr_t)second;
-    job.last = (int32_t *)(uintptr_t)last;
-    job.rows = (const int64_t *)(uintptr_t)rows;
-    job.gradients = (const float *)(uintptr_t)gradients;
-    job.steps = (const Step *)(uintptr_t)steps;
-    job.missed = (const Missed *)(uintptr_t)missed;
-    job.count = count, job.width = width, job.base = base, job.now = now;
-    job.pass = chosen();
+    like.steps = (const Step *)(uintptr_t)steps;
+    like.missed = (const Missed *)(uintptr_t)missed;
+    like.base = base, like.now = now;
+    like.pass = chosen();
+    const Py_ssize_t count = PyList_Size(tables);
+    Job *jobs = malloc((size_t)(count > 0 ? count : 1) * sizeof *jobs);
+    if (jobs == NULL)
+        return PyErr_NoMemory();
+    int64_t rows = 0;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        jobs[i] = like;
+        if (!read_job(PyList_GetItem(tables, i), jobs + i)) {
+            free(jobs);
+            return NULL;
+        }
+        rows += jobs[i].count;
+    }
+    Jobs all = {jobs, count, 0};
     Py_BEGIN_ALLOW_THREADS
-    in_parallel(work, &job, parallel, needed(threads, count));
+    in_parallel(work, &all, parallel, needed(threads, rows));
     Py_END_ALLOW_THREADS
+    free(jobs);
     Py_RETURN_NONE;
 }
 
@@ -661,7 +705,7 @@ static PyObject *sum_rows(PyObject *module, PyObject *args)
 }
 
 static PyMethodDef methods[] = {
-    {"step_rows", step_rows, METH_VARARGS, "Bring rows to a step, and make the next one."},
+    {"step_rows", step_rows, METH_VARARGS, "Bring rows of tables to a step, and make the next one."},
     {"pass_step", pass_step, METH_VARARGS, "Take note of a step, for the rows that miss it."},
     {"group", group, METH_VARARGS, "Rows in order, with the places of each."},
     {"deal", deal, METH_VARARGS, "Rows in the order of the ranks that own them."},

@@ -1,19 +1,12 @@
 # All but count, size, width, base, now, horizon, epsilon, rule, nothing_decays, threads, first of
-# deal, ranks and shift are addresses.
+# deal, ranks and shift are addresses. Of each table: weights, first, second, last, rows, gradients,
+# count, width, epsilon.
 def step_rows(
-    weights: int,
-    first: int,
-    second: int,
-    last: int,
-    rows: int,
-    gradients: int,
+    tables: list[tuple[int, int, int, int, int, int, int, int, float]],
     steps: int,
     missed: int,
-    count: int,
-    width: int,
     base: int,
     now: int,
-    epsilon: float,
     rule: int,
     nothing_decays: bool,
     parallel: int,

@@ -17,6 +17,7 @@ absent, `available` says no, and the optimizer takes all rows.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -35,6 +36,7 @@ RULES = {"adam": 0, "sgd": 1, "rmsprop": 2, "adagrad": 3}
 
 _NOTHING = 2.0**-30  # of what a mean was, is what can be left out of the sum of its decay
 _COLUMNS, _OF_MISSED = 14, 24
+_Addresses = tuple[int, int, int, int, int, int, int, int, float]
 
 
 def available() -> bool:
@@ -262,23 +264,17 @@ class Steps:
             rows: int64, each once; None for all.
         """
         if _by_extension(table.weights):
-            self._call(table, rows, None)
+            self._call([_addresses(table, rows, None)])
         else:
             self._by_operators().bring(table, rows)
 
-    def apply(self, table: Table, rows: torch.Tensor, gradients: torch.Tensor) -> None:
-        """Bring rows to `now`, and make the step that was written.
-
-        Args:
-            table: whose rows.
-            rows: int64, each once.
-            gradients: float32 of shape (rows, width).
-        """
-        if _by_extension(table.weights):
-            self._call(table, rows, gradients.contiguous())
-        else:
-            step = self._steps[self.now + 1 - self.base]
-            self._by_operators().apply(table, rows, gradients, step)
+    def apply(self, changes: Sequence[Change]) -> None:
+        """Bring rows of tables to `now`, and make the step that was written."""
+        self._call([_addresses(*one) for one in changes if _by_extension(one.table.weights)])
+        for table, rows, gradients in changes:
+            if not _by_extension(table.weights):
+                step = self._steps[self.now + 1 - self.base]
+                self._by_operators().apply(table, rows, gradients, step)
 
     def _by_operators(self) -> table_rows_operators.Passed:
         """What was made until now; the same object for all tables of a step."""
@@ -296,27 +292,41 @@ class Steps:
             self._passed = made, passed
         return self._passed[1]
 
-    def _call(
-        self, table: Table, rows: torch.Tensor | None, gradients: torch.Tensor | None
-    ) -> None:
-        _c.step_rows(
-            table.weights.data_ptr(),
-            _address(table.first),
-            _address(table.second),
-            table.last.data_ptr(),
-            _address(rows),
-            _address(gradients),
-            self._steps.data_ptr(),
-            self._missed.data_ptr(),
-            len(table.last) if rows is None else len(rows),
-            table.weights.shape[1],
-            self.base,
-            self.now,
-            table.epsilon,
-            self.rule,
-            self._nothing_decays,
-            *team(),
-        )
+    def _call(self, tables: list[_Addresses]) -> None:
+        addresses = (self._steps.data_ptr(), self._missed.data_ptr())
+        numbers = (self.base, self.now, self.rule, self._nothing_decays)
+        _c.step_rows(tables, *addresses, *numbers, *team())
+
+
+class Change(NamedTuple):
+    """What a step changes of a table.
+
+    Attributes:
+        table: whose rows.
+        rows: int64, each once, contiguous.
+        gradients: float32 of shape (rows, width), contiguous.
+    """
+
+    table: Table
+    rows: torch.Tensor
+    gradients: torch.Tensor
+
+
+def _addresses(
+    table: Table, rows: torch.Tensor | None, gradients: torch.Tensor | None
+) -> _Addresses:
+    """Of tensors that live until the extension has returned."""
+    return (
+        table.weights.data_ptr(),
+        _address(table.first),
+        _address(table.second),
+        table.last.data_ptr(),
+        _address(rows),
+        _address(gradients),
+        table.last.numel() if rows is None else rows.numel(),
+        table.weights.shape[1],
+        table.epsilon,
+    )
 
 
 def _address(tensor: torch.Tensor | None) -> int:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from flatout.devices import huge_pages
-from flatout.kernels import Groups, Steps, Table, table_rows
+from flatout.kernels import Change, Groups, Steps, Table, table_rows
 from flatout.models import Lookup, table_weight, unwatch_table, watch_table
 from flatout.optim.by_row import ByRow
 from flatout.optim.row_rules import RowRule, State, clip_rows, name_of, rules_of, why_dense
@@ -547,21 +547,25 @@ class TouchedRows:
         for kept in used:
             self._begin(kept)
         clip_rows(self._optimizer, [kept.weight for kept in used])
-        written: list[Steps] = []
+        # Tables that are stepped by the same numbers go together.
+        changes: dict[Steps, list[Change]] = {}
         for kept in used:
             assert kept.steps is not None
             assert kept.table is not None
-            if kept.steps not in written:
-                written.append(kept.steps)
+            if kept.steps not in changes:
+                changes[kept.steps] = []
                 kept.steps.write(kept.rule.step(kept.steps.now + 1))
             gradient = kept.weight.grad
             assert gradient is not None
-            rows = kept.places_of(gradient._indices()[0])
-            kept.steps.apply(kept.table, rows, gradient._values())
+            rows, values = kept.places_of(gradient._indices()[0]), gradient._values()
+            changes[kept.steps].append(Change(kept.table, rows, values.contiguous()))
+        for steps, of_tables in changes.items():
+            steps.apply(of_tables)
+        for kept in used:
             torch.autograd.graph.increment_version(kept.weight)
             kept.weight.grad = None
             kept.rule.made()
-        for steps in written:
+        for steps in changes:
             steps.advance()
             if steps.is_full:
                 self._restart(steps)
