@@ -308,10 +308,10 @@ def test_the_same_weights_from_every_format(days, tmp_path):
             converted = getattr(flatout.data, to)(files, schema=stated)
         train, held_out = converted.split(0.75, by="order")
         other = trainer()
-        other.fit(
-            train.shuffle(seed=1).batch(32), validation_data=held_out.batch(64), progress=False
-        )
+        batches_of_day = train.shuffle(seed=1).batch(32)
+        other.fit(batches_of_day, validation_data=held_out.batch(64), progress=False)
         assert same(other.model, job.model)
+        assert batches_of_day.explanation().stages  # that ran with rows in place of ids
 
 
 def test_a_resume_in_the_middle_of_a_day_is_bitwise(days):

@@ -514,6 +514,8 @@ class Pipeline(Staged["Pipeline"]):
 
     def explanation(self) -> Explanation:
         """What was written, what runs and why that is the same, what each stage costs."""
+        if with_rows := [one for maps, one in self._looked_up.items() if maps]:
+            return with_rows[-1].explanation()  # what a training has run
         written = [self._origin_name, *(stage.name for stage in self.stages)]
         program, runs = self._program, list(self._built.runs)
         if self.normalization is not None:

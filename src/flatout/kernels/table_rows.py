@@ -294,8 +294,8 @@ class Steps:
 
     def _call(self, tables: list[_Addresses]) -> None:
         addresses = (self._steps.data_ptr(), self._missed.data_ptr())
-        numbers = (self.base, self.now, self.rule, self._nothing_decays)
-        _c.step_rows(tables, *addresses, *numbers, *team())
+        numbers = (self.base, self.now, self.rule)
+        _c.step_rows(tables, *addresses, *numbers, self._nothing_decays, *team())
 
 
 class Change(NamedTuple):
