@@ -18,7 +18,7 @@ from flatout.measure import Profile
 from flatout.recipe import Memory, Recipe
 from flatout.train import largest_batch
 from flatout.train.contained import MEMORY, TIME, Child
-from flatout.train.largest_batch import Try, search
+from flatout.train.largest_batch import LargestBatch, Try, search
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -62,6 +62,19 @@ def test_nothing_fits():
 
 def test_steps_that_would_take_too_long_are_not_tried():
     assert [one.samples for one in of(10_000, seconds=1.0)] == [2, 4, 8, 16]
+
+
+def test_what_is_said():
+    tried = (Try(2, "", 0.1), Try(64, "", 12.0))
+    words = LargestBatch(64, 1, 10**9, TIME, tried).words(
+        torch.optim.SGD(nn.Linear(1, 1).parameters()), None
+    )
+    assert words.startswith("batch 64: a step took 12s, and larger ones were not tried (2 trials, ")
+    found = LargestBatch(32, 2, 10**9, MEMORY, (Try(16, "", 0.1), Try(17, MEMORY, 0.1)))
+    assert found.words((), None) == (
+        "batch 32 = 2 x 16: the most that fits in 1.0 GB of memory for each rank, 17 do not "
+        "(2 trials, 0.2s); as where no batch is named"
+    )
 
 
 # -- the child -------------------------------------------------------------------------------------
@@ -173,6 +186,7 @@ def test_all_of_small_data():
     _, history, said = fit(model, x=data(samples=8))
     assert history.batch_size == 8
     assert any(line.startswith("batch 8: all of the data") for line in said)
+    assert fit(network(), x=data(samples=40), drop_last=True)[1].batch_size == 40
     dataset = TensorDataset(*data(samples=8))
     assert fit(network(), x=dataset)[1].batch_size == 8
     assert fit(network(), x=arrays(*data(samples=8)).shuffle(seed=1))[1].batch_size == 8

@@ -116,10 +116,13 @@ class LargestBatch:
         if self.bound == "data":
             return "all of the data" + (" that ranks share evenly" if self.ranks > 1 else "")
         if self.bound == TIME:
-            return f"a step on more would take longer than {duration(_LONG_S)}"
+            longest = max(t.seconds for t in self.tried if not t.why)
+            return f"a step took {duration(longest)}, and larger ones were not tried"
         return f"a step on more fails: {self.bound}"
 
     def _rates(self, optimizers: Any, rule: LrRule | None) -> str:
+        if self.batch_size == _REFERENCE:
+            return "as where no batch is named"
         if rule is not None:
             return "changes what is learned: your learning-rate rule follows it"
         name = "sqrt" if any(map(is_adaptive, as_tuple(optimizers))) else "linear"

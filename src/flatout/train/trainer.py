@@ -284,7 +284,9 @@ class Trainer:
         if written is not None:
             self.history = written
             return written
-        source, validation = objective.to_fit(data, self.loop, drop_last=drop_last)
+        # What small batches drop is among the samples that a larger one may have.
+        drops = drop_last and not is_auto
+        source, validation = objective.to_fit(data, self.loop, drop_last=drops)
         self.loop = Loop(**self._loop_arguments | run_of_command(self._run, resume))
         if self.optimizer is None and isinstance(source, Pipeline) and source.id_columns:
             self._know(objective.build(source, self.loop))  # there are tables by now
