@@ -7,6 +7,9 @@ import pytest
 import torch
 
 from flatout.observe import cost
+from flatout.observe.numbers import Numbers
+from flatout.observe.round_trips import RoundTrips
+from flatout.observe.tensors import Syncs
 from flatout.observe.watch import Watch
 
 
@@ -36,3 +39,41 @@ def test_each_hook_can_be_timed(name, monkeypatch):
         for kind in product([False, True], repeat=len(signature(hook).parameters)):
             assert 0 <= hook(*kind) < 1e8
         assert torch.equal(torch.get_rng_state(), state)  # it is the script's
+
+
+def test_what_is_called_too_often_is_timed_in_the_first_steps_alone():
+    watch = Watch()
+    syncs = Syncs(torch, watch, RoundTrips(watch))
+    tensor = torch.ones(1)
+    try:
+        watch.lanes.steps = 25
+        float(tensor)
+        for _ in range(2000):
+            tensor.item()
+        watch.lanes.spent = [10**6] * len(watch.lanes.spent)
+        syncs._weigh()
+        tensor.item()
+        tensor.tolist()
+        watch.lanes.steps = 100
+        told = {call.kind: call for call in watch.calls.all() if call.count > 10}
+        assert told["item"].count == 4 * 2000
+        assert told["item"].detail["watched_steps"] == 25
+        assert watch.calls.count("tolist") == 1  # which is rare
+        assert [note for note in watch.notes if "80 calls a step are too many" in note]
+    finally:
+        for hook in syncs._hooks.values():
+            hook.remove()
+
+
+def test_weights_are_read_before_saves_that_are_far_apart_alone(monkeypatch):
+    watch = Watch()
+    numbers = Numbers(torch, watch)
+    now = 10**9
+    monkeypatch.setattr("flatout.observe.numbers.perf_counter_ns", lambda: now)
+    looks = []
+    monkeypatch.setattr(numbers, "look", lambda: looks.append(now))
+    numbers._took = 10**6  # a thousandth of a second
+    for _ in range(50):
+        watch.aside(*watch.before_saving)
+        now += 10**8
+    assert len(looks) == 3 + 4  # the first three, and one in each second

@@ -4,12 +4,17 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
+import numpy
 import pytest
 
 from flatout.kernels import Clock, stacks_of
 from flatout.observe import Observation
+from flatout.observe.lanes import EVALUATION, FORWARD, HOST
+from flatout.observe.line_sampler import _move_evaluation
 from flatout.observe.lines import growth
+from flatout.observe.stacks import Stack, codes, stacks_in
 
 SCRIPT = """
 import torch
@@ -84,3 +89,43 @@ def test_what_grows_is_told_with_its_interval_and_noise_is_not():
     assert growth([1.0 + 0.01 * at for at in range(12)], 50, 10**6) is None  # it does not matter
     assert growth([1.0 + 0.2 * at for at in range(12)], 50, 20) is None  # too few looks
     assert growth([0.0] * 8, 50, 2000) is None
+
+
+def layer_of_keras():
+    """A class as if it were a layer of the installed package."""
+    names = {}
+    package = str(Path(numpy.__file__).parents[1] / "keras" / "src" / "layers.py")
+    layer = "class Conv:\n    def call(self):\n        return 1\n    def __call__(self):\n"
+    exec(compile(layer + "        return self.call()\n", package, "exec"), names)
+    return names["Conv"]
+
+
+def test_a_trainers_layers_are_told_beneath_the_line_that_starts_it():
+    conv, here = layer_of_keras(), test_a_trainers_layers_are_told_beneath_the_line_that_starts_it
+    nodes = [
+        (-1, id(here.__code__), 0, 0, [], []),
+        (0, id(conv.__call__.__code__), 0, 0, [], []),
+        (1, id(conv.call.__code__), 0, 4, [0.0, 0.0, 4.0] + [0.0] * 9, [4.0] * 16),
+        (0, 12345, 0, 2, [0.0] * 6 + [2.0] + [0.0] * 5, [2.0] * 16),  # code that is gone
+        (-1, id(here.__code__), 10**6, 1, [1.0] + [0.0] * 11, [1.0] * 16),  # and another's place
+    ]
+    known = codes([here.__code__])
+    known.update({id(one.__code__): one.__code__ for one in (conv.__call__, conv.call)})
+    layer, gone, nowhere = stacks_in(nodes, known)
+    assert (layer.within, layer.trainer, layer.looks) == ("Conv", "keras", 4)
+    assert (gone.within, gone.trainer) == ("", "")
+    assert layer.users == gone.users == (layer.line.site,)
+    assert nowhere.users == ()
+
+
+def test_a_line_that_evaluates_and_trains_is_not_moved_to_evaluation():
+    def stack(line, lane, ns):
+        spent = [0.0] * 12
+        spent[lane] = ns
+        return Stack(None, (("train.py", line),), "", "", 1, spent, [])
+
+    stacks = [stack(8, FORWARD, 90.0), stack(20, FORWARD, 9.0), stack(9, HOST, 1.0)]
+    _move_evaluation(stacks, ("train.py", 20), 0.1)
+    assert (stacks[1].ns[EVALUATION], stacks[1].ns[FORWARD]) == (9.0, 0.0)
+    _move_evaluation(stacks, ("train.py", 8), 0.1)
+    assert stacks[0].ns[FORWARD] == 90.0

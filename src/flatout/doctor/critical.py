@@ -201,7 +201,7 @@ def _host(rank: Observation) -> tuple[str, Site | None]:
     hot = dearest_line(rank, ("host",))
     if hot is not None:
         words = "Python between the steps takes the largest part"
-        named = f"{hot.trainer}'s own {hot.within}" if hot.trainer else hot.words or "this line"
+        named = f"{hot.trainer}'s {hot.within}" if hot.trainer else hot.words or "this line"
         return f"{words}: {named}, {ms(hot.lanes_ms['host'])} of it", hot.site
     timed: list[Call] = [call for call in rank.calls if call.seconds and call.kind != "backward"]
     dearest = max(timed, key=lambda call: call.seconds or 0.0, default=None)

@@ -24,7 +24,7 @@
 #include "_stacks_frames.h"
 #include "_stacks_tree.h"
 
-#define SHARE 0.0015       /* of a CPU that looking may take */
+#define SHARE 0.003       /* of a CPU that looking may take */
 #define FASTEST_NS 4000000LL
 #define SLOWEST_NS 100000000LL
 

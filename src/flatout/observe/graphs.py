@@ -8,7 +8,7 @@ import re
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
-from time import perf_counter_ns
+from time import thread_time_ns
 from types import FrameType
 from typing import Any
 
@@ -25,7 +25,11 @@ _NODES = 50_000
 _ASKED = 8
 # To ask who holds them takes so many times as long as to find them.
 _LOOKS_TO_ASK = 4
-_WAITS = "graphs: so many objects are alive that looking through them again would cost too much"
+# What finding them takes, by what is allocated; and what is worth it for the fewest looks that say
+# something.
+_FEWEST = 2
+_NS_A_BLOCK, _CHEAP_NS = 40, 150_000_000
+_WAITS = "graphs: so many objects are alive that looking through them costs too much"
 _CONTAINERS = (list, tuple, dict, set, deque)
 
 
@@ -56,16 +60,18 @@ class Graphs:
         if self._meters.grown_mb() < _GROWN_MB:
             return
         steps = self._watch.lanes.steps
-        # Among a million objects a look takes as long as many short steps.
-        if self.nodes and not self._watch.affords(_LOOKS_TO_ASK * self._took):
+        # Among millions of objects a look takes as long as many short steps.
+        takes = self._took or sys.getallocatedblocks() * _NS_A_BLOCK
+        is_cheap = len(self.nodes) < _FEWEST and takes <= _CHEAP_NS
+        if not is_cheap and not self._watch.affords(_LOOKS_TO_ASK * takes):
             self._watch.notes[_WAITS] = None
             self._watch.at(2 * steps, self._look)
             return
         self._watch.notes.pop(_WAITS, None)
-        began = perf_counter_ns()
+        began = thread_time_ns()
         tensor = self._torch.Tensor
         kept = [one for one in gc.get_objects() if type(one) is tensor and one.grad_fn is not None]
-        self._took = perf_counter_ns() - began
+        self._took = thread_time_ns() - began
         self.nodes.append((steps, nodes_of(kept)))
         if len(self.nodes) > 1 and self.site is None and self.nodes[-1][1] > self.nodes[0][1]:
             self.site = self._keeper(kept)

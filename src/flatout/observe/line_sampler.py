@@ -11,7 +11,7 @@ from collections import Counter
 from types import CodeType, FrameType
 
 from flatout.kernels import stacks_of
-from flatout.observe.lanes import HOST, INPUT
+from flatout.observe.lanes import EVALUATION, HOST, INPUT
 from flatout.observe.lines import Lines
 from flatout.observe.observation import Observation, Site
 from flatout.observe.origins import origins
@@ -21,6 +21,8 @@ from flatout.observe.watch import Watch
 
 # From so many looks on lines are told.
 _FEWEST = 50
+# A line that was seen for so many times the time of evaluation does more than evaluate.
+_LARGEST = 2.0
 
 
 class LineSampler:
@@ -64,12 +66,16 @@ class LineSampler:
             seen.notes.append("lines: this Python's frames cannot be read from beside it")
             return
         models = list(self._watch.models)
-        evaluated = {_place(model.evaluated_at) for model in models if model.evaluated_at}
-        stacks = list(stacks_in(self._stacks.seen(), codes(self._outer), evaluated))
+        stacks = list(stacks_in(self._stacks.seen(), codes(self._outer)))
         looks = sum(stack.looks for stack in stacks)
         if looks < _FEWEST:
             seen.notes.append(f"lines: {looks} looks at the script are too few to tell its lines")
             return
+        lanes = [ms or 0.0 for ms in seen.lanes_ms.values()]
+        share = (seen.lanes_ms.get("evaluation") or 0.0) / max(sum(lanes), 1e-9)
+        for model in models:
+            if model.evaluated_at:
+                _move_evaluation(stacks, _place(model.evaluated_at), share)
         if seen.lanes_ms.get("input") is None:
             called = {_place(model.site) for model in models if model.is_stepped and model.site}
             if _made_input(stacks, called):
@@ -80,6 +86,23 @@ class LineSampler:
 
 def _place(site: Site) -> tuple[str, int]:
     return site.file, site.line
+
+
+def _move_evaluation(stacks: list[Stack], call: tuple[str, int], share: float) -> None:
+    """What is beneath a line that evaluates is of that lane, unless the line trains too.
+
+    Args:
+        stacks: all of them.
+        call: the line.
+        share: of all time that the lane has.
+    """
+    beneath = [stack for stack in stacks if call in stack.users]
+    seen = sum(sum(stack.ns) for stack in beneath) / max(sum(sum(one.ns) for one in stacks), 1e-9)
+    if seen > _LARGEST * share:
+        return
+    for stack in beneath:
+        moved, stack.ns = sum(stack.ns), [0.0] * len(stack.ns)
+        stack.ns[EVALUATION] = moved
 
 
 def _made_input(stacks: list[Stack], called: set[tuple[str, int]]) -> bool:

@@ -20,6 +20,8 @@ from flatout.observe.watch import Watch
 # Of the time, and of that in evaluation, and of that from one save to the next.
 _SHARE, _SHARE_EVALUATING, _SHARE_SAVING = 0.0005, 0.001, 0.001
 _FIRST_LOOK = 3
+# Before these first saves all numbers are read.
+_SAVES = 3
 _NAMED = 20
 # Of each tensor so many numbers are looked at for those that are too small.
 _SAMPLE = 2**16
@@ -32,7 +34,7 @@ class Numbers:
     def __init__(self, torch: Any, watch: Watch) -> None:
         self._torch = torch
         self._watch = watch
-        self._began = self._due = self._due_saving = self._took = 0
+        self._began = self._due = self._due_saving = self._took = self._saves = 0
         watch.at(1, self._begin)
         watch.at(_FIRST_LOOK, self._look_and_plan)
         watch.before_saving.append(self._before_saving)
@@ -44,8 +46,11 @@ class Numbers:
 
     def _before_saving(self) -> None:
         """What is saved in each step is read as often as that is cheap, and at the end."""
-        if perf_counter_ns() >= self._due_saving:
-            self.look()
+        self._saves += 1
+        if self._saves > _SAVES and perf_counter_ns() < self._due_saving:
+            return
+        self.look()
+        self._due_saving = perf_counter_ns() + int(self._took / _SHARE_SAVING)
 
     def _begin(self) -> None:
         self._began = perf_counter_ns()
@@ -77,7 +82,6 @@ class Numbers:
         now = perf_counter_ns()
         self._took = now - began
         self._due = now + int(self._took / _SHARE_EVALUATING)
-        self._due_saving = now + int(self._took / _SHARE_SAVING)
 
 
 def flushes_subnormals(torch: Any) -> bool:

@@ -345,10 +345,10 @@ class Line:
         lanes_ms: the same by lane.
         words: what it calls, as it is written there, such as "torch.quantile".
         callers: the user's lines that led to it most often, from the inside.
-        within: the module that took most of it, such as "BertLayer"; the function, where a
-            trainer's own code took it.
-        trainer: the package whose own code took it, such as "lightning", beneath a line that
-            only starts it; "" for none.
+        within: the module that took most of it, such as "BertLayer"; else, of a trainer's or a
+            DataLoader's own code, the function.
+        trainer: the package that runs beneath a line that only starts it, such as "lightning"; ""
+            for none.
         looks: how many looks at the script found it there: the fewer, the rougher is `ms`.
         growth: where it takes more and more; None where it does not.
     """

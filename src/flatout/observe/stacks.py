@@ -12,11 +12,12 @@ from itertools import islice
 from types import CodeType, FunctionType
 from typing import TypeAlias
 
-from flatout.observe.lanes import AFTER, EVALUATION, OPTIMIZER
+from flatout.observe.lanes import AFTER, OPTIMIZER
 from flatout.observe.sites import is_users
 
 # What calls the user's code, and not the other way round: its own time is told by its functions.
 TRAINERS = ("lightning", "pytorch_lightning", "accelerate", "transformers", "keras")
+_LOADING = "/torch/utils/data/"
 _LONGEST_WORDS = 40
 
 Places: TypeAlias = tuple[tuple[str, int], ...]
@@ -63,8 +64,11 @@ class Place:
 
 
 def _without_arguments(text: str) -> str:
-    """Cuts the last pair of brackets off, and what is too long."""
+    """Cuts the last pair of brackets off, and what is too long; leaves what a loop runs over."""
     text = text.strip()
+    loop = re.fullmatch(r"for .+? in (.+):", text)
+    if loop:
+        return loop[1]
     if text.endswith(")"):
         depth = 0
         for at in range(len(text) - 1, -1, -1):
@@ -90,7 +94,7 @@ class Stack:
         line: the innermost place of the user's.
         users: the user's lines, that one first, then those above it.
         within: what of a library's it had called, in words; "" for nothing.
-        trainer: the trainer whose own code it was; "" for none.
+        trainer: the trainer that ran beneath that line; "" for none.
         ns: by lane.
         bins: ns by steps.
     """
@@ -120,14 +124,12 @@ def codes(others: Iterable[CodeType] = ()) -> dict[int, CodeType]:
 def stacks_in(
     nodes: list[tuple[int, int, int, int, list[float], list[float]]],
     known: dict[int, CodeType],
-    evaluated: set[tuple[str, int]],
 ) -> Iterator[Stack]:
     """The stacks of a tree of places.
 
     Args:
         nodes: as kernels' Stacks.seen() gives them.
         known: codes by id.
-        evaluated: lines that evaluate: what is beneath them is of that lane.
     """
     for number, node in enumerate(nodes):
         if not node[3]:
@@ -138,11 +140,17 @@ def stacks_in(
             code = known.get(code_id)
             if code is not None and instruction < len(code.co_code):
                 places.append(Place(code, max(0, instruction)))
-        yield _stack(places, *node[3:], evaluated)
+        yield _stack(places, *node[3:])
 
 
 NOWHERE = Place(compile("", "<nowhere>", "exec"), 0)
 """Where no line of the user's is in a stack."""
+
+
+def _is_module(place: Place) -> bool:
+    """Whether it is the forward pass of a module, or of a layer of Keras'."""
+    names = ("call",) if place.package == "keras" else ("forward",)
+    return place.code.co_name in names
 
 
 def _stack(
@@ -150,7 +158,6 @@ def _stack(
     looks: int,
     ns: list[float],
     bins: list[float],
-    evaluated: set[tuple[str, int]],
 ) -> Stack:
     at = next((at for at, place in enumerate(places) if place.is_users), len(places))
     libraries = places[:at]
@@ -158,19 +165,15 @@ def _stack(
     moved = list(ns)
     moved[OPTIMIZER] += moved[AFTER]
     moved[AFTER] = 0.0
-    if not evaluated.isdisjoint(place.site for place in users):
-        moved = [0.0] * len(ns)
-        moved[EVALUATION] = sum(ns)
-    trainers = [place for place in libraries if place.package in TRAINERS]
-    # A module that a trainer's code has called is no part of the trainer.
-    module = next((place for place in libraries if place.code.co_name == "forward"), None)
-    trainer = trainers[0] if trainers and module is None else None
-    named = trainer or module
-    within = "" if named is None else named.code.co_qualname.removesuffix(".forward")
+    trainer = next((place for place in libraries if place.package in TRAINERS), None)
+    module = next(filter(_is_module, libraries), None)
+    loader = next((place for place in libraries if _LOADING in place.code.co_filename), None)
+    named = module or trainer or loader
+    within = "" if named is None else named.code.co_qualname.replace("<locals>.", "")
     return Stack(
         users[0] if users else NOWHERE,
         tuple(dict.fromkeys(place.site for place in users)),
-        within.replace("<locals>.", ""),
+        within.removesuffix(".forward").removesuffix(".call"),
         "" if trainer is None else trainer.package,
         looks,
         moved,

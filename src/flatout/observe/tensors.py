@@ -69,7 +69,7 @@ class Syncs:
         watch, lanes = self._watch, self._watch.lanes
         steps, ns = lanes.steps, sum(lanes.spent)
         most = max(_MOST_SHARE * ns, _MOST_NS * steps) / _CALL_NS
-        for kind in sorted(set(_SYNCS.values())):
+        for kind in sorted({_SYNCS[name] for name in self._hooks}):
             count = watch.calls.count(kind)
             if count > most and not is_anything_compiled():  # it would be compiled again
                 self._end(kind)

@@ -274,7 +274,8 @@ def _told(finding: Finding) -> tuple[str, str]:
 def _is_told_by_lanes(line: Line) -> bool:
     """Whether it is a call that is a lane itself: backward() or step()."""
     most = max(line.lanes_ms, key=lambda lane: line.lanes_ms[lane], default="")
-    return most in ("backward", "optimizer") and not line.growth and not line.within
+    is_whole = not line.within or line.trainer
+    return most in ("backward", "optimizer") and not line.growth and bool(is_whole)
 
 
 def _line_words(line: Line, width: int) -> str:
@@ -285,7 +286,7 @@ def _line_words(line: Line, width: int) -> str:
         us, low, high = (rounded(us, 2) for us in vars(line.growth).values())
         more.append((f", {us} us [{low},{high}] more each step", f", {us} us more each step"))
     if line.trainer:
-        more.append((f": {line.trainer}'s own {line.within}",))
+        more.append((f": {line.trainer}'s {line.within}",))
     elif line.within and not line.words.endswith(line.within):
         more.append((f", in {line.within}",))
     if line.callers:

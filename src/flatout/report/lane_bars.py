@@ -12,13 +12,13 @@ from flatout.words import rounded
 STEP = ("input", "copy", "forward", "backward", "sync", "optimizer", "host", "gc", "idle")
 BETWEEN = ("evaluation", "saving")
 
-_SHOWN = (0.01, 0.02, 0.04, 0.08, 0.16)
+_SHOWN = (0.01, 0.02, 0.03, 0.05, 0.08, 0.12)
 """Shares of a step from which on a lane has its own bar: the first with which a line has room."""
 _SHORT = {"forward": "fwd", "backward": "bwd", "optimizer": "opt", "evaluation": "eval"}
 """Of lanes, where a line has no room for their names and bars."""
-_TOLD = 0.001
+_TOLD = 0.005
 """Share from which on what is too small for a bar is told."""
-_BAR, _LEAST_BAR = 24, 16
+_BAR, _LEAST_BAR = 24, 10
 """Columns of all bars together, and the fewest in which they can be told apart."""
 _PARTS = " ▏▎▍▌▋▊▉"
 """Eighths of a column."""
