@@ -1,6 +1,10 @@
 """What is prescribed of cures whose effects are known: on a simulated machine, with its noise."""
 
 import math
+import os
+import subprocess
+import sys
+import time
 from contextlib import closing
 from types import SimpleNamespace
 
@@ -12,6 +16,7 @@ from flatout.doctor.judge import Verdict
 from flatout.doctor.prescription import Prescription
 from flatout.doctor.prove import Proving
 from flatout.doctor.proving.cure import cures_of
+from flatout.doctor.proving.other_work import OtherWork
 from flatout.doctor.trials.arm import Block, Showed
 from flatout.doctor.trials.pair import Pair
 from flatout.measure.trial import run_trial
@@ -310,3 +315,35 @@ def test_what_a_recipe_does_not_reach_is_tried_as_a_change_of_the_code():
     machine.out_of_reach = {"script.garbage"}
     without = proven(machine, "script.garbage")
     assert without.proofs[0].reason.startswith("it stays as written")
+
+
+def test_on_a_noisy_machine_small_wins_are_not_prescribed_and_the_cause_is_told(monkeypatch):
+    told = "other processes took 1.4 CPUs meanwhile, most of it python (7)"
+    monkeypatch.setattr("flatout.doctor.prove.OtherWork.words", lambda self: told)
+    noisy = []
+    for seed in range(12):
+        machine = Machine(by_set(plain=10, memory_format=8), seed, noise=0.4)
+        given = proven(machine, LAST)
+        assert given.noise == (told if given.floor > 0.2 else "")
+        if given.floor > 0.4:
+            noisy.append(given)
+            assert machine.floor == given.floor
+    assert len(noisy) >= 6
+    assert not any(given.prescribed for given in noisy)
+    large = proven(Machine(by_set(plain=10, memory_format=1), 3, noise=0.05), LAST)
+    assert (large.noise, outcomes(large)[LAST]) == ("", "prescribed")
+
+
+def test_other_work_is_counted_without_ours():
+    busy = [sys.executable, "-c", "while True: pass"]
+    before = OtherWork()
+    ours = subprocess.Popen(busy)
+    try:
+        until = time.monotonic() + 0.3
+        while time.monotonic() < until:
+            pass
+        assert f"({ours.pid})" not in before.words()
+        assert f"({os.getpid()})" not in before.words()
+    finally:
+        ours.kill()
+        ours.wait()

@@ -54,6 +54,8 @@ class Prescription:
         proofs: each cure alone, in the order in which they were tried; also those not tried.
         together: all that is prescribed at once; None where nothing is.
         floor: how far from 1 a ratio of the script to itself may lie here.
+        noise: what made the machine so noisy that small wins cannot be told from it; "" where it
+            was calm enough.
         seconds: that the trials took.
         run_steps: steps of the user's whole run; None where it is not known.
         before_s, after_s: of the user's whole run, warm-up and setup included; None likewise.
@@ -66,6 +68,7 @@ class Prescription:
     proofs: list[Proof] = field(default_factory=list)
     together: Proof | None = None
     floor: float = 0.0
+    noise: str = ""
     seconds: float = 0.0
     run_steps: int | None = None
     before_s: float | None = None

@@ -29,6 +29,7 @@ from flatout.doctor.proving.follow import brought_about
 from flatout.doctor.proving.judging import CHANGES, Judging
 from flatout.doctor.proving.losses import compare
 from flatout.doctor.proving.obstacles import obstacle
+from flatout.doctor.proving.other_work import OtherWork
 from flatout.doctor.proving.whole_run import between_s, run_steps, whole_s
 from flatout.doctor.trials.pair import Against, Pair
 from flatout.doctor.trials.scratch import scratch
@@ -39,6 +40,9 @@ from flatout.recipe import Parity
 # itself it is measured for so many seconds even where that is more, up to a larger share.
 _ITSELF, _KEPT = 0.25, 0.25
 _ITSELF_S, _ITSELF_MOST = 30.0, 1 / 3
+# A/A noise from which on its cause is told, and from which on each win has to lie beyond it, and
+# not only beyond the noise of its own trial.
+_NOISY, _LOUD = 0.2, 0.4
 # The trial that has the last word says what is promised: its quadruples at least and at most, where
 # there is time, how far apart the ends of its interval may lie, the seconds in which each side
 # finds its pace before a block counts, and how often both are begun.
@@ -118,6 +122,7 @@ class Proving:
         self._run_steps = run_steps(verdict, what)
         self._judging = Judging(verdict, allow, self._run_steps)
         self._floor = 0.0
+        self._noise = ""
         self._tried: dict[tuple[str, ...], _Tried] = {}
         self._untried: dict[tuple[str, ...], Proof] = {}
         self._brought: list[Cure] = []  # of what other cures bring about
@@ -145,6 +150,7 @@ class Proving:
         self._told("the script against itself, for the noise ...")
         left = self._bench.left_s
         budget = max(_ITSELF * left, min(_ITSELF_S, _ITSELF_MOST * left))
+        others = OtherWork()
         pair = self._bench.measure(plain, NOTHING, budget, min_pairs=3, max_pairs=4)
         if pair.result is None:
             raise _Stopped(f"the script as it is: {pair.reason.partition(': ')[2]}")
@@ -155,7 +161,11 @@ class Proving:
         self._floor = max(self._bench.floor, pair.result.floor)
         compared = compare(pair.a, pair.b, Parity.EXACT, is_repeatable=True)
         self._judging.is_repeatable = compared.is_equal is not False
-        self._told(f"  A/A noise ±{self._floor:.1%}")
+        if self._floor > _LOUD:  # what cannot be told apart from that is not prescribed
+            self._bench.floor = self._floor
+        if self._floor > _NOISY:
+            self._noise = others.words() or "no other process here took a CPU meanwhile"
+        self._told(f"  A/A noise ±{self._floor:.1%}" + (f": {self._noise}" if self._noise else ""))
 
     def _alone(self, plain: Against, cure: Cure, remaining: int) -> None:
         """One cure against the script as it is, in several variants where it has them."""
@@ -368,6 +378,7 @@ class Proving:
             proofs=proofs,
             together=self._final.proof if self._final else None,
             floor=self._floor,
+            noise=self._noise,
             run_steps=self._run_steps,
             refused=self._bench.refused,
             stopped=self.stopped,

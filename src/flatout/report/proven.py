@@ -58,6 +58,8 @@ class ProvenReport:
         for danger in self.verdict.dangers:
             place = f"{short(danger.where)} " if danger.where else ""
             yield row("DANGER", "bold red", f"{place}{danger.what}", width=_LABEL)
+        if self.prescription.noise:
+            yield row("noise", "bold", self.prescription.noise, width=_LABEL)
         if self.prescription.refused:
             yield row("refused", "bold", "; ".join(_refused(self.prescription)), width=_LABEL)
         if self.prescription.stopped:
