@@ -42,6 +42,7 @@ EXTENSIONS = (
     "_lines",
     "_relu_pool",
     "_resize",
+    "_stacks",
     "_table_rows",
 )
 
