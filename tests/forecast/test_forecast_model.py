@@ -158,6 +158,26 @@ def test_calibration_finds_what_timed_steps_tell():
     )
 
 
+def test_many_reductions_alone_do_not_outweigh_the_steps():
+    """Though the model is a fifth off in each of them."""
+    job, machines = Job(buckets=cut(200 * MB), batch=64), known(nic=6e8)
+    shape, rng = Shape(2, 1, 64), np.random.default_rng(0)
+    sent = []
+    for bytes in np.geomspace(1e5, 1e8, 30):
+        one = Sent(shape, "ring", float(bytes), 1.0, 0.03)
+        took = float(sending(job, one, machines)[0] * np.exp(rng.normal(0, 0.2)))
+        sent.append(replace(one, seconds=took))
+    rows = [
+        Row(one, float(sum(step_terms(job, one, machines).values())[0]), 0.01)
+        for one in (Shape(1, 1, 64), shape)
+    ]
+    found = calibrate(job, Prior(nic=(1e8, 4e9)), rows, sent)
+    for row in rows:
+        low, high = np.quantile(total_seconds(job, row, found), (0.05, 0.95))
+        assert low < row.seconds < high
+        assert high / low < 1.06
+
+
 def test_calibration_is_the_same_each_time():
     job, rows = (
         Job(buckets=cut(1e8), batch=64),
