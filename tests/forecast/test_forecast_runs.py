@@ -84,6 +84,8 @@ def test_what_was_measured_besides_narrows_the_forecast(tmp_path, runs):
     seconds_of_asked = seconds_of(Shape(1, 4, 64))
     asked = {"hosts": (1,), "per_host": 4}
     assert width(run, **asked) < width(runs[0], **asked)
+    slow = forecast([run], hosts=(1, 4), network=LINE / 50, keeps_rank_batch=False)
+    assert not {one.choice for one in decisions(slow) if one.about == "narrow"} & {"batch", "host"}
     less = forecast([run], hosts=(4,), keeps_rank_batch=False).sides[0]
     more = forecast(runs[:1], hosts=(4,), keeps_rank_batch=False).sides[0]
     assert less.draws.fixed.std() < 0.7 * more.draws.fixed.std()
@@ -205,8 +207,11 @@ def test_the_network_is_named_where_it_holds_back(runs):
 
 def test_bad_input_is_named(tmp_path, runs):
     one = runs[0]
+    summed = {"op": "all_reduce", "ranks": 2, "hosts": 1, "bytes": 4096, "seconds": [1e-4]}
+    alone = Network.model_validate({"schema": 1, "hosts": ["a"], "collectives": [summed]})
     cases = [
         (lambda: forecast([one], hosts=(2,), network=None), "without the network"),
+        (lambda: forecast([one], hosts=(2,), network=alone), "of a alone"),
         (lambda: forecast([one, one]), "named twice"),
         (lambda: forecast([one], hosts=(128,), keeps_rank_batch=False), "more than the 64 samples"),
         (lambda: forecast([one], budget=3.0), "prices"),

@@ -225,6 +225,11 @@ def _narrow(side: Side) -> Iterator[Decision]:
     known = shares(side.draws, side.rates(point.shape))
     if side.measured.has_crossed or point.hosts == 1 or not isinstance(side.asked.network, float):
         known.pop("network")
+    # What was measured and is still uncertain is noise.
+    if any(run.step_times for run in side.measured.profiles):
+        known.pop("batch")
+    if any(run.ranks_on_host for run in side.measured.profiles):
+        known.pop("host")
     best = max(known, key=lambda name: known[name])
     if known[best] >= _TELLS:
         words = f"{MEASUREMENTS[best][1]} ({known[best]:.0%} of what is uncertain)"

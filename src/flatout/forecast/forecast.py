@@ -263,8 +263,8 @@ class Forecast:
             FlatoutError: a run cannot be read or used; something that is needed was not said.
         """
         measured = read_runs(runs, asked.settings)
-        if max(asked.hosts) > 1 and asked.network is None:
-            raise _no_network(measured[0].profiles)
+        if max(asked.hosts) > 1:
+            _check_network(asked.network, measured[0].profiles)
         if (asked.deadline or asked.budget) and asked.budget and asked.prices is None:
             raise FlatoutError(
                 "expected prices beside a budget, found none",
@@ -293,6 +293,19 @@ def _check_batch(side: Side) -> None:
             f"{most} hosts have {side.shape(most).ranks} ranks, more than the "
             f"{side.measured.batch:,.0f} samples of a batch",
             do="ask for fewer hosts, or let each rank keep its batch: --keep-rank-batch",
+        )
+
+
+def _check_network(network: Network | float | None, profiles: Sequence[Profile]) -> None:
+    if network is None:
+        raise _no_network(profiles)
+    if isinstance(network, float) or network.links:
+        return
+    if not any(one.hosts > 1 for one in network.collectives):
+        raise FlatoutError(
+            f"expected figures of a network between hosts, found those of "
+            f"{', '.join(network.hosts)} alone",
+            do="measure between hosts, or say a line rate such as --network 10Gb",
         )
 
 

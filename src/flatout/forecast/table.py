@@ -115,7 +115,9 @@ def _footnote(forecast: Forecast) -> str:
 
 def _basis(side: Side) -> Iterator[str]:
     measured, asked = side.measured, side.asked
-    sizes = sorted({(row.shape.hosts, row.shape.ranks) for row in measured.rows})
+    sizes = sorted(
+        {(row.shape.hosts, row.shape.ranks) for row in measured.rows if not row.shape.silent}
+    )
     ranks = " and ".join(str(count) for _, count in sizes)
     most = max(hosts for hosts, _ in sizes)
     yield f"measured: {ranks} rank{'' if ranks == '1' else 's'} of {counted(most, 'host')}"
