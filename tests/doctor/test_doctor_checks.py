@@ -449,6 +449,12 @@ ROWS = {
         job(**NO_LOSS),
         kind="danger",
     ),
+    "accumulation_undivided": Row(
+        job(**in_loss("undivided", backwards=4), optimizer={"kind": "torch.optim.sgd.SGD"}),
+        job(optimizer={"kind": "torch.optim.sgd.SGD"}),
+        job(**NO_LOSS),
+        kind="danger",
+    ),
     "zero_grad_missing": Row(
         job(optimizer={"kept_gradients": (3, 3)}), job(optimizer={"kept_gradients": (1, 3)}),
         job(optimizer={"kept_gradients": None}),

@@ -21,10 +21,10 @@ pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
 SCRIPTS = (
-    "activation_twice", "called_twice", "clip_scaled", "clip_useless", "debugging_left_on",
-    "labels_sorted", "layers_in_list", "loss_broadcast", "nan_hidden", "optimizer_extreme",
-    "parameters_unreached", "saved_each_step", "schedule_forgotten", "schedule_misplaced",
-    "validation_overlaps", "workers_repeat", "zero_grad_missing",
+    "accumulation_undivided", "activation_twice", "called_twice", "clip_scaled", "clip_useless",
+    "debugging_left_on", "labels_sorted", "layers_in_list", "loss_broadcast", "nan_hidden",
+    "optimizer_extreme", "parameters_unreached", "saved_each_step", "schedule_forgotten",
+    "schedule_misplaced", "validation_overlaps", "workers_repeat", "zero_grad_missing",
 )  # fmt: skip
 PITFALLS = [pitfall for pitfall in read_index() if pitfall.name in SCRIPTS]
 

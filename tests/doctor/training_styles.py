@@ -275,6 +275,28 @@ def linear_probe():
 
 
 @style
+def head_alone():
+    model = network()
+    optimizer = torch.optim.Adam(model[2].parameters(), lr=1e-3)
+    train(model, lambda: functional.cross_entropy(model(x), y), optimizer)
+
+
+@style
+def accumulation_divided_later():
+    loader = DataLoader(TensorDataset(x, y), 8, shuffle=True)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(2 * STEPS // 4):
+        for batch, (rows, truths) in enumerate(loader, 1):
+            functional.cross_entropy(model(rows), truths).backward()
+            if batch % 4 == 0:
+                for one in model.parameters():
+                    one.grad /= 4
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@style
 def low_rank_adapter():
     class Adapted(nn.Module):
         def __init__(self, base):

@@ -8,7 +8,7 @@ from threading import get_ident
 from typing import Any
 from weakref import WeakSet
 
-from flatout.hooks import wrap
+from flatout.hooks import Hook, wrap
 from flatout.observe.watch import Watch
 
 # Calls in so many steps are looked at: they come alike.
@@ -23,15 +23,17 @@ class Clipping:
     def __init__(self, torch: Any, watch: Watch) -> None:
         self._torch = torch
         self._watch = watch
+        self._hooks: list[Hook] = []
         self._scalers: WeakSet[Any] = WeakSet()
         for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
             for name in ("clip_grad_norm_", "clip_grad_value_"):
-                wrap(owner, name, "observe", self._clipping)
-        self._hook = wrap(torch.amp.GradScaler, "scale", "observe", self._scaling)
+                self._hooks.append(wrap(owner, name, "observe", self._clipping))
+        self._hooks.append(wrap(torch.amp.GradScaler, "scale", "observe", self._scaling))
         watch.at(_STEPS, self._end)
 
     def _end(self) -> None:
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
 
     def _scaling(self, original: Any) -> Any:
         def scale(scaler: Any, *args: Any, **kwargs: Any) -> Any:

@@ -52,6 +52,12 @@ _LOSSES = {
 _NLL = ("NllLossBackward0", "NllLoss2DBackward0")
 _LAYERS = ("AddmmBackward0", "MmBackward0", "ConvolutionBackward0", "LinearBackward0")
 _DISTANCES = ("MseLossBackward0", "SmoothL1LossBackward0", "HuberLossBackward0")
+_REDUCED = (
+    *_NLL,
+    *_DISTANCES,
+    "BinaryCrossEntropyWithLogitsBackward0",
+    "BinaryCrossEntropyBackward0",
+)
 _MEANS, _SUMS = 1, 2  # as torch numbers reductions
 # Fewer labels in a batch say nothing of their order.
 _LEAST_LABELS = 8
@@ -82,6 +88,7 @@ class LossGraphs:
         self._noted: tuple[bool, bool] | None = None
         self._renew()
         watch.before_backward.append(self._look)
+        watch.with_gradients.append(self._before_step)
         watch.on_renewal.append(self._renew)
         for step in _ASKED_AFTER:
             watch.at(step, self._find_unregistered)
@@ -110,12 +117,14 @@ class LossGraphs:
         self.looks = 0
         self.found: dict[tuple[str, str], InLoss] = {}
         self.reached: dict[int, ref[Any]] = {}
+        self._reduced: list[tuple[int, Any]] = []
         self._close()
 
     def _look(self, tensors: Any) -> None:
         roots = [tensors] if isinstance(tensors, self._torch.Tensor) else list(tensors)
         try:
             found = [one for root in roots if root.grad_fn for one in self._findings(root)]
+            self._note_reduction(roots[0].grad_fn)
             has_new = sum(self._keep(one) for one in found) > 0
             self.looks += 1
         except (RuntimeError, NotImplementedError) as error:
@@ -153,6 +162,25 @@ class LossGraphs:
             fact.detail["alone"] = sorted({*before["alone"], *one.detail["alone"]})
         fact.site = fact.site or _site_of(one.node)
         return fact.site is None and one.kind != "labels"
+
+    def _note_reduction(self, node: Any) -> None:
+        """How the loss of one of the batches of a step was reduced."""
+        batches = sum(loader.batches for loader in self._watch.loaders)
+        self._reduced.append((batches, node and _reduction(node)))
+
+    def _before_step(self) -> None:
+        """Whether losses of several batches were added up that are means of their own each."""
+        several, self._reduced = self._reduced, []
+        first = next((t for s in self._watch.optimizers for t in s.tensors() if _is_dense(t)), None)
+        batches = {batch for batch, _ in several}
+        if len(several) < 2 or len(batches) < len(several) or first is None:
+            return
+        # Adding to it is one change of a gradient each: another one may have been the division.
+        is_whole = first.grad._version < len(several)
+        if is_whole and {how for _, how in several} == {"mean"}:
+            fact = self.found.setdefault(("undivided", ""), InLoss("undivided"))
+            fact.count += 1
+            fact.detail = {"backwards": len(several)}
 
     def _findings(self, root: Any) -> Iterator[_Found]:
         has_labels = False
@@ -215,6 +243,24 @@ def _nodes(root: Any) -> Iterator[tuple[Any, Any]]:
             if child is not None and child not in known:
                 known.add(child)
                 todo.append((child, node))
+
+
+def _is_dense(tensor: Any) -> bool:
+    return tensor.grad is not None and not tensor.grad.is_sparse
+
+
+def _reduction(node: Any) -> str:
+    """How a loss was made of its samples' losses: "mean", "sum", "divided", or "" if unknown."""
+    while node is not None:
+        name = node.name()
+        if name in _REDUCED:
+            return {_MEANS: "mean", _SUMS: "sum"}.get(node._saved_reduction, "")
+        if name in ("DivBackward0", "MulBackward0"):
+            return "divided"
+        if name not in _VIEWS and name != "AddBackward0":
+            return ""
+        node = node.next_functions[0][0]
+    return ""
 
 
 def _input(node: Any) -> Any:

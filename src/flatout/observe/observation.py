@@ -228,7 +228,7 @@ class InLoss:
     Attributes:
         kind: "twice" (a loss is given what it would compute itself), "pairs" (output and target
             were broadcast against one another), "nan" (some were replaced), "labels" (of how many
-            classes).
+            classes), "undivided" (means of several batches were added up for a step).
         site: the user's line, where torch could note it.
         count: in how many graphs.
         steps: up to which step.

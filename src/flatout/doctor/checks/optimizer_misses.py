@@ -5,7 +5,7 @@ from __future__ import annotations
 from flatout.doctor.checks.check import Findings, check
 from flatout.doctor.checks.signals import at, few, models
 from flatout.doctor.finding import Finding
-from flatout.observe import Observation
+from flatout.observe import Model, Observation
 
 
 @check()
@@ -13,6 +13,9 @@ def look(seen: Observation) -> Findings:
     """Parameters of a stepped model that had a gradient, and that no optimizer has."""
     for model in models(seen):
         if names := model.not_stepped:
+            if model.misses_first and not any(one.orphans for one in seen.optimizers):
+                yield _of_head(model)
+                continue
             shapes = [shape for one in seen.optimizers for shape in one.orphans]
             instead = f"; it holds {few(shapes)} in their place" if shapes else ""
             yield Finding(
@@ -24,3 +27,17 @@ def look(seen: Observation) -> Findings:
                 where=at(model.site),
                 parity="changes learning",
             )
+
+
+def _of_head(model: Model) -> Finding:
+    """Where all that is missed comes before what is stepped, only that may be meant to train."""
+    names = model.not_stepped
+    return Finding(
+        kind="note",
+        what=f"backward computes gradients for the first {len(names)} parameters of the model, "
+        f"which no optimizer has: {few(names)}",
+        do="requires_grad_(False) on them, where only the layers behind them are to train: that "
+        "saves their backward; else give them to the optimizer",
+        where=at(model.site),
+        parity="bit-identical",
+    )

@@ -22,11 +22,14 @@ def look(seen: Sequence[Observation]) -> Findings:
         return
     wanted = max(1, cpus // len(seen))
     in_all = f"{len(seen)} ranks x {max(threads)}" if len(seen) > 1 else f"{threads[0]}"
-    why = "; torchrun sets OMP_NUM_THREADS=1 by itself" if max(threads) == 1 else ""
+    sites = [str(call.site) for call in seen[0].calls if call.kind == "threads"]
+    is_own = not sites and max(threads) == 1
+    why = "; torchrun sets OMP_NUM_THREADS=1 by itself" if is_own else ""
     yield Finding(
         kind="slow",
         what=f"{in_all} threads on {cpus} usable CPUs leave most of them idle{why}",
         do=f"OMP_NUM_THREADS={wanted}; flatout run --devices auto finds how many ranks are fastest",
         parity="rounding",
+        where=sites[0] if sites else "",
         recipe={"process.threads": wanted},
     )
