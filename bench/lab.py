@@ -73,7 +73,10 @@ def lab(count: int, mbit: float, delay_ms: float = 0.0) -> Iterator[list[Host]]:
             for link in (LINK, "lo"):
                 _call("ip", "-n", name, "link", "set", link, "up")
             at = ("tc", "-n", name, "qdisc", "add", "dev", LINK)
-            rate = ("rate", f"{mbit}mbit", "burst", "512kb", "latency", "100ms")
+            # What may go at once is what the link carries in a millisecond: a step that waits
+            # saves up no more than that.
+            burst = max(32_768, int(mbit * 125))
+            rate = ("rate", f"{mbit}mbit", "burst", f"{burst}b", "latency", "100ms")
             _call(*at, "root", "handle", "1:", "tbf", *rate)
             if delay_ms:
                 # Its queue takes what the delay keeps on its way.
