@@ -206,7 +206,9 @@ class LossGraphs:
     def _find_unregistered(self) -> None:
         """Parameters that a loss has reached, though no module that was called has them, and no
         optimizer."""
-        modules = [(seen, module) for seen in self._watch.models if (module := seen.ref())]
+        # Not by its truth: a compiled module has a length, and none that can be asked for.
+        models = [(seen, seen.ref()) for seen in self._watch.models]
+        modules = [(seen, module) for seen, module in models if module is not None]
         known = {id(one) for _, module in modules for one in module.parameters()}
         known |= {id(tensor) for seen in self._watch.optimizers for tensor in seen.tensors()}
         alive = [one for reference in self.reached.values() if (one := reference()) is not None]
