@@ -1,13 +1,13 @@
 """Forecasts from runs whose truth is known, what is decided of them, and what bad input gets."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 from forecast_runs import make_run, on_cpu, profile, seconds_of, truth
+from typer.testing import CliRunner
 
+from flatout.cli.main import app
 from flatout.errors import FlatoutError
 from flatout.forecast import Asked, Forecast, Network, Prices, parse_settings
 from flatout.forecast.decisions import decisions
@@ -15,7 +15,6 @@ from flatout.forecast.job import Shape
 from flatout.measure.profile import RanksOnHost, StepTimes
 
 LINE = 1.25e9
-MAIN = "from flatout.cli.main import main; main()"
 PRICES = Prices((("g5", 1.0),), "USD")
 
 
@@ -35,9 +34,7 @@ def decided(found, about):
 
 
 def command(*words):
-    return subprocess.run(
-        [sys.executable, "-c", MAIN, "forecast", *map(str, words)], capture_output=True, text=True
-    )
+    return CliRunner().invoke(app, ["forecast", *map(str, words)])
 
 
 @pytest.mark.parametrize("keeps_rank_batch", [False, True])
@@ -254,7 +251,7 @@ def test_the_command_fits_eighty_columns_and_says_what_json_says(tmp_path, runs)
     words = [runs[0], "--hosts", "1..16", "--network", "10Gb", "--rtt", "0.2ms", "--deadline", "3h"]
     words += ["--price", "g5=98765.4", "--currency", "USD", "--epochs", "9", "--keep-rank-batch"]
     shown = command(*words)
-    assert shown.returncode == 0, shown.stderr
+    assert shown.exit_code == 0, shown.exception
     assert shown.stderr == ""
     lines = shown.stdout.splitlines()
     assert max(map(len, lines)) <= 80
@@ -268,9 +265,9 @@ def test_the_command_fits_eighty_columns_and_says_what_json_says(tmp_path, runs)
     assert {"path", "hosts", "deadline", "held back"} <= {one["about"] for one in data["decisions"]}
     (tmp_path / "profile.json").write_text('{"schema": "flatout.profile", "version": 9}')
     refused = command(tmp_path)
-    assert refused.returncode == 1
-    assert "version 9" in refused.stderr
-    assert "expected numbers of hosts" in command(runs[0], "--hosts", "4..1").stderr
+    assert refused.exit_code == 1
+    assert "version 9" in str(refused.exception)
+    assert "expected numbers of hosts" in str(command(runs[0], "--hosts", "4..1").exception)
 
 
 def test_truth_of_these_tests_saturates():
