@@ -171,3 +171,16 @@ def test_what_a_dataset_keeps_of_each_sample_is_counted(every, epochs, kept):
     for _ in range(250):
         seen.took(None, 1)
     assert seen.result().kept_per_sample is None
+
+
+def test_a_look_that_fails_is_noted_and_the_script_goes_on():
+    watch, looks = Watch(), []
+
+    def fails():
+        raise KeyError("weight")
+
+    watch.aside(fails, lambda: looks.append(1), fails)
+    assert looks == [1]
+    (note,) = watch.notes
+    assert note.startswith("a look failed, and what it would have seen is missing: KeyError")
+    assert "test_observe_facts.py" in note

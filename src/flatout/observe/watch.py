@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import heapq
+import os
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from itertools import count
 from time import perf_counter_ns
@@ -107,13 +109,19 @@ class Watch:
             self._end()
 
     def aside(self, *looks: Callable[[], None]) -> None:
-        """Calls `looks`: what they do is no part of a step, and none of the script's calls."""
+        """Calls `looks`: what they do is no part of a step, and none of the script's calls.
+
+        One that fails is noted: no mistake of ours may end the script.
+        """
         lanes = self.lanes
         thread, lanes.thread = lanes.thread, 0
         began = perf_counter_ns()
         try:
             for look in looks:
-                look()
+                try:
+                    look()
+                except Exception as error:
+                    self.notes[_failure(error)] = None
         finally:
             lanes.thread = thread
             took = perf_counter_ns() - began
@@ -144,3 +152,9 @@ class Watch:
             self.on_enough_again()
         self.is_enough = True
         raise Enough
+
+
+def _failure(error: Exception) -> str:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    place = f"{os.path.basename(frame.filename)}:{frame.lineno}"
+    return f"a look failed, and what it would have seen is missing: {error!r} ({place})"
