@@ -37,6 +37,11 @@ def size_words(size: float) -> str:
     return f"{size:,.0f} bytes"
 
 
+def is_currency(text: str) -> bool:
+    """Whether it is a code of ISO 4217, such as USD: three capital letters."""
+    return len(text) == 3 and text.isascii() and text.isalpha() and text.isupper()
+
+
 def duration(seconds: float) -> str:
     """Seconds, such as "365us", "6.72ms", "0.25s", "13m23s" or "5h02m"."""
     if 0 < seconds < 0.001:

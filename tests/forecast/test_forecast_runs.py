@@ -217,6 +217,7 @@ def test_bad_input_is_named(tmp_path, runs):
             "a price for each",
         ),
         (lambda: Prices.parse("c5=0.68", None), "currency"),
+        (lambda: Prices.parse("c5=0.68", "dollars"), "three capital letters"),
         (lambda: Prices.parse("c5=cheap", "USD"), "c5=cheap"),
         (lambda: Prices.parse(str(tmp_path / "none.toml"), None), "cannot read prices"),
         (lambda: parse_settings(["world.strategy=staged"]), "not forecast"),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flatout.errors import FlatoutError
+from flatout.words import is_currency
 
 _EXAMPLE = "--price c5.4xlarge=0.68 --currency USD"
 
@@ -32,7 +33,7 @@ class Prices:
             currency: in place of the file's.
 
         Raises:
-            FlatoutError: no price can be read, or there is no currency.
+            FlatoutError: no price can be read, or there is no currency, or what is none.
         """
         found: dict[str, object]
         if "=" in text:
@@ -45,6 +46,11 @@ class Prices:
             raise FlatoutError(
                 f"expected the currency of the prices, found none (--price {text})",
                 do=f'say it: {_EXAMPLE}, or currency = "USD" in the file',
+            )
+        if not is_currency(currency):
+            raise FlatoutError(
+                "expected a currency by its code of three capital letters, such as USD or EUR; "
+                f"found {currency!r}"
             )
         return cls(hosts, currency)
 

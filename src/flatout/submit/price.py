@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 
 from flatout.errors import SubmitError
+from flatout.words import is_currency
 
-_CURRENCY = re.compile(r"[A-Z]{3}")
 _HOUR_S = 3600
 
 
@@ -52,7 +51,7 @@ def price_of(per_hour: float | None, currency: str | None) -> Price | None:
         raise SubmitError(
             f"--price {per_hour:g}, but not in which currency", do="add --currency USD, or another"
         )
-    if _CURRENCY.fullmatch(currency) is None:
+    if not is_currency(currency):
         raise SubmitError(
             f"expected a currency by its code of three capital letters, such as USD or EUR; found "
             f"{currency!r}"
