@@ -1,22 +1,24 @@
 """batch_size="auto": the largest batch of which a step fits in memory."""
 
 import os
+import subprocess
+import sys
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from train_jobs import data, network, quiet
+from train_jobs import data, network
+from train_largest_batch import fit
 from train_ranks import run_on_two_ranks
 
 import flatout
 from flatout.data import arrays
-from flatout.errors import DataError, ModelError, OutOfMemory
-from flatout.measure import Profile
+from flatout.errors import DataError, ModelError
 from flatout.recipe import Memory, Recipe
-from flatout.train import largest_batch
 from flatout.train.contained import MEMORY, TIME, Child
 from flatout.train.largest_batch import LargestBatch, Try, search
 
@@ -98,11 +100,6 @@ def test_a_child_computes_on_several_threads():
     assert told.value == pytest.approx(here, rel=1e-4)
 
 
-def test_what_a_child_may_not_take_is_no_ones_loss():
-    assert Child(lambda: torch.ones(30_000_000).sum().item(), 60_000_000).told(30).why == MEMORY
-    assert Child(lambda: torch.ones(30_000_000).sum().item(), 300_000_000).told(30).value == 3e7
-
-
 def test_a_child_that_fails_or_hangs():
     def fail():
         raise ValueError("no\nsecond line")
@@ -115,70 +112,18 @@ def test_a_child_that_fails_or_hangs():
 # -- a fit -----------------------------------------------------------------------------------------
 
 
-class Wide(nn.Module):
-    """Keeps so many numbers of each sample for the backward."""
-
-    def __init__(self, kept=250_000):
-        super().__init__()
-        self.inner = nn.Linear(12, 3)
-        self.kept = kept
-
-    def forward(self, x):
-        outputs = self.inner(x)
-        wide = outputs.mean(1, keepdim=True).expand(-1, self.kept).exp()
-        return outputs + wide.mean(1, keepdim=True)
-
-
-def fit(model, monkeypatch=None, free=None, *, x=None, **options):
-    if free is not None:
-        monkeypatch.setattr(largest_batch, "available_bytes", lambda: free)
-    said = []
-    given = {key: options.pop(key) for key in ("run", "recipe", "lr_rule") if key in options}
-    trainer = flatout.Trainer(
-        model, optimizer=torch.optim.SGD, lr=0.1, say=said.append, allow="exact", **given
-    )
-    history = trainer.fit(data() if x is None else x, batch_size="auto", progress=False, **options)
-    return trainer, history, said
-
-
-def test_the_batch_is_what_memory_holds_and_nothing_else_changes(monkeypatch, tmp_path):
-    torch.manual_seed(0)
-    model, plain = Wide(), Wide()
-    plain.load_state_dict(model.state_dict())
-    random = torch.get_rng_state()
-    free = 60_000_000
-    _trainer, history, said = fit(model, monkeypatch, free, run=tmp_path / "run")
-    size = history.batch_size
-    # A megabyte of each sample for exp, and as much for its gradient.
-    assert 20 <= size <= 34
-    found = history.largest_batch
-    assert found["batch_size"] == size
-    assert found["limit_bytes"] == int(0.9 * free)
-    assert found["bound"] == MEMORY
-    assert {one["why"] for one in found["tried"]} == {"", MEMORY}
-    (line,) = [one for one in said if one.startswith("batch ")]
-    assert f"batch {size}: the most that fits in 54.0 MB of memory" in line
-    rate = 0.1 * size / 32
-    assert "changes what is learned: LrRule('linear', 32) would take a learning rate of" in line
-    assert line.endswith(f"of {rate:.4g}, not applied: it stays 0.1")
-    assert history.notes[0] == line
-    assert Profile.read(tmp_path / "run").data["largest_batch"] == found
-    torch.set_rng_state(random)
-    expected = flatout.Trainer(
-        plain, optimizer=torch.optim.SGD, lr=0.1, say=quiet, allow="exact"
-    ).fit(data(), batch_size=size, progress=False)
-    assert history.epochs[0]["loss"] == expected.epochs[0]["loss"]
-    assert torch.equal(model.inner.weight, plain.inner.weight)
-
-
 @pytest.mark.slow
-def test_a_run_that_goes_on_keeps_its_batch(monkeypatch, tmp_path):
-    run = tmp_path / "run"
-    _, first, _ = fit(Wide(), monkeypatch, 60_000_000, run=run)
-    _, again, said = fit(Wide(), monkeypatch, 90_000_000, run=run, epochs=2, resume=True)
-    assert again.batch_size == first.batch_size
-    assert any(f"batch {first.batch_size}, as was found before in" in line for line in said)
-    assert len(again.epochs) == 2
+def test_what_memory_holds():
+    """In a process of its own: what others have freed there would be taken again."""
+    tests = Path(__file__).with_name("train_in_little_memory.py")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(tests)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "4 passed" in done.stdout
 
 
 def test_all_of_small_data():
@@ -194,15 +139,6 @@ def test_all_of_small_data():
     _, history, said = fit(network(), x=data(samples=8), lr_rule=rule)
     assert history.lr_scale.batch == 8
     assert any(line.endswith("your learning-rate rule follows it") for line in said)
-
-
-def test_not_even_one_sample(monkeypatch):
-    monkeypatch.setattr(largest_batch, "available_bytes", lambda: 1_000_000)
-    with pytest.raises(OutOfMemory, match="not even a step on 1 sample") as caught:
-        fit(Wide(10_000_000))
-    assert "fits in 0.9 MB" in caught.value.what
-    assert "of weights" in caught.value.what
-    assert "smaller model" in caught.value.do
 
 
 def test_steps_that_fail_for_another_reason():
