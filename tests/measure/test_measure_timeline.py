@@ -172,10 +172,11 @@ def test_capacity_must_hold_a_step():
 
 @pytest.fixture
 def collected_by_hand():
-    """No automatic collection, so that a test's own are the only ones."""
-    gc.collect()
+    """No automatic collection, so that a test's own are the only ones, and these are short."""
     gc.disable()
+    gc.freeze()
     yield
+    gc.unfreeze()
     gc.enable()
 
 
