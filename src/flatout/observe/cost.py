@@ -32,7 +32,8 @@ from flatout.observe.tensors import copying, timed
 from flatout.observe.watch import Watch
 from flatout.observe.within_loader import probed
 
-_QUADRUPLES = 150
+# Of so many the median is taken; of fewer where other work on the machine makes each of them long.
+_QUADRUPLES, _FEWEST, _LONG_NS = 150, 30, 300_000_000
 
 
 def added_us_per_step(watch: Watch, aside_seconds: float) -> float:
@@ -95,8 +96,8 @@ def _extra_ns(
         work()
         return perf_counter_ns() - began
 
-    differences = []
-    for _ in range(_QUADRUPLES):
+    differences, until = [], perf_counter_ns() + _LONG_NS
+    while len(differences) < (_FEWEST if perf_counter_ns() > until else _QUADRUPLES):
         one, other, again, last = took(hooked), took(plain), took(plain), took(hooked)
         differences.append((one + last - other - again) / 2)
     return max(0.0, median(differences))
