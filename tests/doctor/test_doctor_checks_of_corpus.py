@@ -76,6 +76,7 @@ optimizer = torch.optim.SGD(model.parameters(), 0.1)
 for (x,) in loader:
     model(x).sum().backward()
     optimizer.step()
+    optimizer.zero_grad()
 """
 
 

@@ -11,6 +11,9 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+BECAME = "the script has become another program"
+"""With this begins the note of a script that ends in `os.exec`."""
+
 
 @dataclass(frozen=True)
 class Site:
@@ -500,6 +503,11 @@ class Observation:
     explained: float | None = None
     ablations: dict[str, Ablation] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def became(self) -> str:
+        """The note that the script has become another program; "" where it has not."""
+        return next((note for note in self.notes if note.startswith(BECAME)), "")
 
     @property
     def workers(self) -> int | None:

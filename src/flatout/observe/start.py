@@ -38,7 +38,7 @@ from flatout.observe.meters import Meters
 from flatout.observe.metrics import MetricHooks
 from flatout.observe.mistakes import Mistakes
 from flatout.observe.models import Models
-from flatout.observe.observation import Observation
+from flatout.observe.observation import BECAME, Observation
 from flatout.observe.opened import note_opened
 from flatout.observe.optimizers import StepFinder, watch_optimizers
 from flatout.observe.outputs import watch_garbage, watch_outputs, watch_torch
@@ -54,7 +54,6 @@ from flatout.world import place
 
 # What is left of a script that was ended has so long to go, then the process ends.
 _GRACE_S = 5.0
-_BECAME = "the script has become another program"
 
 
 @dataclass(frozen=True)
@@ -205,10 +204,10 @@ class Observer:
             return
         notes = self.watch.notes
         if program:
-            notes[f"{_BECAME} ({program}), and what that does is not watched"] = None
+            notes[f"{BECAME} ({program}), and what that does is not watched"] = None
             write(self._path, self._seen(is_live=True))
         else:
-            for note in [note for note in notes if note.startswith(_BECAME)]:
+            for note in [note for note in notes if note.startswith(BECAME)]:
                 del notes[note]
 
     def so_far(self) -> Observation:

@@ -120,6 +120,8 @@ class FirstLookReport:
         yield Text(header(self.verdict, self.machine))
         yield Text(self._heading(), style="bold")
         ranks = self.verdict.observations
+        for note in dict.fromkeys(rank.became for rank in ranks if rank.became):
+            yield Text(note)
         for rank in ranks[:_RANKS]:
             yield from lane_bars(rank, len(ranks) > 1, width)
         if len(ranks) > _RANKS:
