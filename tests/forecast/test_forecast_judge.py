@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-import flatout
 from flatout.forecast import judge as judging
 from flatout.forecast.interval import Spreading
 from flatout.forecast.judge import Case, factor_without, judge, keys, widening
 from flatout.forecast.published import series, sources
 
-DOCS = Path(flatout.__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def one_named(name):
