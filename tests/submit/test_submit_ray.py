@@ -128,6 +128,7 @@ def test_a_script_that_fails_by_itself_is_not_started_again(cluster, tmp_path):
     assert (tmp_path / "log").read_text().count("Started training worker group") == 1
 
 
+@pytest.mark.long
 def test_the_job_server_takes_jobs_tells_of_them_and_stops_them(cluster, tmp_path):
     if not cluster.webui_url:
         pytest.skip("the job server is of ray[default]")

@@ -96,7 +96,8 @@ def _extra_ns(
         work()
         return perf_counter_ns() - began
 
-    differences, until = [], perf_counter_ns() + _LONG_NS
+    differences: list[float] = []
+    until = perf_counter_ns() + _LONG_NS
     while len(differences) < (_FEWEST if perf_counter_ns() > until else _QUADRUPLES):
         one, other, again, last = took(hooked), took(plain), took(plain), took(hooked)
         differences.append((one + last - other - again) / 2)
