@@ -115,7 +115,7 @@ def check_wheel(wheel: Path) -> None:
 def source_files() -> set[str]:
     """Every file of src/flatout that belongs into an sdist; a wheel goes without the C."""
     package = ROOT / "src" / "flatout"
-    kinds = ("*.py", "*.pyi", "*.c", "*.h", "*.jinja", "py.typed")
+    kinds = ("*.py", "*.pyi", "*.c", "*.h", "*.jinja", "*.toml", "*.json", "py.typed")
     return {f"flatout/{p.relative_to(package)}" for kind in kinds for p in package.rglob(kind)}
 
 
