@@ -101,20 +101,24 @@ class FirstLookReport:
         yield from (*head, *self._middle(left, width, height), *tail)
 
     def _middle(self, left: int, width: int, height: Height) -> Iterator[RenderableType]:
-        """What fits into the lines that are left: dangers first, then what could be tried.
+        """What fits into the lines that are left.
 
-        Lines of the script take the rest, but stand above them.
+        Dangers first, cut where a few lines of the script would have no room, then what could be
+        tried. Lines of the script take the rest, but stand above them.
         """
         worth = len(self._worth())
         found = [list(self._dangers(cut)) for cut in (None, *_CUTS, 0)]
-        dangers = _fitting(found, left - bool(worth), height)
-        left -= height(dangers)
         lines = list(self._where_it_goes(_LINES, width))
-        room = left - height(lines[:_FEW])
+        few = height(lines[:_FEW])
+        dangers = _fitting(found, left - few - bool(worth), height)
+        left -= height(dangers)
+        room = left - few
         proposals = _fitting([list(self._proposals(cut)) for cut in _CUTS], room, height, 2)
         if worth and not proposals:
             proposals = [Text(f"{worth} could be tried: --verbose", style="bold")]
-        yield from (*lines[: max(0, left - height(proposals))], *dangers, *proposals)
+        shown = lines[: max(0, left - height(proposals))]
+        # A heading alone tells nothing.
+        yield from (*(shown if len(shown) > 1 else ()), *dangers, *proposals)
 
     def _head(self, width: int) -> Iterator[RenderableType]:
         yield Text(header(self.verdict, self.machine))
