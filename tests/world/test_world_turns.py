@@ -119,7 +119,7 @@ def of_a_function(script):
     return script.replace(", sparse=True)", ")").replace(layer, f"nn.functional.{function}")
 
 
-@pytest.mark.parametrize("stop_at", [None, 9])
+@pytest.mark.parametrize("stop_at", [None, pytest.param(9, marks=pytest.mark.slow)])
 def test_two_ranks_have_the_bits_of_a_plain_loop(tmp_path, stop_at):
     run(PLAIN, 1, tmp_path)
     if stop_at:
