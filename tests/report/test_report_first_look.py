@@ -92,7 +92,7 @@ def test_what_matters_most_comes_first(verdict):
 def much():
     """A verdict with more of everything than a screen has room for, in long words."""
     words = (
-        "the optimizer holds two tensors that the loss never reaches, since the head was made anew"
+        "the optimizer holds two tensors that the loss never reaches, since the head was replaced"
     )
     kinds = {"danger": 9, "slow": 9, "note": 3}
     found = [
