@@ -12,10 +12,12 @@ from flatout.submit import Entry, Ledger, TopOfJob, top_of
 from flatout.submit.states import JobState, State
 from flatout.submit.target import target_of
 
+NOW = 1_795_686_400.0
+
 
 def told(host, ranks, late_s=0.0, gpus=()):
     """What `flatout top --json` prints on a node whose clock is late."""
-    now = time.time() - late_s
+    now = NOW - late_s
     jobs = [
         {"ranks": [{
             "pid": 10 + rank, "rank": rank, "world_size": 2, "job": f"127.0.0.1:{host}",
@@ -30,11 +32,12 @@ def told(host, ranks, late_s=0.0, gpus=()):
     return {"host": host, "time": now, "jobs": jobs if ranks else [], "gpus": gpus}
 
 
-def test_the_ranks_of_all_nodes_are_one_job_whatever_their_clocks_say():
+def test_the_ranks_of_all_nodes_are_one_job_whatever_their_clocks_say(monkeypatch):
+    monkeypatch.setattr(time, "time", lambda: NOW)
     sample = together([told("b", [1], gpus=["L4"]), told("a", [0], late_s=3600, gpus=["L4"])])
     (job,) = sample.jobs
     assert [now.rank.rank for now in job.ranks] == [0, 1]
-    assert all(58 < time.time() - now.rank.started < 62 for now in job.ranks)
+    assert [NOW - now.rank.started for now in job.ranks] == [60, 60]
     assert job.notes() == []  # neither has been silent for an hour
     console = Console(file=(out := io.StringIO()), width=100)
     console.print(sample)

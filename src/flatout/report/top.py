@@ -135,8 +135,9 @@ def together(told: Sequence[Mapping[str, Any]]) -> Sample:
     """
     ranks: dict[int, RankNow] = {}
     gpus = []
+    now = time.time()
     for node in told:
-        shift = time.time() - node["time"]
+        shift = now - node["time"]
         for job in node["jobs"]:
             # By number, since two nodes of one machine see one another's ranks.
             ranks |= {one["rank"]: _told(one, shift) for one in job["ranks"]}
