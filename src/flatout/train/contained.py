@@ -28,6 +28,10 @@ from flatout.errors import OutOfMemory
 from flatout.processes import die_with_parent
 from flatout.train.micro_batch import is_out_of_memory
 
+SHARE = 0.9
+"""Of the memory that is free, what a child may take: the rest is for what a step alone does not
+show."""
+
 MEMORY, TIME = "memory", "time"
 """Why a child has not come to its end."""
 

@@ -22,7 +22,7 @@ from flatout.data import Source
 from flatout.errors import DataError, FlatoutError, ModelError, OutOfMemory
 from flatout.measure import available_bytes, finish_device
 from flatout.optim import LrRule, as_tuple, is_adaptive, rates_of
-from flatout.train.contained import MEMORY, TIME, Child
+from flatout.train.contained import MEMORY, SHARE, TIME, Child
 from flatout.train.loop import Loop
 from flatout.train.micro_batch import forget_frames, is_out_of_memory
 from flatout.train.objective import Objective
@@ -32,8 +32,6 @@ from flatout.train.snapshot import Snapshot, random_state, set_random_state
 from flatout.train.step import Stepper
 from flatout.words import counted, duration, rounded, size_words
 
-# Of the memory that is free; the rest is for what a step alone does not show.
-_SHARE = 0.9
 # Batches that are made ahead lie in memory beside the one of the step.
 _AHEAD = 2
 # The batch is found to so many parts of itself.
@@ -260,7 +258,7 @@ def _outcome(tried: list[Try], most: int, limit: int, objective: Objective) -> t
         weights = sum(p.nbytes for p in objective.adapter.parameters())
         raise OutOfMemory(
             f"batch_size='auto': not even a step on {counted(tried[-1].samples, 'sample')} fits in "
-            f"{size_words(limit)} ({_SHARE:.0%} of the memory that is free), with "
+            f"{size_words(limit)} ({SHARE:.0%} of the memory that is free), with "
             f"{size_words(weights)} of weights",
             do="use a smaller model or input, or Memory(activation_checkpointing='on')",
         )
@@ -303,7 +301,7 @@ class Steps:
         else:
             free = available_bytes() // here
         loop.world.gather(free, "how much memory is free")
-        self.limit = int(_SHARE * free)
+        self.limit = int(SHARE * free)
 
     @contextmanager
     def ready(self) -> Iterator[Callable[[int], Try]]:

@@ -23,7 +23,7 @@ from flatout.data import Batch, Source
 from flatout.devices import affinity, set_affinity
 from flatout.measure import RanksOnHost, StepTimes, available_bytes, finish_device, usable_cpus
 from flatout.strategies import Strategy
-from flatout.train.contained import Child
+from flatout.train.contained import SHARE, Child
 from flatout.train.loop import Loop
 from flatout.train.snapshot import Snapshot, random_state, set_random_state
 from flatout.train.step import Compute, Stepper
@@ -43,7 +43,6 @@ _LONG_S, _PATIENCE_S = 20.0, 300.0
 _BESIDE_S = 1.5
 _STARTS_S = 0.3
 _MOST_SECONDS = 200
-_SHARE = 0.9
 
 
 def is_asked() -> bool:
@@ -150,7 +149,7 @@ class _Steps:
 
     def _room(self, ranks: int) -> int:
         here = self._loop.world.place.local_world_size
-        return int(_SHARE * available_bytes() / max(here, ranks))
+        return int(SHARE * available_bytes() / max(here, ranks))
 
     def _on(self, cpus: list[int], begin: float, size: int) -> Callable[[], list[float]]:
         """What a rank runs: steps until all have made some at the same time."""
