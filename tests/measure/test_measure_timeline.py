@@ -9,9 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flatout.errors import FlatoutError
-from flatout.measure.timeline import LANES, Timeline
-
-STEP_LANES = LANES[:7]
+from flatout.measure.timeline import LANES, STEP_LANES, Timeline
 
 
 def test_lanes_are_the_ones_of_the_design():

@@ -15,7 +15,7 @@ from flatout.forecast.job import GPU_SUMS, Job, Prior, Range, Row, Sent, Shape, 
 from flatout.forecast.network import Network
 from flatout.forecast.overlap import Bucket, cut
 from flatout.forecast.stragglers import Spread
-from flatout.measure import Profile, mean_use, median_of
+from flatout.measure import STEP_LANES, Profile, mean_use, median_of
 from flatout.recipe import Recipe, apply
 
 FEWEST_STEPS = 30
@@ -151,7 +151,7 @@ def use_of(profile: Profile) -> tuple[float | None, str]:
 def lane_share(profile: Profile, *lanes: str) -> float:
     """What share of a step's time lanes have, of the first rank."""
     ms = profile.ranks[0].lanes_ms
-    whole = sum(ms.get(lane, 0.0) for lane in _STEP)
+    whole = sum(ms.get(lane, 0.0) for lane in STEP_LANES)
     return sum(ms.get(lane, 0.0) for lane in lanes) / whole if whole else 0.0
 
 
@@ -161,9 +161,6 @@ def input_wait(profile: Profile) -> float:
     if _device(profile) == "cuda" and busy is not None and busy >= BUSY:
         return 0.0
     return lane_share(profile, "input")
-
-
-_STEP = ("input", "copy", "forward", "backward", "sync", "optimizer", "host")
 
 
 def _checked(profile: Profile, run: str) -> Profile:

@@ -8,10 +8,9 @@ from time import perf_counter_ns as clock
 from typing import Any
 
 from flatout.console import say
-from flatout.measure import LANES, Live, Timeline
+from flatout.measure import STEP_LANES, Live, Timeline
 from flatout.words import rounded
 
-_STEP_LANES = LANES[:7]
 _BETWEEN = ("evaluation", "saving")
 
 
@@ -40,7 +39,7 @@ class Seen:
         self._begin()
 
     def _begin(self) -> None:
-        self._spent = dict.fromkeys(_STEP_LANES, 0)
+        self._spent = dict.fromkeys(STEP_LANES, 0)
         self._since = clock()
 
     def start(self) -> None:
@@ -79,7 +78,7 @@ class Seen:
         # What lay between its parts, such as an evaluation between two batches that accumulate,
         # is time before it.
         self.timeline.record(self._since - sum(self._spent.values()), *self._spent.values())
-        self._spent = dict.fromkeys(_STEP_LANES, 0)
+        self._spent = dict.fromkeys(STEP_LANES, 0)
         if self._live is not None and self._since >= self._live.due:
             self._live.write()
 

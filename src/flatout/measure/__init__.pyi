@@ -41,6 +41,7 @@ from flatout.measure.series import median_of as median_of
 from flatout.measure.series import ratio_of_medians as ratio_of_medians
 from flatout.measure.series import student_t as student_t
 from flatout.measure.timeline import LANES as LANES
+from flatout.measure.timeline import STEP_LANES as STEP_LANES
 from flatout.measure.timeline import Timeline as Timeline
 from flatout.measure.trial import Interval as Interval
 from flatout.measure.trial import TrialResult as TrialResult

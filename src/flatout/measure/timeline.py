@@ -44,7 +44,9 @@ LANES = (
     "gc",
     "idle",
 )
-_STEP_LANES = LANES[:7]
+STEP_LANES = LANES[:7]
+"""The lanes of which a step consists; the others lie between steps."""
+
 _CHUNK = 1024
 _ROW = struct.Struct("9q")
 _pack_row = _ROW.pack_into
@@ -271,7 +273,7 @@ class Timeline:
         ends = starts[:, None] + np.cumsum(rows[:, 1:8], axis=1)
         *sums, samples = rows[:, 1:].sum(axis=0).tolist()
         self._samples += samples
-        for lane, ns in zip(_STEP_LANES, sums, strict=True):
+        for lane, ns in zip(STEP_LANES, sums, strict=True):
             self._totals[lane] += ns
         self._in_steps += int((ends[:, -1] - starts).sum())
         if self._first_start is None:
@@ -282,7 +284,7 @@ class Timeline:
         for began, took in self._collections.take_before(self._last_end):
             step = int(np.searchsorted(starts, began, side="right")) - 1
             left = int(np.searchsorted(ends[step], began, side="right")) if step >= 0 else 7
-            self._totals[_STEP_LANES[left] if left < 7 else "idle"] -= took
+            self._totals[STEP_LANES[left] if left < 7 else "idle"] -= took
             self._totals["gc"] += took
 
 

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 from typing import Any
 
-from flatout.measure import LANES, Timeline
+from flatout.measure import LANES, STEP_LANES, Timeline
 from flatout.observe import Observation
 from flatout.report.observed import observed
 
@@ -28,7 +28,6 @@ MOST_STEPS = 5_000
 
 # What lies between two steps, so that no step's own length holds it.
 _BETWEEN = ("evaluation", "saving")
-_STEP_LANES = LANES[:7]
 _STEPS, _REST = 1, 2
 
 _Event = dict[str, Any]
@@ -81,7 +80,7 @@ def trace_timelines(
         events += _names(rank, f"rank {rank}", "")
         number = timelines[rank].steps - len(steps)
         for start, *lanes in steps:
-            of = dict(zip(_STEP_LANES, lanes, strict=True))
+            of = dict(zip(STEP_LANES, lanes, strict=True))
             events += _step(rank, number, start - zero, sum(lanes), of)
             number += 1
     notes = [

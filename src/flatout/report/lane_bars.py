@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping
 
 from rich.text import Text
 
+from flatout.measure import STEP_LANES
 from flatout.observe import Observation
 from flatout.words import rounded
 
-STEP = ("input", "copy", "forward", "backward", "sync", "optimizer", "host", "gc", "idle")
+STEP = (*STEP_LANES, "gc", "idle")
 BETWEEN = ("evaluation", "saving")
 
 _SHOWN = (0.01, 0.02, 0.03, 0.05, 0.08, 0.12)

@@ -10,6 +10,7 @@ from statistics import median
 
 from flatout.doctor.checks.check import NoSignal
 from flatout.doctor.finding import Kind
+from flatout.measure import STEP_LANES
 from flatout.observe import Call, InLoss, Loader, Model, Observation, Site
 from flatout.words import rounded
 
@@ -28,9 +29,6 @@ MOST = 0.8
 SLOW_RATE = 2e9
 """FLOP per second below which a step on a CPU is no arithmetic: one core multiplies matrices at ten
 times that rate, so the time goes to calling operators."""
-
-PER_STEP = ("input", "copy", "forward", "backward", "sync", "optimizer", "host")
-"""The lanes of which a step consists; the others lie between steps."""
 
 
 _NAMED = 3
@@ -59,7 +57,7 @@ def lane(seen: Observation, *names: str) -> float:
 
 def whole_ms(seen: Observation) -> float:
     """The median step; the time of its lanes where that is more, as in the mean of uneven steps."""
-    return max(step_ms(seen), sum(seen.lanes_ms.get(name) or 0.0 for name in PER_STEP))
+    return max(step_ms(seen), sum(seen.lanes_ms.get(name) or 0.0 for name in STEP_LANES))
 
 
 def share(seen: Observation, cost: float) -> float:
