@@ -1,11 +1,14 @@
 """What a forecast says of more hosts beside what they give: up to four of them in namespaces.
 
-    python bench/forecast.py [--restarts 1] [--only REDUCTION ...] [--json [FILE]]
+    python bench/forecast.py [--restarts 1] [--only JOB ...] [--links LINK ...] [--json [FILE]]
 
-Links of 0.1, 1 and 10 Gbit/s (and 1 ms and 10 ms of delay, where the kernel has netem); ddp with
-each reduction, 16 samples for each rank. Each is predicted twice: from a run of one rank, and from
-that and a run of two, each with what was measured of the network between two hosts. The truth is
-the median step of a run on as many hosts.
+Links of 0.1, 1 and 10 Gbit/s, and of 1 Gbit/s with 1 ms and 10 ms of delay; ddp with each
+reduction, and on links of 0.1 and 1 Gbit/s and with 1 ms a parameter server, local SGD and sharded
+tables. 16 samples for each rank, gradients of 8 MB, on 0.1 Gbit/s of 2 MB. Each is predicted twice:
+from a run of one rank, and from that and a run of two, each with what was measured of the network
+between two hosts. Which rows of tables are sent a run of one rank does not tell, so sharded tables
+are predicted from two alone. The truth is the median step of a run on as many hosts, of local SGD
+the mean.
 
 All hosts share the CPUs of this machine, so computing is sleep, of 48 ms a step: as where GPUs
 compute. What ranks add up and send is real, so that at 10 Gbit/s and above four hosts on few cores
@@ -25,16 +28,33 @@ from statistics import median
 from typing import Any
 
 from flatout.forecast import Asked, Forecast, Network, network_in, script, sizes_of
+from flatout.forecast.profiled import step_seconds
 from flatout.measure import Profile
-from lab import Host, can_delay, lab, on_host, why_not
+from lab import Host, lab, on_host, why_not
 from restarts import PEERS, end_peers_on_sigterm
 from results import Key, Results, add_arguments, finish
 
 HOSTS = (1, 2, 3, 4)
-LINKS = ((100, 0.0), (1_000, 0.0), (10_000, 0.0))
-DELAYED = ((1_000, 1.0), (1_000, 10.0))
-REDUCTIONS = ("all_reduce", "ring", "to_one")
-STEPS, NETWORK_S, SAMPLES_EACH = 45, 20.0, 16
+LINKS = {
+    "0.1Gb": (100, 0.0),
+    "1Gb": (1_000, 0.0),
+    "10Gb": (10_000, 0.0),
+    "1Gb-1ms": (1_000, 1.0),
+    "1Gb-10ms": (1_000, 10.0),
+}
+# Their settings.
+REDUCTIONS: dict[str, dict[str, Any]] = {
+    name: {"world.reduction": name} for name in ("all_reduce", "ring", "to_one")
+}
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "server": {"world.strategy": "parameter_server"},
+    "local_sgd": {"world.strategy": "local_sgd", "world.sync_every": 8},
+    "tables": {"world.tables": "sharded"},
+}
+JOBS = REDUCTIONS | STRATEGIES
+# Where strategies are tried.
+STRATEGY_LINKS = ("0.1Gb", "1Gb", "1Gb-1ms")
+STEPS, NETWORK_S = 45, 20.0
 _PORT = 29500
 _PATIENCE_S = 600
 
@@ -45,7 +65,7 @@ class Case:
 
     Args:
         link: Mbit/s, and ms of delay.
-        reduction: of the job.
+        job: of `JOBS`.
         measured: hosts of the largest run that it is predicted from.
         hosts: of which it is.
         truth: samples per second.
@@ -53,7 +73,7 @@ class Case:
     """
 
     link: tuple[float, float]
-    reduction: str
+    job: str
     measured: int
     hosts: int
     truth: float
@@ -72,7 +92,7 @@ class Case:
     @property
     def line(self) -> list[str]:
         mbit, delay = self.link
-        name = f"{mbit:g} Mbit/s{f', {delay:g} ms' if delay else ''}, {self.reduction}"
+        name = f"{mbit:g} Mbit/s{f', {delay:g} ms' if delay else ''}, {self.job}"
         return [
             f"{name}, from {self.measured}",
             str(self.hosts),
@@ -108,25 +128,28 @@ def run_on(hosts: Sequence[Host], command: Sequence[str]) -> list[str]:
     return said[0].splitlines()
 
 
-def train(hosts: Sequence[Host], reduction: str, folder: Path) -> Profile:
+def train(hosts: Sequence[Host], job: str, width: int, folder: Path) -> Profile:
     """The Profile of the job on these hosts."""
-    job = [str(PEERS / "forecast_job.py"), str(folder), "--reduction", reduction]
-    run_on(hosts, [*job, "--ranks", str(len(hosts)), "--steps", str(STEPS)])
+    settings = [word for name, value in JOBS[job].items() for word in ("--set", f"{name}={value}")]
+    if len(hosts) == 1 and job in STRATEGIES:
+        settings = []  # a rank alone has none
+    command = [*settings, str(PEERS / "forecast_job.py"), str(folder)]
+    command += ["--ranks", str(len(hosts)), "--steps", str(STEPS), "--width", str(width)]
+    run_on(hosts, [*command, *(["--table"] if job == "tables" else [])])
     return Profile.read(folder)
 
 
 def cases_of(
-    link: tuple[float, float], reductions: Sequence[str], restarts: int, folder: Path
+    link: tuple[float, float], jobs: Sequence[str], restarts: int, folder: Path
 ) -> list[Case]:
     """All predictions for one kind of link."""
     found: list[Case] = []
+    width = 512 if link[0] > 100 else 256
     with lab(max(HOSTS), *link) as hosts:
         network: Network | None = None
-        for reduction in reductions:
+        for job in jobs:
             runs = {
-                (count, turn): train(
-                    hosts[:count], reduction, folder / f"{reduction}-{count}-{turn}"
-                )
+                (count, turn): train(hosts[:count], job, width, folder / f"{job}-{count}-{turn}")
                 for count in HOSTS
                 for turn in range(restarts)
             }
@@ -139,27 +162,26 @@ def cases_of(
                 count: median(rate_of(runs[count, turn]) for turn in range(restarts))
                 for count in HOSTS
             }
-            for measured in (1, 2):
+            for measured in (2,) if job == "tables" else (1, 2):
                 names = [runs[count, 0].run for count in range(1, measured + 1)]
-                found += _predicted(link, reduction, names, network, truth)
+                found += _predicted(link, job, names, network, truth)
                 tell("\n".join("  ".join(case.line) for case in found[-max(HOSTS) + measured :]))
     return found
 
 
 def _predicted(
     link: tuple[float, float],
-    reduction: str,
+    job: str,
     runs: list[str],
     network: Network,
     truth: dict[int, float],
 ) -> list[Case]:
-    settings: dict[str, Any] = {"world.reduction": reduction}
     more = tuple(count for count in HOSTS if count > len(runs))
-    asked = Asked(hosts=more, network=network, keeps_rank_batch=True, settings=settings)
+    asked = Asked(hosts=more, network=network, keeps_rank_batch=True, settings=JOBS[job])
     (side,) = Forecast.of(runs, asked).sides
     return [
         Case(
-            link, reduction, len(runs), point.hosts, truth[point.hosts],
+            link, job, len(runs), point.hosts, truth[point.hosts],
             point.rate.low, point.rate.middle, point.rate.high,
         )
         for point in side.points
@@ -167,19 +189,19 @@ def _predicted(
 
 
 def rate_of(profile: Profile) -> float:
-    """Samples per second, by the median step."""
+    """Samples per second."""
     assert profile.steps.batch_size is not None
-    return profile.steps.batch_size / median(profile.steps.step_ms) * 1e3
+    return profile.steps.batch_size / step_seconds(profile)[0]
 
 
 def regret_of(cases: Sequence[Case]) -> float:
     """How much slower the number of hosts that is predicted to be fastest is than the fastest.
 
-    The largest over all links and reductions, predicted from two ranks.
+    The largest over all links and jobs, predicted from two ranks.
     """
     found = [0.0]
-    for key in {(case.link, case.reduction) for case in cases}:
-        own = [c for c in cases if (c.link, c.reduction) == key and c.measured == 2]
+    for key in {(case.link, case.job) for case in cases}:
+        own = [c for c in cases if (c.link, c.job) == key and c.measured == 2]
         chosen = max(own, key=lambda case: case.middle)
         found.append(1 - chosen.truth / max(case.truth for case in own))
     return max(found)
@@ -190,7 +212,8 @@ def read_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_arguments(parser, restarts=1)
-    parser.add_argument("--only", nargs="+", default=REDUCTIONS, choices=REDUCTIONS)
+    parser.add_argument("--only", nargs="+", default=list(JOBS), choices=JOBS)
+    parser.add_argument("--links", nargs="+", default=list(LINKS), choices=LINKS)
     return parser.parse_args()
 
 
@@ -203,20 +226,18 @@ def main() -> int:
     end_peers_on_sigterm()
     if why := why_not():
         raise SystemExit(why)
-    links = (*LINKS, *(DELAYED if can_delay() else ()))
     cases: list[Case] = []
     with tempfile.TemporaryDirectory(prefix="flatout-bench-") as folder:
-        for number, link in enumerate(links):
-            own = Path(folder) / str(number)
+        for link in arguments.links:
+            own = Path(folder) / link
             own.mkdir()
-            cases += cases_of(link, arguments.only, arguments.restarts, own)
+            jobs = [job for job in arguments.only if job in REDUCTIONS or link in STRATEGY_LINKS]
+            cases += cases_of(LINKS[link], jobs, arguments.restarts, own)
     results = Results(
         title=f"Samples per second on more hosts. Restarts of each: {arguments.restarts}",
         headers=["", "hosts", "measured", "predicted", "90% interval", "error", ""],
         lines=[case.line for case in cases],
-        remarks=[]
-        if can_delay()
-        else ["this kernel has no netem: links have no delay of their own"],
+        remarks=["links with a delay are carried by bench/delayed_links.py, the others by tbf"],
         keys=[
             Key("lab_error", median(abs(case.error) for case in cases), at_most=0.06),
             Key(

@@ -9,11 +9,11 @@ import numpy as np
 from flatout.forecast.job import Job, Shape
 from flatout.forecast.overlap import cut
 from flatout.forecast.step import Draws, step_terms
-from flatout.measure import LANES, Profile, RankProfile, Steps
+from flatout.measure import LANES
+from made_up_profiles import CPU_HOST, GPU_HOST, gpu_use, made_up
 
 TRAINED = 25_000_000
 JOB = Job(buckets=cut(4.0 * TRAINED), batch=64, backward=0.5, reduction="nccl")
-GPUS = {"cpu": "made up", "cpus": 32, "gpus": ["made up"] * 4}
 
 
 def truth(**changes):
@@ -48,58 +48,24 @@ def profile(folder, ranks=1, *, hosts=1, batch=64, seconds=None, busy=0.95, **ch
     took = seconds_of(shape) if seconds is None else seconds
     drawn = took * 1e3 * np.random.default_rng(ranks).lognormal(0, 0.01, 400)
     lanes = dict.fromkeys(LANES, 0.0) | {"forward": 90.0, "backward": 100.0, "optimizer": 10.0}
-    rank = RankProfile(
-        rank=0,
-        node=0,
-        host="here",
-        device="cuda:0",
-        threads=8,
-        steps=400,
-        lanes_ms=lanes,
-        quantiles_ms={},
-        waited_ms=0.0,
-        use={"seconds": [2.0, 4.0], "cpus": [1.0, 1.0], "gpu": [busy, busy]},
-        machine=dict(GPUS),
-    )
-    made = Profile(
-        run=str(folder),
-        command=["train.py"],
-        kind="Trainer",
-        state="ended",
-        error=None,
-        began=1.8e9,
-        written=1.8e9 + 60,
-        startup_s=10.0,
-        evaluation_s=0.0,
-        saving_s=0.0,
-        resumed=None,
-        model={"name": "Net", "parameters": TRAINED, "trained": TRAINED},
-        job={"loss": "cross_entropy", "epochs": "2"},
-        world={
-            "size": ranks,
-            "nodes": hosts,
-            "ranks_per_node": ranks // hosts,
-            "strategy": "ddp" if ranks > 1 else None,
+    fields = {
+        "rank": {
+            "device": "cuda:0",
+            "lanes_ms": lanes,
+            "use": gpu_use(busy),
+            "machine": dict(GPU_HOST),
         },
-        versions={"flatout": "0.1.0"},
-        network=None,
-        recipe={"summary": "", "values": {"world.reduction": "auto"}, "reasons": {}},
-        data={"words": "", "digest": "d", "samples": 640_000, "bytes": 640_000 * 1000},
-        input={"bytes_per_sample": 1000.0},
-        communication={},
-        steps=Steps(
-            first=1,
-            last=400,
-            samples=400 * batch * ranks,
-            batch_size=float(batch * ranks),
-            steady=400,
-            step_ms=[float(one) for one in drawn],
-        ),
-        ranks=[rank],
-        epochs=[{"samples": 640_000, "at_s": 100.0}, {"samples": 1_280_000, "at_s": 200.0}],
-        notes=[],
-    )
-    return replace(made, **changes)
+        "startup_s": 10.0,
+        "evaluation_s": 0.0,
+        "saving_s": 0.0,
+        "model": {"name": "Net", "parameters": TRAINED, "trained": TRAINED},
+        "job": {"loss": "cross_entropy", "epochs": "2"},
+        "data": {"words": "", "digest": "d", "samples": 640_000, "bytes": 640_000 * 1000},
+        "input": {"bytes_per_sample": 1000.0},
+        "epochs": [{"samples": 640_000, "at_s": 100.0}, {"samples": 1_280_000, "at_s": 200.0}],
+    }
+    given = fields | changes
+    return made_up(folder, drawn, ranks=ranks, hosts=hosts, batch_size=batch * ranks, **given)
 
 
 def make_run(folder, *args, **given):
@@ -112,5 +78,5 @@ def make_run(folder, *args, **given):
 def on_cpu(made, busy=1.0, cpus=8):
     """The Profile as of a CPU."""
     use = {"seconds": [2.0, 4.0], "cpus": [busy * cpus] * 2}
-    machine = {"cpu": "other", "cpus": cpus, "gpus": []}
+    machine = CPU_HOST | {"cpu": "other", "cpus": cpus}
     return replace(made, ranks=[replace(made.ranks[0], device="cpu", use=use, machine=machine)])

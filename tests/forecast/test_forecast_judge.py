@@ -12,7 +12,7 @@ import pytest
 from flatout.forecast import judge as judging
 from flatout.forecast.interval import Spreading
 from flatout.forecast.judge import Case, factor_without, judge, keys, widening
-from flatout.forecast.published import series, sources
+from flatout.forecast.published import WORKER, series, sources, with_input
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -33,7 +33,7 @@ def case(name, score, *, is_crossing=False, growth=2.0):
 
 def test_every_series_is_whole():
     names = [(source.name, one.name) for source in sources() for one in source.series]
-    assert len(set(names)) == len(names) == 62
+    assert len(set(names)) == len(names) == 65
     for one in series():
         assert len(one.shapes) == len(one.rates) >= 2
         ranks = [shape.ranks for shape in one.shapes]
@@ -66,12 +66,30 @@ def test_only_rows_before_are_known():
     assert early == changed
 
 
-def test_a_published_collapse_is_predicted():
-    cases = judge([one_named("p2.xlarge")])
+@pytest.mark.parametrize(
+    ("name", "ranks", "error"),
+    [
+        ("p2.xlarge", [64, 128], 0.06),
+        ("Piz Daint", [128], 0.25),
+        ("ResNet-50 fp32, PyTorch, 8 workers", [8], 0.45),
+    ],
+)
+def test_a_published_collapse_is_predicted(name, ranks, error):
+    cases = judge([one_named(name)])
     collapses = judging.saturating(cases)
-    assert [case.series.shapes[case.place].ranks for case in collapses] == [64, 128]
+    assert [case.series.shapes[case.place].ranks for case in collapses] == ranks
     assert all(map(judging.is_seen, collapses))
-    assert all(abs(case.error) < 0.06 for case in collapses)
+    assert all(abs(case.error) < error for case in collapses)
+
+
+def test_input_is_at_least_what_was_read_and_at_most_what_workers_decode():
+    one = one_named("ResNet-50 fp32, PyTorch, 8 workers")
+    assert with_input(one, 1000.0).input == (1000.0, 8 * WORKER[1])
+    assert with_input(one, 100.0).input == (8 * WORKER[0], 1000.0)
+    assert with_input(one, 5000.0).input == pytest.approx((5000.0, 5050.0))
+    assert with_input(replace(one, workers=0), 1000.0).input == (1000.0, 10_000.0)
+    # Of 48 workers on 24 cores no more than 24 decode at once.
+    assert one_named("ResNet-50 fp32, PyTorch").workers == 24
 
 
 def test_regret_is_what_a_choice_costs_or_is_late():
@@ -106,5 +124,7 @@ def test_the_page_of_all_errors_is_up_to_date(monkeypatch):
     assert found["published_error_2x"] <= 0.06
     assert found["published_error_4x"] <= 0.10
     assert found["decision_regret"] <= 0.05
+    assert found["collapse_predicted"] == 1.0
+    assert found["collapse_mistaken"] <= 0.1
     assert 0.85 <= found["published_covered"] <= 0.97
     assert 0.85 <= found["published_covered_given"] <= 0.97

@@ -47,6 +47,10 @@ def test_collectives_move_what_they_must():
     assert collectives.power_sgd(100 * MB, 4, 4, LINK)[0] < 0.3 * ring[0]
     for one in (collectives.ring, collectives.to_one, collectives.shared):
         assert one(100 * MB, 1, LINK)[0] == 0
+    # 3/4 added up in a ring, gathered on one, and two turns of a tree; four owners have less each.
+    for owners, moved in ((1, 0.75 * 2 + 2), (4, 0.75 * 1.25 + 0.75)):
+        served = collectives.reduce_and_broadcast(100 * MB, 4, owners, LINK)
+        assert served[0] == pytest.approx(8e-4 + 0.1 * moved + 0.0075)
 
 
 def test_the_fullest_server_explains_a_published_collapse():
@@ -120,6 +124,8 @@ def test_a_step_is_the_sum_of_its_terms():
         ({"reduction": "to_one"}, False),
         ({"strategy": "fsdp"}, False),
         ({"row_bytes": 1e6}, False),
+        ({"strategy": "parameter_server", "served": "reduced"}, False),
+        ({"strategy": "local_sgd", "averaged": 40e9}, False),
     ],
 )
 def test_what_is_sent_decides_how_long_it_takes(changes, is_faster):
@@ -129,6 +135,34 @@ def test_what_is_sent_decides_how_long_it_takes(changes, is_faster):
         step_terms(one, shape, draws)["gradient sync"][0] for one in (job, replace(job, **changes))
     )
     assert bool(other < plain) is is_faster
+
+
+def test_rows_of_replicated_tables_go_from_each_rank_to_all():
+    job = Job(buckets=(), batch=64, row_bytes=1e5, tables="replicated")
+    draws = known(nic=1e8, rtt=2e-5)
+    two, four, sharded = (
+        step_terms(one, Shape(hosts, 1, 64), draws)["gradient sync"][0]
+        for one, hosts in ((job, 2), (job, 4), (replace(job, tables="sharded"), 4))
+    )
+    assert two == pytest.approx(64 * 1e5 / 1e8, rel=0.01)
+    assert four == pytest.approx(3 * two, rel=0.01)
+    assert sharded == pytest.approx(2.1 * 0.75 * 64 * 1e5 / 1e8, rel=0.01)
+
+
+def test_ranks_that_step_alone_wait_at_averages_alone():
+    job = Job(buckets=cut(400 * MB), batch=64, strategy="local_sgd", sync_every=16)
+    draws, shape = known(nic=1e8, summing=1e11), Shape(4, 1, 64)
+    each = step_terms(replace(job, strategy="ddp"), shape, draws)
+    apart = step_terms(job, shape, draws)
+    assert apart["stragglers"][0] == pytest.approx(each["stragglers"][0] / 4)
+    takes = collectives.ring(400 * MB, 4, Link(draws.rtt / 2, 1 / draws.nic, 1 / draws.summing))
+    assert apart["gradient sync"][0] == pytest.approx(takes[0] / 16)
+    # A quarter takes 1.5 s and is sent while four steps of a second are made; at 1 s a sixteenth.
+    parts = [replace(job, fragments=n) for n in (4, 16)]
+    left = [step_terms(one, shape, draws)["gradient sync"][0] for one in parts]
+    assert left == [0.0, 0.0]
+    slow = known(nic=1e7, summing=1e11)
+    assert 0 < step_terms(parts[0], shape, slow)["gradient sync"][0] < takes[0] * 10 / 16
 
 
 def test_calibration_finds_what_timed_steps_tell():

@@ -3,77 +3,34 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import numpy as np
 
-from flatout.measure import LANES, Profile, RankProfile, Steps
+from flatout.measure import LANES
+from made_up_profiles import NOW, made_up
 
-MACHINE = {"os": "Linux x86_64", "cpu": "made up", "cpus": 2, "gpus": [], "torch": "2.13.0"}
 LANES_MS = dict.fromkeys(LANES, 0.0) | {"input": 2.0, "forward": 12.0, "backward": 20.0, "sync": 6}
-NOW = 1_795_686_400.0
 
 
 def profile(folder="runs/a", *, ms=40.0, seed=0, steps=400, lanes=LANES_MS, **changes):
     """A Profile of a run whose steps take so many milliseconds, with 2% of noise."""
     drawn = ms * np.random.default_rng(seed).lognormal(0, 0.02, steps)
-    rank = RankProfile(
-        rank=0,
-        node=0,
-        host="here",
-        device="cpu",
-        threads=2,
-        steps=steps,
-        lanes_ms=dict(lanes),
-        quantiles_ms={lane: [lanes[lane]] * 5 for lane in LANES[:7]},
-        waited_ms=0.0,
-        use={
-            "seconds": [2.0, 4.0, 6.0],
-            "cpus": [1.5, 1.9, 1.8],
-            "machine": [0.8, 0.9, 1.0],
-            "memory_bytes": [1e9, 1.1e9, 1.2e9],
+    fields = {
+        "rank": {
+            "lanes_ms": dict(lanes),
+            "quantiles_ms": {lane: [lanes[lane]] * 5 for lane in LANES[:7]},
         },
-        machine=dict(MACHINE),
-    )
-    made = Profile(
-        run=str(folder),
-        command=["train.py", "--epochs", "2"],
-        kind="Trainer",
-        state="ended",
-        error=None,
-        began=NOW,
-        written=NOW + 60,
-        startup_s=3.0,
-        evaluation_s=1.0,
-        saving_s=0.5,
-        resumed=None,
-        model={"name": "Net", "parameters": 1_200_000, "trained": 1_200_000},
-        job={"loss": "cross_entropy", "metrics": "accuracy", "optimizer 1": "Adam(lr=0.001)"},
-        world={"size": 1, "nodes": 1, "ranks_per_node": 1, "strategy": None},
-        versions={"flatout": "0.1.0", "torch": "2.13.0", "python": "3.12.1"},
-        network=None,
-        recipe={
+        "job": {"loss": "cross_entropy", "metrics": "accuracy", "optimizer 1": "Adam(lr=0.001)"},
+        "recipe": {
             "summary": "bf16",
             "values": {"compute.precision": "bf16", "world.reduction": "shared"},
             "reasons": {"compute.precision": "measured"},
             "measured": {"compute.precision": "1.50x [1.45,1.55] (A/A ±1.0%)"},
         },
-        data={"words": "2 files", "digest": "d1", "samples": 800, "files": 2, "bytes": 1 << 20},
-        input={"bytes_per_sample": 136.0},
-        communication={},
-        steps=Steps(
-            first=1,
-            last=steps,
-            samples=64 * steps,
-            batch_size=64.0,
-            steady=steps,
-            step_ms=[float(f"{one:.5g}") for one in drawn],
-        ),
-        ranks=[rank],
-        epochs=[epoch(1, 0.9, 0.8), epoch(2, 0.5, 0.7)],
-        notes=["auto: bf16: 1.50x faster than plain"],
-    )
-    return replace(made, **changes)
+        "epochs": [epoch(1, 0.9, 0.8), epoch(2, 0.5, 0.7)],
+        "notes": ["auto: bf16: 1.50x faster than plain"],
+    }
+    return made_up(folder, drawn, **(fields | changes))
 
 
 def epoch(number, loss, val_loss):

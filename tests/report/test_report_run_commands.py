@@ -3,12 +3,13 @@
 import json
 
 import pytest
-from report_runs import NOW, make_run, write_lines
+from report_runs import make_run, write_lines
 from typer.testing import CliRunner
 
 from flatout.cli.main import app
 from flatout.errors import FlatoutError
 from flatout.measure import Profile
+from made_up_profiles import NOW
 
 
 def call(*words):

@@ -5,10 +5,11 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from report_runs import LANES_MS, MACHINE, make_run, profile
+from report_runs import LANES_MS, make_run, profile
 
 from flatout.errors import FlatoutError
 from flatout.report import Report
+from made_up_profiles import CPU_HOST
 
 
 def compare(*folders):
@@ -137,7 +138,7 @@ def test_other_work_on_the_machine_is_told_beside_the_verdict(tmp_path):
 
 def test_another_machine_is_named_and_no_limit_is_judged_by_it(tmp_path):
     made = profile(ms=80.0)
-    rank = replace(made.ranks[0], machine={**MACHINE, "cpu": "another"})
+    rank = replace(made.ranks[0], machine={**CPU_HOST, "cpu": "another"})
     a, b = make_run(tmp_path / "a"), make_run(tmp_path / "b", replace(made, ranks=[rank]))
     assert pair(a, b).machine == ["cpu made up -> another"]
     with pytest.raises(FlatoutError, match="of another machine"):

@@ -9,6 +9,7 @@ from torch import nn
 from world_ranks import run
 
 from flatout.errors import ModelError
+from flatout.measure import Profile
 from flatout.strategies.fragments import cut
 
 SCRIPT = """
@@ -146,6 +147,9 @@ def test_ranks_that_step_alone_meet(tmp_path, ranks):
     by_rank = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
     found = by_rank[0]
     assert all(other == found for other in by_rank)
+    # 193 weights, and 386 numbers of AdamW with 32 of BatchNorm: in a bucket of 1,024 each.
+    sent = Profile.read(tmp_path / "whole").communication
+    assert sent["bytes_per_average"] == 2 * 1024 * 4
     # A meeting after each step of plain SGD makes it one of all ranks.
     assert found["each"][1] == pytest.approx(found["ddp"][1], abs=1e-5)
     for name, value in found["each"][0].items():

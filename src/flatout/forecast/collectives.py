@@ -106,6 +106,25 @@ def all_to_all(bytes: float, ranks: int, hosts: int, link: Link) -> Floats:
     return (ranks - 1) * link.alpha + sent * bytes * link.beta
 
 
+def reduce_and_broadcast(bytes: float, ranks: int, owners: int, link: Link) -> Floats:
+    """Each owner's share is added up on it, and then goes from it to all, as gloo does it.
+
+    A reduction is a ring's first half, whose pieces the owner gathers; a broadcast is a binomial
+    tree, of log2(p) turns with all of the share in each. Owners send at once, each on its link.
+
+    Args:
+        bytes: of all shares.
+        ranks: that add up.
+        owners: of equal shares.
+        link: between ranks.
+    """
+    turns, share = ceil(log2(ranks)), (ranks - 1) / ranks
+    gathered = share * (1 + 1 / owners)
+    given = max(turns / owners, share)
+    messages = 2 * (ranks - 1) + turns
+    return messages * link.alpha + bytes * ((gathered + given) * link.beta + share * link.gamma)
+
+
 def fullest_server(
     bytes: float, workers: int, beside: int, servers: float, largest: float, link: Link
 ) -> Floats:

@@ -208,7 +208,7 @@ def _servers(side: Side) -> Iterator[Decision]:
     if point.hosts == 1 or job.strategy not in ("ddp", "parameter_server"):
         return
     summed = replace(job, strategy="ddp")
-    served = replace(job, strategy="parameter_server", servers=point.shape.ranks, sends_alone=True)
+    served = replace(job, strategy="parameter_server", servers=point.shape.ranks, served="reduced")
     ratio = Spreading.of(side.rates(point.shape, served) / side.rates(point.shape, summed), COVERED)
     words = f"{ratio.middle:.2f}x [{ratio.low:.2f},{ratio.high:.2f}] of an all-reduce's speed"
     words += f" at {point.hosts} hosts, each rank a server"

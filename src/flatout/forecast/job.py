@@ -29,11 +29,16 @@ class Job:
         compression: as `world.compression`.
         powersgd_rank: of it.
         servers: how many parameter servers.
-        sends_alone: whether each rank sends to the servers for itself when its backward has ended,
-            as Flatout's do; else each host does, as gradients get ready.
+        served: how gradients reach the servers. "hosts": each host sends the sum of its ranks, as
+            gradients get ready; "ranks": each rank sends its own when its backward has ended, as
+            Flatout's asynchronous ones do; "reduced": then each server's share is reduced to it,
+            and its weights are broadcast, as Flatout's synchronous ones do.
         largest: bytes of the largest tensor that a server holds whole; 0 where shares are equal.
-        row_bytes: of sharded tables' rows, per sample.
+        row_bytes: of tables' rows that a rank uses, per sample.
+        tables: whether every rank holds these tables, as `world.tables`.
         sync_every: of local SGD.
+        fragments: of local SGD, likewise.
+        averaged: bytes that local SGD averages at a time; 0 is as many as the gradients have.
         spread: of a rank's steps.
     """
 
@@ -45,10 +50,13 @@ class Job:
     compression: Compression = "off"
     powersgd_rank: int = 4
     servers: int = 1
-    sends_alone: bool = False
+    served: Literal["hosts", "ranks", "reduced"] = "hosts"
     largest: float = 0.0
     row_bytes: float = 0.0
+    tables: Literal["sharded", "replicated"] = "sharded"
     sync_every: int = 32
+    fragments: int = 1
+    averaged: float = 0.0
     spread: Spread = field(default_factory=Spread)
 
     @property

@@ -107,7 +107,7 @@ def _predicted(one: Series, rows: int) -> list[Case]:
         fastest = max(
             rate / shape.hosts for rate, shape in zip(one.rates[:rows], one.shapes, strict=False)
         )
-        prior = with_input(prior, fastest)
+        prior = with_input(one, fastest)
     draws = calibrate(one.job, prior, known)
     has_crossed = any(row.shape.hosts > 1 for row in known)
     largest, cases = max(row.shape.ranks for row in known), []
@@ -177,13 +177,20 @@ def covered(cases: Sequence[Case], among: Sequence[Case]) -> float:
 
 def saturating(cases: Sequence[Case]) -> list[Case]:
     """Cases of rows that saturate, each predicted from all rows before it."""
+    return [case for case in _next_doublings(cases) if case.marginal[0] < _SATURATES]
+
+
+def scaling(cases: Sequence[Case]) -> list[Case]:
+    """Likewise of rows that clearly do not."""
+    return [case for case in _next_doublings(cases) if case.marginal[0] >= _SEEN_AS]
+
+
+def _next_doublings(cases: Sequence[Case]) -> list[Case]:
+    """Of rows with twice the devices of the one before, each predicted from all before it."""
     return [
         case
         for case in cases
-        if case.rows == case.place
-        and case.place > 0
-        and math.isclose(case.growth, 2.0)
-        and case.marginal[0] < _SATURATES
+        if case.rows == case.place and case.place > 0 and math.isclose(case.growth, 2.0)
     ]
 
 
@@ -235,8 +242,9 @@ def keys(cases: Sequence[Case]) -> dict[str, float]:
         `published_error_2x`, `published_error_4x`: the median error's size up to twice, and from
         there to four times what was calibrated on. `published_covered`: of these. The same with
         `_given` where the network is known from its line rate alone. `range_covered`: beyond four
-        times. `collapse_predicted`: of rows that saturate. `decision_regret`: the mean of
-        `regrets`.
+        times. `collapse_predicted`: of rows that saturate; absent where there is none.
+        `collapse_mistaken`: of rows that do not, how many are said to. `decision_regret`: the mean
+        of `regrets`.
     """
     judged = [case for case in cases if case.series.is_judged]
     found: dict[str, float] = {}
@@ -245,8 +253,11 @@ def keys(cases: Sequence[Case]) -> dict[str, float]:
         found[f"published_error_2x{name}"] = _median_error(c for c in alike if c.growth <= 2)
         found[f"published_error_4x{name}"] = _median_error(c for c in alike if c.growth > 2)
         found[f"published_covered{name}"] = covered(alike, cases)
-        collapses = [case for case in saturating(judged) if case.is_crossing is is_crossing]
-        found[f"collapse_predicted{name}"] = sum(map(is_seen, collapses)) / len(collapses)
+        saturate = [case for case in saturating(judged) if case.is_crossing is is_crossing]
+        if saturate:
+            found[f"collapse_predicted{name}"] = sum(map(is_seen, saturate)) / len(saturate)
+        others = [case for case in scaling(judged) if case.is_crossing is is_crossing]
+        found[f"collapse_mistaken{name}"] = sum(map(is_seen, others)) / len(others)
     found["decision_regret"] = mean(regrets(judged))
     found["range_covered"] = covered([case for case in judged if not case.is_number], cases)
     return found

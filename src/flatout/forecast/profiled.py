@@ -33,8 +33,11 @@ TCP: Range = (0.45, 0.75)
 _INPUT_BAND = (0.9, 1.1)
 _SETTINGS = tuple(
     f"world.{name}"
-    for name in ("strategy", "reduction", "compression", "powersgd_rank", "servers", "sync_every")
-)
+    for name in (
+        "strategy", "reduction", "compression", "powersgd_rank", "servers", "sync_every",
+        "fragments", "tables",
+    )
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -240,7 +243,9 @@ def _job(first: Profile, last: Profile, settings: Mapping[str, Any], notes: list
     if last.state == "running":
         notes.append(f"{last.run} had not ended: as of step {last.steps.last:,}")
     rank_batch = float(first.steps.batch_size or 0) / first.world["size"]
-    rows = last.communication.get("sparse_bytes_per_step") or 0.0
+    rows, ranks = last.communication.get("sparse_bytes_per_step") or 0.0, last.world["size"]
+    if (tables := values.get("world.tables", "replicated")) == "sharded" and ranks > 1:
+        rows *= ranks / (ranks - 1)  # a rank's own rows of its batch do not travel
     return Job(
         buckets=buckets,
         batch=rank_batch,
@@ -249,11 +254,14 @@ def _job(first: Profile, last: Profile, settings: Mapping[str, Any], notes: list
         reduction=reduction,
         compression=values.get("world.compression", "off"),
         powersgd_rank=values.get("world.powersgd_rank", 4),
-        sends_alone=True,
+        served="reduced" if values.get("world.staleness", "sync") == "sync" else "ranks",
         servers=values.get("world.servers", 1),
-        row_bytes=rows / (float(last.steps.batch_size or 1) / last.world["size"]),
+        row_bytes=rows / (float(last.steps.batch_size or 1) / ranks),
+        tables=tables,
         sync_every=values.get("world.sync_every", 32),
-        spread=Spread(first.steps.step_ms),
+        fragments=values.get("world.fragments", 1),
+        averaged=last.communication.get("bytes_per_average", 0.0),
+        spread=Spread(None if _steps_apart(first) else first.steps.step_ms),
     )
 
 
@@ -284,12 +292,12 @@ def _rows(profile: Profile) -> list[Row]:
     """Steps of the run, and what else it has timed."""
     hosts, per_host = int(profile.world["nodes"]), int(profile.world["ranks_per_node"])
     batch = float(profile.steps.batch_size or 0)
-    low, mid, high = median_of(profile.steps.step_ms)
+    seconds, spread = step_seconds(profile)
     waits = input_wait(profile)
     own = 1 - waits if waits > _WAITS else 1.0
-    noise = max(_LEAST_NOISE, (high - low) / 4 / mid, profile.steps.noise or 0.0)
+    noise = max(_LEAST_NOISE, spread, profile.steps.noise or 0.0)
     shape = Shape(hosts, per_host, batch / (hosts * per_host))
-    rows = [Row(shape, mid / 1e3 * own, noise)]
+    rows = [Row(shape, seconds * own, noise)]
     for count, rate in (profile.world.get("steps_per_s_by_ranks") or {}).items():
         if int(count) != shape.ranks and rate > 0:
             tried = Shape(1, int(count), batch / int(count))
@@ -303,6 +311,26 @@ def _rows(profile: Profile) -> list[Row]:
             alone = Shape(1, ranks, float(local_batch), silent=True)
             rows.append(Row(alone, took, max(_TRIED_NOISE, spread)))
     return rows
+
+
+def step_seconds(profile: Profile) -> tuple[float, float]:
+    """Of a run's step, and its standard error as a share.
+
+    The median, but the mean where ranks step alone: one step of many is that in which they meet.
+    """
+    ms = profile.steps.step_ms
+    if not _steps_apart(profile):
+        low, mid, high = median_of(ms)
+        return mid / 1e3, (high - low) / 4 / mid
+    values = (profile.recipe or {}).get("values") or {}
+    every = min(len(ms), values.get("world.sync_every", 32) // values.get("world.fragments", 1))
+    periods = len(ms) // every
+    means = np.reshape(ms[-periods * every :], (periods, every)).mean(axis=1)
+    return float(means.mean()) / 1e3, float(means.std() / periods**0.5 / means.mean())
+
+
+def _steps_apart(profile: Profile) -> bool:
+    return profile.world["size"] > 1 and profile.world["strategy"] == "local_sgd"
 
 
 def _median(seconds: Sequence[float]) -> tuple[float, float]:

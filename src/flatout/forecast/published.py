@@ -21,6 +21,15 @@ the line rate itself is not known well. It is a guess from before any series was
 _INSIDE: Range = (0.1, 0.9)
 # From what is published a file's rate is not known: it may be the limit, or ten times as fast.
 _INPUT: Range = (1.0, 10.0)
+_JUST_MORE = 1.01
+# Images per second that a worker of torch's DataLoader decodes by Pillow, crops and resizes for
+# ImageNet: a core of an i7 (rom1504/img2dataset#127), and one of an EPYC of 2024
+# (`docs/forecast_accuracy.py --worker`).
+WORKER: Range = (80.0, 320.0)
+# Bytes per second that pass TensorFlow's gRPC, which packs and copies each tensor: the least that
+# was measured with one worker in 2017 (tensorflow/tensorflow#6116), and, there too, what passes
+# where nothing is copied.
+GRPC: Range = (2.5e8, 3.4e9)
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,7 @@ class Series:
         job: what a step sends.
         prior: of its machines.
         reads_files: whether samples come from files.
+        workers: that read them on a host, each on a core; 0 where that is not known.
     """
 
     source: str
@@ -52,6 +62,7 @@ class Series:
     job: Job
     prior: Prior
     reads_files: bool
+    workers: int
 
     def row(self, place: int) -> Row:
         """The time of a step at a size."""
@@ -133,6 +144,7 @@ def _series(data: dict[str, Any], one: dict[str, Any], system: dict[str, Any]) -
         ),
         prior=_prior(system),
         reads_files=one.get("reads_files", False),
+        workers=min(one.get("loader_workers", 0), system.get("cores", 0)),
     )
 
 
@@ -149,10 +161,21 @@ def _prior(system: dict[str, Any]) -> Prior:
         nic = (least * line, most * line)
     prior = Prior(nic=nic, inside=(low, high))
     # Servers add up on CPUs, and so do hosts without RDMA that send from memory.
+    if system.get("sent_by") == "grpc":
+        return replace(prior, summing=GRPC)
     on_gpus = system.get("network") == "rdma" and system.get("strategy") != "parameter_server"
     return replace(prior, summing=GPU_SUMS) if on_gpus else prior
 
 
-def with_input(prior: Prior, fastest: float) -> Prior:
-    """Where samples come from files: the fastest rate of a host so far may be the limit."""
-    return replace(prior, input=(_INPUT[0] * fastest, _INPUT[1] * fastest))
+def with_input(one: Series, fastest: float) -> Prior:
+    """What a host can read, where samples come from files.
+
+    Args:
+        one: series of them.
+        fastest: samples per second of a host so far: at least that can be read.
+    """
+    low, high = (share * fastest for share in _INPUT)
+    if one.workers:
+        low = max(low, one.workers * WORKER[0])
+        high = max(_JUST_MORE * low, min(high, one.workers * WORKER[1]))
+    return replace(one.prior, input=(low, high))

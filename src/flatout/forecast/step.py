@@ -57,7 +57,7 @@ def step_terms(job: Job, shape: Shape, draws: Draws) -> dict[str, Floats]:
     terms = {
         "compute": compute,
         "shared host": crowded,
-        "stragglers": busy * draws.spread * job.spread.excess(shape.ranks),
+        "stragglers": busy * draws.spread * waiting(job, shape.ranks),
         "gradient sync": syncing(job, shape, draws, busy / shape.accumulated),
     }
     per_host = shape.samples / shape.hosts / draws.input
@@ -78,6 +78,16 @@ def crowding(shape: Shape, draws: Draws) -> Floats:
     return draws.contention * (shape.per_host - 1.0) ** draws.power
 
 
+def waiting(job: Job, ranks: int) -> float:
+    """How much longer than the mean the slowest rank takes, see `Spread.excess`.
+
+    Ranks that step alone wait for the slowest sum of steps: where steps have nothing to do with
+    each other, its spread is by the root of their number less of it.
+    """
+    apart = job.sync_every if job.strategy == "local_sgd" else 1
+    return job.spread.excess(ranks) / apart**0.5
+
+
 def syncing(job: Job, shape: Shape, draws: Draws, busy: Floats) -> Floats:
     """What of adding up gradients is not hidden behind the last micro-batch.
 
@@ -91,26 +101,18 @@ def syncing(job: Job, shape: Shape, draws: Draws, busy: Floats) -> Floats:
         return np.zeros_like(busy)
     inner, outer = _links(shape, draws)
     backward, ready = busy * job.backward, [bucket.ready for bucket in job.buckets]
-    rows = np.zeros_like(busy)
-    if job.row_bytes:
-        sent = _ROW_TRIPS * job.row_bytes * shape.batch
-        rows = collectives.all_to_all(sent, shape.ranks, shape.hosts, outer)
+    rows = _rows(job, shape, outer)
     match job.strategy:
         case "parameter_server":
-            servers = shape.servers or job.servers
-            if job.sends_alone:
-                # The first ranks are the servers, so the first host has as many as it has ranks.
-                on_hosts = servers / min(servers, shape.per_host)
-                return rows + collectives.fullest_server(
-                    job.bytes, shape.ranks, shape.per_host, on_hosts, job.largest, outer
-                )
-            takes = collectives.fullest_server(
-                job.bytes, shape.hosts, 1, servers, job.largest, outer
-            )
-            within = collectives.ring(job.bytes, shape.per_host, inner)
-            return rows + np.maximum(0.0, takes + within - draws.hidden * busy)
+            return rows + _serving(job, shape, inner, outer, draws.hidden * busy)
         case "local_sgd":
-            return rows + _reduced(job, shape, job.bytes, inner, outer) / job.sync_every
+            bytes = job.averaged or job.bytes
+            if job.fragments == 1:
+                return rows + _reduced(job, shape, bytes, inner, outer) / job.sync_every
+            # A part travels while the steps up to the next one are made.
+            apart = job.sync_every / job.fragments
+            takes = _reduced(job, shape, bytes / job.fragments, inner, outer)
+            return rows + np.maximum(0.0, takes / apart - busy)
         case "fsdp":
             gathers = [
                 collectives.all_gather(bucket.bytes, shape.ranks, outer) for bucket in job.buckets
@@ -128,6 +130,36 @@ def syncing(job: Job, shape: Shape, draws: Draws, busy: Floats) -> Floats:
                 _reduced(job, shape, bucket.bytes, inner, outer) for bucket in job.buckets
             ]
             return rows + exposed(takes_each, ready, backward, draws.hidden)
+
+
+def _rows(job: Job, shape: Shape, outer: Link) -> Floats:
+    """Seconds for the rows of tables: to their owners and back, or of each rank to all."""
+    if not job.row_bytes:
+        return np.zeros_like(outer.alpha)
+    own = job.row_bytes * shape.batch
+    if job.tables == "sharded":
+        return collectives.all_to_all(_ROW_TRIPS * own, shape.ranks, shape.hosts, outer)
+    return collectives.all_gather(own * shape.ranks, shape.ranks, outer)
+
+
+def _serving(job: Job, shape: Shape, inner: Link, outer: Link, hides: Floats) -> Floats:
+    """Seconds for gradients to the parameter servers, and weights back; `hides` are hidden."""
+    servers = shape.servers or job.servers
+    match job.served:
+        case "hosts":
+            takes = collectives.fullest_server(
+                job.bytes, shape.hosts, 1, servers, job.largest, outer
+            )
+            within = collectives.ring(job.bytes, shape.per_host, inner)
+            return np.maximum(0.0, takes + within - hides)
+        case "ranks":
+            # The first ranks are the servers, so the first host has as many as it has ranks.
+            on_hosts = servers / min(servers, shape.per_host)
+            return collectives.fullest_server(
+                job.bytes, shape.ranks, shape.per_host, on_hosts, job.largest, outer
+            )
+        case "reduced":
+            return collectives.reduce_and_broadcast(job.bytes, shape.ranks, servers, outer)
 
 
 def sending(job: Job, sent: Sent, draws: Draws) -> Floats:

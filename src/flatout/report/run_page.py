@@ -207,6 +207,8 @@ def _traffic(profile: Profile) -> Iterator[tuple[str, str]]:
         yield "gradients", f"{words}after the backward began, by {sent.get('reduction')}"
     if sparse := sent.get("sparse_bytes_per_step"):
         yield "sparse rows", f"{size_words(sparse)} a step from this rank"
+    if averaged := sent.get("bytes_per_average"):
+        yield "averages", f"{size_words(averaged)} each, by {sent.get('reduction')}"
 
 
 def _data_words(data: dict[str, Any]) -> str:

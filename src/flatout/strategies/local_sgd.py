@@ -30,8 +30,8 @@ from flatout.strategies.reductions import Beside, Flat
 from flatout.strategies.strategy import Strategy, Sums, Tensors
 from flatout.world import World
 
-# Numbers that travel at a time, in a bucket of their own.
-_LENGTH, _NUMBER = 1 << 22, 1 << 30
+# Numbers that travel at a time, at most and at least, in buckets of their own.
+_LENGTH, _LEAST, _NUMBER = 1 << 22, 1 << 10, 1 << 30
 
 # Those of the paper.
 _OUTER_RATE, _OUTER_MOMENTUM = 0.7, 0.9
@@ -86,7 +86,7 @@ class LocalSgd(Strategy):
         # The weights of the last meeting, and the outer momentum by weight.
         self._anchors: list[torch.Tensor] = []
         self._velocities: list[torch.Tensor] = []
-        self._flats: dict[torch.dtype, Flat] = {}
+        self._flats: dict[tuple[torch.dtype, int], Flat] = {}
         self._fragments = Fragments(world, reduction, fragments) if fragments > 1 else None
 
     def before_step(self, turn: int, parameters: Tensors) -> None:
@@ -174,18 +174,15 @@ class LocalSgd(Strategy):
 
     def _mean(self, tensors: Tensors) -> None:
         """Make tensors the mean of those of all ranks; counts stay as they are."""
-        for dtype in (torch.float32, torch.float64):
-            parts = [part for tensor in tensors for part in _parts_in(tensor, dtype)]
-            for group in _grouped(parts):
-                self._mean_of(group, dtype)
+        for dtype, parts in _messages(tensors):
+            self._mean_of(parts, dtype)
 
     def _mean_of(self, parts: Tensors, dtype: torch.dtype) -> None:
-        if dtype not in self._flats:
+        used, key = sum(map(len, parts)), (dtype, _length_of(parts))
+        if key not in self._flats:
             number = _NUMBER + len(self._flats)
-            memory = self.reduction.memory(number, _LENGTH, dtype)
-            self._flats[dtype] = Flat(memory, number)
-        flat = self._flats[dtype]
-        used = sum(map(len, parts))
+            self._flats[key] = Flat(self.reduction.memory(number, key[1], dtype), number)
+        flat = self._flats[key]
         pieces = torch.split(flat.values[:used], [len(part) for part in parts])
         for piece, part in zip(pieces, parts, strict=True):
             piece.copy_(part)
@@ -195,6 +192,13 @@ class LocalSgd(Strategy):
         self._world.until(self._world.begun(begun, "mean of the ranks' weights"))
         for piece, part in zip(pieces, parts, strict=True):
             part.copy_(piece)
+
+    def traffic(self) -> dict[str, Any]:
+        """The bytes that are averaged at a time; of fragments it is not known."""
+        if self._fragments:
+            return {}
+        sent = [*_messages(self._weights()), *_messages(self._states())]
+        return {"bytes_per_average": sum(dtype.itemsize * _length_of(p) for dtype, p in sent)}
 
     def state_dict(self) -> dict[str, Any]:
         """What the next meeting needs besides the weights; the ranks have met."""
@@ -209,6 +213,13 @@ class LocalSgd(Strategy):
         self.reduction.close()
 
 
+def _messages(tensors: Tensors) -> Iterator[tuple[torch.dtype, Tensors]]:
+    """What travels together, and as numbers of which dtype."""
+    for dtype in (torch.float32, torch.float64):
+        for parts in _grouped([part for one in tensors for part in _parts_in(one, dtype)]):
+            yield dtype, parts
+
+
 def _parts_in(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
     """Views of its numbers, where they travel in this dtype; each fits into a message."""
     travels = torch.float64 if tensor.dtype is torch.float64 else torch.float32
@@ -216,6 +227,12 @@ def _parts_in(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor
         # As it lies in memory, in whatever format.
         flat = tensor.detach().as_strided((tensor.numel(),), (1,))
         yield from torch.split(flat, _LENGTH)
+
+
+def _length_of(parts: Tensors) -> int:
+    """Of the bucket that they travel in: a power of two, so that there are few of them."""
+    used = sum(map(len, parts))
+    return max(_LEAST, 1 << (used - 1).bit_length())
 
 
 def _grouped(parts: Tensors) -> Iterator[Tensors]:
