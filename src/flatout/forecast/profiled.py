@@ -292,12 +292,12 @@ def _rows(profile: Profile) -> list[Row]:
     """Steps of the run, and what else it has timed."""
     hosts, per_host = int(profile.world["nodes"]), int(profile.world["ranks_per_node"])
     batch = float(profile.steps.batch_size or 0)
-    seconds, spread = step_seconds(profile)
+    took, spread = step_seconds(profile)
     waits = input_wait(profile)
     own = 1 - waits if waits > _WAITS else 1.0
     noise = max(_LEAST_NOISE, spread, profile.steps.noise or 0.0)
     shape = Shape(hosts, per_host, batch / (hosts * per_host))
-    rows = [Row(shape, seconds * own, noise)]
+    rows = [Row(shape, took * own, noise)]
     for count, rate in (profile.world.get("steps_per_s_by_ranks") or {}).items():
         if int(count) != shape.ranks and rate > 0:
             tried = Shape(1, int(count), batch / int(count))
@@ -330,7 +330,7 @@ def step_seconds(profile: Profile) -> tuple[float, float]:
 
 
 def _steps_apart(profile: Profile) -> bool:
-    return profile.world["size"] > 1 and profile.world["strategy"] == "local_sgd"
+    return bool(profile.world["size"] > 1 and profile.world["strategy"] == "local_sgd")
 
 
 def _median(seconds: Sequence[float]) -> tuple[float, float]:

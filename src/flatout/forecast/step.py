@@ -8,6 +8,7 @@ of them has an interval.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -85,7 +86,7 @@ def waiting(job: Job, ranks: int) -> float:
     each other, its spread is by the root of their number less of it.
     """
     apart = job.sync_every if job.strategy == "local_sgd" else 1
-    return job.spread.excess(ranks) / apart**0.5
+    return job.spread.excess(ranks) / math.sqrt(apart)
 
 
 def syncing(job: Job, shape: Shape, draws: Draws, busy: Floats) -> Floats:
