@@ -13,8 +13,12 @@ from flatout.doctor.checks import (
     garbage_each_step,
 )
 from flatout.observe import (
+    Ablation,
     Call,
     InLoss,
+    Lapse,
+    LeftOut,
+    Line,
     Loader,
     Model,
     Observation,
@@ -130,6 +134,25 @@ class Row:
 
 COSINE = Schedule("CosineAnnealingLR", HERE, HERE, first_after=1)
 ADAM = {"kind": "torch.optim.adamw.AdamW"}
+
+
+def without(ms):
+    """What a step of 10 ms takes without a call of so many."""
+    ratio = 10.0 / (10.0 - ms)
+    return Ablation(ratio, ratio - 0.01, ratio + 0.01, 0.02, 4, 10.0, 10.0 - ms, ms)
+
+
+def with_lapse(*, steps_schedules, in_lapse=0):
+    """The epochs of a time-lapse, with a scheduler that was not stepped before it."""
+    lapse = Lapse(5.0, 12, 2, ["validation"], steps_schedules=steps_schedules)
+    return job(schedules=[replace(COSINE, in_lapse=in_lapse)], lapse=lapse, loader={"epochs": 1})
+
+
+def test_a_schedule_that_a_time_lapse_may_not_come_to_is_no_finding():
+    check = next(one for one in CHECKS if one.name == "schedule_misplaced")
+    assert [one.kind for one in check.look(with_lapse(steps_schedules=False))] == ["danger"]
+    assert not check.look(with_lapse(steps_schedules=True))
+    assert not check.look(with_lapse(steps_schedules=False, in_lapse=2))
 
 
 def in_loss(kind, **detail):
@@ -281,6 +304,12 @@ ROWS = {
     "log_each_step": Row(
         job(calls=[call("print", 1.0)]), job(calls=[call("log", 1.0, steps=3)]), job(**NO_STEPS),
         cost=1.0,
+    ),
+    "call_each_step": Row(
+        job(left_out=[LeftOut(HERE, "tracker.log", without(2.0))], lines=[Line(HERE, 2.0)]),
+        job(left_out=[LeftOut(HERE, "tracker.log", without(0.1))], lines=[Line(HERE, 2.0)]),
+        job(lines=[]),
+        cost=2.0,
     ),
     "empty_cache": Row(
         gpu_job(calls=[call("empty_cache", 1.0)]),

@@ -13,7 +13,7 @@ from flatout.devices.visible import CudaDevice
 from flatout.doctor.critical import critical
 from flatout.doctor.finding import Finding
 from flatout.doctor.judge import Verdict, judge
-from flatout.observe import Ablation, Growth, Line, Loader, Model, Observation, Site
+from flatout.observe import Ablation, Growth, Lapse, LeftOut, Line, Loader, Model, Observation, Site
 from flatout.report.first_look import MOST_LINES, FirstLookReport, header, short
 from flatout.report.lane_bars import lane_bars
 from flatout.report.page import page
@@ -180,6 +180,35 @@ def test_what_was_taken_out_is_one_line():
     text = shown(judge([seen], inventory()))
     assert "taken out in place: input 2.56x [2.50,2.62], evaluation 1.20x\n" in text
     assert "a step would take 161 ms instead of 412 ms" in " ".join(text.split())
+
+
+def test_a_call_that_was_left_out_has_a_figure():
+    seen = observation()
+    site = Site("/a/folder/that/has/a/long/name/engine/tracker.py", 34)
+    faster = Ablation(1.5, 1.45, 1.55, 0.02, 4, 6.0, 4.0, 2.1)
+    seen.left_out = [
+        LeftOut(site, "self.tracker.log", faster),
+        LeftOut(site, "noise", Ablation(1.01, 0.98, 1.04, 0.02, 4, 6.0, 5.9, 0.2)),
+    ]
+    lines = [line for line in shown(judge([seen], inventory())).splitlines() if "costs" in line]
+    (line,) = lines
+    assert line.endswith("costs 2 ms a step [1.9,2.1], 33%")
+    assert len(line) <= 80
+
+
+def test_what_a_time_lapse_has_shown_and_cut_is_two_lines():
+    seen = observation()
+    cut = [("train.py:40", 6, 23_438), ("train.py:52", 3, 391), ("stream.py:7", 5, None)]
+    seen.lapse = Lapse(6.0, 12, 2, ["validation", "checkpoint", "schedule"], cut)
+    verdict = judge([seen], inventory())
+    lines = shown(verdict).splitlines()
+    at = next(at for at, line in enumerate(lines) if "time-lapse" in line)
+    assert " 2 epochs in time-lapse, with validation, checkpoint and schedule" in lines[at]
+    assert lines[at + 1].startswith("cut, and in no time above: train.py:40 after 6 of 23,438,")
+    assert all(len(line) <= 80 for line in lines[at : at + 2])
+    seen.lapse.parts = []
+    assert "1 epoch" not in shown(verdict)
+    assert "in time-lapse, with nothing after them\n" in shown(verdict)
 
 
 def test_a_cost_that_is_no_bound_is_called_an_estimate():

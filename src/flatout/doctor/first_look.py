@@ -27,6 +27,9 @@ _INTERRUPTED_WITHIN_S = 5.0
 _ABLATED = 0.4
 """Share of the time in which its steps are watched, for which lanes are taken out of it then."""
 
+_LAPSE = 0.4
+"""Share of it, for which epochs end early then, where the first one takes longer than the look."""
+
 _LAST_LINES = 15
 _LAST_BYTES = 2**16
 _LOOKS_EVERY_S = 0.05
@@ -82,7 +85,8 @@ def first_look(
 
     It is contained as in a trial: what it writes lies in a scratch folder, which is gone
     afterwards, and it sends nothing elsewhere. Then lanes are taken out of its steps for a while,
-    unless `steps` are given: that shows the most that a cure of each can return.
+    unless `steps` are given: that shows the most that a cure of each can return. Where its first
+    epoch has not ended by then, epochs are made to end early: that shows what comes after them.
 
     To be called from the main thread, which is where signals arrive.
 
@@ -113,11 +117,13 @@ def first_look(
             start = [*observe, *more]
             return under_torchrun(what, start) or [sys.executable, *start, *what]
 
-        ablating = command("--ablate", f"{ablate_s:g}") if ablate_s else command()
+        further = ["--ablate", f"{ablate_s:g}", "--lapse", f"{_LAPSE * seconds:g}"]
+        ablating = command(*further) if ablate_s else command()
         place = folder, seen, in_place
         subject, uncontained = _begun(ablating, None if opened else command(), *place)
         try:
             until = began + seconds + ablate_s + starting_s
+            until += _LAPSE * seconds if ablate_s else 0.0
             code = _watched(subject, until, met, verbose)
         finally:
             subject.end()

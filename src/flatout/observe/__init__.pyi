@@ -14,6 +14,8 @@ from flatout.observe.observation import Ablation as Ablation
 from flatout.observe.observation import Call as Call
 from flatout.observe.observation import Growth as Growth
 from flatout.observe.observation import InLoss as InLoss
+from flatout.observe.observation import Lapse as Lapse
+from flatout.observe.observation import LeftOut as LeftOut
 from flatout.observe.observation import Line as Line
 from flatout.observe.observation import Loader as Loader
 from flatout.observe.observation import Model as Model

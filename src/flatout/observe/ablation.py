@@ -22,14 +22,19 @@ from typing import Any
 from flatout.atomic_file import atomic_write
 from flatout.measure import finish_device
 from flatout.observe.lanes import EVALUATION, SAVING
-from flatout.observe.observation import Ablation, Observation
-from flatout.observe.taken_out import Input, Items, Log, Sync, summing
+from flatout.observe.observation import Ablation, LeftOut, Observation, Site
+from flatout.observe.rewriting import Rewriting
+from flatout.observe.side_effects import SideEffects, hot_calls, outermost
+from flatout.observe.sites import read
+from flatout.observe.taken_out import Input, Items, Log, OneCall, Sync, summing
 from flatout.observe.watch import Watch
 from flatout.world import Place
 
 _WARM_STEPS, _FEWEST_STEPS = 2, 3
 _SHORTEST_S, _LONGEST_S = 0.1, 1.0
 _PAIRS = 8
+# Steps in which calls are watched at most.
+_WATCHED = 12
 # Shares of a step from which on taking a lane out is worth its time.
 _WORTH = 0.01
 # A rank alone stops after so many times the budget: evaluations between the steps take time too.
@@ -49,7 +54,7 @@ class Planned:
     """Blocks without one lane.
 
     Attributes:
-        lane: which.
+        lane: which; of a call, its number.
         dropped, steps: of each block, not counted and counted.
         pairs: quadruples of blocks.
     """
@@ -79,21 +84,34 @@ class Ablations:
         folder: of all ranks.
         place: of this rank.
         budget_s: for all lanes together.
+        code: the user's, where calls of it can be left out.
 
     Attributes:
         notes: what was not tried, and why.
+        left_out: calls, once `results` were asked for.
     """
 
-    def __init__(self, watch: Watch, folder: Path, place: Place, budget_s: float) -> None:
+    def __init__(
+        self,
+        watch: Watch,
+        folder: Path,
+        place: Place,
+        budget_s: float,
+        code: Rewriting | None = None,
+    ) -> None:
         self._watch = watch
         self._place = place
         self._budget_s = budget_s
+        self._code = code if place.world_size == 1 else None
+        self._effects: SideEffects | None = None
+        self._calls: list[list[int]] = []
         self._plan = folder / ".ablations"
         self._ready = [folder / f".ready-{rank}" for rank in range(place.world_size)]
         self._blocks: list[_Blocks] = []
         self._until = math.inf  # when to wait or try no longer
         self._seen: Observation | None = None
         self.notes: list[str] = []
+        self.left_out: list[LeftOut] = []
         if place.rank == 0:
             self._plan.unlink(missing_ok=True)
         self._ready[place.rank].unlink(missing_ok=True)
@@ -107,7 +125,21 @@ class Ablations:
             return
         self._until = monotonic() + _PATIENCE_S
         self._ready[self._place.rank].touch()
-        self._wait()
+        self._calls = [] if self._code is None else hot_calls(seen, self._code)
+        if self._code is not None and self._calls:
+            numbers = sorted({number for chain in self._calls for number in chain})
+            self._effects = SideEffects(self._watch, self._code, numbers)
+            self._watch_calls(self._watch.lanes.steps + _WATCHED)
+        else:
+            self._wait()
+
+    def _watch_calls(self, until: int) -> None:
+        """At the end of each step, until enough calls were seen."""
+        assert self._effects is not None
+        if self._effects.is_done or self._watch.lanes.steps >= until:
+            self._wait()
+        else:
+            self._watch.at(self._watch.lanes.steps + 1, lambda: self._watch_calls(until))
 
     def _wait(self) -> None:
         """The first rank waits for all, the others for what it plans: at the end of each step."""
@@ -127,9 +159,17 @@ class Ablations:
     def _planned(self) -> tuple[int, list[Planned]]:
         assert self._seen is not None
         lanes = worth_trying(self._seen, self._watch)
+        if self._effects is not None:
+            lanes += map(str, outermost(self._calls, self._effects.end()))
         planned = [plan(lane, self._seen, self._budget_s / len(lanes)) for lane in lanes]
         start = self._watch.lanes.steps + _AHEAD
         found = [one for one in planned if one is not None]
+        if self._effects is not None:
+            self.notes += [
+                f"ablations: {self._code.calls[n].words} stays in: it changes {what}"
+                for n, what in self._effects.changed.items()
+                if what and self._code is not None
+            ]
         if not any(loader.in_training for loader in self._seen.loaders):
             self.notes.append("ablations: input stays in: its batches come from no DataLoader")
         for lane, one in zip(lanes, planned, strict=True):
@@ -151,7 +191,7 @@ class Ablations:
             self._until = math.inf  # the ranks must do the same
         at, step = self._watch.at, start
         for one in planned:
-            blocks = _Blocks(one, _LANES[one.lane](self._watch))
+            blocks = _Blocks(one, self._lane(one.lane))
             self._blocks.append(blocks)
             for side in one.pairs * "abba":
                 at(step, blocks.lane.take_out if side == "b" else blocks.lane.put_back)
@@ -161,26 +201,39 @@ class Ablations:
             at(step, blocks.lane.put_back)
         at(step, self._watch.enough)
 
+    def _lane(self, name: str) -> Any:
+        if name in _LANES:
+            return _LANES[name](self._watch)
+        assert self._code is not None
+        return OneCall(self._code, int(name))
+
     def _count_from(self, blocks: _Blocks) -> None:
         finish_device()
-        blocks.between = self._between()
+        blocks.between = self._between(blocks)
         blocks.began = perf_counter_ns()
 
     def _count_to(self, blocks: _Blocks, side: str) -> None:
         finish_device()
-        took = perf_counter_ns() - blocks.began - (self._between() - blocks.between)
+        took = perf_counter_ns() - blocks.began - (self._between(blocks) - blocks.between)
         blocks.seconds[side].append(took / blocks.planned.steps / 1e9)
         if monotonic() > self._until:
             self._watch.enough()
 
-    def _between(self) -> int:
+    def _between(self, blocks: _Blocks) -> int:
+        """What lay between the steps; a call that saves is a part of them."""
         spent = self._watch.lanes.spent
-        return spent[EVALUATION] + spent[SAVING]
+        return spent[EVALUATION] + (spent[SAVING] if blocks.planned.lane in _LANES else 0)
+
+    def put_back(self) -> None:
+        """Every lane."""
+        if self._effects is not None:
+            self._effects.end()
+        for blocks in self._blocks:
+            blocks.lane.put_back()
 
     def end(self) -> None:
         """Puts everything back, wherever the script has ended."""
-        for blocks in self._blocks:
-            blocks.lane.put_back()
+        self.put_back()
         self._ready[self._place.rank].unlink(missing_ok=True)
         if self._place.rank == 0:
             self._plan.unlink(missing_ok=True)
@@ -189,14 +242,19 @@ class Ablations:
         """What came of it."""
         if self._seen is None:
             return {}
+        self.left_out.clear()
         found = from_lanes(self._seen)
         for blocks in self._blocks:
             lane = blocks.planned.lane
             result = judged(blocks.seconds["a"], blocks.seconds["b"])
             if result is None:
                 self.notes.append(f"ablations: there was no time to try enough without {lane}")
-            else:
+            elif lane in _LANES:
                 found[lane] = result
+            elif self._code is not None:
+                call = self._code.calls[int(lane)]
+                site = read(Site(call.file, call.call_line))
+                self.left_out.append(LeftOut(site, call.words, result))
         return found
 
 

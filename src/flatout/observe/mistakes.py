@@ -24,6 +24,10 @@ class Mistakes:
         self._schedules = Schedules(torch.optim.lr_scheduler, watch)
         Clipping(torch, watch)
 
+    def watch_schedules(self) -> None:
+        """Sees again where schedulers are stepped."""
+        self._schedules.watch()
+
     def fill(self, seen: Observation) -> None:
         """Puts what was seen into an Observation; in the thread that steps."""
         if not seen.steps:

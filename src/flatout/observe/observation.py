@@ -213,6 +213,7 @@ class Schedule:
         ends_after: after how many of its steps the rate is as good as nothing; None where it never
             is, or where that is not known.
         is_used: whether its optimizer has stepped.
+        in_lapse: how often it was stepped more in a time-lapse.
     """
 
     kind: str
@@ -222,6 +223,7 @@ class Schedule:
     steps: int = 0
     ends_after: int | None = None
     is_used: bool = True
+    in_lapse: int = 0
 
 
 @dataclass
@@ -390,6 +392,55 @@ class Ablation:
 
 
 @dataclass
+class LeftOut:
+    """A call whose value is not used and that left the training alone, and a step without it.
+
+    Attributes:
+        site: where it is made.
+        words: what is called, as it is written there.
+        measured: what steps take without it.
+    """
+
+    site: Site
+    words: str
+    measured: Ablation
+
+    def ms(self) -> tuple[float, float, float]:
+        """What it costs a step, with the ends of the 95% interval: low, as measured, high."""
+        one = self.measured
+        low, middle, high = (one.step_ms * (1 - 1 / r) for r in (one.low, one.ratio, one.high))
+        return low, middle, high
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether a step is shorter without it, beyond the noise."""
+        return self.measured.low > 1 + self.measured.floor
+
+
+@dataclass
+class Lapse:
+    """What was seen of a script after its steps were timed, in epochs that ended early.
+
+    Attributes:
+        seconds: that it took.
+        steps: of optimizers in it.
+        epochs: that ended in it.
+        parts: what was seen beside training: "validation", "checkpoint", "schedule".
+        cut: which loaders and loops ended early: the line, how many batches or turns ran in the
+            epoch that was cut first, and how many there would have been; None where no one knows.
+        steps_schedules: whether any line of the script's files steps a schedule, be it in a later
+            epoch.
+    """
+
+    seconds: float
+    steps: int = 0
+    epochs: int = 0
+    parts: list[str] = field(default_factory=list)
+    cut: list[tuple[str, int, int | None]] = field(default_factory=list)
+    steps_schedules: bool = True
+
+
+@dataclass
 class Observation:
     """One rank, from its first observed step to its last.
 
@@ -447,6 +498,8 @@ class Observation:
         ablations: what steps would take without a lane: "input", "log" (print, logging,
             summaries), "item" (waiting for a device to read a number), "sync", "evaluation",
             "saving". Empty where nothing was taken out.
+        left_out: calls that were left out of some steps, and what these took then.
+        lapse: what a time-lapse has shown beside; None without one.
         notes: what could not be seen, and why.
     """
 
@@ -502,6 +555,8 @@ class Observation:
     lines: list[Line] = field(default_factory=list)
     explained: float | None = None
     ablations: dict[str, Ablation] = field(default_factory=dict)
+    left_out: list[LeftOut] = field(default_factory=list)
+    lapse: Lapse | None = None
     notes: list[str] = field(default_factory=list)
 
     @property

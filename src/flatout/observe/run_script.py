@@ -7,8 +7,9 @@ import os
 import runpy
 import sys
 import traceback
+from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
-from types import ModuleType, TracebackType
+from types import CodeType, ModuleType, TracebackType
 
 from flatout.observe.sites import set_home
 
@@ -19,8 +20,17 @@ _OURS = tuple(
 )
 
 
-def run(arguments: list[str]) -> None:
+def compiled(source: bytes, path: str) -> CodeType:
+    """A script's code as Python compiles it."""
+    return compile(source, path, "exec", dont_inherit=True)
+
+
+def run(arguments: list[str], compiled: Callable[[bytes, str], CodeType] = compiled) -> None:
     """Runs a script, or after -m a module, as `__main__`, with the rest as its arguments.
+
+    Args:
+        arguments: the script or module, and its own.
+        compiled: gives a script's code.
 
     Raises:
         BaseException: whatever the script raises.
@@ -39,14 +49,14 @@ def run(arguments: list[str]) -> None:
     if os.path.isdir(path) or not path.endswith(".py"):
         runpy.run_path(path, run_name="__main__")
         return
-    _run_file(path)
+    _run_file(path, compiled)
 
 
-def _run_file(path: str) -> None:
+def _run_file(path: str, compiled: Callable[[bytes, str], CodeType]) -> None:
     # Its own module, which stays: what is pickled by name for other processes, and what runs
     # at exit, finds the script's names in it.
     with io.open_code(path) as file:
-        code = compile(file.read(), path, "exec", dont_inherit=True)
+        code = compiled(file.read(), path)
     main = ModuleType("__main__")
     main.__file__ = path
     main.__loader__ = SourceFileLoader("__main__", path)

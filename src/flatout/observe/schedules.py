@@ -35,7 +35,7 @@ class Schedules:
         self._hook: Hook | None = None
         self._owner = module.LRScheduler
         wrap(self._owner, "__init__", "observe", self._made)
-        self._begin()
+        self.watch()
         watch.at(_STEPS, self._end)
         watch.on_renewal.append(self._begin)
 
@@ -44,6 +44,10 @@ class Schedules:
             scheduler = one.ref()
             one.facts = Schedule(one.facts.kind, one.facts.site)
             one.begins_at = 0 if scheduler is None else int(scheduler.last_epoch)
+        self.watch()
+
+    def watch(self) -> None:
+        """Sees calls from now on."""
         if self._hook is None:
             self._hook = wrap(self._owner, "step", "observe", self._stepped)
 

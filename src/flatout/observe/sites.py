@@ -20,6 +20,8 @@ def _installed_folders() -> list[str]:
     found = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     found.update(site.getsitepackages())
     found.add(site.getusersitepackages())
+    # Those that a file of paths adds, as where one environment lies upon another.
+    found.update(path for path in sys.path if path.endswith(("site-packages", "dist-packages")))
     found.add(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # Flatout itself
     return sorted({os.path.realpath(path) + os.sep for path in found}, key=len, reverse=True)
 

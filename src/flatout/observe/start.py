@@ -4,6 +4,8 @@
     --seconds S     ends it so many seconds after its first step
     --ablate S      does not end it then, but takes lanes out of it for so many seconds more: what
                     it learns and tells is its own no longer
+    --lapse S       where its first epoch takes longer than it is watched, lets epochs end early for
+                    so many seconds at the end
     --opened FILE   notes there what it opens
 
 The script runs as it is. What was seen of this rank is in FOLDER/rank-R.json, an Observation, which
@@ -19,8 +21,10 @@ import os
 import shutil
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType
 
 from flatout.console import say
 from flatout.hooks import skip_our_frames, when_imported
@@ -32,8 +36,10 @@ from flatout.observe.device_memory import DeviceMemory
 from flatout.observe.exit_hooks import watch_exits
 from flatout.observe.graphs import Graphs
 from flatout.observe.keras import watch_keras
+from flatout.observe.lapse import TimeLapse, with_lapse
 from flatout.observe.line_sampler import LineSampler
 from flatout.observe.loaders import watch_loaders
+from flatout.observe.loops import Loops
 from flatout.observe.meters import Meters
 from flatout.observe.metrics import MetricHooks
 from flatout.observe.mistakes import Mistakes
@@ -44,7 +50,8 @@ from flatout.observe.optimizers import StepFinder, watch_optimizers
 from flatout.observe.outputs import watch_garbage, watch_outputs, watch_torch
 from flatout.observe.parallel import watch_parallel
 from flatout.observe.record import observation
-from flatout.observe.run_script import run, show_as_python_does, told
+from flatout.observe.rewriting import Rewriting
+from flatout.observe.run_script import compiled, run, show_as_python_does, told
 from flatout.observe.sites import read
 from flatout.observe.tensors import IndexWindow, watch_tensors
 from flatout.observe.watch import Watch
@@ -54,6 +61,8 @@ from flatout.world import place
 
 # What is left of a script that was ended has so long to go, then the process ends.
 _GRACE_S = 5.0
+# Share of the seconds that a script is watched less, where a time-lapse shows more than they would.
+_EARLIER = 0.3
 
 
 @dataclass(frozen=True)
@@ -66,6 +75,7 @@ class Asked:
     ablate: float | None
     command: list[str]
     opened: Path | None = None
+    lapse: float | None = None
 
 
 def parse(arguments: list[str]) -> Asked:
@@ -75,13 +85,15 @@ def parse(arguments: list[str]) -> Asked:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--seconds", type=float)
     parser.add_argument("--ablate", type=float)
+    parser.add_argument("--lapse", type=float)
     parser.add_argument("--opened", type=Path)
     parser.add_argument("-m", dest="is_module", action="store_true")
     parser.add_argument("script")
     own = _up_to_script(arguments)
     asked = parser.parse_args(arguments[:own])
     command = [*(["-m"] if asked.is_module else []), asked.script, *arguments[own:]]
-    return Asked(asked.folder, asked.steps, asked.seconds, asked.ablate, command, asked.opened)
+    limits = asked.steps, asked.seconds, asked.ablate
+    return Asked(asked.folder, *limits, command, asked.opened, asked.lapse)
 
 
 def _up_to_script(arguments: list[str]) -> int:
@@ -89,7 +101,7 @@ def _up_to_script(arguments: list[str]) -> int:
     names = 0
     at = 0
     while at < len(arguments) and names < 2:
-        if arguments[at] in ("--steps", "--seconds", "--ablate", "--opened"):
+        if arguments[at] in ("--steps", "--seconds", "--ablate", "--lapse", "--opened"):
             at += 1
         elif not arguments[at].startswith("-"):
             names += 1
@@ -106,7 +118,10 @@ class Observer:
         self._pid = os.getpid()
         self._is_finished = False
         self._path = asked.folder.absolute() / f"rank-{self._place.rank}.json"
-        self.watch = Watch(asked.steps, asked.seconds)
+        seconds = asked.seconds
+        if seconds is not None and asked.lapse:  # or longer, where an epoch has ended by then
+            seconds *= 1 - _EARLIER
+        self.watch = Watch(asked.steps, seconds)
         self.watch.on_enough_again = self._leave
         self._steps = StepFinder(self.watch)
         self._models: Models | None = None
@@ -121,11 +136,26 @@ class Observer:
         self._workers.mkdir(exist_ok=True)
         self._observed: Observation | None = None
         self._ablations: Ablations | None = None
+        self._lapse: TimeLapse | None = None
+        self._loops = Loops(self.watch.lanes)
+        self._compiled: Callable[[bytes, str], CodeType] = compiled
+        code = self._rewriting(asked.command) if asked.lapse or asked.ablate else None
+        if asked.lapse and code is not None:
+            self._lapse = TimeLapse(self.watch, self._loops, code, asked.lapse)
+            self.watch.then = self._look_further
         if asked.ablate:
-            self._ablations = Ablations(self.watch, self._path.parent, self._place, asked.ablate)
-            self.watch.then = self._ablate
+            where = self._path.parent, self._place
+            self._ablations = Ablations(self.watch, *where, asked.ablate, code)
+            self.watch.then = self._look_further if asked.lapse else self._ablate
         self._hook()
         self.begin_writing()
+
+    def _rewriting(self, command: list[str]) -> Rewriting:
+        """Compiles the script's files so that its loops can end early, and calls be left out."""
+        rewriting = Rewriting(command)
+        rewriting.install(self._loops.around)
+        self._compiled = rewriting.code
+        return rewriting
 
     def begin_writing(self) -> None:
         """Writes what was seen now and then, from now on."""
@@ -230,14 +260,42 @@ class Observer:
         """Ends that, and takes away what `flatout top` is shown."""
         self._writer.stop()
 
+    def _look_further(self) -> None:
+        """Most of the time is over: epochs have to end early, or there is some left."""
+        assert self._lapse is not None
+        assert self._asked.seconds is not None
+        why_not = self._lapse.why_not()
+        if self._place.world_size > 1 and why_not is None:
+            why_not = "none where several ranks would have to end their epochs together"
+        if why_not is None:
+            self._ablate()
+            return
+        if why_not:
+            self.watch.notes[f"time-lapse: {why_not}"] = None
+        self._lapse = None
+        self.watch.then = self._ablate if self._ablations is not None else None
+        self.watch.go_on(_EARLIER * self._asked.seconds)
+
     def _ablate(self) -> None:
         """Enough was seen: what comes now is no part of the observation."""
-        assert self._ablations is not None
         thread = self.watch.lanes.thread
         self._observed = copy.deepcopy(self._whole("stopped"))
         self.watch.lanes.thread = thread
         write(self._path, self._observed)
-        self._ablations.begin(self._observed)
+        if self._lapse is not None:
+            self.watch.then = self._begin_lapse
+        if self._ablations is not None:
+            self._ablations.begin(self._observed)
+        else:
+            self.watch.enough()
+
+    def _begin_lapse(self) -> None:
+        assert self._lapse is not None
+        if self._ablations is not None:
+            self._ablations.put_back()
+        if self._mistakes is not None:
+            self._mistakes.watch_schedules()
+        self._lapse.begin()
 
     def finish(self, ended: str, error: str = "") -> None:
         """Writes the last state: how the script ended, and its error."""
@@ -249,21 +307,32 @@ class Observer:
             if self._ablations is not None and seen.steps:
                 seen.notes.append("ablations: the script ended before anything was taken out")
         else:
-            seen = self._with_ablations(self._observed, error)
+            seen = self._with_what_followed(self._observed, error)
         write(self._path, seen)
         shutil.rmtree(self._workers, ignore_errors=True)
         if seen.added_us_per_step is not None:
             say(f"observed {seen.steps} steps; added {seen.added_us_per_step:.1f} us per step")
 
-    def _with_ablations(self, seen: Observation, error: str) -> Observation:
-        assert self._ablations is not None
-        self.watch.lanes.thread = 0
-        self._ablations.end()
-        seen.ablations = self._ablations.results()
-        seen.notes += self._ablations.notes
+    def _with_what_followed(self, seen: Observation, error: str) -> Observation:
+        """The Observation with what came of lanes that were taken out, and of a time-lapse."""
+        lanes = self.watch.lanes
+        lanes.end()
+        lanes.thread = 0
+        if self._ablations is not None:
+            self._ablations.end()
+            seen.ablations = self._ablations.results()
+            seen.left_out = self._ablations.left_out
+            seen.notes += self._ablations.notes
+        in_lapse = self._lapse is not None and self._lapse.has_begun
         if error:
             last = error.strip().splitlines()[-1]
-            seen.notes.append(f"ablations: with a lane taken out the script has failed: {last}")
+            what = "in a time-lapse" if in_lapse else "ablations: with a lane taken out"
+            seen.notes.append(f"{what} the script has failed: {last}")
+        if in_lapse:
+            assert self._lapse is not None
+            self._lapse.end()
+            later = self._seen(is_live=False)
+            seen = with_lapse(seen, later, self._lapse.result(seen, later))
         return seen
 
     def _whole(self, ended: str, error: str = "") -> Observation:
@@ -292,7 +361,7 @@ class Observer:
             BaseException: what the script has raised.
         """
         try:
-            run(self._asked.command)
+            run(self._asked.command, self._compiled)
         except BaseException as error:
             if self.watch.is_enough:
                 return self._stopped()

@@ -17,6 +17,7 @@ from typing import Any
 
 from flatout.hooks import Hook, wrap
 from flatout.observe.lanes import FORWARD, HOST, INPUT
+from flatout.observe.rewriting import Rewriting
 from flatout.observe.watch import Watch
 
 
@@ -159,6 +160,26 @@ def summing(watch: Watch) -> list[Any]:
     kind = torch.nn.parallel.DistributedDataParallel
     found = [seen.ref() for seen in watch.models]
     return [one for one in found if isinstance(one, kind) and not one.static_graph]
+
+
+class OneCall:
+    """A call of the user's whose value is not used: it is not made.
+
+    Args:
+        code: the user's.
+        number: of the call.
+    """
+
+    def __init__(self, code: Rewriting, number: int) -> None:
+        self._makes, self._at = code.makes, 2 * number
+
+    def take_out(self) -> None:
+        """From now on."""
+        self._makes[self._at] = False
+
+    def put_back(self) -> None:
+        """Until now."""
+        self._makes[self._at] = True
 
 
 # Functions that tell, by module.

@@ -134,6 +134,11 @@ class Watch:
         watched = self.lanes.last - self._since
         return self.looking_ns + ns <= _LOOKING_SHARE * watched
 
+    def go_on(self, seconds: float) -> None:
+        """Watches for so many seconds more; to be called in `then`."""
+        self.lanes.until = perf_counter_ns() + int(seconds * 1e9)
+        self.lanes.due = self._looks[0][0] if self._looks else sys.maxsize
+
     def enough(self) -> None:
         """Ends the script at the end of a step, this one or the next."""
         self._most = self.lanes.due = 0

@@ -134,6 +134,26 @@ class FirstLookReport:
         if found is not None:
             yield Text(", ".join(part for part in (found.words, short(found.where)) if part))
         yield from _taken_out(ranks)
+        yield from _left_out(ranks, width)
+        yield from self._lapse(width)
+
+    def _lapse(self, width: int) -> Iterator[RenderableType]:
+        """What epochs that ended early have shown, and what was cut."""
+        lapse = next((rank.lapse for rank in self.verdict.observations if rank.lapse), None)
+        if lapse is None:
+            return
+        *most, last = lapse.parts or ["nothing after them"]
+        parts = f"{', '.join(most)} and {last}" if most else last
+        epochs = counted(lapse.epochs, "epoch")
+        words = f"seen in {self.seconds:.0f} s: {epochs} in time-lapse, with {parts}"
+        yield Text(words)
+        cuts = [
+            f"{short(place)} after {ran:,}" + (f" of {length:,}" if length else "")
+            for place, ran, length in lapse.cut
+        ]
+        if cuts:
+            words = f"cut, and in no time above: {', '.join(cuts)} batches"
+            yield Text(words if self.verbose else cut(words, width))
 
     def _heading(self) -> str:
         at = f"[{clock(self.seconds)}]"
@@ -390,6 +410,19 @@ def _taken_out(ranks: Sequence[Observation]) -> Iterator[RenderableType]:
     ]
     if words:
         yield Text(f"taken out in place: {', '.join(words)}")
+
+
+def _left_out(ranks: Sequence[Observation], width: int) -> Iterator[RenderableType]:
+    """A line for each call that costs a step something, with its interval and its share."""
+    for one in (one for rank in ranks for one in rank.left_out if one.is_proven):
+        low, middle, high = one.ms()
+        share = middle / max(one.measured.step_ms, 1e-9)
+        costs = (
+            f"costs {rounded(middle, 2)} ms a step [{rounded(low, 2)},{rounded(high, 2)}], "
+            f"{share:.0%}"
+        )
+        place = f"{short(str(one.site))} {one.words}(...)"
+        yield Text(f"{cut(place, width - len(costs) - 1)} {costs}")
 
 
 def _bound(finding: Finding) -> str:

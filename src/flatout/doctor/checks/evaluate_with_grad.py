@@ -12,7 +12,8 @@ from flatout.observe import Model, Observation
 @check(edit=evaluation.no_grad, lane="evaluation")
 def look(seen: Observation) -> list[Finding]:
     """Where a model is evaluated with gradients enabled."""
-    evaluation = seen.lanes_ms.get("evaluation")
+    # In a time-lapse it was seen, but not how long it takes.
+    evaluation = seen.lanes_ms.get("evaluation") or None
     return [_found(model, evaluation) for model in models(seen) if model.evaluated_with_grad]
 
 

@@ -32,7 +32,10 @@ def look(seen: Observation) -> Findings:
         if found := _of_each_batch(seen, one):
             yield found
     epochs = max((one.epochs for one in seen.loaders if one.in_training), default=0)
-    if used and not any(one.steps for one in used) and epochs >= _EPOCHS:
+    if seen.lapse is not None and not seen.lapse.steps_schedules:
+        # Where a line steps it, epochs that end early may not come to it.
+        epochs += seen.lapse.epochs
+    if used and not any(one.steps or one.in_lapse for one in used) and epochs >= _EPOCHS:
         yield _found(
             "danger",
             f"{epochs} epochs have begun, and {used[0].kind} was never stepped: the learning rate "

@@ -34,6 +34,14 @@ def tell_less(at: FoundAt) -> list[Edit]:
     return [code.edit(*code.under(f"if {_step(code, statement)} % {EVERY} == 0:", [statement]))]
 
 
+def call_less(at: FoundAt) -> list[Edit]:
+    """The same before a call that was seen to leave the training alone."""
+    statement, code = at.statement, at.code
+    if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.Call):
+        raise Unsure("it is no call alone")
+    return [code.edit(*code.under(f"if {_step(code, statement)} % {EVERY} == 0:", [statement]))]
+
+
 def _only_tells(at: FoundAt, call: ast.Call) -> bool:
     for node in inside([*call.args, *call.keywords]):
         if isinstance(node, (ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom)):

@@ -1,0 +1,278 @@
+"""Time-lapse: loaders and loops end early, so that a look sees what comes after an epoch.
+
+An epoch that takes an hour hides validation, checkpoints, schedules and the second epoch from a
+look of seconds. Where nothing of a run is kept, each loader gives a few batches more and then its
+last one, which may be smaller; a loop of the user's own that steps ends likewise. `len(loader)`
+stays, and with it what scripts make of it. What is seen then tells what the script does, and
+nothing of how long it takes: `with_lapse` adds that to an Observation that ended before.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from copy import copy, deepcopy
+from dataclasses import replace
+from functools import partial
+from threading import get_ident
+from time import monotonic
+from typing import Any
+
+from flatout.hooks import Hook, wrap
+from flatout.observe.lanes import INPUT
+from flatout.observe.loops import EVALUATING, STEPPING, Loops
+from flatout.observe.observation import (
+    Lapse,
+    Loader,
+    Model,
+    Observation,
+    Schedule,
+    Site,
+)
+from flatout.observe.rewriting import Rewriting
+from flatout.observe.sites import read
+from flatout.observe.watch import Watch
+
+# Epochs after which enough was seen, and the steps that each of them has at least.
+_EPOCHS, _STEPS = 2, 2
+# Finding the last batch of an epoch may take so long: samplers give all the others first.
+_SEEKING_S = 1.0
+# What the script still does when its time is over has so long to end.
+_GRACE_S = 3.0
+_DATALOADER = "torch.utils.data.dataloader"
+
+
+class TimeLapse:
+    """Lets the loaders and loops of a running script end early.
+
+    Args:
+        watch: that of the observation.
+        loops: the user's own.
+        code: theirs.
+        seconds: for all of it.
+    """
+
+    def __init__(self, watch: Watch, loops: Loops, code: Rewriting, seconds: float) -> None:
+        self._watch, self._lanes = watch, watch.lanes
+        self._loops, self._code = loops, code
+        self._seconds = seconds
+        self._hook: Hook | None = None
+        self._timer: threading.Timer | None = None
+        self._cut: dict[int, tuple[int, int | None]] = {}  # by the number of a loader
+        self._began_s = 0.0
+        self._began_at = 0
+        self._begun: dict[int, int] = {}  # epochs of a loader before
+        self._saved = 0
+        self._schedules: dict[int, int] = {}
+
+    def why_not(self) -> str | None:
+        """Why nothing ends early: "" where an epoch was seen; None where it is to be done."""
+        if self._trained():
+            return "" if any(one.facts.epochs > 1 for one in self._trained()) else None
+        if self._loops.had_epoch:
+            return ""
+        return None if self._loops.is_stepping else "its steps are taken in no loop that can end"
+
+    def _trained(self) -> list[Any]:
+        return [one for one in self._watch.loaders if one.in_training]
+
+    def begin(self) -> None:
+        """From now on; at the end of a step."""
+        self._began_s, self._began_at = monotonic(), self._lanes.steps
+        self._begun = {one.number: one.facts.epochs for one in self._watch.loaders}
+        self._saved = len(self._watch.saved)
+        self._loops.epochs = 0
+        self._loops.ends_early, self._loops.ends_steps = True, not self._trained()
+        module = sys.modules.get(_DATALOADER)
+        if module is not None:
+            owner = module._BaseDataLoaderIter
+            self._hook = wrap(owner, "__next__", "ablation", self._given)
+        self._watch.at(self._lanes.steps + 1, self._look)
+        self._timer = threading.Timer(self._seconds, self._interrupt, [os.getpid()])
+        self._timer.daemon = True
+        self._timer.start()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything ends early."""
+        return bool(self._began_s)
+
+    def _interrupt(self, process: int) -> None:
+        """The time is over, wherever the script is; from another thread."""
+        if os.getpid() == process:
+            self._watch.enough()
+            os.kill(process, signal.SIGINT)
+            again = threading.Timer(_GRACE_S, self._watch.on_enough_again)
+            again.daemon = True
+            again.start()
+
+    def _look(self) -> None:
+        """After each step: whether enough was seen."""
+        if self._epochs() >= _EPOCHS or monotonic() - self._began_s > self._seconds:
+            self._watch.enough()
+        else:
+            self._watch.at(self._lanes.steps + 1, self._look)
+
+    def _epochs(self) -> int:
+        """How many have ended since the beginning, of the loader that has had fewest."""
+        begun = [one.facts.epochs - self._begun.get(one.number, 1) for one in self._trained()]
+        return min(begun) if begun else self._loops.epochs
+
+    # -- loaders ----------------------------------------------------------------------------------
+
+    def _given(self, original: Any) -> Any:
+        lanes = self._lanes
+
+        def take(iterator: Any) -> Any:
+            seen = iterator.__dict__.get("_flatout_seen")
+            if seen is not None and get_ident() == lanes.thread and lanes.current != INPUT:
+                self._count(iterator, seen)
+            return original(iterator)
+
+        return take
+
+    def _count(self, iterator: Any, seen: Any) -> None:
+        """A batch of this iterator is asked for.
+
+        Raises:
+            StopIteration: there are no more.
+        """
+        lanes, kept = self._lanes, iterator.__dict__
+        taken = kept["_flatout_taken"] = kept.get("_flatout_taken", -1) + 1
+        first = kept.setdefault("_flatout_first", lanes.steps)
+        trains = seen.in_training
+        enough = STEPPING if trains else EVALUATING
+        if taken < enough or (trains and lanes.steps - first < _STEPS):
+            return
+        if kept.setdefault("_flatout_is_cut", False):
+            return
+        kept["_flatout_is_cut"] = True
+        number = iterator._num_yielded
+        length = _length(iterator)
+        if length is not None and number >= length - 1:
+            return  # it ends by itself
+        self._cut.setdefault(seen.number, (number + (length is not None), length))
+        if iterator._dataset_kind == 0:  # of a dataset whose samples have numbers
+            iterator._sampler_iter = _last_of(iterator._sampler_iter)
+        else:
+            raise StopIteration
+
+    # -- what was seen ----------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """Nothing ends early any more."""
+        self._loops.ends_early = False
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._hook is not None:
+            self._hook.remove()
+
+    def result(self, before: Observation, later: Observation) -> Lapse:
+        """What was seen of a cycle, in an Observation that ended before and in a later one."""
+        parts = []
+        if later.evaluation_site is not None:
+            parts.append("validation")
+        if len(self._watch.saved) > self._saved or before.saved:
+            parts.append("checkpoint")
+        known = sum(one.steps for one in before.schedules)
+        if known or sum(one.steps for one in later.schedules) > known:
+            parts.append("schedule")
+        return Lapse(
+            seconds=monotonic() - self._began_s,
+            steps=self._lanes.steps - self._began_at,
+            epochs=self._epochs() + (not self._watch.is_enough),
+            parts=parts,
+            cut=[*self._where_cut()],
+            steps_schedules=self._code.steps_schedules,
+        )
+
+    def _where_cut(self) -> Iterator[tuple[str, int, int | None]]:
+        for loader in self._watch.loaders:
+            if loader.number in self._cut:
+                site = loader.facts.site
+                place = loader.facts.dataset if site is None else str(read(site))
+                yield (place, *self._cut[loader.number])
+        for number, (turns, length) in self._loops.cut.items():
+            yield (str(read(Site(*self._code.loops[number]))), turns, length)
+
+
+def _length(iterator: Any) -> int | None:
+    """How many batches it gives; None where no one knows."""
+    try:
+        return len(iterator._index_sampler) if iterator._dataset_kind == 0 else None
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _last_of(indices: Iterator[Any]) -> Iterator[Any]:
+    """The last of them alone; none where finding it takes too long."""
+    until = monotonic() + _SEEKING_S
+    last: list[Any] = []
+    for index in indices:
+        last = [index]
+        if monotonic() > until:
+            return
+    yield from last
+
+
+def with_lapse(seen: Observation, later: Observation, lapse: Lapse) -> Observation:
+    """An Observation with what a time-lapse has shown beside.
+
+    Times, counts and numbers stay those of before: epochs that end early say nothing of them. What
+    is taken are facts of what the script does: how models are called, which samples epochs begin
+    with, whether schedules are stepped, what is saved.
+    """
+    found = replace(seen, lapse=lapse)
+    found.evaluation_site = seen.evaluation_site or later.evaluation_site
+    found.saved = seen.saved or later.saved
+    found.loaders = [_loader(one, later) for one in seen.loaders]
+    known = {_key(one) for one in seen.loaders}
+    found.loaders += [_new(one) for one in later.loaders if _key(one) not in known]
+    found.models = [_model(one, later) for one in seen.models]
+    found.schedules = [*map(partial(_schedule, seen), later.schedules)]
+    calls = {str(call.site) for call in seen.calls}
+    found.calls = seen.calls + [
+        call for call in later.calls if call.kind == "set_epoch" and str(call.site) not in calls
+    ]
+    return found
+
+
+def _key(loader: Loader) -> tuple[Any, ...]:
+    return str(loader.site), loader.kind, loader.dataset, loader.length, loader.batch_size
+
+
+def _loader(loader: Loader, later: Observation) -> Loader:
+    same = next((one for one in later.loaders if _key(one) == _key(loader)), None)
+    if same is None:
+        return loader
+    return replace(loader, hashes=same.hashes, shared_rows=same.shared_rows)
+
+
+def _new(loader: Loader) -> Loader:
+    """One that was met in the time-lapse: how long it takes is not known."""
+    return replace(deepcopy(loader), first_ms=[], wait_ms=None, lanes_ms={}, hot=[])
+
+
+def _model(model: Model, later: Observation) -> Model:
+    for one in later.models:
+        if (one.kind, str(one.site)) == (model.kind, str(model.site)):
+            return replace(
+                model,
+                evaluated_in_train_mode=one.evaluated_in_train_mode,
+                evaluated_with_grad=one.evaluated_with_grad,
+                trained_in_eval_mode=one.trained_in_eval_mode,
+            )
+    return model
+
+
+def _schedule(seen: Observation, schedule: Schedule) -> Schedule:
+    """With the steps of before: in epochs that end early there are more of them."""
+    found = copy(schedule)
+    key = (schedule.kind, str(schedule.site))
+    same = [one for one in seen.schedules if (one.kind, str(one.site)) == key]
+    found.in_lapse = schedule.steps - sum(one.steps for one in same)
+    found.steps = sum(one.steps for one in same)
+    return found

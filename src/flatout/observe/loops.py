@@ -1,0 +1,132 @@
+"""Loops of the user's own that step or evaluate: which are open, and where one ends early.
+
+`rewriting.py` puts `Loops.around` around what such a loop goes through. A DataLoader ends by
+itself, and is given to the loop as it is.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from threading import get_ident
+from typing import Any
+
+from flatout.observe.lanes import Lanes
+
+# A loop whose turns take more steps than this is one of epochs.
+_STEPS_IN_A_TURN = 2
+# Turns of a loop that ends early: those in which it steps, and those in which it evaluates.
+STEPPING, EVALUATING = 4, 2
+# Steps of a loop that has shown an epoch.
+_AN_EPOCH = 2
+
+
+@dataclass(eq=False)
+class Turns:
+    """A loop that is open.
+
+    Attributes:
+        number: of the loop in the code.
+        length: how many turns it would have; None where no one knows.
+        steps: that had ended when its latest turn began.
+        first: those when it began.
+        turns: that have ended.
+        short: turns that have ended since loops end early.
+        has_stepped: whether a turn since then has taken a step.
+        holds_epochs: whether another loop within it steps, or a single turn takes many steps.
+    """
+
+    number: int
+    length: int | None
+    steps: int
+    first: int
+    turns: int = 0
+    short: int = 0
+    has_stepped: bool = False
+    holds_epochs: bool = False
+
+
+class Loops:
+    """The loops of one thread.
+
+    Args:
+        lanes: of the steps.
+
+    Attributes:
+        ends_early: whether loops do now.
+        ends_steps: whether those do that step; else only those that evaluate.
+        epochs: how many loops that step have ended since.
+        had_epoch: whether one that steps has ended before.
+        cut: turns that ran and that there would have been, by the number of the loop.
+    """
+
+    def __init__(self, lanes: Lanes) -> None:
+        self._lanes = lanes
+        self._open: list[Turns] = []
+        self.ends_early = self.ends_steps = self.had_epoch = False
+        self.epochs = 0
+        self.cut: dict[int, tuple[int, int | None]] = {}
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether a loop is open whose turns are steps."""
+        steps = self._lanes.steps
+        return any(steps - one.first >= 2 and not one.holds_epochs for one in self._open)
+
+    def around(self, number: int, what: Iterable[Any]) -> Iterable[Any]:
+        """What a loop goes through."""
+        module: Any = sys.modules.get("torch.utils.data.dataloader")
+        return what if module and isinstance(what, module.DataLoader) else self._turns(number, what)
+
+    def _turns(self, number: int, what: Iterable[Any]) -> Iterator[Any]:
+        lanes = self._lanes
+        if lanes.thread != get_ident():
+            yield from what
+            return
+        length = len(what) if isinstance(what, (list, tuple, range)) else None
+        turns = Turns(number, length, lanes.steps, lanes.steps)
+        self._open.append(turns)
+        try:
+            for one in what:
+                yield one
+                turns.turns += 1
+                taken = lanes.steps - turns.steps
+                if taken:
+                    turns.steps += taken
+                    turns.holds_epochs |= taken > _STEPS_IN_A_TURN
+                if self.ends_early and self._ends(turns, taken):
+                    ran = turns.turns
+                    if isinstance(what, Sequence) and length is not None and ran < length:
+                        yield what[-1]
+                        ran += 1
+                    self.cut.setdefault(number, (ran, length))
+                    return
+        finally:
+            self._close(turns)
+
+    def _ends(self, turns: Turns, taken: int) -> bool:
+        """Whether this was the last turn but one."""
+        turns.short += 1
+        turns.has_stepped |= taken > 0
+        if turns.length is not None and turns.turns >= turns.length - 1:
+            return False  # it ends by itself
+        if turns.has_stepped:
+            is_epoch = turns.steps - turns.first >= _AN_EPOCH
+            return (
+                self.ends_steps and is_epoch and not turns.holds_epochs and turns.short >= STEPPING
+            )
+        return turns.short >= EVALUATING and self._lanes.is_open
+
+    def _close(self, turns: Turns) -> None:
+        if turns not in self._open:
+            return
+        self._open.remove(turns)
+        steps = self._lanes.steps
+        if steps - turns.first < _AN_EPOCH or turns.turns < 2:
+            return
+        for outer in self._open:
+            outer.holds_epochs = True
+        if not turns.holds_epochs:
+            self.epochs += self.ends_early
+            self.had_epoch = True

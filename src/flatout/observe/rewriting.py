@@ -1,0 +1,237 @@
+"""The user's code as it is compiled where nothing of a run is kept.
+
+Loops can end early: `for x in xs:` becomes `for x in LOOPS(7, xs):`, where its body steps or
+evaluates. Calls can be left out whose value is not used: `log(x)` becomes `if CALLS[4]: log(x);
+CALLS[5]`, with the assignments before it that nothing else reads. Lines and columns stay as they
+are, and so does what Python keeps of compiled files.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import os
+from collections.abc import Callable, Iterable, Iterator
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+from flatout.observe.sites import is_users
+from flatout.observe.unused_calls import (
+    CALLS,
+    EVALUATES,
+    UnusedCall,
+    is_compiled,
+    last_name,
+    with_conditions,
+)
+
+_LOOPS = "__flatout_loops__"
+"""The name in builtins of what stands around loops."""
+_STEPS = {"step", "backward", "training_step", "train_on_batch", "minimize"}
+"""Methods whose call makes a function one that steps."""
+_MOST_FILES = 200
+
+
+def names_that_step(files: Iterable[Path]) -> set[str]:
+    """Names of functions in these files that step an optimizer, or call one that does."""
+    calls: dict[str, set[str]] = {}
+    for file in files:
+        for node in ast.walk(_parsed(file)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                calls.setdefault(node.name, set()).update(_called([node]))
+    found = set(_STEPS)
+    while more := {name for name, called in calls.items() if called & found} - found:
+        found |= more
+    return found
+
+
+def files_of(script: Path, home: Path) -> list[Path]:
+    """The script and what it imports from its folder, as far as that is written in its code."""
+    found: dict[Path, None] = {script: None}
+    todo = [script]
+    while todo and len(found) < _MOST_FILES:
+        file = todo.pop()
+        for node in ast.walk(_parsed(file)):
+            for path in _imported(node, file.parent, home):
+                if path not in found and path.is_file():
+                    found[path] = None
+                    todo.append(path)
+    return list(found)
+
+
+def _imported(node: ast.AST, folder: Path, home: Path) -> Iterator[Path]:
+    """Where the modules would lie that a statement imports from the user's folders."""
+    names: list[str] = []
+    base = home
+    if isinstance(node, ast.Import):
+        names = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom):
+        if node.level:
+            base = folder
+            for _ in range(node.level - 1):
+                base = base.parent
+        inside = f"{node.module}." if node.module else ""
+        names = [node.module or "", *(inside + alias.name for alias in node.names)]
+    for name in filter(None, names):
+        path = base.joinpath(*name.split("."))
+        yield from (path.with_suffix(".py"), path / "__init__.py")
+
+
+def steps_schedules(files: Iterable[Path]) -> bool:
+    """Whether a line in these files steps something that is called like a scheduler."""
+    receivers: set[str] = set()
+    schedulers: set[str] = set()
+    for file in files:
+        for node in ast.walk(_parsed(file)):
+            if isinstance(node, ast.Call) and last_name(node.func) == "step":
+                receivers.add(last_name(getattr(node.func, "value", node.func)))
+            if isinstance(node, ast.Assign) and _is_scheduler(node.value):
+                schedulers |= {last_name(target) for target in node.targets}
+    return any(name in schedulers or _is_named_so(name) for name in receivers)
+
+
+def _is_scheduler(value: ast.expr) -> bool:
+    made = last_name(value.func) if isinstance(value, ast.Call) else ""
+    return made.endswith("LR") or _is_named_so(made)
+
+
+def _is_named_so(name: str) -> bool:
+    return "sched" in name.lower()
+
+
+def _parsed(file: Path) -> ast.Module:
+    try:
+        return ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return ast.Module([], [])
+
+
+def _called(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """The last names of all that is called in them."""
+    for node in nodes:
+        for part in ast.walk(node):
+            if isinstance(part, ast.Call):
+                yield last_name(part.func)
+
+
+class Rewriting:
+    """Compiles the user's files so that a function of ours stands around their loops.
+
+    Args:
+        command: the script or "-m" and its module, with its arguments.
+
+    Attributes:
+        loops: file and line of each, by number.
+        steps_schedules: whether a line of theirs steps a schedule.
+        calls: those whose value is not used, by number.
+        makes: by twice the number, whether the call is made; what stands behind it is read after
+            the call.
+    """
+
+    def __init__(self, command: list[str]) -> None:
+        if command[0] == "-m":
+            home = Path.cwd()
+            script = home.joinpath(*command[1].split(".")).with_suffix(".py")
+        else:
+            script = Path(command[0]).resolve()
+            home = script.parent
+        self._home = home.resolve()
+        files = files_of(script, self._home)
+        self._stepping = names_that_step(files)
+        self.steps_schedules = steps_schedules(files)
+        self.loops: list[tuple[str, int]] = []
+        self.calls: list[UnusedCall] = []
+        self.makes: list[Any] = []
+
+    def install(self, around: Callable[[int, Iterable[Any]], Iterable[Any]]) -> None:
+        """From now on, for all that is imported.
+
+        Args:
+            around: called with the number of a loop and what it goes through.
+        """
+        setattr(builtins, _LOOPS, around)
+        setattr(builtins, CALLS, self.makes)
+        original = SourceFileLoader.get_code
+
+        def get_code(loader: SourceFileLoader, fullname: str) -> CodeType | None:
+            path = loader.get_filename(fullname)
+            # What is kept of compiled files is neither read nor written here.
+            is_own = is_users(path) and Path(path).resolve().is_relative_to(self._home)
+            return self.code(loader.get_data(path), path) if is_own else original(loader, fullname)
+
+        SourceFileLoader.get_code = get_code  # type: ignore[assignment, method-assign]
+
+    def code(self, source: bytes, file: str) -> CodeType:
+        """A file's code.
+
+        Raises:
+            SyntaxError: as Python says it.
+        """
+        plain = compile(source, file, "exec", dont_inherit=True)
+        try:
+            tree = _Loops(self._stepping, self._number(file)).visit(ast.parse(source, file))
+            tree, calls = with_conditions(tree, file, len(self.calls))
+            code = compile(tree, file, "exec", dont_inherit=True)
+            self.calls += calls
+            self.makes += [True, None] * len(calls)
+            return code
+        except (RecursionError, SystemError, ValueError):  # too deep to be looked through
+            return plain
+
+    def _number(self, file: str) -> Callable[[int], int]:
+        file = os.fspath(file)
+
+        def number(line: int) -> int:
+            self.loops.append((file, line))
+            return len(self.loops) - 1
+
+        return number
+
+
+class _Loops(ast.NodeTransformer):
+    """Puts a call around what a loop goes through, where its body steps or evaluates."""
+
+    def __init__(self, stepping: set[str], number: Callable[[int], int]) -> None:
+        self._stepping = stepping
+        self._number = number
+        self._evaluates = False
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        return self._function(node)
+
+    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> ast.AST:
+        return self._function(node)
+
+    def _function(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.AST:
+        decorators = {last_name(one) for one in node.decorator_list}
+        if is_compiled(node):
+            return node
+        return self._within(node, bool(decorators & EVALUATES))
+
+    def visit_With(self, node: ast.With) -> ast.AST:
+        entered = {last_name(item.context_expr) for item in node.items}
+        return self._within(node, self._evaluates or bool(entered & EVALUATES))
+
+    def _within(self, node: ast.AST, evaluates: bool) -> ast.AST:
+        before, self._evaluates = self._evaluates, evaluates
+        self.generic_visit(node)
+        self._evaluates = before
+        return node
+
+    def visit_For(self, node: ast.For) -> ast.AST:
+        called = {*_called(node.body)}
+        no_grad = any(
+            {last_name(item.context_expr) for item in part.items} & EVALUATES
+            for one in node.body
+            for part in ast.walk(one)
+            if isinstance(part, ast.With)
+        )
+        self.generic_visit(node)
+        if called & self._stepping or (called and (self._evaluates or no_grad)):
+            at = node.iter
+            number = ast.copy_location(ast.Constant(self._number(node.lineno)), at)
+            around = ast.copy_location(ast.Name(_LOOPS, ast.Load()), at)
+            node.iter = ast.copy_location(ast.Call(around, [number, at], []), at)
+        return node

@@ -1,0 +1,207 @@
+"""Whether a call of the user's leaves the training alone: looked at before and after it.
+
+Weights, buffers, gradients, optimizer states, rates, modes and random streams have to be the same
+to the bit after the call, as far as a sample of each tensor and torch's count of its changes tell.
+So has to be what the call is given. An object that keeps tensors shaped as weights, such as an
+average of them, counts as changed: what is in them may be used later.
+"""
+
+from __future__ import annotations
+
+import builtins
+import hashlib
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from threading import get_ident
+from time import perf_counter_ns
+from types import FrameType
+from typing import Any
+
+from flatout.observe.observation import Observation
+from flatout.observe.replicas import number_of
+from flatout.observe.rewriting import Rewriting
+from flatout.observe.unused_calls import CALLS
+from flatout.observe.watch import Watch
+
+# Shares of a step from which on a line is hot, and calls that are left out at most.
+_HOT, _MOST = 0.03, 2
+# Calls that are looked at, and so long at most for all looks.
+_LOOKS, _LONGEST_NS = 3, 1_500_000_000
+# How far objects are followed that the call is given.
+_DEPTH, _OBJECTS = 3, 2000
+
+
+def hot_calls(seen: Observation, code: Rewriting) -> list[list[int]]:
+    """The numbers of calls in and above each of the lines that take most, from the inside."""
+    whole = sum(ms or 0.0 for lane, ms in seen.lanes_ms.items() if lane != "evaluation")
+    found = []
+    for line in seen.lines:
+        ms = line.ms - line.lanes_ms.get("evaluation", 0.0)
+        if ms < _HOT * whole:
+            continue
+        places = [line.site, *line.callers]
+        found.append(
+            [
+                number
+                for place in places
+                for number, call in enumerate(code.calls)
+                if call.file == place.file and call.line <= place.line <= call.end_line
+            ]
+        )
+    return [chain for chain in found if chain]
+
+
+def outermost(chains: list[list[int]], clean: list[int]) -> list[int]:
+    """Of each chain of calls the outermost that changes nothing; of the lines that take most."""
+    chosen = [next((n for n in reversed(chain) if n in clean), None) for chain in chains]
+    return [n for n in dict.fromkeys(chosen) if n is not None][:_MOST]
+
+
+class SideEffects:
+    """Watches some calls, and says which have left the training alone.
+
+    Args:
+        watch: that of the observation.
+        code: the user's.
+        numbers: of the calls.
+
+    Attributes:
+        changed: what a call has changed, by its number; "" for nothing.
+    """
+
+    def __init__(self, watch: Watch, code: Rewriting, numbers: list[int]) -> None:
+        self._watch, self._code = watch, code
+        self._looks = dict.fromkeys(numbers, 0)
+        self._before: dict[int, dict[str, Any]] = {}
+        self._begun: set[int] = set()
+        self._took = 0
+        self.changed: dict[int, str] = {}
+        setattr(builtins, CALLS, self)
+
+    def __getitem__(self, at: int) -> Any:
+        """Stands for the list that says what is made: called before and after each call."""
+        number, is_over = divmod(at, 2)
+        if number not in self._looks or get_ident() != self._watch.lanes.thread:
+            return self._code.makes[at]
+        if self._looks[number] < _LOOKS and self._took < _LONGEST_NS:
+            frame = sys._getframe(1)
+            self._watch.aside(lambda: self._look(number, bool(is_over), frame))
+        return self._code.makes[at]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether enough calls were seen."""
+        return all(looks >= _LOOKS for looks in self._looks.values()) or self._took >= _LONGEST_NS
+
+    def end(self) -> list[int]:
+        """Looks no more; returns the calls that were seen, and have changed nothing."""
+        setattr(builtins, CALLS, self._code.makes)
+        return [n for n, looks in self._looks.items() if looks and not self.changed.get(n)]
+
+    def _look(self, number: int, is_over: bool, frame: FrameType) -> None:
+        if is_over and number not in self._begun:
+            return  # it had begun before anyone looked
+        began = perf_counter_ns()
+        self._begun.add(number)
+        before = self._before.pop(number, None) if is_over else None
+        different = ["what could not be seen"]
+        try:
+            state = self._state(number, frame)
+            if not is_over:
+                self._before[number] = state
+            elif before is not None:
+                different = [name for name in state if state[name] != before[name]]
+        finally:
+            if is_over:
+                self._begun.remove(number)
+                self._looks[number] += 1
+                self.changed[number] = self.changed.get(number) or ", ".join(different)
+            self._took += perf_counter_ns() - began
+
+    def _state(self, number: int, frame: FrameType) -> dict[str, Any]:
+        """All that training goes on from."""
+        torch: Any = sys.modules["torch"]
+        modules = [one for seen in self._watch.models if (one := seen.ref()) is not None]
+        weights = [t for one in modules for t in (*one.parameters(), *one.buffers())]
+        optimizers = [one for seen in self._watch.optimizers if (one := seen.ref()) is not None]
+        groups = [group for one in optimizers for group in getattr(one, "param_groups", ())]
+        states = [
+            part
+            for one in optimizers
+            for state in getattr(one, "state", {}).values()
+            for part in (state.values() if isinstance(state, dict) else ())
+            if torch.is_tensor(part)
+        ]
+        known = {id(tensor) for tensor in weights}
+        given = [one for name in self._code.calls[number].reads for one in _value(name, frame)]
+        tensors = [t for t in _tensors_in(torch, given) if id(t) not in known]
+        shapes = {tuple(t.shape) for t in weights if t.numel() > 1}
+        kept = [t for t in tensors if tuple(t.shape) in shapes and id(t) not in known]
+        return {
+            "weights": _facts(weights),
+            "gradients": _facts([t.grad for t in weights if t.grad is not None]),
+            "optimizer state": _facts(states),
+            "rates": repr([{k: v for k, v in one.items() if k != "params"} for one in groups]),
+            "modes": [part.training for one in modules for part in one.modules()],
+            "random numbers": _random_states(torch),
+            "steps": (self._watch.lanes.steps, self._watch.lanes.backwards),
+            "batches": sum(loader.batches for loader in self._watch.loaders),
+            "tensors like weights": _facts(kept),
+            "settings": (torch.is_grad_enabled(), torch.get_num_threads()),
+        }
+
+
+def _facts(tensors: list[Any]) -> tuple[list[tuple[int, int]], int]:
+    """Which they are, how often they were changed, and a number for what is in them."""
+    return [(id(one), one._version) for one in tensors], number_of(tensors)
+
+
+def _random_states(torch: Any) -> str:
+    parts = [torch.get_rng_state().numpy().tobytes(), repr(random.getstate()).encode()]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        parts += [state.cpu().numpy().tobytes() for state in torch.cuda.get_rng_state_all()]
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        parts.append(repr(numpy.random.get_state()[1:]).encode())
+        parts.append(numpy.random.get_state()[1].tobytes())
+    return hashlib.sha256(b"".join(parts)).hexdigest()
+
+
+def _value(name: str, frame: FrameType) -> Iterator[Any]:
+    """What an expression such as `self.tracker` is there, without running code of the user's."""
+    first, *names = name.split(".")
+    with suppress(KeyError, AttributeError, TypeError):
+        value = frame.f_locals[first] if first in frame.f_locals else frame.f_globals[first]
+        for one in names:
+            value = vars(value)[one]
+        yield value
+
+
+def _tensors_in(torch: Any, roots: list[Any]) -> list[Any]:
+    """The tensors in modules, containers and objects, as deep as they are followed."""
+    found: dict[int, Any] = {}
+    seen: set[int] = set()
+    todo = [(root, 0) for root in roots]
+    while todo and len(seen) < _OBJECTS:
+        one, depth = todo.pop()
+        if id(one) in seen or isinstance(one, (str, bytes, int, float, type(sys))):
+            continue
+        seen.add(id(one))
+        if torch.is_tensor(one):
+            found[id(one)] = one
+            continue
+        if isinstance(one, torch.nn.Module):
+            found |= {id(t): t for t in (*one.parameters(), *one.buffers())}
+            continue
+        if depth >= _DEPTH:
+            continue
+        if isinstance(one, dict):
+            parts = list(one.values())
+        elif isinstance(one, (list, tuple, set)):
+            parts = list(one)
+        else:
+            parts = list(getattr(one, "__dict__", {}).values())
+        todo += [(part, depth + 1) for part in parts[:_OBJECTS]]
+    return list(found.values())

@@ -1,0 +1,277 @@
+"""Calls in the user's code whose value is not used, as their source tells: what tells or keeps.
+
+A statement that is a call alone, or stores a call's value in a list or dict that nothing else in
+its function reads. Assignments right before it go with it where nothing else reads them. Whether a
+call leaves the training alone the source does not tell: `side_effects.py` watches it.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+CALLS = "__flatout_calls__"
+"""The name in builtins of what says whether a call is made."""
+EVALUATES = {"no_grad", "inference_mode"}
+_WELL_KNOWN = {"staticmethod", "classmethod", "property", "contextmanager", "override", "wraps"}
+"""Decorators that call the function as Python would: what others compile is left as it is."""
+_TRAINS = {
+    *("step", "backward", "zero_grad", "train", "eval", "update_parameters", "load_state_dict"),
+    *("manual_seed", "seed", "set_epoch", "scale", "to", "cuda", "compile", "requires_grad"),
+    *("barrier", "all_reduce", "all_gather", "broadcast", "reduce", "send", "recv", "wait"),
+    *("start", "join", "put", "get", "acquire", "release", "close", "set_grad_enabled"),
+    *("register_hook", "register_forward_hook", "super", "exit", "_exit", "setattr", "exec"),
+}
+"""What is never left out, whatever it was seen to do."""
+
+
+def last_name(node: ast.expr) -> str:
+    """`c` of `a.b.c` and of its call; "" where it has no name."""
+    if isinstance(node, ast.Call):
+        node = node.func
+    return str(getattr(node, "attr", getattr(node, "id", "")))
+
+
+def is_compiled(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether a decorator may make something else of the function, as numba and triton do."""
+    decorators = {last_name(one) for one in node.decorator_list}
+    return bool(decorators - _WELL_KNOWN - EVALUATES)
+
+
+@dataclass(frozen=True)
+class UnusedCall:
+    """A call that can be left out.
+
+    Attributes:
+        file: of it.
+        line, end_line: from the first assignment that goes with it to its end.
+        call_line: of the call itself.
+        words: what is called, as it is written.
+        reads: expressions of its receiver and arguments that have names: what it may change.
+    """
+
+    file: str
+    line: int
+    end_line: int
+    call_line: int
+    words: str
+    reads: tuple[str, ...]
+
+
+def with_conditions(tree: ast.Module, file: str, first: int) -> tuple[ast.Module, list[UnusedCall]]:
+    """Puts a condition before each of them, in functions and loops.
+
+    Args:
+        tree: the whole file.
+        file: its name.
+        first: the number of the first call.
+
+    Returns:
+        The file with the conditions, and the calls in the order of their numbers.
+    """
+    conditions = _Conditions(tree, file, first)
+    tree = conditions.visit(tree)
+    return tree, conditions.calls
+
+
+class _Conditions(ast.NodeTransformer):
+    def __init__(self, tree: ast.Module, file: str, first: int) -> None:
+        self.calls: list[UnusedCall] = []
+        self._file, self._first = file, first
+        self._imported = {
+            (alias.asname or alias.name).partition(".")[0]
+            for node in ast.walk(tree)
+            if isinstance(node, (ast.Import, ast.ImportFrom))
+            for alias in node.names
+        }
+        self._scope: ast.AST = tree
+        self._loads = _loads([tree])
+        self._is_within = False
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        return node if is_compiled(node) else self._scoped(node)
+
+    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> ast.AST:
+        return node if is_compiled(node) else self._scoped(node)
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
+        before, self._is_within = self._is_within, False
+        self.generic_visit(node)
+        self._is_within = before
+        return node
+
+    def _scoped(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.AST:
+        before = self._scope, self._loads, self._is_within
+        self._scope, self._loads, self._is_within = node, _loads([node]), True
+        self._blocks(node)
+        self._scope, self._loads, self._is_within = before
+        return node
+
+    def visit_For(self, node: ast.For) -> ast.AST:
+        return self._loop(node)
+
+    def visit_While(self, node: ast.While) -> ast.AST:
+        return self._loop(node)
+
+    def _loop(self, node: ast.For | ast.While) -> ast.AST:
+        before, self._is_within = self._is_within, True
+        self._blocks(node)
+        self._is_within = before
+        return node
+
+    def visit_If(self, node: ast.If) -> ast.AST:
+        return self._blocks(node)
+
+    def visit_With(self, node: ast.With) -> ast.AST:
+        return self._blocks(node)
+
+    def visit_Try(self, node: ast.Try) -> ast.AST:
+        return self._blocks(node)
+
+    def _blocks(self, node: ast.AST) -> ast.AST:
+        self.generic_visit(node)
+        if self._is_within:
+            for name in ("body", "orelse", "finalbody"):
+                block = getattr(node, name, None)
+                if isinstance(block, list) and block:
+                    setattr(node, name, [*self._with_conditions(block)])
+        return node
+
+    def _with_conditions(self, block: list[ast.stmt]) -> list[ast.stmt]:
+        found: list[ast.stmt] = []
+        for statement in block:
+            call = self._unused(statement)
+            if call is None:
+                found.append(statement)
+                continue
+            group = [statement]
+            while found and self._is_read_by(found[-1], group):
+                group.insert(0, found.pop())
+            found.append(self._condition(group, call))
+        return found
+
+    def _unused(self, statement: ast.stmt) -> ast.Call | None:
+        """The call of a statement that can be left out, as far as the source tells."""
+        call = statement.value if isinstance(statement, (ast.Expr, ast.Assign)) else None
+        if not isinstance(call, ast.Call):
+            return None
+        if isinstance(statement, ast.Assign):
+            stores = statement.targets
+            if not all(isinstance(one, ast.Subscript) and self._is_kept(one) for one in stores):
+                return None
+        name = last_name(call.func)
+        if name in _TRAINS or not name or (name.endswith("_") and not name.endswith("__")):
+            return None
+        if any(
+            isinstance(n, (ast.Await, ast.Yield, ast.YieldFrom, ast.NamedExpr))
+            for n in ast.walk(statement)
+        ):
+            return None
+        receiver = call.func.value if isinstance(call.func, ast.Attribute) else None
+        if isinstance(statement, ast.Assign):  # only that it is stored does not matter
+            return call
+        if receiver is None or _root(receiver) in self._imported or _is_self(receiver):
+            return call
+        return None if self._is_read(receiver) else call
+
+    def _is_kept(self, store: ast.Subscript) -> bool:
+        """Whether it is a list or dict that nothing in this function reads."""
+        return not self._is_read(store.value)
+
+    def _is_read(self, what: ast.expr) -> bool:
+        """Whether something in this function uses it otherwise than by telling it something."""
+        text = ast.unparse(what)
+        told = 0
+        for node in ast.walk(self._scope):
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+                func = node.value.func
+                told += isinstance(func, ast.Attribute) and ast.unparse(func.value) == text
+            elif isinstance(node, ast.Assign):
+                told += sum(
+                    isinstance(one, ast.Subscript) and ast.unparse(one.value) == text
+                    for one in node.targets
+                )
+        loops = [node for node in ast.walk(self._scope) if isinstance(node, (ast.For, ast.While))]
+        where = [part for loop in loops for part in loop.body] or [self._scope]
+        seen = {
+            id(node)
+            for part in where
+            for node in ast.walk(part)
+            if isinstance(node, (ast.Name, ast.Attribute, ast.Subscript))
+            and isinstance(node.ctx, ast.Load)
+            and ast.unparse(node) == text
+        }
+        return len(seen) > told
+
+    def _is_read_by(self, statement: ast.stmt, group: list[ast.stmt]) -> bool:
+        """Whether it gives names that nothing but these statements reads."""
+        if not isinstance(statement, ast.Assign):
+            return False
+        names: list[str] = []
+        for target in statement.targets:
+            parts = target.elts if isinstance(target, ast.Tuple) else [target]
+            if not all(isinstance(part, ast.Name) for part in parts):
+                return False
+            names += [part.id for part in parts if isinstance(part, ast.Name)]
+        within = _loads(group)
+        if any(
+            isinstance(one, (ast.Yield, ast.YieldFrom, ast.Await)) for one in ast.walk(statement)
+        ):
+            return False
+        return all(0 < within[name] == self._loads[name] for name in names)
+
+    def _condition(self, group: list[ast.stmt], call: ast.Call) -> ast.stmt:
+        number = 2 * (self._first + len(self.calls))
+        first = group[0]
+        self.calls.append(
+            UnusedCall(
+                self._file,
+                first.lineno,
+                group[-1].end_lineno or first.lineno,
+                group[-1].lineno,
+                ast.unparse(call.func),
+                tuple(dict.fromkeys(_named(call))),
+            )
+        )
+
+        def read(at: int, where: ast.stmt) -> ast.expr:
+            found = ast.Subscript(ast.Name(CALLS, ast.Load()), ast.Constant(at), ast.Load())
+            for node in ast.walk(found):
+                ast.copy_location(node, where)
+            return found
+
+        last = ast.copy_location(ast.Expr(read(number + 1, group[-1])), group[-1])
+        return ast.copy_location(ast.If(read(number, first), [*group, last], []), first)
+
+
+def _loads(nodes: list[ast.AST] | list[ast.stmt]) -> Counter[str]:
+    """How often each name is read in them."""
+    return Counter(
+        part.id
+        for node in nodes
+        for part in ast.walk(node)
+        if isinstance(part, ast.Name) and not isinstance(part.ctx, ast.Store)
+    )
+
+
+def _root(node: ast.expr) -> str:
+    while isinstance(node, (ast.Attribute, ast.Subscript, ast.Call)):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"
+
+
+def _named(call: ast.Call) -> Iterator[str]:
+    """The receiver and the arguments that are names, or attributes of names."""
+    parts = [call.func.value] if isinstance(call.func, ast.Attribute) else []
+    for part in [*parts, *call.args, *(word.value for word in call.keywords)]:
+        node = part
+        while isinstance(node, ast.Attribute):
+            node = node.value
+        if isinstance(node, ast.Name):
+            yield ast.unparse(part)
