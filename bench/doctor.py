@@ -1,7 +1,7 @@
 """What `flatout doctor` finds in scripts whose pitfalls are known.
 
     python bench/doctor.py [--budget 120] [--restarts 1] [--seconds 20] [--only NAME ...]
-        [--epochs N] [--remeasure 8] [--keep FOLDER] [--shard K/N] [--json [FILE]]
+        [--epochs N] [--remeasure 8] [--busy 0] [--keep FOLDER] [--shard K/N] [--json [FILE]]
 
 Every script of `bench/corpus` is shown to the doctor, and so is the clean one, which lacks the
 pitfall and nothing else. A script that shows several times must be named each time. With a budget
@@ -9,6 +9,8 @@ the doctor proves cures: for a clean script it must prescribe nothing, nor for a
 nothing here (`prescribe = false`). What it promises for all cures together is then measured again,
 by whole runs (remeasure.py). `--budget 0` asks for the first look only. The scripts are short, and
 a trial must start one that ends again and again: `--epochs` makes each as long as what users try.
+`--busy N` shows the clean scripts to the doctor once more, beside N processes that compute in
+bursts: there, too, it must prescribe nothing.
 
 All trials take hours: `--keep` leaves each row in a folder and takes it from there the next time,
 and `--shard` does a part of the rows. A last call with `--keep` alone sums up what all have kept.
@@ -26,6 +28,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from load import beside_load
 from pitfalls import Pitfall, absence, read_index
 from remeasure import FLATOUT, Remeasured, remeasure, run_to_end
 from restarts import end_peers_on_sigterm
@@ -47,6 +50,7 @@ class Asked:
         budget: seconds for its trials; 0 for none.
         remeasure: seconds that the measured epochs of whole runs take; 0 for none.
         epochs: of the script; 0 for as many as it takes by itself.
+        busy: processes beside which clean scripts are shown once more; 0 for none.
     """
 
     restarts: int = 1
@@ -54,6 +58,7 @@ class Asked:
     budget: float = 120
     remeasure: float = 8
     epochs: int = 0
+    busy: int = 0
 
 
 @dataclass(frozen=True)
@@ -110,6 +115,7 @@ class Seen:
     reason: str
     script: Sequence[Answer] = ()
     clean: Sequence[Answer] = ()
+    busy: Sequence[Answer] = ()
     remeasured: Remeasured | None = None
 
     @property
@@ -165,6 +171,14 @@ class Seen:
     def prescribed_wrongly(self) -> list[str]:
         """What is prescribed for a clean script, or for a script whose pitfall costs nothing."""
         answers = [*self.clean, *(() if self.pitfall.prescribe else self.script)]
+        return self._others_than_known(answers)
+
+    @property
+    def prescribed_wrongly_busy(self) -> list[str]:
+        """What is prescribed for a clean script beside other work."""
+        return self._others_than_known(self.busy)
+
+    def _others_than_known(self, answers: Iterable[Answer]) -> list[str]:
         return [
             name
             for answer in answers
@@ -270,6 +284,9 @@ def ask_one(seen: Seen, asked: Asked) -> None:
     with tempfile.TemporaryDirectory(prefix="flatout-bench-clean-") as folder:
         clean = pitfall.write_clean(Path(folder))
         seen.clean = [ask(clean, pitfall.ranks, asked) for _ in times]
+        if asked.busy:
+            with beside_load(asked.busy):
+                seen.busy = [ask(clean, pitfall.ranks, asked) for _ in times]
 
 
 def take_kept(file: Path, seen: Seen, asked: Asked) -> bool:
@@ -277,10 +294,11 @@ def take_kept(file: Path, seen: Seen, asked: Asked) -> bool:
     if not file.exists():
         return False
     kept = json.loads(file.read_text())
-    if kept["asked"] != asdict(asked):
+    if {"busy": 0, **kept["asked"]} != asdict(asked):
         return False
     seen.script = [Answer(**one) for one in kept["script"]]
     seen.clean = [Answer(**one) for one in kept["clean"]]
+    seen.busy = [Answer(**one) for one in kept.get("busy", ())]
     seen.remeasured = Remeasured(**kept["remeasured"]) if kept["remeasured"] else None
     return seen.is_answered
 
@@ -309,6 +327,7 @@ def keys_of(rows: Sequence[Seen]) -> list[Key]:
         Key("recall", _share(seen.is_named for seen in to_name), at_least=0.95),
         Key("danger_recall", _share(seen.is_named for seen in dangers), at_least=1.0),
         Key("false_prescriptions", wrong, at_most=0, note=f"{tried} of {len(answers)} looks tried"),
+        *_busy_keys(ran),
         Key("false_dangers", false_dangers, at_most=0),
         Key(
             "added_us_per_step",
@@ -325,6 +344,19 @@ def keys_of(rows: Sequence[Seen]) -> list[Key]:
         Key("named_in_clean", sum(seen.is_named_in_clean for seen in ran), note="unproven"),
         Key("pitfalls", len(ran), note=f"{len(rows) - len(ran)} not run"),
     ]
+
+
+def _busy_keys(ran: Sequence[Seen]) -> list[Key]:
+    """What was prescribed beside other work, where that was asked for."""
+    answers = [answer for seen in ran for answer in seen.busy]
+    if not answers:
+        return []
+    tried = sum(answer.is_tried for answer in answers)
+    wrong: float | str = sum(len(seen.prescribed_wrongly_busy) for seen in ran)
+    note = f"{tried} of {len(answers)} looks tried"
+    if not tried:
+        wrong = "no trial was run beside other work"
+    return [Key("false_prescriptions_busy", wrong, at_most=0, note=note)]
 
 
 def _share(found: Iterable[bool]) -> float | str:
@@ -347,6 +379,8 @@ def words_of(seen: Seen) -> str:
         words.append("named in the clean script too")
     words += sorted({f"false danger: {one['name']}" for one in seen.false_dangers})
     words += sorted({f"wrongly prescribed: {name}" for name in seen.prescribed_wrongly})
+    wrong = seen.prescribed_wrongly_busy
+    words += sorted({f"wrongly prescribed beside other work: {name}" for name in wrong})
     words += _words_of_trial(seen)
     words += sorted({a.reason for a in (*seen.script, *seen.clean) if a.reason})
     return "; ".join(words)
@@ -381,6 +415,7 @@ def as_data(seen: Seen) -> dict[str, Any]:
         "named_in_clean": seen.is_named_in_clean if seen.clean else None,
         "script": [asdict(answer) for answer in seen.script],
         "clean": [asdict(answer) for answer in seen.clean],
+        "busy": [asdict(answer) for answer in seen.busy],
         "predicted": seen.predicted,
         "remeasured": asdict(seen.remeasured) if seen.remeasured else None,
     }
@@ -406,6 +441,9 @@ def read_arguments(names: Sequence[str]) -> argparse.Namespace:
         "--remeasure", type=float, default=8, help="seconds of the whole runs, default 8; 0: none"
     )
     parser.add_argument("--epochs", type=int, default=0, help="of each script, default its own")
+    parser.add_argument(
+        "--busy", type=int, default=0, help="processes of other work, for clean scripts once more"
+    )
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="for answers; made if absent")
     parser.add_argument("--shard", type=shard_of, default=(1, 1), metavar="K/N")
     return parser.parse_args()
@@ -429,6 +467,7 @@ def main() -> int:
         arguments.budget,
         arguments.remeasure,
         arguments.epochs,
+        arguments.busy,
     )
     if arguments.keep:
         arguments.keep.mkdir(parents=True, exist_ok=True)

@@ -100,6 +100,20 @@ def test_what_is_prescribed_for_a_clean_script_is_wrong_unless_it_has_the_pitfal
     assert "wrongly prescribed: optimizer_unfused" in words_of(row)
 
 
+def test_what_is_prescribed_beside_other_work_has_its_own_key():
+    row = seen(PITFALLS["channels_first"])
+    row.clean = [Answer(prescription=prescription(left_alone=["x"]))]
+    assert "false_prescriptions_busy" not in keys(row)
+    row.busy = [Answer(prescription=prescription(left_alone=["x"]))]
+    assert keys(row)["false_prescriptions_busy"].met
+    row.busy = [tried(SLOW, "fp32_slow", "optimizer_unfused")]
+    assert keys(row)["false_prescriptions_busy"].value == 1
+    assert "wrongly prescribed beside other work: optimizer_unfused" in words_of(row)
+    assert keys(row)["false_prescriptions"].met
+    row.busy = [Answer()]
+    assert keys(row)["false_prescriptions_busy"].value is None
+
+
 def test_what_was_tried_and_left_alone_is_not_prescribed():
     row = seen(SLOW)
     row.clean = [Answer([finding(SLOW)], prescription=prescription(left_alone=["x"]))]

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from contextlib import closing
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -34,12 +35,17 @@ class Machine:
     Args:
         step_ms: by the set of the cures' fields.
         seed: of the noise: 1% from process to process.
-        noise: from block to block.
+        noise: from block to block; half of it in blocks four times as long.
+
+    Attributes:
+        cpu_noise: of CPU time, where that is counted.
         budget_s: seconds for all trials; a start takes 2, a block half.
     """
 
     def __init__(self, step_ms, seed: int = 0, budget_s: float = 300.0, noise=0.02) -> None:
         self.noise = noise
+        self.cpu_noise: float | None = None
+        self.longer = 1.0
         self.floor, self.start_s, self.held, self.refused = 0.02, 2.0, "overlay", []
         self.left_s, self.needed_s = budget_s, 7.0
         self.setup_s = dict[frozenset[str], float]()
@@ -77,9 +83,13 @@ class Machine:
             late = "b: the end of a block of 9 steps did not come in the time given"
             return Pair(reason=late, held="overlay")
         blocks = []
+        cpu: dict[str, list[float]] = {"a": [], "b": []}
 
         def block(side, step_ms, fields=frozenset()):
-            step_ms *= np.exp(self._rng.normal(0, self.noise))
+            own_ms = step_ms
+            step_ms *= np.exp(self._rng.normal(0, self.noise / math.sqrt(self.longer)))
+            if self.cpu_noise is not None:
+                cpu[side].append(own_ms * np.exp(self._rng.normal(0, self.cpu_noise)))
             faults = 10 * self.faults.get(fields, 0)
             blocks.append(Block(side, 10, 0, int(step_ms * 1e7), 0, faults))
             return step_ms / 1e3
@@ -93,11 +103,18 @@ class Machine:
             floor=self.floor,
             precision=precision,
         )
-        self.left_s -= self.start_s + (block_s + pace_s / 2) * len(blocks)
+        self.left_s -= self.start_s + (block_s * self.longer + pace_s / 2) * len(blocks)
         applied = [name for name in cure.recipe if name not in self.out_of_reach]
         first_s = self.setup_s.get(cure.fields, 0.0)
         a, b = Showed(LOSSES), Showed(LOSSES, applied=applied, first_s=first_s)
-        return Pair(result=result, blocks=blocks, a=a, b=b, held="overlay")
+        of_cpu = None
+        if self.cpu_noise is not None:
+            pairs = len(cpu["a"]) // 2
+            sides = map(iter, (cpu["a"], cpu["b"]))
+            of_cpu = run_trial(
+                *(partial(next, side) for side in sides), min_pairs=pairs, max_pairs=pairs
+            )
+        return Pair(result=result, cpu=of_cpu, blocks=blocks, a=a, b=b, held="overlay")
 
 
 def proven(
@@ -347,3 +364,44 @@ def test_other_work_is_counted_without_ours():
     finally:
         ours.kill()
         ours.wait()
+
+
+def busy(step_ms, seed, noise=0.6, cpu_noise=0.01):
+    machine = Machine(step_ms, seed, noise=noise, budget_s=400.0)
+    machine.cpu_noise = cpu_noise
+    return machine
+
+
+def test_cpu_time_tells_where_wall_time_cannot_and_the_verdict_says_so():
+    prescribed = by_cpu = 0
+    for seed in range(12):
+        given = proven(busy(by_set(plain=10, memory_format=6), seed), LAST)
+        together = given.together
+        if together is None:
+            continue
+        prescribed += 1
+        if together.rests_on == "CPU time":
+            by_cpu += 1
+            assert together.reason.startswith("rests on CPU time, 1.6")
+            assert given.step_before_s is None  # what wall time is saved is not known
+    assert prescribed >= 8
+    assert by_cpu >= 4
+
+
+def test_nothing_is_prescribed_by_cpu_time_where_there_is_nothing_to_gain():
+    found = [proven(busy(by_set(plain=10), seed), LAST, FUSED) for seed in range(12)]
+    assert not any(given.prescribed for given in found)
+
+
+def test_on_a_calm_machine_cpu_time_says_nothing():
+    machine = busy(by_set(plain=10), 1, noise=0.01)
+    machine.cpu_noise = 0.01
+    given = proven(machine, LAST)
+    assert not given.prescribed
+    assert machine.longer == 1.0
+
+
+def test_blocks_are_longer_where_noise_is_large():
+    machine = Machine(by_set(plain=10), 1, noise=0.6)
+    proven(machine, LAST)
+    assert 2.0 <= machine.longer <= 4.0

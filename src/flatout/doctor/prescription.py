@@ -29,6 +29,7 @@ class Proof:
         setup_s: what the cure takes once, such as compiling.
         repays_after: steps after which that is made up for; None where it takes nothing, or never.
         held: what contained the trial: "overlay", "landlock" or "python".
+        rests_on: what it was judged by: "wall time", or "CPU time" where the machine is too busy.
     """
 
     names: tuple[str, ...]
@@ -44,6 +45,7 @@ class Proof:
     setup_s: float = 0.0
     repays_after: int | None = None
     held: str = ""
+    rests_on: Literal["wall time", "CPU time"] = "wall time"
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ class Bench:
         floor: how far from 1 a ratio of the script to itself may lie.
         epoch_steps: of an epoch; None where it is not known.
         start_s: what a start takes, as far as is known.
+        longer: blocks are so many times as long as they are asked for.
         held: what contains the processes.
         refused: what they were not allowed to do.
     """
@@ -48,6 +49,7 @@ class Bench:
         self, verdict: Verdict, what: Sequence[str], folder: Path, budget_s: float
     ) -> None:
         self.floor = _LEAST_FLOOR
+        self.longer = 1.0
         self.epoch_steps = epoch_steps(verdict.observations[0])
         # A loop without a loader is known by its evaluations at least.
         self._round = self.epoch_steps or evaluated_every(verdict.observations[0])
@@ -112,7 +114,7 @@ class Bench:
         terms = Schedule(
             max_pairs=max_pairs,
             min_pairs=min_pairs,
-            block_s=block_s,
+            block_s=block_s * self.longer,
             floor=self.floor,
             precision=precision,
             pace_s=pace_s,

@@ -29,10 +29,13 @@ class Judging:
 
     Attributes:
         is_repeatable: whether the script as it is repeats its losses from one run to the next.
+        cpu_floor: how far from 1 the ratio of the script's CPU time to itself may lie; None where
+            wall time alone is to be believed, as on a calm machine.
     """
 
     def __init__(self, verdict: Verdict, allow: Parity, run_steps: int | None) -> None:
         self.is_repeatable = False
+        self.cpu_floor: float | None = None
         # A Trainer or Loop takes a Recipe itself, and tells no one here.
         self._tells_what_applied = verdict.observations[0].framework != "flatout"
         self._allow = allow
@@ -74,6 +77,9 @@ class Judging:
             given_up = why_left(cure, pair.b)
             if given_up:  # which it could not know in its first steps
                 return replace(proof, outcome="left alone", reason=given_up)
+            by_cpu = self._by_cpu(proof, pair)
+            if by_cpu and compared.parity <= self._allow:
+                return replace(proof, outcome="prescribed", reason=by_cpu, rests_on="CPU time")
             why = "slower" if result.loses else pair.reason or "noise"
             return replace(proof, outcome="left alone", reason=f"{result.ratio:.2f}x, {why}")
         if compared.parity > self._allow:
@@ -90,6 +96,21 @@ class Judging:
             is_repeatable=self.is_repeatable,
             same_input=cure.same_input,
         )
+
+    def _by_cpu(self, proof: Proof, pair: Pair) -> str:
+        """What CPU time says where the machine is too busy for wall time to tell; "" for nothing.
+
+        A cure that saves the script CPU time, beyond the noise of that, and that is not slower as
+        far as anyone could see, is one. On a GPU, and where something is paid for once, wall time
+        alone tells.
+        """
+        cpu, result = pair.cpu, pair.result
+        if self.cpu_floor is None or cpu is None or result is None or proof.setup_s:
+            return ""
+        if result.loses or result.ratio < 1 or not (cpu.wins and cpu.low > 1 + self.cpu_floor):
+            return ""
+        interval = f"[{cpu.low:.2f},{cpu.high:.2f}]"
+        return f"rests on CPU time, {cpu.ratio:.2f}x {interval}: wall time is too noisy here"
 
     def _too_late(self, proof: Proof) -> str:
         """Why a cure that takes something once does not pay in this run; "" where it does."""

@@ -36,6 +36,7 @@ class Block:
         began, ended: of their time, on the clock that all processes share, in nanoseconds.
         between: how much of it was evaluation or saving, in nanoseconds.
         faults: minor page faults of the process that trains.
+        cpu: CPU time of the script and all that it has started, in nanoseconds.
     """
 
     side: str
@@ -44,6 +45,12 @@ class Block:
     ended: int
     between: int = 0
     faults: int = 0
+    cpu: int = 0
+
+    @property
+    def cpu_step_s(self) -> float:
+        """Seconds of CPUs per step."""
+        return max(self.cpu, 1) / self.steps / 1e9
 
     @property
     def step_s(self) -> float:
@@ -236,7 +243,8 @@ class Arm:
         self._connection.sendall(f"{dropped} {steps}\n".encode())
         said = self._heard(f"the end of a block of {dropped + steps} steps")
         self._stop()
-        figures = (int(said[name]) for name in ("steps", "began", "ended", "between", "faults"))
+        names = ("steps", "began", "ended", "between", "faults", "cpu")
+        figures = (int(said[name]) for name in names)
         block = Block(self.name, *figures)
         self._done = int(said["done"])
         self._take(said)

@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -50,6 +51,7 @@ class Pair:
 
     Attributes:
         result: A against B; None where it ended too early.
+        cpu: likewise of CPU time, which other processes change less; None where it was not counted.
         reason: why it ended early; "" where it did not.
         blocks: in the order in which they ran.
         dropped: steps at the start of each block that were not counted.
@@ -60,6 +62,7 @@ class Pair:
     """
 
     result: TrialResult | None = None
+    cpu: TrialResult | None = None
     reason: str = ""
     blocks: list[Block] = field(default_factory=list)
     dropped: int = 0
@@ -178,7 +181,9 @@ class Against:
         except Ended as ended:
             of = "a" if other is None or (self._a.has_ended and not other.has_ended) else "b"
             pair.reason = f"{of}: {ended.what}"
-            pair.result = _from_whole_quadruples(pair.blocks, terms)
+            pair.result = _from_whole_quadruples(pair.blocks, partial(_time_of, terms=terms), terms)
+        if all(block.cpu for block in pair.blocks):
+            pair.cpu = _from_whole_quadruples(pair.blocks, lambda block: block.cpu_step_s, terms)
         sides = [self._a, *([other] if other is not None else [])]
         pair.refused = [one for side in sides for one in side.refused()]
         pair.a = self._a.showed
@@ -281,13 +286,15 @@ def _time_of(block: Block, terms: Schedule) -> float:
     return block.whole_step_s if terms.counts_between else block.step_s
 
 
-def _from_whole_quadruples(blocks: Sequence[Block], terms: Schedule) -> TrialResult | None:
-    """The result of what was measured before a trial was cut off."""
+def _from_whole_quadruples(
+    blocks: Sequence[Block], time_of: Callable[[Block], float], terms: Schedule
+) -> TrialResult | None:
+    """The result of blocks that have run, as of a trial that was cut off."""
     whole = len(blocks) // 4
     if whole < 2:
         return None
     times = {
-        side: iter([_time_of(block, terms) for block in blocks[: 4 * whole] if block.side == side])
+        side: iter([time_of(block) for block in blocks[: 4 * whole] if block.side == side])
         for side in "ab"
     }
     return run_trial(

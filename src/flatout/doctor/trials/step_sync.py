@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from time import perf_counter_ns
 from typing import Any
 
+from flatout.doctor.trials.cpu_time import cpu_ns
 from flatout.measure import finish_device, page_faults
 
 # The folder in which the trial listens on a Unix socket: one that has a name in the file system
@@ -41,7 +42,7 @@ class StepSync:
         # The steps after which there is something to do: where the block's clock starts, and its
         # end. Before the first block that is the script's first step.
         self._first = self._last = self._next = 1
-        self._began = self._resumed = self._between = self._faults = 0
+        self._began = self._resumed = self._between = self._faults = self._cpu = 0
 
     def step(self, steps: int) -> int:
         """Steps have ended; returns when the next one may begin, as `at_step` does."""
@@ -58,11 +59,15 @@ class StepSync:
         now = perf_counter_ns()
         if self._done == self._first < self._last:
             self._began, self._next = now, self._last
-            self._between, self._faults = _between(), page_faults()
+            self._between, self._faults, self._cpu = _between(), page_faults(), cpu_ns()
             return
         steps = self._last - self._first
         times = {"resumed": self._resumed, "began": self._began, "ended": now}
-        spent = {"between": _between() - self._between, "faults": page_faults() - self._faults}
+        spent = {
+            "between": _between() - self._between,
+            "faults": page_faults() - self._faults,
+            "cpu": cpu_ns() - self._cpu,
+        }
         said: dict[str, Any] = (
             {"steps": steps, "done": self._done, **times, **spent}
             if steps
