@@ -34,6 +34,7 @@ from flatout.doctor.proving.whole_run import between_s, run_steps, whole_s
 from flatout.doctor.trials.pair import Against, Pair
 from flatout.doctor.trials.scratch import scratch
 from flatout.errors import FlatoutError
+from flatout.measure import TrialResult
 from flatout.recipe import Parity
 
 # Shares of the budget: for the script against itself, and what is kept for the last trials. Against
@@ -155,18 +156,16 @@ class Proving:
         left = self._bench.left_s
         budget = max(_ITSELF * left, min(_ITSELF_S, _ITSELF_MOST * left))
         others = OtherWork()
-        pair = self._with_itself(plain, budget)
-        assert pair.result is not None
-        if pair.result.floor > _NOISY and self._bench.left_s > 2 * budget:
-            self._bench.longer = min(pair.result.floor / _CALM, _LONGEST)
-            self._told(f"  A/A noise ±{pair.result.floor:.1%}: again in longer blocks ...")
-            pair = self._with_itself(plain, budget)
-            assert pair.result is not None
+        pair, result = self._with_itself(plain, budget)
+        if result.floor > _NOISY and self._bench.left_s > 2 * budget:
+            self._bench.longer = min(result.floor / _CALM, _LONGEST)
+            self._told(f"  A/A noise ±{result.floor:.1%}: again in longer blocks ...")
+            pair, result = self._with_itself(plain, budget)
         # Two processes may differ for as long as they live; what varies within them, trials see.
-        if not pair.result.low <= 1 <= pair.result.high:
-            strayed = math.exp(abs(math.log(pair.result.ratio))) - 1
+        if not result.low <= 1 <= result.high:
+            strayed = math.exp(abs(math.log(result.ratio))) - 1
             self._bench.floor = max(self._bench.floor, strayed)
-        self._floor = max(self._bench.floor, pair.result.floor)
+        self._floor = max(self._bench.floor, result.floor)
         compared = compare(pair.a, pair.b, Parity.EXACT, is_repeatable=True)
         self._judging.is_repeatable = compared.is_equal is not False
         if self._floor > _LOUD:  # what cannot be told apart from that is not prescribed
@@ -176,11 +175,11 @@ class Proving:
             self._noise = others.words() or "no other process here took a CPU meanwhile"
         self._told(f"  A/A noise ±{self._floor:.1%}" + (f": {self._noise}" if self._noise else ""))
 
-    def _with_itself(self, plain: Against, budget_s: float) -> Pair:
+    def _with_itself(self, plain: Against, budget_s: float) -> tuple[Pair, TrialResult]:
         pair = self._bench.measure(plain, NOTHING, budget_s, min_pairs=3, max_pairs=4)
         if pair.result is None:
             raise _Stopped(f"the script as it is: {pair.reason.partition(': ')[2]}")
-        return pair
+        return pair, pair.result
 
     def _believe_cpu_time(self, pair: Pair) -> None:
         """Where wall time tells little, and the CPU does all the work."""

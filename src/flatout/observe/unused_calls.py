@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 CALLS = "__flatout_calls__"
@@ -194,7 +194,7 @@ class _Conditions(ast.NodeTransformer):
                     for one in node.targets
                 )
         loops = [node for node in ast.walk(self._scope) if isinstance(node, (ast.For, ast.While))]
-        where = [part for loop in loops for part in loop.body] or [self._scope]
+        where: list[ast.AST] = [part for loop in loops for part in loop.body] or [self._scope]
         seen = {
             id(node)
             for part in where
@@ -246,7 +246,7 @@ class _Conditions(ast.NodeTransformer):
         return ast.copy_location(ast.If(read(number, first), [*group, last], []), first)
 
 
-def _loads(nodes: list[ast.AST] | list[ast.stmt]) -> Counter[str]:
+def _loads(nodes: Iterable[ast.AST]) -> Counter[str]:
     """How often each name is read in them."""
     return Counter(
         part.id
