@@ -39,6 +39,7 @@ def healthy(**changes):
         threads=2,
         usable_cpus=2,
         machine_cpus=2,
+        lines=[Line(HERE, 0.1)],
         gpus=[],
         bf16_units="",
         available_mb=8000.0,

@@ -8,7 +8,16 @@ import pytest
 from flatout.doctor.edits.source import Source
 from flatout.doctor.finding import Finding
 from flatout.doctor.proposals import propose
-from flatout.observe import Call, Loader, Model, Observation, Optimizer, Site
+from flatout.observe import (
+    Ablation,
+    Call,
+    LeftOut,
+    Loader,
+    Model,
+    Observation,
+    Optimizer,
+    Site,
+)
 
 ADAM = "torch.optim.adam.Adam"
 
@@ -450,6 +459,59 @@ def test_tell_less_of_a_class_of_the_users_own(tmp_path):
     check(tmp_path, "log_each_step", code.format("print(loss)"), after)
     refuse(tmp_path, "log_each_step", code.format("self.best = loss"))
     refuse(tmp_path, "log_each_step", code.format("self.all.append(loss)"))
+
+
+def test_a_call_that_left_the_training_alone_is_made_less_often(tmp_path):
+    code = """
+        import torch
+
+        for i, x in enumerate(data):
+            step(x)
+            q = torch.quantile(x, 0.5)
+            tracker.log(q)  #!
+        """
+    after = """
+        import torch
+
+        for i, x in enumerate(data):
+            step(x)
+            if i % 50 == 0:
+                q = torch.quantile(x, 0.5)
+                tracker.log(q)  #!
+        """
+    site = Site(str(tmp_path / "train.py"), 7)
+    left_out = [LeftOut(site, "tracker.log", Ablation(2.0, 1.9, 2.1), first=6)]
+    check(tmp_path, "call_each_step", code, after, left_out=left_out)
+
+
+def test_where_no_loop_counts_the_calls_have_a_counter(tmp_path):
+    code = """
+        '''Trains.'''
+        import torch
+
+
+        class Trainer:
+            def step(self, x):
+                self.train(x)
+                self.tracker.log(x)  #!
+                return x
+        """
+    after = """
+        '''Trains.'''
+        import torch
+        import itertools
+
+        _calls = itertools.count()
+
+
+        class Trainer:
+            def step(self, x):
+                self.train(x)
+                if next(_calls) % 50 == 0:
+                    self.tracker.log(x)  #!
+                return x
+        """
+    check(tmp_path, "call_each_step", code, after)
 
 
 def test_what_is_told_in_several_lines_moves_as_one(tmp_path):

@@ -60,6 +60,16 @@ def test_functions_that_others_compile_are_left_as_they_are():
     assert ast.unparse(tree) == source.strip()
 
 
+def test_a_script_that_compiles_functions_is_left_as_it_is(tmp_path):
+    script = tmp_path / "script.py"
+    (tmp_path / "net.py").write_text("step = torch.compile(step)\n")
+    source = b"import net\nfor x in range(3):\n    log.tell(x)\n    opt.step()\n"
+    script.write_bytes(source)
+    code = Rewriting([str(script)])
+    assert code.code(source, str(script)) == compile(source, str(script), "exec")
+    assert (code.calls, code.loops) == ([], [])
+
+
 def _watched(tmp_path, body, **names):
     """What the calls in a loop of three steps have changed, by the words of each."""
     source = f"def steps():\n    for step in range(4):\n        {body}\n"

@@ -103,6 +103,7 @@ class Ablations:
         self._place = place
         self._budget_s = budget_s
         self._code = code if place.world_size == 1 else None
+        self._is_compiled = code is not None and code.is_compiled
         self._effects: SideEffects | None = None
         self._calls: list[list[int]] = []
         self._plan = folder / ".ablations"
@@ -164,6 +165,8 @@ class Ablations:
         planned = [plan(lane, self._seen, self._budget_s / len(lanes)) for lane in lanes]
         start = self._watch.lanes.steps + _AHEAD
         found = [one for one in planned if one is not None]
+        if self._is_compiled:
+            self.notes.append("ablations: calls stay in: the script compiles functions")
         if self._effects is not None:
             self.notes += [
                 f"ablations: {self._code.calls[n].words} stays in: it changes {what}"
@@ -254,7 +257,7 @@ class Ablations:
             elif self._code is not None:
                 call = self._code.calls[int(lane)]
                 site = read(Site(call.file, call.call_line))
-                self.left_out.append(LeftOut(site, call.words, result))
+                self.left_out.append(LeftOut(site, call.words, result, call.line))
         return found
 
 

@@ -399,11 +399,13 @@ class LeftOut:
         site: where it is made.
         words: what is called, as it is written there.
         measured: what steps take without it.
+        first: the line of the first assignment before it that it alone reads, else its own.
     """
 
     site: Site
     words: str
     measured: Ablation
+    first: int = 0
 
     def ms(self) -> tuple[float, float, float]:
         """What it costs a step, with the ends of the 95% interval: low, as measured, high."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import builtins
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -32,6 +33,9 @@ _LOOPS = "__flatout_loops__"
 _STEPS = {"step", "backward", "training_step", "train_on_batch", "minimize"}
 """Methods whose call makes a function one that steps."""
 _MOST_FILES = 200
+_COMPILES = re.compile(
+    rb"torch\.(compile|jit)\b|\.compile\(\s*\)|\bnumba\b|from torch import .*compile"
+)
 
 
 def names_that_step(files: Iterable[Path]) -> set[str]:
@@ -103,9 +107,16 @@ def _is_named_so(name: str) -> bool:
 
 def _parsed(file: Path) -> ast.Module:
     try:
-        return ast.parse(file.read_bytes())
-    except (OSError, SyntaxError, ValueError):
+        return ast.parse(_text(file))
+    except (SyntaxError, ValueError):
         return ast.Module([], [])
+
+
+def _text(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError:
+        return b""
 
 
 def _called(nodes: Iterable[ast.AST]) -> Iterator[str]:
@@ -125,6 +136,7 @@ class Rewriting:
     Attributes:
         loops: file and line of each, by number.
         steps_schedules: whether a line of theirs steps a schedule.
+        is_compiled: whether they compile functions: then nothing is put into them.
         calls: those whose value is not used, by number.
         makes: by twice the number, whether the call is made; what stands behind it is read after
             the call.
@@ -139,6 +151,8 @@ class Rewriting:
             home = script.parent
         self._home = home.resolve()
         files = files_of(script, self._home)
+        # What is compiled further must find the code as it was written.
+        self.is_compiled = any(_COMPILES.search(_text(file)) for file in files)
         self._stepping = names_that_step(files)
         self.steps_schedules = steps_schedules(files)
         self.loops: list[tuple[str, int]] = []
@@ -158,7 +172,11 @@ class Rewriting:
         def get_code(loader: SourceFileLoader, fullname: str) -> CodeType | None:
             path = loader.get_filename(fullname)
             # What is kept of compiled files is neither read nor written here.
-            is_own = is_users(path) and Path(path).resolve().is_relative_to(self._home)
+            is_own = (
+                not self.is_compiled
+                and is_users(path)
+                and Path(path).resolve().is_relative_to(self._home)
+            )
             return self.code(loader.get_data(path), path) if is_own else original(loader, fullname)
 
         SourceFileLoader.get_code = get_code  # type: ignore[assignment, method-assign]
@@ -170,6 +188,8 @@ class Rewriting:
             SyntaxError: as Python says it.
         """
         plain = compile(source, file, "exec", dont_inherit=True)
+        if self.is_compiled:
+            return plain
         try:
             tree = _Loops(self._stepping, self._number(file)).visit(ast.parse(source, file))
             tree, calls = with_conditions(tree, file, len(self.calls))

@@ -35,11 +35,41 @@ def tell_less(at: FoundAt) -> list[Edit]:
 
 
 def call_less(at: FoundAt) -> list[Edit]:
-    """The same before a call that was seen to leave the training alone."""
-    statement, code = at.statement, at.code
-    if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.Call):
-        raise Unsure("it is no call alone")
-    return [code.edit(*code.under(f"if {_step(code, statement)} % {EVERY} == 0:", [statement]))]
+    """A condition before a call that was seen to leave the training alone.
+
+    With the assignments that it alone reads, and a counter of its own where no loop has one.
+    """
+    call, code = at.statement, at.code
+    first = next((one.first for one in at.seen.left_out if str(one.site) == at.finding.where), 0)
+    group = [one for one in code.block(call) if (first or call.lineno) <= one.lineno]
+    group = group[: group.index(call) + 1]
+    try:
+        return [code.edit(*code.under(f"if {_step(code, call)} % {EVERY} == 0:", group))]
+    except Unsure:
+        name = _unused(code, "_calls")
+        head = f"if next({name}) % {EVERY} == 0:"
+        lines = ("import itertools", "", f"{name} = itertools.count()")
+        last = _last_import(code)
+        counter = code.after(last, *lines) if last else code.before(code.tree.body[0], *lines)
+        return [code.edit(counter), code.edit(*code.under(head, group))]
+
+
+def _unused(code: Code, name: str) -> str:
+    """A name that the file does not have."""
+    while name in code.source.text:
+        name += "_"
+    return name
+
+
+def _last_import(code: Code) -> ast.stmt | None:
+    """The last one at the head of a file; words may stand before it."""
+    last = None
+    for statement in code.tree.body:
+        if isinstance(statement, (ast.Import, ast.ImportFrom)):
+            last = statement
+        elif not isinstance(statement, ast.Expr):
+            break
+    return last
 
 
 def _only_tells(at: FoundAt, call: ast.Call) -> bool:
