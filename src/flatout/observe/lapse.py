@@ -61,6 +61,7 @@ class TimeLapse:
         self._seconds = seconds
         self._hook: Hook | None = None
         self._timer: threading.Timer | None = None
+        self._is_over = False
         self._cut: dict[int, tuple[int, int | None]] = {}  # by the number of a loader
         self._began_s = 0.0
         self._began_at = 0
@@ -103,6 +104,7 @@ class TimeLapse:
     def _interrupt(self, process: int) -> None:
         """The time is over, wherever the script is; from another thread."""
         if os.getpid() == process:
+            self._is_over = True
             self._watch.enough()
             os.kill(process, signal.SIGINT)
             again = threading.Timer(_GRACE_S, self._watch.on_enough_again)
@@ -183,11 +185,15 @@ class TimeLapse:
         return Lapse(
             seconds=monotonic() - self._began_s,
             steps=self._lanes.steps - self._began_at,
-            epochs=self._epochs() + (not self._watch.is_enough),
+            epochs=self._epochs() + self._ended_last(),
             parts=parts,
             cut=[*self._where_cut()],
             steps_schedules=self._code.steps_schedules,
         )
+
+    def _ended_last(self) -> bool:
+        """Whether the script has ended by itself, and with it an epoch of its loader."""
+        return bool(self._trained()) and not (self._is_over or self._watch.is_enough)
 
     def _where_cut(self) -> Iterator[tuple[str, int, int | None]]:
         for loader in self._watch.loaders:
