@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from flatout.kernels import Table, in_float32, table_rows
+from flatout.kernels import Lower, Table, halves, in_float32, joined, table_rows
 
 pytestmark = pytest.mark.skipif(not table_rows.available(), reason="the C extension is absent")
 
@@ -85,6 +85,63 @@ def stepped(groups, values):
     assert torch.equal(tables[0].weights, tables[1].weights)
     assert torch.equal(zeros[0], zeros[1])
     return tables[0].weights, *zeros[0]
+
+
+RULES = {
+    "adam": lambda n: adam_step(n, (0.9, 0.999), in_float32(0.999)),
+    "sgd": lambda n: table_rows.Step(1e-2 / n, first=in_float32(0.9), nesterov=True, decay=1e-3),
+    "rmsprop": lambda n: table_rows.Step(1e-3 * n, first=0.5, second=0.9, second_rest=0.1),
+    "adagrad": lambda n: table_rows.Step(1e-1 / n, keep=in_float32(0.99)),
+}
+
+
+def of_rule(name, width, split):
+    """What forty steps make of a table, as float32 numbers."""
+    draw = torch.Generator().manual_seed(2)
+    size = 700  # more than threads take at a time
+    whole = [torch.randn(size, width, generator=draw), torch.zeros(size, width)]
+    whole.append(None if name in ("sgd", "adagrad") else torch.zeros(size, width))
+    lower = None
+    if split:
+        parts = [(None, None) if one is None else halves(one) for one in whole]
+        whole, lower = zip(*parts, strict=True)
+    last = torch.zeros(size, dtype=torch.int32)
+    table = Table(*whole, last, 1e-6, lower and Lower(*lower))
+    steps = table_rows.Steps(name, 0, 100)
+    for count in range(1, 41):
+        rows = (torch.rand(90, generator=draw) ** 3 * size).long().unique()
+        steps.bring(table, rows[::2].contiguous())
+        steps.write(RULES[name](count))
+        gradients = torch.randn(len(rows), width, generator=draw)
+        steps.apply([table_rows.Change(table, rows, gradients)])
+        steps.advance()
+    steps.bring(table, None)
+    if lower is None:
+        return whole
+    return [None if a is None else joined(a, b) for a, b in zip(whole, lower, strict=True)]
+
+
+def same(one, other):
+    pairs = zip(one, other, strict=True)
+    return all(a is b is None or torch.equal(a.view(torch.int32), b.view(torch.int32))
+               for a, b in pairs)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("width", [1, 8, 37])
+def test_vectors_and_halves_change_no_bit(name, width, monkeypatch):
+    wanted = of_rule(name, width, split=False)
+    before = torch.get_num_threads()
+    for widest, threads in ((512, 1), (256, 2), (0, 5)):
+        monkeypatch.setattr(table_rows, "_WIDEST", widest)
+        try:
+            torch.set_num_threads(threads)
+            assert same(of_rule(name, width, split=False), wanted)
+            assert same(of_rule(name, width, split=True), wanted)
+        finally:
+            torch.set_num_threads(before)
+    monkeypatch.setattr(table_rows, "_by_extension", lambda tensor: False)
+    assert same(of_rule(name, width, split=True), of_rule(name, width, split=False))
 
 
 BETAS = {"torch's": (0.9, 0.999), "short": (0.5, 0.9), "long": (0.99, 0.9999), "near": (0.95, 0.95)}

@@ -46,11 +46,17 @@ typedef struct {
 #define NEAR 3e-7
 
 typedef struct Job Job;
-typedef void (*Pass)(const Job *, int64_t row, const float *gradient);
+typedef void (*Pass)(const Job *, int64_t row, const float *gradient, float *spare);
+
+/* Upper and lower 16 bits of floats, of all rows. */
+typedef struct {
+    uint16_t *upper, *lower;
+} Halves;
 
 struct Job {
     Pass pass;
     float *weights, *first, *second; /* of all rows; NULL where the rule has none */
+    Halves halves[3];                /* the same in their place, where floats lie in two halves */
     int32_t *last;                   /* the step that each row is at */
     const int64_t *rows;             /* which rows; NULL for all */
     const float *gradients;          /* of these rows; NULL where there is none */
@@ -307,10 +313,53 @@ ALWAYS void take(const Job *job, int64_t row, const float *gradient)
     }
 }
 
+ALWAYS void join(float *to, Halves from, int64_t at, int64_t width)
+{
+    NOTHING_ALIASES
+    for (int64_t i = 0; i < width; i++) {
+        const uint32_t bits = (uint32_t)from.upper[at + i] << 16 | from.lower[at + i];
+        memcpy(to + i, &bits, sizeof bits);
+    }
+}
+
+ALWAYS void split(Halves to, int64_t at, const float *from, int64_t width)
+{
+    NOTHING_ALIASES
+    for (int64_t i = 0; i < width; i++) {
+        uint32_t bits;
+        memcpy(&bits, from + i, sizeof bits);
+        to.upper[at + i] = (uint16_t)(bits >> 16);
+        to.lower[at + i] = (uint16_t)bits;
+    }
+}
+
+/* One row whose floats lie in halves: taken in `spare`, which has room for three of them. */
+ALWAYS void take_halves(const Job *job, int64_t row, const float *gradient, float *spare)
+{
+    Job one = *job;
+    float **const wholes[] = {&one.weights, &one.first, &one.second};
+    const int64_t at = row * job->width;
+    for (int i = 0; i < 3; i++) {
+        if (job->halves[i].upper == NULL)
+            continue;
+        *wholes[i] = spare + i * job->width;
+        join(*wholes[i], job->halves[i], at, job->width);
+    }
+    one.last = job->last + row;
+    take(&one, 0, gradient);
+    for (int i = 0; i < 3; i++)
+        if (job->halves[i].upper != NULL)
+            split(job->halves[i], at, *wholes[i], job->width);
+}
+
 #define COMPILE(SUFFIX, TARGET)                                                                    \
-    TARGET static void take_##SUFFIX(const Job *job, int64_t row, const float *gradient)           \
+    TARGET static void take_##SUFFIX(const Job *job, int64_t row, const float *gradient,           \
+                                     float *spare)                                                 \
     {                                                                                              \
-        take(job, row, gradient);                                                                  \
+        if (job->halves[0].upper != NULL)                                                          \
+            take_halves(job, row, gradient, spare);                                                \
+        else                                                                                       \
+            take(job, row, gradient);                                                              \
     }
 
 COMPILE(plain, )
@@ -319,15 +368,17 @@ COMPILE(avx2, __attribute__((target("avx2"))))
 COMPILE(avx512, __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))))
 #endif
 
-static Pass chosen(void)
+/* What this processor has, of no more bits than `widest`. */
+static Pass chosen(int widest)
 {
 #if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+    if (widest >= 512 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
         return take_avx512;
-    if (__builtin_cpu_supports("avx2"))
+    if (widest >= 256 && __builtin_cpu_supports("avx2"))
         return take_avx2;
 #endif
+    (void)widest;
     return take_plain;
 }
 
@@ -346,7 +397,13 @@ static void ask_for(const Job *job, int64_t place)
 {
     const int64_t row = job->rows ? job->rows[place] : place, at = row * job->width;
     __builtin_prefetch(job->last + row, 1);
-    for (int64_t i = 0; i < job->width; i += 16) {
+    for (int one = 0; one < 3 && job->halves[0].upper != NULL; one++) {
+        for (int64_t i = 0; i < job->width && job->halves[one].upper != NULL; i += 32) {
+            __builtin_prefetch(job->halves[one].upper + at + i, 1);
+            __builtin_prefetch(job->halves[one].lower + at + i, 1);
+        }
+    }
+    for (int64_t i = 0; i < job->width && job->weights != NULL; i += 16) {
         __builtin_prefetch(job->weights + at + i, 1);
         if (job->first)
             __builtin_prefetch(job->first + at + i, 1);
@@ -360,7 +417,7 @@ static int64_t portions_of(const Job *job)
     return (job->count + PORTION - 1) / PORTION;
 }
 
-static void take_portion(const Job *job, int64_t portion)
+static void take_portion(const Job *job, int64_t portion, float *spare)
 {
     const int64_t at = portion * PORTION;
     const int64_t end = job->count - at < PORTION ? job->count : at + PORTION;
@@ -368,7 +425,7 @@ static void take_portion(const Job *job, int64_t portion)
         if (place + AHEAD < end)
             ask_for(job, place + AHEAD);
         const float *gradient = job->gradients ? job->gradients + place * job->width : NULL;
-        job->pass(job, job->rows ? job->rows[place] : place, gradient);
+        job->pass(job, job->rows ? job->rows[place] : place, gradient, spare);
     }
 }
 
@@ -376,32 +433,43 @@ static void take_portion(const Job *job, int64_t portion)
 typedef struct {
     const Job *jobs;
     int64_t count, next;
+    float *spare; /* of each thread, so many floats; NULL where no table lies in halves */
+    int64_t length, threads;
 } Jobs;
 
 static void work(void *shared)
 {
     Jobs *all = shared;
     int64_t at = 0, before = 0; /* a job, and the portions of those before it */
+    const int64_t thread = __atomic_fetch_add(&all->threads, 1, __ATOMIC_RELAXED);
+    float *spare = all->spare ? all->spare + thread * all->length : NULL;
     for (;;) {
         const int64_t next = __atomic_fetch_add(&all->next, 1, __ATOMIC_RELAXED);
         while (at < all->count && next - before >= portions_of(all->jobs + at))
             before += portions_of(all->jobs + at++);
         if (at == all->count)
             break;
-        take_portion(all->jobs + at, next - before);
+        take_portion(all->jobs + at, next - before, spare);
     }
 }
 
 static int read_job(PyObject *table, Job *job)
 {
-    unsigned long long weights, first, second, last, rows, gradients;
+    unsigned long long whole[3], lower[3], last, rows, gradients;
     long long count, width;
-    if (!PyArg_ParseTuple(table, "KKKKKKLLd", &weights, &first, &second, &last, &rows, &gradients,
-                          &count, &width, &job->epsilon))
+    if (!PyArg_ParseTuple(table, "KKKKKKLLdKKK", whole, whole + 1, whole + 2, &last, &rows,
+                          &gradients, &count, &width, &job->epsilon, lower, lower + 1, lower + 2))
         return 0;
-    job->weights = (float *)(uintptr_t)weights;
-    job->first = (float *)(uintptr_t)first;
-    job->second = (float *)(uintptr_t)second;
+    if (lower[0]) {
+        for (int i = 0; i < 3; i++) {
+            job->halves[i].upper = (uint16_t *)(uintptr_t)whole[i];
+            job->halves[i].lower = (uint16_t *)(uintptr_t)lower[i];
+        }
+    } else {
+        job->weights = (float *)(uintptr_t)whole[0];
+        job->first = (float *)(uintptr_t)whole[1];
+        job->second = (float *)(uintptr_t)whole[2];
+    }
     job->last = (int32_t *)(uintptr_t)last;
     job->rows = (const int64_t *)(uintptr_t)rows;
     job->gradients = (const float *)(uintptr_t)gradients;
@@ -416,20 +484,21 @@ static PyObject *step_rows(PyObject *module, PyObject *args)
     unsigned long long steps, missed, parallel;
     long long base, now;
     unsigned threads;
+    int widest;
     Job like;
     memset(&like, 0, sizeof like);
-    if (!PyArg_ParseTuple(args, "O!KKLLipKI", &PyList_Type, &tables, &steps, &missed, &base, &now,
-                          &like.rule, &like.nothing_decays, &parallel, &threads))
+    if (!PyArg_ParseTuple(args, "O!KKLLipiKI", &PyList_Type, &tables, &steps, &missed, &base, &now,
+                          &like.rule, &like.nothing_decays, &widest, &parallel, &threads))
         return NULL;
     like.steps = (const Step *)(uintptr_t)steps;
     like.missed = (const Missed *)(uintptr_t)missed;
     like.base = base, like.now = now;
-    like.pass = chosen();
+    like.pass = chosen(widest);
     const Py_ssize_t count = PyList_Size(tables);
     Job *jobs = malloc((size_t)(count > 0 ? count : 1) * sizeof *jobs);
     if (jobs == NULL)
         return PyErr_NoMemory();
-    int64_t rows = 0;
+    int64_t rows = 0, length = 0;
     for (Py_ssize_t i = 0; i < count; i++) {
         jobs[i] = like;
         if (!read_job(PyList_GetItem(tables, i), jobs + i)) {
@@ -437,11 +506,20 @@ static PyObject *step_rows(PyObject *module, PyObject *args)
             return NULL;
         }
         rows += jobs[i].count;
+        if (jobs[i].halves[0].upper != NULL && 3 * jobs[i].width > length)
+            length = 3 * jobs[i].width;
     }
-    Jobs all = {jobs, count, 0};
+    threads = needed(threads, rows);
+    float *spare = length ? malloc((size_t)(threads * length) * sizeof *spare) : NULL;
+    if (length && spare == NULL) {
+        free(jobs);
+        return PyErr_NoMemory();
+    }
+    Jobs all = {jobs, count, 0, spare, length, 0};
     Py_BEGIN_ALLOW_THREADS
-    in_parallel(work, &all, parallel, needed(threads, rows));
+    in_parallel(work, &all, parallel, threads);
     Py_END_ALLOW_THREADS
+    free(spare);
     free(jobs);
     Py_RETURN_NONE;
 }

@@ -1,14 +1,15 @@
-# All but count, size, width, base, now, horizon, epsilon, rule, nothing_decays, threads, first of
-# deal, ranks and shift are addresses. Of each table: weights, first, second, last, rows, gradients,
-# count, width, epsilon.
+# All but count, size, width, base, now, horizon, epsilon, rule, nothing_decays, widest, threads,
+# first of deal, ranks and shift are addresses. Of each table: weights, first, second, last, rows,
+# gradients, count, width, epsilon, and the lower halves of the first three.
 def step_rows(
-    tables: list[tuple[int, int, int, int, int, int, int, int, float]],
+    tables: list[tuple[int, int, int, int, int, int, int, int, float, int, int, int]],
     steps: int,
     missed: int,
     base: int,
     now: int,
     rule: int,
     nothing_decays: bool,
+    widest: int,
     parallel: int,
     threads: int,
     /,

@@ -7,15 +7,32 @@ from typing import NamedTuple
 import torch
 
 
+class Lower(NamedTuple):
+    """The lower 16 bits of what lies in a table as bfloat16, which has the upper ones.
+
+    Attributes:
+        weights: bfloat16 of shape (rows, width), contiguous, whose bits are no numbers of their
+            own; as are the others.
+        first: of the table's `first`; or None.
+        second: of its `second`; or None.
+    """
+
+    weights: torch.Tensor
+    first: torch.Tensor | None
+    second: torch.Tensor | None
+
+
 class Table(NamedTuple):
     """A table with its optimizer's state.
 
     Attributes:
-        weights: float32 of shape (rows, width), contiguous, as are the others.
+        weights: float32 of shape (rows, width), contiguous, as are the others; bfloat16 where
+            `lower` is there.
         first: Adam's mean, the momentum of SGD and RMSprop, Adagrad's sum; or None.
         second: the squares of Adam and RMSprop; or None.
         last: int32 of shape (rows,), the step that each row is at.
         epsilon: that the rule adds to the root.
+        lower: halves of all numbers; None where these are float32.
     """
 
     weights: torch.Tensor
@@ -23,3 +40,17 @@ class Table(NamedTuple):
     second: torch.Tensor | None
     last: torch.Tensor
     epsilon: float
+    lower: Lower | None = None
+
+
+def joined(upper: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
+    """The float32 numbers whose halves these are: bfloat16, both of the same shape."""
+    low = lower.view(torch.int16).to(torch.int32) & 0xFFFF
+    return (upper.view(torch.int16).to(torch.int32) << 16 | low).view(torch.float32)
+
+
+def halves(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The upper and the lower 16 bits of float32 numbers, each as bfloat16 of the same shape."""
+    bits = values.contiguous().view(torch.int32)
+    low = (bits & 0xFFFF).to(torch.int16)
+    return (bits >> 16).to(torch.int16).view(torch.bfloat16), low.view(torch.bfloat16)

@@ -10,6 +10,9 @@ state and the steps' learning rates alone:
   steps the mean has decayed to nothing.
 - With weight decay in the gradient, Adam, RMSprop and Adagrad are taken step by step.
 
+A table of bfloat16 with lower halves beside it (Split-SGD of Kalamkar et al. 2020) is stepped as
+the float32 numbers that both make, bit for bit.
+
 Tables on a CPU are stepped by the C extension, others by torch's operators. Where the extension is
 absent, `available` says no, and the optimizer takes all rows.
 """
@@ -18,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import copy
 from typing import NamedTuple
 
 import torch
@@ -36,7 +40,8 @@ RULES = {"adam": 0, "sgd": 1, "rmsprop": 2, "adagrad": 3}
 
 _NOTHING = 2.0**-30  # of what a mean was, is what can be left out of the sum of its decay
 _COLUMNS, _OF_MISSED = 14, 24
-_Addresses = tuple[int, int, int, int, int, int, int, int, float]
+_WIDEST = 512  # bits of vectors that kernels may use: fewer change no bit of a result
+_Addresses = tuple[int, int, int, int, int, int, int, int, float, int, int, int]
 
 
 def available() -> bool:
@@ -130,16 +135,26 @@ def deal(groups: Groups, first: int, ranks: int, shift: int) -> Dealt:
     return Dealt(Groups(rows, places, starts), local, numbers, counts.tolist())
 
 
+def numbers_in(groups: Groups) -> torch.Tensor:
+    """Of each place, which of the rows is used there: int64."""
+    counts, numbers = groups.starts.diff(), torch.empty_like(groups.places)
+    rows = torch.arange(len(counts), device=counts.device)
+    numbers[groups.places] = rows.repeat_interleave(counts)
+    return numbers
+
+
 def sum_rows(values: torch.Tensor, groups: Groups) -> torch.Tensor:
     """The sum of the values of each row, in the order of their places.
 
     Args:
-        values: float32 of shape (places, width).
+        values: float32 of shape (places, width); bfloat16 is added up in float32.
         groups: of these places.
 
     Returns:
-        float32 of shape (rows, width).
+        of shape (rows, width), and of the same dtype.
     """
+    if values.dtype is torch.bfloat16:
+        return sum_rows(values.float(), groups).to(values.dtype)
     if not _by_extension(values):
         return table_rows_operators.sum_rows(values, groups.places, groups.starts)
     values = values.contiguous()
@@ -205,6 +220,7 @@ class Steps:
 
     def __init__(self, rule: str, base: int, room: int) -> None:
         self.rule, self._room = RULES[rule], room
+        self._followed: tuple[tuple[int, int, Step], Steps] | None = None
         self._steps = torch.zeros(room + 1, _COLUMNS, dtype=torch.float64)
         self._missed = torch.zeros(room + 1, _OF_MISSED, dtype=torch.float64)
         self.restart(base)
@@ -245,6 +261,18 @@ class Steps:
         if ratio >= 1:
             return self._room
         return math.ceil(math.log2(_NOTHING) / math.log2(ratio)) if ratio > 0 else 1
+
+    def followed_by(self, step: Step) -> Steps:
+        """These steps and one behind them, of which these take no note; made once."""
+        made = self.base, self.now, step
+        if self._followed is None or self._followed[0] != made:
+            found = copy(self)
+            found._steps, found._missed = self._steps.clone(), self._missed.clone()
+            found._passed = None
+            found.write(step)
+            found.advance()
+            self._followed = made, found
+        return self._followed[1]
 
     def advance(self) -> None:
         """Go on to the step that was written."""
@@ -295,7 +323,7 @@ class Steps:
     def _call(self, tables: list[_Addresses]) -> None:
         addresses = (self._steps.data_ptr(), self._missed.data_ptr())
         numbers = (self.base, self.now, self.rule)
-        _c.step_rows(tables, *addresses, *numbers, self._nothing_decays, *team())
+        _c.step_rows(tables, *addresses, *numbers, self._nothing_decays, _WIDEST, *team())
 
 
 class Change(NamedTuple):
@@ -316,6 +344,7 @@ def _addresses(
     table: Table, rows: torch.Tensor | None, gradients: torch.Tensor | None
 ) -> _Addresses:
     """Of tensors that live until the extension has returned."""
+    lower = table.lower or (None, None, None)
     return (
         table.weights.data_ptr(),
         _address(table.first),
@@ -326,6 +355,9 @@ def _addresses(
         table.last.numel() if rows is None else rows.numel(),
         table.weights.shape[1],
         table.epsilon,
+        _address(lower[0]),
+        _address(lower[1]),
+        _address(lower[2]),
     )
 
 

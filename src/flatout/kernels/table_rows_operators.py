@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from flatout.kernels.table import Table
+from flatout.kernels.table import Table, halves, joined
 
 # As in _table_rows.c: the rules, the columns of a step, and those of the steps behind it.
 _ADAM, _SGD, _RMSPROP, _ADAGRAD = range(4)
@@ -208,14 +208,30 @@ class Passed:
 
     @staticmethod
     def _write(table: Table, rows: torch.Tensor, held: _Held) -> None:
-        for whole, values in zip((table.weights, table.first, table.second), held, strict=True):
-            if whole is not None and values is not None:
-                whole.index_copy_(0, rows, values)
+        for (whole, lower), values in zip(_parts(table), held, strict=True):
+            if whole is None or values is None:
+                continue
+            if lower is not None:
+                values, low = halves(values)
+                lower.index_copy_(0, rows, low)
+            whole.index_copy_(0, rows, values)
 
 
 _Held = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 
+def _parts(table: Table) -> list[tuple[torch.Tensor | None, torch.Tensor | None]]:
+    """Weights and state, each with its lower half where it has one."""
+    lower = table.lower or (None, None, None)
+    return list(zip((table.weights, table.first, table.second), lower, strict=True))
+
+
 def _read(table: Table, rows: torch.Tensor) -> _Held:
-    one, two = (None if t is None else t[rows] for t in (table.first, table.second))
-    return table.weights[rows], one, two
+    def of(whole: torch.Tensor | None, lower: torch.Tensor | None) -> torch.Tensor | None:
+        if whole is None:
+            return None
+        return whole[rows] if lower is None else joined(whole[rows], lower[rows])
+
+    weights, first, second = (of(*part) for part in _parts(table))
+    assert weights is not None
+    return weights, first, second
