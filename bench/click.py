@@ -48,7 +48,9 @@ SIZES = {"117k": 117_581, "1m": ROWS, "10m": 10_000_000}
 LARGE, LARGE_ROWS, FEW_FACTORS = "flatout-100m-8", 100_000_000, 8
 SMALL = "flatout-1m-8"
 REPLICATED, SHARDED, DDP = "ranks-replicated", "ranks-sharded", "ranks-ddp"
-RANKS = (REPLICATED, SHARDED, DDP)
+# Rows of the next batch fetched while a step computes, and when they are asked for.
+AHEAD, ASKED = "ranks-sharded-ahead", "ranks-sharded-asked"
+RANKS = (REPLICATED, SHARDED, AHEAD, ASKED, DDP)
 HOSTS = "hosts-"  # in the place of "ranks-"
 MBIT = 1000
 # A step that sends the gradients of whole tables over the link takes more than two seconds.
@@ -85,12 +87,14 @@ RATIOS = (
     Ratio("ten_million_vs_one_million", "flatout-10m-1024", at_most=1.3, note="of a step"),
     Ratio("hundred_million_vs_one_million", LARGE, SMALL, at_most=1.6, note="8 factors"),
     Ratio("hybrid_vs_replicated", REPLICATED, SHARDED, at_least=1.2, note=HERE_NOTE),
+    Ratio("fetch_ahead_here", ASKED, AHEAD, note="two ranks of this host"),
     Ratio("hybrid_vs_dense_ddp_here", DDP, SHARDED, note="two ranks of this host"),
     Ratio("flatout_vs_itself", AGAIN, note="A/A: what noise makes of 1"),
 )
 HOST_RATIOS = (
     Ratio("hybrid_vs_dense_ddp", "hosts-ddp", "hosts-sharded", at_least=10, note=HOSTS_NOTE),
     Ratio("hybrid_vs_replicated_apart", "hosts-replicated", "hosts-sharded", note=HOSTS_NOTE),
+    Ratio("fetch_ahead_apart", "hosts-sharded-asked", "hosts-sharded-ahead", note=HOSTS_NOTE),
 )
 
 
@@ -127,9 +131,16 @@ def peers(threads: int, steps: int, epochs: int, warm_up: int, most_rows: int) -
         found.append(Peer(f"keras-{backend}", "click_keras.py", given, (backend, "keras")))
     for name in RANKS:
         given = (*(long if name == DDP else own), "--threads", "1")
-        given = (*given, "--tables", name.removeprefix("ranks-"))
+        given = (*given, *tables_of(name))
         found.append(Peer(name, "click_ranks.py", given, needs))
     return found
+
+
+def tables_of(name: str) -> tuple[str, ...]:
+    """What a peer on ranks is told of its tables."""
+    tables, _, when = name.removeprefix("ranks-").partition("-")
+    ahead = {"": "auto", "ahead": "on", "asked": "off"}[when]
+    return ("--tables", tables, "--fetch-ahead", ahead)
 
 
 def on_two_hosts(warm_up: int, nodes: Sequence[str]) -> list[Peer]:
@@ -138,7 +149,7 @@ def on_two_hosts(warm_up: int, nodes: Sequence[str]) -> list[Peer]:
     for name in RANKS:
         epochs = 1 if name == DDP else warm_up
         passes = ("--steps", FEW_STEPS, "--epochs", FEW_EPOCHS, "--warm-up", epochs)
-        given = (*passes, "--threads", 1, "--tables", name.removeprefix("ranks-"))
+        given = (*passes, "--threads", 1, *tables_of(name))
         started = ("--script", "click_ranks.py", "--ranks", 1, "--nodes", *nodes)
         words = tuple(map(str, (*started, *given)))
         known = name.replace("ranks-", HOSTS)

@@ -45,7 +45,7 @@ def by_flatout(
         recipe=flatout.Recipe(
             compute={"touched_rows": "on"},
             process={"threads": arguments.threads},
-            world={"tables": arguments.tables},
+            world={"tables": arguments.tables, "fetch_ahead": arguments.fetch_ahead},
         ),
         say=said.append,
     )
@@ -82,6 +82,7 @@ def by_ddp(
 def main() -> None:
     parser = click_job.parser()
     parser.add_argument("--tables", choices=["replicated", "sharded", DDP], required=True)
+    parser.add_argument("--fetch-ahead", choices=["auto", "on", "off"], default="auto")
     arguments = parser.parse_args()
     os.environ["FLATOUT_CACHE"] = str(arguments.out.parent / "cache")
     torch.set_num_threads(arguments.threads)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from flatout.kernels import table_rows
+from flatout.kernels import joined, table_rows
 from flatout.models import row_tables
 from flatout.optim import TouchedRows, Update, steppable_rows
 
@@ -42,9 +42,9 @@ class Tables(nn.Module):
         return self.head(self.one(ids).sum(1) + self.bag(ids))
 
 
-def job(make):
+def job(make, device="cpu"):
     torch.manual_seed(0)
-    model = Tables()
+    model = Tables().to(device)
     return model, make(model.parameters())
 
 
@@ -57,16 +57,17 @@ def batches(steps=STEPS, seed=3):
 
 def train(model, optimizer, rows, steps=STEPS, clip=None, scheduler=None, seed=3):
     update = Update(optimizer, clip_norm=clip, rows=rows)
+    device = model.head.weight.device
     for ids, wanted in batches(steps, seed):
         update.begin()
-        ((model(ids) - wanted) ** 2).mean().backward()
+        ((model(ids.to(device)) - wanted.to(device)) ** 2).mean().backward()
         update()
         if scheduler is not None:
             scheduler.step()
 
 
-def attached(model, optimizer):
-    modules, _ = row_tables(model)
+def attached(model, optimizer, modules=None):
+    modules = modules or row_tables(model)[0]
     (rows,) = (TouchedRows(o, m) for o, m in steppable_rows([optimizer], modules).items())
     rows.attach()
     return {optimizer: rows}
@@ -91,10 +92,17 @@ def test_so_it_is_by_the_operators_that_a_gpu_takes(name, monkeypatch):
     compare(OPTIMIZERS[name], 0.05)
 
 
-def compare(make, clip):
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_so_it_is_on_a_gpu(make):
+    compare(make, 0.05, "cuda")
+    step_halves(make, "cuda")
+
+
+def compare(make, clip, device="cpu"):
     found = []
     for touched in (False, True):
-        model, optimizer = job(make)
+        model, optimizer = job(make, device)
         start = copy.deepcopy(model.state_dict())
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
         rows = attached(model, optimizer) if touched else {}
@@ -111,6 +119,47 @@ def compare(make, clip):
         assert held.keys() == state.keys()
         for key, value in state.items():
             torch.testing.assert_close(held[key], value, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_rows_of_bf16_halves_are_stepped_as_their_float32_numbers(make):
+    step_halves(make)
+
+
+def step_halves(make, device="cpu"):
+    torch.manual_seed(0)
+    table = nn.Embedding(ROWS, 8, dtype=torch.bfloat16, device=device)
+    start = table.weight.detach().clone()
+    master = nn.Parameter(start.float())
+    dense, optimizer = make([master]), make(table.parameters())
+    modules, _ = row_tables(table, split=True)
+    rows = attached(table, optimizer, modules)
+    draw = torch.Generator().manual_seed(5)
+    for step in range(60):
+        ids = torch.randperm(ROWS // (1 + step % 3), generator=draw)[:20].to(device)
+        wanted = torch.randn(20, 8, generator=draw).bfloat16().to(device)
+        # The gradients do not depend on the weights: these are not pulled towards one another.
+        update = Update(optimizer, clip_value=1.0, rows=rows)
+        update.begin()
+        (table(ids) * wanted).sum().backward()
+        update()
+        master.grad = torch.zeros_like(master)
+        master.grad[ids] = wanted.float().clamp(-1, 1)
+        dense.step()
+        if step == 30:  # torch casts what it loads to the dtype of the weight
+            saved = copy.deepcopy(optimizer.state_dict())
+            for one in rows.values():
+                one.detach()
+            optimizer = make(table.parameters())
+            optimizer.load_state_dict(saved)
+            rows = attached(table, optimizer, modules)
+    for one in rows.values():
+        one.detach()
+    found = joined(table.weight.detach(), optimizer.state[table.weight]["weight_lower_half"])
+    moved = (master - start.float()).norm()
+    assert (found - master).norm() <= 2e-5 * moved + 1e-6 * master.norm()
+    # The weight is the upper half of it: what torch's own step would round away is kept.
+    assert torch.equal((found.view(torch.int32) >> 16).short(), table.weight.view(torch.int16))
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import flatout
-from flatout.errors import DataError, FlatoutError
-from flatout.kernels import table_rows
+from flatout.errors import DataError, FlatoutError, ModelError
+from flatout.kernels import joined, table_rows
 
 pytestmark = pytest.mark.skipif(not table_rows.available(), reason="the C extension is absent")
 
@@ -175,3 +176,67 @@ def test_ids_of_a_float_dtype_are_told_as_such():
         trainer.fit(x.float(), y, batch_size=32, progress=False)
     assert told.value.where == "inputs"
     assert "x.long()" in told.value.do
+
+
+def bf16_fit(setting="split", epochs=4, make=Clicks, resume=False, **given):
+    torch.manual_seed(0)
+    model = make().bfloat16()
+    trainer = flatout.Trainer(
+        model,
+        loss=lambda outputs, targets: nn.functional.binary_cross_entropy_with_logits(
+            outputs.float(), targets
+        ),
+        optimizer=torch.optim.Adam(model.parameters(), lr=1e-4),
+        recipe=flatout.Recipe(compute={"bf16_tables": setting}),
+        allow="exact",
+        say=lambda line: None,
+        **given,
+    )
+    options = {"batch_size": 32, "epochs": epochs, "progress": False, "resume": resume}
+    return trainer, trainer.fit(*data(), **options)
+
+
+def test_small_steps_of_bf16_tables_are_kept_in_lower_halves(tmp_path):
+    run = tmp_path / "run"
+    trainer, history = bf16_fit(epochs=4)
+    (line,) = [note for note in history.notes if note.startswith("tables: ")]
+    assert "bf16 with lower halves beside them" in line
+    weight = trainer.model.ids.weight
+    state = trainer.optimizer.state[weight]
+    whole = joined(weight.detach(), state["weight_lower_half"])
+    plain, _ = bf16_fit("rounded")
+    # Steps of 1e-4 are less than half of what bf16 can tell of weights from 0.05 on.
+    before = nn.Embedding(500, 8)
+    torch.manual_seed(0)
+    before.load_state_dict({"weight": Clicks().ids.weight.bfloat16().float()})
+    used = torch.unique(data()[0])
+    start = before.weight.detach()[used]
+    large = start.abs() > 0.1
+    assert torch.equal(plain.model.ids.weight.detach().float()[used][large], start[large])
+    assert bool((whole[used][large] != start[large]).float().mean() > 0.95)
+
+    bf16_fit(epochs=2, run=run)
+    resumed, _ = bf16_fit(epochs=4, run=run, resume=True)
+    for name, value in trainer.model.state_dict().items():
+        assert torch.equal(value, resumed.model.state_dict()[name]), name
+    for key, value in state.items():
+        held = resumed.optimizer.state[resumed.model.ids.weight][key]
+        bits = (one.reshape(-1).view(torch.uint8) for one in (value, held))
+        assert torch.equal(*bits), key
+    # A plain model: the upper halves.
+    trainer.save(tmp_path / "model.safetensors")
+    saved = load_file(tmp_path / "model.safetensors")["ids.weight"]
+    assert saved.dtype is torch.bfloat16
+    assert torch.equal(saved, weight.detach())
+
+
+def test_what_hinders_lower_halves_is_said():
+    with pytest.raises(ModelError, match="no embedding table of the model is bfloat16"):
+        bf16_fit(make=type("Wide", (Clicks,), {"bfloat16": lambda self: self}))
+    with pytest.raises(ModelError, match="ids is stepped whole: max_norm changes rows"):
+        bf16_fit(make=type("Normed", (Clicks,), {"bfloat16": normed}))
+
+
+def normed(model):
+    model.ids.max_norm = 1.0
+    return nn.Module.bfloat16(model)

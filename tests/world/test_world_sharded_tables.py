@@ -23,6 +23,7 @@ MODEL = """
     from torch import nn
 
     import flatout
+    from flatout.optim import rows_ahead
     from flatout.world import place
 
     torch.set_num_threads(1)
@@ -53,6 +54,15 @@ MODEL = """
 
 
     said = []
+    patched, patch = [0], rows_ahead.RowsAhead.patch
+
+
+    def counted(self, come):
+        patched[0] += 1
+        return patch(self, come)
+
+
+    rows_ahead.RowsAhead.patch = counted
 
 
     def trainer_of(
@@ -61,7 +71,7 @@ MODEL = """
     ):
         recipe = flatout.Recipe(
             compute={"touched_rows": "on", "precision": precision},
-            world={"tables": tables, **dict(world)},
+            world={"tables": tables, "fetch_ahead": "on", **dict(world)},
             memory=dict(memory),
         )
         if tables == "sharded":
@@ -118,6 +128,10 @@ JOB = (
         assert "sharded over 2 ranks" in " ".join(lines[-3:]) or rank, lines
     if size == 3:
         found["adam"] = fit("sharded")
+        # Three sets of ids in each step but the first two of an epoch.
+        assert patched[0] == 2 * 3 * 10 - 3, patched
+        found["adam, fetched when asked for"] = fit("sharded", world={"fetch_ahead": "off"})
+        assert patched[0] == 2 * 3 * 10 - 3, patched
         found["adam, resumed"] = fit("sharded", run=copied, resume=True)
     if size == 1:
         found["adam, resumed"] = fit("sharded", run=copied, resume=True)
@@ -146,7 +160,9 @@ def test_ranks_end_as_one_and_as_those_that_have_all_rows(tmp_path):
         first, said = torch.load(tmp_path / f"found-{size}-0.pt")
         assert any(f"sharded over {size} ranks" in line for line in said)
         sharded = {c: f for c, f in first.items() if not c.endswith("replicated")}
-        assert len(sharded) == (4 if size == 2 else 2)
+        assert len(sharded) == (4 if size == 2 else 3)
+        if size == 3:
+            assert same(sharded["adam"], sharded.pop("adam, fetched when asked for"))
         for case, found in sharded.items():
             wanted = f"{case.removesuffix(', resumed')}, replicated"
             assert far(found, alone[wanted]) <= 1e-5, (size, case)

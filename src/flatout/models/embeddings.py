@@ -13,11 +13,15 @@ from flatout.models.keras import tables
 _KINDS = (nn.Embedding, nn.EmbeddingBag)
 
 
-def row_tables(model: nn.Module) -> tuple[list[nn.Module], dict[str, str]]:
+def row_tables(model: nn.Module, *, split: bool = False) -> tuple[list[nn.Module], dict[str, str]]:
     """Modules whose tables are read by rows alone, and why others are not, by name.
 
     What a forward that is not torch's own does with a table is not known, nor who else reads a
     parameter that several modules have.
+
+    Args:
+        model: of torch or Keras.
+        split: tables of bfloat16 too, whose lower halves lie elsewhere.
     """
     readers: dict[int, list[str]] = {}
     for name, module in model.named_modules():
@@ -28,7 +32,7 @@ def row_tables(model: nn.Module) -> tuple[list[nn.Module], dict[str, str]]:
     others: dict[str, str] = {}
     for name, module, _ in adapter_of(model).tables():
         is_torch = isinstance(module, _KINDS)
-        why = _why_not(module, readers) if is_torch else tables.why_whole(module, model)
+        why = _why_not(module, readers, split) if is_torch else tables.why_whole(module, model)
         if why:
             others[name] = why
         else:
@@ -48,7 +52,7 @@ def look_at_ids(model: nn.Module, names: Container[str]) -> list[Callable[[], No
     return [tables.look_at_ids(module) for module in named if not isinstance(module, _KINDS)]
 
 
-def _why_not(module: nn.Module, readers: dict[int, list[str]]) -> str:
+def _why_not(module: nn.Module, readers: dict[int, list[str]], split: bool) -> str:
     weight = module._parameters.get("weight")
     own = (nn.Embedding.forward, nn.EmbeddingBag.forward)
     if weight is None or type(module).forward not in own or "forward" in vars(module):
@@ -62,8 +66,10 @@ def _why_not(module: nn.Module, readers: dict[int, list[str]]) -> str:
     if module.max_norm is not None:
         return "max_norm changes rows where they are read"
     is_placed = weight.device.type in ("cpu", "cuda") and weight.is_contiguous()
-    if weight.dtype is not torch.float32 or not is_placed:
-        return "it is not float32 on a CPU or GPU"
+    if weight.dtype is torch.bfloat16 and is_placed and not split:
+        return "bf16 rounds each of its steps; compute.bf16_tables=split steps it by rows"
+    if weight.dtype not in (torch.float32, torch.bfloat16) or not is_placed:
+        return "it is not float32 or bfloat16 on a CPU or GPU"
     if id(weight) in readers:
         return f"{readers[id(weight)][0]} reads all of it"
     return ""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from flatout.devices import huge_pages
-from flatout.kernels import Step, in_float32, table_rows
+from flatout.kernels import Lower, Step, in_float32, table_rows
 from flatout.models import KerasOptimizer, KerasRule, Reader
 from flatout.optim.by_row import ByRow
 
@@ -23,6 +23,8 @@ _RULES: dict[type, str] = {
     torch.optim.RMSprop: "rmsprop",
     torch.optim.Adagrad: "adagrad",
 }
+# Ends the names of lower halves in an optimizer's state.
+_LOWER = "_lower_half"
 # Options under which a row's missed steps do not follow from its own state, or that no kernel has.
 _OPTIONS = ("amsgrad", "maximize", "centered", "dampening", "differentiable", "capturable")
 
@@ -52,6 +54,10 @@ class RowRule(Protocol):
 
     def state(self) -> State:
         """The two tensors of a `table_rows.Table`, made as the optimizer makes them."""
+        ...
+
+    def lower(self) -> Lower | None:
+        """The lower halves of a table of bfloat16 and its state; None of one of float32."""
         ...
 
     def count(self) -> int | None:
@@ -154,23 +160,45 @@ class _TorchRule:
     def detach(self) -> None:
         """Its gradients are dense by then."""
 
-    def state(self) -> State:
-        state, shape = self._optimizer.state[self._weight], self._weight.shape
-        names = {
+    @property
+    def _names(self) -> tuple[str | None, str | None]:
+        """What the optimizer calls the two tensors of its state."""
+        momentum = "momentum_buffer" if self._group.get("momentum") else None
+        return {
             "adam": ("exp_avg", "exp_avg_sq"),
-            "sgd": ("momentum_buffer" if self._group.get("momentum") else None, None),
-            "rmsprop": ("momentum_buffer" if self._group.get("momentum") else None, "square_avg"),
+            "sgd": (momentum, None),
+            "rmsprop": (momentum, "square_avg"),
             "adagrad": ("sum", None),
         }[self.name]
+
+    def lower(self) -> Lower | None:
+        """In the optimizer's state, so that its state dict has them: of the weight's own dtype, to
+        which torch casts all that is loaded."""
+        if self._weight.dtype is torch.float32:
+            return None
+        state = self._optimizer.state[self._weight]
+
+        def half(name: str) -> torch.Tensor:
+            held: torch.Tensor | None = state.get(f"{name}{_LOWER}")
+            if held is None:
+                held = state[f"{name}{_LOWER}"] = torch.zeros_like(self._weight)
+            return held
+
+        first, second = (half(name) if name else None for name in self._names)
+        return Lower(half("weight"), first, second)
+
+    def state(self) -> State:
+        state, shape = self._optimizer.state[self._weight], self._weight.shape
+        names, dtype = self._names, self._weight.dtype
         if self.name != "sgd" and "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32)
         for name in filter(None, names):
             held = state.get(name)
-            if held is None or not held.is_contiguous() or held.dtype is not torch.float32:
+            if held is None or not held.is_contiguous() or held.dtype is not dtype:
                 # Written at once: the system would give page after page to the steps that come
                 # first.
-                on_cpu = self._weight.is_cpu
-                fresh = huge_pages.empty(shape) if on_cpu else torch.empty_like(self._weight)
+                is_large = self._weight.is_cpu and dtype is torch.float32
+                fresh = huge_pages.empty(shape) if is_large else torch.empty_like(self._weight)
                 state[name] = fresh.zero_() if held is None else fresh.copy_(held)
         first, second = (state[name] if name else None for name in names)
         return first, second

@@ -15,7 +15,7 @@ import ctypes
 import mmap
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import reduce
 from operator import and_
 from typing import NamedTuple
@@ -27,6 +27,7 @@ from flatout.devices import huge_pages
 from flatout.errors import ModelError
 from flatout.kernels import Dealt, Groups, table_rows
 from flatout.models import Lookup, watch_table
+from flatout.optim.rows_ahead import Asked, Kept, Read, RowsAhead
 from flatout.words import size_words
 from flatout.world import World, to_eight
 
@@ -44,7 +45,8 @@ _FLOAT = 4
 # As many tables have a bit of their own in an int64.
 _MOST_TOGETHER = 62
 
-_Read = Callable[[torch.Tensor, Groups], torch.Tensor]
+# What a rank says in a lookup that was foretold: that it is that one, or another.
+_AS_FORETOLD, _OTHERWISE = 1, 2
 
 
 class _Table(NamedTuple):
@@ -61,29 +63,13 @@ class _Table(NamedTuple):
     blocks: int
 
 
-class Asked(NamedTuple):
-    """Rows that ranks ask one another for, of tables that are read by the same ids.
-
-    Attributes:
-        dealt: those that this rank asks for.
-        local: int64, where those lie here that all ranks ask this one for, rank after rank.
-        lengths: how many each rank asks this one for.
-        groups: of `local`.
-        rows: int64, the rows of `groups` in the whole table.
-    """
-
-    dealt: Dealt
-    local: torch.Tensor
-    lengths: list[int]
-    groups: Groups
-    rows: torch.Tensor
-
-
 class RowShards:
     """Which rank owns which row of which table.
 
     Args:
         world: of this rank, of several.
+        following: gives the inputs of the next batch, or None where there is none, so that its rows
+            are fetched ahead; None where none are.
 
     Attributes:
         spread: of tables of which this rank has nothing but its own rows now, the weights and the
@@ -92,18 +78,27 @@ class RowShards:
         lies: whether rows that lie elsewhere are zeros, for someone who looks only at ids.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(
+        self,
+        world: World,
+        following: Callable[[], Sequence[torch.Tensor] | None] | None = None,
+    ) -> None:
         self.world = world
         self.is_in_step = self.lies = False
         self._takes_lookups = False
+        self._rates: Callable[[], AbstractContextManager[None]] | None = None
         self._tables: dict[torch.Tensor, _Table] = {}
-        self._reads: dict[int, _Read] = {}
+        self._reads: dict[int, Kept] = {}
+        self.ahead: RowsAhead | None = None
+        if following is not None:
+            self.ahead = RowsAhead(world, self._reads, self._owned_of, following)
         # By a table's number: of this step, rows that have come, and who has asked for which; of
         # earlier ones, a bit for each table that was read by the same ids after it.
         self._ahead: dict[int, tuple[Dealt, torch.Tensor]] = {}
         self._asked: dict[int, Asked] = {}
+        self._all_asked: dict[int, list[Asked]] = {}
         self._together: dict[int, int] = {}
-        self._read: list[tuple[int, Dealt]] = []
+        self._read: list[Read] = []
         # Of this step: groups of rows, and the same by owner.
         self._dealt: dict[int, tuple[Groups, Dealt]] = {}
         # Where the rows of a table's gradient lie here.
@@ -223,18 +218,20 @@ class RowShards:
                 for theirs, values in zip(by_rank, found, strict=True):
                     whole[theirs] = values[: len(theirs)]
         del self.spread[weight]
+        if self.ahead is not None:
+            self.ahead.drop()
 
-    def reads(self, weight: nn.Parameter, read: _Read) -> None:
-        """Say what gives rows of a table.
+    def reads(self, weight: nn.Parameter, kept: Kept) -> None:
+        """Say what gives rows of a table that lie here."""
+        self._reads[self._tables[weight].number] = kept
 
-        Args:
-            weight: of the table.
-            read: gives rows that lie here, of shape (rows, width): where they lie, of which some
-                may be asked for several times, and the groups of that.
-        """
-        self._reads[self._tables[weight].number] = read
+    def foretold(self, weight: nn.Parameter, ids: torch.Tensor) -> Dealt | None:
+        """What a lookup by these ids needs, where its rows were fetched ahead."""
+        if self.ahead is None or self.lies or not self._takes_lookups:
+            return None
+        return self.ahead.dealt_of(self._tables[weight].number, ids)
 
-    def fetch(self, weight: nn.Parameter, dealt: Dealt) -> torch.Tensor:
+    def fetch(self, weight: nn.Parameter, ids: torch.Tensor, dealt: Dealt) -> torch.Tensor:
         """Rows of a table from their owners, of shape (rows, width), in the order of `dealt`.
 
         All ranks call it. With the rows come those of other tables that were read by the same ids
@@ -242,7 +239,8 @@ class RowShards:
 
         Args:
             weight: of the table.
-            dealt: the rows that this rank needs.
+            ids: of any shape.
+            dealt: the rows that this rank needs, those of the ids.
 
         Raises:
             ModelError: ranks look up rows of different tables, or not equally often.
@@ -251,27 +249,55 @@ class RowShards:
             return torch.zeros(len(dealt.local), weight.shape[1])
         self._check_step(weight)
         number = self._tables[weight].number
-        self._note(number, dealt)
+        self._note(Read(number, ids, dealt))
         known, ahead = self._ahead.get(number, (None, None))
         if ahead is not None and known is dealt:
             return ahead
-        ids = list(torch.split(dealt.local, dealt.counts))
-        together, come = self._say(number, self._together.get(number, 0), [[one] for one in ids])
-        local = torch.cat(come).view(torch.int64)
-        lengths = [len(one) // local.itemsize for one in come]
-        groups = table_rows.group(local, self.owned(weight))
-        asked = Asked(dealt, local, lengths, groups, self.in_whole(weight, groups.rows))
+        if self.ahead is not None and self.ahead.is_there and self._fetch_changed(number, dealt):
+            return self._ahead[number][1]
+        own = list(torch.split(dealt.local, dealt.counts))
+        together, _, come = self._say(number, self._together.get(number, 0), [[o] for o in own])
+        asked = self._owned_of(number, dealt, [one.view(torch.int64) for one in come])
         weights = list(self._tables)
         wanted = [number, *(one for one in _bits(together) if weights[one] in self.spread)]
         for one, rows in zip(wanted, self._rows_for(asked, wanted), strict=True):
-            self._ahead[one], self._asked[one] = (dealt, rows), asked
+            self._come(one, rows, asked)
         return self._ahead[number][1]
+
+    def _come(self, number: int, rows: torch.Tensor, asked: Asked) -> None:
+        """Rows of a table are there."""
+        self._ahead[number], self._asked[number] = (asked.dealt, rows), asked
+        self._all_asked.setdefault(number, []).append(asked)
+
+    def _owned_of(self, number: int, dealt: Dealt, ids: list[torch.Tensor]) -> Asked:
+        """What ranks ask for: where the rows lie here that each asks this one for, by rank."""
+        weight, local = list(self._tables)[number], torch.cat(ids)
+        groups = table_rows.group(local, self.owned(weight))
+        rows = self.in_whole(weight, groups.rows)
+        return Asked(dealt, local, [len(one) for one in ids], groups, rows)
+
+    def _fetch_changed(self, number: int, dealt: Dealt) -> bool:
+        """Get what has changed of rows that were fetched ahead.
+
+        Returns whether that are the rows that all ranks need now; else they fetch them as ever.
+        """
+        assert self.ahead is not None
+        is_so, parts = self.ahead.changed_for(dealt)
+        _, said, come = self._say(number, 0, parts, _AS_FORETOLD if is_so else _OTHERWISE)
+        if any(one != _AS_FORETOLD for one in said):
+            self.ahead.drop(wrong=True)
+            return False
+        fetched = self.ahead.patch(come)
+        assert fetched.asked is not None
+        for one in fetched.numbers:
+            self._come(one, fetched.rows[one], fetched.asked)
+        return True
 
     def _rows_for(self, asked: Asked, wanted: list[int]) -> list[torch.Tensor]:
         """The rows that this rank asks for, of each of the tables."""
         parts: list[list[torch.Tensor]] = [[] for _ in asked.lengths]
         for one in wanted:
-            values = self._reads[one](asked.local, asked.groups)
+            values = self._reads[one].read(asked.local, asked.groups)
             for part, own in zip(parts, torch.split(values, asked.lengths), strict=True):
                 part.append(own)
         widths = [values.shape[1] for values in parts[0]]
@@ -287,26 +313,28 @@ class RowShards:
                 at += to_eight(size)
         return [torch.cat(rows) for rows in found]
 
-    def _note(self, number: int, dealt: Dealt) -> None:
+    def _note(self, read: Read) -> None:
         """Keep in mind which tables are read by the same ids."""
-        for other, theirs in self._read:
-            if theirs is dealt and other != number and number < _MOST_TOGETHER:
+        number = read.number
+        for other, _, theirs in self._read:
+            if theirs is read.dealt and other != number and number < _MOST_TOGETHER:
                 self._together[other] = self._together.get(other, 0) | 1 << number
-        self._read.append((number, dealt))
+        self._read.append(read)
 
     def _say(
-        self, number: int, together: int, parts: list[list[torch.Tensor]]
-    ) -> tuple[int, list[torch.Tensor]]:
+        self, number: int, together: int, parts: list[list[torch.Tensor]], ahead: int = 0
+    ) -> tuple[int, list[int], list[torch.Tensor]]:
         """Tell all ranks what is looked up next, which must be the same, and send tensors to each.
 
-        Returns what all have of `together`, and what has come.
+        Returns what all have of `together`, what each says of rows fetched ahead, what has come.
         """
-        each, come = self.world.exchange([number, together], parts, "lookups in sharded tables")
-        if any(theirs != number for theirs, _ in each):
+        note = [number, together, ahead]
+        each, come = self.world.exchange(note, parts, "lookups in sharded tables")
+        if any(theirs != number for theirs, *_ in each):
             names = dict(enumerate(tuple(weight.shape) for weight in self._tables))
             said = ", ".join(
                 f"rank {rank} reads {names.get(theirs, 'no more')}"
-                for rank, (theirs, _) in enumerate(each)
+                for rank, (theirs, *_) in enumerate(each)
             )
             raise ModelError(
                 "ranks look up rows of tables in different orders or not equally often, which "
@@ -315,7 +343,7 @@ class RowShards:
                 do="look up the same tables in each forward, whatever the samples are, or train "
                 "with world.tables=replicated",
             )
-        return reduce(and_, (theirs for _, theirs in each)), come
+        return reduce(and_, (theirs for _, theirs, _ in each)), [one for *_, one in each], come
 
     # -- gradients -----------------------------------------------------------------------------
 
@@ -343,15 +371,37 @@ class RowShards:
     # -- a step --------------------------------------------------------------------------------
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """Within, all ranks run the same forward and backward."""
+    def step(
+        self,
+        inputs: Sequence[torch.Tensor] | None = None,
+        rates: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> Iterator[None]:
+        """Within, all ranks run the same forward and backward.
+
+        Args:
+            inputs: of the one batch that makes the step; None of several, or of micro-batches,
+                whose rows are not fetched ahead.
+            rates: within what it gives the optimizers have the rates of the step.
+        """
         self.is_in_step = self._takes_lookups = True
+        self._rates = rates if inputs is not None else None
+        if self.ahead is not None and inputs is not None:
+            self.ahead.record(inputs)
         try:
             yield
         finally:
+            self.is_in_step = self._takes_lookups = False
+            if self.ahead is not None:
+                self.ahead.end_recording([])
+                self.ahead.wait()
             for known in (self._read, self._ahead, self._asked, self._dealt, self._stepped):
                 known.clear()
-            self.is_in_step = self._takes_lookups = False
+            self._all_asked.clear()
+
+    def wait(self) -> None:
+        """Before rows change: until those are there that are fetched ahead."""
+        if self.ahead is not None:
+            self.ahead.wait()
 
     def end_forward(self) -> None:
         """No more lookups come in this step; all ranks call it before the last backward.
@@ -359,8 +409,23 @@ class RowShards:
         Raises:
             ModelError: another rank has one more.
         """
-        self._say(_NO_MORE, 0, [[] for _ in range(self.world.size)])
+        ahead, order = self.ahead, 0
+        if ahead is not None:
+            ahead.end_recording(self._read)
+            if self._rates is not None:
+                with self._rates():
+                    order = ahead.foretell(self._deal_ids)
+        _, said, _ = self._say(_NO_MORE, 0, [[] for _ in range(self.world.size)], order)
         self._takes_lookups = False
+        if ahead is not None:
+            ahead.drop()
+            if order and all(one == order for one in said):
+                ahead.begin(self._all_asked)
+
+    def _deal_ids(self, number: int, ids: torch.Tensor) -> Dealt:
+        weight = list(self._tables)[number]
+        groups = table_rows.group(ids.to(torch.int64), len(weight))
+        return table_rows.deal(groups, self._tables[weight].first, self.world.size, _SHIFT)
 
     def _check_step(self, weight: nn.Parameter) -> None:
         if not self.is_in_step:

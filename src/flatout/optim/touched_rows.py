@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from flatout.devices import huge_pages
-from flatout.kernels import Change, Groups, Steps, Table, table_rows
+from flatout.kernels import Change, Dealt, Groups, Lower, Step, Steps, Table, table_rows
 from flatout.models import Lookup, table_weight, unwatch_table, watch_table
 from flatout.optim.by_row import ByRow
 from flatout.optim.row_rules import RowRule, State, clip_rows, name_of, rules_of, why_dense
@@ -72,7 +72,8 @@ class KeptTable:
     """A table, its optimizer's state, and which of its rows are behind.
 
     Args:
-        weight: float32 of shape (rows, width), contiguous.
+        weight: float32 of shape (rows, width), contiguous; or bfloat16, as the upper halves of
+            float32 numbers, of which the rule has the lower ones.
         rule: by which its optimizer steps it.
         grouped: of ids that were read since the last step, their rows.
         shards: where rows lie on several ranks while they train; None where each has all.
@@ -91,16 +92,20 @@ class KeptTable:
         self._grouped = grouped
         self._size = len(weight)
         self._state: State = (None, None)  # of the optimizer, of all rows
+        self._lower: Lower | None = None
         self._address = 0  # of the weights
         self._settled = -1  # the step to which all rows were brought
         self._rows: torch.Tensor | None = None  # of the gradient that was made last
+        # What was said of the step to come, and whether it was so.
+        self._foretold: tuple[Steps, int, Step] | None = None
+        self.keeps_word = False
 
     def attach(self) -> None:
         """Bring rows up to date before they are read, and get sparse gradients."""
         watch_table(self.weight, self)
         self.rule.attach(self)
         if self.shards is not None:
-            self.shards.reads(self.weight, self._read)
+            self.shards.reads(self.weight, self)
 
     def detach(self) -> None:
         """Bring all rows that are here up to date, and leave them to the optimizer."""
@@ -128,13 +133,16 @@ class KeptTable:
         """Bring the rows of ids up to date; None of ids that are none: torch says it."""
         if ids.is_floating_point():
             return None
+        dealt: Dealt | None = None
+        if self.shards is not None and self.is_spread:
+            dealt = self.shards.foretold(self.weight, ids)
         try:
-            groups = self._grouped.of(ids.detach(), self._size)
+            groups = self._grouped.of(ids.detach(), self._size) if dealt is None else dealt.groups
         except IndexError:
             return None
         if self.shards is not None and self.is_spread:
-            dealt = self.shards.dealt(self.weight, groups)
-            block = self.shards.fetch(self.weight, dealt)
+            dealt = dealt or self.shards.dealt(self.weight, groups)
+            block = self.shards.fetch(self.weight, ids, dealt)
             return _Lookup(self, ids, dealt.groups, _Fetched(block, dealt.numbers))
         self._bring(groups.rows)
         return _Lookup(self, ids, groups, None)
@@ -152,11 +160,63 @@ class KeptTable:
             assert self.table is not None
             self.steps.bring(self.table, rows)
 
-    def _read(self, local: torch.Tensor, groups: Groups) -> torch.Tensor:
-        """Rows that this rank owns, by where they lie here, of which several may be the same."""
+    # -- rows that this rank owns, for others --------------------------------------------------
+
+    @property
+    def width(self) -> int:
+        """Of a row."""
+        return self.weight.shape[1]
+
+    def read(self, local: torch.Tensor, groups: Groups) -> torch.Tensor:
+        """Rows by where they lie here, of which several may be the same; those of groups are
+        brought up to date."""
         assert self.shards is not None
         self._bring(groups.rows)
         return self.shards.part(self.weight, self.values).index_select(0, local)
+
+    def foretell(self) -> bool:
+        """Note what the step to come is; whether that is known."""
+        self.keeps_word, self._foretold = False, None
+        steps = self.steps
+        if steps is None or not self.holds(self.rule.state(), self.rule.count()):
+            return False
+        self._foretold = steps, steps.now + 1, self.rule.step(steps.now + 1)
+        return True
+
+    def after_step(self, local: torch.Tensor) -> torch.Tensor:
+        """Rows as they are after that step if it has no gradient for them.
+
+        They are brought there apart from the table, which the step may leave as it is.
+        """
+        assert self._foretold is not None
+        steps, _, step = self._foretold
+        return self._apart(local, steps.followed_by(step))
+
+    def now(self, local: torch.Tensor) -> torch.Tensor:
+        """Rows as they are now, which are left as they lie."""
+        assert self.steps is not None
+        return self._apart(local, self.steps)
+
+    def _apart(self, local: torch.Tensor, steps: Steps) -> torch.Tensor:
+        """What rows are after steps."""
+        assert self.table is not None
+        whole = self.table[:4]
+        weights, first, second, last = (None if t is None else t[local] for t in whole)
+        assert weights is not None
+        assert last is not None
+        steps.bring(Table(weights, first, second, last, self.table.epsilon), None)
+        return weights
+
+    def bring(self, rows: torch.Tensor) -> None:
+        """Rows that lie here, each once, up to date."""
+        self._bring(rows)
+
+    def made(self, steps: Steps, step: Step) -> None:
+        """This was the step behind those that were made."""
+        self.keeps_word = self._foretold == (steps, steps.now + 1, step)
+        self.rule.made()
+
+    # -- gradients -----------------------------------------------------------------------------
 
     def places_of(self, rows: torch.Tensor) -> torch.Tensor:
         """Where the rows of the gradient lie in `table`."""
@@ -200,6 +260,7 @@ class KeptTable:
             and count in (None, self.steps.now)
             and self._state[0] is state[0]
             and self._state[1] is state[1]
+            and _same(self._lower, self.rule.lower())
             and table.epsilon == self.rule.epsilon
             and self._address == self.weight.data_ptr()
         )
@@ -233,6 +294,7 @@ class KeptTable:
         """
         self.steps, self._settled = steps, steps.now
         self._state, self._address = state, self.weight.data_ptr()
+        self._lower = self.rule.lower()
         self._lay_out()
 
     def _lay_out(self) -> None:
@@ -246,7 +308,7 @@ class KeptTable:
         assert weights is not None
         rows, device = (len(weights),), weights.device
         last = torch.full(rows, self.steps.now, dtype=torch.int32, device=device)
-        self.table = Table(weights, first, second, last, self.rule.epsilon)
+        self.table = Table(weights, first, second, last, self.rule.epsilon, self._lower)
 
     def spread(self) -> None:
         """From now on this rank has nothing but its own rows, until `gather_rows`."""
@@ -266,6 +328,11 @@ class KeptTable:
         if self.table is not None:
             self._lay_out()
         torch.autograd.graph.increment_version(self.weight)
+
+
+def _same(one: Lower | None, other: Lower | None) -> bool:
+    """Whether these are the same tensors."""
+    return all(a is b for a, b in zip(one or (None,) * 3, other or (None,) * 3, strict=True))
 
 
 class Grouped:
@@ -343,7 +410,7 @@ class _Lookup(NamedTuple):
         """
         groups, fetched = self.groups, self.fetched
         if fetched is None:
-            order, rows, numbers = None, groups.rows, _numbers_in(groups)
+            order, rows, numbers = None, groups.rows, table_rows.numbers_in(groups)
         else:
             order = groups.rows.argsort()
             rows = groups.rows[order]
@@ -360,14 +427,6 @@ class _Lookup(NamedTuple):
             padding_idx=padding_idx,
             **options,
         )
-
-
-def _numbers_in(groups: Groups) -> torch.Tensor:
-    """Of each place, which of the rows is used there."""
-    counts, numbers = groups.starts.diff(), torch.empty_like(groups.places)
-    rows = torch.arange(len(counts), device=counts.device)
-    numbers[groups.places] = rows.repeat_interleave(counts)
-    return numbers
 
 
 class _Gathered(torch.autograd.Function):
@@ -534,6 +593,8 @@ class TouchedRows:
         A table without a gradient is left as it is, as torch's and Keras' optimizers do.
         """
         self._grouped.forget()
+        if self.shards is not None:
+            self.shards.wait()
         if not self.by_optimizer:
             with torch._C.DisableTorchFunctionSubclass():  # no one reads values in it
                 self._step()
@@ -549,22 +610,25 @@ class TouchedRows:
         clip_rows(self._optimizer, [kept.weight for kept in used])
         # Tables that are stepped by the same numbers go together.
         changes: dict[Steps, list[Change]] = {}
+        written: dict[Steps, Step] = {}
         for kept in used:
             assert kept.steps is not None
             assert kept.table is not None
             if kept.steps not in changes:
                 changes[kept.steps] = []
-                kept.steps.write(kept.rule.step(kept.steps.now + 1))
+                written[kept.steps] = kept.rule.step(kept.steps.now + 1)
+                kept.steps.write(written[kept.steps])
             gradient = kept.weight.grad
             assert gradient is not None
             rows, values = kept.places_of(gradient._indices()[0]), gradient._values()
-            changes[kept.steps].append(Change(kept.table, rows, values.contiguous()))
+            changes[kept.steps].append(Change(kept.table, rows, values.float().contiguous()))
         for steps, of_tables in changes.items():
             steps.apply(of_tables)
         for kept in used:
             torch.autograd.graph.increment_version(kept.weight)
             kept.weight.grad = None
-            kept.rule.made()
+            assert kept.steps is not None
+            kept.made(kept.steps, written[kept.steps])
         for steps in changes:
             steps.advance()
             if steps.is_full:
@@ -577,7 +641,7 @@ class TouchedRows:
         if kept.holds(state, count):
             return
         kept.bring_all()  # nothing where another state was loaded: all rows were up to date
-        for values in () if kept.is_spread else (kept.weight, *state):
+        for values in () if kept.is_spread else (kept.weight, *state, *(rule.lower() or ())):
             if values is not None and values.is_cpu:
                 huge_pages.move(values)
         count = count or 0

@@ -45,8 +45,15 @@ from flatout.train.loop_state import LoopState
 from flatout.train.micro_batch import estimate_pieces
 from flatout.train.sample_dropout import sample_dropout
 from flatout.train.settings import Settings, Switch
-from flatout.train.sharded_tables import SHARDED, read_whole, shards_of, shards_tables
+from flatout.train.sharded_tables import (
+    SHARDED,
+    read_whole,
+    shards_of,
+    shards_tables,
+    with_fetch,
+)
 from flatout.train.snapshot import untouched
+from flatout.train.split_tables import SPLIT, check_split, splits_tables
 from flatout.train.step import Compute, Stepper
 from flatout.train.stragglers import Pace
 
@@ -77,6 +84,7 @@ def make_stepper(
         micro_batch=loop.requested.memory.micro_batch,
         dropout=keyed,
     )
+    stepper.switch.splits_tables = splits_tables(loop.requested)
     _note_undo(loop, stepper)
     asked = loop.requested.world
     apart = asked.staleness != "sync" or asked.spare_workers > 0
@@ -114,6 +122,7 @@ def decide(
     if loop.has_servers and loop.requested.world.spare_workers:
         decision.search = None  # ranks compare times in steps that do not wait for all of them
     resolved = _with_device(loop, _with_reasons(loop, decision.recipe), facts)
+    check_split(loop, resolved)
     if loop.world.size > 1:
         # Each rank has looked; what the first found holds for all.
         found = loads(loop.world.from_first(dumps(resolved)))
@@ -124,7 +133,7 @@ def decide(
         loop.stepper.switch.shard(shards)
         if shards is not None:
             loop.stepper.switch.leave(read_whole(loop, compute, first))
-        strategy, resolved = _strategy(loop, found, compute, first)
+        strategy, resolved = _strategy(loop, with_fetch(loop, found), compute, first)
         loop.stepper.train_with(loop.world, samples, strategy)
         auto.agree(decision, loop.world)
     elif decision.search is not None:  # several ranks would hold one another up
@@ -225,9 +234,11 @@ def _planned(loop: LoopState, first: list[Batch]) -> Planned | None:
 def asked_here(loop: LoopState) -> Recipe:
     """What is asked for; what is said of the device names the one that runs."""
     asked = loop.requested
-    if shards_tables(asked, loop.world):
-        open_ = [field for field in SHARDED if asked.get(field) == "auto"]
-        asked = asked.replace({field: SHARDED[field] for field in open_})
+    needed = SHARDED if shards_tables(asked, loop.world) else {}
+    needed = needed | SPLIT if splits_tables(asked) else needed
+    open_ = {field: value for field, value in needed.items() if asked.get(field) == "auto"}
+    if open_:
+        asked = asked.replace(open_)
     if asked.world.device != "auto":
         asked = asked.replace({"world.device": str(loop.device)})
     return asked

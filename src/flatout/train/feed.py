@@ -61,6 +61,9 @@ class Feed:
         taken: batches of this epoch that were taken.
         features: keeps what frozen leading layers give; None where nothing is kept.
         claims: the parts of batches that this rank claims; None where it has its own of each.
+        looks_ahead: whether a batch is asked for one step before it is taken.
+        following: the one behind that which was given last, where that is so, as the source gives
+            it; None at the end of an epoch.
     """
 
     def __init__(self) -> None:
@@ -71,6 +74,8 @@ class Feed:
         self.taken = 0
         self.features: KeepsFeatures | None = None
         self.claims: Claims | None = None
+        self.looks_ahead = False
+        self.following: Batch | None = None
         self._lanes: tuple[int, int, int, int] | None = None
 
     def set_device(self, device: torch.device) -> None:
@@ -104,14 +109,16 @@ class Feed:
         features = self.features
         if features is not None and not features.begin(self.source, part, epoch):
             features = None
-        iterator = self._begun(part, epoch)
+        iterator, self.following = self._begun(part, epoch), None
         while True:
             if features is not None and features.must_restart():
                 iterator = self._begun(part, epoch)
             start, before = clock(), log.waited
-            batch = next(iterator, None)
+            batch, self.following = self.following or next(iterator, None), None
             if batch is None:
                 break
+            if self.looks_ahead and features is None and self.claims is None:
+                self.following = next(iterator, None)
             # Where ranks agree on whether all have a batch, the slowest keeps the others waiting.
             fetched, others = clock(), log.waited - before
             self.taken = self.taken + 1 if self.claims is None else self.claims.take().step + 1

@@ -46,9 +46,21 @@ class Tables:
     layout: str = ""
 
     @classmethod
-    def of(cls, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Tables:
-        """Looks only; changes nothing."""
-        modules, whole = row_tables(model)
+    def of(
+        cls,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        split: bool = False,
+    ) -> Tables:
+        """Looks only; changes nothing.
+
+        Args:
+            model: of torch or Keras.
+            optimizers: of it.
+            split: whether tables of bfloat16 are stepped by rows, as compute.bf16_tables=split.
+        """
+        modules, whole = row_tables(model, split=split)
         tables = list(adapter_of(model).tables())
         named = {id(module): name for name, module, _ in tables}
         weights = [table_weight(module) for module in modules]
@@ -57,7 +69,10 @@ class Tables:
         kept = []
         for module, weight in zip(modules, weights, strict=True):
             name, why = named[id(module)], why_whole(optimizers, weight)
-            if not why and weight.numel() < min(_SMALL, _SMALL_SHARE * numbers):
+            is_bf16 = weight.dtype is torch.bfloat16
+            if is_bf16 and any(isinstance(one, ByRow) for one in optimizers):
+                why = why or "its optimizer steps rows itself, in bf16"
+            if not why and not is_bf16 and weight.numel() < min(_SMALL, _SMALL_SHARE * numbers):
                 why = "small"
             if why:
                 whole[name] = why
@@ -123,6 +138,8 @@ class Tables:
             parts = [f"{len(self.names)} of {sum(self.names.values()):,} rows"]
             if kinds:
                 parts.append(f"touched rows only, dense {' and '.join(kinds)}'s result (rounding)")
+            if any(one.dtype is torch.bfloat16 for own_ in self.by_rows.values() for one in own_):
+                parts.append("bf16 with lower halves beside them")
             if own:
                 parts.append(f"touched rows only, as {' and '.join(map(name_of, own))} does")
         if self.layout:

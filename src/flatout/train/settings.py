@@ -86,6 +86,7 @@ class Switch:
         self.rows: dict[torch.optim.Optimizer, TouchedRows] = {}
         self.tables: Tables | None = None  # where some are stepped by rows
         self.shards: RowShards | None = None  # where rows are to lie on several ranks
+        self.splits_tables = False  # whether tables of bf16 have lower halves
         # Tables that steps have shown to be read whole, and why.
         self._read_whole: dict[torch.Tensor, str] = {}
 
@@ -183,7 +184,7 @@ class Switch:
 
     def touch_rows(self) -> list[Undo]:
         """Tables are stepped by the rows that a batch has used."""
-        found = Tables.of(self.model, self.optimizers)
+        found = Tables.of(self.model, self.optimizers, split=self.splits_tables)
         self.tables = found.without(self._read_whole, self.model)
         for optimizer, own in self.tables.by_rows.items():
             self.rows[optimizer] = TouchedRows(optimizer, own, self.shards)

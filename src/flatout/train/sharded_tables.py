@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from flatout.data import Batch
+from flatout.data import Batch, tensors_in
 from flatout.errors import ModelError
 from flatout.models import (
     KerasOptimizer,
@@ -19,7 +19,7 @@ from flatout.models import (
     watch_table,
 )
 from flatout.optim import ByRow, RowShards, steppable_rows, why_read_whole
-from flatout.recipe import Recipe, ResolvedRecipe
+from flatout.recipe import Choice, Parity, Recipe, ResolvedRecipe
 from flatout.train.loop_state import LoopState
 from flatout.train.snapshot import untouched
 from flatout.train.step import Compute, mean_of_value
@@ -48,7 +48,32 @@ def shards_of(loop: LoopState, resolved: ResolvedRecipe) -> RowShards | None:
             f"world.tables=sharded was asked for, and {why}",
             do="train with world.tables=replicated, or change that",
         )
-    return RowShards(loop.world)
+    if not fetches_ahead(loop.requested, loop.world):
+        return RowShards(loop.world)
+    feed = loop.feed
+    feed.looks_ahead = True
+
+    def following() -> list[torch.Tensor] | None:
+        return None if feed.following is None else list(tensors_in(feed.following.inputs))
+
+    return RowShards(loop.world, following)
+
+
+def fetches_ahead(recipe: Recipe, world: World) -> bool:
+    """Whether rows of the next batch are fetched while a step computes."""
+    asked = recipe.world.fetch_ahead
+    return asked == "on" or (asked == "auto" and world.place.nodes > 1)
+
+
+def with_fetch(loop: LoopState, resolved: ResolvedRecipe) -> ResolvedRecipe:
+    """The Recipe with whether rows are fetched ahead, where that was left open."""
+    if loop.requested.world.fetch_ahead != "auto" or not shards_tables(resolved, loop.world):
+        return resolved
+    is_ahead = fetches_ahead(loop.requested, loop.world)
+    why = "ranks on several nodes wait for rows" if is_ahead else "ranks of one node share memory"
+    choice = Choice(value="on" if is_ahead else "off", reason=why, parity=Parity.EXACT)
+    choices = {**resolved.choices, "world.fetch_ahead": choice}
+    return loop.requested.resolve(choices, resolved.machine)
 
 
 def _why_not(loop: LoopState, resolved: ResolvedRecipe) -> str:
@@ -60,6 +85,8 @@ def _why_not(loop: LoopState, resolved: ResolvedRecipe) -> str:
         return f"tables are stepped by rows on CPUs, and this rank computes on {loop.device}"
     if resolved.compute.touched_rows != "on":
         return "compute.touched_rows=off steps tables whole"
+    if resolved.compute.bf16_tables == "split":
+        return "compute.bf16_tables=split keeps all rows on every rank"
     if resolved.compute.precision == "fp16":
         return "compute.precision=fp16 scales the loss on each rank by itself"
     if resolved.memory.activation_checkpointing == "on":

@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from flatout.data import Batch
+from flatout.data import Batch, tensors_in
 from flatout.errors import DataError, FlatoutError, OutOfMemory
 from flatout.models import SampleDropout, adapter_of, is_batch_coupled
 from flatout.optim import LrScale, Optimizers, Update, as_tuple, scaled
@@ -268,8 +268,16 @@ class Stepper:
         if shards is None:
             return self._whole(compute, batches, step)
         self.switch.spread_rows()
-        with shards.step():
+        is_one = len(batches) == 1 and self.pieces == 1 and not isinstance(self.micro_batch, int)
+        inputs = list(tensors_in(batches[0].inputs)) if is_one else None
+        with shards.step(inputs, partial(self._at_rates_of, step)):
             return self._whole(compute, batches, step)
+
+    def _at_rates_of(self, step: int) -> AbstractContextManager[None]:
+        """Within, optimizers have the learning rates of a step."""
+        if self.lr_scale is None:
+            return _NO_OTHERS
+        return scaled(self.turn.optimizers, self.lr_scale.at(step - 1))
 
     def _whole(self, compute: Compute, batches: Sequence[Batch], step: int) -> Done:
         """Gradients, and what the optimizers make of them."""
@@ -281,11 +289,8 @@ class Stepper:
                 found = self._gradients(compute, batches, step)
         start = clock()
         # Here weights change: an error is no longer a reason to take the step again.
-        if self.lr_scale is None:
+        with self._at_rates_of(step):
             self._update()
-        else:
-            with scaled(self.turn.optimizers, self.lr_scale.at(step - 1)):
-                self._update()
         self.stopping = self.strategy.after_step() or self.stopping
         return Done(*found, clock() - start)
 

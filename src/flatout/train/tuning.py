@@ -79,7 +79,7 @@ def tell_of_tables(loop: LoopState, first: Sequence[Batch]) -> None:
     """Say how embedding tables are stepped, where that is by rows, or large ones cannot be."""
     switch, tables = loop.stepper.switch, loop.stepper.switch.tables
     if tables is None and first and _may_step_by_rows(loop):
-        found = Tables.of(switch.model, switch.optimizers)
+        found = Tables.of(switch.model, switch.optimizers, split=switch.splits_tables)
         tables = found if found.are_whole_though_large(first[0]) else None
     if tables is None or tables.words == loop.tables_said:
         return

@@ -106,9 +106,12 @@ def gather(value: Any, size: int, channel: Any = None) -> list[Any]:
 
 
 def exchange(
-    note: Sequence[int], parts: Sequence[Sequence[torch.Tensor]], lengths: Sequence[int] | None
+    note: Sequence[int],
+    parts: Sequence[Sequence[torch.Tensor]],
+    lengths: Sequence[int] | None = None,
+    channel: Any = None,
 ) -> tuple[list[list[int]], list[torch.Tensor]]:
-    """As `World.exchange`, through torch's channel of all ranks."""
+    """As `World.exchange`, through a channel of torch's; None is that of all ranks."""
     import torch
     import torch.distributed as dist
 
@@ -118,7 +121,7 @@ def exchange(
     if lengths is None:
         told = torch.tensor([*note, *sizes])
         found = [torch.empty_like(told) for _ in parts]
-        dist.all_gather(found, told)
+        dist.all_gather(found, told, group=channel)
         each = torch.stack(found)
         notes = each[:, :-size].tolist()
         counts = each[:, -size:]
@@ -126,7 +129,7 @@ def exchange(
             return notes, [own[0][:0]] * size
         lengths = counts[:, dist.get_rank()].tolist()
     come = torch.empty(sum(lengths), dtype=torch.uint8)
-    dist.all_to_all_single(come, torch.cat(own), list(lengths), sizes)
+    dist.all_to_all_single(come, torch.cat(own), list(lengths), sizes, group=channel)
     return notes, list(torch.split(come, list(lengths)))
 
 

@@ -108,6 +108,9 @@ class KerasRule:
         step = step._replace(within=keras.epsilon, second=rho, second_rest=rest)
         return step._replace(rate=1.0, scale=step.rate) if keras.momentum else step
 
+    def lower(self) -> None:
+        """Keras' tables are float32."""
+
     def made(self) -> None:
         """Keras counts, in the step of all other variables."""
 

@@ -128,6 +128,18 @@ class Compute(Section):
         live=Live(lambda at, value: at.touch_rows(), layer=6, in_graph=False),
         cure="flatout.cures.touched_rows:step_rows",
     )
+    bf16_tables: Literal["rounded", "split"] = setting(
+        "rounded",
+        "How tables of embeddings of torch's modules that are bfloat16 are stepped. `rounded`: by "
+        "their optimizer, which rounds weights and its state to 8 bits in each step, so that small "
+        "steps are lost. `split`: by `compute.touched_rows`, which this turns on, as if they were "
+        "float32: weights and state are the upper halves of float32 numbers, whose lower halves "
+        "lie in the optimizer's state (`weight_lower_half` and others). Forward reads the upper "
+        "halves, and the gradient is bfloat16. On one rank, or with world.strategy=ddp and "
+        "replicated tables.",
+        parity=Parity.LEARNING,
+        words="bf16 tables: {}",
+    )
     compile: Switch = setting(
         "auto",
         "torch.compile, for runs long enough to repay the compilation.",

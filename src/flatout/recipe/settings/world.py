@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from flatout.recipe.parity import Parity, redrawn_if
-from flatout.recipe.setting import NotNegative, Positive, Section, setting
+from flatout.recipe.setting import NotNegative, Positive, Section, Switch, setting
 
 CudaDevice = Annotated[
     str, Field(pattern=r"^cuda:(0|[1-9][0-9]*)$", json_schema_extra={"allowed": "cuda:N"})
@@ -126,6 +126,16 @@ class World(Section):
         "rows again.",
         parity=Parity.TOLERANT,
         words="{} tables",
+    )
+    fetch_ahead: Switch = setting(
+        "auto",
+        "Whether rows of sharded tables for the next batch are fetched while a step computes; "
+        "those that the step changes are sent before they are used, so that the result is the "
+        "same. `auto`: where the ranks are on several nodes; within one node it takes time from "
+        "the step.",
+        plain="off",
+        parity=Parity.EXACT,
+        words="rows fetched ahead {}",
     )
     reduction: Literal["auto", "all_reduce", "shared", "ring", "to_one", "hierarchical"] = setting(
         "auto",
