@@ -5,6 +5,7 @@ import json
 import re
 import threading
 import urllib.parse
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -21,7 +22,8 @@ pytest.importorskip("kubeflow_trainer_api")
 pytestmark = has_crds
 
 OBJECT = re.compile(
-    r"/(?:api/v1|apis/(?:trainer\.kubeflow\.org/v1alpha1|kubeflow\.org/v1))/namespaces/(?P<space>[^/]+)"
+    r"/(?:api/v1|apis/(?:trainer\.kubeflow\.org/v1alpha1|kubeflow\.org/v1|kueue\.x-k8s\.io/v1beta1))"
+    r"/namespaces/(?P<space>[^/]+)"
     r"/(?P<plural>\w+)(?:/(?P<name>[^/]+))?(?P<log>/log)?"
 )
 KINDS = {
@@ -38,7 +40,9 @@ class ApiServer(http.server.ThreadingHTTPServer):
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
         self.objects, self.posts, self.logs = {}, [], {}
-        self.fail = {}  # plural: an HTTP status, "dropped" after it was kept
+        # By plural: an HTTP status in its place, "dropped" or "broken" after it was kept, once.
+        self.fail = {}
+        self.forbidden = set()  # plurals that no one may read
 
     def refusal(self, kind, body):
         if kind in ("TrainJob", "PyTorchJob"):
@@ -65,19 +69,26 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if "dryRun" not in query:
             self.server.objects[key] = body
             self.server.posts.append((plural, body))
-        if self.server.fail.get(plural) == "dropped":
+        how = "" if "dryRun" in query else self.server.fail.pop(plural, "")
+        if how == "broken":
+            return self.status(500, "etcdserver: request timed out")
+        if how == "dropped":
             self.close_connection = True
             return self.connection.close()
         return self.answer(201, body)
 
     def do_GET(self):
         at, query = self.where()
+        if at is None:
+            return self.status(404, "404 page not found")
         if at["log"]:
             data = self.server.logs[at["name"]].encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             return self.wfile.write(data)
+        if at["plural"] in self.server.forbidden:
+            return self.status(403, "you may not ask for these")
         if at["name"]:
             found = self.server.objects.get((at["space"], at["plural"], at["name"]))
             return self.status(404, "not found") if found is None else self.answer(200, found)
@@ -186,13 +197,20 @@ def test_what_the_user_has_changed_is_sent(cluster, tmp_path):
 
 
 def test_what_is_not_there_is_said_before_sending(cluster, tmp_path):
-    job = a_job(tmp_path, options={"volumes": "runs:/runs"})
+    job = a_job(tmp_path, options={"volumes": "runs:/runs", "queue": "batch"})
     write(job, to := target_of("kubernetes"))
-    assert to.check(job) == ["there is no PersistentVolumeClaim runs in team"]
+    missing = [
+        "there is no PersistentVolumeClaim runs in team",
+        "there is no LocalQueue batch of Kueue in team",
+    ]
+    assert to.check(job) == missing
     cluster.fail["trainjobs"] = 403
-    first, _ = to.check(job)
-    assert first == "no one may create these here"
+    assert to.check(job) == ["no one may create these here", *missing]
     assert cluster.posts == []
+    cluster.objects["team", "localqueues", "batch"] = {}
+    cluster.forbidden = {"persistentvolumeclaims"}
+    del cluster.fail["trainjobs"]
+    assert to.check(job) == []
 
 
 def test_one_yes_for_all_seeds(cluster, tmp_path):
@@ -212,17 +230,23 @@ def test_one_yes_for_all_seeds(cluster, tmp_path):
     ]
 
 
-def test_a_lost_answer_makes_no_second_job(cluster, tmp_path):
-    cluster.fail["trainjobs"] = "dropped"
-    job = a_job(tmp_path)
+@pytest.mark.parametrize("how", ["dropped", "broken"])
+@pytest.mark.parametrize("plural", ["trainjobs", "configmaps", "secrets"])
+def test_a_lost_answer_makes_no_second_job_and_leaves_nothing_out(plural, how, cluster, tmp_path):
+    cluster.fail[plural] = how
+    job = a_job(tmp_path, nodes=2)
     write(job, to := target_of("kubernetes"))
     ledger = Ledger(tmp_path / "ledger")
     found = send(job, to, ledger, wait_s=5.0)
     assert found.id == f"team/{job.name}"
-    assert [one for one, _ in cluster.posts] == ["trainjobs"]
+    assert [one for one, _ in cluster.posts] == ["trainjobs", "configmaps", "secrets"]
+    uid = read(cluster, job)["metadata"]["uid"]
+    owners = [one["metadata"]["ownerReferences"] for _, one in cluster.posts[1:]]
+    assert [one["uid"] for (one,) in owners] == [uid, uid]
     assert to.find("another", job.folder) is None
     (entry,) = ledger.entries()
-    assert settle(entry, to, ledger).id == found.id
+    assert (entry.status, entry.id) == ("sent", found.id)
+    assert settle(replace(entry, status="sending", id=""), to, ledger).id == found.id
 
 
 def test_a_job_whose_code_is_refused_is_taken_back(cluster, tmp_path):

@@ -1,9 +1,12 @@
 """A Ray cluster of two nodes on this machine, one of which is killed in the middle of a job."""
 
+import http.server
 import importlib.util
+import json
 import os
 import subprocess
 import sys
+import threading
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,7 +15,8 @@ from jobs import until
 from submit_schemas import a_job
 
 import flatout
-from flatout.submit.sending import write
+from flatout.submit import Ledger
+from flatout.submit.sending import send, write
 from flatout.submit.states import State
 from flatout.submit.target import target_of
 
@@ -153,6 +157,52 @@ def test_the_job_server_takes_jobs_tells_of_them_and_stops_them(cluster, tmp_pat
     to.cancel("long", long.folder)
     until(lambda: to.state("long", long.folder).state == State.canceled)
     assert to.state("absent", long.folder).state == State.lost
+
+
+class JobServer(http.server.BaseHTTPRequestHandler):
+    """Takes jobs as Ray's job server does, and answers as its server's `how` says."""
+
+    def do_POST(self):
+        taken = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.jobs.append(
+            {key: taken[key] for key in ("submission_id", "entrypoint", "metadata")}
+            | {"type": "SUBMISSION", "status": "RUNNING"}
+        )
+        if self.server.how == "silent":
+            self.server.awake.wait(60)
+        elif self.server.how == "broken":
+            self.send_error(500)
+
+    def do_GET(self):
+        self.server.asked[self.path] = self.server.asked.get(self.path, 0) + 1
+        if self.server.asked[self.path] == 1:
+            return  # the first time it says nothing
+        is_jobs = self.path.startswith("/api/jobs")
+        answer = self.server.jobs if is_jobs else {"version": "4", "ray_version": "2.60.0"}
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.mark.parametrize("how", ["silent", "dropped", "broken"])
+def test_one_yes_is_one_job_though_the_job_server_does_not_answer(how, tmp_path, monkeypatch):
+    pytest.importorskip("ray.job_submission")
+    monkeypatch.setattr("flatout.submit.ray._PATIENCE_S", (5, 0.5))
+    monkeypatch.setattr("flatout.submit.ray._ASK_EVERY_S", 0.0)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), JobServer) as server:
+        server.how, server.jobs, server.asked, server.awake = how, [], {}, threading.Event()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        address = {"address": f"http://127.0.0.1:{server.server_port}"}
+        made, to = a_job(tmp_path, "ray", options=address), target_of("ray")
+        write(made, to)
+        assert to.check(made) == []
+        sent = send(made, to, Ledger(), wait_s=5.0)
+        server.awake.set()
+        server.shutdown()
+    assert [one["submission_id"] for one in server.jobs] == [sent.id] == [made.name]
 
 
 def plain(folder):

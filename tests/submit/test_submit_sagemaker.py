@@ -235,6 +235,15 @@ def test_a_refused_job_was_not_sent(tmp_path, cloud):
             to.send(made, "k1")
 
 
+def test_a_server_that_fails_may_have_taken_the_job(tmp_path, cloud):
+    made, to = written(tmp_path)
+    expect_upload(cloud)
+    failing = {"service_error_code": "InternalFailure", "http_status_code": 500}
+    cloud("sagemaker").add_client_error("create_training_job", **failing)
+    with pytest.raises(Unanswered, match="InternalFailure"):
+        to.send(made, "k1")
+
+
 def test_a_lost_answer_is_looked_for_by_its_tag(tmp_path, cloud, monkeypatch):
     made, to = written(tmp_path)
     expect_upload(cloud)

@@ -7,7 +7,7 @@ import os
 import queue
 import secrets
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -21,6 +21,7 @@ from flatout.submit.job import Job
 from flatout.submit.kubernetes_manifests import (
     EXTRA,
     KEY,
+    QUEUE,
     SECRET,
     Manifest,
     manifests,
@@ -28,6 +29,7 @@ from flatout.submit.kubernetes_manifests import (
     volumes_of,
     yaml_of,
 )
+from flatout.submit.sending import facts_in
 from flatout.submit.states import JobState, State
 from flatout.submit.target import NotSent, Sent, Unanswered
 from flatout.words import clock
@@ -38,6 +40,8 @@ _CANCELED = "canceled"
 # To connect, and until an answer comes, in seconds.
 _PATIENCE_S = (5, 30)
 _NOT_FOUND, _CONFLICT = 404, 409
+# From here on the server may have done what it was asked.
+_BROKEN = 500
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,9 @@ class Kubernetes:
                     cluster.core.read_namespaced_persistent_volume_claim, one.claim, space
                 ):
                     found.append(f"there is no PersistentVolumeClaim {one.claim} in {space}")
+            queue = made["metadata"].get("labels", {}).get(QUEUE)
+            if queue is not None and not cluster.has_queue(queue, space):
+                found.append(f"there is no LocalQueue {queue} of Kueue in {space}")
         return found
 
     def send(self, job: Job, key: str) -> Sent:
@@ -119,6 +126,8 @@ class Kubernetes:
                     f"there is a job {job.name} in {space} already",
                     do="give this one another --name",
                 ) from error
+            if error.status >= _BROKEN:
+                raise Unanswered(f"the API server has failed: {_said(error)}") from error
             raise NotSent(f"Kubernetes did not take the job: {_said(error)}") from error
         except cluster.lost as error:
             if isinstance(getattr(error, "reason", error), cluster.unreached):
@@ -127,24 +136,34 @@ class Kubernetes:
         if job.nodes > 1:
             others.append(_secret(job.name))
         try:
-            for one in others:
-                one["metadata"]["ownerReferences"] = [_owner(created)]
-                cluster.create(one, space)
-        except (cluster.error, cluster.lost) as error:
-            # Its pods would wait for ever.
-            with suppress(cluster.error, cluster.lost):
+            cluster.complete(created, others, space)
+        except cluster.lost as error:
+            raise Unanswered(f"the API server did not answer: {error}") from error
+        except cluster.error as error:
+            if error.status >= _BROKEN:
+                raise Unanswered(f"the API server has failed: {_said(error)}") from error
+            said = f"the job's code was not taken: {_said(error)}"
+            try:  # or its pods would wait for ever
                 cluster.delete(made["kind"], space, job.name)
-            raise NotSent(f"the job's code was not taken: {_said(error)}") from error
+            except (cluster.error, cluster.lost) as left:
+                raise Unanswered(f"{said}, and the job could not be deleted") from left
+            raise NotSent(said) from error
         return Sent(f"{space}/{job.name}", f"kubectl get {_KINDS[made['kind']].plural} {job.name}")
 
     def find(self, key: str, folder: Path) -> Sent | None:
-        """By the label that it was sent with."""
+        """By the label that it was sent with; what its pods wait for is created where it is not."""
         cluster = _Cluster()
-        *_, made = _documents(folder)
+        *others, made = _documents(folder)
         space = cluster.space(made)
         with _answered(f"namespace {space}"):
-            found = cluster.named(made["kind"], space, f"{KEY}={key}")
-        return Sent(f"{space}/{found[0]}") if found else None
+            found = cluster.labeled(made["kind"], space, f"{KEY}={key}")
+            if not found:
+                return None
+            name = found[0]["metadata"]["name"]
+            if facts_in(folder)["nodes"] > 1:
+                others.append(_secret(name))
+            cluster.complete({**made, **found[0]}, others, space)
+        return Sent(f"{space}/{name}")
 
     def state(self, id: str, folder: Path) -> JobState:
         """What the job's conditions say, and how long it will take as it says itself."""
@@ -277,15 +296,40 @@ class _Cluster:
                 return None
             raise
 
-    def named(self, kind: str, space: str, labels: str) -> list[str]:
-        """The names of objects with these labels."""
+    def complete(self, job: Manifest, others: Sequence[Manifest], space: str) -> None:
+        """Create what a job's pods wait for and is not there yet; it goes when the job goes."""
+        for one in others:
+            one["metadata"]["ownerReferences"] = [_owner(job)]
+            try:
+                self.create(one, space)
+            except self.error as error:
+                if error.status != _CONFLICT:
+                    raise
+
+    def has_queue(self, name: str, space: str) -> bool:
+        """Whether Kueue has a queue, in any version of its API."""
+        return not all(
+            self.is_missing(
+                lambda name, space, version=version, **options: (
+                    self.custom.get_namespaced_custom_object(
+                        "kueue.x-k8s.io", version, space, "localqueues", name, **options
+                    )
+                ),
+                name,
+                space,
+            )
+            for version in ("v1beta2", "v1beta1")
+        )
+
+    def labeled(self, kind: str, space: str, labels: str) -> list[Manifest]:
+        """The objects with these labels."""
         at = _KINDS[kind]
         found = self.custom.list_namespaced_custom_object(
             *(at.group, at.version, space, at.plural),
             label_selector=labels,
             _request_timeout=_PATIENCE_S,
         )
-        return [one["metadata"]["name"] for one in found["items"]]
+        return list(found["items"])
 
     def pods(self, kind: str, space: str, name: str) -> list[Any]:
         """The pods of a job."""
@@ -316,13 +360,13 @@ class _Cluster:
         return ""
 
     def is_missing(self, read: Callable[..., object], name: str, space: str) -> bool:
-        """Whether an object is not there."""
+        """Whether an object is surely not there; who may not ask for it is told nothing."""
         try:
             read(name, space, _request_timeout=_PATIENCE_S)
         except self.error as error:
-            if error.status == _NOT_FOUND:
-                return True
-            raise
+            if error.status >= _BROKEN:
+                raise
+            return bool(error.status == _NOT_FOUND)
         return False
 
 

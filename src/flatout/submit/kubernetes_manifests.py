@@ -28,6 +28,7 @@ OPTIONS = (
 )
 EXTRA = "kubernetes"
 KEY = "flatout/key"
+QUEUE = "kueue.x-k8s.io/queue-name"
 SECRET = "FLATOUT_SECRET"
 # Where the ConfigMap is mounted, and where a copy of it that can be written lies.
 _MOUNTED, _COPY = "/flatout", "/tmp/flatout"
@@ -270,7 +271,7 @@ def _metadata(job: Job, options: Mapping[str, str]) -> Manifest:
         made["namespace"] = options["namespace"]
     labels = {"app.kubernetes.io/managed-by": "flatout"}
     if "queue" in options:
-        labels["kueue.x-k8s.io/queue-name"] = options["queue"]
+        labels[QUEUE] = options["queue"]
     return {**made, "labels": labels, "annotations": notes}
 
 

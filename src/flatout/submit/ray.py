@@ -26,6 +26,8 @@ _KEY = "flatout_key"
 _OPTIONS = ("address", "storage", "python")
 _ADDRESS = "http://127.0.0.1:8265"
 _ASK_EVERY_S = 1.0
+# To connect, and until an answer comes, in seconds; and how often is asked for what is known.
+_PATIENCE_S, _TRIES = (5, 30), 3
 # So that no line of a rank is taken for another's, and stdout comes at once.
 _VARIABLES = {"RAY_DEDUP_LOGS": "0", "PYTHONUNBUFFERED": "1"}
 
@@ -89,9 +91,9 @@ class Ray:
                 runtime_env={"working_dir": str(job.folder), "env_vars": _VARIABLES},
                 metadata={_KEY: key},
             )
-        except cluster.lost as error:
-            raise Unanswered(f"the job server did not answer: {error}") from error
         except (RuntimeError, ValueError, OSError) as error:
+            if cluster.client.is_unanswered:
+                raise Unanswered(f"the job server did not answer: {_said(error)}") from error
             raise NotSent(f"Ray did not take the job: {_said(error)}") from error
         return Sent(str(id), f"ray job status {id}")
 
@@ -164,12 +166,10 @@ class _Cluster:
     """
 
     def __init__(self, options: Any) -> None:
-        submission = require("ray.job_submission", "ray")
-        self.lost = require("requests", "ray").exceptions.ReadTimeout
         given = os.environ.get("RAY_API_SERVER_ADDRESS") or _ADDRESS
         self._address = options.get("address") or given
         try:
-            self.client = submission.JobSubmissionClient(self._address)
+            self.client = _client(self._address)
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             raise self._unreached(error) from error
 
@@ -187,6 +187,31 @@ class _Cluster:
             where=self._address,
             do="see that `ray status` answers there, or name it: --option address=http://HEAD:8265",
         )
+
+
+def _client(address: str) -> Any:
+    """Ray's own client, which by itself would wait for an answer for ever."""
+    submission, http = require("ray.job_submission", "ray"), require("requests", "ray").exceptions
+
+    class Client(submission.JobSubmissionClient):  # type: ignore[misc, name-defined]
+        is_unanswered = False  # whether the server may have done what it was last asked to do
+
+        def _do_request(self, method: str, endpoint: str, **given: Any) -> Any:
+            does = method == "POST"  # what only asks is asked again
+            self.is_unanswered = does
+            for left in reversed(range(1 if does else _TRIES)):
+                try:
+                    answer = super()._do_request(method, endpoint, timeout=_PATIENCE_S, **given)
+                except (http.ConnectionError, http.Timeout):
+                    if not left:
+                        raise
+                    time.sleep(_ASK_EVERY_S)
+                else:
+                    self.is_unanswered = does and answer.status_code >= 500
+                    return answer
+            raise AssertionError("the last try returns or raises")
+
+    return Client(address)
 
 
 def _problems(job: Job) -> list[str]:

@@ -95,8 +95,15 @@ class SageMaker:
         made.setdefault("Tags", []).append({"Key": _KEY, "Value": key})
         try:
             self._upload(cloud, job)
-            cloud.client("sagemaker").create_training_job(**made)
         except cloud.refused as error:
+            raise NotSent(f"S3 did not take the code: {_said(error)}") from error
+        except cloud.unknown as error:
+            raise NotSent(f"the code did not come to S3: {error}") from error
+        try:
+            cloud.client("sagemaker", tries=1).create_training_job(**made)
+        except cloud.refused as error:
+            if error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0) >= 500:
+                raise Unanswered(f"AWS has failed: {_said(error)}") from error
             raise NotSent(f"AWS did not take the job: {_said(error)}") from error
         except cloud.unreached as error:
             raise NotSent(f"AWS was not reached: {error}") from error
@@ -179,21 +186,19 @@ class _Cloud:
 
     def __init__(self, region: str | None) -> None:
         boto3, errors = require("boto3", EXTRA), require("botocore.exceptions", EXTRA)
-        config = require("botocore.config", EXTRA)
+        self._config = require("botocore.config", EXTRA).Config
         self.refused = errors.ClientError
         self.unreached = (errors.EndpointConnectionError, errors.ConnectTimeoutError)
         self.lost = errors.HTTPClientError
         self.unknown = errors.BotoCoreError
         self._session = boto3.session.Session(region_name=region)
-        # A request that creates something is never sent twice.
-        self._config = config.Config(
-            connect_timeout=5, read_timeout=30, retries={"total_max_attempts": 1}
-        )
 
-    def client(self, service: str) -> Any:
-        """A client of one of AWS' services."""
+    def client(self, service: str, tries: int = 3) -> Any:
+        """A client of one of AWS' services; what creates a job is tried once, or there were two."""
+        retries = {"total_max_attempts": tries, "mode": "standard"}
+        config = self._config(connect_timeout=5, read_timeout=30, retries=retries)
         try:
-            return self._session.client(service, config=self._config)
+            return self._session.client(service, config=config)
         except self.unknown as error:
             raise SubmitError(
                 f"boto3 cannot ask {service}: {error}",

@@ -145,10 +145,10 @@ def send(job: Job, target: Target, ledger: Ledger, wait_s: float = _LOOK_FOR_S) 
         ledger.write(replace(entry, status=REFUSED))
         raise
     except Unanswered as error:
-        found = _look_for(lambda: target.find(entry.key, job.folder), wait_s)
+        found, why = _look_for(lambda: target.find(entry.key, job.folder), wait_s)
         if found is None:
             raise Unanswered(
-                f"{error.what}; the cluster does not know the job by now",
+                f"{error.what}; asked for the job, {why}",
                 where=error.where,
                 do="flatout jobs looks for it again; send another only when it stays unknown",
             ) from error
@@ -188,15 +188,17 @@ def settle(entry: Entry, target: Target, ledger: Ledger) -> Entry:
     return entry
 
 
-def _look_for(look: Callable[[], Sent | None], wait_s: float) -> Sent | None:
+def _look_for(look: Callable[[], Sent | None], wait_s: float) -> tuple[Sent | None, str]:
+    """The job, or why it is not known whether there is one."""
     until = time.monotonic() + wait_s
     pause = 0.2
     while True:
+        found, why = None, "the cluster does not know it by now"
         try:
             found = look()
-        except SubmitError:  # it does not answer that either
-            found = None
+        except SubmitError as error:
+            why = error.what
         if found is not None or time.monotonic() > until:
-            return found
+            return found, why
         time.sleep(pause)
         pause = min(2 * pause, 5.0)
