@@ -1,6 +1,6 @@
 """DeepFM, Wide & Deep or DLRM on click logs, day by day: each day goes on from the one before.
 
-    python examples/click_through.py [--model deepfm] [--epochs 2] [day-1.svm day-2.svm ...]
+    python examples/click_through.py [--model deepfm] [--epochs 2] [--out .] [day-1.svm ...]
 
 A day is a file in the order of time, LibSVM text or, ending in .tsv, Criteo's format. LibSVM rows
 have the same fields each, of which the first --numbers have numbers for values. Without files, two
@@ -8,7 +8,8 @@ days of made-up clicks are written: 39 fields as in Criteo's logs, 13 numbers an
 each day brings ids that the day before has not seen. The end of a day is held out.
 
 Each day leaves its run in runs/MODEL/DAY and a plain model in MODEL.safetensors, with its ids in
-MODEL.ids.safetensors. Start the command again after a crash: it goes on where it was.
+MODEL.ids.safetensors, below --out: of a job on several nodes a folder that all of them see. Start
+the command again after a crash: it goes on where it was.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 from itertools import chain, pairwise
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import numpy as np
 import torch
@@ -134,10 +136,12 @@ def write_day(path: Path, day: int, rows: int = ROWS) -> None:
     liked = np.sin(ids[:, :3] * 78.233) * 43758.5453 % 1 - 0.5
     score = 3 * (numbers[:, 0] - numbers[:, 1]) + 4 * liked.sum(axis=1) - 1.5
     clicks = draw.random(rows) < 1 / (1 + np.exp(-score))
-    with path.open("w") as file:
+    # Whole or not there at all: other ranks of the job write and read it too.
+    with NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
         for click, row, own in zip(clicks, numbers, ids, strict=True):
             pairs = [f"{place + 1}:{value:g}" for place, value in enumerate(row)]
             file.write(f"{int(click)} {' '.join(pairs)} {' '.join(f'{id}:1' for id in own)}\n")
+    Path(file.name).replace(path)
 
 
 def schema_of(day: Path) -> flatout.data.Schema:
@@ -155,6 +159,7 @@ def train_day(
     schema: flatout.data.Schema,
     before: Path | None,
     epochs: int,
+    out: Path,
 ) -> Path:
     """Train one day, after the day before; returns the run's folder."""
     read = flatout.data.criteo if schema.format == "criteo" else flatout.data.libsvm
@@ -162,7 +167,7 @@ def train_day(
     torch.manual_seed(0)
     is_criteo = schema.format == "criteo"
     rows = Criteo() if is_criteo else Libsvm(schema["ids"].shape[0], numbers)
-    run = Path("runs") / kind / day.stem
+    run = out / "runs" / kind / day.stem
     trainer = flatout.Trainer(
         MODELS[kind](rows),
         loss="binary_cross_entropy",
@@ -175,7 +180,7 @@ def train_day(
     history = trainer.fit(
         batches, validation_data=rest.batch(4096), epochs=epochs, resume=True, progress=False
     )
-    trainer.save(f"{kind}.safetensors")
+    trainer.save(out / f"{kind}.safetensors")
     print(history.summary())
     batches.explain()
     return run
@@ -189,6 +194,7 @@ def main() -> None:
         "--numbers", type=int, default=NUMBERS, help="LibSVM fields, from the first"
     )
     parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=Path(), help="for runs and models")
     given = parser.parse_args()
     days = given.days or [Path("day-1.svm"), Path("day-2.svm")]
     if not given.days:
@@ -196,7 +202,7 @@ def main() -> None:
             write_day(day, number)
     schema, before = schema_of(days[0]), None
     for day in days:
-        before = train_day(given.model, given.numbers, day, schema, before, given.epochs)
+        before = train_day(given.model, given.numbers, day, schema, before, given.epochs, given.out)
 
 
 if __name__ == "__main__":
