@@ -1,17 +1,20 @@
 """What Flatout tells the user beside what the script prints."""
 
+import fcntl
 import io
 import os
 import re
+import struct
 import subprocess
 import sys
+import termios
 
 import pytest
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from flatout.console import first_line, printable, say
+from flatout.console import colorless, first_line, folded, printable, say
 from flatout.errors import FlatoutError
 from flatout.terminal import Console
 from flatout.words import rounded
@@ -36,6 +39,22 @@ def test_lines_go_to_stderr_behind_what_was_written_there_before(capsys):
     print("before", file=sys.stderr)
     say("one", "two")
     assert capsys.readouterr() == ("", "before\nflatout: one\nflatout: two\n")
+
+
+def test_colors_of_other_programs_are_left_out():
+    assert colorless("\x1b[36m(pid=1)\x1b[0m \x1b[1;32mdone\x1b[m [1m") == "(pid=1) done [1m"
+
+
+def test_lines_are_broken_between_words_where_a_terminal_is_narrow():
+    said = f"error: {'a word ' * 12}{'x' * 50}\n  {'where ' * 9}it-is-not-cut-here"
+    assert folded(said, io.StringIO()) == said
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 40, 0, 0))
+    with os.fdopen(ours), os.fdopen(theirs, "w") as terminal:
+        lines = folded(said, terminal).split("\n")
+    assert " ".join(lines).split() == said.split()
+    assert [one for one in lines if len(one) > 40] == [f"  {'x' * 50}"]
+    assert lines[-1] == "    where where where it-is-not-cut-here"
 
 
 @buffered_or_not

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 from contextlib import suppress
+from textwrap import wrap
+from typing import IO
 
 # What a terminal would obey instead of showing it: control characters but for tab and newline, and
 # marks that turn the direction of text. Each has a picture of the width of one letter.
@@ -12,7 +16,8 @@ _PICTURES = {
     0x7F: 0x2421,
     **dict.fromkeys((*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)), 0xFFFD),
 }
-
+# What sets a terminal's colors.
+_COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
 _said: set[str] = set()
 
@@ -23,6 +28,11 @@ def printable(text: str) -> str:
     An escape becomes ␛, which is shown and does nothing. The length stays.
     """
     return text if text.isprintable() else text.translate(_PICTURES)
+
+
+def colorless(text: str) -> str:
+    """What another program has printed, without the colors that it had for its terminal."""
+    return _COLORS.sub("", text)
 
 
 def say(*lines: str) -> None:
@@ -54,6 +64,36 @@ def say_as_is(*lines: str) -> None:
         else:
             stream.flush()
             raw.write(f"{text}\n".encode(stream.encoding, "backslashreplace"))
+
+
+def folded(text: str, stream: IO[str] | None = None) -> str:
+    """Lines that are longer than a terminal is wide, broken between words.
+
+    Args:
+        text: what follows in a line is set in further than its beginning.
+        stream: where it goes, stdout if none is given; what is no terminal gets the text as it is.
+    """
+    try:
+        width = os.get_terminal_size((stream or sys.stdout).fileno()).columns
+    except (OSError, ValueError, AttributeError):
+        return text
+    return "\n".join(part for line in text.split("\n") for part in _folded(line, width))
+
+
+def _folded(line: str, width: int) -> list[str]:
+    """A line as several, each as it was but for its breaks; a longer word stays whole."""
+    if len(line) <= width or width < 20:
+        return [line]
+    own = line[: len(line) - len(line.lstrip(" "))]
+    return wrap(
+        line,
+        width,
+        subsequent_indent=f"{own}  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+        replace_whitespace=False,
+        expand_tabs=False,
+    )
 
 
 def first_line(error: BaseException) -> str:

@@ -34,11 +34,15 @@ def test_a_row_of_the_table():
     entry = Entry("k", "slurm", "train", "/", "2026-11-26T12:00:00+00:00", "sent", "4711")
     state = JobState(State.failed, "FAILED", exit_code=1, nodes=("n1", "n2"), since_s=61, starts=2)
     assert Seen(entry, state).row() == (
-        *("4711", "slurm", "failed (1)", "1m01s", "n1,n2", "train", "FAILED · start 2"),
+        *("4711", "slurm", "failed (1)", "1m01s", "train · n1, n2 · FAILED · start 2"),
     )
     running = JobState(State.running, "RUNNING", since_s=5.0, eta="12min")
-    assert Seen(entry, running).row()[-1] == "RUNNING · ends in 12min"
-    assert Seen(entry, None, "SLURM does not answer").row()[2] == "?"
+    assert Seen(entry, running).row()[-1] == "train · RUNNING · ends in 12min"
+    assert Seen(entry, None, "SLURM does not answer").row()[2:] == (
+        *("?", "", "train · SLURM does not answer"),
+    )
+    # Where the id has the name, it is not said twice.
+    assert Seen(replace(entry, id="team/train"), running).row()[-1] == "RUNNING · ends in 12min"
 
 
 def test_what_a_job_costs():
@@ -46,14 +50,14 @@ def test_what_a_job_costs():
     entry = Entry("k", "slurm", "a", "/", when, "sent", "1", nodes=2, price=0.68, currency="USD")
     running = JobState(State.running, since_s=1800.0, left_s=3600.0)
     told = Seen(entry, running)
-    assert told.row()[-1] == "cost 0.68 USD so far, about 1.36 USD to come"
+    assert told.row()[-1] == "a · cost 0.68 USD so far, about 1.36 USD to come"
     cost = told.as_dict()["cost"]
     assert cost == {"currency": "USD", "so_far": pytest.approx(0.68), "to_come": 1.36}
     # Earlier starts cost too; no one knows how long without an ETA.
     again = replace(running, paid_s=5400.0, left_s=None)
-    assert Seen(entry, again).row()[-1] == "cost 2.04 USD so far"
+    assert Seen(entry, again).row()[-1] == "a · cost 2.04 USD so far"
     ended = JobState(State.succeeded, exit_code=0, since_s=3600.0)
-    assert Seen(entry, ended).row()[-1] == "cost 1.36 USD"
+    assert Seen(entry, ended).row()[-1] == "a · cost 1.36 USD"
     assert Seen(replace(entry, price=None), running).cost is None
     assert Seen(entry, JobState(State.running)).cost is None  # the cluster tells no time
 
@@ -95,5 +99,10 @@ def test_what_a_host_tells_of_its_node(tmp_path):
     found = ask()
     assert (found.state, found.exit_code) == (State.failed, 7)
     assert 0 <= found.since_s < 60
+    # A host that still runs beside it says so; one of a job that has ended is named.
+    both = detached.together({"host1": found, "host2": JobState(State.running, since_s=9.0)})
+    assert (both.state, both.words) == (State.running, "host1 has failed with exit code 7")
+    both = detached.together({"host1": found, "host2": JobState(State.succeeded, exit_code=0)})
+    assert (both.state, both.words, both.exit_code) == (State.failed, "host1: exit code 7", 7)
     write("canceled")
     assert ask().state is State.canceled

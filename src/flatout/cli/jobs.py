@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-from flatout.console import printable
+from flatout.console import colorless, folded, printable
 
-if TYPE_CHECKING:
-    from flatout.submit import Seen
-
+_HEADS = ("job", "target", "state", "ran", "name and nodes")
 Which = Annotated[str, typer.Argument(metavar="JOB", help="Its id, or its name.")]
 
 
@@ -38,25 +36,24 @@ def jobs(
     if not found:
         typer.echo("no job was sent from here")
         return
-    from flatout.terminal import Console
-
-    console = Console(highlight=False, markup=False)
-    console.print(_table(found), soft_wrap=not console.is_terminal)
+    for line in _table([one.row() for one in found]):
+        typer.echo(folded(printable(line)))
     if which is not None:
         for line in found[0].last_words():
-            console.print(line, soft_wrap=True)
+            typer.echo(printable(colorless(line)))
 
 
-def _table(found: list[Seen]) -> Any:
-    from rich.table import Table
-
-    table = Table.grid(padding=(0, 2))
-    for name in ("job", "target", "state", "ran", "nodes", "name", ""):
-        table.add_column(name, overflow="fold")
-    table.show_header = True
-    for one in found:
-        table.add_row(*one.row())
-    return table
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    """A line for each job, or two where one would be too long for the terminal."""
+    *heads, _ = _HEADS
+    widths = [
+        max(map(len, column)) for column in zip(heads, *(row[:-1] for row in rows), strict=True)
+    ]
+    whole = [("  ".join(map(str.ljust, cells, widths)), rest) for *cells, rest in (_HEADS, *rows)]
+    is_wide = all(folded(line := f"{cells}  {rest}") == line for cells, rest in whole)
+    if is_wide:
+        return [f"{cells}  {rest}".rstrip() for cells, rest in whole]
+    return [one.rstrip() for cells, rest in whole for one in (cells, f"  {rest}")]
 
 
 def logs(
@@ -70,7 +67,7 @@ def logs(
 
     try:
         for piece in logs_of(which, follow=follow):
-            sys.stdout.write(printable(piece))
+            sys.stdout.write(printable(colorless(piece)))
             sys.stdout.flush()
     except KeyboardInterrupt:  # the job goes on
         raise typer.Exit(130) from None

@@ -25,7 +25,7 @@ from flatout.cli.runs import runs
 from flatout.cli.scaling import scaling
 from flatout.cli.submit import submit
 from flatout.cli.top import top
-from flatout.console import say_as_is
+from flatout.console import folded, say_as_is
 from flatout.errors import FlatoutError
 
 app = typer.Typer(
@@ -88,7 +88,7 @@ def main() -> None:
     except FlatoutError as error:
         if os.environ.get("FLATOUT_DEBUG") == "1":
             raise
-        say_as_is(f"error: {error}")
+        say_as_is(folded(f"error: {error}", sys.stderr))
         sys.exit(1)
 
 

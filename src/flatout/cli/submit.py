@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flatout.console import printable, say_as_is
+from flatout.console import folded, printable, say_as_is
 from flatout.words import counted
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ def _command(target: str) -> Callable[..., None]:
         if look:
             seen = inputs_seen(asked, Path.cwd())
             if not as_json:
-                typer.echo(printable(f"looked: it reads {', '.join(seen) or 'nothing but code'}"))
+                _say(f"looked: it reads {', '.join(seen) or 'nothing but code'}")
             asked = replace(asked, inputs=(*asked.inputs, *seen))
         _submit(target, asked, dry_run=dry_run, yes=yes, as_json=as_json)
 
@@ -220,7 +220,7 @@ def _submit(name: str, asked: Asked, *, dry_run: bool, yes: bool, as_json: bool)
         id = one.id
         said = f"submitted {id} {one.words}".rstrip()
         ways = f"flatout jobs · flatout logs {id} -f · flatout cancel {id}"
-        typer.echo(printable(f"{said} · {ways}"))
+        _say(f"{said} · {ways}")
 
 
 def _agrees(name: str, jobs: int) -> bool:
@@ -228,6 +228,10 @@ def _agrees(name: str, jobs: int) -> bool:
         say_as_is(f"not sent: flatout submit {name} --yes sends without asking")
         return False
     return typer.confirm("send it?" if jobs == 1 else f"send all {jobs}?")
+
+
+def _say(line: str) -> None:
+    typer.echo(folded(printable(line)))
 
 
 def _short(path: Path) -> str:
@@ -242,19 +246,19 @@ def _print_written(jobs: list[Job], artifacts: list[Artifact]) -> None:
     parts = [f"wrote {_short(job.folder / first.name)} ({first.lines} lines)"]
     parts += [one.name for one in rest]
     parts += [f"code {job.code}"]
-    typer.echo(printable(" · ".join(parts)))
+    _say(" · ".join(parts))
     if others:
-        typer.echo(f"  and {counted(len(others), 'more job')}, one for each seed")
+        _say(f"  and {counted(len(others), 'more job')}, one for each seed")
     for file, why in job.code.left_out[:10]:
-        typer.echo(printable(f"  not among the code: {file} ({why})"))
+        _say(f"  not among the code: {file} ({why})")
     if len(job.code.left_out) > 10:
-        typer.echo(f"  and {len(job.code.left_out) - 10} more")
+        _say(f"  and {len(job.code.left_out) - 10} more")
     for one in job.inputs:
-        typer.echo(printable(f"  data: {one.words}"))
+        _say(f"  data: {one.words}")
     if job.price is not None:
-        typer.echo(f"  {_priced(job.price, jobs)}")
+        _say(f"  {_priced(job.price, jobs)}")
     if not (job.has_measured_threads or job.is_auto):
-        typer.echo(f"  {counted(job.threads, 'CPU')} for each rank, as here; say --threads N")
+        _say(f"  {counted(job.threads, 'CPU')} for each rank, as here; say --threads N")
 
 
 def _priced(price: Price, jobs: list[Job]) -> str:
@@ -275,19 +279,19 @@ def _print_all(jobs: list[Job], to: Target, artifacts: list[list[Artifact]], as_
         return
     job = jobs[0]
     for one in artifacts[0]:
-        typer.echo(printable(f"== {_short(job.folder / one.name)}"))
+        _say(f"== {_short(job.folder / one.name)}")
         typer.echo(printable(one.text))
-    typer.echo(f"== code: {job.code}")
+    _say(f"== code: {job.code}")
     for file in job.code.files:
-        typer.echo(printable(f"  {file}"))
+        _say(f"  {file}")
     for file, why in job.code.left_out:
-        typer.echo(printable(f"  left out: {file} ({why})"))
+        _say(f"  left out: {file} ({why})")
     for given in job.inputs:
-        typer.echo(printable(f"data: {given.words}"))
+        _say(f"data: {given.words}")
     if len(jobs) > 1:
-        typer.echo(f"and so for each seed: {', '.join(one.name for one in jobs[1:])}")
+        _say(f"and so for each seed: {', '.join(one.name for one in jobs[1:])}")
     for line in to.unseen(job):
-        say_as_is(f"would be refused: {line}")
+        say_as_is(folded(f"would be refused: {line}", sys.stderr))
 
 
 def _print_json(

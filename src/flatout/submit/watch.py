@@ -50,18 +50,21 @@ class Seen:
         return Cost(price, price.of(entry.nodes, paid), to_come)
 
     def row(self) -> tuple[str, ...]:
-        """For a table: job, target, state, ran, nodes, name, what else there is to say."""
+        """For a table: job, target, state, how long it ran, and in words what else there is."""
         entry, state = self.entry, self.state
+        # Elsewhere than on SLURM the id has the name in it.
+        name = "" if entry.name in entry.id else entry.name
         if state is None:
-            return (entry.id or "?", entry.target, "?", "", "", entry.name, self.trouble)
+            rest = " · ".join(filter(None, (name, self.trouble)))
+            return (entry.id or "?", entry.target, "?", "", rest)
         code = "" if state.exit_code in (None, 0) else f" ({state.exit_code})"
         ran = "" if not state.since_s else duration(state.since_s)
         starts = f"start {state.starts}" if state.starts > 1 else ""
         eta = f"ends in {state.eta}" if state.eta and not state.state.is_final else ""
         cost = "" if self.cost is None else str(self.cost)
-        rest = " · ".join(filter(None, (state.words, starts, eta, cost)))
-        nodes = ",".join(state.nodes)
-        return (entry.id, entry.target, f"{state.state}{code}", ran, nodes, entry.name, rest)
+        nodes = ", ".join(state.nodes)
+        rest = " · ".join(filter(None, (name, nodes, state.words, starts, eta, cost)))
+        return (entry.id, entry.target, f"{state.state}{code}", ran, rest)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
