@@ -3,10 +3,12 @@
 import json
 import re
 import subprocess
+import venv
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
-from submit_schemas import SAGEMAKER, a_job
+from submit_schemas import SAGEMAKER, a_job, many_jobs
 
 from flatout.errors import SubmitError
 from flatout.recipe import Recipe
@@ -105,6 +107,26 @@ def without(name):
 def test_what_sagemaker_would_refuse_is_said_at_once(changes, words, tmp_path):
     with pytest.raises(SubmitError, match=re.escape(words)):
         request(job(tmp_path, **changes))
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_the_sdk_sends_the_same_requests(tmp_path):
+    """In an environment of its own: what it wants installed is not what others here want."""
+    venv.create(tmp_path / "sdk", with_pip=True)
+    python = str(tmp_path / "sdk" / "bin" / "python")
+    install = [python, "-m", "pip", "install", "-q", "sagemaker-core==2.27.0"]
+    subprocess.run(install, check=True, timeout=900)
+    options = {"spot": "yes", "max-wait": "20000", "region": "eu-west-1",
+               "channel.train": "s3://team/day,mode=Pipe,split=host,wrap=recordio,shuffle=7",
+               "channel.own": "s3://team/parts/{rank}/,mode=FastFile"}  # fmt: skip
+    own = job(tmp_path, nodes=2, devices=4, checkpoint="s3://team/runs/a", options=options)
+    requests = [request(one) for one in (own, *many_jobs(tmp_path, "sagemaker"))]
+    script = str(Path(__file__).with_name("sagemaker_sdk.py"))
+    sent = subprocess.run(
+        [python, script], input=json.dumps(requests), text=True, capture_output=True, check=False
+    )
+    assert sent.stdout == "sent 73 requests\n", sent.stderr
 
 
 # -- what containers run -------------------------------------------------------------------------

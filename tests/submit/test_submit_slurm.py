@@ -79,10 +79,10 @@ def until_step(sent, number):
     until(lambda: path.exists() and int(path.read_text() or 0) >= number)
 
 
-def test_on_two_nodes_preempted_and_gone_on_from_its_checkpoint(flatout, cluster, tmp_path):
+def test_on_two_nodes_preempted_then_at_its_time_limit_and_gone_on(flatout, cluster, tmp_path):
     run = str(tmp_path / "run")
-    asked = ("--nodes", "2", "--time", "1h", "--checkpoints", run, "train.py")
-    sent = submit(flatout, *asked, str(tmp_path / "cut.safetensors"), "--pause=0.1")
+    asked = ("--nodes", "2", "--time", "1h", "--stop-ahead", "50s", "--checkpoints", run)
+    sent = submit(flatout, *asked, "train.py", str(tmp_path / "cut.safetensors"), "--pause=1")
     until_step(sent, 5)
     found = state_of(flatout, sent["id"])
     assert (found["state"], found["nodes"], found["starts"]) == ("running", ["n[1-2]"], 1)
@@ -91,12 +91,19 @@ def test_on_two_nodes_preempted_and_gone_on_from_its_checkpoint(flatout, cluster
     )
     until(lambda: state_of(flatout, sent["id"])["state"] == "requeued")
     assert urgent
+    step = int(Path(sent["folder"], "code/step").read_text())
+    until_step(sent, step + 2)
+    # SLURM's limit is in minutes, and it looks every 30 s which jobs are near theirs.
+    cluster.ask("scontrol", "update", f"JobId={sent['id']}", "TimeLimit=1")
+    until(lambda: state_of(flatout, sent["id"])["starts"] == 3)
+    cluster.ask("scontrol", "update", f"JobId={sent['id']}", "TimeLimit=60")
+    Path(sent["folder"], "code/hurry").touch()
     said = flatout("logs", sent["id"], "-f")
-    assert "resumed step" in said
+    assert said.count("resumed step") == 2
     assert "rank 0 of 2, node 0 of 2" in said
     ended = state_of(flatout, sent["id"])
-    assert (ended["state"], ended["exit_code"], ended["starts"]) == ("succeeded", 0, 2)
-    # The same without being preempted.
+    assert (ended["state"], ended["exit_code"], ended["starts"]) == ("succeeded", 0, 3)
+    # The same without being stopped.
     whole = str(tmp_path / "whole.safetensors")
     other = submit(flatout, "--nodes", "2", "train.py", whole)
     assert "rank 1 of 2" in flatout("logs", other["id"], "-f")
