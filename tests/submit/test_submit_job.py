@@ -1,6 +1,7 @@
 """What is asked for becomes a job, or is refused with what was expected."""
 
 import json
+import shutil
 
 import pytest
 from jobs import NOW, job
@@ -170,3 +171,11 @@ def test_a_job_at_its_limit_goes_on_only_from_a_checkpoint(tmp_path):
 def test_a_script_that_looks_like_an_option(tmp_path):
     made = job(tmp_path, "-x", script="-train.py")
     assert made.command == ["flatout", "run", "./-train.py", "-x"]
+
+
+@pytest.mark.skipif(shutil.which("ssh") is None, reason="openssh-client is not installed")
+def test_nodes_meet_at_the_address_of_a_name_that_only_ssh_knows(tmp_path):
+    (tmp_path / "config").write_text("Host first\n  HostName 10.1.2.3\n")
+    options = (f"config={tmp_path / 'config'}", "hosts=me@first,second")
+    (text, _) = target_of("ssh").artifacts(job(tmp_path, nodes=2, options=options))
+    assert "--rendezvous 10.1.2.3:29500 " in text.text

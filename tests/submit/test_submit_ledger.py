@@ -57,7 +57,7 @@ def test_without_an_answer_the_job_is_looked_for_and_never_sent_again(tmp_path):
 
 def test_a_job_that_no_one_knows_of_stays_open_until_it_is_found(tmp_path):
     cluster = Cluster(Unanswered("no answer of sbatch: timed out"), knows=False)
-    with pytest.raises(Unanswered, match="does not know the job by now"):
+    with pytest.raises(Unanswered, match="does not know it by now"):
         send(job(tmp_path), cluster, Ledger(), wait_s=0.1)
     (entry,) = Ledger().entries()
     assert entry.status == SENDING

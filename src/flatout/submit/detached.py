@@ -124,9 +124,12 @@ def together(states: dict[str, JobState]) -> JobState:
     if found.state is State.failed:
         host, found = min(failed, key=lambda one: one[1].exit_code == 75)
     is_bad = found.state in (State.failed, State.lost) and len(states) > 1
+    words = f"{host}: {found.words or f'exit code {found.exit_code}'}" if is_bad else found.words
+    if failed and not found.state.is_final:
+        words = ", ".join(f"{h} has failed with exit code {s.exit_code}" for h, s in failed)
     return JobState(
         state=found.state,
-        words=f"{host}: {found.words or f'exit code {found.exit_code}'}" if is_bad else found.words,
+        words=words,
         exit_code=found.exit_code,
         nodes=tuple(states),
         since_s=max((one.since_s or 0 for one in states.values()), default=None),

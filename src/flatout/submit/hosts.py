@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import shutil
 
 from flatout.errors import SubmitError
+from flatout.submit.client import ask
 from flatout.submit.job import Job
 from flatout.words import counted
 
@@ -41,3 +43,23 @@ def problems_of(job: Job) -> list[str]:
     if job.seeds:
         found.append("--seeds needs a cluster that has a queue")
     return found
+
+
+def address_of(host: str, config: str | None = None) -> str:
+    """Of a host whose name may be one that only the user's ssh knows, so ssh is asked.
+
+    Args:
+        host: as for ssh, such as me@host2.
+        config: of ssh, if it is not the user's own.
+    """
+    if shutil.which("ssh") is not None:
+        answer = ask(["ssh", *config_words(config), "-G", "--", host])
+        for line in answer.output.splitlines():
+            if line.startswith("hostname "):
+                return line.removeprefix("hostname ")
+    return host.rpartition("@")[2]
+
+
+def config_words(path: str | None) -> list[str]:
+    """Words that name ssh's configuration, where it is not the user's own."""
+    return [] if path is None else ["-F", path]

@@ -148,7 +148,9 @@ class Kubernetes:
             except (cluster.error, cluster.lost) as left:
                 raise Unanswered(f"{said}, and the job could not be deleted") from left
             raise NotSent(said) from error
-        return Sent(f"{space}/{job.name}", f"kubectl get {_KINDS[made['kind']].plural} {job.name}")
+        return Sent(
+            f"{space}/{job.name}", f"(kubectl get {_KINDS[made['kind']].plural} {job.name})"
+        )
 
     def find(self, key: str, folder: Path) -> Sent | None:
         """By the label that it was sent with; what its pods wait for is created where it is not."""

@@ -17,7 +17,7 @@ from flatout.measure.live import SUBMITTED
 from flatout.submit import detached, shell
 from flatout.submit.artifact import Artifact, refuse
 from flatout.submit.client import Answer, ask
-from flatout.submit.hosts import hosts_of, problems_of
+from flatout.submit.hosts import address_of, hosts_of, problems_of
 from flatout.submit.job import Job
 from flatout.submit.log_file import follow_file
 from flatout.submit.sending import KEY, facts_in, top_words
@@ -117,7 +117,7 @@ def script(job: Job) -> str:
         "",
         *shell.environment(job),
         "# The nodes meet on the first host.",
-        f"export MASTER_ADDR={shell.quoted(hosts_of(job)[0].rpartition('@')[2])}",
+        f"export MASTER_ADDR={shell.quoted(address_of(hosts_of(job)[0]))}",
         f"export MASTER_PORT={job.options.get('port', '29500')}",
         *shell.SECRET,
         "",

@@ -95,7 +95,7 @@ class Ray:
             if cluster.client.is_unanswered:
                 raise Unanswered(f"the job server did not answer: {_said(error)}") from error
             raise NotSent(f"Ray did not take the job: {_said(error)}") from error
-        return Sent(str(id), f"ray job status {id}")
+        return Sent(str(id), f"(ray job status {id})")
 
     def find(self, key: str, folder: Path) -> Sent | None:
         """By the metadata that it was sent with."""

@@ -33,6 +33,7 @@ FILE = "training_job.json"
 _KEY = "flatout:key"
 _GROUP = "/aws/sagemaker/TrainingJobs"
 _ASK_EVERY_S = 5.0
+_SET_UP = "set up AWS' own configuration: credentials, and AWS_REGION or --option region="
 _UNKNOWN = ("ResourceNotFound", "ValidationException")
 
 _BY_STATUS = {
@@ -202,7 +203,7 @@ class _Cloud:
         except self.unknown as error:
             raise SubmitError(
                 f"boto3 cannot ask {service}: {error}",
-                do="set up AWS' own configuration, such as AWS_REGION, or --option region=",
+                do=_SET_UP,
             ) from error
 
     @contextmanager
@@ -212,8 +213,10 @@ class _Cloud:
             yield
         except self.refused as error:
             raise SubmitError(f"AWS refuses: {_said(error)}") from error
-        except self.unknown as error:
+        except (self.lost, *self.unreached) as error:
             raise SubmitError(f"AWS does not answer: {error}") from error
+        except self.unknown as error:
+            raise SubmitError(f"boto3 cannot ask AWS: {error}", do=_SET_UP) from error
 
     def refusal(self, ask: Any) -> str:
         """What AWS says against something; "" where it has nothing against it."""

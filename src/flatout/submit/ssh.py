@@ -26,7 +26,7 @@ from flatout.errors import SubmitError
 from flatout.submit import detached, shell
 from flatout.submit.artifact import Artifact, refuse
 from flatout.submit.client import Answer, ask, need
-from flatout.submit.hosts import hosts_of, problems_of
+from flatout.submit.hosts import address_of, config_words, hosts_of, problems_of
 from flatout.submit.job import Job
 from flatout.submit.sending import facts_in, top_words
 from flatout.submit.states import JobState
@@ -165,8 +165,7 @@ def _command(job: Job) -> list[str]:
 def rendezvous_of(job: Job) -> str:
     """Where the nodes meet: on the first host."""
     given = job.options.get("rendezvous")
-    first = hosts_of(job)[0].rpartition("@")[2]
-    return given or f"{first}:{_PORT}"
+    return given or f"{address_of(hosts_of(job)[0], job.options.get('config'))}:{_PORT}"
 
 
 def _problems(job: Job) -> list[str]:
@@ -227,8 +226,7 @@ class _Way:
 
     def to(self, host: str) -> list[str]:
         """The words of ssh before a command; it asks no one for a password."""
-        own = [] if self.config is None else ["-F", self.config]
-        return ["ssh", *own, *_OPTIONS, "--", host]
+        return ["ssh", *config_words(self.config), *_OPTIONS, "--", host]
 
     def states(self) -> dict[str, JobState]:
         """Of each host's node."""
@@ -301,6 +299,13 @@ def _lacks(job: Job) -> str:
         "for one in bash tar setsid nohup flock; do "
         'command -v $one > /dev/null || echo "$one is not installed"; done',
     ]
+    if job.nodes > 1:
+        meeting = shlex.quote(rendezvous_of(job).rpartition(":")[0])
+        lines.append(
+            f"! command -v getent > /dev/null || getent ahosts {meeting} > /dev/null || "
+            f"echo does not know {meeting}, where the nodes would meet: say --option "
+            "rendezvous=ADDRESS:PORT"
+        )
     for one in job.inputs:
         if not (one.is_url or one.travels):
             path = shlex.quote(one.path)
