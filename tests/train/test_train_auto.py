@@ -267,14 +267,14 @@ def test_an_option_that_helps_another_is_tried_again(clock, monkeypatch):
     assert chosen.fused_optimizer == "off"
 
 
-def searched(seconds, step_s, steps):
+def searched(seconds, step_s, steps, **given):
     """A search on steps that take so many times `step_s`, as a function of their settings says."""
     values = {"precision": "bf16", "memory_format": "channels_last", "fused_optimizer": "on"}
     options = [
         auto_search.Option(f"compute.{name}", Trial(value, bool, why="planted"))
         for name, value in values.items()
     ]
-    search = auto_search.Search(Settings(), options, Budget(steps))
+    search = auto_search.Search(Settings(), options, Budget(steps), **given)
     blocks, last, answer = search.run(), 0, None
     with contextlib.suppress(StopIteration):
         while True:
@@ -331,6 +331,19 @@ def test_on_a_busy_machine_what_has_a_part_in_what_won_together_stays(seed):
     assert best == Settings(precision="bf16", fused_optimizer="on")
     # All are plain where nothing is to be won.
     assert searched(lambda s: noises.lognormvariate(0, 0.08), 0.015, 3_000).best == Settings()
+
+
+@pytest.mark.parametrize(("best", "tried"), [(0, [8, 2]), (8, [8, 16]), (16, [8, 16]), (2, [8, 2])])
+def test_more_and_fewer_micro_batches_are_tried_where_there_are_stages(best, tried):
+    seconds = {0: 1.0, 2: 1.1, 8: 0.9 if best == 16 else 1.1, 16: 1.2, best: 0.7}
+    search = searched(lambda s: seconds[s.micro_batches], 0.1, 6_000, counts=([8, 16], [2]))
+    assert search.best == Settings(micro_batches=best)
+    asked = [one["b"].get("world.micro_batches") for one in search.trials]
+    assert [number for number in dict.fromkeys(asked) if number] == tried
+    choice = auto._choices(search, auto.ModelFacts())["world.micro_batches"]
+    assert choice.value == best
+    assert ("not faster" in choice.reason) == (best == 0)
+    assert not searched(lambda s: 1.0, 0.1, 6_000).best.micro_batches
 
 
 def test_one_thread_is_tried_for_short_steps(clock, monkeypatch):

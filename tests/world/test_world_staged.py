@@ -25,6 +25,7 @@ SCRIPT = """
     torch.set_num_threads(1)
     folder, phase = Path(sys.argv[1]), sys.argv[3]
     rank, ranks = place().rank, place().world_size
+    copies = dict(stages=2) if phase == "four" else {}
     draw = torch.Generator().manual_seed(1)
     x = torch.randn(121, 8, generator=draw)
     y = 2 * x[:, :1] + 0.1 * torch.randn(121, 1, generator=draw)
@@ -96,7 +97,7 @@ SCRIPT = """
         for module in (net.first, net.twin, *net.blocks)[:frozen]:
             module.requires_grad_(False)
         recipe = given.pop("recipe", {})
-        recipe["world"] = dict(strategy=strategy, **recipe.get("world", {}))
+        recipe["world"] = dict(strategy=strategy, **copies, **recipe.get("world", {}))
         said = []
         trainer = flatout.Trainer(
             net, loss="mse", optimizer=KINDS[kind](net), allow="exact",
@@ -118,6 +119,7 @@ SCRIPT = """
         return {
             "logs": logs, "shape": shape, "said": said, "notes": history.notes,
             "weights": sum([p.double().flatten().tolist() for p in net.state_dict().values()], []),
+            "trained": sum([p.double().flatten().tolist() for p in net.parameters()], []),
             "reasons": {k: c.reason for k, c in history.recipe.choices.items()},
         }
 
@@ -153,7 +155,8 @@ SCRIPT = """
         trainer = flatout.Trainer(
             net, loss={"a": "cross_entropy", "b": "mse"}, metrics={"a": ["accuracy"]},
             optimizer=torch.optim.SGD(net.parameters(), 0.1), allow="exact",
-            recipe=flatout.Recipe(world=dict(strategy=strategy)), say=lambda line: None,
+            recipe=flatout.Recipe(world=dict(strategy=strategy, **copies)),
+            say=lambda line: None,
         )
         history = trainer.fit(
             (inputs, targets), batch_size=24, epochs=2, shuffle=False, progress=False,
@@ -171,7 +174,8 @@ SCRIPT = """
         norms = dict(memory=dict(micro_batch=3))
         if strategy == "staged":
             norms = dict(world=dict(batch_statistics="per_micro_batch", micro_batches=8))
-        world = dict(schedule="gpipe", micro_batches=5)
+        interleaved = dict(schedule="interleaved")
+        world = interleaved if phase == "four" else dict(schedule="gpipe", micro_batches=5)
         found = {
             "sgd": fit("sgd", **one, kind="sgd", again=True, callbacks=[Saves()]),
             "adamw": fit(
@@ -186,7 +190,10 @@ SCRIPT = """
                 recipe=norms, epochs=2,
             ),
             "several": several(strategy),
-            "frozen": fit("frozen", **one, frozen=3, epochs=2, trainer=dict(clip_norm=0.05)),
+            "frozen": fit(
+                "frozen", **one, frozen=3, epochs=2, trainer=dict(clip_norm=0.05),
+                recipe=dict(world=interleaved),
+            ),
             "bf16": fit("bf16", **one, recipe=dict(compute=dict(precision="bf16")), epochs=2),
             "fused": fit(
                 "fused", **one, recipe=dict(compute=dict(fused_optimizer="on")),
@@ -221,6 +228,25 @@ SCRIPT = """
             fit("overflowing", x=x * 1e25)
         except (NumbersError, LostRank) as error:
             found["overflowing"] = str(error)
+    elif phase == "four":  # two copies of two stages
+        found = exact("staged", few=True)
+        found["norm"] = fit(
+            "norm", norm=nn.BatchNorm1d, drop_last=True, trainer=dict(clip_value=0.01), epochs=2,
+            recipe=dict(world=dict(batch_statistics="per_micro_batch", micro_batches=4)),
+        )
+        found["several"] = several("staged")
+        try:
+            fit("stopped", "staged", 4, folder / "copies stopped", callbacks=[Ends()])
+        except SystemExit as error:
+            found["stopped"] = error.code
+        resumed = fit("stopped", "staged", 4, folder / "copies stopped", callbacks=[Ends()])
+        found["resumed"] = resumed
+        spoiled = x.clone()
+        spoiled[100] = float("nan")
+        try:
+            fit("spoiled", x=spoiled)
+        except (NumbersError, LostRank) as error:
+            found["spoiled"] = str(error)
     else:
         found = exact("staged", few=True)
         found["written on 3"] = fit("written", "fsdp", 4, folder / "written for 3")
@@ -243,23 +269,30 @@ def test_stages_on_ranks_give_what_one_rank_gives_and_its_checkpoints(tmp_path):
         shutil.copytree(tmp_path / name, tmp_path / f"{name} for {ranks}")
     run(SCRIPT, 3, tmp_path, "three")
     run(SCRIPT, 1, tmp_path, "one")
-    two, three, one = (
+    run(SCRIPT, 4, tmp_path, "four")
+    two, three, four, one = (
         [json.loads((tmp_path / f"{phase}{rank}.json").read_text()) for rank in range(ranks)]
-        for phase, ranks in (("two", 2), ("three", 3), ("one", 1))
+        for phase, ranks in (("two", 2), ("three", 3), ("four", 4), ("one", 1))
     )
-    saved = [load_file(tmp_path / f"saved{ranks}.safetensors") for ranks in (1, 2, 3)]
+    saved = [load_file(tmp_path / f"saved{ranks}.safetensors") for ranks in (1, 2, 3, 4)]
     for found in saved[1:]:
         assert_close(found, saved[0], atol=1e-5, rtol=1e-5)
-    for ranks in (two, three):
+    for ranks in (two, three, four):
         assert all(other["sgd"]["weights"] == ranks[0]["sgd"]["weights"] for other in ranks)
         for name in ranks[0].keys() & {"sgd", "adamw", "norm", "several", "frozen", "fused"}:
-            close(ranks[0][name], one[0][name])
+            if (name, ranks) != ("norm", four):
+                close(ranks[0][name], one[0][name])
+    # Each copy moves statistics by its own samples; all evaluate with their mean.
+    assert four[0]["norm"]["trained"] == pytest.approx(one[0]["norm"]["trained"], abs=1e-5)
+    assert all(other["norm"]["weights"] == four[0]["norm"]["weights"] for other in four)
     close(two[0]["bf16"], one[0]["bf16"], 0.02)
     whole = one[0]["whole"]
     for found in (one[0]["written on 1"], one[0]["pieces on 1"], two[0]["resumed"]):
         close(found, whole)
-    for found in (three[0]["written on 3"], three[0]["ddp on 3"]):
+    for found in (three[0]["written on 3"], three[0]["ddp on 3"], four[0]["resumed"]):
         close(found, whole)
+    assert all(rank["stopped"] == 143 for rank in four)
+    assert "NaN or infinity in sample 100" in four[0]["spoiled"]
     # A signal to the last rank stops all, behind a checkpoint.
     checkpoints = ["step-000000006", "step-000000010"]
     assert two[0]["stopped"] == two[1]["stopped"] == [143, checkpoints]
@@ -268,9 +301,8 @@ def test_stages_on_ranks_give_what_one_rank_gives_and_its_checkpoints(tmp_path):
     assert "step 5 is not finite by the part of rank 0" in two[1]["spoiled"]
     # Of a model's own numbers the first stage that has them tells.
     assert "first bad value" in two[0]["overflowing"]
-    said = two[0]["sgd"]["said"]
-    assert any(
-        line.startswith("staged: first") and "8 micro-batches, bubble 11%" in line for line in said
-    )
-    assert any("staged, global batch 24" in line for line in said)
+    (said,) = (line for line in two[0]["sgd"]["said"] if line.startswith("2 ranks"))
+    assert "CPU, staged: first" in said
+    assert "8 micro-batches, bubble 11%, global batch 24" in said
+    assert any("staged in 2 x 2 copies: first" in line for line in four[0]["sgd"]["notes"])
     assert "staged" in two[0]["sgd"]["reasons"]["compute.rewrites"]

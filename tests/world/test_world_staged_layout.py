@@ -10,10 +10,11 @@ from flatout.errors import ModelError, RecipeError
 from flatout.optim import Lamb
 from flatout.recipe import Recipe
 from flatout.strategies import check_settings
+from flatout.strategies.micro_batches import micro_batches, others_to_try
 from flatout.strategies.stage_chain import Chain
 from flatout.strategies.stage_cut import Measured, cut, measure
 from flatout.strategies.stage_shapes import shape_of, shapes
-from flatout.strategies.staged_refusals import check_stages
+from flatout.strategies.staged_refusals import check_stage_count, check_stages
 
 
 class Block(nn.Module):
@@ -170,6 +171,37 @@ def test_what_cannot_be_laid_out_is_refused_with_what_to_do():
     other = torch.optim.SGD(nn.Linear(3, 3).parameters(), lr=0.1)
     with pytest.raises(ModelError, match="trains parameters that are not the model's"):
         check_stages(nn.Linear(3, 3), [other], per_micro_batch=False)
+
+
+def test_stages_of_which_ranks_are_no_multiple_are_refused_with_those_that_can_be():
+    for stages, ranks in ((0, 3), (2, 4), (4, 4), (3, 6)):
+        check_stage_count(stages, ranks)
+    for stages, ranks, words in (
+        (3, 4, r"4 ranks cannot have 3 stages in whole copies[\s\S]*world.stages=2 or 4 with 4"),
+        (8, 4, "cannot have 8"),
+        (2, 3, "set world.stages=3 with 3 ranks"),
+        (1, 6, r"one stage is not cut[\s\S]*world.stages=2, 3 or 6 .*strategy=ddp"),
+    ):
+        with pytest.raises(RecipeError, match=words):
+            check_stage_count(stages, ranks)
+    with pytest.raises(RecipeError, match=r"world\.stages=2 is about ranks that have some layers"):
+        check_settings(Recipe(world={"stages": 2}))
+
+
+@pytest.mark.parametrize(
+    ("stages", "rows", "usual", "others"),
+    [
+        (2, 128, 8, ([16, 32], [4])),
+        (4, 128, 16, ([32, 64], [8])),
+        (2, 20, 8, ([16], [4])),
+        (2, 5, 5, ([], [])),
+        (2, 1, 1, ([], [])),
+    ],
+)
+def test_micro_batches_are_four_for_each_stage_and_never_empty(stages, rows, usual, others):
+    assert micro_batches(0, stages, rows) == usual
+    assert micro_batches(3, stages, rows) == min(3, rows)
+    assert others_to_try(stages, rows) == others
 
 
 def test_settings_that_do_not_go_with_stages_are_refused_by_name():

@@ -27,6 +27,7 @@ SCRIPT = """
         "ddp": {},
         "fsdp": {},
         "staged": {"micro_batches": 4},
+        "copies": {"strategy": "staged", "stages": 2, "micro_batches": 4},
         "parameter_server": {"servers": 2},
         # Averages of each step's changes, momentum included, are those of the mean gradient.
         "local_sgd": {"sync_every": 1},
@@ -56,8 +57,12 @@ SCRIPT = """
         found = {"whole": fit("ddp", 3)}
     elif phase == "four":
         found = {strategy: fit(strategy, 3) for strategy in WORLDS}
+        for first, then in (("copies", "fsdp"), ("ddp", "copies")):
+            fit(first, 1, folder / first)
+            found[f"{first} {then}"] = fit(then, 3, folder / first)
     else:
         found = {}
+        del WORLDS["copies"]  # for four ranks
         for first in WORLDS:
             fit(first, 1, folder / first)
             for then in WORLDS:

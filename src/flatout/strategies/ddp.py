@@ -21,71 +21,17 @@ import torch
 from torch import nn
 
 from flatout.optim import RowShards
-from flatout.strategies.reductions import Beside, Flat
+from flatout.strategies.buckets import DENSE, SPARSE, Bucket, bucket_groups
+from flatout.strategies.reductions import Beside
 from flatout.strategies.sparse import sparse_weights, sum_own_rows, sum_rows
 from flatout.strategies.strategy import Strategy, Sums, Tensors
-from flatout.world import Later, World
+from flatout.world import World
 
-# As in torch's DistributedDataParallel: the first bucket is small, so that sending begins early.
-_FIRST_BYTES, _BUCKET_BYTES = 1 << 20, 25 << 20
 # Of one set of optimizers, so that a bucket's number tells whose it is.
 _MOST_BUCKETS = 1 << 20
 # Of the numbers that travel with gradients, behind the sums: how many gradients are sparse that are
 # in buckets, and how each parameter was used.
 _ARE_SPARSE, _USED = 3, 4
-# How a parameter was used on a rank: not, or with a gradient, which may have only some rows.
-_UNUSED, _DENSE, _SPARSE = 0.0, 1.0, float(1 << 20)  # of fewer ranks, so that sums tell them apart
-
-
-class _Bucket:
-    """Gradients of some parameters in one piece of memory."""
-
-    def __init__(
-        self,
-        number: int,
-        parameters: Sequence[torch.Tensor],
-        name: str,
-        reduction: Beside,
-        more: int = 0,
-    ) -> None:
-        self.parameters = list(parameters)
-        self.used = [_UNUSED] * len(self.parameters)
-        self.name = name
-        first = self.parameters[0]
-        sizes = [p.numel() for p in self.parameters]
-        self.flat = reduction.memory(number, sum(sizes) + more, first.dtype)
-        self.more = self.flat[sum(sizes) :]
-        self.views: list[torch.Tensor] = []
-        start = 0
-        for parameter, size in zip(self.parameters, sizes, strict=True):
-            # In the parameter's own memory order, so that copies run through memory in one go.
-            own = torch.empty_like(parameter, memory_format=torch.preserve_format)
-            self.views.append(self.flat.as_strided(own.size(), own.stride(), start))
-            start += size
-        real = torch.view_as_real(self.flat).view(-1) if self.flat.is_complex() else self.flat
-        layout = str([(tuple(view.shape), view.stride()) for view in self.views])
-        self.whole = Flat(real, number, [_matrix(view) for view in self.views], layout)
-        self.missing = len(self.parameters)
-        self.sending: Later | None = None
-        self.ready_ns = 0
-
-    def note_used(self) -> None:
-        """Which parameters have a gradient on this rank."""
-        self.used = [_use_of(parameter) for parameter in self.parameters]
-
-    def send(self, world: World, reduction: Beside) -> None:
-        """Begin to add up; what has no gradient on this rank counts as zero."""
-        self.note_used()
-        views, gradients = [], []
-        for parameter, view in zip(self.parameters, self.views, strict=True):
-            if parameter.grad is None or parameter.grad.layout is not torch.strided:
-                view.zero_()
-                continue
-            views.append(view)
-            gradients.append(parameter.grad)
-        if views:
-            torch._foreach_copy_(views, gradients)
-        self.sending = world.begun(reduction.begin(self.whole), self.name)
 
 
 class _Summed:
@@ -123,7 +69,7 @@ class _Summed:
         self._sparse = [p for p in trained if p in sparse]
         self.parameters = [p for p in trained if p not in sparse]
         self._device = trained[0].device
-        groups = _groups(self.parameters)
+        groups = bucket_groups(self.parameters)
         count = _USED + len(self.parameters)
         # In the last bucket the numbers cost no further collective.
         self._rides = _has_room_for_numbers(groups, reduction)
@@ -131,7 +77,7 @@ class _Summed:
             f"sum of gradients, bucket {n} of {len(groups)}" for n in range(1, len(groups) + 1)
         ]
         self._buckets = [
-            _Bucket(
+            Bucket(
                 (turn - 1) * _MOST_BUCKETS + n,
                 group,
                 names[n],
@@ -276,9 +222,9 @@ class _Summed:
         for place, number in enumerate(self._own):
             self._numbers[place] = number
         used = [one for bucket in self._buckets for one in bucket.used]
-        self._numbers[_ARE_SPARSE] = used.count(_SPARSE)
-        if used.count(_DENSE) == len(used):
-            self._numbers[_USED:] = _DENSE
+        self._numbers[_ARE_SPARSE] = used.count(SPARSE)
+        if used.count(DENSE) == len(used):
+            self._numbers[_USED:] = DENSE
         else:
             self._numbers[_USED:] = torch.tensor(used, dtype=self._numbers.dtype)
 
@@ -296,14 +242,14 @@ class _Summed:
         for bucket in self._buckets:
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 use = next(each)
-                if use >= _SPARSE:
+                if use >= SPARSE:
                     own.append((parameter, parameter.grad))
                 # Unused now, but an error of earlier steps may have come for it.
                 has_one = use or (self.reduction.carries and bool(view.any()))
                 parameter.grad = view if has_one else None
         return own
 
-    def _on_ready(self, bucket: _Bucket) -> Any:
+    def _on_ready(self, bucket: Bucket) -> Any:
         def ready(_: torch.Tensor) -> None:
             if not self._armed:
                 return
@@ -389,41 +335,7 @@ class Ddp(Strategy):
         self.reduction.close()
 
 
-def _use_of(parameter: torch.Tensor) -> float:
-    if parameter.grad is None:
-        return _UNUSED
-    return _DENSE if parameter.grad.layout is torch.strided else _SPARSE
-
-
-def _groups(parameters: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """What the buckets hold: the last parameters first, for backward reaches them first."""
-    groups: list[list[torch.Tensor]] = []
-    room = 0
-    for parameter in reversed(parameters):
-        last = groups[-1][-1] if groups else None
-        fits = last is not None and (last.dtype, last.device) == (parameter.dtype, parameter.device)
-        if not fits or room <= 0:
-            room = _BUCKET_BYTES if groups else _FIRST_BYTES
-            groups.append([])
-        # The one that fills a bucket still goes into it: where one were left for a bucket of its
-        # own, more would have to wait for the end of backward.
-        groups[-1].append(parameter)
-        room -= parameter.numel() * parameter.element_size()
-    return groups
-
-
 def _has_room_for_numbers(groups: Sequence[Sequence[torch.Tensor]], reduction: Beside) -> bool:
     """Whether gradients are added up exactly, in numbers that losses and weights fit in as well."""
     kinds = {parameter.dtype for group in groups for parameter in group}
     return bool(groups) and reduction.is_exact and kinds in ({torch.float32}, {torch.float64})
-
-
-def _matrix(view: torch.Tensor) -> tuple[int, int]:
-    """Rows and columns of a gradient as it lies in memory; a vector is one column."""
-    if not view.numel():
-        return 0, 0
-    real = view.numel() * (2 if view.is_complex() else 1)
-    # The dimension with the longest stride; those of one element say nothing.
-    strides = [(s, n) for s, n in zip(view.stride(), view.shape, strict=True) if n > 1]
-    rows = max(strides)[1] if strides else 1
-    return rows, real // rows

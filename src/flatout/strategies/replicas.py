@@ -12,8 +12,8 @@ from flatout.models import adapter_of
 from flatout.world import World
 
 
-def check_replicas(model: nn.Module, world: World, when: str) -> None:
-    """Compare the weights and buffers that all ranks have whole, bit for bit.
+def check_replicas(model: nn.Module, world: World, when: str, *, every: int = 1) -> None:
+    """Compare the weights and buffers that ranks have alike, bit for bit.
 
     Of a Keras model these are its weights, statistics and the states of its seed generators.
 
@@ -21,6 +21,7 @@ def check_replicas(model: nn.Module, world: World, when: str) -> None:
         model: of this rank.
         world: of this rank.
         when: for the message, such as "at the start".
+        every: ranks so many apart have the same; 1 where all do.
 
     Raises:
         WorldError: on every rank, naming the first tensor that differs and the ranks.
@@ -28,22 +29,24 @@ def check_replicas(model: nn.Module, world: World, when: str) -> None:
     if world.size == 1:
         return
     held = adapter_of(model).replicated()
-    own = {name: digest_of(tensor) for name, tensor in held.items()}
+    own = {name: digest_of(tensor) for name, tensor in held.items() if not tensor.is_meta}
     found = world.gather(own, f"comparison of the replicas, {when}")
     names = [set(digests) for digests in found]
     for rank, theirs in enumerate(names):
-        if theirs != names[0]:
-            odd = sorted(theirs ^ names[0])[0]
+        if theirs != names[rank % every]:
+            odd = sorted(theirs ^ names[rank % every])[0]
             raise WorldError(
-                f"the models of ranks 0 and {rank} are not the same: {odd} is only in one of them",
+                f"the models of ranks {rank % every} and {rank} are not the same: {odd} is only in "
+                "one of them",
                 do="build the same model on every rank",
             )
-    for name in own:
-        digests = [theirs[name] for theirs in found]
-        if len(set(digests)) > 1:
-            first = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+    for rank, theirs in enumerate(found):
+        beside = found[rank % every]
+        odd = next((name for name in theirs if theirs[name] != beside[name]), None)
+        if odd is not None:
             raise WorldError(
-                f"the replicas differ {when}: {name} of rank {first} is not that of rank 0",
+                f"the replicas differ {when}: {odd} of rank {rank} is not that of rank "
+                f"{rank % every}",
                 do="call torch.manual_seed(...) with the same number on every rank before the "
                 "model is made"
                 if when == "at the start"

@@ -14,7 +14,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
 
 from flatout.strategies.stage_shapes import Shape
 from flatout.world import Group, World
@@ -80,7 +85,9 @@ class OwnStage(PipelineStage):
 
     Args:
         module: what it computes.
-        group: of the ranks, one for each stage.
+        place: of the stage, from 0.
+        places: how many stages there are.
+        group: of the ranks, which have the stages in turn.
         given: what each micro-batch gets from the stage before; of the first stage, its inputs.
         gives: what it gives.
         clock: notes what it takes.
@@ -90,6 +97,8 @@ class OwnStage(PipelineStage):
     def __init__(
         self,
         module: fx.GraphModule,
+        place: int,
+        places: int,
         group: Group,
         given: Sent,
         gives: Sent,
@@ -98,8 +107,8 @@ class OwnStage(PipelineStage):
     ) -> None:
         super().__init__(
             module,
-            group.own,
-            len(group.ranks),
+            place,
+            places,
             torch.device("cpu"),
             input_args=tuple(one.like("meta") for one in given[0]),
             output_args=tuple(one.like("meta") for one in gives[0]),
@@ -164,26 +173,41 @@ class Run:
 
     Args:
         world: of this rank.
-        stage: of this rank.
+        stages: of this rank.
         micro_batches: into how many a batch is split.
-        schedule: "gpipe" or "1f1b"; the first where micro-batches are fewer than stages.
+        schedule: "gpipe" or "1f1b", the first where micro-batches are fewer than stages; or
+            "interleaved".
         trains: whether there is a backward.
     """
 
     def __init__(
-        self, world: World, stage: OwnStage, micro_batches: int, schedule: str, *, trains: bool
+        self,
+        world: World,
+        stages: Sequence[OwnStage],
+        micro_batches: int,
+        schedule: str,
+        *,
+        trains: bool,
     ) -> None:
-        self._world, self._stage, self._count = world, stage, micro_batches
-        is_one = schedule == "1f1b" and micro_batches >= stage.num_stages and trains
-        kind = Schedule1F1B if is_one else ScheduleGPipe
-        loss = self._loss_of if trains else None
-        self._schedule = kind(stage, micro_batches, loss_fn=loss, scale_grads=False)
+        self._world, self._stages, self._count = world, stages, micro_batches
+        given: dict[str, Any] = {
+            "n_microbatches": micro_batches,
+            "loss_fn": self._loss_of if trains else None,
+            "scale_grads": False,
+        }
+        self._schedule: Any
+        if schedule == "interleaved":
+            self._schedule = ScheduleInterleaved1F1B(list(stages), **given)
+        elif schedule == "1f1b" and micro_batches >= stages[0].num_stages and trains:
+            self._schedule = Schedule1F1B(stages[0], **given)
+        else:
+            self._schedule = ScheduleGPipe(stages[0], **given)
         self._loss: Loss | None = None
         self._trains = trains
 
     def _loss_of(self, output: tuple[torch.Tensor, ...], number: torch.Tensor) -> torch.Tensor:
         assert self._loss is not None
-        with self._stage._clock.computing("forward"):
+        with self._stages[-1]._clock.computing("forward"):
             return self._loss(output, int(number))
 
     def __call__(self, inputs: Sequence[torch.Tensor], loss: Loss | None, what: str) -> Any:
@@ -195,13 +219,14 @@ class Run:
             what: it is for, where it hangs.
         """
         self._loss = loss
-        stage = self._stage
-        args = tuple(inputs) if stage.is_first else ()
-        target = torch.arange(self._count) if stage.is_last and self._trains else None
+        first, last = self._stages[0], self._stages[-1]
+        args = tuple(inputs) if first.is_first else ()
+        target = torch.arange(self._count) if last.is_last and self._trains else None
         try:
             with self._world.within(self._world.begun(None, what)):
                 found = self._schedule.step(*args, target=target, return_outputs=not self._trains)
-                stage.clear_runtime_states()
+                for stage in self._stages:
+                    stage.clear_runtime_states()
                 return found
         except Failed as failed:
             raise failed.error from None

@@ -4,10 +4,13 @@ Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline
 Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", 2019 (1F1B).
 torch.distributed.pipelining does the work. Every rank is given each batch whole: the first one's
 stage takes the inputs, the last one has the outputs and computes the loss, as a sum that is divided
-by the weight of the whole batch. So the result is that of one rank, to rounding.
+by the weight of the whole batch. So the result is that of one rank, to rounding. Where there are
+more ranks than stages, the model lies on them in several copies, each of which takes its share of
+every batch; the copies of a stage add up their gradients.
 
     stage_chain.py    the forward as a row of calls;  stage_cut.py: where it is cut
     stage_shapes.py   what crosses;  stage_pipe.py: torch's stages and schedules
+    stage_copies.py   which rank has which stage of which copy
 
 A rank keeps the weights of its own stage; those of others have no memory here until the fit ends.
 The optimizers step what is there, each parameter as a whole.
@@ -29,19 +32,21 @@ from torch import fx, nn
 
 from flatout.data import Batch
 from flatout.errors import ModelError
+from flatout.strategies.micro_batches import micro_batches
 from flatout.strategies.replicas import check_replicas
 from flatout.strategies.stage_chain import Chain, Stage
+from flatout.strategies.stage_copies import Copies
 from flatout.strategies.stage_cut import Cut, cut, measure
 from flatout.strategies.stage_pipe import Clock, OwnStage, Run, Within
 from flatout.strategies.stage_shapes import Shape, shape_of, shapes
-from flatout.strategies.staged_refusals import check_stages
+from flatout.strategies.staged_refusals import check_stage_count, check_stages
 from flatout.strategies.strategy import Strategy, Sums, Tensors
 from flatout.world import World
 
-# Micro-batches for each stage, if no one says: the ranks then idle a fifth of the time at most.
-_FOR_EACH_STAGE = 4
 # What is sent to find out what a byte takes, and how often.
 _PROBE, _PROBES = 1 << 18, 3
+# Times its share of the time that a stage of a single layer may take unsaid.
+_TOO_LARGE = 1.5
 # Forms of batches that are kept ready.
 _READY = 16
 
@@ -52,13 +57,13 @@ class Asked(NamedTuple):
     """What settings ask for.
 
     Attributes:
-        schedule: "gpipe" or "1f1b".
-        micro_batches: into how many a batch is split; 0 for four times the stages.
+        stages: of the model; 0 for as many as there are ranks.
+        schedule: "gpipe", "1f1b" or "interleaved".
         per_micro_batch: whether layers may take statistics over a micro-batch.
     """
 
+    stages: int
     schedule: str
-    micro_batches: int
     per_micro_batch: bool
 
 
@@ -79,11 +84,11 @@ class Staged(Strategy):
         optimizers: what trains it.
         first: forward and loss, and the first batch.
         asked: the settings.
-        say: gets a line about the stages.
+        say: gets what the user should know of the cut.
         within: around each forward, such as autocast.
 
     Attributes:
-        shares: of the stages, of the time of all; after `begin`.
+        shares: of the parts that the model is cut into, of the time of all; after `begin`.
 
     Raises:
         ModelError: the model cannot be cut, or the optimizers cannot step parts of it; what, and
@@ -104,18 +109,26 @@ class Staged(Strategy):
         within: Within = nullcontext,
     ) -> None:
         super().__init__()
+        check_stage_count(asked.stages, world.size)
         check_stages(model, optimizers, per_micro_batch=asked.per_micro_batch)
         check_replicas(model, world, "at the start")
         self._world, self._model, self._optimizers = world, model, optimizers
         self._asked, self._say, self._within = asked, say, within
         self._chain = Chain(model)
+        self._copies = Copies(world, asked.stages or world.size)
+        self.alike_every = self._copies.stages if self._copies.count > 1 else 0
+        # How often a micro-batch comes to each rank, and so how many parts of the model it has.
+        self._rounds = 2 if asked.schedule == "interleaved" else 1
+        self._parts = self._rounds * self._copies.stages
+        self._turn = 1
         self._clock = Clock(world)
         compute, batch = first
         self._first, self._size = self._inputs(compute, batch), batch.size
         self.across = self._sum_over_stages
         self.shares: list[float] = []
         self._stages: list[fx.GraphModule] = []
-        # Which rank has each weight, by name and, of parameters, by the user's own object.
+        # Which stage has each weight, by name and, of parameters, by the user's own object. In the
+        # first copy its number is the rank's.
         self._owners: dict[str, int] = {}
         self._owner_of: dict[torch.Tensor, int] = {}
         # The user's parameters whose memory is on another rank.
@@ -136,20 +149,43 @@ class Staged(Strategy):
             partial(self._find_cut, rate), "cut of the model into stages"
         )
         self._first = []
-        spans = list(pairwise([0, *places, len(self._chain.calls)]))
+        spans: list[Stage] = list(pairwise([0, *places, len(self._chain.calls)]))
         self._find_owners(spans)
         self._move_states()
         self._keep_own()
         graphs = [self._chain.stage(span) for span in spans]
         self._stages = [fx.GraphModule(self._model, graph) for graph in graphs]
         self._model.forward = MethodType(self._forward, self._model)
-        count, stages = self._count(self._size), self._world.size
+        self.layout = self._words(spans)
+        self._warn_of_one_layer(spans)
+
+    def _warn_of_one_layer(self, spans: Sequence[Stage]) -> None:
+        """Say where a layer that cannot be cut is larger than a stage should be."""
+        largest = max(range(self._parts), key=self.shares.__getitem__)
+        first, stop = spans[largest]
+        share = self.shares[largest]
+        if stop - first == 1 and share * self._parts > _TOO_LARGE:
+            self._say(
+                f"{self._chain.words(spans[largest])} is one layer and takes {share:.0%} of the "
+                f"time, so a step in {self._parts} stages takes at least that: write it as several "
+                "layers, take fewer stages, or train with world.strategy=ddp or fsdp"
+            )
+
+    def _words(self, spans: Sequence[Stage]) -> str:
+        """What is on the ranks, such as "staged: a | b (41% | 59% of the time), ..."."""
+        count, idle = self._count(self._own_size), self._copies.stages - 1
         names = " | ".join(map(self._chain.words, spans))
         shares = " | ".join(f"{share:.0%}" for share in self.shares)
-        bubble = (stages - 1) / (count + stages - 1)
-        self._say(
-            f"staged: {names} ({shares} of the time), {count} micro-batches, bubble {bubble:.0%}"
+        bubble = idle / (count * self._rounds + idle)
+        return (
+            f"staged{self._copies.words}: {names} ({shares} of the time), "
+            f"{count} micro-batches, bubble {bubble:.0%}"
         )
+
+    @property
+    def _own_size(self) -> int:
+        """How many samples of the first batch a copy has at most."""
+        return -(-self._size // self._copies.count)
 
     def _rate(self) -> float:
         """What a byte takes from one rank to another, in ns."""
@@ -162,11 +198,12 @@ class Staged(Strategy):
 
     def _find_cut(self, ns_per_byte: float) -> tuple[list[int], list[float]]:
         chain = self._chain
-        piece = [t.tensor_split(self._count(self._size))[0] for t in self._first]
+        rows = -(-self._own_size // self._count(self._own_size))
+        piece = [t[:rows] for t in self._first]
         buffers = {name: value.clone() for name, value in self._model.named_buffers()}
         with torch.random.fork_rng(devices=[]):
             with self._within():
-                found: Cut = cut(chain, measure(chain, piece), self._world.size, ns_per_byte)
+                found: Cut = cut(chain, measure(chain, piece), self._parts, ns_per_byte)
             with torch.no_grad():
                 self._check_same(found, piece, buffers)
                 self._put_back(buffers)
@@ -203,10 +240,10 @@ class Staged(Strategy):
             ) from error
 
     def _find_owners(self, spans: Sequence[Stage]) -> None:
-        """The rank of each weight: the stage that reads it, or the first where none does."""
+        """The stage of each weight: the one that reads it, or the first where none does."""
         readers = {
-            id(tensor): stage
-            for stage, span in enumerate(spans)
+            id(tensor): part % self._copies.stages
+            for part, span in enumerate(spans)
             for call in self._chain.calls[slice(*span)]
             for _, tensor in self._chain.weights_read(call)
         }
@@ -231,24 +268,24 @@ class Staged(Strategy):
             for number, parameter in enumerate(parameters):
                 owner = self._owner_of[parameter]
                 holders = [rank for rank, known in enumerate(have) if known[number]]
-                if holders and owner not in holders:
+                if holders and not set(self._copies.ranks_of(owner)) <= set(holders):
                     state = optimizer.state.get(parameter)
                     state = self._world.from_rank(
                         None if state is None else dict(state), holders[0], "a moved state"
                     )
                     optimizer.state[parameter] = state
-                if owner != self._world.rank:
+                if owner != self._copies.stage:
                     optimizer.state.pop(parameter, None)
 
     def _keep_own(self) -> None:
         """Leave optimizers and model the parameters of this rank, and others no memory."""
-        rank, owner_of = self._world.rank, self._owner_of
+        own_stage, owner_of = self._copies.stage, self._owner_of
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
-                group["params"][:] = [p for p in group["params"] if owner_of[p] == rank]
+                group["params"][:] = [p for p in group["params"] if owner_of[p] == own_stage]
         stand_ins: dict[nn.Parameter, nn.Parameter] = {}
         for name, own in list(self._model.named_parameters(remove_duplicate=False)):
-            if owner_of[own] == rank:
+            if owner_of[own] == own_stage:
                 continue
             if own not in stand_ins:
                 empty = torch.empty_like(own, device="meta")
@@ -262,9 +299,11 @@ class Staged(Strategy):
     # -- a batch through the stages ------------------------------------------------------------
 
     def _count(self, samples: int) -> int:
-        """Into how many micro-batches a batch is split."""
-        wanted = self._asked.micro_batches or _FOR_EACH_STAGE * self._world.size
-        return min(wanted, samples)
+        """Into how many micro-batches a copy's samples of a batch are split."""
+        count = micro_batches(self.micro_batches, self._copies.stages, samples)
+        if self._rounds > 1 and count > self._copies.stages:  # its rounds are of equal length
+            count -= count % self._copies.stages
+        return count
 
     def _inputs(self, compute: Compute, batch: Batch) -> list[torch.Tensor]:
         """What forward and loss of a batch give the model, in the order of its forward."""
@@ -309,7 +348,8 @@ class Staged(Strategy):
         modes = tuple(module.training for module in self._model.modules())
         with within():
             casts = torch.is_autocast_enabled("cpu")
-        key = (trains, casts, training, modes, *((tuple(t.shape), t.dtype) for t in inputs))
+        forms = tuple((tuple(t.shape), t.dtype) for t in inputs)
+        key = (self.micro_batches, trains, casts, training, modes, forms)
         if key not in self._runs:
             if len(self._runs) >= _READY:
                 self._runs.pop(next(iter(self._runs)))
@@ -319,7 +359,7 @@ class Staged(Strategy):
     def _made(
         self, inputs: list[torch.Tensor], within: Within, *, trains: bool
     ) -> tuple[Run, list[Shape]]:
-        size, rank = len(inputs[0]), self._world.rank
+        size = len(inputs[0])
         count = self._count(size)
         own = [shape_of(one) for one in inputs]
         with torch.set_grad_enabled(trains), within():
@@ -327,11 +367,20 @@ class Staged(Strategy):
             known = {rows: self._crossing(own, rows) for rows in sizes}
             whole = [] if trains else self._crossing(own, size)[-1]
         rows = [len(part) for part in torch.arange(size).tensor_split(count)]
-        given, gives = ([known[n][rank + of] for n in rows] for of in (0, 1))
-        group = self._world.among(range(self._world.size))
-        assert group is not None
-        stage = OwnStage(self._stages[rank], group, given, gives, self._clock, within)
-        return Run(self._world, stage, count, self._asked.schedule, trains=trains), whole
+        stages = [
+            OwnStage(
+                self._stages[part],
+                part,
+                self._parts,
+                self._copies.pipeline,
+                [known[n][part] for n in rows],
+                [known[n][part + 1] for n in rows],
+                self._clock,
+                within,
+            )
+            for part in range(self._copies.stage, self._parts, self._copies.stages)
+        ]
+        return Run(self._world, stages, count, self._asked.schedule, trains=trains), whole
 
     def _crossing(self, inputs: Sequence[Shape], rows: int) -> list[list[Shape]]:
         """What each stage is given for so many rows, and last what the model gives."""
@@ -348,11 +397,17 @@ class Staged(Strategy):
                 in another way than once.
         """
         self._chain.check_constants()
-        clock = self._clock
+        clock, copies, what = self._clock, self._copies, "micro-batches of a step"
         clock.forward = clock.backward = 0
-        inputs = self._inputs(compute, batch)
+        # Of the samples whose outputs a rank has, the metrics are its own.
+        own = batch.rows(*copies.shares(batch.size)[copies.number])
+        own = own._replace(is_copy=not copies.is_last_stage)
+        if not own.size:
+            self._pass_by(what)
+            return 0, 0
+        inputs = self._inputs(compute, own)
         run, _ = self._run(inputs, self._within, trains=True)
-        pieces = batch.split(self._count(batch.size))
+        pieces = own.split(self._count(own.size))
 
         def loss_of(values: tuple[torch.Tensor, ...], number: int) -> torch.Tensor:
             self._output = [self._chain.put_together(values)]
@@ -364,7 +419,7 @@ class Staged(Strategy):
             finally:
                 self._output = None
 
-        run(inputs, loss_of, "micro-batches of a step")
+        run(inputs, loss_of, what)
         return clock.forward, clock.backward
 
     def _forward(self, _: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -389,18 +444,39 @@ class Staged(Strategy):
 
     def _evaluated(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """What the last stage gives for a batch, on every rank."""
-        run, gives = self._run(inputs, nullcontext, trains=False)
-        found = run(inputs, None, "micro-batches of an evaluation")
-        values = list(found) if found is not None else [one.like("cpu") for one in gives]
-        for value, shape in zip(values, gives, strict=True):
-            if tuple(value.shape) != shape.size:
-                raise ModelError(
-                    f"the model gives {tuple(value.shape)} for {len(inputs[0])} samples in parts, "
-                    f"and {shape.size} for all of them",
-                    do="let it give a row for each sample, or train with world.strategy=ddp",
-                )
-            self._world.broadcast(value, self._world.size - 1, "outputs of the model")
-        return values
+        copies, what = self._copies, "micro-batches of an evaluation"
+        shares = copies.shares(len(inputs[0]))
+        first, stop = shares[copies.number]
+        found: Sequence[torch.Tensor] | None = None
+        if first < stop:
+            own = [value[first:stop] for value in inputs]
+            run, gives = self._run(own, nullcontext, trains=False)
+            found = run(own, None, what)
+            if found is not None:
+                _check_rows(found, gives, stop - first)
+        else:
+            self._pass_by(what)
+        parts = []
+        for copy, (first, stop) in enumerate(shares):
+            if first < stop:
+                if found is not None and copy == copies.number:
+                    values = list(found)
+                else:
+                    values = self._room_for(inputs, stop - first)
+                for value in values:
+                    self._world.broadcast(value, copies.last_rank(copy), "outputs of the model")
+                parts.append(values)
+        return [one[0] if len(one) == 1 else torch.cat(one) for one in zip(*parts, strict=True)]
+
+    def _pass_by(self, what: str) -> None:
+        """Other copies have samples where this one has none: count it like them."""
+        with self._world.within(self._world.begun(None, what)):
+            pass
+
+    def _room_for(self, inputs: list[torch.Tensor], rows: int) -> list[torch.Tensor]:
+        """Tensors for what the model gives for so many rows."""
+        _, gives = self._run([value[:rows] for value in inputs], nullcontext, trains=False)
+        return [one.like("cpu") for one in gives]
 
     # -- around a step -----------------------------------------------------------------------
 
@@ -410,6 +486,7 @@ class Staged(Strategy):
         Raises:
             ModelError: an optimizer was given parameters since.
         """
+        self._turn = turn
         if parameters is not self._seen:
             if not self._owner_of.keys() >= set(parameters):
                 raise ModelError(
@@ -421,7 +498,11 @@ class Staged(Strategy):
             self._seen = parameters
 
     def finish(self) -> Sums:
-        """Add up losses and votes; the gradients of this stage are there."""
+        """Add up losses, votes and what the copies of this stage have; its gradients are there."""
+        if self._copies.count > 1:
+            self._copies.sum_gradients(self._turn, self._seen)
+            if self._asked.per_micro_batch:
+                self._copies.average_statistics(self._model.modules())
         numbers = torch.tensor([float(number) for number in self._own], dtype=torch.float64)
         self._world.sum(numbers, "sum of the losses")
         total, weight, votes = numbers
@@ -429,6 +510,7 @@ class Staged(Strategy):
 
     def _sum_over_stages(self, numbers: torch.Tensor) -> None:
         self._world.sum(numbers, "size of the gradients, and whether they are finite")
+        numbers /= self._copies.count  # which have the same
 
     # -- whole again -------------------------------------------------------------------------
 
@@ -475,7 +557,7 @@ class Staged(Strategy):
             kept = [
                 number
                 for number, parameter in zip(group["params"], parameters, strict=True)
-                if self._owner_of[parameter] == self._world.rank
+                if self._owner_of[parameter] == self._copies.stage
             ]
             mine.update(kept)
             groups.append({**group, "params": kept})
@@ -493,6 +575,7 @@ class Staged(Strategy):
 
         After an error there may be no ranks to get them from: then all stays as it is.
         """
+        self._copies.close()
         if not self._stages or error is not None:
             return
         del self._model.forward
@@ -511,6 +594,17 @@ class Staged(Strategy):
         self._stages.clear()
         self._runs.clear()
         self.meets_in_compute = self.takes_whole_batches = False
+
+
+def _check_rows(found: Sequence[torch.Tensor], gives: Sequence[Shape], rows: int) -> None:
+    """Whether what came in parts is what the model gives for all at once."""
+    for value, shape in zip(found, gives, strict=True):
+        if tuple(value.shape) != shape.size:
+            raise ModelError(
+                f"the model gives {tuple(value.shape)} for {rows} samples in parts, and "
+                f"{shape.size} for all of them",
+                do="let it give a row for each sample, or train with world.strategy=ddp",
+            )
 
 
 def _put(model: nn.Module, name: str, parameter: nn.Parameter) -> None:

@@ -10,13 +10,38 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from flatout.errors import ModelError
+from flatout.errors import ModelError, RecipeError
 from flatout.models import TableParameter, is_batch_coupled, is_keras, own_names
 from flatout.optim import Lamb, Lars
 from flatout.strategies.fsdp_refusals import check_known
 
 _OTHERWISE = "train with world.strategy=ddp or fsdp"
 _DDP = "train with world.strategy=ddp"
+
+
+def check_stage_count(stages: int, ranks: int) -> None:
+    """Refuse stages that ranks cannot have in whole copies.
+
+    Args:
+        stages: that are asked for; 0 for one on each rank.
+        ranks: of the job.
+
+    Raises:
+        RecipeError: saying which numbers there are.
+    """
+    if stages == 0 or (stages > 1 and ranks % stages == 0):
+        return
+    may = [number for number in range(2, ranks + 1) if ranks % number == 0]
+    *few, most = map(str, may)
+    words = f"{', '.join(few)} or {most}" if few else most
+    raise RecipeError(
+        "a model in one stage is not cut"
+        if stages == 1
+        else f"{ranks} ranks cannot have {stages} stages in whole copies",
+        where=f"world.stages={stages}",
+        do=f"set world.stages={words} with {ranks} ranks"
+        + (", or train with world.strategy=ddp" if stages == 1 else ""),
+    )
 
 
 def check_stages(

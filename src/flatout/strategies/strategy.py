@@ -44,6 +44,10 @@ class Strategy:
         shares_epochs: whether a rank may claim parts of batches as it comes to them, so that one
             that is slow takes fewer.
         takes_whole_batches: whether every rank is given each batch whole, of which the last counts.
+        alike_every: ranks so many apart have the same weights; 0 where no two have.
+        layout: what is on which rank, in words; "" where all have the same.
+        micro_batches: into how many a batch is to be split, where it passes through stages; 0 for
+            four for each.
         reduction: adds up gradients; None where none is used.
         across: adds up numbers of what this rank holds of the gradients, in place, over all ranks
             that hold the rest; None where it holds them whole.
@@ -53,6 +57,9 @@ class Strategy:
     meets_in_compute = False
     shares_epochs = False
     takes_whole_batches = False
+    alike_every = 1
+    layout = ""
+    micro_batches = 0
     reduction: Beside | None = None
     across: Callable[[torch.Tensor], None] | None = None
 

@@ -80,6 +80,12 @@ def check_settings(requested: Recipe) -> None:
             f"world.strategy={strategy} with world.staleness={staleness} has none",
             do="leave it out, or set world.strategy=parameter_server and world.staleness=sync",
         )
+    if requested.world.stages and strategy != "staged":
+        raise RecipeError(
+            f"world.stages={requested.world.stages} is about ranks that have some layers each, and "
+            f"with world.strategy={strategy} none has",
+            do="leave it out, or set world.strategy=staged",
+        )
     fragments, every = requested.world.fragments, requested.world.sync_every
     if fragments > 1 and strategy != "local_sgd":
         raise RecipeError(

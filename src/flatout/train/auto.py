@@ -8,7 +8,7 @@ too busy to measure well (auto_cache.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter as clock
 from typing import Any
@@ -21,19 +21,20 @@ from flatout.errors import OutOfMemory
 from flatout.measure import ROUGH, TrialResult, fingerprint, known_rates, machine_rates, usable_cpus
 from flatout.models import find_rewrites, fused_norms_of, may_be_slower_in_bf16, uses_convolution
 from flatout.recipe import SETTINGS, Choice, ModelFacts, Parity, Recipe, ResolvedRecipe, of_change
+from flatout.strategies.micro_batches import others_to_try
 from flatout.train import auto_cache
 from flatout.train.auto_budget import LONGEST_S, Budget
 from flatout.train.auto_capture import FIELD as CAPTURE
 from flatout.train.auto_capture import NOT_YET, Beside
 from flatout.train.auto_check import FirstCheck
-from flatout.train.auto_search import Option, Search, is_faster
+from flatout.train.auto_search import COUNT, Option, Search, is_faster
 from flatout.train.frozen_precision import Found, Planned, choose_precision, has_short_epochs
 from flatout.train.micro_batch import forget_frames, is_out_of_memory
 from flatout.train.row_tables import Tables
 from flatout.train.settings import Settings, Switch, can_switch
 from flatout.train.step import Compute, Stepper
 from flatout.words import duration
-from flatout.world import World
+from flatout.world import World, place
 
 # Fewer steps than this are over before anything is known.
 FEWEST_STEPS = 40
@@ -198,7 +199,8 @@ def _checked(
     captures = requested.get(CAPTURE) == "auto" and of_change(CAPTURE, "off", "on", facts) <= allow
     if captures and facts.draws_random:
         captures, check.dropped[CAPTURE] = False, _DRAWS
-    if not (options or threads or compiles or captures):
+    counts = _counts(requested, batch, facts, allow)
+    if not (options or threads or compiles or captures or any(counts)):
         return None, ""
     if steps is not None and steps < FEWEST_STEPS:
         return None, _too_short(steps)
@@ -220,6 +222,7 @@ def _checked(
         threads=threads,
         compiles=compiles,
         captures=captures and stepper.switch.device.type == "cpu",
+        counts=counts,
         few_s=check.few_s,
         dropped=check.dropped,
         slower=check.slower,
@@ -300,6 +303,8 @@ def started(running: ResolvedRecipe, requested: Recipe, search: Search) -> Resol
         option.field: running.choices[option.field].model_copy(update={"reason": MEASURING})
         for option in search.options
     }
+    if any(search.counts):
+        choices[COUNT] = _choice(search.plain.micro_batches, MEASURING, Parity.EXACT)
     if search.captures and not search.is_settled:
         choices[CAPTURE] = _choice(search.plain.capture, MEASURING, Parity.EXACT)
     return requested.resolve({**running.choices, **choices}, running.machine)
@@ -383,8 +388,26 @@ _MEASURED = [name for name, one in SETTINGS.items() if one.trial and one.trial.w
 def _is_open(requested: Recipe, allow: Parity) -> bool:
     """Whether the request leaves anything to measure."""
     return any(requested.get(field) == "auto" for field in (*_MEASURED, CAPTURE)) or (
-        requested.get("process.threads") == "auto" and allow >= Parity.TOLERANT
+        any(requested.get(field) == "auto" for field in ("process.threads", COUNT))
+        and allow >= Parity.TOLERANT
     )
+
+
+def _counts(
+    requested: Recipe, batch: Batch, facts: ModelFacts, allow: Parity
+) -> tuple[Sequence[int], Sequence[int]]:
+    """Other numbers of micro-batches to try, where batches pass through stages.
+
+    Statistics of a micro-batch depend on its size.
+    """
+    asked, ranks = requested.world, place().world_size
+    is_open = asked.micro_batches == "auto" and asked.batch_statistics == "whole"
+    if ranks == 1 or asked.strategy != "staged" or not is_open:
+        return (), ()
+    if of_change(COUNT, SETTINGS[COUNT].plain, 1, facts) > allow:
+        return (), ()
+    stages = asked.stages or ranks
+    return others_to_try(stages, max(1, batch.size * stages // ranks))
 
 
 def _plain_choices(requested: Recipe, stepper: Stepper, allow: Parity) -> Choices:
@@ -487,12 +510,15 @@ def _choices(search: Search, facts: ModelFacts) -> Choices:
             choices[option.field] = _choice(option.value, why, parity, trial or search.together)
         else:
             words = "one thread" if option.field == "process.threads" else option.value
+            words = f"{words} micro-batches" if option.field == COUNT else words
             why = f"{words} {_objection(search, option)}"
             choices[option.field] = _choice(plain, why, Parity.EXACT)
     for name, why in search.dropped.items():
         if name in SETTINGS and name not in choices:
             plain = getattr(search.plain, name.partition(".")[2])
             choices[name] = _choice(plain, why, Parity.EXACT)
+    if any(search.counts) and COUNT not in choices:
+        choices[COUNT] = _choice(search.plain.micro_batches, _NOT_MEASURED, Parity.EXACT)
     if search.captures and CAPTURE not in choices:
         choices[CAPTURE] = _choice(search.plain.capture, _NOT_MEASURED, Parity.EXACT)
     return choices

@@ -21,6 +21,7 @@ from flatout.models import adapter_of
 from flatout.recipe import PLAIN, Parity, Recipe, ResolvedRecipe, dumps, loads
 from flatout.train.lengths import ByLength
 from flatout.train.step import Stepper
+from flatout.world import place
 
 # What a file beside a Recipe ends in, where settings depend on the length of a step's batches.
 _LENGTHS = ".lengths.json"
@@ -36,6 +37,7 @@ def key(
     parts: dict[str, Any] = {
         "version": flatout.__version__,
         "machine": fingerprint().digest,
+        "ranks": place().world_size,
         "process": [stepper.switch.now.allocator, torch.get_num_threads()],
         "model": adapter_of(model).structure(),
         "parameters": [(n, list(p.shape), p.requires_grad) for n, p in model.named_parameters()],

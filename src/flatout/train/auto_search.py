@@ -8,13 +8,14 @@
     4  one by one  each option against the best settings so far without it; what is not measured
                    faster goes (where all together have won: what surely gives nothing), and what
                    others have changed since is tried once more
-    5  the whole   what is left against plain, where not all together have won; if that does not
+    5  parts       of a batch that passes through stages: more or fewer of them
+    6  the whole   what is left against plain, where not all together have won; if that does not
                    win, plain it is
-    6  by length   where batches change in length: other settings for short ones or for long ones,
+    7  by length   where batches change in length: other settings for short ones or for long ones,
                    with all the switching between them
-    7  compile     only where the run is long enough to repay the compilation, and the whole step
+    8  compile     only where the run is long enough to repay the compilation, and the whole step
                    is not to be compiled beside it
-    8  capture     the whole step as one graph, once that is compiled (auto_capture.py)
+    9  capture     the whole step as one graph, once that is compiled (auto_capture.py)
 
 Where a roofline knows this machine's rates, what it promises most of comes first, and what cannot
 return more than noise is not tried.
@@ -25,7 +26,7 @@ The search is a generator: it yields Blocks of the job's own steps and is sent w
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -59,6 +60,8 @@ _FAULT_S, _WORTH = 2.5e-7, 0.01
 SHORT_STEP_S = 0.02
 # A/A noise above which an answer holds for this run only.
 NOISE = 0.2
+COUNT = "world.micro_batches"
+"""The number of parts in which a batch passes through stages."""
 _BUSY = "stays as it was: the machine is too busy to measure"
 # A compilation may take so long, and so long for each module of the model.
 _COMPILE_S = (30.0, 1.0)
@@ -148,6 +151,8 @@ class Search:
         compiles: whether compiling may be tried.
         captures: whether the whole step may be compiled beside the run.
         prefers_capture: whether that is to be done, so that the model is not compiled.
+        counts: other numbers of micro-batches, larger ones and smaller ones, the nearest first;
+            none where ranks have no stages.
         few_s: seconds that forward and backward of a few samples take, where they were measured.
         is_settled: whether an earlier run has tried all; but for the whole step, where `captures`.
 
@@ -181,6 +186,7 @@ class Search:
     compiles: bool = False
     captures: bool = False
     prefers_capture: Callable[[], bool] = lambda: False
+    counts: tuple[Sequence[int], Sequence[int]] = ((), ())
     few_s: float | None = None
     is_settled: bool = False
     promises: dict[str, Promise] = field(default_factory=dict)
@@ -242,6 +248,7 @@ class Search:
             one = Option("process.threads", Trial(1, bool, why=why))
             self.options.append(one)
         yield from self._one_by_one()
+        yield from self._micro_batches()
         yield from self._confirm()
         yield from self._by_length()
         if self.compiles and not (self.captures and self.prefers_capture()):
@@ -415,6 +422,25 @@ class Search:
         chosen = self.best.other_than(self.plain)
         (self.kept if field in chosen else self.dropped)[field] = _BUSY
         return True
+
+    def _micro_batches(self) -> _Steps:
+        """More of them as long as that is faster; where it is not, fewer."""
+        before = self.best
+        reasons = ("ranks idle for less time", "parts are larger")
+        for why, numbers in zip(reasons, self.counts, strict=True):
+            for number in numbers:
+                off, on = self.best, self.best.but(micro_batches=number)
+                result = yield from self._compare(off, on, 1.0, COUNT)
+                wins = result is not None and is_faster(result)
+                if result is not None and (wins or off == before):
+                    self.results[COUNT] = result
+                    option = Option(COUNT, Trial(number, bool, why=why))
+                    self.options = [o for o in self.options if o.field != COUNT] + [option]
+                if not wins:
+                    break
+                self.best = on
+            if self.best != before:
+                return
 
     def _by_length(self) -> _Steps:
         """Settings by length against the best for all, with what it takes to switch between them.

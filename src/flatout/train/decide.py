@@ -317,7 +317,8 @@ def _stages(
             do="train with flatout.Trainer, or with world.strategy=ddp or fsdp",
         )
     world = resolved.world
-    asked = Asked(world.schedule, world.micro_batches, world.batch_statistics == "per_micro_batch")
+    own_statistics = world.batch_statistics == "per_micro_batch"
+    asked = Asked(world.stages, world.schedule, own_statistics)
     casts = resolved.compute.precision != "fp32"
     within = loop.stepper.switch.autocast if casts else nullcontext
     given = (compute, first[0])

@@ -187,7 +187,8 @@ class Fit:
         loop.uncounted = self._uncounted
         figures = self._figures()
         if loop.world.size > 1:
-            loop.say(self._ranks_in_words())
+            tell = loop.note if loop.stepper.strategy.layout else loop.say
+            tell(self._ranks_in_words())
         if isinstance(self.source, Pipeline):
             for note in (*self.trainer.input_lines, *self.source.notes()):
                 loop.say(f"input: {note}")
@@ -241,7 +242,7 @@ class Fit:
         each = f" x {torch.get_num_threads()} CPU" if device.type == "cpu" else " of a GPU each"
         assert self.loop.resolved is not None
         asked = self.loop.resolved.world
-        words = f"{ranks} ranks{each}, {asked.strategy}"
+        words = f"{ranks} ranks{each}, {self.loop.stepper.strategy.layout or asked.strategy}"
         if asked.strategy == "local_sgd":
             words += f" with an average every {asked.sync_every} steps"
         if asked.strategy == "parameter_server":
@@ -557,8 +558,10 @@ class Fit:
         state, loop = self.state, self.loop
         loop.check_numbers(self.compute)
         loop.meet_others()
-        if not loop.takes_whole_batches and self._is_time_to_compare():
-            check_replicas(self.objective.model, loop.world, f"after epoch {state.epoch + 1}")
+        every = loop.stepper.strategy.alike_every
+        if every and self._is_time_to_compare():
+            after = f"after epoch {state.epoch + 1}"
+            check_replicas(self.objective.model, loop.world, after, every=every)
         logs = {"loss": loop.mean_loss(), **self._results()}
         self._check_loss(logs["loss"])
         state.logs = logs

@@ -175,6 +175,7 @@ class Stepper:
             self.strategy.renew()
         self._use_autocast = settings.precision != "fp32"
         self._captures = settings.capture == "on"
+        self.strategy.micro_batches = settings.micro_batches
         for turn in self.turns.values():
             turn.update.refresh()
             if settings.precision != "fp16":

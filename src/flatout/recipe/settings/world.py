@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from flatout.recipe.parity import Parity, redrawn_if
-from flatout.recipe.setting import NotNegative, Positive, Section, Switch, setting
+from flatout.recipe.setting import Live, NotNegative, Positive, Section, Switch, setting
 
 CudaDevice = Annotated[
     str, Field(pattern=r"^cuda:(0|[1-9][0-9]*)$", json_schema_extra={"allowed": "cuda:N"})
@@ -45,21 +45,36 @@ class World(Section):
         learns="local_sgd",
         words="{}",
     )
-    schedule: Literal["1f1b", "gpipe"] = setting(
+    stages: NotNegative = setting(
+        0,
+        'Into how many stages `strategy = "staged"` cuts the model. 0 is one for each rank. Of '
+        "fewer stages the ranks have several copies, each of which takes its share of a batch: 4 "
+        "ranks with `stages = 2` are two copies of two stages, and each stage adds up the "
+        "gradients of its copies.",
+        # The same sums in another order.
+        parity=Parity.TOLERANT,
+        words="{} stages",
+    )
+    schedule: Literal["1f1b", "gpipe", "interleaved"] = setting(
         "1f1b",
         'In which order `strategy = "staged"` computes: `gpipe` runs the forward of all '
         "micro-batches, then the backward of all; `1f1b` begins a backward as soon as it can, so "
-        "that fewer activations are kept.",
+        "that fewer activations are kept; `interleaved` does so with two parts of the model on "
+        "each rank, which halves the time that ranks idle, and sends more.",
         # Gradients of the same micro-batches in the same order.
         parity=Parity.TOLERANT,
         words="schedule {}",
     )
-    micro_batches: NotNegative = setting(
-        0,
-        'Into how many parts `strategy = "staged"` splits a batch, which is as large as ever. 0 is '
-        "four for each stage. More of them leave ranks idle for less time, and make each smaller.",
-        parity=Parity.TOLERANT,
+    micro_batches: Literal["auto"] | NotNegative = setting(
+        "auto",
+        'Into how many parts `strategy = "staged"` splits a batch, or a copy its share of it. More '
+        "of them leave ranks idle for less time, and make each smaller. 0 is four for each stage; "
+        "`auto` begins with that, and takes what is measured to be faster on the job's own steps.",
+        plain=0,
+        parity=lambda facts: redrawn_if(facts.draws_from_a_stream, Parity.TOLERANT),
         words="{} micro-batches",
+        live=Live(),
+        unmeasured=lambda at: (0, "four for each stage"),
     )
     batch_statistics: Literal["whole", "per_micro_batch"] = setting(
         "whole",

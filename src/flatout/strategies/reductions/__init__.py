@@ -1,8 +1,20 @@
 """How the gradients of all ranks are added up: a file per reduction."""
 
 from flatout.strategies.reductions.beside import Beside
-from flatout.strategies.reductions.choose import check_reduction, reduction_of
+from flatout.strategies.reductions.choose import (
+    check_reduction,
+    reduction_among,
+    reduction_of,
+)
 from flatout.strategies.reductions.reduction import Flat, Reduction
 from flatout.strategies.reductions.shared import Shared
 
-__all__ = ["Beside", "Flat", "Reduction", "Shared", "check_reduction", "reduction_of"]
+__all__ = [
+    "Beside",
+    "Flat",
+    "Reduction",
+    "Shared",
+    "check_reduction",
+    "reduction_among",
+    "reduction_of",
+]

@@ -94,6 +94,15 @@ def reduction_of(
     return _among(asked, whole)
 
 
+def reduction_among(group: Group, world: World) -> Reduction:
+    """The library's own, or memory that the ranks share, among some ranks of one or more nodes.
+
+    All ranks call it at once, each for its own group.
+    """
+    meeting = meeting_of(group, world.timeout_s) if world.place.nodes == 1 else None
+    return AllReduce(group) if meeting is None else Shared(group, meeting)
+
+
 def _among(asked: Asked, group: Group) -> Reduction:
     match asked.compression:
         case "fp16":

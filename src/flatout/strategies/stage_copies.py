@@ -1,0 +1,155 @@
+"""Stages times copies: which ranks have a stage, and how the copies of one add up their gradients.
+
+Each copy of the model lies on ranks that follow one another, a stage on each, and takes its own
+samples of every batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from flatout.strategies.buckets import Bucket, bucket_groups
+from flatout.strategies.reductions import Beside, reduction_among
+from flatout.strategies.strategy import Tensors
+from flatout.world import Group, World
+
+# Of one set of optimizers, so that a bucket's number tells whose it is.
+_MOST_BUCKETS = 1 << 20
+
+
+class Copies:
+    """The ranks of a job as copies of a model in stages; all ranks make it.
+
+    Args:
+        world: of this rank.
+        stages: of the model; the ranks are a multiple of it.
+
+    Attributes:
+        stages, count: how many stages, and how many copies of each.
+        stage, number: which stage and copy are this rank's, from 0. The first copy's ranks have
+            the numbers of their stages.
+        pipeline: the ranks of this copy, one for each stage.
+    """
+
+    def __init__(self, world: World, stages: int) -> None:
+        self._world = world
+        self.stages, self.count = stages, world.size // stages
+        self.number, self.stage = divmod(world.rank, stages)
+        every = range(world.size)
+        pipeline = world.among(*(every[first : first + stages] for first in every[::stages]))
+        assert pipeline is not None
+        self.pipeline: Group = pipeline
+        # The ranks that have this stage, one for each copy.
+        self._peers = world.among(*map(self.ranks_of, range(stages))) if self.count > 1 else None
+        self._reduction: Beside | None = None
+        # By turn of the job's optimizers.
+        self._buckets: dict[int, tuple[list[torch.Tensor], list[Bucket]]] = {}
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank computes losses."""
+        return self.stage == self.stages - 1
+
+    @property
+    def words(self) -> str:
+        """Such as "in 2 x 2 copies"; empty for one copy."""
+        return f" in {self.stages} x {self.count} copies" if self.count > 1 else ""
+
+    def last_rank(self, copy: int) -> int:
+        """The rank of the World that has a copy's last stage."""
+        return (copy + 1) * self.stages - 1
+
+    def ranks_of(self, stage: int) -> range:
+        """The ranks of the World that have a stage, one for each copy."""
+        return range(stage, self.stages * self.count, self.stages)
+
+    def shares(self, rows: int) -> list[tuple[int, int]]:
+        """Of so many rows each copy's, from the first to before the second; some may have none."""
+        ends = [rows * copy // self.count for copy in range(self.count + 1)]
+        return list(pairwise(ends))
+
+    @torch.no_grad()
+    def sum_gradients(self, turn: int, parameters: Tensors) -> None:
+        """Make gradients the sums of those of all copies; None stays where no copy has one.
+
+        Args:
+            turn: which of the job's optimizers step, from 1.
+            parameters: what they train of this stage, in the same order on all its ranks.
+        """
+        # One collective of all ranks, however much a stage has to send.
+        with self._world.within(self._world.begun(None, "sum of each stage's gradients")):
+            buckets = self._buckets_of(turn, [p for p in parameters if p.requires_grad])
+            sending = []
+            for bucket in buckets:
+                bucket.fill()
+                bucket.more[:] = torch.tensor(bucket.used, dtype=bucket.more.dtype)
+                sending.append(self._beside().begin(bucket.whole))
+            for bucket, work in zip(buckets, sending, strict=True):
+                work.wait()
+                _give_out(bucket)
+
+    def _buckets_of(self, turn: int, parameters: list[torch.Tensor]) -> list[Bucket]:
+        known, buckets = self._buckets.get(turn, ([], []))
+        if list(map(id, known)) == list(map(id, parameters)):
+            return buckets
+        groups = bucket_groups(parameters)
+        first = (turn - 1) * _MOST_BUCKETS
+        buckets = [
+            Bucket(first + place, group, "", self._beside(), len(group))
+            for place, group in enumerate(groups)
+        ]
+        self._buckets[turn] = parameters, buckets
+        return buckets
+
+    def _beside(self) -> Beside:
+        if self._reduction is None:
+            assert self._peers is not None
+            found = reduction_among(self._peers, self._world)
+            self._reduction = Beside(found, torch.device("cpu"))
+        return self._reduction
+
+    @torch.no_grad()
+    def average_statistics(self, modules: Iterable[nn.Module]) -> None:
+        """Make the moving statistics of BatchNorm in training the mean of all copies'."""
+        found: list[torch.Tensor] = [
+            statistic
+            for module in modules
+            if isinstance(module, _BatchNorm) and module.training
+            for statistic in (
+                module.running_mean,
+                module.running_var,
+                module.num_batches_tracked,
+            )
+            if statistic is not None and not statistic.is_meta
+        ]
+        with self._world.within(self._world.begun(None, "statistics of each stage's copies")):
+            if found:
+                flat = torch.cat([one.reshape(-1).double() for one in found])
+                assert self._peers is not None
+                dist.all_reduce(flat, group=self._peers.channel)
+                _write(flat / self.count, found)
+
+    def close(self) -> None:
+        """End what adds up."""
+        self._buckets.clear()
+        if self._reduction is not None:
+            self._reduction.close()
+            self._reduction = None
+
+
+def _give_out(bucket: Bucket) -> None:
+    """Sums become the gradients, of what any copy has used."""
+    used = bucket.more.tolist()
+    for parameter, view, use in zip(bucket.parameters, bucket.views, used, strict=True):
+        parameter.grad = view if use else None
+
+
+def _write(flat: torch.Tensor, into: Sequence[torch.Tensor]) -> None:
+    for part, tensor in zip(torch.split(flat, [one.numel() for one in into]), into, strict=True):
+        tensor.copy_(part.view_as(tensor))
