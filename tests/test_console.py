@@ -57,6 +57,17 @@ def test_lines_are_broken_between_words_where_a_terminal_is_narrow():
     assert lines[-1] == "    where where where it-is-not-cut-here"
 
 
+def test_what_is_said_on_a_terminal_is_broken_between_words(monkeypatch):
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 40, 0, 0))
+    with os.fdopen(theirs, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        say("features: kept behind features.23 (51.4 MB on disk)")
+    with os.fdopen(ours, "rb", buffering=0) as read:
+        shown = read.read(4096).decode().split("\r\n")
+    assert shown[:2] == ["flatout: features: kept behind", "  features.23 (51.4 MB on disk)"]
+
+
 @buffered_or_not
 def test_a_process_says_it_at_once(variables):
     program = "sys.stderr.write('begun, ')\nsay('naïve ☂')\nos._exit(0)"

@@ -50,13 +50,15 @@ def say_once(line: str) -> None:
 def say_as_is(*lines: str) -> None:
     """Print lines on stderr, at once and in one piece, as other processes may print too.
 
+    On a terminal they are broken between words.
+
     Where stderr was closed no one is told, and nothing fails for that: what lay in its buffer would
     be tried again when Python ends, and turn an exit code of 0 into 120.
     """
-    text = printable("\n".join(lines))
     stream = sys.stderr
     if stream is None:  # as Python leaves it where it begins without one
         return
+    text = folded(printable("\n".join(lines)), stream)
     raw = getattr(getattr(stream, "buffer", None), "raw", None)
     with suppress(OSError, ValueError):
         if raw is None:  # a notebook's, or one of the user's own

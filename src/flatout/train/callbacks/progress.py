@@ -15,6 +15,7 @@ from rich.progress import BarColumn, TaskID, TextColumn
 from rich.progress import Progress as RichProgress
 from rich.table import Column, Table
 
+from flatout.console import folded
 from flatout.terminal import Console
 from flatout.train.callbacks.callback import Callback
 from flatout.train.callbacks.rate import Rate
@@ -176,7 +177,8 @@ class Progress(Callback):
 
     def _say(self, line: str) -> None:
         self._said_at = perf_counter()
-        self._out.print(line, markup=False, highlight=False, soft_wrap=True)
+        text = folded(line, self._out.file)
+        self._out.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _close(self) -> None:
         if self._bar is not None:
