@@ -6,15 +6,18 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "world"))
-from world_ranks import run
+from node_pair import both
+from two_hosts import ADDRESSES, Hosts, cannot_be_made
+from world_ranks import free_port, run
 
 JOB = """
     import os
     import sys
+    from dataclasses import replace
 
     import torch
 
-    where, hosts = sys.argv[-2:]
+    where, hosts, sent_s = sys.argv[-3:]
     if hosts == "2":  # each rank is alone on its host, with a cache of its own
         os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         os.environ["FLATOUT_CACHE"] += os.environ["RANK"]
@@ -22,22 +25,27 @@ JOB = """
     from torch import nn
 
     import flatout
-    from flatout.data import FeatureStore
     from flatout.train import features as kept
+    from flatout.train.feature_rows import ModelRows
     from flatout.train.frozen_choice import Choice
     from flatout.world import join
 
-    computed, put = 0, FeatureStore.put
+    computed, compute = 0, ModelRows._computed
 
 
-    def counted(store, slots, values):
+    def counted(rows, cut, inputs, samples, **more):
         global computed
-        computed += len(slots)
-        put(store, slots, values)
+        computed += samples
+        return compute(rows, cut, inputs, samples, **more)
 
 
-    FeatureStore.put = counted
-    kept.choose = lambda options, *rest: Choice(options[0], plain_s=1.0, later_s=0.1, pays_from=2)
+    def choose(options, *rest):
+        option = replace(options[0], saved_s=0.9, sent_s=float(sent_s))
+        return Choice(option, plain_s=1.0, later_s=0.1, pays_from=2)
+
+
+    ModelRows._computed = counted
+    kept.choose = choose
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(4), nn.Flatten(), nn.Linear(72, 3)
@@ -51,13 +59,13 @@ JOB = """
     )
     if join().is_first:
         print(model[-1].weight.double().sum().item(), computed)
-        print(history.features and history.features["line"])
+        print([history.features and history.features["line"], *history.notes])
 """
 
 
-def fitted(folder, *arguments):
-    """Of two ranks a sum of weights, and how many samples the first one computed; a line."""
-    said = run(JOB, 2, folder, *arguments)
+def fitted(folder, *arguments, sent_s="inf"):
+    """Of two ranks a sum of weights, and how many samples the first one computed; lines."""
+    said = run(JOB, 2, folder, *arguments, sent_s)
     figures, line = said[0][0].splitlines()
     weights, computed = figures.split()
     return weights, int(computed), line
@@ -84,3 +92,64 @@ def test_each_host_comes_to_need_all_rows_and_says_so(tmp_path, plain):
     # All of the training's but for a few that were drawn for the other host each time.
     assert 55 + 12 <= computed <= 60 + 12
     assert "each of 2 hosts computes and keeps all rows" in line
+    assert "came from other hosts" not in line
+
+
+@pytest.mark.slow
+def test_a_host_gets_the_rows_that_another_one_has_once(tmp_path, plain):
+    weights, computed, line = fitted(tmp_path, "disk", "2", sent_s="0.1")
+    assert weights == plain[0]
+    assert computed == 30 + 12  # what came to it in the first epoch
+    assert (
+        "each of 2 hosts gets the rows that another one has, once: 100 ms a row, computing 900"
+        in line
+    )
+    assert "rows came from other hosts" in line
+    # Another run finds all of them on its own disk.
+    weights, computed, line = fitted(tmp_path, "disk", "2", sent_s="0.1")
+    assert (weights, computed) == (plain[0], 0)
+    assert "came from other hosts" not in line
+
+
+HOSTS_JOB = """
+    import os
+
+    os.environ["FLATOUT_CACHE"] += os.environ["GROUP_RANK"]  # a disk of its own
+
+    import torch
+    from torch import nn
+
+    import flatout
+
+    torch.manual_seed(0)
+    deep = [layer for _ in range(4) for layer in (nn.Conv2d(16, 16, 3, padding=1), nn.ReLU())]
+    first, pool = nn.Conv2d(3, 16, 3, padding=1), nn.MaxPool2d(4)
+    model = nn.Sequential(first, *deep, pool, nn.Flatten(), nn.Linear(1024, 3))
+    model[:-1].requires_grad_(False)
+    x, y = torch.randn(96, 3, 32, 32), torch.randint(0, 3, (96,))
+    recipe = flatout.Recipe(input={"features": "disk"}, compute={"precision": "fp32"})
+    trainer = flatout.Trainer(model, optimizer="sgd", lr=0.1, recipe=recipe)
+    trainer.fit(x, y, batch_size=16, epochs=6)
+"""
+
+
+@pytest.mark.root
+@pytest.mark.slow
+@pytest.mark.parametrize("is_slow", [False, True], ids=["fast link", "slow link"])
+def test_the_measured_link_decides_between_two_hosts(tmp_path, is_slow):
+    if why := cannot_be_made():
+        pytest.skip(why)
+    with Hosts() as hosts:
+        if is_slow:  # a row of 4 kB takes some 30 ms
+            hosts.slow("1mbit")
+        nodes = both(
+            tmp_path,
+            rendezvous=f"{ADDRESSES[0]}:{free_port()}",
+            befores=hosts.before,
+            script=HOSTS_JOB,
+        )
+        assert [node.end() for node in nodes] == [0, 0], [node.said for node in nodes]
+    said = nodes[0].said
+    chosen = "computes and keeps all rows: sending takes" if is_slow else "gets the rows that"
+    assert f"each of 2 hosts {chosen}" in said, said
+    assert ("48 rows came from other hosts" in said) is not is_slow, said

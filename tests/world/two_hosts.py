@@ -50,6 +50,13 @@ class Hosts:
         """Pull the cable out of the first host."""
         ip("-n", self.names[0], "link", "set", "eth0", "down")
 
+    def slow(self, rate):
+        """Let each host send so much a second, such as "1mbit"."""
+        for before in self.before:
+            command = ["tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", rate]
+            command += ["burst", "4kb", "latency", "400ms"]
+            subprocess.run([*before, *command], check=True, capture_output=True, text=True)
+
     def mend(self):
         """Put it in again."""
         ip("-n", self.names[0], "link", "set", "eth0", "up")

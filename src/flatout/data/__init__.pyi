@@ -6,6 +6,7 @@ from flatout.data.batch import map_tensors as map_tensors
 from flatout.data.batch import named_tensors as named_tensors
 from flatout.data.batch import rows_of_samples as rows_of_samples
 from flatout.data.batch import tensors_in as tensors_in
+from flatout.data.block import Numbers as Numbers
 from flatout.data.buffers import Buffers as Buffers
 from flatout.data.classes import listed as listed
 from flatout.data.conversion.convert import convert as convert
@@ -31,6 +32,7 @@ from flatout.data.execution.row_store import SharedRows as SharedRows
 from flatout.data.execution.row_store import layout_of as layout_of
 from flatout.data.execution.samples import name_of as name_of
 from flatout.data.execution.samples import takes_rng as takes_rng
+from flatout.data.execution.turns import Turns as Turns
 from flatout.data.execution.unchanged import Attributes as Attributes
 from flatout.data.execution.worker_tuner import Workers as Workers
 from flatout.data.explanation import Explanation as Explanation
@@ -48,6 +50,7 @@ from flatout.data.mixture import Mixture as Mixture
 from flatout.data.mixture import mix as mix
 from flatout.data.normalization import Normalization as Normalization
 from flatout.data.normalization import holds_bytes as holds_bytes
+from flatout.data.numbering import drawn_of as drawn_of
 from flatout.data.numbering import numbered as numbered
 from flatout.data.numbering import stays_with_rank as stays_with_rank
 from flatout.data.origins import is_stream as is_stream

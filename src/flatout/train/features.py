@@ -6,6 +6,7 @@ store has, what it has; of the others, what the prefix gives now, which is kept.
 them in place of its inputs.
 
     feature_rows.py         stores, and batches that are made of their rows
+    sent_rows.py            rows that come from other hosts
     feature_costs.py        what it takes to make, read and write a row
     evaluated_features.py   evaluations outside of a fit
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from math import inf
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from flatout.data import (
     Numbered,
     Pipeline,
     Source,
+    drawn_of,
     numbered,
     stays_with_rank,
     tensors_in,
@@ -42,6 +45,7 @@ from flatout.train.frozen_candidates import agreed_cuts
 from flatout.train.frozen_choice import Choice, FeatureOption, choose
 from flatout.train.given_inputs import GivenInputs
 from flatout.train.loop_state import LoopState
+from flatout.train.sent_rows import SentRows
 from flatout.train.snapshot import untouched
 from flatout.train.watch_calls import Calls
 
@@ -77,13 +81,14 @@ class FrozenFeatures:
         self._opened: dict[str, FeatureRows] = {}  # of each cut, while it is looked at
         self._of_source: dict[int, tuple[Source, FeatureRows | None]] = {}
         self._decided_in = -1  # the epoch of the latest decision
-        self._has_dropped = self._restarts = self._trains = False
+        self._has_dropped = self._restarts = self._trains = self._is_sending_told = False
         self._say = loop.say  # before the first epoch no progress line would show it
         self._pixels: Pipeline | None = None
         self._hindrance = ""  # what keeps more of the model from being frozen
         self._waits: bool | None = None  # whether features wait for the settings
         self._evaluated = EvaluatedFeatures(self, loop, model)
         self._calls, self._given = calls, GivenInputs(loop)
+        self._sent: SentRows | None = None  # where this host gets rows from others
 
     # -- training ----------------------------------------------------------------------------
 
@@ -144,7 +149,22 @@ class FrozenFeatures:
             self._decide(source, self._loop.ready(first[0]) if first else None, epoch)
         self._restarts = False
         self._say = self._loop.note
+        if self._sent is not None:
+            self._bring(self._sent, source, part, epoch)
         return True
+
+    def _bring(self, sent_rows: SentRows, source: Source, part: Source, epoch: int) -> None:
+        """Get the rows of an epoch that other hosts have; all ranks come here."""
+        rows = self.rows_of(source)
+        drawn = None if rows is None else drawn_of(part, epoch)
+        if not all(self._loop.world.gather(drawn is not None, "whether rows are sent")):
+            return
+        assert rows is not None
+        assert drawn is not None
+        sent = sent_rows.bring(rows, drawn)
+        if sent.rows and not self._is_sending_told:
+            self._is_sending_told = True
+            self._say(f"features: {sent}")
 
     def read_from(self, part: Source) -> Source:
         """What batches are read from: where decoded pixels are kept, a pipeline with a cache."""
@@ -268,9 +288,15 @@ class FrozenFeatures:
         if found or not cuts or batch is None:
             return
         left = None if loop.planned_epochs is None else loop.planned_epochs - epoch
+        sent_rows = SentRows(loop.world) if self._may_send(source) else None
+        rate = 0.0 if sent_rows is None else sent_rows.rate()
         # Backward takes about twice as long as forward.
-        choice = self.choose(source, cuts, batch, left, passes=3)
-        name = loop.world.from_first("" if choice.kept is None else choice.kept.name)
+        choice = self.choose(source, cuts, batch, left, 3, rate)
+        kept = choice.kept
+        name, is_sent = loop.world.from_first(
+            ["", False] if kept is None else [kept.name, kept.is_sent]
+        )
+        self._sent = sent_rows if is_sent else None
         if name:
             self._use(source, next(cut for cut in cuts if cut.name == name), choice)
         elif not self._keep_pixels(source, batch, epoch, choice.why):
@@ -318,8 +344,20 @@ class FrozenFeatures:
             return "a batch of one sample does not tell whether samples depend on each other"
         return ""
 
+    def _may_send(self, source: Source) -> bool:
+        """Whether hosts may get rows from one another: all ranks begin each epoch together."""
+        loop = self._loop
+        moves = loop.world.place.nodes > 1 and not stays_with_rank(source)
+        return moves and loop.feed.claims is None and not loop.has_servers
+
     def choose(
-        self, source: Source, cuts: Sequence[Cut], batch: Batch, left: int | None, passes: int
+        self,
+        source: Source,
+        cuts: Sequence[Cut],
+        batch: Batch,
+        left: int | None,
+        passes: int,
+        rate: float = 0.0,
     ) -> Choice:
         """What is kept of a source, by measuring.
 
@@ -329,6 +367,7 @@ class FrozenFeatures:
             batch: of the source, ready on the device.
             left: how many times its samples will be read; None where that is not known.
             passes: what is done behind a cut takes so many times its forward.
+            rate: bytes a second that this rank gets from other hosts; 0 where it gets none.
         """
         loop, samples = self._loop, numbered(source)
         assert isinstance(samples, Numbered)
@@ -347,17 +386,19 @@ class FrozenFeatures:
                 cut.rest(features)
                 rest_s, _ = timed(partial(cut.rest, features))
                 rest_s /= measured.size
+                size, store = cut.bytes_per_sample, rows.store
+                read_s = size / read_rate(store.where, store.whole_bytes)
                 option = FeatureOption(
                     cut.name,
                     saved_s=prefix_s / measured.size + made_s,
-                    bytes=cut.bytes_per_sample,
+                    bytes=size,
                     variants=samples.variants,
-                    read_s=cut.bytes_per_sample
-                    / read_rate(rows.store.where, rows.store.whole_bytes),
-                    room=room(rows.store.where),
+                    read_s=read_s,
+                    room=room(store.where),
                     filled=min(1.0, filled * (hosts if stays else 1)),
                     hosts=hosts,
                     stays=stays,
+                    sent_s=size / rate + 2 * read_s if rate else inf,  # it is read there, kept here
                 )
                 options.append(option)
         step_s = max(option.saved_s for option in options) + passes * rest_s

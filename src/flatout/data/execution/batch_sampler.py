@@ -101,6 +101,11 @@ class BatchSampler:
             start + size * (self.rank + 1) // self.world_size,
         )
 
+    def places(self) -> Numbers:
+        """Where in the order the rows stand that this rank works on in an epoch."""
+        parts = [np.arange(*self.bounds(step)) for step in range(self.steps)]
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
     def before(self, step: int) -> int:
         """Where in the order the row stands that comes before this rank's part of batch `step`.
 

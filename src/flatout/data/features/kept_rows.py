@@ -48,6 +48,7 @@ class KeptRows:
     each finds what the others have put.
 
     Attributes:
+        name: of its files: the same for the same key and form of rows, on any host.
         where: "memory" or "disk".
         free: bytes that were free there when it was opened, within the budget.
         reason: why it is there, for people.
@@ -58,6 +59,7 @@ class KeptRows:
 
     def __init__(self, opened: Opened) -> None:
         self._log = opened.log
+        self.name = opened.name
         self.where: Literal["memory", "disk"] = "disk" if self._log.is_on_disk else "memory"
         self.free = opened.free
         self.reason = opened.reason

@@ -19,7 +19,6 @@ class NamedStore(KeptRows):
 
     def __init__(self, opened: Opened) -> None:
         self._at: dict[bytes, int] = {}
-        self._file_name = opened.name
         super().__init__(opened)
 
     @classmethod
@@ -99,7 +98,7 @@ class NamedStore(KeptRows):
         """Close it, and remove what is kept on the disk: no one will ask for it."""
         self.close()
         if self.where == "disk":
-            remove_rows(self._file_name)
+            remove_rows(self.name)
 
     def _places_now(self, names: Sequence[bytes]) -> Numbers:
         return np.array([self._at.get(name, -1) for name in names], np.int64)
