@@ -14,6 +14,7 @@ from flatout.doctor.checks import (
 )
 from flatout.observe import (
     Ablation,
+    Backbone,
     Call,
     InLoss,
     Lapse,
@@ -1088,3 +1089,13 @@ def test_only_an_order_that_is_wrong_for_certain_is_told():
 
 def test_a_second_reader_needs_a_second_cpu():
     assert look_of("one_reader")(starving(loader=READS_ONE, usable_cpus=1)) == []
+
+
+def test_a_backbone_that_the_script_calls_by_itself_is_told():
+    look = look_of("frozen_recomputed")
+    backbone = Backbone("torchvision.models.resnet.ResNet", HERE, 6.0)
+    (found,) = look(job(backbones=[backbone], model={"frozen_share": None}))
+    assert "ResNet, which nothing trains, is called by itself in each step" in found.what
+    assert (found.cost_ms, found.where) == (6.0, "train.py:7")
+    assert found.recipe == {"script.features": "memory"}
+    assert look(job(backbones=[replace(backbone, ms=0.001)])) == []

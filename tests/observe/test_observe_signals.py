@@ -254,6 +254,31 @@ def test_the_time_of_frozen_parts_and_autocast_within(monkeypatch):
     assert not body._forward_pre_hooks
 
 
+@pytest.mark.parametrize("how", ["frozen", "no_grad", "dropout", "moves", "seldom"])
+def test_a_backbone_that_steps_call_by_itself_is_timed(monkeypatch, how):
+    monkeypatch.delitem(sys.modules, "torch._dynamo.utils", raising=False)
+    backbone = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5) if how == "dropout" else nn.ReLU())
+    backbone.requires_grad_(how == "no_grad")
+    now = [0]  # ns; each layer takes 1e6
+    monkeypatch.setattr("flatout.observe.inside.perf_counter_ns", lambda: now[0])
+    for layer in backbone:
+        layer.register_forward_hook(lambda *_: now.__setitem__(0, now[0] + 10**6))
+    watch, seen = Watch(), SeenModel(backbone)
+    Inside(torch, watch)
+    watch.models.append(seen)
+    for step in range(1, 9):
+        if how != "seldom" or step == 5:
+            with torch.set_grad_enabled(how != "no_grad"):
+                backbone(torch.ones(4, 8))
+        if how == "moves":
+            with torch.no_grad():
+                backbone[0].weight.mul_(0.9)
+        watch.lanes.steps = step
+        watch.attend()
+    assert seen.alone_ms == (2.0 if how in ("frozen", "no_grad") else None)
+    assert not backbone._forward_hooks
+
+
 def test_graphs_are_counted_by_their_nodes():
     weight = torch.ones(3, requires_grad=True)
     losses = [(weight * step).sum() for step in range(5)]

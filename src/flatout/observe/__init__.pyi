@@ -11,6 +11,7 @@ from flatout.observe.model_facts import unwrapped as unwrapped
 from flatout.observe.models import Models as Models
 from flatout.observe.notebook import Cells as Cells
 from flatout.observe.observation import Ablation as Ablation
+from flatout.observe.observation import Backbone as Backbone
 from flatout.observe.observation import Call as Call
 from flatout.observe.observation import Growth as Growth
 from flatout.observe.observation import InLoss as InLoss

@@ -22,7 +22,7 @@ class Inside:
     def __init__(self, torch: Any, watch: Watch) -> None:
         self._torch = torch
         self._watch = watch
-        self._looks: list[_Look] = []
+        self._looks: list[_Look | _LookAtBackbone] = []
         watch.at(_FROM, self._open)
 
     def _open(self) -> None:
@@ -30,10 +30,12 @@ class Inside:
             return  # something is compiled, and would be compiled again
         for seen in self._watch.models:
             module = seen.ref()
-            if module is None or not seen.is_stepped:
+            if module is None or isinstance(module, self._torch.jit.ScriptModule):
                 continue
-            if not isinstance(module, self._torch.jit.ScriptModule):
+            if seen.is_stepped:
                 self._looks.append(_Look(self._torch, module, seen.facts))
+            elif seen.has_parameters and seen.facts.device_type == "cpu":
+                self._looks.append(_LookAtBackbone(self._torch, module, seen, self._watch))
         self._watch.at(_FROM + _STEPS, self._close)
 
     def _close(self) -> None:
@@ -97,6 +99,48 @@ class _Look:
             # What is written to without a gradient, such as a moving average, is not frozen.
             is_still = self._versions is not None and self._versions == self._versions_now()
             self._facts.frozen_share = self._frozen_ns / self._whole_ns if is_still else 0.0
+
+
+class _LookAtBackbone:
+    """Hooks on a module that no optimizer steps: the time that it takes of each step."""
+
+    def __init__(self, torch: Any, module: Any, seen: Any, watch: Watch) -> None:
+        self._torch, self._module, self._seen, self._watch = torch, module, seen, watch
+        self._state = _state_of(module)
+        self._ns = 0
+        self._began: int | None = None
+        self._in_steps: set[int] = set()
+        self._handles = [
+            module.register_forward_pre_hook(self._begins),
+            module.register_forward_hook(self._ends),
+        ]
+
+    def _begins(self, module: Any, args: Any) -> None:
+        wants = any(getattr(arg, "requires_grad", False) for arg in args)
+        acts = any(acts_in_training(inner) for inner in module.modules())
+        self._began = None if wants or acts else perf_counter_ns()
+
+    def _ends(self, module: Any, args: Any, output: Any) -> None:
+        if self._began is None or getattr(output, "requires_grad", True):
+            return
+        self._ns += perf_counter_ns() - self._began
+        self._in_steps.add(self._watch.lanes.steps)
+
+    def end(self) -> None:
+        """Takes the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        is_still = self._state is not None and self._state == _state_of(self._module)
+        if is_still and len(self._in_steps) >= _STEPS:
+            self._seen.alone_ms = self._ns / len(self._in_steps) / 1e6
+
+
+def _state_of(module: Any) -> list[Any] | None:
+    """What changes where its tensors do; None where that cannot be told."""
+    try:
+        return [(id(one), one._version) for one in (*module.parameters(), *module.buffers())]
+    except RuntimeError:  # tensors made in inference mode do not count
+        return None
 
 
 def frozen_parts(module: Any) -> Iterator[Any]:

@@ -43,6 +43,7 @@ class SeenModel(Called):
         self.has_parameters = next(module.parameters(), None) is not None
         self.facts = Model(f"{type(module).__module__}.{type(module).__qualname__}")
         self.is_stepped = self.was_described = False
+        self.alone_ms: float | None = None  # of a step, where nothing trains it
         self.tensors: set[int] = set()
         self.with_gradient: set[str] = set()
         self.due = self.padding_due = 1

@@ -328,6 +328,21 @@ class Model:
 
 
 @dataclass
+class Backbone:
+    """A module that nothing trains, and that the script calls by itself in each step.
+
+    Attributes:
+        kind: its class.
+        site: where it was called first.
+        ms: that it takes of a step.
+    """
+
+    kind: str
+    site: Site | None
+    ms: float
+
+
+@dataclass
 class Growth:
     """By how much more a line takes with each step than in the step before.
 
@@ -469,6 +484,7 @@ class Observation:
         device_held_mb, device_peak_mb, device_total_mb: of the GPU: held by tensors between steps,
             at the most, and there is.
         device_failures: how often it had no memory left.
+        backbones: on a CPU, modules that nothing trains and that steps call on samples.
         loss_looks: how many graphs of losses were looked at, and what was found in_losses.
         schedules: of learning rates.
         switched_on: what was on for all of torch at the first backward pass, such as
@@ -535,6 +551,7 @@ class Observation:
     loaders: list[Loader] = field(default_factory=list)
     optimizers: list[Optimizer] = field(default_factory=list)
     models: list[Model] = field(default_factory=list)
+    backbones: list[Backbone] = field(default_factory=list)
     loss_looks: int = 0
     in_losses: list[InLoss] = field(default_factory=list)
     schedules: list[Schedule] = field(default_factory=list)

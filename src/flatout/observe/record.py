@@ -12,7 +12,7 @@ from flatout.observe.gpus import memory_mb
 from flatout.observe.loaders import SeenLoader, shared_rows
 from flatout.observe.meters import Meters
 from flatout.observe.models import SeenModel
-from flatout.observe.observation import Loader, Observation, Site
+from flatout.observe.observation import Backbone, Loader, Observation, Site
 from flatout.observe.openmp import libraries, settings
 from flatout.observe.sites import read
 from flatout.observe.watch import Watch
@@ -49,6 +49,7 @@ def observation(
         calls=watch.calls.all(),
         optimizers=[optimizer.result() for optimizer in list(watch.optimizers)],
         models=[model.result(steps) for model in _stepped(list(watch.models))],
+        backbones=_backbones(list(watch.models)),
         loaders=[
             _with_inside(loader, None if is_live else folder, list(watch.loaders))
             for loader in list(watch.loaders)
@@ -70,7 +71,7 @@ def observation(
         seen.gpu_memory_mb = memory_mb(torch)
     meters.fill(seen)
     _fill_lanes(seen, watch)
-    read_sites([*seen.calls, *seen.loaders, *seen.optimizers, *seen.models])
+    read_sites([*seen.calls, *seen.loaders, *seen.optimizers, *seen.models, *seen.backbones])
     return seen
 
 
@@ -85,6 +86,14 @@ def read_sites(parts: Iterable[Any]) -> None:
 def _stepped(models: list[SeenModel]) -> list[SeenModel]:
     stepped = [model for model in models if model.is_stepped]
     return [one for one in stepped if not any(one.is_part_of(other) for other in stepped)]
+
+
+def _backbones(models: list[SeenModel]) -> list[Backbone]:
+    return [
+        Backbone(model.facts.kind, model.site, model.alone_ms)
+        for model in models
+        if model.alone_ms is not None and not model.is_stepped
+    ]
 
 
 def _with_inside(seen: SeenLoader, folder: Path | None, others: list[Any]) -> Loader:

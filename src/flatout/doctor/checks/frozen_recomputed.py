@@ -10,9 +10,25 @@ from flatout.observe import Observation
 
 @check()
 def look(seen: Observation) -> Findings:
-    """Whether frozen leading layers take a good part of forward."""
+    """Whether frozen leading layers, or a frozen module before the model, take much of a step."""
+    for backbone in seen.backbones:
+        if is_worth(seen, backbone.ms):
+            name = backbone.kind.rpartition(".")[2]
+            yield Finding(
+                kind="slow",
+                what=f"{name}, which nothing trains, is called by itself in each step: it gives "
+                "the same for the same sample in each epoch",
+                do="compute its outputs once and train on them; not where samples are augmented "
+                "at random",
+                where=at(backbone.site),
+                cost_ms=backbone.ms,
+                parity="rounding",
+                recipe={"script.features": "memory"},
+            )
     trained = models(seen)
     if all(model.frozen_share is None for model in trained):
+        if seen.backbones:
+            return
         raise NoSignal("the time of frozen layers was not seen")
     forward = lane(seen, "forward")
     for model in trained:
