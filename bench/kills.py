@@ -1,6 +1,6 @@
 """Kills processes at random and by aim, more than a thousand, and looks at what is left.
 
-    python bench/kills.py [--kills 1100] [--seed 1] [--only KIND ...] [--json [FILE]]
+    python bench/kills.py [--kills 1200] [--seed 1] [--only KIND ...] [--json [FILE]]
 
 Each series works in its own folder, is killed some times by SIGKILL, and goes on until its
 work is done. Nothing may be lost, hang, live on or be left. Only processes that this one has
@@ -29,14 +29,25 @@ from killed.processes import Hang, Lost, strays
 from killed.ranks import AGENTS, RANKS
 from killed.saves import MERGED, PIECES
 from killed.series import Kind, Outcome
-from killed.strategies import STRATEGIES
+from killed.strategies import SERVERS, STRATEGIES
 from killed.tables import CACHES, CONVERTS
 from killed.workers import WORKERS
 from results import Key, Results, add_json_argument, finish, positive
 
 KINDS = {
     kind.name: kind
-    for kind in (FITS, RANKS, AGENTS, STRATEGIES, WORKERS, MERGED, PIECES, CACHES, CONVERTS)
+    for kind in (
+        FITS,
+        RANKS,
+        AGENTS,
+        STRATEGIES,
+        SERVERS,
+        WORKERS,
+        MERGED,
+        PIECES,
+        CACHES,
+        CONVERTS,
+    )
 }
 ALL = sum(kind.kills for kind in KINDS.values())
 NOTHING = ("lost", "hangs", "strays", "leftovers")

@@ -63,11 +63,23 @@ trainer.save("final.safetensors")
 """.replace("EVERY", str(EVERY)).replace("EPOCHS", str(STEPS // 20))
 
 
-def begin(folder: Path, pieces: str, strategy: str = "ddp") -> psutil.Popen:
+# The command would refuse more ranks than CPUs.
+LAUNCH = """
+import sys
+from flatout.world import Nodes
+from flatout.world.launch import launch
+command = [sys.executable, "-m", "flatout.world.start", *sys.argv[2:]]
+sys.exit(launch(command, Nodes(ranks=int(sys.argv[1])), 1000, {}))
+"""
+
+
+def begin(folder: Path, pieces: str, strategy: str = "ddp", count: int = 2) -> psutil.Popen:
     """Start the job in a folder; further settings of `world` may follow a strategy's name."""
     (folder / "train.py").write_text(JOB)
     call = "from flatout.cli.main import main; main()"
     command = [sys.executable, "-c", call, "run", "--devices", "2", "--restarts", "1000"]
+    if count > 2:
+        command = [sys.executable, "-c", LAUNCH, str(count)]
     with (folder / "said").open("ab") as said:
         return psutil.Popen(
             [*command, "train.py", pieces, strategy],
@@ -111,10 +123,14 @@ def ranks(command: psutil.Popen) -> dict[int, psutil.Process]:
 
 
 def step_of(folder: Path) -> int:
-    try:
-        return int((folder / "step-1").read_text())
-    except (OSError, ValueError):
-        return 0
+    """The latest step of any rank: one of them may have been dropped."""
+    found = [0]
+    for file in folder.glob("step-?"):
+        try:
+            found.append(int(file.read_text()))
+        except (OSError, ValueError):
+            continue
+    return max(found)
 
 
 def wait_for(moment: str, folder: Path, command: psutil.Popen, draw: random.Random) -> bool:
@@ -187,10 +203,11 @@ def killed(
     outcome: Outcome,
     victims: tuple[str, ...],
     strategy: str = "ddp",
+    count: int = 2,
 ) -> None:
     """Run the job to its end, and kill some of it on the way."""
     pieces = draw.choice(["merged", "per_rank"])
-    command = begin(folder, pieces, strategy)
+    command = begin(folder, pieces, strategy, count)
     try:
         while len(outcome.kills) < wanted and command.poll() is None:
             victim = draw.choice(victims)
@@ -201,7 +218,7 @@ def killed(
             outcome.kills.append(f"{strategy}, {pieces}, {who}, {moment}")
             if victim == "command":
                 outcome.strays += strays()
-                command = begin(folder, pieces, strategy)
+                command = begin(folder, pieces, strategy, count)
         finished(folder, command)
     finally:
         if command.poll() is None:

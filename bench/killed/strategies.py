@@ -1,13 +1,15 @@
-"""Kills of a rank of two, or of the command, while ranks lay the work out otherwise than `ddp`.
+"""Kills of a rank, or of the command, while ranks lay the work out otherwise than `ddp`.
 
 What claims it has the weights of the undisturbed run, bit for bit; stages have them to rounding,
-since the model is cut by times that are measured again. Where steps do not wait no run is like
-another, and the job has to end.
+since the model is cut by times that are measured again. Where steps do not wait there are three
+ranks, of which the others go on without a worker that is killed; no run is like another, and the
+job has to end.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -32,10 +34,20 @@ def undisturbed(folder: Path, strategy: str) -> dict[str, torch.Tensor]:
     return load_model(place / "final.safetensors")
 
 
-def run(folder: Path, wanted: int, draw: random.Random, base: Path, outcome: Outcome) -> None:
-    strategy = draw.choice(ALL)
+def run(
+    folder: Path,
+    wanted: int,
+    draw: random.Random,
+    base: Path,
+    outcome: Outcome,
+    among: Sequence[str] = ALL,
+) -> None:
+    strategy = draw.choice(among)
     expected = None if strategy in ASYNC else undisturbed(base, strategy)
-    killed(folder, wanted, draw, outcome, ("0", "1", "command"), strategy)
+    victims, count = ("0", "1", "command"), 2
+    if strategy in ASYNC:
+        victims, count = ("0", "1", "2", "1", "2", "command"), 3
+    killed(folder, wanted, draw, outcome, victims, strategy, count)
     found = load_model(folder / "final.safetensors")
     for name, weight in (expected or {}).items():
         bound = ROUNDING if strategy == "staged" else 0.0
@@ -46,11 +58,23 @@ def run(folder: Path, wanted: int, draw: random.Random, base: Path, outcome: Out
     check_checkpoints(folder)
 
 
+def run_async(folder: Path, wanted: int, draw: random.Random, base: Path, outcome: Outcome) -> None:
+    run(folder, wanted, draw, base, outcome, ASYNC)
+
+
 STRATEGIES = Kind(
     "strategies",
-    "two ranks or their command, under other strategies",
+    "a rank or the command, under other strategies",
     100,
     10,
     lambda folder: folder,
     run,
+)
+SERVERS = Kind(
+    "servers",
+    "a worker, a server or the command, where servers do not wait",
+    100,
+    10,
+    lambda folder: folder,
+    run_async,
 )

@@ -13,6 +13,9 @@ own part of each batch.
 
 A worker clips its own gradient, and one with a NaN is not sent.
 
+A worker that is killed meanwhile is dropped: others get the parts that it had claimed, and the
+ranks that are left go on by themselves from where they meet.
+
 With spare workers, servers wait for all but so many of the gradients of a step.
 """
 
@@ -29,20 +32,22 @@ import torch
 from torch import nn
 
 from flatout.strategies.parameter_server import gathered_states, share_words
-from flatout.strategies.replicas import check_replicas
 from flatout.strategies.server import Push, Server, Share, rates_of
 from flatout.strategies.server_layout import Layout, numbers_of, place_of
-from flatout.strategies.server_link import CLAIM, CLOSE, END, PULL, PUSH, REST, TICK, Link
+from flatout.strategies.server_link import CLAIM, CLOSE, END, MEET, PULL, PUSH, REST, TICK, Link
 from flatout.strategies.server_refusals import check_served, check_spare
 from flatout.strategies.server_spare import SpareServer
 from flatout.strategies.strategy import Strategy, Sums, Tensors
-from flatout.world import LostRank, World
+from flatout.words import counted
+from flatout.world import LostRank, World, dropped
 
 # Words of a message before rates and what is used: what is wanted, the optimizer, the vote, and to
-# which step the worker has come, and the weight of its samples.
-_HEAD = 5
+# which step the worker has come, the weight of its samples, and of which part of an epoch they are.
+_HEAD = 6
 # How long a server waits for the last words of workers that may have failed.
 _END_S = 5.0
+# How long it may take until a worker's agent knows that it was killed.
+_NOTICED_S = 20.0
 # How long a worker may send nothing, as while all evaluate; its end is noticed at once.
 _BETWEEN_S = 30 * 24 * 3600.0
 
@@ -70,7 +75,7 @@ class AsyncParameterServer(Strategy):
 
     Args:
         world: of this rank.
-        model: of this rank; the same on all.
+        model: of this rank; the same on all when they begin.
         optimizers: what trains it.
         servers: how many ranks are servers, from the first on.
         staleness: how many steps a worker may be ahead of the slowest; None sets no bound.
@@ -79,12 +84,12 @@ class AsyncParameterServer(Strategy):
 
     Attributes:
         since: steps since the ranks have met.
+        parts: of a batch: as many as there are ranks at the start.
 
     Raises:
         ModelError: something of the model or the optimizers cannot be served; what, and what to do
             instead.
-        WorldError: the ranks' models are not the same, there are more servers than ranks, or all
-            ranks are spare.
+        WorldError: there are more servers than ranks, or all ranks are spare.
     """
 
     steps_apart = True
@@ -103,7 +108,6 @@ class AsyncParameterServer(Strategy):
         super().__init__()
         check_served(model, optimizers, servers, world.size)
         check_spare(spare, servers, world.size)
-        check_replicas(model, world, "at the start")
         self._world, self._model, self._optimizers = world, model, optimizers
         self._servers, self._staleness, self._spare, self._say = servers, staleness, spare, say
         self._layouts: list[Layout] = []
@@ -117,6 +121,9 @@ class AsyncParameterServer(Strategy):
         self._vote = 0.0
         self._steps, self._stop_at = 0, 0
         self.since = 0
+        self.parts, self._part = world.size, -1
+        # The ranks are called by their numbers of now also after some have ended.
+        self._ids, self._met = world.ids, list(range(world.size))
         # Threads that read batches claim them while the rank's own sends gradients.
         self._speaking = Lock()
         self._before_section: int | None = None  # steps, while parts are handed out
@@ -165,7 +172,7 @@ class AsyncParameterServer(Strategy):
                 if world.rank == worker:
                     self._links[server] = link
                 else:
-                    self._ends[worker] = link
+                    self._ends[self._met[worker]] = link
         self._length = words
         self._ways = [
             {server: self._way(layout, server) for server in range(self._servers)}
@@ -194,21 +201,30 @@ class AsyncParameterServer(Strategy):
         if self._server is not None:
             for share in self._server.shares:
                 share.take_weights()
-            for worker, link in self._ends.items():
-                # Daemons: where a rank fails it must be able to end while others are waited for.
-                thread = Thread(target=self._answer, args=(worker, link), daemon=True)
-                self._threads.append(thread)
-                thread.start()
+        self._answer_all()
         self._world.wait("all servers are there")
+
+    def _answer_all(self) -> None:
+        """As a server, answer each worker from here on."""
+        for worker, link in self._ends.items():
+            # Daemons: where a rank fails it must be able to end while others are waited for.
+            thread = Thread(target=self._answer, args=(worker, link), daemon=True)
+            self._threads.append(thread)
+            thread.start()
 
     def _answer(self, worker: int, link: Link) -> None:
         """Answer a worker until it ends, in a thread of its own."""
         assert self._server is not None
         torch.set_num_threads(1)  # the rank's own step has the cores
+        told: list[float] = []
         with suppress(RuntimeError):  # it has ended: its rank, or the launcher, says so
             while (told := link.words(self._length, _BETWEEN_S))[0] != END:
                 self._answer_one(self._server, worker, link, told)
         self._server.leave(worker)
+        if told[:1] != [END] and dropped.is_dropped(self._ids[worker], _NOTICED_S):
+            self._server.drop(worker)
+        else:
+            self._server.lose()
 
     def _answer_one(self, server: Server, worker: int, link: Link, told: Sequence[float]) -> None:
         kind, place = int(told[0]), int(told[1])
@@ -216,7 +232,11 @@ class AsyncParameterServer(Strategy):
             server.handing.close()
             return
         if kind == CLAIM:
-            link.send(torch.tensor(server.handing.claim(), dtype=torch.float64))
+            link.send(torch.tensor(server.handing.claim(worker), dtype=torch.float64))
+            return
+        if kind == MEET:
+            met = server.rest(worker, self._world.timeout_s)
+            link.send(torch.tensor([float(one in met) for one in range(self.parts)]).double())
             return
         length, stop_at = _length(self._layouts[place], self._world.rank), 0
         up, down = link.up[:length], link.down[:length]
@@ -243,6 +263,7 @@ class AsyncParameterServer(Strategy):
             bool(told[2]),
             list(told[_HEAD:][:rates]),
             [bool(one) for one in used] if is_push else [],
+            int(told[5]),
         )
 
     # -- around a step -----------------------------------------------------------------------
@@ -282,7 +303,8 @@ class AsyncParameterServer(Strategy):
         # Where parts are handed out, that is closed by the one who wants to stop.
         vote = bool(self._vote) and is_apart
         weight = float(self._own.weight)
-        push = Push(place, self._steps, weight, vote, rates, used if any(used) else [])
+        used = used if any(used) else []
+        push = Push(place, self._steps, weight, vote, rates, used, self._part)
         with self._speaking:
             self._stop_at = self._ask(place, push)
         self._take(place)
@@ -294,9 +316,9 @@ class AsyncParameterServer(Strategy):
         kind = PULL if push is None else PUSH if push.used else TICK
         words = self._words(kind, place)
         if push is not None:
-            words[2], words[3], words[4] = push.wants_to_stop, push.clock, push.weight
-            told = [*push.rates, *map(float, push.used)]
-            words[_HEAD : _HEAD + len(told)] = torch.tensor(told, dtype=torch.float64)
+            head = [push.wants_to_stop, push.clock, push.weight, push.part]
+            told = [*head, *push.rates, *push.used]
+            words[2 : 2 + len(told)] = torch.tensor([*map(float, told)], dtype=torch.float64)
         stop_at = 0
         for server, link in self._links.items():
             with _named(server):
@@ -340,8 +362,9 @@ class AsyncParameterServer(Strategy):
             self._serve()
         self._before_section = self._steps
         if self._server is not None:
-            self._server.begin(self._world.size, self._steps)
+            self._server.begin(self._met, self._steps)
             self._server.handing.open(steps)
+        dropped.may_end([self._ids[one] for one in self._met[self._servers :]])
         self._world.wait("parts of an epoch")
 
     def claim(self) -> tuple[int, int]:
@@ -352,7 +375,7 @@ class AsyncParameterServer(Strategy):
         """
         if self._world.is_first:
             assert self._server is not None
-            return self._server.handing.claim()
+            return self._server.handing.claim(0)
         link = self._links[0]
         with self._speaking, _named(0):
             link.send(self._words(CLAIM))
@@ -362,7 +385,15 @@ class AsyncParameterServer(Strategy):
     def used(self, number: int) -> None:
         """The next step is of this part."""
         assert self._before_section is not None
-        self._steps = self._before_section + number // self._world.size + 1
+        self._part = number
+        self._steps = max(self._steps, self._before_section + number // self.parts + 1)
+
+    def dropped(self) -> list[int]:
+        """Ranks that were killed and without which the others go on, as the first one knows."""
+        if self._server is None or not self._world.is_first:
+            return []
+        here = {self._ids[one] for one in self._server.living()}
+        return sorted({*range(self._world.place.world_size)} - here)
 
     def close_section(self) -> None:
         """End the section with the step of which parts were claimed."""
@@ -373,20 +404,62 @@ class AsyncParameterServer(Strategy):
         with self._speaking, _named(0):
             self._links[0].send(self._words(CLOSE))
 
-    def _rest(self) -> None:
-        """No steps of this rank are left before all meet: no one waits for more."""
+    def _rest(self) -> list[int]:
+        """No steps of this rank are left before all meet; which ranks have come to that.
+
+        Raises:
+            RuntimeError: others have not.
+        """
         for server, link in self._links.items():
             with self._speaking, _named(server):
-                link.send(self._words(REST))
-                link.words(1)
+                link.send(self._words(MEET if server == 0 else REST))
+                if server:
+                    link.words(1)
+        if self._world.is_first:
+            assert self._server is not None
+            met = self._server.rest(0, self._world.timeout_s)
+        else:
+            if self._server is not None:
+                self._server.leave(self._world.rank)
+            with self._speaking, _named(0):
+                there = self._links[0].words(self.parts)
+            met = [one for one, is_there in enumerate(there) if is_there]
+        if not met:
+            raise RuntimeError("not all workers have come to the end of their steps")
+        return met
+
+    def _go_on_with(self, met: list[int]) -> None:
+        """Some workers have ended since the ranks have met: go on with the others."""
+        lost = [self._ids[one] for one in self._met if one not in met]
+        for link in self._links.values():
+            link.send(self._words(END))
+        self._end_threads()
+        self._links.clear()
+        self._ends.clear()
+        self._met = met
+        self._world.go_on_with([self._ids[one] for one in met])
+        self._find()
         if self._server is not None:
-            self._server.leave(self._world.rank)
+            self._server.begin(self._met, self._steps)
+            if self._world.is_first:
+                self._say(dropped_words(lost, self._server.handing.untaken(), self.parts))
+        self._answer_all()
+
+    def _end_threads(self) -> None:
+        for thread in self._threads:
+            thread.join(_END_S)
+        self._threads.clear()
 
     @torch.no_grad()
     def meet(self) -> bool:
         """Make all ranks alike; returns whether one wants to stop. All of them call it."""
         if self._is_serving:
-            self._rest()
+            waiting = self._world.begun(None, "end of the workers' steps")
+            with self._world.within(waiting):
+                met = self._rest()
+            if len(met) < len(self._met):
+                self._go_on_with(met)
+        self._part = -1
         told = self._world.gather(
             [self._vote, self.since, self._steps], "end of the workers' steps"
         )
@@ -401,7 +474,7 @@ class AsyncParameterServer(Strategy):
                 self._take(place)
             self._mean_of_buffers(own / since)
             if self._server is not None:
-                self._server.begin(self._world.size, self._steps)
+                self._server.begin(self._met, self._steps)
             self._world.wait("weights from the servers")
         return bool(votes)
 
@@ -467,6 +540,7 @@ class AsyncParameterServer(Strategy):
         """
         if not self._hooks:
             return
+        dropped.may_end(())
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -482,8 +556,23 @@ class AsyncParameterServer(Strategy):
                     link.send_last(words, _END_S)
         if self._server is not None:
             self._server.leave(self._world.rank)
-        for thread in self._threads:
-            thread.join(_END_S)
+        self._end_threads()
+        self._is_serving, self.since = False, 0
+
+
+def dropped_words(lost: Sequence[int], untaken: int, parts: int) -> str:
+    """What the user should know of workers that were killed.
+
+    Args:
+        lost: their ranks.
+        untaken: how many parts of batches no other worker has taken.
+        parts: of a batch.
+    """
+    who = "rank" if len(lost) == 1 else "ranks"
+    words = f"{who} {', '.join(map(str, lost))} killed: the others go on"
+    if not untaken:
+        return f"{words}, and have taken its parts of batches"
+    return f"{words}; {counted(untaken, 'part')} of {parts} of a batch no one has taken this time"
 
 
 def _numbers_of_gradient(parameter: torch.Tensor) -> torch.Tensor | None:

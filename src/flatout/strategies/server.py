@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import Condition
 from typing import Any, NamedTuple
@@ -32,6 +32,7 @@ class Push(NamedTuple):
         rates: of each parameter group the learning rate, and the momentum or first beta; NaN where
             it has none.
         used: which parameters have a gradient; empty where none has, and none comes.
+        part: the number of the part of an epoch that it is of; -1 where none was claimed.
     """
 
     place: int
@@ -40,6 +41,7 @@ class Push(NamedTuple):
     wants_to_stop: bool
     rates: list[float]
     used: list[bool]
+    part: int = -1
 
 
 class Share:
@@ -146,7 +148,10 @@ class Server:
         self.shares = list(shares)
         self._staleness = staleness
         # To which step the workers have come that are there and have steps to make.
-        self._clocks = dict.fromkeys(range(workers), 0)
+        self._living = set(range(workers))
+        self._clocks = dict.fromkeys(self._living, 0)
+        self._resting: set[int] = set()
+        self._meetings, self._is_over = 0, False
         self.handing = Handing(workers)
         self.stale: list[Counter[int]] = [Counter() for _ in range(workers)]
         self._changed = Condition()
@@ -173,6 +178,7 @@ class Server:
                 self._stop_at = max(self._clocks.values()) + 1
             if push.used:
                 self._take(worker, push, gradient)
+            self.handing.used(worker, push.part)
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._may_go(worker))
             share.read(worker, into)
@@ -187,15 +193,59 @@ class Server:
         bound = self._staleness
         return bound is None or self._clocks[worker] - min(self._clocks.values()) <= bound
 
-    def begin(self, workers: int, clock: int) -> None:
-        """All workers go on from this step."""
+    def begin(self, workers: Collection[int], clock: int) -> None:
+        """These workers go on from this step."""
         with self._changed:
-            self._clocks = dict.fromkeys(range(workers), clock)
+            self._living, self._is_over = set(workers), False
+            self._clocks = dict.fromkeys(workers, clock)
 
     def leave(self, worker: int) -> None:
         """A worker has ended, or has no step left: no one waits for its steps any more."""
         with self._changed:
             self._clocks.pop(worker, None)
+            self._changed.notify_all()
+
+    def drop(self, worker: int) -> None:
+        """A worker was killed, and the others go on without it; they get its parts."""
+        self.handing.give_back(worker)
+        with self._changed:
+            self._living.discard(worker)
+            self._meet_if_all_rest()
+
+    def living(self) -> list[int]:
+        """Workers that were not dropped."""
+        with self._changed:
+            return sorted(self._living)
+
+    def lose(self) -> None:
+        """A worker has ended, without which the others cannot go on from where they meet."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+
+    def rest(self, worker: int, patience_s: float) -> list[int]:
+        """A worker has no step left: wait until that is so of all that were not dropped.
+
+        Args:
+            worker: that waits.
+            patience_s: for how long.
+
+        Returns:
+            which workers these are, the same to all; none where they do not come.
+        """
+        self.leave(worker)
+        with self._changed:
+            before = self._meetings
+            self._resting.add(worker)
+            self._meet_if_all_rest()
+            self._changed.wait_for(lambda: self._meetings > before or self._is_over, patience_s)
+            return self._met if self._meetings > before else []
+
+    def _meet_if_all_rest(self) -> None:
+        if self._resting >= self._living:
+            self._met = sorted(self._living)
+            self._resting.clear()
+            self._meetings += 1
             self._changed.notify_all()
 
     def pull(self, worker: int, place: int, into: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ from flatout.world import Group
 from flatout.world.meeting import gathered, opened
 
 # What a worker wants of a server, the first number of its message.
-PUSH, TICK, PULL, CLAIM, CLOSE, REST, END = range(7)
+PUSH, TICK, PULL, CLAIM, CLOSE, REST, MEET, END = range(8)
 
 
 class Link:

@@ -43,6 +43,7 @@ class Strategy:
             run as many, an evaluation's included.
         shares_epochs: whether a rank may claim parts of batches as it comes to them, so that one
             that is slow takes fewer.
+        parts: into how many a batch is cut, where they are claimed.
         takes_whole_batches: whether every rank is given each batch whole, of which the last counts.
         alike_every: ranks so many apart have the same weights; 0 where no two have.
         layout: what is on which rank, in words; "" where all have the same.
@@ -56,6 +57,7 @@ class Strategy:
     steps_apart = False
     meets_in_compute = False
     shares_epochs = False
+    parts = 1
     takes_whole_batches = False
     alike_every = 1
     layout = ""
@@ -122,10 +124,7 @@ class Strategy:
         return False
 
     def open_section(self, steps: int) -> None:
-        """Parts of so many steps may be claimed, numbered from 0; all ranks call it.
-
-        A step has as many parts as there are ranks.
-        """
+        """Parts of so many steps may be claimed, numbered from 0; all ranks call it."""
         raise NotImplementedError
 
     def claim(self) -> tuple[int, int]:
@@ -135,6 +134,10 @@ class Strategy:
         thread may ask.
         """
         raise NotImplementedError
+
+    def dropped(self) -> list[int]:
+        """Ranks that were killed and without which the others go on, as the first one knows."""
+        return []
 
     def used(self, number: int) -> None:
         """The next step is of this part."""

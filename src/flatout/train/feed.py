@@ -121,7 +121,10 @@ class Feed:
                 self.following = next(iterator, None)
             # Where ranks agree on whether all have a batch, the slowest keeps the others waiting.
             fetched, others = clock(), log.waited - before
-            self.taken = self.taken + 1 if self.claims is None else self.claims.take().step + 1
+            if self.claims is None:
+                self.taken += 1
+            else:
+                self.taken = max(self.taken, self.claims.take().step + 1)
             if features is not None:
                 features.settle(batch)
             batch = self.ready(batch)

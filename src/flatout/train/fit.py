@@ -57,6 +57,7 @@ from flatout.train.stragglers import RankTimes
 from flatout.train.waiting import waiting_words
 from flatout.unfinished import remove_abandoned
 from flatout.world import LostRank
+from flatout.world.dropped import are_back
 
 # Replicas are compared at the end of an epoch, but no more often.
 _COMPARE_EVERY_S = 10.0
@@ -107,6 +108,10 @@ class Fit:
         self._path: str | None = None
         self._running = False
         self._compare_at = 0.0
+        # Whether ranks that were killed may come back, and whether they do: then all of them begin
+        # again with the checkpoint that was written for it.
+        self.may_take_back = self.takes_back = False
+        self._look_for_them_at = 0.0
 
     def run(self) -> History:
         """Train, and leave the model, optimizer and process as a script expects them."""
@@ -346,6 +351,9 @@ class Fit:
             # Behind it, so that Progress shows them: those from before are of a resumed run.
             state.history.notes.extend(loop.notes())
             self._epochs()
+            if self.takes_back:
+                loop.checkpointing.wait()
+                return
             loop.meet_others()
             state.history.stop_reason = state.stop_reason
             self._tell_of_staleness()
@@ -425,6 +433,8 @@ class Fit:
             if self._asked:
                 self._checkpoint()
             self._steps()
+            if self.takes_back:
+                return
             if state.stop_reason is not None and state.step_in_epoch != state.steps_per_epoch:
                 break  # in the middle of an epoch: its figures would be of a part only
             self._end_epoch(began)
@@ -460,7 +470,7 @@ class Fit:
             if claims:
                 # Only together can they do what is due now: where the section ends.
                 wants = self._asked or state.stop_reason or self.signals.received is not None
-                if wants and not asks:
+                if (wants or self._are_others_back()) and not asks:
                     loop.stepper.strategy.close_section()
                     asks = True
                 continue
@@ -489,15 +499,33 @@ class Fit:
         state, loop = self.state, self.loop
         end_section(loop)
         self._count_steps()
-        own = [self._asked, self.signals.received, state.stop_reason]
-        asked, signals, reasons = zip(*loop.world.gather(own, "what ranks ask for"), strict=True)
+        own = [self._asked, self.signals.received, state.stop_reason, self._are_others_back(0.0)]
+        told = loop.world.gather(own, "what ranks ask for")
+        asked, signals, reasons, backs = zip(*told, strict=True)
         self._asked = [score for scores in asked for score in scores]
         state.stop_reason = next((reason for reason in reasons if reason is not None), None)
         if self._asked or (self._save_every and not state.step % self._save_every):
             self._checkpoint()
         if (signum := next((s for s in signals if s is not None), None)) is not None:
             self._interrupt(signum)
-        return state.stop_reason is not None or state.step_in_epoch == state.steps_per_epoch
+        if state.stop_reason is not None or state.step_in_epoch == state.steps_per_epoch:
+            return True
+        if any(backs):
+            if not loop.is_saved:
+                self._checkpoint()
+            self.takes_back = True
+        return self.takes_back
+
+    def _are_others_back(self, every_s: float = 1.0) -> bool:
+        """On the first rank, now and then: whether ranks that were killed are here again."""
+        if not self.may_take_back or not self.loop.world.is_first or self.loop.run is None:
+            return False
+        if every_s:
+            now = time.monotonic()
+            if now < self._look_for_them_at + every_s:
+                return False
+            self._look_for_them_at = now
+        return are_back(self.loop.stepper.strategy.dropped())
 
     def _optimizer_steps(self, quiet: Callable[[], int]) -> Iterator[None]:
         """Train on the rest of the epoch; yields after optimizer steps.

@@ -39,7 +39,7 @@ def open_section(loop: Loop, source: Source, every: int | None) -> bool:
     loop.feed.claims = Claims(
         strategy.claim,
         strategy.used,
-        loop.world.size,
+        strategy.parts,
         loop.batch_in_epoch,
         source.steps,
         loop.accumulate,

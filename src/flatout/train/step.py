@@ -329,7 +329,8 @@ class Stepper:
         weights: torch.Tensor | None = None
         while True:
             pieces = self._pieces_of(batches)
-            is_mean = self.world.size == 1 and len(pieces) == 1
+            is_alone = self.world.size == 1 and not self.strategy.steps_apart
+            is_mean = is_alone and len(pieces) == 1
             moving = None if is_mean else self._moving()
             try:
                 if is_mean:

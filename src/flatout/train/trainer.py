@@ -50,6 +50,10 @@ from flatout.train.snapshot import random_state, set_random_state
 from flatout.train.worst import Worst, worst
 from flatout.words import rounded
 from flatout.world import World
+from flatout.world.dropped import comes_back
+
+# Fits of this process that have come to their end.
+_fits = 0
 
 
 class Trainer:
@@ -269,6 +273,9 @@ class Trainer:
             CheckpointError: where a checkpoint cannot be written or does not fit.
             Interrupted: after Ctrl-C or SIGTERM, when the checkpoint is written (exits 130 or 143).
         """
+        global _fits
+        if _fits == 0 and comes_back():
+            resume = resume or True  # the others have just written a checkpoint
         objective, is_auto = self.objective, batch_size == "auto"
         size = None if batch_size == "auto" else batch_size
         data = FitData(
@@ -307,10 +314,24 @@ class Trainer:
         self._fit.callbacks[:0] = follow
         self.history = self._fit.state.history  # what there is of it, should fit end in an error
         self.history.largest_batch = self.loop.largest_batch
+        # A rank that comes back comes to the first fit of its script.
+        self._fit.may_take_back = _fits == 0 and self._run is not None
         try:
             self._fit.run()
         finally:
             objective.end()
+        if self._fit.takes_back:
+            self.world().take_back()
+            return self.fit(
+                x, y, batch_size=batch_size, epochs=epochs, verbose=verbose, callbacks=callbacks,
+                validation_split=validation_split, validation_data=validation_data,
+                shuffle=shuffle, class_weight=class_weight, sample_weight=sample_weight,
+                initial_epoch=initial_epoch, steps_per_epoch=steps_per_epoch,
+                validation_steps=validation_steps, validation_batch_size=validation_batch_size,
+                validation_freq=validation_freq, drop_last=drop_last, progress=progress,
+                resume=True,
+            )  # fmt: skip
+        _fits += 1
         if before and (line := compared(before, self.history)):
             self.history.notes.append(line)
             self.loop.say(line)

@@ -46,6 +46,11 @@ class CollectiveLog:
         self.waited = 0
         self.is_lost = False
 
+    def restart(self) -> None:
+        """Count from the beginning, with ranks that were not there before."""
+        self.begun, self.waiting, self.is_lost = 0, None, False
+        self.recent.clear()
+
     def begin(self, what: str) -> int:
         """Come to the next collective; returns its number.
 

@@ -1,7 +1,8 @@
 """Starting the ranks of a job on this node, by torch.distributed's elastic agent.
 
-The agent starts the ranks, watches them, and starts all of them again where one was killed. A rank
-that ends by its own error is no reason to try again: the error would come again.
+The agent starts the ranks, watches them, and starts all of them again where one was killed, unless
+the others can go on without it. A rank that ends by its own error is no reason to try again: the
+error would come again.
 """
 
 from __future__ import annotations
@@ -28,14 +29,16 @@ from torch.distributed.elastic.multiprocessing.api import (
     SubprocessContext,
 )
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
 
 from flatout.console import say
 from flatout.errors import WorldError
 from flatout.world import secret
+from flatout.world.dropped import COMES_BACK, drops, store_of_agent, times_of
 from flatout.world.network import INTERFACES
 from flatout.world.nodes import Nodes
+from flatout.world.place import STARTED_BY
 from flatout.world.rendezvous import Rendezvous
-from flatout.world.start import STARTED_BY
 from flatout.world.stores import own_files
 from flatout.world.world import TIMEOUT_S, LostRank
 
@@ -199,6 +202,12 @@ class _Agent(LocalElasticAgent):
         self._nodes = rendezvous
         # Ranks of this node that this agent has ended, since another one has failed.
         self._ended_here: set[int] = set()
+        # Ranks of this node that were killed, and without which the others go on.
+        self._dropped: set[int] = set()
+        # Those that were started again by themselves: how often the others had taken ranks back
+        # before; and how many may be yet.
+        self._started: dict[int, int] = {}
+        self._more = spec.max_restarts
 
     def kill(self) -> None:
         """End ranks that still run."""
@@ -215,13 +224,13 @@ class _Agent(LocalElasticAgent):
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         super()._rendezvous(worker_group)
-        self._ended_here = set()
+        self._ended_here, self._dropped, self._started = set(), set(), {}
         self._remaining_restarts = worker_group.spec.max_restarts - self._nodes.rounds + 1
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if not self._is_over():
             return RunResult(WorkerState.HEALTHY)
-        result: RunResult = super()._monitor_workers(worker_group)
+        result: RunResult = self._without_dropped(super()._monitor_workers(worker_group))
         if result.state == WorkerState.SUCCEEDED and not self._nodes.finished():
             return RunResult(WorkerState.HEALTHY)  # another node may want all to start again
         if not result.is_failed():
@@ -231,9 +240,32 @@ class _Agent(LocalElasticAgent):
         if killed and self._remaining_restarts > 0:
             words = _ended(killed[0], result.failures[killed[0]])
             say(f"{words}; all ranks start again ({self._remaining_restarts} times at most)")
-        elif not killed and not self._another_node_starts_again(result):
-            self._remaining_restarts = 0
+        elif not killed and not self._lost_one_that_waits(result):
+            again = self._another_node_starts_again(result)
+            self._remaining_restarts = self._remaining_restarts if again else 0
         return result
+
+    def _lost_one_that_waits(self, result: RunResult) -> bool:
+        """Whether ranks have lost one that was killed, when they could not go on without it."""
+        if any(one.exitcode not in _LEFT for one in result.failures.values()):
+            return False
+        return bool(self._waiting())
+
+    def _without_dropped(self, result: RunResult) -> RunResult:
+        """They count only where the others have lost them for good."""
+        here = {self._global(local) for local in self._dropped}
+        others = {rank: one for rank, one in result.failures.items() if rank not in here}
+        if not here or (others and all(one.exitcode in _LEFT for one in others.values())):
+            return result
+        if others:
+            return RunResult(WorkerState.FAILED, failures=others)
+        if not result.is_failed():
+            return result
+        ranks = [worker.global_rank for worker in self._worker_group.workers]
+        return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
+
+    def _global(self, local_rank: int) -> int:
+        return int(self._worker_group.workers[local_rank].global_rank)
 
     def _take_ends_upon_itself(self, result: RunResult) -> None:
         """A rank that this agent had to kill was not killed from outside: it would hang again."""
@@ -267,7 +299,12 @@ class _Agent(LocalElasticAgent):
             return True
         codes = {rank: one.proc.poll() for rank, one in ranks.subprocess_handlers.items()}
         running = {rank for rank, code in codes.items() if code is None}
-        failed = [code for code in codes.values() if code]
+        self._drop(codes, ranks)
+        if not any(code for rank, code in codes.items() if rank not in self._dropped):
+            self._end_who_waits(running, ranks)
+        codes = {rank: one.proc.poll() for rank, one in ranks.subprocess_handlers.items()}
+        running = {rank for rank, code in codes.items() if code is None}
+        failed = [code for rank, code in codes.items() if code and rank not in self._dropped]
         if failed and running:
             self._ended_here = running
             # What the others are at is lost where one was killed, so none may make all wait.
@@ -275,6 +312,69 @@ class _Agent(LocalElasticAgent):
             patience = _LAST_BREATH_S if killed else _SOON_S if lost else _OTHERS_S
             ranks.close(signal.SIGTERM, timeout=patience)
         return bool(failed) or not running
+
+    def _drop(self, codes: Mapping[int, int | None], ranks: SubprocessContext) -> None:
+        """Go on without ranks that were killed, where the others can, and start these again."""
+        killed = [n for n, code in codes.items() if code and _is_kill(code)]
+        killed = [local for local in killed if local not in self._dropped]
+        if not killed or self._ended_here:
+            return
+        pids, nodes = ranks.pids(), self._nodes
+        for local in killed:
+            rank = self._global(local)
+            try:
+                store = store_of_agent(nodes.store_port, nodes.nodes.count, nodes.rounds)
+            except RuntimeError:
+                return
+            if not drops(rank, store):
+                continue
+            self._dropped.add(local)
+            self._started.pop(local, None)
+            words = f"rank {rank} (process {pids[local]}) was killed by "
+            words += f"{signal.Signals(-(codes[local] or 0)).name}; the others go on"
+            others = {n for n, code in codes.items() if code is None} - self._waiting()
+            if others and self._more > 0:
+                self._start_again(local, ranks)
+                self._started[local] = times_of(store)
+                words += f", and it starts again ({self._more} times at most)"
+                self._more -= 1
+            say(words)
+
+    def _start_again(self, local: int, ranks: SubprocessContext) -> None:
+        handler = get_subprocess_handler(
+            entrypoint=str(ranks.entrypoint),
+            args=ranks.args[local],
+            env={**ranks.envs[local], COMES_BACK: "1"},
+            stdout=ranks.stdouts[local],
+            stderr=ranks.stderrs[local],
+            local_rank_id=local,
+        )
+        ranks.subprocess_handlers[local] = handler
+        self._worker_group.workers[local].id = handler.proc.pid
+        self._dropped.discard(local)
+
+    def _waiting(self) -> set[int]:
+        """Ranks of this node that were started by themselves and not taken back."""
+        if not self._started:
+            return set()
+        nodes = self._nodes
+        try:
+            store = store_of_agent(nodes.store_port, nodes.nodes.count, nodes.rounds)
+            times = times_of(store)
+        except RuntimeError:
+            return set()
+        return {local for local, before in self._started.items() if times == before}
+
+    def _end_who_waits(self, running: set[int], ranks: SubprocessContext) -> None:
+        """Where all others have ended well, no one takes them back."""
+        if not running or running - {*self._started}:
+            return
+        waiting = self._waiting() & running
+        if waiting == running:
+            for local in waiting:
+                ranks.subprocess_handlers[local].close(signal.SIGKILL)
+                ranks.subprocess_handlers[local].proc.wait()
+            self._dropped |= waiting
 
 
 def _was_killed(failure: ProcessFailure) -> bool:

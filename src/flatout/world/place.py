@@ -22,6 +22,9 @@ _FIRST_PORT, _PORTS = 20_000, 10_000
 RANK_TRIAL = "FLATOUT_RANK_TRIAL"
 """Set for a job that is only to be measured: the file for the first rank's steps per second."""
 
+STARTED_BY = "FLATOUT_STARTED_BY"
+"""Names the process that has started the ranks of this node and watches them."""
+
 RANKS_TRIED = "FLATOUT_RANKS_TRIED"
 """Set for the job behind such trials: steps a second by number of ranks on this node, as JSON."""
 

@@ -17,14 +17,14 @@ from typing import Any
 from flatout.console import say
 from flatout.errors import WorldError
 from flatout.processes import die_with_parent
-from flatout.world.place import place
+from flatout.world.dropped import is_any_dropped
+from flatout.world.place import STARTED_BY, place
 from flatout.world.world import LostRank, is_first_to_fail
 
-# Names the process that has started the ranks of this node and watches them.
-STARTED_BY = "FLATOUT_STARTED_BY"
 # A rank that has lost another one lets that one speak and leave first: then what has started the
 # ranks ends this one.
 POLITE_S = 20.0
+_LOOK_EVERY_S = 0.1
 
 
 def main(arguments: list[str], run: Callable[[list[str]], None] | None = None) -> None:
@@ -41,8 +41,9 @@ def main(arguments: list[str], run: Callable[[list[str]], None] | None = None) -
     try:
         (run or _run)(arguments)
     except LostRank as lost:
-        if not lost.is_told:
-            time.sleep(POLITE_S)
+        until = time.monotonic() + POLITE_S
+        while not (lost.is_told or is_any_dropped()) and time.monotonic() < until:
+            time.sleep(_LOOK_EVERY_S)
         say(f"rank {place().rank}: {lost.what}")
         raise
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
@@ -64,10 +65,15 @@ class RankWatch:
         files = files_of(here)
         self._board = None if files is None else Board(files.board)
         self._process = this_process()
+        self._ranks: tuple[int, ...] = tuple(range(here.world_size))
         self._answered = 0
         self._to_look: list[tuple[int, float]] = []
         self._question: _Question | None = None
         self._said: set[tuple[str | None, tuple[int, ...]]] = set()
+
+    def watch_only(self, ranks: Sequence[int]) -> None:
+        """The others have ended, and are not waited for."""
+        self._ranks = tuple(ranks)
 
     def start(self) -> None:
         """Begin; without a store that can be reached nothing is watched."""
@@ -97,7 +103,7 @@ class RankWatch:
             return  # it has failed, and the others are to know soon
         self._set("over", True)
         until = monotonic() + 2 * self._beat
-        while left < self._here.world_size and monotonic() < until:
+        while left < len(self._ranks) and monotonic() < until:
             sleep(0.02)
             left = self._store.add("left", 0)
 
@@ -174,7 +180,7 @@ class RankWatch:
         while self._to_look and self._to_look[0][1] <= monotonic():
             question, _ = self._to_look.pop(0)
             silent = []
-            for rank in range(self._here.world_size):
+            for rank in self._ranks:
                 known = self._get(f"process/{rank}")
                 if known is None or known["machine"] != self._process.machine:
                     continue
@@ -213,7 +219,7 @@ class RankWatch:
         return bool(self._store.compare_set("teller", "", me) == me.encode())
 
     def _tell(self, question: _Question) -> None:
-        stands = {rank: self._stand_of(rank, question) for rank in range(self._here.world_size)}
+        stands = {rank: self._stand_of(rank, question) for rank in self._ranks}
         seconds = (clock() - question.since) / 1e9
         hang = explain(question.collective, self._here.rank, stands, seconds)
         kind = stands[self._here.rank].at(question.collective), hang.culprits

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from flatout import errors
 from flatout.errors import FlatoutError, WorldError
-from flatout.world import gloo_threads, messages
+from flatout.world import dropped, gloo_threads, messages
 from flatout.world.collective_log import CollectiveLog, Waiting
 from flatout.world.group import Group
 from flatout.world.network import INTERFACES, interface_of, source_address
 from flatout.world.place import ALONE, Place, place, restarts
 from flatout.world.secret import check_channel
-from flatout.world.stores import open_store
+from flatout.world.stores import connect, open_store
 from flatout.world.watch import RankWatch
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 # How long a rank waits for the others to come at the start.
 _PATIENCE = timedelta(minutes=10)
+# How long one that comes back waits until they take it back: its agent ends it where they do not.
+_AT_THE_DOOR = timedelta(days=30)
 
 TIMEOUT_S = 600
 """How long it waits for them in a collective, in seconds, if no one says."""
@@ -87,20 +89,23 @@ class World:
     Args:
         place: of this rank.
         timeout_s: how long a collective may take, in seconds.
+        device: "cpu" or "cuda", where tensors lie that ranks add up.
 
     Attributes:
         rank: of this process, from 0.
         size: how many ranks there are.
-        place: with nodes and local ranks.
+        ids: of each rank the number by which it was started.
+        place: with nodes and local ranks, as they were started.
         collectives: the collectives so far.
     """
 
-    def __init__(self, place: Place, timeout_s: float = TIMEOUT_S) -> None:
-        self.place = place
+    def __init__(self, place: Place, timeout_s: float = TIMEOUT_S, *, device: str = "cpu") -> None:
+        self.place, self.device = place, device
         self.timeout_s = timeout_s
         self.collectives = CollectiveLog()
         self.rank = place.rank
         self.size = place.world_size
+        self.ids = tuple(range(place.world_size))
 
     @property
     def is_first(self) -> bool:
@@ -329,6 +334,39 @@ class World:
             _groups[sets] = next((Group(p, p.index(self.rank), one) for p, one in own), None)
         return _groups[sets]
 
+    def go_on_with(self, ids: Sequence[int]) -> None:
+        """Leave out ranks that have ended; channels among parts of the ranks end, too.
+
+        Those that stay call it, where an agent keeps the store. They keep their order.
+
+        Args:
+            ids: of those that stay, as in `ids`.
+        """
+        own = self.ids[self.rank]
+        _close_channels()
+        if _watch is not None:
+            _watch.watch_only(ids)
+        self.ids = tuple(ids)
+        self.rank, self.size = self.ids.index(own), len(self.ids)
+        if self.size == 1:
+            return
+        timeout = timedelta(seconds=self.timeout_s)
+        with _together(self, self.collectives.begin("channel of the ranks that go on")):
+            name = f"{dropped.meeting()}-with-{'-'.join(map(str, ids))}"
+            store = _store_of(connect(self.place, timeout), name)
+            _open_channel(store, self.rank, self.size, self.device, timeout)
+
+    def take_back(self) -> None:
+        """Meet all ranks that were started, also those that were left out: they are at the door."""
+        _close_channels()
+        self.ids = tuple(range(self.place.world_size))
+        self.rank, self.size = self.place.rank, self.place.world_size
+        self.collectives.restart()
+        if _watch is not None:
+            _watch.watch_only(self.ids)
+        _meet(self.place, self.device, timedelta(seconds=self.timeout_s), dropped.meeting())
+        dropped.have_met()
+
     def store(self, name: str) -> Any:
         """The ranks' common store of keys and bytes (torch's), on its own connection.
 
@@ -412,9 +450,14 @@ def join(device: str = "cpu", timeout_s: float = TIMEOUT_S, patience_s: float = 
     import torch.distributed as dist
 
     if not dist.is_initialized():
-        _meet(here, device, timedelta(seconds=timeout_s))
+        timeout = timedelta(seconds=timeout_s)
+        if dropped.comes_back():
+            _meet(here, device, timeout, dropped.knock(here.rank), _AT_THE_DOOR)
+            dropped.have_met()
+        else:
+            _meet(here, device, timeout)
         atexit.register(leave)
-    _joined = World(here, timeout_s)
+    _joined = World(here, timeout_s, device=device)
     _watch = RankWatch(here, _joined.collectives, patience_s)
     _watch.start()
     atexit.register(_watch.stop)
@@ -429,11 +472,16 @@ def is_first_to_fail() -> bool:
 def leave() -> None:
     """End this process' part in the World; ranks that go on without it will fail."""
     global _joined, _watch
-    import torch.distributed as dist
-
     if _watch is not None:
         _watch.stop()
         _watch = None
+    _close_channels()
+    _joined = None
+
+
+def _close_channels() -> None:
+    import torch.distributed as dist
+
     if dist.is_initialized():
         dist.destroy_process_group()
         gloo_threads.wait_until_idle()
@@ -441,28 +489,34 @@ def leave() -> None:
     for mailbox in filter(None, _shared.values()):
         mailbox.close()
     _shared.clear()
-    _joined = None
 
 
-def _meet(here: Place, device: str, timeout: timedelta) -> None:
+def _open_channel(store: Any, rank: int, size: int, device: str, timeout: timedelta) -> None:
     import torch.distributed as dist
 
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, world_size=size, rank=rank, timeout=timeout)
+    check_channel(rank, size)
+
+
+def _store_of(store: Any, name: str = "") -> Any:
+    """Under keys of its own: an agent's outlives ranks that start again."""
+    import torch.distributed as dist
+
+    prefix = "-".join(("flatout", str(restarts()), *([name] if name else [])))
+    return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+
+
+def _meet(
+    here: Place, device: str, timeout: timedelta, again: str = "", patience: timedelta = _PATIENCE
+) -> None:
     try:
-        found = open_store(here, _PATIENCE)
-        # An agent's outlives ranks that start again: what earlier ones have left must not be found.
-        store = dist.PrefixStore(f"flatout-{restarts()}", found)  # type: ignore[attr-defined]
-        _all_here(store, here)
+        store = _store_of(open_store(here, _PATIENCE), again)
+        _all_here(store, here, patience)
         if INTERFACES[0] not in os.environ and (name := _interface(store, here)):
             for variable in INTERFACES:
                 os.environ.setdefault(variable, name)  # NCCL may have its own network
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
-            store=store,
-            world_size=here.world_size,
-            rank=here.rank,
-            timeout=timeout,
-        )
-        check_channel(here.rank, here.world_size)
+        _open_channel(store, here.rank, here.world_size, device, timeout)
     except (RuntimeError, ValueError, OSError) as error:
         if isinstance(error, WorldError):
             raise
@@ -474,11 +528,11 @@ def _meet(here: Place, device: str, timeout: timedelta) -> None:
         ) from error
 
 
-def _all_here(store: Any, here: Place) -> None:
+def _all_here(store: Any, here: Place, patience: timedelta) -> None:
     """Wait for the slowest rank: from then on the timeout of collectives holds."""
     if store.add("came", 1) == here.world_size:
         store.set("all", "")
-    store.wait(["all"], _PATIENCE)
+    store.wait(["all"], patience)
 
 
 def _interface(store: Any, here: Place) -> str | None:

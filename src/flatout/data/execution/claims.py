@@ -94,7 +94,9 @@ class Claims:
         """The next claim is used."""
         number, claim = self._found[self.used]
         self.used += 1
-        self.passed, self._latest = number - self._latest, number
+        # One that another worker has given back may lie before the latest.
+        self.passed = max(0, number - self._latest)
+        self._latest = max(self._latest, number)
         self._use(number)
         return claim
 

@@ -1,0 +1,164 @@
+"""Ranks without which a job can go on: the ranks say which, and their agent which it has dropped.
+
+So it is where workers need not wait for one another. An agent starts such a rank again by itself,
+which then waits at the door until the others take it back: all meet as at the start, once more.
+What they tell one another goes through the job's store, a few words in all. Other launchers know
+nothing of it, and end all ranks.
+
+    may-end             which ranks, as JSON
+    times               how often the others have taken ranks back
+    dropped-TIMES-RANK  that one was dropped since
+    door-TIMES-RANK     that one waits at the door
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from datetime import timedelta
+from time import monotonic, sleep
+from typing import Any
+
+from flatout.world.network import LOOPBACK
+from flatout.world.place import STARTED_BY, Place, place, restarts
+from flatout.world.stores import connect, files_of
+
+COMES_BACK = "FLATOUT_COMES_BACK"
+"""Set for a rank that was started again by itself."""
+
+_STORE_S, _LOOK_EVERY_S = 10.0, 0.05
+
+_said: set[int] = set()
+_times = 0
+
+
+def may_end(ranks: Collection[int]) -> None:
+    """As a rank: from now on these may be killed, and the job goes on; all ranks call it.
+
+    Args:
+        ranks: as they were numbered when they were started; empty takes back what was said.
+    """
+    if set(ranks) == _said or STARTED_BY not in os.environ:
+        return
+    _said.clear()
+    _said.update(ranks)
+    if place().rank == 0:
+        with suppress(RuntimeError):
+            _store().set("may-end", json.dumps([*ranks]))
+
+
+def is_dropped(rank: int, patience_s: float) -> bool:
+    """As a rank: whether the agent of another one has dropped it.
+
+    Args:
+        rank: that has ended.
+        patience_s: how long to wait for its agent to notice.
+    """
+    until = monotonic() + patience_s * (rank in _said)
+    while not (found := _is_any("dropped", [rank])) and monotonic() < until:
+        sleep(_LOOK_EVERY_S)
+    return found
+
+
+def is_any_dropped() -> bool:
+    """As a rank: whether an agent has dropped one of those that may end."""
+    return _is_any("dropped", _said)
+
+
+def are_back(ranks: Collection[int]) -> bool:
+    """As a rank: whether ranks that were dropped all wait at the door."""
+    return bool(ranks) and all(_is_any("door", [rank]) for rank in ranks)
+
+
+def comes_back() -> bool:
+    """As a rank: whether it was started again by itself."""
+    return COMES_BACK in os.environ
+
+
+def knock(rank: int) -> str:
+    """As a rank that comes back: wait at the door from now on; under which name all meet."""
+    global _times
+    store = _store()
+    _times = int(store.add("times", 0))
+    store.set(f"door-{_times}-{rank}", "")
+    return meeting()
+
+
+def meeting() -> str:
+    """Under which name all meet the next time."""
+    return f"again-{_times}"
+
+
+def have_met() -> None:
+    """As a rank: all have met; they call it."""
+    global _times
+    _times += 1
+    if place().rank == 0:
+        _store().add("times", 1)
+
+
+def _is_any(what: str, ranks: Collection[int]) -> bool:
+    if not _said:
+        return False
+    with suppress(RuntimeError):
+        store = _store()
+        return any(store.check([f"{what}-{_times}-{rank}"]) for rank in ranks)
+    return False
+
+
+def drops(rank: int, agents: Any) -> bool:
+    """As an agent, of a rank that was killed: whether the job goes on without it.
+
+    Args:
+        rank: of the job.
+        agents: as `store_of_agent` gives it.
+    """
+    with suppress(RuntimeError):
+        if agents.check(["may-end"]) and rank in json.loads(agents.get("may-end")):
+            times = agents.add("times", 0)
+            agents.delete_key(f"door-{times}-{rank}")
+            agents.set(f"dropped-{times}-{rank}", "")
+            return True
+    return False
+
+
+def times_of(agents: Any) -> int:
+    """As an agent: how often ranks were taken back."""
+    return int(agents.add("times", 0))
+
+
+def store_of_agent(port: int, nodes: int, rounds: int) -> Any:
+    """The store as an agent reaches it.
+
+    Args:
+        port: of the job's store, on loopback.
+        nodes: how many there are.
+        rounds: how often all ranks were started.
+
+    Raises:
+        RuntimeError: it does not.
+    """
+    import torch.distributed as dist
+
+    timeout = timedelta(seconds=_STORE_S)
+    here = Place(nodes=nodes, port=port)
+    if files_of(here) is not None:
+        store = connect(here, timeout)
+    else:
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            LOOPBACK, port, is_master=False, wait_for_workers=False, timeout=timeout
+        )
+    return _under(store, {**os.environ, "TORCHELASTIC_RESTART_COUNT": str(rounds - 1)})
+
+
+def _store() -> Any:
+    return _under(connect(place(), timedelta(seconds=_STORE_S)))
+
+
+def _under(store: Any, environ: Mapping[str, str] | None = None) -> Any:
+    import torch.distributed as dist
+
+    name = f"flatout-dropped-{restarts(environ)}"
+    return dist.PrefixStore(name, store)  # type: ignore[attr-defined]
