@@ -10,7 +10,8 @@ as many micro-batches and from the stages' shares of it.
 
 `parameter_server`: seconds until a small model's held-out loss is reached by four ranks of which
 one is three times slower (`peers/uneven_flatout.py`): where all wait for it, where no one does, and
-where steps do without the slowest.
+where steps do without the slowest. And of four servers the largest share of a model with tensors
+as unlike as Inception's beside the smallest, in bytes and in time (`peers/balanced_flatout.py`).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ FSDP, FSDP_AGAIN = "flatout-fsdp", "flatout-fsdp-again"
 ONE, STAGED, STAGED_AGAIN = "flatout-one-rank", "flatout-staged", "flatout-staged-again"
 SYNC, SYNC_AGAIN = "uneven-sync", "uneven-sync-again"
 ASYNC, SPARE = "uneven-async", "uneven-spare"
+SHARES = "shares-of-servers"
 # What each key needs.
 NEEDS = {
     "fsdp_vs_torch": (TORCH, BOUND, FSDP),
@@ -44,6 +46,7 @@ NEEDS = {
     "async_with_straggler": (SYNC, ASYNC),
     "spare_workers_with_straggler": (SYNC, SPARE),
     "straggler_vs_itself": (SYNC, SYNC_AGAIN),
+    "servers_balanced": (SHARES,),
 }
 
 
@@ -69,6 +72,7 @@ def peers_of(epochs: int, samples: int) -> list[Peer]:
         uneven(SYNC_AGAIN, "sync"),
         uneven(ASYNC, "async"),
         uneven(SPARE, "spare"),
+        Peer(SHARES, "balanced_flatout.py", (), ("torch", "flatout")),
     ]
 
 
@@ -96,7 +100,25 @@ def keys_of(rows: Mapping[str, Row]) -> list[Key]:
             note=uneven_words(rows, SPARE, "late gradients by rank: {late}"),
         ),
         Key("straggler_vs_itself", ratio(rows, SYNC_AGAIN, SYNC), note=again),
+        Key("servers_balanced", unevenness(rows[SHARES]), at_most=1.1, note=shares_words(rows)),
     ]
+
+
+def unevenness(row: Row) -> float | str:
+    """The largest share over the smallest, in bytes or in time, whichever is more."""
+    if not row.measured:
+        return f"{row.peer.name}: {row.reason}"
+    facts = [json.loads(note) for note in row.notes]
+    each = [[median(fact[unit][n] for fact in facts) for n in range(4)] for unit in ("bytes", "ms")]
+    return max(max(own) / min(own) for own in each)
+
+
+def shares_words(rows: Mapping[str, Row]) -> str:
+    if not rows[SHARES].measured:
+        return ""
+    fact = json.loads(rows[SHARES].notes[0])
+    times = ", ".join(f"{one:.2f}" for one in fact["ms"])
+    return f"{max(fact['bytes']) / 1e6:.1f} MB and {times} ms a step on four servers"
 
 
 def uneven_words(rows: Mapping[str, Row], name: str, more: str) -> str:

@@ -19,6 +19,7 @@ from torch import nn
 
 from flatout.strategies.server_handing import Handing
 from flatout.strategies.server_layout import Layout, numbers_of, part_of_state
+from flatout.strategies.server_runs import Runs
 
 
 class Push(NamedTuple):
@@ -72,6 +73,7 @@ class Share:
             for group in optimizer.param_groups
         ]
         self._optimizer = type(optimizer)(groups, lr=float(groups[0]["lr"]))  # type: ignore[call-arg]
+        self._runs = Runs(self._optimizer, self._parts, self.values)
         self.version = 0
         self._seen: dict[int, int] = {}
         self.take_states(
@@ -87,6 +89,7 @@ class Share:
 
     def take_states(self, states: Mapping[int, Mapping[str, Any]]) -> None:
         """Begin with states of whole parameters, by their number."""
+        self._runs.split()
         for number, state in states.items():
             piece, whole = self._layout.piece(number, self._server), self._layout.parameters[number]
             if piece.stop > piece.start:
@@ -96,6 +99,7 @@ class Share:
 
     def states(self) -> dict[int, dict[str, Any]]:
         """Copies of the states of its parts, by the number of the parameter."""
+        self._runs.split()
         return {
             number: {k: v.clone() if torch.is_tensor(v) else v for k, v in state.items()}
             for number, part in enumerate(self._parts)
@@ -114,10 +118,7 @@ class Share:
         rates = iter(push.rates)
         for group in self._optimizer.param_groups:
             _set_rates(group, next(rates), next(rates))
-        pieces = self._layout.pieces(gradient, self._server)
-        for part, piece, is_used in zip(self._parts, pieces, push.used, strict=True):
-            part.grad = piece if is_used and len(piece) else None
-        self._optimizer.step()
+        self._runs.step(push.used, gradient)
         self.version += 1
         return stale
 
