@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from torch.nn.functional import cross_entropy
 
 import flatout
@@ -139,10 +140,11 @@ def main():
         for name in COLORS:
             steps, history = train("sync" if name == "sync" else "unbounded", rate, slowed)
             losses = smooth(steps.losses)
-            row[0].plot(steps.seconds, losses, color=COLORS[name], label=name)
+            label = f"{name.split(',')[0]}, rate {rate:.2g}"
+            row[0].plot(steps.seconds, losses, color=COLORS[name], label=label)
             # Where ranks step alone, each of a batch's parts makes an update.
             updates = [n if name == "sync" else n * ranks for n in steps.steps]
-            row[1].plot(updates, losses, color=COLORS[name], label=f"{name}, rate {rate:.2g}")
+            row[1].plot(updates, losses, color=COLORS[name], label=label)
             if name == "async":
                 rate = RATE / ranks
                 draw_ages(histogram, history.staleness)
@@ -150,8 +152,8 @@ def main():
         row[0].set(title=f"{who}: over time", xlabel="seconds", ylabel="loss of the first rank")
         row[1].set(title=f"{who}: over updates", xlabel="updates of the weights")
         histogram.set(title=who, xlabel="steps that a gradient is old", ylabel="gradients")
-        row[1].legend()
-        histogram.legend()
+        for axes in (*row, histogram):
+            axes.legend()
     if is_first:
         curves.savefig(folder / "loss.png", dpi=120)
         ages.savefig(folder / "staleness.png", dpi=120)
@@ -162,6 +164,7 @@ def draw_ages(axes, staleness):
     for rank, own in enumerate(staleness["by_rank"]):
         ages = [int(age) + 0.4 * rank for age in own]
         axes.bar(ages, list(own.values()), width=0.4, label=f"rank {rank}")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.axvline(staleness["mean"], color="gray", label=f"mean {staleness['mean']:.2f}")
 
 
