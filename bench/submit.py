@@ -5,6 +5,9 @@
 On a cluster of two nodes that it starts on this machine: SLURM's own daemons, as root. A job of two
 ranks is started by srun and by submit in turn, and timed up to its first step. Then one is requeued
 some times while it trains, and its weights are compared with those of one that was left alone.
+
+The files of a matrix of jobs are given to their vendors' own schemas: Kubeflow's, botocore's model
+of SageMaker, and sbatch. `--artifacts` does that alone.
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ from flatout.save.model_file import load_model
 from results import Key, Results, add_arguments, finish, positive
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "world"))
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "submit"))
 from slurm_cluster import Cluster, missing
+from submit_schemas import errors_of_many, sbatch_errors
 
 MAIN = [sys.executable, "-c", "from flatout.cli.main import main; main()"]
 JOB = """
@@ -140,7 +145,16 @@ def preempted(lab: Lab, times: int) -> tuple[int, float]:
     return lost, different
 
 
-def results(hand: list[float], sent: list[float], times: int, lost: int, off: float) -> Results:
+def artifacts(cluster: Cluster, folder: Path) -> Key:
+    """How many of the generated jobs are as their vendors' schemas want them."""
+    found = [*errors_of_many(folder), *sbatch_errors(cluster, folder)]
+    valid = sum(not errors for errors in found)
+    return Key("artefacts_valid", float(valid), at_least=len(found), note=f"of {len(found)} jobs")
+
+
+def results(
+    hand: list[float], sent: list[float], times: int, lost: int, off: float, valid: Key
+) -> Results:
     overhead = median(sent) - median(hand)
     figures = [("srun by hand", hand), ("flatout submit slurm", sent)]
     return Results(
@@ -155,6 +169,7 @@ def results(hand: list[float], sent: list[float], times: int, lost: int, off: fl
             Key("overhead_s", overhead, at_most=3),
             Key("requeue_lost_steps", float(lost), at_most=0, note="steps trained twice"),
             Key("resubmit_same_weights", off, at_most=0, note="largest difference; 0 is bitwise"),
+            valid,
         ],
         data={"by_hand_s": hand, "by_submit_s": sent, "preemptions": times},
     )
@@ -166,14 +181,20 @@ def main() -> int:
     )
     add_arguments(parser, restarts=3)
     parser.add_argument("--preemptions", type=positive, default=3, metavar="N", help="default 3")
+    parser.add_argument("--artifacts", action="store_true", help="only look at the matrix of jobs")
     arguments = parser.parse_args()
     if missing() or os.getuid():
         raise SystemExit(f"needs root and SLURM; not installed: {', '.join(missing()) or 'none'}")
     with tempfile.TemporaryDirectory(prefix="flatout-bench-") as base:
         (Path(base) / "slurm").mkdir()
         (Path(base) / "jobs").mkdir()
-        cluster = Cluster(Path(base) / "slurm")
+        cluster = Cluster(Path(base) / "slurm", "GresTypes=gpu\n")
         try:
+            (Path(base) / "matrix").mkdir()
+            valid = artifacts(cluster, Path(base) / "matrix")
+            if arguments.artifacts:
+                print(valid.words)
+                return int(not valid.met)
             lab = Lab(Path(base) / "jobs", cluster)
             hand, sent = [], []
             for n in range(arguments.restarts):
@@ -182,7 +203,7 @@ def main() -> int:
             lost, off = preempted(lab, arguments.preemptions)
         finally:
             cluster.stop()
-    found = results(hand, sent, arguments.preemptions, lost, off)
+    found = results(hand, sent, arguments.preemptions, lost, off, valid)
     return finish(found, arguments)
 
 

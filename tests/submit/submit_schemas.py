@@ -3,6 +3,8 @@
 import functools
 import itertools
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from flatout.recipe import Recipe
 from flatout.submit.code import CodeArchive
 from flatout.submit.job import Job
+from flatout.submit.target import target_of
 
 CRDS = Path(__file__).parents[3] / "shared" / "data" / "crd"
 
@@ -23,7 +26,7 @@ SAGEMAKER = {
     "instance": "ml.c5.2xlarge",
     "bucket": "s3://team/jobs",
 }
-OPTIONS = {"kubernetes": KUBERNETES, "sagemaker": SAGEMAKER, "ray": {}}
+OPTIONS = {"kubernetes": KUBERNETES, "sagemaker": SAGEMAKER, "ray": {}, "slurm": {}}
 
 
 def a_job(folder, target="kubernetes", **changes):
@@ -74,6 +77,53 @@ def many_jobs(folder, target, every=1):
             fingerprint="EPYC 9V74, 2 CPUs, torch 2.13.0",
             options={"storage": "s3://bucket/notes"} if target == "ray" else {},
         )
+
+
+def made(job, name):
+    """The artifacts of a job by name."""
+    return {one.name: one.text for one in target_of(name).artifacts(job)}
+
+
+def documents(job):
+    """What the API server is given."""
+    import yaml
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return list(yaml.load_all(made(job, "kubernetes")["job.yaml"], loader))
+
+
+def kubernetes_errors(found):
+    """What the API server would say to a document."""
+    if found["kind"] == "ConfigMap":
+        is_name = re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", found["metadata"]["name"])
+        return [] if is_name else ["name"]
+    return [one.message for one in validator(found["kind"]).iter_errors(found)]
+
+
+def errors_of_many(folder, every=1):
+    """Of each job of a matrix, 288 or every so many-th of them, what its vendor's schema says."""
+    for api in ("trainjob", "pytorchjob"):
+        for job in many_jobs(folder, "kubernetes", every):
+            given = documents(replace(job, options={**job.options, "api": api}))
+            yield [error for one in given for error in kubernetes_errors(one)]
+    for job in many_jobs(folder, "sagemaker", every):
+        # Refused by botocore's model where it is not as that says.
+        name = json.loads(made(job, "sagemaker")["training_job.json"])["TrainingJobName"]
+        yield [] if name == job.name else [name]
+    for job in many_jobs(folder, "ray", every):
+        compile(made(job, "ray")["driver.py"], "driver.py", "exec")
+        yield []
+
+
+def sbatch_errors(cluster, folder):
+    """Of 72 batch scripts, what sbatch says to what it does not understand, as it says itself."""
+    path = folder / "job.sbatch"
+    for job in many_jobs(folder, "slurm"):
+        path.write_text(made(job, "slurm")["job.sbatch"])
+        done = cluster.run("sbatch", "--test-only", path, cwd=folder)
+        # The lab is smaller than the jobs of the matrix.
+        is_right = done.returncode == 0 or "node configuration is not available" in done.stderr
+        yield [] if is_right else [done.stderr]
 
 
 @functools.cache

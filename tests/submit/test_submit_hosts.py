@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from examples_as_jobs import EXAMPLES, check, example
 from jobs import SMALL_JOB, state_of, until
 from nasty import NASTY, TELL
 from ssh_hosts import SshHosts, missing
@@ -147,6 +148,14 @@ def test_a_hundred_nasty_arguments(flatout, submit, tmp_path):
     sent = submit("--env", f"TOLD={told}", "tell.py", *NASTY)
     flatout("logs", sent["id"], "-f")
     assert json.loads(told.read_text()) == NASTY
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_examples(name, flatout, submit, tmp_path):
+    _, words = example(name, tmp_path / "root", tmp_path / "shared")
+    sent = submit(*words)
+    check(name, flatout("logs", sent["id"], "-f"), tmp_path / "shared")
 
 
 def test_a_host_that_lacks_something_is_named_before_anything_is_sent(flatout, hosts, tmp_path):

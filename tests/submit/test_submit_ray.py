@@ -8,14 +8,17 @@ import subprocess
 import sys
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from examples_as_jobs import EXAMPLES, check, example
 from jobs import until
 from submit_schemas import a_job
 
 import flatout
 from flatout.submit import Ledger
+from flatout.submit.code import CodeArchive
 from flatout.submit.sending import send, write
 from flatout.submit.states import State
 from flatout.submit.target import target_of
@@ -130,6 +133,18 @@ def test_a_script_that_fails_by_itself_is_not_started_again(cluster, tmp_path):
     with driving(job, cluster, tmp_path / "log") as run:
         assert run.wait(120) == 7
     assert (tmp_path / "log").read_text().count("Started training worker group") == 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_examples(name, cluster, tmp_path):
+    job = a_ray_job(tmp_path, 0)
+    files, (script, *arguments) = example(name, job.root, tmp_path / "shared")
+    code = CodeArchive(tuple(files), 1)
+    job = replace(job, script=script, arguments=tuple(arguments), code=code)
+    with driving(job, cluster, tmp_path / "log") as run:
+        assert run.wait(240) == 0, (tmp_path / "log").read_text()
+    check(name, (tmp_path / "log").read_text(), tmp_path / "shared")
 
 
 @pytest.mark.long

@@ -4,13 +4,17 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
+import examples_as_jobs
 import pytest
 import yaml
+from examples_as_jobs import EXAMPLES, example
 from submit_schemas import a_job, expanded
 from world_ranks import free_port
 
 from flatout.measure import usable_cpus
+from flatout.submit.code import CodeArchive
 from flatout.submit.target import target_of
 
 pytestmark = [
@@ -50,14 +54,14 @@ def path(tmp_path):
     return f"{tmp_path / 'bin'}:{os.environ['PATH']}"
 
 
-def run(commands):
+def run(commands, path):
     """What the containers print; all of them end well."""
     started = [
-        subprocess.Popen(command, env={**os.environ, **env}, stdout=subprocess.PIPE,
+        subprocess.Popen(command, env={**os.environ, "PATH": path, **env}, stdout=subprocess.PIPE,
                          stderr=subprocess.STDOUT, text=True)
         for command, env in commands
     ]  # fmt: skip
-    said = [one.communicate(timeout=120)[0] for one in started]
+    said = [one.communicate(timeout=240)[0] for one in started]
     assert [one.returncode for one in started] == [0, 0], said
     return said
 
@@ -67,14 +71,11 @@ def check(said):
         assert "ranks 2 2 3 a  $(RANK) `b` $(HOME)\n" in one
 
 
-@pytest.mark.parametrize("api", ["trainjob", "pytorchjob"])
-def test_kubernetes(api, tmp_path, path):
-    pytest.importorskip("kubeflow_trainer_api")
-    made = job(tmp_path, "kubernetes", api=api, code=str(tmp_path / "code"))
+def nodes_of_kubernetes(made, api):
+    """The containers of a job, as its nodes start them."""
     text = target_of("kubernetes").artifacts(made)[0].text
     found = list(yaml.safe_load_all(text))[-1]
     port = str(free_port())
-    commands = []
     for node in range(2):
         if api == "trainjob":
             container = found["spec"]["trainer"]
@@ -90,20 +91,49 @@ def test_kubernetes(api, tmp_path, path):
         env = {one["name"]: expanded(one["value"], {}) for one in container["env"]
                if "value" in one}  # fmt: skip
         words = [expanded(one, variables) for one in container["command"] + container["args"]]
-        commands.append((words, {"PATH": path, **env, **variables}))
-    check(run(commands))
+        yield words, {**env, **variables}
 
 
-def test_sagemaker(tmp_path, path):
-    pytest.importorskip("botocore")
-    made = job(tmp_path, "sagemaker")
-    channel = tmp_path / "input"
+def nodes_of_sagemaker(made, channel):
+    """The containers of a job, whose channel of code is a folder."""
     channel.mkdir()
     for one in target_of("sagemaker").artifacts(made):
         one.write(channel)
     made.code.write(made.root, channel / "code.tar.gz")
     (channel / "secret").write_text("known to both")
     hosts = ["127.0.0.1", "127.0.0.2"]
-    env = {"PATH": path, "SM_HOSTS": json.dumps(hosts), "SM_MASTER_PORT": str(free_port())}
-    command = ["/bin/bash", channel / "start.sh"]
-    check(run([(command, {**env, "SM_CURRENT_HOST": host}) for host in hosts]))
+    env = {"SM_HOSTS": json.dumps(hosts), "SM_MASTER_PORT": str(free_port())}
+    for host in hosts:
+        yield ["/bin/bash", channel / "start.sh"], {**env, "SM_CURRENT_HOST": host}
+
+
+@pytest.mark.parametrize("api", ["trainjob", "pytorchjob"])
+def test_kubernetes(api, tmp_path, path):
+    pytest.importorskip("kubeflow_trainer_api")
+    made = job(tmp_path, "kubernetes", api=api, code=str(tmp_path / "code"))
+    check(run(nodes_of_kubernetes(made, api), path))
+
+
+def test_sagemaker(tmp_path, path):
+    pytest.importorskip("botocore")
+    made = job(tmp_path, "sagemaker")
+    check(run(nodes_of_sagemaker(made, tmp_path / "input"), path))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("target", ["trainjob", "pytorchjob", "sagemaker"])
+def test_the_examples(target, name, tmp_path, path):
+    on_kubernetes = target != "sagemaker"
+    pytest.importorskip("kubeflow_trainer_api" if on_kubernetes else "botocore")
+    options = {"api": target, "code": str(tmp_path / "code")} if on_kubernetes else {}
+    made = job(tmp_path, "kubernetes" if on_kubernetes else "sagemaker", **options)
+    files, (script, *arguments) = example(name, made.root, tmp_path / "shared")
+    code = CodeArchive(tuple(files), 1)
+    made = replace(made, script=script, arguments=tuple(arguments), code=code)
+    nodes = (
+        nodes_of_kubernetes(made, target)
+        if on_kubernetes
+        else nodes_of_sagemaker(made, tmp_path / "input")
+    )
+    examples_as_jobs.check(name, "".join(run(nodes, path)), tmp_path / "shared")

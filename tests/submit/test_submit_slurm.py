@@ -12,10 +12,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+import submit_schemas
 import torch
+from examples_as_jobs import EXAMPLES, check, example
 from jobs import SMALL_JOB, job, state_of, until
 from nasty import NASTY, TELL
 from slurm_cluster import Cluster, missing
+from submit_schemas import sbatch_errors
 
 from flatout.measure import usable_cpus
 from flatout.save.model_file import load_model
@@ -28,6 +31,7 @@ pytestmark = [
 ]
 
 PREEMPTS = """\
+GresTypes=gpu
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 PartitionName=urgent Nodes=n1,n2 MaxTime=INFINITE State=UP PriorityTier=10
@@ -152,6 +156,25 @@ def test_a_hundred_nasty_arguments_and_a_run_for_each_seed(flatout, cluster, tmp
     scripts = [one.info["cmdline"] or [] for one in psutil.process_iter(["cmdline"])]
     spool = str(cluster.folder / "spool")
     assert not [one for one in scripts if any(word.startswith(spool) for word in one)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_examples(name, flatout, tmp_path):
+    _, words = example(name, tmp_path / "root", tmp_path / "shared")
+    sent = submit(flatout, "--nodes", "2", *words)
+    check(name, flatout("logs", sent["id"], "-f"), tmp_path / "shared")
+
+
+def test_sbatch_understands_each_of_many_scripts(cluster, tmp_path, monkeypatch):
+    assert [one for one in sbatch_errors(cluster, tmp_path) if one] == []
+    right = submit_schemas.made
+    monkeypatch.setattr(
+        submit_schemas,
+        "made",
+        lambda *job: {"job.sbatch": right(*job)["job.sbatch"].replace("--nodes=", "--nodez=")},
+    )
+    assert "nodez" in next(sbatch_errors(cluster, tmp_path))[0]
 
 
 def test_what_slurm_would_refuse_is_told_before_it_is_sent(flatout):
