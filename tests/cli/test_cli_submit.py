@@ -55,6 +55,7 @@ def test_what_no_node_sees_is_told_before_anything_is_sent(flatout, tmp_path):
     assert done.returncode == 1
     assert "wrote submit/train-" in done.stdout
     assert "data: day.svm: lies on" in done.stdout
+    assert "no --checkpoints FOLDER: once stopped, it starts over" in done.stdout
     assert "no node sees it; put it on a shared path, or say --shared PATH" in done.stderr
     assert "nothing was sent" in done.stderr
     assert "no job was sent from here" in flatout("jobs").stdout

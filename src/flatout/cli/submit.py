@@ -255,6 +255,8 @@ def _print_written(jobs: list[Job], artifacts: list[Artifact]) -> None:
         _say(f"  and {len(job.code.left_out) - 10} more")
     for one in job.inputs:
         _say(f"  data: {one.words}")
+    if job.checkpoint is None and not job.is_command:
+        _say("  no --checkpoints FOLDER: once stopped, it starts over unless the script sets run=")
     if job.price is not None:
         _say(f"  {_priced(job.price, jobs)}")
     if not (job.has_measured_threads or job.is_auto):
