@@ -31,7 +31,7 @@ class Parsed(HTMLParser):
     def __init__(self, text):
         super().__init__()
         self.tags, self.open, self.text = [], [], []
-        self.feed(text)
+        self.feed(text.replace("<wbr>", ""))
         self.close()
         assert not self.open
 

@@ -4,14 +4,16 @@ import json
 from dataclasses import replace
 
 import pytest
-from report_runs import epoch, make_run, profile
+from report_runs import epoch, make_run, profile, write_lines
 from test_report_page import HOSTILE, Parsed, browse, without_policy
 
 from flatout.errors import FlatoutError
 from flatout.measure import Resumed
 from flatout.report import Report
 from flatout.report.curves import HEIGHT, Line, chart
+from flatout.report.run import SeenRun
 from flatout.report.run_page import dangers, run_page
+from made_up_profiles import NOW
 
 
 def written(*folders):
@@ -73,6 +75,19 @@ def test_pages_of_several_draw_their_curves_over_each_other(tmp_path):
     lines = [attributes["class"] for tag, attributes in found.tags if tag == "polyline"]
     assert lines.count("a") == lines.count("b") >= 4
     assert lines.count("a dashed") == lines.count("b dashed") == 2  # val_loss by both
+
+
+def test_a_short_run_shows_the_loss_of_its_epochs(tmp_path):
+    """The log has a line for each epoch, and for hardly a step."""
+    run = make_run(tmp_path / "a", epochs=[epoch(n, 1 / n, 1.1 / n) for n in (1, 2, 3)], log=False)
+    rows = [{"kind": "epoch", **epoch(n, 1 / n, 1.1 / n), "time": NOW + 8 * n} for n in (1, 2, 3)]
+    step = {"kind": "step", "step": 500, "loss": 0.4, "time": NOW + 20.0}
+    write_lines(run / "log.jsonl", [*rows[:2], step, rows[2]])
+    curves = {curve.name: curve.points for curve in SeenRun.read(run).curves}
+    assert [value for _, _, value in curves["loss"]] == [1.0, 0.5, 1 / 3]
+    assert "val_loss (dashed)" in Parsed(written(run)).words
+    write_lines(run / "log.jsonl", [{"kind": "epoch", "val_loss": n, "step": n} for n in (2, 1)])
+    assert "val_loss (dashed)" in Parsed(written(run)).words
 
 
 def test_nothing_of_a_run_becomes_markup(tmp_path):

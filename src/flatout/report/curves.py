@@ -121,7 +121,8 @@ def chart(
         x_ticks=[(100 * n / _TICKS, in_words(right * n / _TICKS)) for n in range(_TICKS + 1)],
         y_ticks=[(at(y), f"{rounded(y)}{unit}") for y in levels],
         words=f"{title}: " + ", ".join(_in_words(line, unit) for line in lines),
-        shows_names=shows_names,
+        # A line alone may be of another figure than the title names.
+        shows_names=shows_names and (len(drawn) > 1 or not title.startswith(f"{drawn[0][0]} ")),
     )
 
 

@@ -233,16 +233,17 @@ class SeenRun:
 
     @cached_property
     def curves(self) -> list[Curve]:
-        """Each figure while training, the loss by steps where there is a log."""
+        """Each figure while training, the loss by steps where the log has more of them."""
         size = self.batch_size or 1.0
+        by_steps = len(self._steps) > len(self.epochs)
         found: dict[str, list[tuple[float, float, float]]] = {}
         if self.log:
             for line, seconds in zip(self.log, self._seconds, strict=True):
                 at = size * float(line.get("step") or 0)
                 is_epoch = line.get("kind") == "epoch"
                 for name, value in _numbers(line).items():
-                    # The loss of an epoch is the last of its steps'.
-                    if name != "loss" or not is_epoch or not self._steps:
+                    # Steps' losses and epochs' are two figures of one name.
+                    if name != "loss" or is_epoch != by_steps:
                         found.setdefault(name, []).append((at, seconds, value))
         else:
             for epoch in self.epochs:

@@ -11,6 +11,7 @@ from flatout.words import counted, rounded
 
 if TYPE_CHECKING:
     from jinja2 import Environment, Template
+    from markupsafe import Markup
 
 
 def template(name: str) -> Template:
@@ -30,7 +31,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     environment.filters.update(ms=rounded, plain=plain, counted=counted, percent=_percent)
-    environment.filters["docs"] = _docs
+    environment.filters.update(docs=_docs, breakable=_breakable)
     return environment
 
 
@@ -43,6 +44,16 @@ def plain(value: Any) -> str:
     if isinstance(value, float):
         return rounded(value, 4)
     return "unknown" if value is None else str(value)
+
+
+def _breakable(words: str) -> Markup:
+    """For narrow screens: names may be broken where they are joined, and no arrow in two."""
+    from markupsafe import Markup, escape
+
+    found = escape(words.replace("->", "→"))
+    for joint in "=_":
+        found = found.replace(joint, joint + Markup("<wbr>"))
+    return found
 
 
 def _docs(name: str) -> str:

@@ -181,7 +181,7 @@ def job(loop: LoopState) -> dict[str, str]:
     for number, optimizer in enumerate(loop.optimizers, 1):
         words = type(optimizer).__name__
         for group in loop.job.get("options", [[]] * number)[number - 1][:1]:
-            shown = [f"{name}={value}" for name, value in group.items() if _is_shown(value)]
+            shown = [f"{name}={_short(value)}" for name, value in group.items() if _is_shown(value)]
             words += f"({', '.join(shown)})"
         facts[f"optimizer {number}"] = words
     with suppress(OSError):
@@ -297,6 +297,11 @@ def _speed_of(interface: str | None) -> int | None:
         speed = int(Path(f"/sys/class/net/{interface}/speed").read_text())
         return speed if speed > 0 else None
     return None
+
+
+def _short(value: Any) -> Any:
+    """Numbers that were computed, such as the first rate of a schedule, without their rounding."""
+    return float(f"{value:.7g}") if isinstance(value, float) else value
 
 
 def _is_shown(value: Any) -> bool:
