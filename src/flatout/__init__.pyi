@@ -1,6 +1,7 @@
 from flatout import data as data
 from flatout import integrations as integrations
 from flatout import optim as optim
+from flatout.devices import pin as pin
 from flatout.models import freeze as freeze
 from flatout.models import unfreeze as unfreeze
 from flatout.optim import LrRule as LrRule
