@@ -387,10 +387,10 @@ _MEASURED = [name for name, one in SETTINGS.items() if one.trial and one.trial.w
 
 def _is_open(requested: Recipe, allow: Parity) -> bool:
     """Whether the request leaves anything to measure."""
-    return any(requested.get(field) == "auto" for field in (*_MEASURED, CAPTURE)) or (
-        any(requested.get(field) == "auto" for field in ("process.threads", COUNT))
-        and allow >= Parity.TOLERANT
-    )
+    fields = [*_MEASURED, CAPTURE]
+    if allow >= Parity.TOLERANT:
+        fields += ["process.threads", *([COUNT] if requested.world.strategy == "staged" else [])]
+    return any(requested.get(field) == "auto" for field in fields)
 
 
 def _counts(
