@@ -135,6 +135,7 @@ def test_what_measurement_may_decide_defaults_to_auto():
         "input.pin_memory": "off",
         "input.features": "off",
         "world.device": "cpu",
+        "world.micro_batches": 0,
         "world.reduction": "all_reduce",
     }
 
@@ -164,6 +165,7 @@ def test_which_settings_a_live_model_is_switched_to():
         "memory.activation_checkpointing",
         "memory.allocator",
         "process.threads",
+        "world.micro_batches",
     }
     layers = [field for field in those("live") if SETTINGS[field].live.layer]
     assert sorted(layers, key=lambda field: SETTINGS[field].live.layer) == [

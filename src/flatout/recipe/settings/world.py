@@ -74,7 +74,6 @@ class World(Section):
         parity=lambda facts: redrawn_if(facts.draws_from_a_stream, Parity.TOLERANT),
         words="{} micro-batches",
         live=Live(),
-        unmeasured=lambda at: (0, "four for each stage"),
     )
     batch_statistics: Literal["whole", "per_micro_batch"] = setting(
         "whole",
