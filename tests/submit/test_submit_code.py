@@ -68,6 +68,18 @@ def test_the_folder_of_the_jobs_is_no_code(tree):
     assert "submit/earlier/job.sbatch" not in code.collect(tree, without=(tree / "submit",)).files
 
 
+def test_a_run_is_no_code_unless_the_script_is_told_of_it(tree):
+    (tree / "runs/day/checkpoints/step-1").mkdir(parents=True)
+    for name in ("runs.jsonl", "checkpoints/step-1/model.safetensors"):
+        (tree / "runs/day" / name).write_text("")
+    found = code.collect(tree)
+    assert not [one for one in found.files if one.startswith("runs/")]
+    assert ("runs/day/", "a run, no code") in found.left_out
+    for one in ("runs/day", "runs/day/checkpoints/step-1"):
+        found = code.collect(tree, named=(tree / one,))
+        assert "runs/day/checkpoints/step-1/model.safetensors" in found.files
+
+
 def test_a_folder_of_data_is_refused(tree, monkeypatch):
     monkeypatch.setattr(code, "_LARGEST_ARCHIVE", 20)
     with pytest.raises(SubmitError, match="expected a folder of code"):

@@ -22,6 +22,7 @@ from flatout.measure.parity import compare_curves as compare_curves
 from flatout.measure.parity import compare_tensors as compare_tensors
 from flatout.measure.processes import Processes as Processes
 from flatout.measure.processes import ProcessUse as ProcessUse
+from flatout.measure.profile import RUNS as RUNS
 from flatout.measure.profile import Profile as Profile
 from flatout.measure.profile import RankProfile as RankProfile
 from flatout.measure.profile import RanksOnHost as RanksOnHost

@@ -87,7 +87,9 @@ def job_of(asked: Asked, root: Path, now: datetime) -> Job:
     base = (root / asked.folder).absolute()
     checkpoint = None if asked.checkpoint is None else _absolute(asked.checkpoint, root)
     # What jobs write is no code of the next one.
-    code = collect(root, without=(base, Path(checkpoint or base)))
+    named = dict.fromkeys((*asked.inputs, *in_arguments(asked.arguments, root)))
+    paths = tuple(Path(os.path.normpath(root / one)) for one in named if "://" not in one)
+    code = collect(root, without=(base, Path(checkpoint or base)), named=paths)
     is_command = script == "flatout" and not asked.is_module
     if is_command:
         code = CodeArchive((), 0)
@@ -97,7 +99,6 @@ def job_of(asked: Asked, root: Path, now: datetime) -> Job:
             where=f"{root / script}",
             do="take it out of .gitignore",
         )
-    named = dict.fromkeys((*asked.inputs, *in_arguments(asked.arguments, root)))
     inputs = tuple(look_at(one, root, code, asked.shared) for one in named)
     name = asked.name or name_of("data.py" if is_command else script, now)
     if asked.name is None:

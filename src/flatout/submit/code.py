@@ -15,6 +15,7 @@ import pathspec
 
 from flatout.atomic_file import atomic_write
 from flatout.errors import SubmitError
+from flatout.measure import RUNS
 from flatout.words import counted, size_words
 
 ARCHIVE = "code.tar.gz"
@@ -72,12 +73,17 @@ class CodeArchive:
         tar.addfile(member, io.BytesIO(data))
 
 
-def collect(root: Path, *, without: tuple[Path, ...] = ()) -> CodeArchive:
+def collect(
+    root: Path, *, without: tuple[Path, ...] = (), named: tuple[Path, ...] = ()
+) -> CodeArchive:
     """The code in a folder: all files but what .gitignore files name, links followed to files.
+
+    Run folders stay, or a job would go on from what they hold.
 
     Args:
         root: the folder.
         without: folders within it that are no code, such as that of the jobs.
+        named: what the script reads; run folders among it travel.
 
     Raises:
         SubmitError: it is so much that it cannot all be code.
@@ -86,8 +92,10 @@ def collect(root: Path, *, without: tuple[Path, ...] = ()) -> CodeArchive:
     left_out: list[tuple[str, str]] = []
     total = 0
     secret = pathspec.GitIgnoreSpec.from_lines(_SECRET)
-    for name, size in sorted(_walk(root, without)):
-        if secret.match_file(name):
+    for name, size in sorted(_walk(root, without, named)):
+        if name.endswith("/"):
+            left_out.append((name, "a run, no code"))
+        elif secret.match_file(name):
             left_out.append((name, "may hold a secret"))
         elif size > _LARGEST:
             left_out.append((name, f"{size_words(size)}: data, not code"))
@@ -103,16 +111,25 @@ def collect(root: Path, *, without: tuple[Path, ...] = ()) -> CodeArchive:
     return CodeArchive(tuple(files), total, tuple(left_out))
 
 
-def _walk(root: Path, without: tuple[Path, ...]) -> Iterator[tuple[str, int]]:
-    """Files with their sizes. The rules of a folder hold for all that is below it."""
+def _walk(
+    root: Path, without: tuple[Path, ...], named: tuple[Path, ...]
+) -> Iterator[tuple[str, int]]:
+    """Files with their sizes, and run folders with a slash behind their names.
+
+    The rules of a folder hold for all that is below it.
+    """
     # Those of the folders above hold too, as far as the repository goes.
     above = _rules_above(root)
     skipped = {one.resolve() for one in without}
     pending: list[tuple[str, list[tuple[str, pathspec.GitIgnoreSpec]]]] = [("", above)]
     while pending:
         folder, rules = pending.pop()
-        rules = [*rules, *_rules(root / folder, folder)]
-        with os.scandir(root / folder) as entries:
+        at = root / folder
+        if folder and _is_run(at) and not any(one.is_relative_to(at) for one in named):
+            yield folder, 0
+            continue
+        rules = [*rules, *_rules(at, folder)]
+        with os.scandir(at) as entries:
             for entry in entries:
                 name = f"{folder}{entry.name}"
                 try:
@@ -127,6 +144,11 @@ def _walk(root: Path, without: tuple[Path, ...]) -> Iterator[tuple[str, int]]:
                         pending.append((f"{name}/", rules))
                 elif stat.S_ISREG(found.st_mode):
                     yield name, found.st_size
+
+
+def _is_run(folder: Path) -> bool:
+    """Whether a Trainer has written its run there."""
+    return (folder / RUNS).is_file() and (folder / "checkpoints").is_dir()
 
 
 def _rules(path: Path, prefix: str) -> list[tuple[str, pathspec.GitIgnoreSpec]]:
