@@ -86,8 +86,8 @@ def until_step(sent, number):
 def test_on_two_nodes_preempted_then_at_its_time_limit_and_gone_on(flatout, cluster, tmp_path):
     run = str(tmp_path / "run")
     asked = ("--nodes", "2", "--time", "1h", "--stop-ahead", "50s", "--checkpoints", run)
-    sent = submit(flatout, *asked, "train.py", str(tmp_path / "cut.safetensors"), "--pause=1")
-    until_step(sent, 5)
+    sent = submit(flatout, *asked, "train.py", str(tmp_path / "cut.safetensors"), "--pause=2")
+    until_step(sent, 3)
     found = state_of(flatout, sent["id"])
     assert (found["state"], found["nodes"], found["starts"]) == ("running", ["n[1-2]"], 1)
     urgent = cluster.ask(
@@ -96,7 +96,7 @@ def test_on_two_nodes_preempted_then_at_its_time_limit_and_gone_on(flatout, clus
     until(lambda: state_of(flatout, sent["id"])["state"] == "requeued")
     assert urgent
     step = int(Path(sent["folder"], "code/step").read_text())
-    until_step(sent, step + 2)
+    until_step(sent, step + 1)
     # SLURM's limit is in minutes, and it looks every 30 s which jobs are near theirs.
     cluster.ask("scontrol", "update", f"JobId={sent['id']}", "TimeLimit=1")
     until(lambda: state_of(flatout, sent["id"])["starts"] == 3)
