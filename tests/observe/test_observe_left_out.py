@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 
+import numpy as np
 import pytest
 import torch
 
@@ -51,6 +52,31 @@ def test_calls_whose_value_is_used_or_that_train_have_no_condition():
     ]
     log = calls[0]
     assert (log.line, log.end_line, log.call_line) == (9, 11, 11)  # what is read there alone, too
+
+
+def test_what_another_method_of_a_step_reads_is_used(tmp_path):
+    source = """
+class Agent:
+    def collect(self, x):
+        self.memory.push(x)
+        self.tracker.log(x)
+    def learn(self):
+        batch = self.memory.sample(8)
+        self.optimizer.step()
+    def on_epoch_end(self):
+        print(self.tracker.mean())
+    def run(self, xs):
+        for x in xs:
+            self.collect(x)
+            self.learn()
+"""
+    script = tmp_path / "agent.py"
+    script.write_text(source)
+    code = Rewriting([str(script)])
+    code.code(source.encode(), str(script))
+    words = [call.words for call in code.calls]
+    assert "self.memory.push" not in words
+    assert "self.tracker.log" in words
 
 
 def test_functions_that_others_compile_are_left_as_they_are():
@@ -112,6 +138,23 @@ class _Tracker:
         self.rows.append([p.norm().item() for p in model.parameters()])
 
 
+class _Bank:
+    """Features that a later step may be compared with."""
+
+    def __init__(self):
+        self.features = torch.zeros(9, 3)
+        self.ages = np.zeros(9)
+
+    def update(self, model):
+        self.features[0] += 1
+
+    def grow(self, model):
+        self.features = torch.cat([self.features, torch.ones(1, 3)])
+
+    def age(self, model):
+        self.ages += 1
+
+
 @torch.no_grad()
 def _decay(model):
     model.weight.data.mul_(0.9)
@@ -126,6 +169,9 @@ def test_what_tells_or_keeps_figures_changes_nothing(tmp_path):
     ("body", "names", "what"),
     [
         ("average.follow(model)", {"average": _Average()}, "tensors like weights"),
+        ("bank.update(model)", {"bank": _Bank()}, "tensors that it keeps"),
+        ("bank.grow(model)", {"bank": _Bank()}, "tensors that it keeps"),
+        ("bank.age(model)", {"bank": _Bank()}, "arrays that it keeps"),
         ("decay(model)", {"decay": _decay}, "weights"),
         ("noise(4)", {"noise": torch.rand}, "random numbers"),
         ("freeze(model)", {"freeze": lambda model: model.eval()}, "modes"),

@@ -51,6 +51,25 @@ def names_that_step(files: Iterable[Path]) -> set[str]:
     return found
 
 
+def names_in_a_step(files: Iterable[Path], stepping: set[str]) -> set[str]:
+    """Names of functions in these files that the innermost loops which step call."""
+    calls: dict[str, set[str]] = {}
+    found: set[str] = set()
+    for file in files:
+        for node in ast.walk(_parsed(file)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                calls.setdefault(node.name, set()).update(_called([node]))
+            elif isinstance(node, (ast.For, ast.While)):
+                inner = [part for one in node.body for part in ast.walk(one)]
+                loops = [part for part in inner if isinstance(part, (ast.For, ast.While))]
+                called = {*_called(node.body)}
+                if called & stepping and not any({*_called(one.body)} & stepping for one in loops):
+                    found |= called
+    while more := {name for one in found for name in calls.get(one, ())} - found:
+        found |= more
+    return found & calls.keys()
+
+
 def files_of(script: Path, home: Path) -> list[Path]:
     """The script and what it imports from its folder, as far as that is written in its code."""
     found: dict[Path, None] = {script: None}
@@ -154,6 +173,7 @@ class Rewriting:
         # What is compiled further must find the code as it was written.
         self.is_compiled = any(_COMPILES.search(_text(file)) for file in files)
         self._stepping = names_that_step(files)
+        self._in_step = names_in_a_step(files, self._stepping)
         self.steps_schedules = steps_schedules(files)
         self.loops: list[tuple[str, int]] = []
         self.calls: list[UnusedCall] = []
@@ -192,7 +212,7 @@ class Rewriting:
             return plain
         try:
             tree = _Loops(self._stepping, self._number(file)).visit(ast.parse(source, file))
-            tree, calls = with_conditions(tree, file, len(self.calls))
+            tree, calls = with_conditions(tree, file, len(self.calls), self._in_step)
             code = compile(tree, file, "exec", dont_inherit=True)
             self.calls += calls
             self.makes += [True, None] * len(calls)

@@ -2,8 +2,9 @@
 
 Weights, buffers, gradients, optimizer states, rates, modes and random streams have to be the same
 to the bit after the call, as far as a sample of each tensor and torch's count of its changes tell.
-So has to be what the call is given. An object that keeps tensors shaped as weights, such as an
-average of them, counts as changed: what is in them may be used later.
+So have the tensors and arrays that its receiver and arguments hold, but for single numbers: new
+ones may come, as in a history. Of those shaped as weights none may come either: they may be an
+average of them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import builtins
 import hashlib
 import random
 import sys
+import zlib
+from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from threading import get_ident
@@ -112,7 +115,7 @@ class SideEffects:
             if not is_over:
                 self._before[number] = state
             elif before is not None:
-                different = [name for name in state if state[name] != before[name]]
+                different = [name for name in state if _differs(before[name], state[name])]
         finally:
             if is_over:
                 self._begun.remove(number)
@@ -138,7 +141,8 @@ class SideEffects:
         given = [one for name in self._code.calls[number].reads for one in _value(name, frame)]
         tensors = [t for t in _tensors_in(torch, given) if id(t) not in known]
         shapes = {tuple(t.shape) for t in weights if t.numel() > 1}
-        kept = [t for t in tensors if tuple(t.shape) in shapes and id(t) not in known]
+        kept = [t for t in tensors if tuple(t.shape) in shapes]
+        others = [t for t in tensors if t.numel() > 1 and tuple(t.shape) not in shapes]
         return {
             "weights": _facts(weights),
             "gradients": _facts([t.grad for t in weights if t.grad is not None]),
@@ -149,8 +153,20 @@ class SideEffects:
             "steps": (self._watch.lanes.steps, self._watch.lanes.backwards),
             "batches": sum(loader.batches for loader in self._watch.loaders),
             "tensors like weights": _facts(kept),
+            "tensors that it keeps": Kept({id(one): _facts([one]) for one in others}),
+            "arrays that it keeps": Kept(_arrays_in(given)),
             "settings": (torch.is_grad_enabled(), torch.get_num_threads()),
         }
+
+
+class Kept(dict[int, Any]):
+    """What an object holds, by id: more may come, and nothing may change or go."""
+
+
+def _differs(before: Any, after: Any) -> bool:
+    if isinstance(before, Kept):
+        return any(after.get(key) != one for key, one in before.items())
+    return bool(before != after)
 
 
 def _facts(tensors: list[Any]) -> tuple[list[tuple[int, int]], int]:
@@ -182,6 +198,29 @@ def _value(name: str, frame: FrameType) -> Iterator[Any]:
 def _tensors_in(torch: Any, roots: list[Any]) -> list[Any]:
     """The tensors in modules, containers and objects, as deep as they are followed."""
     found: dict[int, Any] = {}
+    for one in _parts_of(roots):
+        if torch.is_tensor(one):
+            found[id(one)] = one
+        elif isinstance(one, torch.nn.Module):
+            found |= {id(t): t for t in (*one.parameters(), *one.buffers())}
+    return list(found.values())
+
+
+def _arrays_in(roots: list[Any]) -> dict[int, int]:
+    """A number for what is in each of NumPy's arrays there."""
+    numpy: Any = sys.modules.get("numpy")
+    return {
+        id(one): zlib.crc32(numpy.ascontiguousarray(one).view(numpy.uint8))
+        for one in _parts_of(roots)
+        if numpy is not None
+        and isinstance(one, numpy.ndarray)
+        and one.size > 1
+        and not one.dtype.hasobject
+    }
+
+
+def _parts_of(roots: list[Any]) -> Iterator[Any]:
+    """These, and what they hold, as deep as they are followed."""
     seen: set[int] = set()
     todo = [(root, 0) for root in roots]
     while todo and len(seen) < _OBJECTS:
@@ -189,19 +228,12 @@ def _tensors_in(torch: Any, roots: list[Any]) -> list[Any]:
         if id(one) in seen or isinstance(one, (str, bytes, int, float, type(sys))):
             continue
         seen.add(id(one))
-        if torch.is_tensor(one):
-            found[id(one)] = one
-            continue
-        if isinstance(one, torch.nn.Module):
-            found |= {id(t): t for t in (*one.parameters(), *one.buffers())}
-            continue
-        if depth >= _DEPTH:
-            continue
-        if isinstance(one, dict):
-            parts = list(one.values())
-        elif isinstance(one, (list, tuple, set)):
-            parts = list(one)
-        else:
-            parts = list(getattr(one, "__dict__", {}).values())
-        todo += [(part, depth + 1) for part in parts[:_OBJECTS]]
-    return list(found.values())
+        yield one
+        if depth < _DEPTH:
+            if isinstance(one, dict):
+                parts = list(one.values())
+            elif isinstance(one, (list, tuple, set, deque)):
+                parts = list(one)
+            else:
+                parts = list(getattr(one, "__dict__", {}).values())
+            todo += [(part, depth + 1) for part in parts[:_OBJECTS]]

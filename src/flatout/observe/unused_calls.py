@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 CALLS = "__flatout_calls__"
@@ -60,24 +60,27 @@ class UnusedCall:
     reads: tuple[str, ...]
 
 
-def with_conditions(tree: ast.Module, file: str, first: int) -> tuple[ast.Module, list[UnusedCall]]:
+def with_conditions(
+    tree: ast.Module, file: str, first: int, in_step: Collection[str] = ()
+) -> tuple[ast.Module, list[UnusedCall]]:
     """Puts a condition before each of them, in functions and loops.
 
     Args:
         tree: the whole file.
         file: its name.
         first: the number of the first call.
+        in_step: names of functions that a step calls.
 
     Returns:
         The file with the conditions, and the calls in the order of their numbers.
     """
-    conditions = _Conditions(tree, file, first)
+    conditions = _Conditions(tree, file, first, in_step)
     tree = conditions.visit(tree)
     return tree, conditions.calls
 
 
 class _Conditions(ast.NodeTransformer):
-    def __init__(self, tree: ast.Module, file: str, first: int) -> None:
+    def __init__(self, tree: ast.Module, file: str, first: int, in_step: Collection[str]) -> None:
         self.calls: list[UnusedCall] = []
         self._file, self._first = file, first
         self._imported = {
@@ -86,6 +89,11 @@ class _Conditions(ast.NodeTransformer):
             if isinstance(node, (ast.Import, ast.ImportFrom))
             for alias in node.names
         }
+        self._in_step = [
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, ast.FunctionDef) and node.name in in_step
+        ]
         self._scope: ast.AST = tree
         self._loads = _loads([tree])
         self._is_within = False
@@ -181,29 +189,15 @@ class _Conditions(ast.NodeTransformer):
         return not self._is_read(store.value)
 
     def _is_read(self, what: ast.expr) -> bool:
-        """Whether something in this function uses it otherwise than by telling it something."""
+        """Whether a step uses it otherwise than by telling it something, as far as is written."""
         text = ast.unparse(what)
-        told = 0
-        for node in ast.walk(self._scope):
-            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-                func = node.value.func
-                told += isinstance(func, ast.Attribute) and ast.unparse(func.value) == text
-            elif isinstance(node, ast.Assign):
-                told += sum(
-                    isinstance(one, ast.Subscript) and ast.unparse(one.value) == text
-                    for one in node.targets
-                )
         loops = [node for node in ast.walk(self._scope) if isinstance(node, (ast.For, ast.While))]
         where: list[ast.AST] = [part for loop in loops for part in loop.body] or [self._scope]
-        seen = {
-            id(node)
-            for part in where
-            for node in ast.walk(part)
-            if isinstance(node, (ast.Name, ast.Attribute, ast.Subscript))
-            and isinstance(node.ctx, ast.Load)
-            and ast.unparse(node) == text
-        }
-        return len(seen) > told
+        if _read_in(where, text):
+            return True
+        # An attribute may be read by another method that a step calls.
+        methods = [one for one in self._in_step if one is not self._scope]
+        return text.startswith("self.") and any(_read_in([one], text) for one in methods)
 
     def _is_read_by(self, statement: ast.stmt, group: list[ast.stmt]) -> bool:
         """Whether it gives names that nothing but these statements reads."""
@@ -244,6 +238,26 @@ class _Conditions(ast.NodeTransformer):
 
         last = ast.copy_location(ast.Expr(read(number + 1, group[-1])), group[-1])
         return ast.copy_location(ast.If(read(number, first), [*group, last], []), first)
+
+
+def _read_in(nodes: list[ast.AST], text: str) -> bool:
+    """Whether an expression is used in them, and not only told or given something."""
+    told: set[int] = set()
+    seen: set[int] = set()
+    for node in (part for one in nodes for part in ast.walk(one)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            func = node.value.func
+            if isinstance(func, ast.Attribute):
+                told.add(id(func.value))
+        elif isinstance(node, ast.Assign):
+            told |= {id(one.value) for one in node.targets if isinstance(one, ast.Subscript)}
+        elif (
+            isinstance(node, (ast.Name, ast.Attribute, ast.Subscript))
+            and isinstance(node.ctx, ast.Load)
+            and ast.unparse(node) == text
+        ):
+            seen.add(id(node))
+    return not seen <= told
 
 
 def _loads(nodes: Iterable[ast.AST]) -> Counter[str]:
