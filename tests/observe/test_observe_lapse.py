@@ -137,7 +137,7 @@ def test_a_loop_over_numbers_ends_with_its_last_one():
     took = []
     for epoch in job.loops.around(0, range(3)):
         if epoch == 1:
-            job.loops.ends_early = job.loops.ends_steps = True
+            job.loops.ends_early = True
         for at in job.loops.around(1, range(0, 1000, 10)):
             took.append((epoch, at))
             job.step()
@@ -148,9 +148,21 @@ def test_a_loop_over_numbers_ends_with_its_last_one():
     assert job.loops.had_epoch
 
 
+def test_where_a_loader_is_behind_a_loop_it_ends_by_itself():
+    job = _Stepping()
+    job.loops.ends_early = True
+    batches = []
+    for number, _ in job.loops.around(0, enumerate(range(20))):
+        batches.append(number)
+        job.step()
+    assert len(batches) == 20
+    job.loops.ends_unsized = True
+    assert sum(job.step() is None for _ in job.loops.around(1, iter(range(20)))) == 4
+
+
 def test_loops_that_do_not_step_run_to_their_end():
     job = _Stepping()
-    job.loops.ends_early = job.loops.ends_steps = True
+    job.loops.ends_early = True
     assert [*job.loops.around(0, "abcdefgh")] == [*"abcdefgh"]
     assert not job.loops.cut
 

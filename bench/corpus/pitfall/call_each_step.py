@@ -24,7 +24,7 @@ class Tracker:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--epochs", type=int, default=400)
     parser.add_argument("--steps", type=int, default=0, help="of an epoch; 0: all")
     args = parser.parse_args()
     torch.manual_seed(0)

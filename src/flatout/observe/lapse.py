@@ -71,11 +71,11 @@ class TimeLapse:
 
     def why_not(self) -> str | None:
         """Why nothing ends early: "" where an epoch was seen; None where it is to be done."""
-        if self._trained():
-            return "" if any(one.facts.epochs > 1 for one in self._trained()) else None
-        if self._loops.had_epoch:
+        has_more = any(one.facts.epochs > 1 for one in self._trained())
+        if self._loops.had_epoch or (has_more and not self._loops.is_counting):
             return ""
-        return None if self._loops.is_stepping else "its steps are taken in no loop that can end"
+        can_end = self._trained() or self._loops.is_stepping
+        return None if can_end else "its steps are taken in no loop that can end early"
 
     def _trained(self) -> list[Any]:
         return [one for one in self._watch.loaders if one.in_training]
@@ -86,7 +86,7 @@ class TimeLapse:
         self._begun = {one.number: one.facts.epochs for one in self._watch.loaders}
         self._saved = len(self._watch.saved)
         self._loops.epochs = 0
-        self._loops.ends_early, self._loops.ends_steps = True, not self._trained()
+        self._loops.ends_early, self._loops.ends_unsized = True, not self._trained()
         module = sys.modules.get(_DATALOADER)
         if module is not None:
             owner = module._BaseDataLoaderIter
@@ -121,7 +121,7 @@ class TimeLapse:
     def _epochs(self) -> int:
         """How many have ended since the beginning, of the loader that has had fewest."""
         begun = [one.facts.epochs - self._begun.get(one.number, 1) for one in self._trained()]
-        return min(begun) if begun else self._loops.epochs
+        return self._loops.epochs if self._loops.has_cut or not begun else min(begun)
 
     # -- loaders ----------------------------------------------------------------------------------
 
@@ -193,7 +193,8 @@ class TimeLapse:
 
     def _ended_last(self) -> bool:
         """Whether the script has ended by itself, and with it an epoch of its loader."""
-        return bool(self._trained()) and not (self._is_over or self._watch.is_enough)
+        of_loader = bool(self._trained()) and not self._loops.has_cut
+        return of_loader and not (self._is_over or self._watch.is_enough)
 
     def _where_cut(self) -> Iterator[tuple[str, int, int | None]]:
         for loader in self._watch.loaders:

@@ -55,8 +55,10 @@ class Loops:
 
     Attributes:
         ends_early: whether loops do now.
-        ends_steps: whether those do that step; else only those that evaluate.
+        ends_unsized: whether those that step do, too, over what has no length, such as enumerate();
+            where a DataLoader is behind them it ends by itself.
         epochs: how many loops that step have ended since.
+        has_cut: whether one of these ended early.
         had_epoch: whether one that steps has ended before.
         cut: turns that ran and that there would have been, by the number of the loop.
     """
@@ -64,15 +66,23 @@ class Loops:
     def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes
         self._open: list[Turns] = []
-        self.ends_early = self.ends_steps = self.had_epoch = False
+        self.ends_early = self.ends_unsized = self.had_epoch = self.has_cut = False
         self.epochs = 0
         self.cut: dict[int, tuple[int, int | None]] = {}
 
     @property
     def is_stepping(self) -> bool:
         """Whether a loop is open whose turns are steps."""
-        steps = self._lanes.steps
-        return any(steps - one.first >= 2 and not one.holds_epochs for one in self._open)
+        return any(map(self._steps, self._open))
+
+    @property
+    def is_counting(self) -> bool:
+        """Whether one is that has a length."""
+        return any(self._steps(one) and one.length is not None for one in self._open)
+
+    def _steps(self, turns: Turns) -> bool:
+        taken = self._lanes.steps - turns.first
+        return turns.turns >= 2 and taken >= _AN_EPOCH and not turns.holds_epochs
 
     def around(self, number: int, what: Iterable[Any]) -> Iterable[Any]:
         """What a loop goes through."""
@@ -112,10 +122,10 @@ class Loops:
         if turns.length is not None and turns.turns >= turns.length - 1:
             return False  # it ends by itself
         if turns.has_stepped:
-            is_epoch = turns.steps - turns.first >= _AN_EPOCH
-            return (
-                self.ends_steps and is_epoch and not turns.holds_epochs and turns.short >= STEPPING
-            )
+            may_end = turns.length is not None or self.ends_unsized
+            ends = may_end and turns.short >= STEPPING and self._steps(turns)
+            self.has_cut |= ends
+            return ends
         return turns.short >= EVALUATING and self._lanes.is_open
 
     def _close(self, turns: Turns) -> None:

@@ -140,7 +140,7 @@ class FirstLookReport:
     def _lapse(self, width: int) -> Iterator[RenderableType]:
         """What epochs that ended early have shown, and what was cut."""
         lapse = next((rank.lapse for rank in self.verdict.observations if rank.lapse), None)
-        if lapse is None:
+        if lapse is None or not (lapse.epochs or lapse.parts):
             return
         *most, last = lapse.parts or ["nothing after them"]
         parts = f"{', '.join(most)} and {last}" if most else last

@@ -28,7 +28,7 @@ def look(seen: Observation) -> Findings:
         yield Finding(
             kind="slow",
             what=f"{one.words}(...) takes {ms(middle)} of each step [{rounded(low, 2)},"
-            f"{rounded(high, 2)}] ({share:.0%}); it changed no weight, state, rate or random number",
+            f"{rounded(high, 2)}] ({share:.0%}); it changes no weight, state or random number",
             do=f"call it every N steps: if step % {_EVERY_STEPS} == 0; or once, after the epoch",
             where=str(one.site),
             cost_ms=middle,
