@@ -106,6 +106,8 @@ def test_two_processes_run_in_turn_a_b_b_a(tmp_path):
     assert pair.result is not None
     assert pair.result.pairs == 2
     assert pair.result.a_median > 0.004
+    assert pair.cpu is not None
+    assert 0 < pair.cpu.a_median < 0.002  # it waits, and computes nothing
     assert list(trials_folder().glob("[!.]*")) == []
 
 
