@@ -306,6 +306,8 @@ class Observer:
             seen = self._whole(ended, error)
             if self._ablations is not None and seen.steps:
                 seen.notes.append("ablations: the script ended before anything was taken out")
+            if self._asked.seconds and not self._asked.lapse and seen.ended == "stopped":
+                seen.notes.append("time-lapse: none where what the script writes is kept")
         else:
             seen = self._with_what_followed(self._observed, error)
         write(self._path, seen)
@@ -349,6 +351,8 @@ class Observer:
 
     def _leave(self) -> None:
         """The script goes on although it was ended: ends the process."""
+        if self._is_finished:  # it is about to
+            return
         self.finish("stopped")
         end_workers()
         _flush()
