@@ -183,7 +183,9 @@ class Against:
             pair.reason = f"{of}: {ended.what}"
             pair.result = _from_whole_quadruples(pair.blocks, partial(_time_of, terms=terms), terms)
         if all(block.cpu for block in pair.blocks):
-            pair.cpu = _from_whole_quadruples(pair.blocks, lambda block: block.cpu_step_s, terms)
+            # What is known of the noise of wall time says nothing of this one's.
+            own = replace(terms, floor=0.0)
+            pair.cpu = _from_whole_quadruples(pair.blocks, lambda block: block.cpu_step_s, own)
         sides = [self._a, *([other] if other is not None else [])]
         pair.refused = [one for side in sides for one in side.refused()]
         pair.a = self._a.showed
