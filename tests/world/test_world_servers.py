@@ -117,6 +117,32 @@ def test_two_servers_step_as_the_optimizer_itself(make):
             )
 
 
+@pytest.mark.parametrize("changes", [3, 12])
+def test_parts_that_are_stepped_as_one_are_stepped_as_ever(changes):
+    """While it changes which weights have gradients, and where states are asked for on the way."""
+    torch.manual_seed(0)
+    weights = [nn.Parameter(torch.randn(size)) for size in (3, 1, 4, 1, 5)]
+    groups = [{"params": weights[:3]}, {"params": weights[3:], "weight_decay": 0.1}]
+    optimizer = torch.optim.Adam(groups, lr=0.01)
+    share = Share(optimizer, Layout(weights, 1), 0)
+    share.take_weights()
+    for step in range(24):
+        kind = step * changes // 24
+        used = [(number + kind) % (kind + 2) > 0 for number in range(5)]
+        gradient = torch.randn(14)
+        for weight, piece, is_used in zip(
+            weights, gradient.split([3, 1, 4, 1, 5]), used, strict=True
+        ):
+            weight.grad = piece if is_used else None
+        optimizer.step()
+        share.step(0, push(optimizer, used), gradient)
+        if step % 5 == 4:
+            share.states()
+    torch.testing.assert_close(share.values, torch.cat([w.detach() for w in weights]))
+    for number, state in share.states().items():
+        torch.testing.assert_close(state, dict(optimizer.state[weights[number]]))
+
+
 def one_weight(workers, staleness=None, make=Server):
     weight = nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], 1.0)

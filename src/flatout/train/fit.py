@@ -514,7 +514,13 @@ class Fit:
             if not loop.is_saved:
                 self._checkpoint()
             self.takes_back = True
+            loop.say(f"{self._who_is_back()}: all go on from {self._path}")
         return self.takes_back
+
+    def _who_is_back(self) -> str:
+        ranks = self.loop.stepper.strategy.dropped()
+        who = ", ".join(map(str, ranks))
+        return f"rank {who} is here again" if len(ranks) == 1 else f"ranks {who} are here again"
 
     def _are_others_back(self, every_s: float = 1.0) -> bool:
         """On the first rank, now and then: whether ranks that were killed are here again."""

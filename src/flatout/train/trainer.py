@@ -109,6 +109,8 @@ class Trainer:
 
     # What the model knows of its data, and what is to be said of these; see `classes`.
     signature: Signature | None = None
+    # Where a fit goes on that has taken ranks back.
+    _folder: str | None = None
     input_lines: Sequence[str] = ()
 
     def __init__(
@@ -294,7 +296,9 @@ class Trainer:
         # What small batches drop is among the samples that a larger one may have.
         drops = drop_last and not is_auto
         source, validation = objective.to_fit(data, self.loop, drop_last=drops)
-        self.loop = Loop(**self._loop_arguments | run_of_command(self._run, resume))
+        folder, self._folder = self._folder, None
+        own = {"run": folder, "resume": True} if folder else run_of_command(self._run, resume)
+        self.loop = Loop(**self._loop_arguments | own)
         if self.optimizer is None and isinstance(source, Pipeline) and source.id_columns:
             self._know(objective.build(source, self.loop))  # there are tables by now
         before = self._before_training(validation)
@@ -315,13 +319,14 @@ class Trainer:
         self.history = self._fit.state.history  # what there is of it, should fit end in an error
         self.history.largest_batch = self.loop.largest_batch
         # A rank that comes back comes to the first fit of its script.
-        self._fit.may_take_back = _fits == 0 and self._run is not None
+        self._fit.may_take_back = _fits == 0
         try:
             self._fit.run()
         finally:
             objective.end()
         if self._fit.takes_back:
             self.world().take_back()
+            self._folder = self.loop.run
             return self.fit(
                 x, y, batch_size=batch_size, epochs=epochs, verbose=verbose, callbacks=callbacks,
                 validation_split=validation_split, validation_data=validation_data,
