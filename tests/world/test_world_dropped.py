@@ -133,6 +133,20 @@ def test_the_others_go_on_without_workers_that_are_killed(tmp_path):
     assert gradients(again) == 2 * 10
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("restarts", [0, 2])
+def test_a_server_goes_on_alone_without_its_only_worker(tmp_path, restarts):
+    victims = {"1": 4, "back": 1} if restarts else {"1": 4}
+    found, printed = run(tmp_path, 2, victims, restarts=restarts, staleness="unbounded")
+    assert "rank 1 (process" in printed
+    world = 2 if restarts else 1
+    for first, again in found.values():
+        assert [first["restarts"], first["world"], again["world"]] == [0, world, world]
+        assert first["score"] == pytest.approx(first["losses"][-1], rel=1e-5)
+        assert first["losses"][-1] < 2
+    assert len(found) == world
+
+
 @pytest.mark.slow
 def test_a_worker_that_was_killed_is_started_again_and_taken_back(tmp_path):
     found, printed = run(tmp_path, 3, {"2": 3, "back": 1}, restarts=1, spare_workers=1)

@@ -145,7 +145,8 @@ class Feed:
         if self.claims is None:
             iterator = batches_of(part, epoch, self.taken, rows)
         else:
-            iterator = part.claimed(epoch, self.claims, rows)  # type: ignore[attr-defined]
+            kept = () if rows is None else (rows,)  # a source of arrays keeps none
+            iterator = part.claimed(epoch, self.claims, *kept)  # type: ignore[attr-defined]
         is_ahead = not isinstance(source, Pipeline) or source.prefetches is not None
         if not is_ahead and self._copies:
             iterator = prefetch(iterator, self.device)
