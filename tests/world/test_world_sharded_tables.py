@@ -174,6 +174,27 @@ def test_ranks_end_as_one_and_as_those_that_have_all_rows(tmp_path):
                 assert same(other[case], found), (size, rank, case)
 
 
+APART = (
+    """
+    import os
+
+    # As if each rank had a node of its own: what they exchange goes through sockets.
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    os.environ |= {"GROUP_RANK": os.environ["RANK"], "GROUP_WORLD_SIZE": os.environ["WORLD_SIZE"]}
+"""
+    + MODEL
+    + """
+    found = {ahead: fit("sharded", world={"fetch_ahead": ahead}) for ahead in ("auto", "off")}
+    assert patched[0] == 2 * 3 * 10 - 3, patched
+    assert all(torch.equal(value, found["off"][name]) for name, value in found["auto"].items())
+"""
+)
+
+
+def test_ranks_of_several_nodes_fetch_rows_ahead(tmp_path):
+    run(APART, 2, tmp_path)
+
+
 ODD = (
     MODEL
     + """
@@ -212,6 +233,15 @@ ODD = (
             self.seen += self.training
             read = super().forward(x)
             return read if self.seen < 5 else read + self.users.weight.sum() * 1e-9
+
+
+    class Fickle(Clicks):
+        # Not by the calls of torch's alone do ids follow from a batch.
+        seen = 0
+
+        def forward(self, x):
+            self.seen += self.training
+            return super().forward(x.flip(1) if self.seen % 5 == 4 else x)
 
 
     # Two tables are read whole, one by the loss and one by no more than a look.
@@ -308,6 +338,14 @@ ODD = (
         recipe = flatout.Recipe(compute={"touched_rows": "on", "precision": "fp32"},
                                 world={"tables": tables})
         own[tables] = steps_of(flatout.Loop(recipe, allow="exact", say=said.append), Clicks())
+    fickle = []
+    for ahead in ("on", "off"):
+        model = Fickle()
+        trainer_of(model, "sharded", world={"fetch_ahead": ahead}).fit(
+            x, y, batch_size=16, epochs=2, progress=False
+        )
+        fickle.append(model.state_dict())
+    found["fickle"] = all(torch.equal(value, fickle[1][n]) for n, value in fickle[0].items())
     found["own loop"] = torch.equal(own["sharded"], own["replicated"])
 
     (folder / f"odd-{rank}.json").write_text(json.dumps(found))
@@ -350,6 +388,7 @@ def test_what_ranks_cannot_do_with_parts_of_tables_is_said(tmp_path):
         assert "items has scale_grad_by_freq, which would count ids" in found["counted"]
         assert found["stopped alike"]
         assert found["own loop"]
+        assert found["fickle"]
         assert found["tried"]
         assert found["untouched"]
         wanted = ("LostRank: ", "NumbersError: ")[rank]

@@ -222,7 +222,7 @@ class World:
         All ranks call this. Of what it does no one takes note: the rank's own thread waits for the
         other by `begun` and `until`.
         """
-        group = self.among(range(self.size))
+        group = self.among(range(self.size), user="beside")
         assert group is not None
         if "beside" not in _shared:
             _shared["beside"] = None
@@ -315,13 +315,15 @@ class World:
         """Until all ranks have come here."""
         self.gather(None, what)
 
-    def among(self, *parts: Sequence[int]) -> Group | None:
+    def among(self, *parts: Sequence[int], user: str = "") -> Group | None:
         """Its own channel for each part of the ranks; that of this rank's part, if any.
 
-        All ranks call it, with the same parts. It is made once.
+        All ranks call it, with the same parts. It is made once, for each user by itself: what two
+        threads do on one channel would get mixed up.
         """
         sets = tuple(tuple(part) for part in parts)
-        if sets not in _groups:
+        known = (user, sets)
+        if known not in _groups:
             import torch.distributed as dist
 
             number = self.collectives.begin("channels among parts of the ranks")
@@ -331,8 +333,8 @@ class World:
                 own = [pair for pair in zip(sets, made, strict=True) if self.rank in pair[0]]
                 for part, one in own:
                     check_channel(part.index(self.rank), len(part), one)
-            _groups[sets] = next((Group(p, p.index(self.rank), one) for p, one in own), None)
-        return _groups[sets]
+            _groups[known] = next((Group(p, p.index(self.rank), one) for p, one in own), None)
+        return _groups[known]
 
     def go_on_with(self, ids: Sequence[int]) -> None:
         """Leave out ranks that have ended; channels among parts of the ranks end, too.
@@ -425,7 +427,7 @@ ONE = World(ALONE)
 """A job of one rank."""
 
 _joined: World | None = None
-_groups: dict[tuple[tuple[int, ...], ...], Group | None] = {}
+_groups: dict[tuple[str, tuple[tuple[int, ...], ...]], Group | None] = {}
 _watch: RankWatch | None = None
 _shared: dict[str, Mailbox | None] = {}  # once it was looked for
 
