@@ -12,7 +12,7 @@ from flatout.recipe import Recipe
 from flatout.strategies import check_settings
 from flatout.strategies.micro_batches import micro_batches, others_to_try
 from flatout.strategies.stage_chain import Chain
-from flatout.strategies.stage_cut import Measured, cut, measure
+from flatout.strategies.stage_cut import Measured, cut, measure, too_large
 from flatout.strategies.stage_shapes import shape_of, shapes
 from flatout.strategies.staged_refusals import check_stage_count, check_stages
 
@@ -84,6 +84,9 @@ def test_the_cut_is_where_the_slowest_stage_is_least():
     measured = Measured([1, 1, 1, 5, 1, 3], sizes, set())
     assert cut(chain, measured, 2, 0.0) == ([4], [8 / 12, 4 / 12])
     assert cut(chain, measured, 3, 0.0) == ([3, 4], [3 / 12, 5 / 12, 4 / 12])
+    assert too_large([0.2, 0.6, 0.2], [(0, 3), (3, 4), (4, 6)]) == 1
+    assert too_large([0.2, 0.6, 0.2], [(0, 2), (2, 4), (4, 6)]) is None  # two layers
+    assert too_large([0.25, 0.45, 0.3], [(0, 3), (3, 4), (4, 6)]) is None
     # What it takes to send counts: one value is smaller than the others.
     sizes[chain.calls[2]] = 1
     assert cut(chain, measured, 2, 1.0).places == [3]

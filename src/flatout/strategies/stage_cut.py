@@ -12,10 +12,12 @@ from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map
 
 from flatout.errors import ModelError
-from flatout.strategies.stage_chain import Chain
+from flatout.strategies.stage_chain import Chain, Stage
 
 # The fastest of so many counts: the first one allocates.
 _TIMES = 5
+# Times its share of the time that a stage of a single layer may take unsaid.
+_TOO_LARGE = 1.5
 
 
 class Measured(NamedTuple):
@@ -146,6 +148,18 @@ def cut(chain: Chain, measured: Measured, stages: int, ns_per_byte: float) -> Cu
     ends = [0, *places, calls]
     total = max(1, until[-1])
     return Cut(places, [(until[b] - until[a]) / total for a, b in pairwise(ends)])
+
+
+def too_large(shares: Sequence[float], spans: Sequence[Stage]) -> int | None:
+    """The largest stage, where it is one call that takes far more than its share; else None.
+
+    Args:
+        shares: of the stages, of the time of all.
+        spans: their calls.
+    """
+    largest = max(range(len(shares)), key=shares.__getitem__)
+    first, stop = spans[largest]
+    return largest if stop - first == 1 and shares[largest] * len(shares) > _TOO_LARGE else None
 
 
 def _untied(chain: Chain, crossing: Mapping[int, int], stages: int) -> dict[int, int]:

@@ -36,7 +36,7 @@ from flatout.strategies.micro_batches import micro_batches
 from flatout.strategies.replicas import check_replicas
 from flatout.strategies.stage_chain import Chain, Stage
 from flatout.strategies.stage_copies import Copies
-from flatout.strategies.stage_cut import Cut, cut, measure
+from flatout.strategies.stage_cut import Cut, cut, measure, too_large
 from flatout.strategies.stage_pipe import Clock, OwnStage, Run, Within
 from flatout.strategies.stage_shapes import Shape, shape_of, shapes
 from flatout.strategies.staged_refusals import check_stage_count, check_stages
@@ -45,8 +45,6 @@ from flatout.world import World
 
 # What is sent to find out what a byte takes, and how often.
 _PROBE, _PROBES = 1 << 18, 3
-# Times its share of the time that a stage of a single layer may take unsaid.
-_TOO_LARGE = 1.5
 # Forms of batches that are kept ready.
 _READY = 16
 
@@ -161,14 +159,13 @@ class Staged(Strategy):
 
     def _warn_of_one_layer(self, spans: Sequence[Stage]) -> None:
         """Say where a layer that cannot be cut is larger than a stage should be."""
-        largest = max(range(self._parts), key=self.shares.__getitem__)
-        first, stop = spans[largest]
-        share = self.shares[largest]
-        if stop - first == 1 and share * self._parts > _TOO_LARGE:
+        largest = too_large(self.shares, spans)
+        if largest is not None:
             self._say(
-                f"{self._chain.words(spans[largest])} is one layer and takes {share:.0%} of the "
-                f"time, so a step in {self._parts} stages takes at least that: write it as several "
-                "layers, take fewer stages, or train with world.strategy=ddp or fsdp"
+                f"{self._chain.words(spans[largest])} is one layer and takes "
+                f"{self.shares[largest]:.0%} of the time, so a step in {self._parts} stages takes "
+                "at least that: write it as several layers, take fewer stages, or train with "
+                "world.strategy=ddp or fsdp"
             )
 
     def _words(self, spans: Sequence[Stage]) -> str:

@@ -439,6 +439,7 @@ class Search:
                 if not wins:
                     break
                 self.best = on
+                self.dropped.pop(COUNT, None)
             if self.best != before:
                 return
 
