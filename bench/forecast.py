@@ -28,7 +28,6 @@ from statistics import median
 from typing import Any
 
 from flatout.forecast import Asked, Forecast, Network, network_in, script, sizes_of
-from flatout.forecast.profiled import step_seconds
 from flatout.measure import Profile
 from lab import Host, lab, on_host, why_not
 from restarts import PEERS, end_peers_on_sigterm
@@ -189,9 +188,9 @@ def _predicted(
 
 
 def rate_of(profile: Profile) -> float:
-    """Samples per second."""
+    """Samples per second, by the median step; of local SGD by the mean from average to average."""
     assert profile.steps.batch_size is not None
-    return profile.steps.batch_size / step_seconds(profile)[0]
+    return profile.steps.batch_size / median(profile.steps.step_ms) * 1e3
 
 
 def regret_of(cases: Sequence[Case]) -> float:

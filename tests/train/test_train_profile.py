@@ -3,6 +3,7 @@
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from flatout.measure import LANES, Profile, profile_schema
 from flatout.measure.profile import QUANTILES
 from flatout.recipe import Recipe
 from flatout.train import step_times
+from flatout.train.profiled import over_periods
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -199,6 +201,13 @@ def test_epochs_that_are_over_soon_do_not_put_it_off(tmp_path, fake_clock):
     fit(tmp_path / "run", epochs=6, callbacks=[Epoch()])
     assert seen[0] is False
     assert seen[-1] is True
+
+
+def test_ranks_that_average_now_and_then_tell_what_that_costs():
+    ms = np.array([*[200.0] * 7, 1000.0] * 5)
+    assert over_periods(ms, 8) == pytest.approx([300.0] * 33)
+    assert over_periods(ms, 1) is ms
+    assert over_periods(ms[:5], 8).tolist() == ms[:5].tolist()
 
 
 @pytest.mark.parametrize(

@@ -148,8 +148,10 @@ def test_ranks_that_step_alone_meet(tmp_path, ranks):
     found = by_rank[0]
     assert all(other == found for other in by_rank)
     # 193 weights, and 386 numbers of AdamW with 32 of BatchNorm: in a bucket of 1,024 each.
-    sent = Profile.read(tmp_path / "whole").communication
-    assert sent["bytes_per_average"] == 2 * 1024 * 4
+    whole = Profile.read(tmp_path / "whole")
+    assert whole.communication["bytes_per_average"] == 2 * 1024 * 4
+    # Each step is the mean of four.
+    assert len(whole.steps.step_ms) == whole.steps.steady - 3
     # A meeting after each step of plain SGD makes it one of all ranks.
     assert found["each"][1] == pytest.approx(found["ddp"][1], abs=1e-5)
     for name, value in found["each"][0].items():

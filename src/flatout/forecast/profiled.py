@@ -292,12 +292,12 @@ def _rows(profile: Profile) -> list[Row]:
     """Steps of the run, and what else it has timed."""
     hosts, per_host = int(profile.world["nodes"]), int(profile.world["ranks_per_node"])
     batch = float(profile.steps.batch_size or 0)
-    took, spread = step_seconds(profile)
+    low, mid, high = median_of(profile.steps.step_ms)
     waits = input_wait(profile)
     own = 1 - waits if waits > _WAITS else 1.0
-    noise = max(_LEAST_NOISE, spread, profile.steps.noise or 0.0)
+    noise = max(_LEAST_NOISE, (high - low) / 4 / mid, profile.steps.noise or 0.0)
     shape = Shape(hosts, per_host, batch / (hosts * per_host))
-    rows = [Row(shape, took * own, noise)]
+    rows = [Row(shape, mid / 1e3 * own, noise)]
     for count, rate in (profile.world.get("steps_per_s_by_ranks") or {}).items():
         if int(count) != shape.ranks and rate > 0:
             tried = Shape(1, int(count), batch / int(count))
@@ -311,22 +311,6 @@ def _rows(profile: Profile) -> list[Row]:
             alone = Shape(1, ranks, float(local_batch), silent=True)
             rows.append(Row(alone, took, max(_TRIED_NOISE, spread)))
     return rows
-
-
-def step_seconds(profile: Profile) -> tuple[float, float]:
-    """Of a run's step, and its standard error as a share.
-
-    The median, but the mean where ranks step alone: one step of many is that in which they meet.
-    """
-    ms = profile.steps.step_ms
-    if not _steps_apart(profile):
-        low, mid, high = median_of(ms)
-        return mid / 1e3, (high - low) / 4 / mid
-    values = (profile.recipe or {}).get("values") or {}
-    every = min(len(ms), values.get("world.sync_every", 32) // values.get("world.fragments", 1))
-    periods = len(ms) // every
-    means = np.reshape(ms[-periods * every :], (periods, every)).mean(axis=1)
-    return float(means.mean()) / 1e3, float(means.std() / periods**0.5 / means.mean())
 
 
 def _steps_apart(profile: Profile) -> bool:

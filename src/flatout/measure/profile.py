@@ -55,7 +55,8 @@ class Steps:
         batch_size: samples of a step at the median, of all ranks; None where that is not known.
         steady: how many ran, warmed up, under the settings that the run ended with; the figures
             below are of these.
-        step_ms: durations of the latest steady steps of the median batch size, in order.
+        step_ms: durations of the latest steady steps of the median batch size, in order; of local
+            SGD each is the mean of the steps from one average to the next that end with it.
         per_s: [low, median, high], steps per second with the 95% interval that `median_of` gives;
             None without a steady step.
         samples_per_s: likewise.

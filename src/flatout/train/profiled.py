@@ -141,7 +141,8 @@ def steps(loop: LoopState, before: int, steady: Steady, *, is_over: bool) -> Ste
         return known
     size, ms = float(np.median(steady.samples)), steady.rows[:, 1:].sum(axis=1) / 1e6
     is_alike = steady.samples == size
-    latest = [float(f"{one:.5g}") for one in ms[is_alike if is_alike.any() else ...] if one > 0]
+    alike = ms[is_alike if is_alike.any() else ...]
+    latest = [float(f"{one:.5g}") for one in over_periods(alike, _period(loop)) if one > 0]
     per_s = None
     if latest and is_over:
         low, mid, high = median_of([ms / 1e3 for ms in latest])
@@ -153,6 +154,24 @@ def steps(loop: LoopState, before: int, steady: Steady, *, is_over: bool) -> Ste
         per_s=per_s,
         samples_per_s=None if per_s is None or not size else _times(per_s, size),
     )
+
+
+def over_periods(ms: npt.NDArray[np.float64], period: int) -> npt.NDArray[np.float64]:
+    """Each step as the mean of the period that ends with it, where there are so many.
+
+    Where ranks average now and then, the median step says nothing of what that costs.
+    """
+    if period == 1 or len(ms) < period:
+        return ms
+    return np.convolve(ms, np.full(period, 1 / period), "valid")
+
+
+def _period(loop: LoopState) -> int:
+    """Steps from one average of local SGD to the next; else 1."""
+    if loop.world.size == 1 or loop.resolved is None:
+        return 1
+    world = loop.resolved.world
+    return world.sync_every // world.fragments if world.strategy == "local_sgd" else 1
 
 
 def _times(rates: tuple[float, float, float], size: float) -> tuple[float, float, float]:
