@@ -82,7 +82,7 @@ def by_ddp(
 def main() -> None:
     parser = click_job.parser()
     parser.add_argument("--tables", choices=["replicated", "sharded", DDP], required=True)
-    parser.add_argument("--fetch-ahead", choices=["auto", "on", "off"], default="auto")
+    parser.add_argument("--fetch-ahead", choices=["on", "off"], default="off")
     arguments = parser.parse_args()
     os.environ["FLATOUT_CACHE"] = str(arguments.out.parent / "cache")
     torch.set_num_threads(arguments.threads)

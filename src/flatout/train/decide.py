@@ -45,13 +45,7 @@ from flatout.train.loop_state import LoopState
 from flatout.train.micro_batch import estimate_pieces
 from flatout.train.sample_dropout import sample_dropout
 from flatout.train.settings import Settings, Switch
-from flatout.train.sharded_tables import (
-    SHARDED,
-    read_whole,
-    shards_of,
-    shards_tables,
-    with_fetch,
-)
+from flatout.train.sharded_tables import SHARDED, read_whole, shards_of, shards_tables
 from flatout.train.snapshot import untouched
 from flatout.train.split_tables import SPLIT, check_split, splits_tables
 from flatout.train.step import Compute, Stepper
@@ -133,7 +127,7 @@ def decide(
         loop.stepper.switch.shard(shards)
         if shards is not None:
             loop.stepper.switch.leave(read_whole(loop, compute, first))
-        strategy, resolved = _strategy(loop, with_fetch(loop, found), compute, first)
+        strategy, resolved = _strategy(loop, found, compute, first)
         loop.stepper.train_with(loop.world, samples, strategy)
         auto.agree(decision, loop.world)
     elif decision.search is not None:  # several ranks would hold one another up

@@ -19,7 +19,7 @@ from flatout.models import (
     watch_table,
 )
 from flatout.optim import ByRow, RowShards, steppable_rows, why_read_whole
-from flatout.recipe import Choice, Parity, Recipe, ResolvedRecipe
+from flatout.recipe import Recipe, ResolvedRecipe
 from flatout.train.loop_state import LoopState
 from flatout.train.snapshot import untouched
 from flatout.train.step import Compute, mean_of_value
@@ -48,7 +48,7 @@ def shards_of(loop: LoopState, resolved: ResolvedRecipe) -> RowShards | None:
             f"world.tables=sharded was asked for, and {why}",
             do="train with world.tables=replicated, or change that",
         )
-    if not fetches_ahead(loop.requested, loop.world):
+    if resolved.world.fetch_ahead == "off":
         return RowShards(loop.world)
     feed = loop.feed
     feed.looks_ahead = True
@@ -57,23 +57,6 @@ def shards_of(loop: LoopState, resolved: ResolvedRecipe) -> RowShards | None:
         return None if feed.following is None else list(tensors_in(feed.following.inputs))
 
     return RowShards(loop.world, following)
-
-
-def fetches_ahead(recipe: Recipe, world: World) -> bool:
-    """Whether rows of the next batch are fetched while a step computes."""
-    asked = recipe.world.fetch_ahead
-    return asked == "on" or (asked == "auto" and world.place.nodes > 1)
-
-
-def with_fetch(loop: LoopState, resolved: ResolvedRecipe) -> ResolvedRecipe:
-    """The Recipe with whether rows are fetched ahead, where that was left open."""
-    if loop.requested.world.fetch_ahead != "auto" or not shards_tables(resolved, loop.world):
-        return resolved
-    is_ahead = fetches_ahead(loop.requested, loop.world)
-    why = "ranks on several nodes wait for rows" if is_ahead else "ranks of one node share memory"
-    choice = Choice(value="on" if is_ahead else "off", reason=why, parity=Parity.EXACT)
-    choices = {**resolved.choices, "world.fetch_ahead": choice}
-    return loop.requested.resolve(choices, resolved.machine)
 
 
 def _why_not(loop: LoopState, resolved: ResolvedRecipe) -> str:

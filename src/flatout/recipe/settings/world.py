@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from flatout.recipe.parity import Parity, redrawn_if
-from flatout.recipe.setting import Live, NotNegative, Positive, Section, Switch, setting
+from flatout.recipe.setting import Live, NotNegative, Positive, Section, setting
 
 CudaDevice = Annotated[
     str, Field(pattern=r"^cuda:(0|[1-9][0-9]*)$", json_schema_extra={"allowed": "cuda:N"})
@@ -141,13 +141,12 @@ class World(Section):
         parity=Parity.TOLERANT,
         words="{} tables",
     )
-    fetch_ahead: Switch = setting(
-        "auto",
+    fetch_ahead: Literal["off", "on"] = setting(
+        "off",
         "Whether rows of sharded tables for the next batch are fetched while a step computes; "
         "those that the step changes are sent before they are used, so that the result is the "
-        "same. `auto`: where the ranks are on several nodes; within one node it takes time from "
-        "the step.",
-        plain="off",
+        "same. It is for links on which rows take long and CPUs that are not busy: what it does "
+        "beside a step takes time from the step.",
         parity=Parity.EXACT,
         words="rows fetched ahead {}",
     )
