@@ -450,7 +450,7 @@ class Staged(Strategy):
             run, gives = self._run(own, nullcontext, trains=False)
             found = run(own, None, what)
             if found is not None:
-                _check_rows(found, gives, stop - first)
+                _check_rows(found, gives, stop - first, is_all=copies.count == 1)
         else:
             self._pass_by(what)
         parts = []
@@ -593,10 +593,15 @@ class Staged(Strategy):
         self.meets_in_compute = self.takes_whole_batches = False
 
 
-def _check_rows(found: Sequence[torch.Tensor], gives: Sequence[Shape], rows: int) -> None:
-    """Whether what came in parts is what the model gives for all at once."""
+def _check_rows(
+    found: Sequence[torch.Tensor], gives: Sequence[Shape], rows: int, *, is_all: bool
+) -> None:
+    """Whether what came in parts is what the model gives for all at once.
+
+    Where other copies have the rest, what they give is to be put behind it.
+    """
     for value, shape in zip(found, gives, strict=True):
-        if tuple(value.shape) != shape.size:
+        if tuple(value.shape) != shape.size or not (is_all or shape.size[:1] == (rows,)):
             raise ModelError(
                 f"the model gives {tuple(value.shape)} for {rows} samples in parts, and "
                 f"{shape.size} for all of them",
