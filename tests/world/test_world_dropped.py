@@ -137,7 +137,9 @@ def test_the_others_go_on_without_workers_that_are_killed(tmp_path):
 @pytest.mark.parametrize("restarts", [0, 2])
 def test_a_server_goes_on_alone_without_its_only_worker(tmp_path, restarts):
     victims = {"1": 4, "back": 1} if restarts else {"1": 4}
-    found, printed = run(tmp_path, 2, victims, restarts=restarts, staleness="unbounded")
+    # In a long run without spare workers settings are tried first.
+    settings = {"spare_workers": 1} if restarts else {"staleness": "unbounded"}
+    found, printed = run(tmp_path, 2, victims, restarts=restarts, **settings)
     assert "rank 1 (process" in printed
     world = 2 if restarts else 1
     for first, again in found.values():
