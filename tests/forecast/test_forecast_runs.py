@@ -4,14 +4,18 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 from forecast_runs import make_run, on_cpu, profile, seconds_of, truth
+from torch import nn
 from typer.testing import CliRunner
 
+import flatout
 from flatout.cli.main import app
 from flatout.errors import FlatoutError
 from flatout.forecast import Asked, Forecast, Network, Prices, parse_settings
 from flatout.forecast.decisions import decisions
 from flatout.forecast.job import Shape
+from flatout.measure import Profile
 from flatout.measure.profile import RanksOnHost, StepTimes
 
 LINE = 1.25e9
@@ -202,6 +206,32 @@ def test_cpu_or_gpu_in_time_and_in_money(tmp_path, runs):
     # Five times slower, and a tenth of the price.
     assert decided(found, "money").choice == "c5"
     assert not [one for one in decisions(forecast(runs)) if one.about == "device"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_profiles_of_runs_on_a_cpu_and_a_gpu_decide(tmp_path):
+    x = torch.randn(640, 512)
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 10))
+        trainer = flatout.Trainer(
+            model,
+            loss="cross_entropy",
+            recipe=flatout.Recipe(world={"device": device}),
+            allow="exact",
+            run=tmp_path / device,
+            say=lambda line: None,
+        )
+        trainer.fit((x, torch.arange(640) % 10), batch_size=16, epochs=2, progress=False)
+    rank = Profile.read(tmp_path / "cuda").ranks[0]
+    assert rank.device.startswith("cuda")
+    assert rank.machine["gpus"]
+    assert rank.use["gpu"]
+    assert rank.use["gpu_memory_bytes"]
+    found = Forecast.of([str(tmp_path / "cpu"), str(tmp_path / "cuda")], Asked())
+    assert [side.measured.device for side in found.sides] == ["cpu", "cuda"]
+    assert decided(found, "device").choice in ("the CPU", "the GPU")
 
 
 def test_the_network_is_named_where_it_holds_back(runs):

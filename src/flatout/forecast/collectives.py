@@ -41,9 +41,8 @@ def ring(bytes: float, ranks: int, link: Link) -> Floats:
 
 
 def to_one(bytes: float, ranks: int, link: Link) -> Floats:
-    """A tree to the first rank and back, 2 log2(p) turns with all the bytes in each."""
-    turns = ceil(log2(ranks)) if ranks > 1 else 0
-    return turns * (2 * link.alpha + bytes * (2 * link.beta + link.gamma))
+    """Reduced to the first rank, which broadcasts the sum."""
+    return reduce_and_broadcast(bytes, ranks, 1, link)
 
 
 def shared(bytes: float, ranks: int, link: Link) -> Floats:
@@ -118,6 +117,8 @@ def reduce_and_broadcast(bytes: float, ranks: int, owners: int, link: Link) -> F
         owners: of equal shares.
         link: between ranks.
     """
+    if ranks == 1:
+        return np.zeros_like(link.alpha)
     turns, share = ceil(log2(ranks)), (ranks - 1) / ranks
     gathered = share * (1 + 1 / owners)
     given = max(turns / owners, share)
