@@ -190,6 +190,7 @@ def _submit(name: str, asked: Asked, *, dry_run: bool, yes: bool, as_json: bool)
     """Write it, show it, ask, send it."""
     from datetime import datetime
 
+    from flatout.errors import SubmitError
     from flatout.submit import (
         Ledger,
         artifacts_of,
@@ -211,7 +212,11 @@ def _submit(name: str, asked: Asked, *, dry_run: bool, yes: bool, as_json: bool)
         _print_written(jobs, artifacts[0])
     where = f"nothing was sent: {jobs[0].folder}"
     refuse(list(dict.fromkeys(line for one in jobs for line in to.unseen(one))), where=where)
-    refuse(list(dict.fromkeys(line for one in jobs for line in to.check(one))), where=where)
+    try:
+        found = [line for one in jobs for line in to.check(one)]
+    except SubmitError as error:
+        raise SubmitError(error.what, where=error.where or where, do=error.do) from error
+    refuse(list(dict.fromkeys(found)), where=where)
     agreed = yes or (not as_json and _agrees(name, len(jobs)))
     sent = send_all(jobs, to, Ledger()) if agreed else []
     if as_json:
