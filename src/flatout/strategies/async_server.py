@@ -364,7 +364,7 @@ class AsyncParameterServer(Strategy):
         if self._server is not None:
             self._server.begin(self._met, self._steps)
             self._server.handing.open(steps)
-        dropped.may_end([self._ids[one] for one in self._met[self._servers :]])
+        dropped.may_end(self._ids[self._servers :])  # and those that wait to come back
         self._world.wait("parts of an epoch")
 
     def claim(self) -> tuple[int, int]:
@@ -556,6 +556,8 @@ class AsyncParameterServer(Strategy):
                     link.send_last(words, _END_S)
         if self._server is not None:
             self._server.leave(self._world.rank)
+            if error is not None:
+                self._server.lose()
         self._end_threads()
         self._is_serving, self.since = False, 0
 
