@@ -1,5 +1,7 @@
 """Parts of batches that ranks claim: together they are the epoch, whichever rank asks how often."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -27,7 +29,8 @@ def sources():
 
 
 def claims_of(handing, first, last, run=1, use=lambda number: None):
-    return [Claims(handing.claim, use, RANKS, first, last, run) for _ in range(RANKS)]
+    asks = [partial(handing.claim, rank) for rank in range(RANKS)]
+    return [Claims(ask, use, RANKS, first, last, run) for ask in asks]
 
 
 @pytest.mark.parametrize("at", range(4))
