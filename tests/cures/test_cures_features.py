@@ -13,8 +13,10 @@ from flatout.cache_folder import cache_folder
 from flatout.cures import cut_features, features, kept_samples, record
 from flatout.cures.dataset_now import Dataset, DatasetNow
 from flatout.cures.features import keep_features, keep_whole
-from flatout.cures.kept_samples import FIELD, digests
+from flatout.cures.kept_samples import FIELD
+from flatout.data import sample_names
 from flatout.data.features import room
+from flatout.data.features.sample_names import hashed
 from flatout.train.frozen_choice import Choice
 
 
@@ -336,6 +338,42 @@ def test_layers_that_give_no_rows_are_left_alone():
     assert told() == "Pair gives something else than a row for each sample"
 
 
+def on_each_device(test):
+    devices = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+    return pytest.mark.parametrize("device", devices)(test)
+
+
+@on_each_device
+def test_what_frozen_layers_give_is_kept_wherever_they_are(device):
+    frozen = Counted(nn.Linear(4, 6), nn.ReLU()).requires_grad_(False)
+    model = nn.Sequential(frozen, nn.Linear(6, 2)).to(device)
+    x = torch.randn(12, 4, device=device)
+    call = keep_features("memory", DatasetNow(), model, (x,), {}, nn.Module.__call__)
+    plain = nn.Sequential(*copy.deepcopy(model)).to(device)
+    for _ in range(4):
+        for rows in x.split(4):
+            given = call(model, rows)
+            assert given.device.type == device
+            torch.testing.assert_close(given, plain(rows))
+    assert frozen.calls < 12
+
+
+@pytest.mark.parametrize("width", [1, 4, 7, 4096])
+def test_names_that_are_made_on_a_device_tell_every_bit(width):
+    rows = torch.randint(
+        0, 256, (64, width), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
+    )
+    names = hashed(rows)
+    assert names.shape == (64, 16)
+    assert torch.equal(hashed(rows[10:13]), names[10:13])
+    many = rows[:1].repeat(8 * min(width, 64), 1)
+    for at, row in enumerate(many):
+        row[at // 8 * max(1, width // 64)] ^= 1 << at % 8
+    assert len(torch.unique(hashed(many), dim=0)) == len(many)
+    zeros = torch.zeros(2, width, dtype=torch.uint8)
+    assert torch.equal(*hashed(zeros))
+
+
 def test_samples_are_told_apart_by_bytes_shape_and_dtype():
     zeros = [
         torch.zeros(1, 4),
@@ -344,10 +382,10 @@ def test_samples_are_told_apart_by_bytes_shape_and_dtype():
         torch.zeros(1, 16, dtype=torch.bool),
         torch.zeros(1, 8, dtype=torch.bfloat16),
     ]
-    assert len({digests(one)[0] for one in zeros}) == len(zeros)
+    assert len({sample_names(one)[0] for one in zeros}) == len(zeros)
     image = torch.randn(2, 3, 4, 4)
-    assert digests(image) == digests(image.contiguous(memory_format=torch.channels_last))
-    assert len(set(digests(torch.stack([X[0], X[1], X[0]])))) == 2
+    assert sample_names(image) == sample_names(image.contiguous(memory_format=torch.channels_last))
+    assert len(set(sample_names(torch.stack([X[0], X[1], X[0]])))) == 2
 
 
 def test_memory_is_shared_with_who_has_the_same_layers():

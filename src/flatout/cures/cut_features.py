@@ -12,11 +12,11 @@ from weakref import ref
 import numpy as np
 
 from flatout.cures.dataset_now import DatasetNow
-from flatout.cures.kept_samples import FIELD, Kept, KeptSamples, digests
+from flatout.cures.kept_samples import FIELD, Kept, KeptSamples
 from flatout.cures.layers import words_of
 from flatout.cures.record import leave, took
 from flatout.cures.roots import Call
-from flatout.data import Features, RowPart, joined_rows
+from flatout.data import Features, RowPart, joined_rows, sample_names
 from flatout.observe import unwrapped
 from flatout.words import size_words
 
@@ -48,6 +48,7 @@ class CutFeatures(KeptSamples):
         self._model = ref(model)
         self.is_open, self.why = True, ""
         self._cut: Cut | None = None
+        self._device = next(model.parameters()).device
         self._form: Any = None  # of the inputs that it is for
         self._looked = 0
 
@@ -87,7 +88,7 @@ class CutFeatures(KeptSamples):
             cut = self._best(found.cuts, inputs, samples) if found.cuts else None
         if cut is None:
             return
-        self._cut, self._form = cut, (_form_of(args, kwargs), autocast_now("cpu"))
+        self._cut, self._form = cut, (_form_of(args, kwargs), autocast_now(self._device.type))
         place = "on disk" if self._where == "disk" else "in memory"
         each = f"{size_words(cut.bytes_per_sample)} a sample"
         took(FIELD, f"features kept {cut.name} of {self._name} {place}, {each}")
@@ -102,7 +103,7 @@ class CutFeatures(KeptSamples):
 
         few = _rows(inputs, slice(_MEASURED))
         count = len(_leaves(few)[0])
-        naming_s, _ = timed(partial(digests, *_leaves(few)))
+        naming_s, _ = timed(partial(sample_names, *_leaves(few)))
         options, rest_s = [], 0.0
         for cut in cuts:
             prefix_s, features = timed(partial(cut.prefix, few))
@@ -135,7 +136,7 @@ class CutFeatures(KeptSamples):
         cut, inputs = self._cut, self._inputs_of(args, kwargs)
         if cut is None or inputs is None or not self._is_current(cut):
             return call(module, *args, **kwargs)
-        names = digests(*_leaves(inputs))
+        names = sample_names(*_leaves(inputs))
         if self._is_doubted(names):
             return call(module, *args, **kwargs)
         features = self._features(cut, inputs, names)
@@ -155,10 +156,8 @@ class CutFeatures(KeptSamples):
 
         if self._is_over or is_anything_compiled():
             return None
-        inputs = _inputs_of(args, kwargs)
-        if inputs is None or self._form != (_form_of(args, kwargs), autocast_now("cpu")):
-            return None
-        return inputs
+        inputs, autocast = _inputs_of(args, kwargs), autocast_now(self._device.type)
+        return inputs if self._form == (_form_of(args, kwargs), autocast) else None
 
     def _is_current(self, cut: Cut) -> bool:
         """Whether the cut is what it was; else it is let go, and looked for again."""
@@ -182,16 +181,16 @@ class CutFeatures(KeptSamples):
         rows = []
         if there.any():
             with torch.inference_mode(False), torch.no_grad():
-                rows = kept.store.get(places[there])
+                rows = [one.to(self._device) for one in kept.store.get(places[there])]
         if there.all() and made is None:
             return Features(rows)
-        missing = torch.from_numpy(np.flatnonzero(~there))
+        missing = torch.from_numpy(np.flatnonzero(~there)).to(self._device)
         if made is None:
             new = _computed(cut, _rows(inputs, missing))
         else:
             new = Features(one[missing] for one in made)
             if is_checked:
-                at = torch.from_numpy(np.flatnonzero(there))
+                at = torch.from_numpy(np.flatnonzero(there)).to(self._device)
                 self._check([one[at] for one in made], rows)
         if len(missing) and not self._is_over:
             again = len(names) - len(missing)
@@ -208,7 +207,12 @@ class CutFeatures(KeptSamples):
         made = _computed(cut, inputs)
         parts = [RowPart(tuple(one.shape[1:]), one.dtype) for one in made]
         words = [words_of(module, ("forward", "train")) for module in cut.modules]
-        facts = {"cut": [cut.name, cut.calls], "layers": words, "autocast": repr(self._form[1])}
+        facts = {
+            "cut": [cut.name, cut.calls],
+            "layers": words,
+            "autocast": repr(self._form[1]),
+            "device": self._device.type,
+        }
         return self._begin("", parts, cut.tensors, facts), made
 
 
@@ -227,7 +231,8 @@ def _computed(cut: Cut, inputs: Any) -> Features:
     count = len(_leaves(inputs)[0])
     if count == 1:
         # A single sample often takes other kernels than a batch, which round otherwise.
-        inputs = _rows(inputs, torch.zeros(2, dtype=torch.int64))
+        device = _leaves(inputs)[0].device
+        inputs = _rows(inputs, torch.zeros(2, dtype=torch.int64, device=device))
     with torch.no_grad():
         return Features(part[:count] for part in cut.prefix(inputs))
 
@@ -241,14 +246,13 @@ def _inputs_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     leaves = [*args, *kwargs.values()]
     is_batch = bool(leaves) and all(
         type(one) is torch.Tensor
-        and one.device.type == "cpu"
         and one.layout is torch.strided
         and one.dim() > 0
         and one.numel() > 0
         and not one.requires_grad
         for one in leaves
     )
-    if not is_batch or len({len(one) for one in leaves}) > 1:
+    if not is_batch or len({(len(one), one.device) for one in leaves}) > 1:
         return None
     return kwargs or (args if len(args) > 1 else args[0])
 
@@ -256,7 +260,7 @@ def _inputs_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _form_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What the batches are alike in that a cut is for."""
     named = [*enumerate(args), *kwargs.items()]
-    return [(name, one.dtype, tuple(one.shape[1:])) for name, one in named]
+    return [(name, one.device, one.dtype, tuple(one.shape[1:])) for name, one in named]
 
 
 def _leaves(inputs: Any) -> list[Any]:

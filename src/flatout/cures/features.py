@@ -14,12 +14,12 @@ from weakref import ref
 
 from flatout.cures.cut_features import CutFeatures
 from flatout.cures.dataset_now import DatasetNow
-from flatout.cures.kept_samples import FIELD, Kept, KeptSamples, digests
+from flatout.cures.kept_samples import FIELD, Kept, KeptSamples
 from flatout.cures.layers import layers_of, tensors_of
 from flatout.cures.record import applied, leave, took
 from flatout.cures.roots import Call, Cure
 from flatout.cures.steps import Steps
-from flatout.data import RowPart
+from flatout.data import RowPart, sample_names
 from flatout.hooks import is_anything_compiled
 from flatout.observe import acts_in_training, frozen_parts
 
@@ -49,7 +49,7 @@ def keep_whole(
     tensors = list(module.parameters())
     if isinstance(module, torch.jit.ScriptModule) or not tensors:
         return call
-    if any(tensor.device.type != "cpu" for tensor in tensors):
+    if len({tensor.device for tensor in tensors}) > 1:
         return call
     whole = Features(torch, module, where, now, is_whole=True)
     if not whole.is_frozen():
@@ -95,8 +95,8 @@ def keep_features(
         if FIELD not in dict(applied()):  # such as those of a backbone that is called by itself
             leave(FIELD, f"no leading layers of {name} are frozen and in eval mode")
         return call
-    if any(tensor.device.type != "cpu" for tensor in module.parameters()):
-        leave(FIELD, "on a device, asking which samples these are would make the host wait")
+    if len({tensor.device for tensor in module.parameters()}) > 1:
+        leave(FIELD, f"{name} lies on several devices")
         return call
     cut = CutFeatures(module, where, now)
     parts: list[Features] = []
@@ -179,7 +179,7 @@ class Features(KeptSamples):
         if kwargs or len(args) != 1 or not self._is_batch(args[0]) or not self.is_frozen():
             return original(*args, **kwargs)
         (batch,) = args
-        samples, mode = digests(batch), self._mode()
+        samples, mode = sample_names(batch), self._mode()
         if self._is_doubted(samples):
             return original(batch)
         kept, given = self._kept.get(mode), None
@@ -197,6 +197,7 @@ class Features(KeptSamples):
             return given
         with self._torch.inference_mode(False), self._torch.no_grad():
             (rows,) = kept.store.get(places)
+            rows = rows.to(batch.device)
         if given is None and not self._unchecked:
             return rows
         given = self._computed(original, batch) if given is None else given
@@ -205,17 +206,18 @@ class Features(KeptSamples):
 
     def _computed(self, original: Any, batch: Any) -> Any:
         """What the layers give now; ends where they draw random numbers for it."""
-        before = self._torch.get_rng_state()
+        before = random_states(batch.device)
         given = original(batch)
-        if not self._torch.equal(before, self._torch.get_rng_state()):
+        if not all(map(self._torch.equal, before, random_states(batch.device))):
             self._end(f"{self._name} draws random numbers")
         return given
 
     def _is_batch(self, value: Any) -> bool:
-        torch = self._torch
+        torch, part = self._torch, self._part()
+        assert part is not None
         return (
             type(value) is torch.Tensor
-            and value.device.type == "cpu"
+            and value.device == next(part.parameters()).device
             and value.layout is torch.strided
             and value.dim() > 1
             and value.numel() > 0
@@ -244,8 +246,9 @@ class Features(KeptSamples):
         """What the same module gives other features under."""
         torch = self._torch
         part: Any = self._part()
-        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-        return dtype, *(inner.training for inner in part.modules())
+        kind = next(part.parameters()).device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return kind, dtype, *(inner.training for inner in part.modules())
 
     def _opened(self, mode: Any, given: Any, samples: int) -> Kept | None:
         """The rows of a mode, of which these are the first."""
@@ -261,3 +264,13 @@ class Features(KeptSamples):
         )
         part: Any = self._part()
         return self._begin(mode, [form], tensors_of(part), {"layers": layers_of(part)})
+
+
+def random_states(device: Any) -> list[Any]:
+    """States of the generators that layers on a device may draw from."""
+    import torch
+
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return states

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Any
 
 from flatout.cures.dataset_now import DatasetNow
 from flatout.cures.record import fill, leave
-from flatout.data import NamedStore, RowPart, feature_key
+from flatout.data import NAMES_VERSION, NamedStore, RowPart, feature_key
 
 FIELD = "script.features"
 # So many batches are computed though all of them is kept.
@@ -21,8 +20,6 @@ _CHECKED = 4
 # They may differ by so much of the largest number: other batches round otherwise.
 _SAME = {"float32": 1e-4, "float64": 1e-8}
 _SAME_IN_HALF = 2e-2
-# Of how samples are named.
-_DIGESTS = 1
 # A dataset that has given so many more new samples than it has changes them at random. Batches that
 # a loader gave ahead may be counted as another dataset's.
 _TOO_MANY, _AHEAD = 1.25, 64
@@ -121,7 +118,7 @@ class KeptSamples:
             tensors: of the layers, by name.
             facts: what else they compute by.
         """
-        facts = {**facts, "mode": repr(mode), "digests": _DIGESTS}
+        facts = {**facts, "mode": repr(mode), "names": NAMES_VERSION}
         store = NamedStore.open(feature_key(tensors, facts), parts, self._where)
         store.say = lambda line: leave(FIELD, line.removeprefix("features: "))
         self._kept[mode] = kept = Kept(store, parts, store.kept)
@@ -229,28 +226,3 @@ def _is_near(given: Any, kept: Any) -> bool:
     largest = float(given.abs().max())
     apart = float((given.double() - kept.double()).abs().max())
     return apart <= _SAME.get(name, _SAME_IN_HALF) * largest
-
-
-def digests(*tensors: Any) -> list[bytes]:
-    """One for each row of a batch on the CPU, by its bytes, shape and dtype.
-
-    Args:
-        tensors: of the same length, whose rows make up a sample.
-    """
-    import torch
-
-    every = []
-    for batch in tensors:
-        rows = batch.detach().contiguous().reshape(len(batch), -1).view(torch.uint8).numpy()
-        words = repr((batch.dtype, tuple(batch.shape[1:]))).encode()
-        form = blake2b(words, digest_size=16)
-        found = []
-        for row in rows:
-            one = form.copy()
-            one.update(row)
-            found.append(one.digest())
-        every.append(found)
-    if len(every) == 1:
-        return every[0]
-    together = zip(*every, strict=True)
-    return [blake2b(b"".join(parts), digest_size=16).digest() for parts in together]

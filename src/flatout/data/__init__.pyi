@@ -39,6 +39,8 @@ from flatout.data.explanation import Explanation as Explanation
 from flatout.data.features.key import feature_key as feature_key
 from flatout.data.features.named_store import NamedStore as NamedStore
 from flatout.data.features.row_log import RowPart as RowPart
+from flatout.data.features.sample_names import NAMES_VERSION as NAMES_VERSION
+from flatout.data.features.sample_names import sample_names as sample_names
 from flatout.data.features.store import FeatureStore as FeatureStore
 from flatout.data.files import unpack as unpack
 from flatout.data.ids.id_map import Growth as Growth

@@ -1,0 +1,72 @@
+"""What samples are known by where they have no numbers: 16 bytes made of all of theirs."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NAMES_VERSION = 1
+"""Of how samples are named."""
+
+_BYTES = 16
+_SEED = 20_261_126
+
+
+def sample_names(*tensors: Tensor) -> list[bytes]:
+    """One for each sample of a batch, by its bytes, shape and dtype.
+
+    On a CPU they are BLAKE2b digests. On another device four multilinear hashes of 32 bits, whose
+    factors are always the same, are made there, so that only these come to the host: as
+    Lemire and Kaser, "Strongly universal string hashing is fast" (2014), have them.
+
+    Args:
+        tensors: on one device and of the same length, whose rows make up a sample.
+    """
+    every = [_names_of(tensor) for tensor in tensors]
+    if len(every) == 1:
+        return every[0]
+    together = zip(*every, strict=True)
+    return [blake2b(b"".join(parts), digest_size=_BYTES).digest() for parts in together]
+
+
+def _names_of(batch: Tensor) -> list[bytes]:
+    rows = batch.detach().contiguous().reshape(len(batch), -1).view(torch.uint8)
+    words = repr((batch.dtype, tuple(batch.shape[1:]))).encode()
+    form = blake2b(words, digest_size=_BYTES)
+    found = []
+    for row in rows.numpy() if rows.device.type == "cpu" else hashed(rows).cpu().numpy():
+        one = form.copy()
+        one.update(row)
+        found.append(one.digest())
+    return found
+
+
+def hashed(rows: Tensor) -> Tensor:
+    """16 bytes for each row, computed where the rows are.
+
+    Args:
+        rows: uint8 of shape (rows, bytes).
+
+    Returns:
+        uint8 of shape (rows, 16).
+    """
+    if rest := -rows.shape[1] % 4:
+        rows = torch.nn.functional.pad(rows, (0, rest))
+    words = rows.contiguous().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    factors = _factors(words.shape[1] + 1, rows.device)
+    # Products and sums are taken modulo 2^64, of which the upper half counts.
+    sums = [(words * own[1:]).sum(1) + own[0] for own in factors]
+    halves = torch.stack(sums, 1).view(torch.int32)[:, 1::2]
+    return halves.contiguous().view(torch.uint8)
+
+
+@lru_cache(maxsize=8)
+def _factors(count: int, device: torch.device) -> Any:
+    """Odd or even, drawn once and for all: int64 of shape (4, count)."""
+    drawn = torch.Generator().manual_seed(_SEED)
+    bits = torch.randint(-(2**31), 2**31, (2, 4, count), generator=drawn, dtype=torch.int64)
+    return ((bits[0] << 32) ^ (bits[1] & 0xFFFFFFFF)).to(device)
