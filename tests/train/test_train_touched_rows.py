@@ -196,6 +196,7 @@ def bf16_fit(setting="split", epochs=4, make=Clicks, resume=False, **given):
     return trainer, trainer.fit(*data(), **options)
 
 
+@pytest.mark.slow
 def test_small_steps_of_bf16_tables_are_kept_in_lower_halves(tmp_path):
     run = tmp_path / "run"
     # At which steps rows are brought up to date, as for a checkpoint, decides how they are rounded.
