@@ -1,4 +1,4 @@
-"""Steps neighboring parts of a server's share as one tensor.
+"""Steps small parts of a server's share that are neighbors as one tensor.
 
 An optimizer spends some time on each tensor, however small it is. Servers with as many bytes would
 take unlike times where some have a few large tensors, and others many small ones.
@@ -13,6 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+# What a run has at most: an optimizer passes over it several times, which is cheap while it is in
+# the processor's cache.
+_MOST_NUMBERS = 1 << 18
 # Where it changes more often which parameters have gradients, each part is stepped by itself.
 _MOST_CHANGES = 8
 
@@ -86,13 +89,17 @@ class Runs:
         state, most = self._optimizer.state, self._changes <= _MOST_CHANGES
         for group, parts in zip(self._optimizer.param_groups, self._groups, strict=True):
             runs: list[list[nn.Parameter]] = []
+            length = 0
             for part in parts:
                 if not (len(part) and self._used[self._number_of[part]]):
                     continue
-                if runs and most and self._goes_on(runs[-1][-1], part):
+                length += len(part)
+                is_short = most and length <= _MOST_NUMBERS
+                if runs and is_short and self._goes_on(runs[-1][-1], part):
                     runs[-1].append(part)
                 else:
                     runs.append([part])
+                    length = len(part)
             joined = [self._run(run) for run in runs]
             for run in joined:
                 if len(run.parts) > 1 and state.get(run.parts[0]):
