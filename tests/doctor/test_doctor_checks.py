@@ -16,6 +16,8 @@ from flatout.observe import (
     Ablation,
     Backbone,
     Call,
+    Cell,
+    Growing,
     InLoss,
     Lapse,
     LeftOut,
@@ -24,6 +26,8 @@ from flatout.observe import (
     Model,
     Observation,
     Optimizer,
+    Recomputed,
+    Scaling,
     Schedule,
     Site,
 )
@@ -520,6 +524,25 @@ ROWS = {
         evaluating(shared_rows=(20, 200)), evaluating(shared_rows=(0, 200)), evaluating(),
         kind="danger",
     ),
+    "normalization_leaks": Row(
+        evaluating(shared_rows=(0, 200), scaling=Scaling("StandardScaler", HERE, 1000, 200)),
+        evaluating(shared_rows=(0, 200)),
+        evaluating(),
+        kind="danger",
+    ),
+    "recurrent_by_step": Row(
+        job(cells=[Cell("LSTMCell", HERE, 20, 2.0)]), job(), job(models=[]), cost=4.75
+    ),
+    "history_grows": Row(
+        job(growing=[Growing("torch.cat", HERE, 5000, 100, 1.0, 18)]), job(), job(steps=9),
+        cost=1.0,
+    ),
+    "checkpointing_unneeded": Row(
+        job(recomputed=Recomputed(HERE, 3, 100.0)),
+        job(recomputed=Recomputed(HERE, 3, 6000.0)),
+        job(recomputed=Recomputed(HERE, 3, 100.0), available_mb=None),
+        cost=4.0,
+    ),
     "optimizer_extreme": Row(
         job(optimizer={"options": {"lr": 3.0}} | ADAM),
         job(optimizer={"options": {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999}} | ADAM),
@@ -710,7 +733,7 @@ def test_garbage_of_a_late_import_is_none_of_each_step():
 ESTIMATES = {
     "garbage_each_step", "memory_returned", "retained_graph", "shapes_recompile",
     "no_sync_missing", "one_reader", "zero_grad_zeros", "workers_restarted", "host_round_trip",
-    "fp32_slow", "workers_zero",
+    "fp32_slow", "workers_zero", "history_grows",
 }  # fmt: skip
 
 

@@ -13,6 +13,8 @@ from flatout.observe.notebook import Cells as Cells
 from flatout.observe.observation import Ablation as Ablation
 from flatout.observe.observation import Backbone as Backbone
 from flatout.observe.observation import Call as Call
+from flatout.observe.observation import Cell as Cell
+from flatout.observe.observation import Growing as Growing
 from flatout.observe.observation import Growth as Growth
 from flatout.observe.observation import InLoss as InLoss
 from flatout.observe.observation import Lapse as Lapse
@@ -22,8 +24,11 @@ from flatout.observe.observation import Loader as Loader
 from flatout.observe.observation import Model as Model
 from flatout.observe.observation import Observation as Observation
 from flatout.observe.observation import Optimizer as Optimizer
+from flatout.observe.observation import Recomputed as Recomputed
+from flatout.observe.observation import Scaling as Scaling
 from flatout.observe.observation import Schedule as Schedule
 from flatout.observe.observation import Site as Site
+from flatout.observe.observation import Table as Table
 from flatout.observe.optimizers import StepFinder as StepFinder
 from flatout.observe.optimizers import watch_optimizers as watch_optimizers
 from flatout.observe.outputs import watch_torch as watch_torch

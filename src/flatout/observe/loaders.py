@@ -17,7 +17,7 @@ from weakref import ref
 from flatout.hooks import wrap
 from flatout.observe.lanes import HOST
 from flatout.observe.observation import Loader, Site
-from flatout.observe.samples import label_runs, rows_of
+from flatout.observe.samples import Samples, label_runs, samples_of
 from flatout.observe.sites import here, site_of_code
 from flatout.observe.watch import Watch
 from flatout.observe.within_loader import LOADER, Looker, Probe, first_tensor, size_of, watch_fetch
@@ -28,8 +28,6 @@ _WAITS, _EPOCHS = 20_000, 1000
 _LOOK_EVERY = 16
 # So many numbers of a batch are compared with those of another.
 _NUMBERS = 4096
-# Share of the samples of a training that differ from all others, if equal ones are no chance.
-_DIFFERENT = 0.5
 # Datapipes of a chain that are named.
 _STAGES = 64
 # Facts by which a loader that is made again in each epoch is known again.
@@ -43,7 +41,7 @@ class SeenLoader:
         self.number = number
         self.ref = ref(loader)
         self.facts = facts_of(loader, site)
-        self.rows: list[int] | None = None  # a number for each sample
+        self.samples: Samples | None = None
         self.count()
 
     def count(self) -> None:
@@ -70,7 +68,7 @@ class SeenLoader:
 
     def look_at_samples(self, loader: Any) -> None:
         """What its dataset holds in memory."""
-        self.rows = rows_of(loader.dataset)
+        self.samples = samples_of(loader.dataset)
         self.facts.label_runs = label_runs(loader.dataset)
 
     def begin_epoch(self, began: int) -> None:
@@ -191,17 +189,6 @@ def _is_plain(batch_sampler: Any) -> bool:
     from torch.utils.data import BatchSampler
 
     return batch_sampler is None or type(batch_sampler) is BatchSampler
-
-
-def shared_rows(evaluated: SeenLoader, all_loaders: list[Any]) -> tuple[int, int] | None:
-    """How many of a loader's samples equal one that is trained on, of how many."""
-    trained = [one.rows for one in all_loaders if one.in_training]
-    if evaluated.in_training or not evaluated.rows or not trained or None in trained:
-        return None
-    known = {row for rows in trained for row in rows}
-    if len(known) < _DIFFERENT * sum(map(len, trained)):
-        return None  # samples of few values are often equal
-    return sum(row in known for row in evaluated.rows), len(evaluated.rows)
 
 
 def _site_of_dataset(dataset: Any) -> Site | None:

@@ -117,7 +117,7 @@ class LossGraphs:
         self.looks = 0
         self.found: dict[tuple[str, str], InLoss] = {}
         self.reached: dict[int, ref[Any]] = {}
-        self._reduced: list[tuple[int, Any]] = []
+        self._reduced: list[tuple[Any, Any]] = []
         self._close()
 
     def _look(self, tensors: Any) -> None:
@@ -165,15 +165,15 @@ class LossGraphs:
 
     def _note_reduction(self, node: Any) -> None:
         """How the loss of one of the batches of a step was reduced."""
-        batches = sum(loader.batches for loader in self._watch.loaders)
-        self._reduced.append((batches, node and _reduction(node)))
+        batch: Any = sum(one.batches for one in self._watch.loaders if one.in_training)
+        self._reduced.append((batch or self._watch.rows, node and _reduction(node)))
 
     def _before_step(self) -> None:
         """Whether losses of several batches were added up that are means of their own each."""
         several, self._reduced = self._reduced, []
         first = next((t for s in self._watch.optimizers for t in s.tensors() if _is_dense(t)), None)
         batches = {batch for batch, _ in several}
-        if len(several) < 2 or len(batches) < len(several) or first is None:
+        if len(several) < 2 or len(batches) < len(several) or None in batches or first is None:
             return
         # Adding to it is one change of a gradient each: another one may have been the division.
         is_whole = first.grad._version < len(several)

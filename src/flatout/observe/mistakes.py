@@ -6,23 +6,41 @@ from typing import Any
 
 from flatout.observe.clipping import Clipping
 from flatout.observe.gradients import Gradients
+from flatout.observe.growing import GrowingHistories
+from flatout.observe.held_out import compare, sets_of
 from flatout.observe.loss_graphs import LossGraphs
 from flatout.observe.observation import Observation
+from flatout.observe.recomputed import Recomputing
 from flatout.observe.record import read_sites
+from flatout.observe.recurrent import Recurrent
+from flatout.observe.scalers import Scalers
 from flatout.observe.schedules import Schedules
 from flatout.observe.switches import Switches
+from flatout.observe.tables import Tables
 from flatout.observe.watch import Watch
 
 
 class Mistakes:
-    """Looks at losses, gradients, clipping, schedulers and switches."""
+    """Looks at losses, gradients, clipping, schedulers, switches and samples.
 
-    def __init__(self, torch: Any, watch: Watch) -> None:
+    Args:
+        torch: the module.
+        watch: what is filled in.
+        scalers: watched since before torch was there.
+    """
+
+    def __init__(self, torch: Any, watch: Watch, scalers: Scalers) -> None:
+        self._watch = watch
+        self._scalers = scalers
         self._switches = Switches(torch, watch)  # first: what the others switch is none of those
         self._graphs = LossGraphs(torch, watch)
         Gradients(torch, watch)
         self._schedules = Schedules(torch.optim.lr_scheduler, watch)
         Clipping(torch, watch)
+        self._tables = Tables(torch, watch)
+        self._recurrent = Recurrent(torch, watch)
+        self._growing = GrowingHistories(torch, watch)
+        self._recomputing = Recomputing(torch, watch)
 
     def watch_schedules(self) -> None:
         """Sees again where schedulers are stepped."""
@@ -36,4 +54,16 @@ class Mistakes:
         seen.in_losses = list(self._graphs.found.values())
         seen.schedules = self._schedules.results()
         seen.switched_on = self._switches.on
-        read_sites([*seen.in_losses, *seen.schedules])
+        seen.cells = self._recurrent.cells
+        seen.growing = self._growing.found
+        seen.recomputed = self._recomputing.facts
+        compare(list(sets_of(self._watch.loaders, self._tables.results())), self._scalers)
+        self._tables.fill(seen)
+        scalings = [one.scaling for one in seen.inputs if one.scaling]
+        recomputed = [seen.recomputed] if seen.recomputed else []
+        read_sites(
+            [
+                *seen.in_losses, *seen.schedules, *seen.tables, *seen.growing, *seen.cells,
+                *scalings, *recomputed,
+            ]
+        )  # fmt: skip

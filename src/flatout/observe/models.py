@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from itertools import pairwise
 from typing import Any
 from weakref import ref
@@ -24,6 +25,8 @@ from flatout.observe.watch import Watch
 # Shapes of inputs that are told apart. They are looked at in each of the first calls, and then the
 # less often the more calls there were: a look takes as long as a third of a very short step.
 _SHAPES, _FIRST_CALLS, _EVERY, _SHARE = 64, 256, 32, 16
+# So many calls are shown to those who ask what models get: of those that train and that evaluate.
+_SHOWN, _EVALUATIONS = 16, 8
 # So many calls are compared with the one before.
 _REPEATS = 32
 # A model that is called no oftener may be a part of another one that is being built.
@@ -48,7 +51,7 @@ class SeenModel(Called):
         self.with_gradient: set[str] = set()
         self.due = self.padding_due = 1
         self.padding = Padding()
-        self.inner = 0
+        self.inner = self.evaluations = 0
         self.shapes: Counter[tuple[Any, Any]] = Counter()
         self.site: Site | None = None
         self._last: tuple[Any, list[ref[Any]]] | None = None
@@ -90,6 +93,13 @@ class SeenModel(Called):
         """Where it was called to evaluate."""
         return next((site for site in self._evaluated.values() if site is not None), None)
 
+    def is_evaluated(self, steps: int) -> bool:
+        """Whether it was called to evaluate, in so many steps.
+
+        What is called so in most steps is a part of the step, such as a target network.
+        """
+        return 0 < len(self._evaluated_in) <= max(1, steps // 2)
+
     def is_part_of(self, other: SeenModel) -> bool:
         """Whether it was called on the way only, as Keras does while it builds the other."""
         return self.calls <= _BUILDING < other.calls and self.tensors <= other.tensors
@@ -104,8 +114,7 @@ class SeenModel(Called):
         ]
         facts.padding_share = self.padding.share
         facts.lengths = len(self.padding.lengths)
-        # What is called so in most steps is a part of the step, such as a target network.
-        if len(self._evaluated_in) <= max(1, steps // 2):
+        if self.is_evaluated(steps):
             facts.evaluated_in_train_mode = self._evaluated.get((True, False))
             facts.evaluated_with_grad = self._evaluated.get((False, True))
             apart = {after - before for before, after in pairwise(sorted(self._evaluated_in))}
@@ -207,14 +216,27 @@ class Models:
                 self._numbers.before_evaluation()
             lanes.begin_evaluation(seen)
             seen.evaluates(mode)
+            if not has_grad and seen.evaluations < _EVALUATIONS:
+                seen.evaluations += 1
+                self._show(seen, args, kwargs, is_trained=False)
         if has_grad and seen.calls >= seen.due and not self._torch.compiler.is_compiling():
             batch = args[0] if args else next(iter(kwargs.values()), None)
             self._watch.aside(lambda: self._look_at_input(seen, batch))
+            if seen.calls <= _SHOWN:
+                self._show(seen, args, kwargs, is_trained=True)
             if mode == (True, True) and seen.calls <= _REPEATS:
                 given = [*args, *kwargs.values()]
                 self._watch.aside(lambda: seen.look_at_repeat(self._torch, lanes, given))
             is_first = seen.calls < _FIRST_CALLS
             seen.due = seen.calls + (1 if is_first else max(_EVERY, seen.calls // _SHARE))
+
+    def _show(
+        self, seen: SeenModel, args: Any, kwargs: dict[str, Any], *, is_trained: bool
+    ) -> None:
+        """To those who ask what models get."""
+        batch = args[0] if args else next(iter(kwargs.values()), None)
+        watch = self._watch
+        watch.aside(*(partial(look, seen, batch, is_trained) for look in watch.on_batch))
 
     def _trains_on_loader(self) -> bool:
         lanes = self._watch.lanes

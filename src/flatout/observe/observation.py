@@ -36,6 +36,28 @@ class Site:
 
 
 @dataclass
+class Scaling:
+    """A normalization whose figures were taken of samples of the validation too.
+
+    Attributes:
+        by: what has taken them: "StandardScaler", or "mean and standard deviation".
+        site: where; None where the numbers alone tell it.
+        samples: of how many samples of training and validation the figures are.
+        held_out: how many of these are the validation's.
+        off: the largest mean that a column has over all of these, in standard deviations; None
+            where a scaler was seen.
+        off_training: likewise over the training's alone.
+    """
+
+    by: str
+    site: Site | None = None
+    samples: int = 0
+    held_out: int = 0
+    off: float | None = None
+    off_training: float | None = None
+
+
+@dataclass
 class Call:
     """Calls of one kind from one place.
 
@@ -104,6 +126,7 @@ class Loader:
             samples, and samples of the second largest class; None where they were not seen.
         shared_rows: of a loader that is only evaluated, how many of its samples equal one of
             training's to the byte, of how many; None where the samples were not seen.
+        scaling: of a loader that is only evaluated, what has normalized it with the training's.
         worker_batches: a number for the first batch of each worker, and the second of the first;
             equal ones are equal. Of an IterableDataset alone.
     """
@@ -142,7 +165,30 @@ class Loader:
     is_in_order: bool = False
     label_runs: tuple[int, int, int, int] | None = None
     shared_rows: tuple[int, int] | None = None
+    scaling: Scaling | None = None
     worker_batches: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Table:
+    """A tensor or array of the script's that batches are rows of, where no DataLoader gives them.
+
+    Attributes:
+        name: what the script calls it.
+        site: where the model is called with rows of it.
+        length: how many samples.
+        batch_size: how many the model gets at once.
+        in_training: whether they are trained on, and not only evaluated.
+        shared_rows, scaling: as of a Loader.
+    """
+
+    name: str
+    site: Site | None = None
+    length: int = 0
+    batch_size: int = 0
+    in_training: bool = True
+    shared_rows: tuple[int, int] | None = None
+    scaling: Scaling | None = None
 
 
 @dataclass
@@ -343,6 +389,59 @@ class Backbone:
 
 
 @dataclass
+class Cell:
+    """A recurrent cell that is called in a loop over parts of one tensor.
+
+    Attributes:
+        kind: such as "LSTMCell".
+        site: where.
+        length: of the loop.
+        ms: that its calls take in the forward of a step.
+    """
+
+    kind: str
+    site: Site | None
+    length: int
+    ms: float
+
+
+@dataclass
+class Growing:
+    """A line that puts together what it has put together before, with more.
+
+    Attributes:
+        words: the function, such as "torch.cat".
+        site: the line.
+        numbers: that the result had when it was last looked at.
+        more: numbers that come with each step.
+        ms: per step, in the steps that were looked at.
+        at: the last of these steps.
+    """
+
+    words: str
+    site: Site
+    numbers: int
+    more: int
+    ms: float
+    at: int
+
+
+@dataclass
+class Recomputed:
+    """What activation checkpointing leaves out in forward.
+
+    Attributes:
+        site: the line that leads to it.
+        calls: parts of forward that were recomputed, in the steps that were looked at.
+        mb: what of a step would be kept without it.
+    """
+
+    site: Site | None
+    calls: int = 0
+    mb: float = 0.0
+
+
+@dataclass
 class Growth:
     """By how much more a line takes with each step than in the step before.
 
@@ -485,7 +584,11 @@ class Observation:
             at the most, and there is.
         device_failures: how often it had no memory left.
         backbones: on a CPU, modules that nothing trains and that steps call on samples.
+        tables: that batches are rows of, where no DataLoader gives them.
         loss_looks: how many graphs of losses were looked at, and what was found in_losses.
+        cells: recurrent ones that a loop in Python calls.
+        growing: what is put together in each step, longer each time.
+        recomputed: None where activations are kept.
         schedules: of learning rates.
         switched_on: what was on for all of torch at the first backward pass, such as
             "detect_anomaly"; None without one.
@@ -552,8 +655,12 @@ class Observation:
     optimizers: list[Optimizer] = field(default_factory=list)
     models: list[Model] = field(default_factory=list)
     backbones: list[Backbone] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
     loss_looks: int = 0
     in_losses: list[InLoss] = field(default_factory=list)
+    cells: list[Cell] = field(default_factory=list)
+    growing: list[Growing] = field(default_factory=list)
+    recomputed: Recomputed | None = None
     schedules: list[Schedule] = field(default_factory=list)
     switched_on: list[str] | None = None
     evaluation_site: Site | None = None
@@ -582,6 +689,11 @@ class Observation:
     def became(self) -> str:
         """The note that the script has become another program; "" where it has not."""
         return next((note for note in self.notes if note.startswith(BECAME)), "")
+
+    @property
+    def inputs(self) -> list[Loader | Table]:
+        """What has given batches."""
+        return [*self.loaders, *self.tables]
 
     @property
     def workers(self) -> int | None:

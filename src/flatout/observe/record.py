@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout.observe.gpus import memory_mb
-from flatout.observe.loaders import SeenLoader, shared_rows
+from flatout.observe.loaders import SeenLoader
 from flatout.observe.meters import Meters
 from flatout.observe.models import SeenModel
 from flatout.observe.observation import Backbone, Loader, Observation, Site
@@ -51,7 +51,7 @@ def observation(
         models=[model.result(steps) for model in _stepped(list(watch.models))],
         backbones=_backbones(list(watch.models)),
         loaders=[
-            _with_inside(loader, None if is_live else folder, list(watch.loaders))
+            _with_inside(loader, None if is_live else folder)
             for loader in list(watch.loaders)
             if loader.batches
         ],
@@ -96,11 +96,10 @@ def _backbones(models: list[SeenModel]) -> list[Backbone]:
     ]
 
 
-def _with_inside(seen: SeenLoader, folder: Path | None, others: list[Any]) -> Loader:
+def _with_inside(seen: SeenLoader, folder: Path | None) -> Loader:
     """A loader's facts; with those of its workers, which are read once, at the end."""
     facts = seen.result()
     if folder is not None:
-        facts.shared_rows = shared_rows(seen, others)
         told = gather(folder, seen.number) if facts.num_workers else []
         if seen.looker is not None:
             told.append(seen.looker.probe.as_dict())

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from math import log2
+from math import log2, prod
 from typing import Any
 
 # Of so many samples the bytes are looked at, and so many numbers of each.
@@ -19,21 +20,83 @@ _CLASSES = 10_000
 _NAMES = ("targets", "labels", "y")
 
 
-def rows_of(dataset: Any) -> list[int] | None:
-    """A number for the bytes of each sample, equal for equal ones; None where they are not held as
-    one tensor or array, or may be equal by chance."""
+# Of more numbers no mean is taken, and of so many rows at once.
+_NUMBERS, _AT_ONCE = 2**26, 2**13
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Of the columns of a table.
+
+    Attributes:
+        count: how many rows.
+        mean, variance: an array in float64 each, by column.
+    """
+
+    count: int
+    mean: Any
+    variance: Any
+
+    def with_others(self, other: Moments) -> Moments:
+        """Those of the rows of both."""
+        count = self.count + other.count
+        mean = (self.count * self.mean + other.count * other.mean) / count
+        squares = [one.count * (one.variance + one.mean**2) for one in (self, other)]
+        return Moments(count, mean, sum(squares) / count - mean**2)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What is known of the samples of a training or a validation.
+
+    Attributes:
+        rows: a number for the bytes of each of some of them, equal for equal ones; None where they
+            may be equal by chance.
+        moments: of all of them; None of integers, and of too many.
+    """
+
+    rows: list[int] | None
+    moments: Moments | None
+
+
+def samples_of(dataset: Any) -> Samples | None:
+    """Those that a dataset holds as one tensor or array; None for any other."""
     held, picked = _behind_subsets(dataset)
     table = _table_in(held)
-    if table is None:
-        return None
-    picked = range(len(table)) if picked is None else picked
-    every = max(1, -(-len(picked) // _ROWS))
+    return None if table is None else samples_in(table, picked)
+
+
+def samples_in(table: Any, picked: Sequence[int] | None = None) -> Samples:
+    """Those of a tensor or array, or the rows of it that are picked."""
+    chosen = range(len(table)) if picked is None else picked
+    rows = row_numbers(table, chosen[:: max(1, -(-len(chosen) // _ROWS))])
+    return Samples(rows, _moments(table, chosen))
+
+
+def row_numbers(table: Any, chosen: Sequence[int]) -> list[int] | None:
+    """A number for the bytes of each of these rows; None where they may be equal by chance."""
     columns = table.reshape(len(table), -1)
     columns = columns[:, :: max(1, -(-columns.shape[1] // _COLUMNS))]
-    rows = _as_array(columns[list(picked[::every])])
-    if _bits(rows) < _RICH:
+    rows = _as_array(columns[list(chosen)])
+    if rows.dtype.kind == "f":
+        rows = rows.astype("float32")
+    if not len(rows) or _bits(rows) < _RICH:
         return None
     return [hash(row.tobytes()) for row in rows]
+
+
+def _moments(table: Any, chosen: Sequence[int]) -> Moments | None:
+    if len(chosen) * prod(table.shape[1:]) > _NUMBERS:
+        return None
+    found: Moments | None = None
+    for first in range(0, len(chosen), _AT_ONCE):
+        part = table[list(chosen[first : first + _AT_ONCE])]
+        rows = _as_array(part.reshape(len(part), -1))
+        if rows.dtype.kind != "f":
+            return None
+        own = Moments(len(rows), rows.mean(0, dtype="float64"), rows.var(0, dtype="float64"))
+        found = own if found is None else found.with_others(own)
+    return found
 
 
 def _bits(rows: Any) -> float:

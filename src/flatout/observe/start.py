@@ -52,6 +52,7 @@ from flatout.observe.parallel import watch_parallel
 from flatout.observe.record import observation
 from flatout.observe.rewriting import Rewriting
 from flatout.observe.run_script import compiled, run, show_as_python_does, told
+from flatout.observe.scalers import Scalers
 from flatout.observe.sites import read
 from flatout.observe.tensors import IndexWindow, watch_tensors
 from flatout.observe.watch import Watch
@@ -131,6 +132,7 @@ class Observer:
         self._meters = Meters(self.watch)
         self._compiles = Compiles(self.watch)
         self._lines = LineSampler(self.watch)
+        self._scalers = Scalers(self.watch)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._workers = self._path.with_name(f".workers-{self._place.rank}")
         self._workers.mkdir(exist_ok=True)
@@ -188,7 +190,7 @@ class Observer:
         watch_parallel(torch, self.watch)
         IndexWindow(torch, self.watch)
         self._graphs = Graphs(torch, self.watch, self._meters)
-        self._mistakes = Mistakes(torch, self.watch)
+        self._mistakes = Mistakes(torch, self.watch, self._scalers)
         self._models = Models(torch, self.watch)
         self._device = DeviceMemory(torch, self.watch)
         self._models.search()

@@ -34,6 +34,8 @@ class Watch:
         seconds: after how many seconds from the end of its first step; None means never.
 
     Attributes:
+        rows: which rows of a table the model was called with last, to be trained; None of what is
+            no table.
         then: what is done once enough was seen, in place of ending the script.
     """
 
@@ -50,8 +52,10 @@ class Watch:
         self.is_enough = False
         self.with_gradients: list[Callable[[], None]] = []
         self.before_backward: list[Callable[[Any], None]] = []
+        self.on_batch: list[Callable[[Any, Any, bool], None]] = []
         self.on_new_optimizer: list[Callable[[], None]] = []
         self.before_saving: list[Callable[[], None]] = []
+        self.rows: object = None
         self.looking_ns = 0
         self.on_renewal: list[Callable[[], None]] = []
         self.on_enough_again: Callable[[], None] = lambda: None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flatout.doctor.checks.check import Findings, NoSignal, check
-from flatout.doctor.checks.signals import at, batches_per_step
+from flatout.doctor.checks.signals import at, epoch_steps
 from flatout.doctor.finding import Finding, Kind
 from flatout.observe import Observation, Schedule
 
@@ -35,6 +35,8 @@ def look(seen: Observation) -> Findings:
     if seen.lapse is not None and not seen.lapse.steps_schedules:
         # Where a line steps it, epochs that end early may not come to it.
         epochs += seen.lapse.epochs
+    if seen.tables and not epochs:
+        epochs = int(seen.steps // max(epoch_steps(seen), 1.0))
     if used and not any(one.steps or one.in_lapse for one in used) and epochs >= _EPOCHS:
         yield _found(
             "danger",
@@ -48,18 +50,14 @@ def look(seen: Observation) -> Findings:
 def _of_each_batch(seen: Observation, one: Schedule) -> Finding | None:
     """The finding where a rate comes to its end within the first epoch."""
     is_each = seen.steps >= _LEAST and one.steps >= seen.steps - 2
-    lengths = [
-        loader.length / loader.batch_size / batches_per_step(seen)
-        for loader in seen.loaders
-        if loader.in_training and loader.length and loader.batch_size
-    ]
-    if not is_each or one.ends_after is None or not lengths or one.ends_after >= lengths[0]:
+    length = epoch_steps(seen)
+    if not is_each or one.ends_after is None or not length or one.ends_after >= length:
         return None
     is_past = one.steps >= one.ends_after
     return _found(
         "danger" if is_past else "note",
         f"{one.kind} is stepped with each batch, and its rate is as good as nothing after "
-        f"{one.ends_after:,} of an epoch's {lengths[0]:,.0f} steps"
+        f"{one.ends_after:,} of an epoch's {length:,.0f} steps"
         + (", yet training goes on" if is_past else ""),
         "step it once an epoch, or make it for epochs * len(loader) steps",
         at(one.stepped_at or one.site),

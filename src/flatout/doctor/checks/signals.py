@@ -11,7 +11,7 @@ from statistics import median
 from flatout.doctor.checks.check import NoSignal
 from flatout.doctor.finding import Kind
 from flatout.measure import STEP_LANES
-from flatout.observe import Call, InLoss, Loader, Model, Observation, Site
+from flatout.observe import Call, InLoss, Loader, Model, Observation, Site, Table
 from flatout.words import rounded
 
 WORTH = 0.02
@@ -99,6 +99,25 @@ def training_loaders(seen: Observation) -> list[Loader]:
     if not found:
         raise NoSignal("no loader was seen that gave the batches")
     return found
+
+
+def epoch_steps(seen: Observation) -> float:
+    """Steps of an epoch, of what is trained on first; 0 where that was not seen."""
+    batches = [
+        one.length / one.batch_size
+        for one in seen.inputs
+        if one.in_training and one.length and one.batch_size
+    ]
+    return batches[0] / batches_per_step(seen) if batches else 0.0
+
+
+def held_out(seen: Observation) -> list[Loader | Table]:
+    """What was only evaluated, and is held as one table."""
+    evaluated = [one for one in seen.inputs if not one.in_training]
+    known = [one for one in evaluated if one.shared_rows is not None]
+    if evaluated and not known:
+        raise NoSignal("the samples of training and validation are not held as one table each")
+    return known
 
 
 def in_losses(seen: Observation, kind: str) -> list[InLoss]:

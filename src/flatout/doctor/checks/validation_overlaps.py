@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from flatout.doctor.checks.check import Findings, NoSignal, check
-from flatout.doctor.checks.signals import at
+from flatout.doctor.checks.check import Findings, check
+from flatout.doctor.checks.signals import at, held_out
 from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
@@ -16,14 +16,11 @@ _ALL = 0.995
 
 @check()
 def look(seen: Observation) -> Findings:
-    """How many samples are equal to the byte, of loaders that are only evaluated."""
-    evaluated = [one for one in seen.loaders if not one.in_training]
-    known = [one for one in evaluated if one.shared_rows is not None]
-    if evaluated and not known:
-        raise NoSignal("the samples of training and validation are not held as one table each")
+    """How many samples are equal to the byte, of loaders and tables that are only evaluated."""
+    known = held_out(seen)
     shares = [shared / of for one in known for shared, of in [one.shared_rows or (0, 1)]]
-    for loader, share in zip(known, shares, strict=True):
-        shared, of = loader.shared_rows or (0, 1)
+    for part, share in zip(known, shares, strict=True):
+        shared, of = part.shared_rows or (0, 1)
         if share < _MANY or (share >= _ALL and len(known) > 1):
             continue
         is_all = share >= _ALL
@@ -33,6 +30,6 @@ def look(seen: Observation) -> Findings:
             f"to the byte ({100 * share:.0f}%): "
             + ("it says nothing of new data" if is_all else "their figures are too good"),
             do="split once, by sample or by what it comes from, before you copy or augment any",
-            where=at(loader.site),
+            where=at(part.site),
             parity="changes learning",
         )

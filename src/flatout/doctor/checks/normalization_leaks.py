@@ -1,0 +1,33 @@
+"""Normalization was fitted on samples of the validation too."""
+
+from __future__ import annotations
+
+from flatout.doctor.checks.check import Findings, check
+from flatout.doctor.checks.signals import at, held_out
+from flatout.doctor.finding import Finding
+from flatout.observe import Observation
+
+
+@check()
+def look(seen: Observation) -> Findings:
+    """Whether a scaler was fitted on both, or the figures of both are those of a normalization."""
+    for part in held_out(seen):
+        scaling = part.scaling
+        if scaling is None:
+            continue
+        told = (
+            f"{scaling.by} {'was' if scaling.off is None else 'were'} fitted on "
+            f"{scaling.samples:,} samples, {scaling.held_out:,} of which are only evaluated"
+        )
+        if scaling.off is not None and scaling.off_training is not None:
+            told += (
+                f": the mean of all is 0 (off by {scaling.off:.0e}), that of training alone is "
+                f"off by {scaling.off_training:.0e}"
+            )
+        yield Finding(
+            kind="danger",
+            what=told,
+            do="split first; fit on the training samples, and use the same figures for the others",
+            where=at(scaling.site or part.site),
+            parity="changes learning",
+        )

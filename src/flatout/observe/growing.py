@@ -1,0 +1,114 @@
+"""Tensors, arrays and tables that are put together from step to step, each time as a whole."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from itertools import pairwise
+from threading import get_ident
+from time import perf_counter_ns
+from typing import Any
+
+from flatout.hooks import Hook, is_anything_compiled, wrap
+from flatout.observe.lanes import INPUT, OPTIMIZER
+from flatout.observe.observation import Growing, Site
+from flatout.observe.sites import here
+from flatout.observe.watch import Watch
+
+_FROM, _UNTIL = 9, 18
+# So many steps in a row, and by how much the growth of each may differ from the mean.
+_LEAST, _EVEN = 6, 0.5
+_FUNCTIONS = {
+    "torch": ("cat", "concat", "concatenate", "vstack", "hstack"),
+    "numpy": ("concatenate", "append", "vstack", "hstack"),
+    "pandas": ("concat",),
+}
+
+
+@dataclass
+class _Seen:
+    """What one line has put together."""
+
+    words: str
+    sizes: dict[int, int] = field(default_factory=dict)
+    ns: dict[int, int] = field(default_factory=dict)
+
+
+class GrowingHistories:
+    """Looks at what is put together in some steps.
+
+    Attributes:
+        found: what grows by about as much with each step.
+    """
+
+    def __init__(self, torch: Any, watch: Watch) -> None:
+        self._torch = torch
+        self._watch = watch
+        self._hooks: list[Hook] = []
+        self._is_inside = False
+        self._renew()
+        watch.at(_FROM, self._open)
+        watch.at(_UNTIL, self._close)
+        watch.on_renewal.append(self._renew)
+
+    def _renew(self) -> None:
+        self.found: list[Growing] = []
+        self._seen: dict[Site | None, _Seen] = {}
+        self._end()
+
+    def _open(self) -> None:
+        if is_anything_compiled():
+            return  # something is compiled, and would be compiled again
+        for package, names in _FUNCTIONS.items():
+            owner = sys.modules.get(package)
+            for name in names if owner is not None else ():
+                words = f"{package}.{name}"
+                self._hooks.append(wrap(owner, name, "observe", self._measured, words))
+
+    def _end(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _measured(self, original: Any, words: str) -> Any:
+        lanes = self._watch.lanes
+
+        def put_together(*args: Any, **kwargs: Any) -> Any:
+            is_ours = get_ident() == lanes.thread and not self._is_inside
+            if not is_ours or lanes.current in (INPUT, OPTIMIZER):
+                return original(*args, **kwargs)
+            self._is_inside = True
+            began = perf_counter_ns()
+            try:
+                result = original(*args, **kwargs)
+            finally:
+                self._is_inside = False
+            took = perf_counter_ns() - began
+            seen = self._seen.setdefault(here(1), _Seen(words))
+            # The first of a step: what grows within a step begins again in the next.
+            seen.sizes.setdefault(lanes.steps, _numbers(result))
+            seen.ns[lanes.steps] = seen.ns.get(lanes.steps, 0) + took
+            return result
+
+        return put_together
+
+    def _close(self) -> None:
+        self._end()
+        for site, seen in self._seen.items():
+            sizes = list(seen.sizes.values())
+            apart = [after - before for before, after in pairwise(sizes)]
+            if site is None or len(apart) < _LEAST - 1 or len(apart) < (_UNTIL - _FROM) // 2:
+                continue
+            mean = sum(apart) / len(apart)
+            if mean > 0 and all(abs(one - mean) <= _EVEN * mean for one in apart):
+                last = sorted(seen.ns.values())[len(seen.ns) // 2]
+                self.found.append(
+                    Growing(seen.words, site, sizes[-1], round(mean), last / 1e6, max(seen.sizes))
+                )
+        self._seen.clear()
+
+
+def _numbers(result: Any) -> int:
+    """How many it holds."""
+    size: Any = getattr(result, "numel", None) or getattr(result, "size", 0)
+    return int(size() if callable(size) else size)

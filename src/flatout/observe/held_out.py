@@ -1,0 +1,108 @@
+"""Training beside validation: samples that both have, and normalization that was taken of both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from flatout.observe.observation import Scaling, Table
+from flatout.observe.samples import Moments, Samples
+from flatout.observe.scalers import Scalers
+
+# Share of the samples of a training that differ from all others, if equal ones are no chance.
+_DIFFERENT = 0.5
+# Of a training alone the mean is this many times as far from zero as that of all samples.
+_FARTHER = 20.0
+# What is computed as a mean of zero and a deviation of one is not farther from it than this.
+_MEAN_OFF, _DEVIATION_OFF = 1e-4, 1e-3
+# Fewer samples may have any mean.
+_FEWEST = 50
+
+
+def compare(sets: Sequence[tuple[Any, Samples | None]], scalers: Scalers) -> None:
+    """Fills in `shared_rows` and `scaling` of those that are only evaluated.
+
+    Args:
+        sets: facts, of a Loader or a Table, and what is known of its samples.
+        scalers: those that were fitted.
+    """
+    trained = [samples for facts, samples in sets if facts.in_training]
+    known = [samples for samples in trained if samples is not None]
+    if not trained or len(known) < len(trained):
+        return
+    for facts, held_out in sets:
+        if facts.in_training or held_out is None:
+            continue
+        facts.shared_rows = _shared_rows(held_out, known)
+        shared, of = facts.shared_rows or (0, 1)
+        if shared == of and isinstance(facts, Table):
+            facts.shared_rows = None  # which rows of a table are trained on is not known
+        elif shared < of:
+            facts.scaling = scalers.of_both(known, held_out) or _by_moments(known, held_out)
+
+
+def _shared_rows(held_out: Samples, trained: Sequence[Samples]) -> tuple[int, int] | None:
+    """How many of these samples equal one that is trained on, of how many."""
+    if not held_out.rows or any(one.rows is None for one in trained):
+        return None
+    known = {row for one in trained for row in one.rows or ()}
+    if len(known) < _DIFFERENT * sum(len(one.rows or ()) for one in trained):
+        return None  # samples of few values are often equal
+    return sum(row in known for row in held_out.rows), len(held_out.rows)
+
+
+def _by_moments(trained: Sequence[Samples], held_out: Samples) -> Scaling | None:
+    """Where all samples together have a mean of zero and a deviation of one, by column or as a
+    whole, and training alone has not."""
+    moments = [one.moments for one in trained if one.moments is not None]
+    other = held_out.moments
+    if len(moments) < len(trained) or other is None:
+        return None
+    alone = _joined(moments)
+    if alone.mean.shape != other.mean.shape or other.count + alone.count < _FEWEST:
+        return None
+    for mine, theirs in ((alone, other), (_whole(alone), _whole(other))):
+        both = mine.with_others(theirs)
+        off, off_training = _off(both), _off(mine)
+        if off < _MEAN_OFF and off_training > _FARTHER * max(off, 1e-5) and _is_one(both):
+            return Scaling(
+                "mean and standard deviation", None, both.count, theirs.count, off, off_training
+            )
+    return None
+
+
+def _joined(parts: Iterable[Moments]) -> Moments:
+    first, *others = parts
+    for one in others:
+        first = first.with_others(one)
+    return first
+
+
+def _whole(moments: Moments) -> Moments:
+    """Of all numbers, as of a single column."""
+    mean = moments.mean.mean(keepdims=True)
+    squares = (moments.variance + moments.mean**2).mean(keepdims=True)
+    return Moments(moments.count, mean, squares - mean**2)
+
+
+def _varied(moments: Moments) -> Any:
+    return moments.variance > 1e-6
+
+
+def _off(moments: Moments) -> float:
+    """How far the mean of any column that varies is from zero."""
+    means = abs(moments.mean[_varied(moments)])
+    return float(means.max()) if means.size else 1.0
+
+
+def _is_one(moments: Moments) -> bool:
+    """Whether each column that varies has a deviation of one, by either of its formulas."""
+    found = moments.variance[_varied(moments)]
+    formulas = (1.0, moments.count / (moments.count - 1))
+    return any(bool((abs(found * one - 1) < _DEVIATION_OFF).all()) for one in formulas)
+
+
+def sets_of(loaders: Iterable[Any], tables: Iterable[Any]) -> Iterator[tuple[Any, Samples | None]]:
+    """Facts and samples of all that give batches."""
+    for one in (*loaders, *tables):
+        yield one.facts, one.samples

@@ -1,0 +1,114 @@
+"""Recurrent cells that a loop in Python calls step by step, though all inputs are there before."""
+
+from __future__ import annotations
+
+from statistics import median
+from time import perf_counter_ns
+from typing import Any
+
+from flatout.hooks import is_anything_compiled
+from flatout.observe.observation import Cell, Site
+from flatout.observe.sites import here
+from flatout.observe.watch import Watch
+
+_FROM, _UNTIL = 4, 7
+# A shorter loop costs little.
+_LEAST = 4
+# Share of the calls that belong to loops over one tensor.
+_MOST = 0.9
+
+
+class _Seen:
+    """One cell, and the loop that it is called in."""
+
+    def __init__(self) -> None:
+        self.ns = self.calls = self.began = 0
+        self.loops: list[int] = []
+        self.site: Site | None = None
+        self._whole: Any = None
+        self._last: Any = None
+
+    def begins(self, given: Any, states: Any) -> None:
+        """It is called with a step of a sequence, and the states from before."""
+        self.calls += 1
+        whole = given.untyped_storage() if given.dim() == 2 else None
+        is_part = whole is not None and whole.nbytes() >= _LEAST * given.nbytes
+        place = (whole.data_ptr(), whole.nbytes()) if whole is not None and is_part else None
+        if place is not None and place == self._whole and _is_same(states, self._last):
+            self.loops[-1] += 1
+        elif place is not None:
+            self.loops.append(1)
+        self._whole = place
+        self.began = perf_counter_ns()
+
+    def ends(self, result: Any) -> None:
+        """What it has computed goes into the next step, in a loop that can be fused."""
+        self.ns += perf_counter_ns() - self.began
+        self._last = result
+
+
+def _is_same(states: Any, last: Any) -> bool:
+    if isinstance(last, tuple):
+        return isinstance(states, (tuple, list)) and all(
+            mine is theirs for mine, theirs in zip(states, last, strict=False)
+        )
+    return states is last
+
+
+class Recurrent:
+    """Looks at the cells of the models that are trained, in a few steps."""
+
+    def __init__(self, torch: Any, watch: Watch) -> None:
+        self._torch = torch
+        self._watch = watch
+        self._handles: list[Any] = []
+        self._renew()
+        watch.at(_FROM, self._open)
+        watch.at(_UNTIL, self._close)
+        watch.on_renewal.append(self._renew)
+
+    def _renew(self) -> None:
+        self.cells: list[Cell] = []
+        self._seen: dict[int, tuple[Any, _Seen]] = {}
+        self._end()
+
+    def _open(self) -> None:
+        if is_anything_compiled():
+            return
+        nn = self._torch.nn
+        kinds = (nn.LSTMCell, nn.GRUCell, nn.RNNCell)
+        for model in self._watch.models:
+            module = model.ref()
+            inner = () if module is None or not model.is_stepped else module.modules()
+            for one in inner:
+                if isinstance(one, kinds) and id(one) not in self._seen:
+                    self._seen[id(one)] = one, _Seen()
+                    self._handles += [
+                        one.register_forward_pre_hook(self._begins, with_kwargs=True),
+                        one.register_forward_hook(self._ends),
+                    ]
+
+    def _begins(self, module: Any, args: Any, kwargs: Any) -> None:
+        given = [*args, *kwargs.values()]
+        if self._torch.is_grad_enabled():
+            seen = self._seen[id(module)][1]
+            seen.site = seen.site or here(1)
+            seen.begins(given[0], given[1] if len(given) > 1 else None)
+
+    def _ends(self, module: Any, args: Any, result: Any) -> None:
+        if self._torch.is_grad_enabled():
+            self._seen[id(module)][1].ends(result)
+
+    def _end(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _close(self) -> None:
+        self._end()
+        for module, seen in self._seen.values():
+            loops = [count for count in seen.loops if count >= _LEAST]
+            if loops and sum(loops) >= _MOST * seen.calls:
+                ms = seen.ns / 1e6 / (_UNTIL - _FROM)
+                self.cells.append(Cell(type(module).__name__, seen.site, int(median(loops)), ms))
+        self._seen.clear()

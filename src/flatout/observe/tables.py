@@ -1,0 +1,197 @@
+"""Tables that a loop without a DataLoader takes its batches of.
+
+A table is a tensor or an array that a name of the script's means, and that has the rows which the
+model is called with. It is looked for where the model is called.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from math import prod
+from types import FrameType, ModuleType
+from typing import Any
+from weakref import ref
+
+from flatout.observe.observation import Observation, Table
+from flatout.observe.samples import Samples, samples_in
+from flatout.observe.sites import here, is_users
+from flatout.observe.watch import Watch
+
+# Calls of models that are looked at, of those that train and those that evaluate.
+_CALLS = 4
+_NAMES, _FRAMES = 300, 8
+# Larger ones are not searched; of rows so many columns are compared.
+_NUMBERS, _COLUMNS = 2**26, 64
+# So many numbers of a row tell it from others. Longer lists are not looked through.
+_FEWEST, _FEW = 3, 16
+
+
+class _Seen:
+    """A table that was found."""
+
+    def __init__(self, value: Any, facts: Table, model: Any) -> None:
+        self._ref = ref(value)
+        self.facts = facts
+        self.model = model
+        self.samples: Samples = samples_in(value)
+
+    def has(self, wanted: Any) -> bool:
+        """Whether it has these rows."""
+        value = self._ref()
+        return value is not None and _has(value, wanted)
+
+    def is_within(self, value: Any) -> bool:
+        """Whether another table has its rows too."""
+        own = self._ref()
+        return own is not None and own is not value and _has(value, _rows(own))
+
+
+class Tables:
+    """Looks for the tables of the first calls of models."""
+
+    def __init__(self, torch: Any, watch: Watch) -> None:
+        self._torch = torch
+        self._watch = watch
+        self._found: list[_Seen] = []
+        self._calls = {True: 0, False: 0}
+        watch.on_batch.append(self._look)
+        watch.on_renewal.append(self._renew)
+
+    def _renew(self) -> None:
+        self._found.clear()
+        self._calls = {True: 0, False: 0}
+
+    def _look(self, model: Any, batch: Any, is_trained: bool) -> None:
+        """A model is called."""
+        if is_trained:
+            self._watch.rows = None
+        if self._is_of_loader(is_trained):
+            return
+        if not self._torch.is_tensor(batch) or batch.dim() < 2 or not len(batch):
+            return
+        wanted = _rows(batch)
+        if wanted is None:
+            return
+        known = next((one for one in self._found if one.has(wanted)), None)
+        if known is None and self._calls[is_trained] < _CALLS:
+            self._calls[is_trained] += 1
+            known = self._search(model, wanted, len(batch), is_trained)
+        if known is not None and is_trained:
+            known.facts.in_training = True
+            self._watch.rows = id(known), wanted.tobytes()
+
+    def _search(self, model: Any, wanted: Any, rows: int, is_trained: bool) -> _Seen | None:
+        """Looks through what the script's names mean, for the smallest that is no batch."""
+        found = sorted(self._having(wanted, rows, sys._getframe()), key=lambda one: len(one[1]))
+        trained = [one for one in self._found if one.facts.in_training]
+        # What training and validation were split from is neither.
+        larger = [
+            (name, value)
+            for name, value in found
+            if len(value) > rows and (is_trained or not any(t.is_within(value) for t in trained))
+        ]
+        chosen = next(iter(larger or found), None)
+        if chosen is None or (len(chosen[1]) > rows and chosen not in larger):
+            return None
+        name, value = chosen
+        facts = Table(name, here(), len(value), rows, in_training=is_trained)
+        self._found.append(_Seen(value, facts, model))
+        return self._found[-1]
+
+    def _is_of_loader(self, is_trained: bool) -> bool:
+        """Whether a DataLoader has given the batch, as far as that is known."""
+        loader = self._watch.lanes.loader
+        return loader is not None and (is_trained or not loader.in_training)
+
+    def _having(self, wanted: Any, rows: int, frame: FrameType | None) -> Iterator[tuple[str, Any]]:
+        """Names and tables of the script's that have these rows, and no fewer than a batch."""
+        known: set[int] = set()
+        for name, value in _named_in(frame):
+            if id(value) in known or not _is_table(self._torch, value):
+                continue
+            known.add(id(value))
+            if len(value) >= rows and _has(value, wanted):
+                yield name, value
+
+    def results(self) -> list[_Seen]:
+        """Those that are trained on, and those that a model is called with to evaluate."""
+        steps = self._watch.lanes.steps
+        return [
+            one for one in self._found if one.facts.in_training or one.model.is_evaluated(steps)
+        ]
+
+    def fill(self, seen: Observation) -> None:
+        """Puts them into an Observation."""
+        seen.tables = [one.facts for one in self.results()]
+
+
+def _is_table(torch: Any, value: Any) -> bool:
+    if torch.is_tensor(value):
+        is_here = value.device.type == "cpu" and value.layout == torch.strided
+        is_data = is_here and not value.requires_grad
+    else:
+        is_data = type(value).__module__ == "numpy" and hasattr(value, "dtype")
+        is_data = is_data and value.dtype.kind in "iufb"
+    return is_data and value.ndim > 1 and len(value) > 1 and prod(value.shape) <= _NUMBERS
+
+
+def _rows(batch: Any) -> Any:
+    """The numbers of some of its samples; None where too few tell these from others."""
+    if batch.dtype.itemsize == 2:
+        return None  # rounded
+    last = len(batch) - 1
+    chosen = batch[sorted({0, last // 3, 2 * last // 3, last})]
+    chosen = chosen.detach().cpu().numpy() if hasattr(chosen, "detach") else chosen
+    rows = chosen.reshape(len(chosen), -1).astype("float64")
+    return rows if len({*rows[0, :_COLUMNS].tolist()}) >= _FEWEST else None
+
+
+def _has(table: Any, wanted: Any) -> bool:
+    """Whether it has rows of these numbers."""
+    if wanted is None or prod(table.shape[1:]) != wanted.shape[1]:
+        return False
+    flat = table.reshape(len(table), -1)
+    return all(_has_row(flat, row) for row in wanted.tolist())
+
+
+def _has_row(flat: Any, wanted: list[float]) -> bool:
+    rows = None
+    for column in {*range(0, len(wanted), max(1, len(wanted) // _COLUMNS)), len(wanted) - 1}:
+        numbers = flat[:, column] if rows is None else flat[rows, column]
+        # A table in float64 is rounded on its way to the model.
+        is_equal = abs(numbers - wanted[column]) <= 1e-6 * abs(wanted[column])
+        at = is_equal.nonzero()
+        at = at[0] if isinstance(at, tuple) else at[:, 0]
+        rows = at if rows is None else rows[at]
+        if not len(rows):
+            return False
+    return True
+
+
+def _named_in(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
+    """What the names of the user's frames mean, and what is within."""
+    left = _FRAMES
+    while frame is not None and left:
+        if is_users(frame.f_code.co_filename):
+            left -= 1
+            for names in (frame.f_locals, frame.f_globals):
+                for name, value in list(names.items())[:_NAMES]:
+                    yield name, value
+                    yield from _within(name, value)
+        frame = frame.f_back
+
+
+def _within(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """What a tuple, list or dict holds, or an object of a class of the user's."""
+    if isinstance(value, (tuple, list)) and len(value) <= _FEW:
+        yield from ((f"{name}[{at}]", one) for at, one in enumerate(value))
+    elif isinstance(value, dict) and len(value) <= _FEW:
+        yield from ((f"{name}[{key!r}]", one) for key, one in list(value.items()))
+    elif not isinstance(value, (type, ModuleType)) and _is_of_users_class(value):
+        yield from ((f"{name}.{key}", one) for key, one in list(vars(value).items())[:_NAMES])
+
+
+def _is_of_users_class(value: Any) -> bool:
+    module = sys.modules.get(type(value).__module__)
+    return hasattr(value, "__dict__") and is_users(getattr(module, "__file__", None) or "<>")
