@@ -29,6 +29,7 @@ SCRIPTS = (
     "schedule_misplaced_raw", "validation_overlaps", "validation_overlaps_raw",
     "workers_repeat", "zero_grad_missing",
 )  # fmt: skip
+NOT_STYLE = ("checkpointing_unneeded", "history_grows", "recurrent_by_step")
 PITFALLS = [pitfall for pitfall in read_index() if pitfall.name in SCRIPTS]
 
 
@@ -74,4 +75,10 @@ def test_trainings_that_come_near_a_mistake_have_no_danger(tmp_path):
     script = str(HERE / "training_styles.py")
     found = findings_of({name: [script, name] for name in styles}, tmp_path)
     assert len(found) > 30
-    assert {n: f for n, all_of in found.items() for f in all_of if f.kind == "danger"} == {}
+    wrong = [
+        (name, one)
+        for name, all_of in found.items()
+        for one in all_of
+        if one.kind == "danger" or one.name in NOT_STYLE
+    ]
+    assert wrong == []

@@ -593,6 +593,134 @@ def stream_that_is_shared_out():
     loaded(Numbers(), {"num_workers": 2})
 
 
+def in_slices(train_x, train_y, held_out, model=None):
+    """A loop without a DataLoader, with a validation on each of these tables."""
+    model = model or network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(6):
+        model.train()
+        for rows in torch.randperm(len(train_x)).split(16):
+            optimizer.zero_grad()
+            functional.cross_entropy(model(train_x[rows]), train_y[rows]).backward()
+            optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            for other in held_out:
+                model(other)
+
+
+@style
+def scaled_by_training():
+    whole = 3 + 2 * torch.randn(120, 8)
+    scaled = (whole - whole[:96].mean(0)) / whole[:96].std(0)
+    train_x, val_x = scaled[:96], scaled[96:]
+    in_slices(train_x, torch.arange(96) % 4, [val_x])
+
+
+@style
+def how_well_training_fits():
+    whole = torch.randn(120, 8)
+    train_x, val_x = whole[:96], whole[96:]
+    in_slices(train_x, torch.arange(96) % 4, [train_x, val_x])
+
+
+@style
+def split_by_numbers():
+    whole, kinds = torch.randn(120, 8), torch.arange(120) % 4
+    order = torch.randperm(120)
+    val_x = whole[order[96:]]
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(5):
+        for rows in order[:96].split(16):
+            optimizer.zero_grad()
+            functional.cross_entropy(model(whole[rows]), kinds[rows]).backward()
+            optimizer.step()
+        with torch.no_grad():
+            model(val_x)
+
+
+@style
+def transitions():
+    path = torch.randn(129, 8)
+    states, later = path[:-1], path[1:]
+    online, target = network(), network()
+    optimizer = torch.optim.Adam(online.parameters(), lr=1e-3)
+    for _ in range(4):
+        for rows in torch.randperm(128).split(16):
+            with torch.no_grad():
+                wanted = 1 + 0.9 * torch.minimum(target(later[rows]), online(later[rows]))
+            optimizer.zero_grad()
+            functional.smooth_l1_loss(online(states[rows]), wanted).backward()
+            optimizer.step()
+
+
+@style
+def labeled_and_unlabeled():
+    labeled, others = torch.randn(64, 8), torch.randn(256, 8)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(STEPS):
+        rows = torch.arange(8) + 8 * (step % 8)
+        optimizer.zero_grad()
+        functional.cross_entropy(model(labeled[rows]), y[rows]).backward()
+        functional.mse_loss(model(others[rows]), torch.zeros(8, 4)).backward()
+        optimizer.step()
+
+
+class Steps(nn.Module):
+    """A cell in a loop: `step` makes the input and the state of the next one."""
+
+    def __init__(self, step):
+        super().__init__()
+        self.cell, self.out, self.step = nn.GRUCell(8, 8), nn.Linear(8, 4), step
+
+    def forward(self, series):
+        state = torch.zeros(len(series), 8)
+        for at in range(series.shape[1]):
+            state = self.cell(*self.step(series, at, state))
+        return self.out(state)
+
+
+@style
+def decoder_of_its_own_output():
+    model = Steps(lambda series, at, state: (series[:, 0] if not at else state, state))
+    train(model, lambda: functional.cross_entropy(model(x.view(16, 4, 8)), y[:16]))
+
+
+@style
+def states_that_are_masked():
+    kept = (torch.rand(16, 4, 1) > 0.2).float()
+    model = Steps(lambda series, at, state: (series[:, at], state * kept[:, at]))
+    train(model, lambda: functional.cross_entropy(model(x.view(16, 4, 8)), y[:16]))
+
+
+@style
+def kept_within_a_step():
+    model = network()
+
+    def loss():
+        rows = torch.empty(0, 8)
+        for part in x.split(8):
+            rows = torch.cat([rows, part])
+        return functional.cross_entropy(model(rows), y)
+
+    train(model, loss)
+
+
+@style
+def the_latest_losses():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    latest = torch.zeros(500)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        latest = torch.cat([latest[1:], loss.detach()[None]])
+
+
 @style
 def unlucky_numbers():
     model = network()

@@ -175,6 +175,8 @@ class LossGraphs:
         batches = {batch for batch, _ in several}
         if len(several) < 2 or len(batches) < len(several) or None in batches or first is None:
             return
+        if len({batch[0] for batch in batches if isinstance(batch, tuple)}) > 1:
+            return  # losses of several tables, such as with labels and without
         # Adding to it is one change of a gradient each: another one may have been the division.
         is_whole = first.grad._version < len(several)
         if is_whole and {how for _, how in several} == {"mean"}:
