@@ -11,6 +11,7 @@ from functools import partial
 from statistics import median
 from threading import get_ident
 from time import perf_counter_ns
+from types import FunctionType
 from typing import Any, cast
 from weakref import ref
 
@@ -18,7 +19,7 @@ from flatout.hooks import wrap
 from flatout.observe.lanes import HOST
 from flatout.observe.observation import Loader, Site
 from flatout.observe.samples import Samples, label_runs, samples_of
-from flatout.observe.sites import here, site_of_code
+from flatout.observe.sites import here, is_users, site_of_code
 from flatout.observe.watch import Watch
 from flatout.observe.within_loader import LOADER, Looker, Probe, first_tensor, size_of, watch_fetch
 
@@ -28,6 +29,10 @@ _WAITS, _EPOCHS = 20_000, 1000
 _LOOK_EVERY = 16
 # So many numbers of a batch are compared with those of another.
 _NUMBERS = 4096
+# By these functions of torch, numpy and random an order is drawn.
+_DRAWS = frozenset(
+    ("choice", "choices", "multinomial", "permutation", "randint", "randperm", "sample", "shuffle")
+)
 # Datapipes of a chain that are named.
 _STAGES = 64
 # Facts by which a loader that is made again in each epoch is known again.
@@ -174,6 +179,7 @@ def facts_of(loader: Any, site: Site | None) -> Loader:
     if isinstance(dataset, IterableDataset):
         return facts
     facts.is_distributed = isinstance(sampler, DistributedSampler)
+    facts.draws_order = any(map(_draws_order, (sampler, loader.batch_sampler)))
     facts.is_in_order = type(sampler) is SequentialSampler and _is_plain(loader.batch_sampler)
     if isinstance(sampler, RandomSampler):
         facts.shuffles = True
@@ -182,6 +188,15 @@ def facts_of(loader: Any, site: Site | None) -> Loader:
     elif isinstance(sampler, DistributedSampler):
         facts.shuffles = bool(sampler.shuffle)
     return facts
+
+
+def _draws_order(sampler: Any) -> bool:
+    """Whether it is the script's own, and one of its methods draws."""
+    methods = [one for one in vars(type(sampler)).values() if isinstance(one, FunctionType)]
+    return any(
+        is_users(method.__code__.co_filename) and _DRAWS & set(method.__code__.co_names)
+        for method in methods
+    )
 
 
 def _is_plain(batch_sampler: Any) -> bool:

@@ -94,6 +94,8 @@ class Loader:
         batch_size, num_workers, persistent_workers, pin_memory, drop_last, prefetch_factor: as in
             torch.
         shuffles: whether its sampler draws the order.
+        draws_order: whether a sampler of the script's own draws its order: its code asks for a
+            permutation or the like.
         is_distributed: whether its sampler gives each rank its own part.
         epochs: how often an iteration over it was begun.
         first_ms: how long the first batch of each epoch took.
@@ -143,6 +145,7 @@ class Loader:
     drop_last: bool | None = None
     prefetch_factor: int | None = None
     shuffles: bool | None = None
+    draws_order: bool = False
     is_distributed: bool | None = None
     epochs: int = 0
     first_ms: list[float] = field(default_factory=list)

@@ -13,7 +13,7 @@ from flatout.observe import Loader, Observation
 def look(seen: Observation) -> Findings:
     """Whether a loader that shuffles gives all epochs the same indices."""
     for loader in training_loaders(seen):
-        if not loader.shuffles:
+        if not (loader.shuffles or loader.draws_order):
             continue
         if loader.hashes is None:
             raise NoSignal("the sampler is out of sight")
@@ -25,14 +25,16 @@ def look(seen: Observation) -> Findings:
 
 def _found(loader: Loader) -> Finding:
     cure = (
-        "call sampler.set_epoch(epoch) before each epoch"
+        "draw from seed + epoch, and call sampler.set_epoch(epoch) before each epoch"
+        if loader.draws_order
+        else "call sampler.set_epoch(epoch) before each epoch"
         if loader.is_distributed
         else "seed the generator once, before the first epoch, not in each"
     )
     return Finding(
         kind="danger",
         what=f"{len(loader.hashes or ())} epochs went through the samples in the same order, "
-        "though they are shuffled",
+        f"though {'the sampler draws it' if loader.draws_order else 'they are shuffled'}",
         do=cure,
         where=at(loader.site),
         parity="changes learning",
