@@ -26,8 +26,8 @@ SCRIPTS = (
     "history_grows", "labels_sorted", "layers_in_list", "loss_broadcast", "nan_hidden",
     "normalization_by_hand", "normalization_leaks", "optimizer_extreme", "parameters_unreached",
     "recurrent_by_step", "sampler_repeats", "saved_each_step", "schedule_forgotten",
-    "schedule_misplaced", "schedule_misplaced_raw", "validation_overlaps", "validation_overlaps_raw",
-    "workers_repeat", "zero_grad_missing",
+    "schedule_misplaced", "schedule_misplaced_raw", "validation_overlaps",
+    "validation_overlaps_raw", "workers_repeat", "zero_grad_missing",
 )  # fmt: skip
 NOT_STYLE = ("checkpointing_unneeded", "history_grows", "recurrent_by_step")
 PITFALLS = [pitfall for pitfall in read_index() if pitfall.name in SCRIPTS]
