@@ -222,7 +222,7 @@ class Models:
         if has_grad and seen.calls >= seen.due and not self._torch.compiler.is_compiling():
             batch = args[0] if args else next(iter(kwargs.values()), None)
             self._watch.aside(lambda: self._look_at_input(seen, batch))
-            if seen.calls <= _SHOWN:
+            if mode == (True, True) and seen.calls <= _SHOWN:
                 self._show(seen, args, kwargs, is_trained=True)
             if mode == (True, True) and seen.calls <= _REPEATS:
                 given = [*args, *kwargs.values()]

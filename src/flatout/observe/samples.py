@@ -90,7 +90,8 @@ def _moments(table: Any, chosen: Sequence[int]) -> Moments | None:
         return None
     found: Moments | None = None
     for first in range(0, len(chosen), _AT_ONCE):
-        part = table[list(chosen[first : first + _AT_ONCE])]
+        at = chosen[first : first + _AT_ONCE]
+        part = table[at.start : at.stop] if isinstance(at, range) else table[list(at)]
         rows = _as_array(part.reshape(len(part), -1))
         if rows.dtype.kind != "f":
             return None

@@ -130,16 +130,17 @@ def _is_table(torch: Any, value: Any) -> bool:
     if torch.is_tensor(value):
         is_here = value.device.type == "cpu" and value.layout == torch.strided
         is_data = is_here and not value.requires_grad
+        is_data = is_data and not value.is_complex() and value.dtype != torch.bool
     else:
         is_data = type(value).__module__ == "numpy" and hasattr(value, "dtype")
-        is_data = is_data and value.dtype.kind in "iufb"
+        is_data = is_data and value.dtype.kind in "iuf"
     return is_data and value.ndim > 1 and len(value) > 1 and prod(value.shape) <= _NUMBERS
 
 
 def _rows(batch: Any) -> Any:
     """The numbers of some of its samples; None where too few tell these from others."""
-    if batch.dtype.itemsize == 2:
-        return None  # rounded
+    if batch.dtype.itemsize == 2 or "complex" in str(batch.dtype):
+        return None  # rounded, or no sample
     last = len(batch) - 1
     chosen = batch[sorted({0, last // 3, 2 * last // 3, last})]
     chosen = chosen.detach().cpu().numpy() if hasattr(chosen, "detach") else chosen
