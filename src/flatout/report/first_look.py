@@ -110,10 +110,11 @@ class FirstLookReport:
         found = [list(self._dangers(cut)) for cut in (None, *_CUTS, 0)]
         lines = list(self._where_it_goes(_LINES, width))
         few = height(lines[:_FEW])
-        dangers = _fitting(found, left - few - bool(worth), height)
+        dangers = _fitting(found, left - few - bool(worth), height, "of the dangers")
         left -= height(dangers)
         room = left - few
-        proposals = _fitting([list(self._proposals(cut)) for cut in _CUTS], room, height, 2)
+        tries = [list(self._proposals(cut)) for cut in _CUTS]
+        proposals = _fitting(tries, room, height, "to try", fewest=2)
         if worth and not proposals:
             proposals = [Text(f"{worth} could be tried: --verbose", style="bold")]
         shown = lines[: max(0, left - height(proposals))]
@@ -257,11 +258,12 @@ def _fitting(
     choices: Sequence[list[RenderableType]],
     left: int,
     height: Height,
+    of: str,
     fewest: int = 1,
 ) -> list[RenderableType]:
     """The first of them that fits into the lines that are left; of the last one what fits.
 
-    Nothing where fewer parts than `fewest` do.
+    Nothing where fewer parts than `fewest` do. `of` says what the hidden ones are more of.
     """
     for parts in choices:
         if height(parts) <= left:
@@ -271,7 +273,8 @@ def _fitting(
         shown.pop()
     if len(shown) < fewest:
         return []
-    return [*shown, row("", "bold", f"{len(choices[-1]) - len(shown)} more: --verbose")]
+    hidden = len(choices[-1]) - len(shown)
+    return [*shown, row("", "bold", f"{hidden} more {of}: --verbose")]
 
 
 def cut(text: str, width: int, lines: int = 1) -> str:
