@@ -26,7 +26,6 @@ from flatout.observe import (
     Model,
     Observation,
     Optimizer,
-    Recomputed,
     Scaling,
     Schedule,
     Site,
@@ -536,12 +535,6 @@ ROWS = {
     "history_grows": Row(
         job(growing=[Growing("torch.cat", HERE, 5000, 100, 1.0, 18)]), job(), job(steps=9),
         cost=1.0,
-    ),
-    "checkpointing_unneeded": Row(
-        job(recomputed=Recomputed(HERE, 3, 100.0)),
-        job(recomputed=Recomputed(HERE, 3, 6000.0)),
-        job(recomputed=Recomputed(HERE, 3, 100.0), available_mb=None),
-        cost=4.0,
     ),
     "optimizer_extreme": Row(
         job(optimizer={"options": {"lr": 3.0}} | ADAM),

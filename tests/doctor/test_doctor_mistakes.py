@@ -22,14 +22,14 @@ pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
 SCRIPTS = (
     "accumulation_undivided", "accumulation_undivided_raw", "activation_twice", "called_twice",
-    "checkpointing_unneeded", "clip_scaled", "clip_useless", "debugging_left_on",
+    "clip_scaled", "clip_useless", "debugging_left_on",
     "history_grows", "labels_sorted", "layers_in_list", "loss_broadcast", "nan_hidden",
     "normalization_by_hand", "normalization_leaks", "optimizer_extreme", "parameters_unreached",
     "recurrent_by_step", "sampler_repeats", "saved_each_step", "schedule_forgotten",
     "schedule_misplaced", "schedule_misplaced_raw", "validation_overlaps",
     "validation_overlaps_raw", "workers_repeat", "zero_grad_missing",
 )  # fmt: skip
-NOT_STYLE = ("checkpointing_unneeded", "history_grows", "recurrent_by_step")
+NOT_STYLE = ("history_grows", "recurrent_by_step")
 PITFALLS = [pitfall for pitfall in read_index() if pitfall.name in SCRIPTS]
 
 

@@ -24,7 +24,6 @@ from flatout.observe.observation import Loader as Loader
 from flatout.observe.observation import Model as Model
 from flatout.observe.observation import Observation as Observation
 from flatout.observe.observation import Optimizer as Optimizer
-from flatout.observe.observation import Recomputed as Recomputed
 from flatout.observe.observation import Scaling as Scaling
 from flatout.observe.observation import Schedule as Schedule
 from flatout.observe.observation import Site as Site

@@ -10,7 +10,6 @@ from flatout.observe.growing import GrowingHistories
 from flatout.observe.held_out import compare, sets_of
 from flatout.observe.loss_graphs import LossGraphs
 from flatout.observe.observation import Observation
-from flatout.observe.recomputed import Recomputing
 from flatout.observe.record import read_sites
 from flatout.observe.recurrent import Recurrent
 from flatout.observe.scalers import Scalers
@@ -40,7 +39,6 @@ class Mistakes:
         self._tables = Tables(torch, watch)
         self._recurrent = Recurrent(torch, watch)
         self._growing = GrowingHistories(torch, watch)
-        self._recomputing = Recomputing(torch, watch)
 
     def watch_schedules(self) -> None:
         """Sees again where schedulers are stepped."""
@@ -56,14 +54,12 @@ class Mistakes:
         seen.switched_on = self._switches.on
         seen.cells = self._recurrent.cells
         seen.growing = self._growing.found
-        seen.recomputed = self._recomputing.facts
         compare(list(sets_of(self._watch.loaders, self._tables.results())), self._scalers)
         self._tables.fill(seen)
         scalings = [one.scaling for one in seen.inputs if one.scaling]
-        recomputed = [seen.recomputed] if seen.recomputed else []
         read_sites(
             [
                 *seen.in_losses, *seen.schedules, *seen.tables, *seen.growing, *seen.cells,
-                *scalings, *recomputed,
+                *scalings,
             ]
         )  # fmt: skip

@@ -430,21 +430,6 @@ class Growing:
 
 
 @dataclass
-class Recomputed:
-    """What activation checkpointing leaves out in forward.
-
-    Attributes:
-        site: the line that leads to it.
-        calls: parts of forward that were recomputed, in the steps that were looked at.
-        mb: what of a step would be kept without it.
-    """
-
-    site: Site | None
-    calls: int = 0
-    mb: float = 0.0
-
-
-@dataclass
 class Growth:
     """By how much more a line takes with each step than in the step before.
 
@@ -591,7 +576,6 @@ class Observation:
         loss_looks: how many graphs of losses were looked at, and what was found in_losses.
         cells: recurrent ones that a loop in Python calls.
         growing: what is put together in each step, longer each time.
-        recomputed: None where activations are kept.
         schedules: of learning rates.
         switched_on: what was on for all of torch at the first backward pass, such as
             "detect_anomaly"; None without one.
@@ -663,7 +647,6 @@ class Observation:
     in_losses: list[InLoss] = field(default_factory=list)
     cells: list[Cell] = field(default_factory=list)
     growing: list[Growing] = field(default_factory=list)
-    recomputed: Recomputed | None = None
     schedules: list[Schedule] = field(default_factory=list)
     switched_on: list[str] | None = None
     evaluation_site: Site | None = None
