@@ -15,6 +15,7 @@ import pytest
 from examples_as_jobs import EXAMPLES, check, example
 from jobs import until
 from submit_schemas import a_job
+from world_ranks import free_port
 
 import flatout
 from flatout.submit import Ledger
@@ -83,9 +84,8 @@ def cluster():
         for name, value in environment(RAY_DEDUP_LOGS="0").items():
             patch.setenv(name, value)
         has_server = importlib.util.find_spec("opencensus") is not None  # ray[default]
-        made = cluster_utils.Cluster(
-            initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": has_server}
-        )
+        head = {"num_cpus": 0, "include_dashboard": has_server, "dashboard_port": free_port()}
+        made = cluster_utils.Cluster(initialize_head=True, head_node_args=head)
         made.workers = [made.add_node(num_cpus=1) for _ in range(2)]
         yield made
         made.shutdown()
