@@ -51,7 +51,8 @@ JOB = """
             if note.exists() and int(note.read_text()) < state.epoch:
                 state.stop("the worker is back")
             elif is_back:
-                note.write_text(str(state.epoch))
+                (folder / "back.new").write_text(str(state.epoch))
+                os.replace(folder / "back.new", note)
 
 
     def fit(run, epochs, **given):
