@@ -142,8 +142,10 @@ def _rows(batch: Any) -> Any:
     if batch.dtype.itemsize == 2 or "complex" in str(batch.dtype):
         return None  # rounded, or no sample
     last = len(batch) - 1
-    chosen = batch[sorted({0, last // 3, 2 * last // 3, last})]
-    chosen = chosen.detach().cpu().numpy() if hasattr(chosen, "detach") else chosen
+    # Indexing what has a gradient would be saved: forward is run again under checkpointing.
+    plain = batch.detach() if hasattr(batch, "detach") else batch
+    chosen = plain[sorted({0, last // 3, 2 * last // 3, last})]
+    chosen = chosen.cpu().numpy() if hasattr(chosen, "cpu") else chosen
     rows = chosen.reshape(len(chosen), -1).astype("float64")
     return rows if len({*rows[0, :_COLUMNS].tolist()}) >= _FEWEST else None
 
