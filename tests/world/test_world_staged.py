@@ -301,7 +301,7 @@ def test_stages_on_ranks_give_what_one_rank_gives_and_its_checkpoints(tmp_path):
     assert "step 5 is not finite by the part of rank 0" in two[1]["spoiled"]
     # Of a model's own numbers the first stage that has them tells.
     assert "first bad value" in two[0]["overflowing"]
-    (said,) = (line for line in two[0]["sgd"]["said"] if line.startswith("2 ranks"))
+    said = next(line for line in two[0]["sgd"]["said"] if line.startswith("2 ranks"))
     assert "CPU, staged: first" in said
     assert "8 micro-batches, bubble 11%, global batch 24" in said
     assert any("staged in 2 x 2 copies: first" in line for line in four[0]["sgd"]["notes"])
