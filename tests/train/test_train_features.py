@@ -304,7 +304,7 @@ def test_why_nothing_is_kept_of_an_iterable_is_said_at_once():
     x, y = images(30)
     told = []
     _, history = fitted("auto", list(zip(x.split(10), y.split(10), strict=True)), say=told.append)
-    assert sum("number their samples" in line for line in [*told, *history.notes]) == 1
+    assert sum("how many samples" in line for line in [*told, *history.notes]) == 1
     assert history.features["kept"] is None
 
 

@@ -176,3 +176,44 @@ def test_micro_batches_and_gathered_batches_take_their_rows(made):
 
     compared(halves)
     assert made[-1].computed <= 50 + 10 + 1
+
+
+class Drawn(torch.utils.data.Dataset):
+    """The same images, of which some are mirrored at random each time."""
+
+    def __init__(self, is_random):
+        self.images, self.is_random = images(), is_random
+
+    def __len__(self):
+        return len(self.images[0])
+
+    def __getitem__(self, number):
+        x, y = (part[number] for part in self.images)
+        return (x + 0.1 * torch.rand(()) if self.is_random else x), y
+
+
+def loader(is_random=False):
+    order = torch.Generator().manual_seed(0)
+    made = torch.utils.data.DataLoader(Drawn(is_random), 10, shuffle=True, generator=order)
+    return flatout.data.as_source(made)
+
+
+def test_samples_of_a_loader_are_known_by_their_bytes(made):
+    said = []
+    plain, expected = looped("off", data=loader())
+    model, losses = looped("memory", data=loader(), say=said.append)
+    assert same(model, plain)
+    assert losses == expected
+    assert made[-1].computed <= 50 + 10 + 1
+    assert any(line.startswith("features: kept behind") for line in said)
+
+
+def test_samples_that_a_loader_changes_at_random_are_kept_for_an_epoch_only():
+    results, said = [], []
+    for where in ("off", "memory"):
+        torch.manual_seed(3)
+        results.append(looped(where, data=loader(is_random=True), say=said.append))
+    assert same(results[0][0], results[1][0])
+    assert results[0][1] == results[1][1]
+    told = "features: samples change at random: none comes again, so none is kept"
+    assert said.count(told) == 1

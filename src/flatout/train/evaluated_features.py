@@ -29,6 +29,7 @@ from flatout.train.feature_rows import ModelRows, forms_of
 from flatout.train.frozen_candidates import agreed_cuts
 from flatout.train.frozen_choice import Choice
 from flatout.train.loop_state import LoopState
+from flatout.train.named_rows import NamedRows
 from flatout.train.snapshot import untouched
 from flatout.words import counted
 
@@ -53,7 +54,7 @@ class Chooses(Protocol):
     ) -> Choice:
         """What pays of them."""
 
-    def opened(self, name: str) -> FeatureRows:
+    def opened(self, name: str) -> FeatureRows | NamedRows:
         """The rows of a cut that was chosen."""
 
 
@@ -173,7 +174,9 @@ class EvaluatedFeatures:
             few = batch.rows(0, 2).inputs
             rows.look_at(cut, few, cut.prefix(few))
         found = rows.open(source, cut, batch)
-        if found is not None and found.store.kept:
+        if not isinstance(found, FeatureRows):
+            return None
+        if found.store.kept:
             rows.hold(found)
         return found
 

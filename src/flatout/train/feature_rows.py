@@ -16,11 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from flatout.data import (
+    NAMES_VERSION,
     Batch,
     FeatureRows,
     Features,
     FeatureStore,
     NamedSlots,
+    NamedStore,
     Numbered,
     ReplacedFiles,
     RowPart,
@@ -30,13 +32,14 @@ from flatout.data import (
     joined_rows,
     map_tensors,
     named_tensors,
-    numbered,
+    sample_names,
     tensors_in,
 )
 from flatout.models import Cut, adapter_of
 from flatout.train.feed import batches_of
 from flatout.train.known_cuts import add_place, places_of
 from flatout.train.loop_state import LoopState
+from flatout.train.named_rows import NamedRows, NamedSamples, samples_of
 from flatout.train.settings import LIVE
 
 # So many stores stay open for later evaluations, the latest.
@@ -66,8 +69,8 @@ class ModelRows:
         self._parts: dict[str, list[RowPart]] = {}
         self._inputs: dict[str, list[RowPart]] = {}
         self._known: list[list[int]] = []
-        self._held: dict[Any, FeatureStore] = {}
-        self._names: WeakKeyDictionary[FeatureStore, Any] = WeakKeyDictionary()
+        self._held: dict[Any, FeatureStore | NamedStore] = {}
+        self._names: WeakKeyDictionary[FeatureStore | NamedStore, Any] = WeakKeyDictionary()
         self._ns = 0
         self._is_full_told = False
 
@@ -114,17 +117,21 @@ class ModelRows:
         self._inputs[cut.name] = _forms(inputs)
         self._parts[cut.name] = _forms(features)
 
-    def open(self, source: Source, cut: Cut, first: Batch | None = None) -> FeatureRows | None:
+    def open(
+        self, source: Source, cut: Cut, first: Batch | None = None
+    ) -> FeatureRows | NamedRows | None:
         """A source's rows of a cut; None where its samples cannot be kept.
 
         Args:
-            source: whose samples are numbered.
+            source: whose samples are known by their numbers or bytes.
             cut: that `look_at` was given.
             first: the source's first batch on the device, where that is known.
         """
-        samples = numbered(source)
+        samples = samples_of(source)
         if isinstance(samples, str):
             return None
+        if isinstance(samples, NamedSamples):
+            return self._open_named(source, samples, cut)
         if first is None:
             first = next((self._loop.ready(batch) for batch in source.peek(1)), None)
         if first is None or first.indices is None or forms_of(first) != self._inputs[cut.name]:
@@ -133,18 +140,11 @@ class ModelRows:
         if content.startswith("only "):
             where = "memory"
         named = self._named_of(content, samples)
-        facts = {
-            **self._facts(cut.modules),
-            "content": content if named is None else named.made,
-            "variants": samples.variants,
-            "inputs": repr(self._loop.feed.inputs),
-            "normalization": repr(getattr(source, "normalization", None)),
-            "cut": [cut.name, cut.calls],
-        }
+        made_of = content if named is None else named.made
         targets = None if named is None else named.targets
         are_alone = samples.comes_whole or targets is not None
         beside = [] if are_alone else _forms(tuple(_beside(first)))
-        key = feature_key(cut.tensors, facts)
+        key = self._key(source, cut, {"content": made_of, "variants": samples.variants})
         parts = self._parts[cut.name]
         # In memory a store is another one as soon as the samples are.
         name = (key, content if named is None else _digest(named.names), *beside)
@@ -152,13 +152,39 @@ class ModelRows:
         if store is None:
             names = None if named is None else named.names
             store = FeatureStore.open(key, samples.slots, [*parts, *beside], where, names=names)
-            store.say, store.say_full = self._loop.tell, self._tell_full
-            self._names[store] = name
+            self._know(store, name)
+        assert isinstance(store, FeatureStore)
         if named is not None:
             files: Any = ReplacedFiles(named, samples.variants, store)
         else:
             files = WatchedFiles(samples.files) if samples.files else None
         return FeatureRows(samples, store, len(parts), files, targets)
+
+    def _open_named(self, source: Source, samples: NamedSamples, cut: Cut) -> NamedRows:
+        parts = self._parts[cut.name]
+        content = f"samples by their bytes, {NAMES_VERSION}"
+        name = self._key(source, cut, {"content": content})
+        store = self._held.get(name)
+        if store is None:
+            store = NamedStore.open(name, parts, self.where, expected=samples.slots)
+            self._know(store, name)
+        assert isinstance(store, NamedStore)
+        return NamedRows(samples, store, len(parts))
+
+    def _key(self, source: Source, cut: Cut, samples: dict[str, Any]) -> str:
+        """What tells rows of a cut from all others."""
+        facts = {
+            **self._facts(cut.modules),
+            **samples,
+            "inputs": repr(self._loop.feed.inputs),
+            "normalization": repr(getattr(source, "normalization", None)),
+            "cut": [cut.name, cut.calls],
+        }
+        return feature_key(cut.tensors, facts)
+
+    def _know(self, store: FeatureStore | NamedStore, name: Any) -> None:
+        store.say, store.say_full = self._loop.tell, self._tell_full
+        self._names[store] = name
 
     def _tell_full(self, line: str) -> None:
         """Say once that there is no room, whether for rows of training or of validation."""
@@ -166,7 +192,7 @@ class ModelRows:
             self._is_full_told = True
             self._loop.tell(line)
 
-    def hold(self, rows: FeatureRows) -> None:
+    def hold(self, rows: FeatureRows | NamedRows) -> None:
         """Keep what is in memory for evaluations, as long as not many others come."""
         name = self._names[rows.store]
         self._held.pop(name, None)
@@ -199,7 +225,9 @@ class ModelRows:
                 del self._named[next(iter(self._named))]
         return self._named[content]
 
-    def complete(self, batch: Batch, rows: FeatureRows | None, cut: Cut, epoch: int) -> Batch:
+    def complete(
+        self, batch: Batch, rows: FeatureRows | NamedRows | None, cut: Cut, epoch: int
+    ) -> Batch:
         """The batch with features in place of its inputs; those that were computed are kept.
 
         Args:
@@ -208,6 +236,8 @@ class ModelRows:
             cut: at which they are kept.
             epoch: of the batch.
         """
+        if isinstance(rows, NamedRows):
+            return self._complete_named(batch, rows, cut, epoch)
         if rows is None or batch.indices is None:
             return batch
         numbers = batch.indices.numpy()
@@ -235,7 +265,32 @@ class ModelRows:
             made = Features(joined_rows(one, other, there) for one, other in pairs)
         return batch._replace(inputs=made, kept=None)
 
-    def completed(self, part: Source, rows: FeatureRows, cut: Cut) -> Iterator[Batch]:
+    def _complete_named(self, batch: Batch, rows: NamedRows, cut: Cut, epoch: int) -> Batch:
+        if forms_of(batch) != self._inputs[cut.name]:
+            return batch
+        names = sample_names(*tensors_in(batch.inputs))
+        places = rows.store.places(names)
+        there = places >= 0
+        rows.count(there, epoch)
+        kept = Features(
+            one.to(self._loop.device, non_blocking=True) for one in rows.store.get(places[there])
+        )
+        if there.all():
+            return batch._replace(inputs=kept)
+        missing = np.flatnonzero(~there)
+        inputs = batch.inputs
+        if there.any():
+            at = torch.from_numpy(missing).to(self._loop.device)
+            inputs = map_tensors(lambda tensor: tensor.index_select(0, at), inputs)
+        made = self._computed(cut, inputs, len(missing), alone=batch.size == 1)
+        own = [names[at] for at in missing.tolist() if at < batch.samples]
+        rows.store.put(own, [part[: len(own)] for part in made])
+        if there.any():
+            pairs = zip(kept, made, strict=True)
+            made = Features(joined_rows(one, other, there) for one, other in pairs)
+        return batch._replace(inputs=made)
+
+    def completed(self, part: Source, rows: FeatureRows | NamedRows, cut: Cut) -> Iterator[Batch]:
         """The batches of an evaluation.
 
         Args:
@@ -243,7 +298,7 @@ class ModelRows:
             rows: of the source.
             cut: at which they are kept.
         """
-        made = batches_of(part, 0, 0, rows)
+        made = batches_of(part, 0, 0, None if isinstance(rows, NamedRows) else rows)
         return (self.complete(self._loop.ready(batch), rows, cut, 0) for batch in made)
 
     def _computed(self, cut: Cut, inputs: Any, samples: int, *, alone: bool) -> Features:

@@ -6,6 +6,7 @@ store has, what it has; of the others, what the prefix gives now, which is kept.
 them in place of its inputs.
 
     feature_rows.py         stores, and batches that are made of their rows
+    named_rows.py           of samples that have no numbers
     sent_rows.py            rows that come from other hosts
     feature_costs.py        what it takes to make, read and write a row
     evaluated_features.py   evaluations outside of a fit
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from math import inf
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -29,7 +30,7 @@ from flatout.data import (
     Pipeline,
     Source,
     drawn_of,
-    numbered,
+    sample_names,
     stays_with_rank,
     tensors_in,
 )
@@ -45,9 +46,12 @@ from flatout.train.frozen_candidates import agreed_cuts
 from flatout.train.frozen_choice import Choice, FeatureOption, choose
 from flatout.train.given_inputs import GivenInputs
 from flatout.train.loop_state import LoopState
+from flatout.train.named_rows import NamedRows, samples_of
 from flatout.train.sent_rows import SentRows
 from flatout.train.snapshot import untouched
 from flatout.train.watch_calls import Calls
+
+Rows: TypeAlias = FeatureRows | NamedRows
 
 # After so many steps of tuning the best settings known hold, where features wait for them.
 _TUNED = 60
@@ -78,8 +82,8 @@ class FrozenFeatures:
         self._source: Source | None = None  # that is trained on
         self._cut: Cut | None = None
         self._undo: Callable[[], None] | None = None
-        self._opened: dict[str, FeatureRows] = {}  # of each cut, while it is looked at
-        self._of_source: dict[int, tuple[Source, FeatureRows | None]] = {}
+        self._opened: dict[str, Rows] = {}  # of each cut, while it is looked at
+        self._of_source: dict[int, tuple[Source, Rows | None]] = {}
         self._decided_in = -1  # the epoch of the latest decision
         self._has_dropped = self._restarts = self._trains = self._is_sending_told = False
         self._say = loop.say  # before the first epoch no progress line would show it
@@ -92,7 +96,7 @@ class FrozenFeatures:
 
     # -- training ----------------------------------------------------------------------------
 
-    def rows_of(self, source: Source) -> FeatureRows | None:
+    def rows_of(self, source: Source) -> Rows | None:
         """The rows that batches of a source are made with."""
         if self._cut is None:
             return None
@@ -143,9 +147,11 @@ class FrozenFeatures:
         self._given.begin(part, epoch)
         if self._cut is None and not self.may_keep:
             return False
-        if self._is_due(epoch) or self._is_hopeless(source):
-            can_look = isinstance(numbered(source), Numbered) or isinstance(source, Pipeline)
-            first = part.peek(1) if can_look and source.seekable else []
+        can_look = isinstance(samples_of(source), Numbered) or isinstance(source, Pipeline)
+        if self._is_hopeless(source):
+            self._decide(source, None, epoch)
+        elif can_look and self._is_due(epoch):
+            first = part.peek(1) if source.seekable else []
             self._decide(source, self._loop.ready(first[0]) if first else None, epoch)
         self._restarts = False
         self._say = self._loop.note
@@ -156,10 +162,10 @@ class FrozenFeatures:
     def _bring(self, sent_rows: SentRows, source: Source, part: Source, epoch: int) -> None:
         """Get the rows of an epoch that other hosts have; all ranks come here."""
         rows = self.rows_of(source)
-        drawn = None if rows is None else drawn_of(part, epoch)
+        drawn = drawn_of(part, epoch) if isinstance(rows, FeatureRows) else None
         if not all(self._loop.world.gather(drawn is not None, "whether rows are sent")):
             return
-        assert rows is not None
+        assert isinstance(rows, FeatureRows)
         assert drawn is not None
         sent = sent_rows.bring(rows, drawn)
         if sent.rows and not self._is_sending_told:
@@ -184,9 +190,14 @@ class FrozenFeatures:
             self._loop.note("features: the frozen layers have changed: what was kept is dropped")
             self._drop()
             self._restarts = self._has_dropped = True
+        rows = None if self._source is None else self.rows_of(self._source)
+        if isinstance(rows, NamedRows) and rows.is_random:
+            self._loop.note("features: samples change at random: none comes again, so none is kept")
+            rows.drop()
+            self._drop(wakes=False)
         restarts = self._restarts or self._given.must_restart()
         self._restarts = False
-        return restarts
+        return restarts and not isinstance(rows, NamedRows)  # whose samples are all made
 
     def seen(self, batches: Sequence[Batch]) -> AbstractContextManager[None]:
         """Within, a step of these batches is made."""
@@ -195,7 +206,8 @@ class FrozenFeatures:
 
     def rows_to_make(self, source: Source) -> FeatureRows | None:
         """The rows whose samples need not be made; None where all are."""
-        return None if self._given.are_read else self.rows_of(source)
+        rows = None if self._given.are_read else self.rows_of(source)
+        return rows if isinstance(rows, FeatureRows) else None
 
     def batch(self, batch: Batch, epoch: int, step: int) -> Batch:
         """A training batch, as the model takes it.
@@ -225,7 +237,7 @@ class FrozenFeatures:
     def _is_hopeless(self, source: Source) -> bool:
         """Whether nothing can be kept of a source, whatever the settings; said at once."""
         is_first = self._decided_in < 0 and self._calls is None
-        return is_first and not isinstance(source, Pipeline) and isinstance(numbered(source), str)
+        return is_first and not isinstance(source, Pipeline) and isinstance(samples_of(source), str)
 
     @property
     def _is_open(self) -> bool:
@@ -258,8 +270,12 @@ class FrozenFeatures:
         self._drop()
         self._trains = False
 
-    def _drop(self) -> None:
-        """Let the model be as it was."""
+    def _drop(self, *, wakes: bool = True) -> None:
+        """Let the model be as it was.
+
+        Args:
+            wakes: whether settings are tried again.
+        """
         if self._undo is None:
             return
         self._undo()
@@ -268,7 +284,7 @@ class FrozenFeatures:
         self._of_source.clear()
         self.rows.contents.clear()
         self._cut = self._undo = None
-        if self._loop.tuner is not None:
+        if wakes and self._loop.tuner is not None:
             self._loop.tuner.wake(self._loop.step_count)
 
     # -- the decision ------------------------------------------------------------------------
@@ -313,8 +329,8 @@ class FrozenFeatures:
         why = self._why_not(source, batch)
         if why or batch is None:
             return Cuts(), why
-        samples, where = numbered(source), self.rows.where
-        assert isinstance(samples, Numbered)
+        samples, where = samples_of(source), self.rows.where
+        assert not isinstance(samples, str)
         kinds = ("memory", "disk") if where == "auto" else (where,)
         most = max(map(room, kinds)) / max(1, samples.slots)
         with self._loop.autocast():
@@ -324,13 +340,13 @@ class FrozenFeatures:
 
     def _why_not(self, source: Source, batch: Batch | None) -> str:
         """Why features cannot be kept, whatever the model is."""
-        loop, samples = self._loop, numbered(source)
+        loop, samples = self._loop, samples_of(source)
         if isinstance(samples, str):
             return samples
         if loop.meets_in_compute:
             strategy = loop.requested.world.strategy
             return f"world.strategy={strategy} leaves each rank a part of the model"
-        if batch is None or batch.indices is None:
+        if batch is None or (batch.indices is None and isinstance(samples, Numbered)):
             return "the source does not number its samples"
         if loop.allow < Parity.TOLERANT:
             return 'allow="exact": other batches may round otherwise'
@@ -347,7 +363,8 @@ class FrozenFeatures:
     def _may_send(self, source: Source) -> bool:
         """Whether hosts may get rows from one another: all ranks begin each epoch together."""
         loop = self._loop
-        moves = loop.world.place.nodes > 1 and not stays_with_rank(source)
+        moves = loop.world.place.nodes > 1 and isinstance(samples_of(source), Numbered)
+        moves &= not stays_with_rank(source)
         return moves and loop.feed.claims is None and not loop.has_servers
 
     def choose(
@@ -362,17 +379,22 @@ class FrozenFeatures:
         """What is kept of a source, by measuring.
 
         Args:
-            source: whose samples are numbered.
+            source: whose samples are known by their numbers or bytes.
             cuts: of the model; at least one.
             batch: of the source, ready on the device.
             left: how many times its samples will be read; None where that is not known.
             passes: what is done behind a cut takes so many times its forward.
             rate: bytes a second that this rank gets from other hosts; 0 where it gets none.
         """
-        loop, samples = self._loop, numbered(source)
-        assert isinstance(samples, Numbered)
+        loop, samples = self._loop, samples_of(source)
+        assert not isinstance(samples, str)
         hosts, stays = loop.world.place.nodes, stays_with_rank(source)
-        made_s, options, rest_s = making_s(source, loop.device), [], 0.0
+        options, rest_s, made_s, named_s = [], 0.0, 0.0, 0.0
+        if isinstance(samples, Numbered):
+            made_s = making_s(source, loop.device)
+        else:  # they are made in any case
+            named_s, names = timed(partial(sample_names, *tensors_in(batch.inputs)))
+            named_s /= len(names)
         with untouched(self._model), torch.no_grad(), loop.autocast():
             for cut in cuts:
                 # As many samples as it was found with, so that they are not the first ones.
@@ -387,7 +409,7 @@ class FrozenFeatures:
                 rest_s, _ = timed(partial(cut.rest, features))
                 rest_s /= measured.size
                 size, store = cut.bytes_per_sample, rows.store
-                read_s = size / read_rate(store.where, store.whole_bytes)
+                read_s = named_s + size / read_rate(store.where, samples.slots * size)
                 option = FeatureOption(
                     cut.name,
                     saved_s=prefix_s / measured.size + made_s,
@@ -402,9 +424,9 @@ class FrozenFeatures:
                 )
                 options.append(option)
         step_s = max(option.saved_s for option in options) + passes * rest_s
-        return choose(options, source.samples or samples.rows, left, step_s)
+        return choose(options, source.samples or samples.slots // samples.variants, left, step_s)
 
-    def opened(self, name: str) -> FeatureRows:
+    def opened(self, name: str) -> Rows:
         """The rows at a cut that `choose` has opened; the others are let go."""
         rows = self._opened.pop(name)
         self._opened.clear()

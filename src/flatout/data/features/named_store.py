@@ -23,7 +23,12 @@ class NamedStore(KeptRows):
 
     @classmethod
     def open(
-        cls, key: str, row: Sequence[RowPart], where: Where, budget: int | None = None
+        cls,
+        key: str,
+        row: Sequence[RowPart],
+        where: Where,
+        budget: int | None = None,
+        expected: int | None = None,
     ) -> NamedStore:
         """A store of what `key` names, with what was kept of it before.
 
@@ -32,11 +37,11 @@ class NamedStore(KeptRows):
         Args:
             key: as `feature_key` gives it.
             row: what a row holds.
-            where: "memory" or "disk".
-            budget: bytes that it may take; None means what is free on the disk, and half of the
-                memory that is free.
+            where: as `opened` takes it.
+            budget: likewise.
+            expected: likewise.
         """
-        return cls(opened(key, row, where, budget))
+        return cls(opened(key, row, where, budget, expected))
 
     @property
     def kept(self) -> int:
