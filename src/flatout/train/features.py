@@ -182,6 +182,7 @@ class FrozenFeatures:
         The frozen part may be another, so that what was kept of it is not used again; or it was
         decided since to use what an earlier run has kept.
         """
+        rows = None if self._source is None else self.rows_of(self._source)
         if self._cut is not None and self._given.is_refused():
             self._loop.note("features: the loop computes otherwise than it did: nothing is kept")
             self._drop()
@@ -190,11 +191,11 @@ class FrozenFeatures:
             self._loop.note("features: the frozen layers have changed: what was kept is dropped")
             self._drop()
             self._restarts = self._has_dropped = True
-        rows = None if self._source is None else self.rows_of(self._source)
-        if isinstance(rows, NamedRows) and rows.is_random:
+        elif isinstance(rows, NamedRows) and rows.is_random:
             self._loop.note("features: samples change at random: none comes again, so none is kept")
             rows.drop()
-            self._drop(wakes=False)
+            # Other ranks notice it at other steps.
+            self._drop(wakes=self._loop.world.size == 1)
         restarts = self._restarts or self._given.must_restart()
         self._restarts = False
         return restarts and not isinstance(rows, NamedRows)  # whose samples are all made
