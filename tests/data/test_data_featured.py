@@ -146,7 +146,7 @@ def test_the_times_that_a_row_comes_are_known_before_it_is_read(folder):
     batches = list(part.batches(3))
     assert numbers.tolist() == [row for batch in batches for row in batch.indices.tolist()]
     assert turns.tolist() == [turn for batch in batches for turn in batch.turns.tolist()]
-    assert drawn_of(flatout.data.as_source(list(torch.randn(2, 4, 3))), 0) is None
+    assert drawn_of(flatout.data.as_source(iter(torch.randn(2, 4, 3))), 0) is None
 
 
 def test_what_fills_up_a_batch_is_made_as_ever(table):

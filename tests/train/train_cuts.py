@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from flatout.data import Features
+from flatout.models.frozen.kept_input import features_of
 
 
 class SequentialCut:
@@ -38,9 +39,10 @@ class SequentialCut:
 
     def apply(self):
         def call(*args):
-            if isinstance(args[0], Features):
-                return self.rest(args[0])
-            return nn.Module._call_impl(self.model, *args)
+            kept = args[0] if isinstance(args[0], Features) else features_of(args, {})
+            if kept is None or not (kept is args[0] or self.is_current()):
+                return nn.Module._call_impl(self.model, *args)
+            return self.rest(kept)
 
         self.model._call_impl = call
         return lambda: vars(self.model).pop("_call_impl")
