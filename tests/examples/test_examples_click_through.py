@@ -95,11 +95,10 @@ def test_the_days_of_the_example_train_to_the_same_weights_from_every_format(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["deepfm", "wide_deep", "dlrm"])
-def test_criteo_days_are_trained_one_after_the_other(example, tmp_path, model, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_criteo_days_are_trained_one_after_the_other(example, tmp_path, model):
     before = schema = None
     for number in range(2):
-        day, draw = Path(f"day{number}.tsv"), np.random.default_rng(number)
+        day, draw = tmp_path / f"day{number}.tsv", np.random.default_rng(number)
         with day.open("w") as file:
             for _ in range(3000):
                 integers = map(str, draw.integers(0, 50, 13))
@@ -107,6 +106,6 @@ def test_criteo_days_are_trained_one_after_the_other(example, tmp_path, model, m
                               for place, n in enumerate(draw.integers(0, 30, 26)))  # fmt: skip
                 file.write("\t".join([str(draw.integers(0, 2)), *integers, *categories]) + "\n")
         schema = schema or example.schema_of(day)
-        before = example.train_day(model, 0, day, schema, before, 1)
-    assert Path(f"{model}.safetensors").exists()
-    assert Path(f"{model}.ids.safetensors").exists()
+        before = example.train_day(model, 0, day, schema, before, 1, tmp_path)
+    assert (tmp_path / f"{model}.safetensors").exists()
+    assert (tmp_path / f"{model}.ids.safetensors").exists()

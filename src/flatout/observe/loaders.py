@@ -266,7 +266,7 @@ def _gives_batches(dataset: Any) -> bool:
 def _length(dataset: Any) -> int | None:
     try:
         return len(dataset)
-    except (TypeError, NotImplementedError):
+    except Exception:  # a loader with a batch sampler never asks for it
         return None
 
 

@@ -177,7 +177,7 @@ def _is_in_memory(value: Any) -> bool:
 def _length(dataset: Any) -> int | None:
     try:
         return len(dataset) or None
-    except (TypeError, NotImplementedError):
+    except Exception:  # a loader with a batch sampler never asks for it
         return None
 
 

@@ -23,8 +23,8 @@ from typing import Any
 import psutil
 
 from flatout.errors import FlatoutError
-from flatout.measure import Interval, Profile, mean_use, median_of
-from flatout.measure.profile import NAME, RUNS
+from flatout.measure import RUNS, Interval, Profile, mean_use, median_of
+from flatout.measure.profile import NAME
 
 FEWEST_STEPS = 30
 """With fewer, nothing is said of how fast a run is beside another."""

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flatout.errors import FlatoutError
-from flatout.measure.profile import RUNS
+from flatout.measure import RUNS
 from flatout.report.run import Life, lives_of
 from flatout.words import count_words, counted, duration, rounded
 

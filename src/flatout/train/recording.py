@@ -26,8 +26,8 @@ import torch
 
 from flatout.console import first_line
 from flatout.devices import GpuMeter
-from flatout.measure import Profile, RankProfile, RanksOnHost, Resumed, StepTimes, Use
-from flatout.measure.profile import RUNS, State
+from flatout.measure import RUNS, Profile, RankProfile, RanksOnHost, Resumed, StepTimes, Use
+from flatout.measure.profile import State
 from flatout.train import profiled
 from flatout.train.history import json_safe
 from flatout.train.loop_state import LoopState
