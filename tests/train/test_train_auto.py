@@ -72,6 +72,9 @@ def clock(monkeypatch):
     made = Clock()
     monkeypatch.setattr(auto, "clock", made)
     monkeypatch.setattr(Tuner, "__init__", functools.partialmethod(Tuner.__init__, clock=made))
+    step = Tuner.step
+    # Batches are copied in no time: what that really takes is not of this clock.
+    monkeypatch.setattr(Tuner, "step", lambda self, *given: step(self, *given[:-1], 0.0))
     return made
 
 

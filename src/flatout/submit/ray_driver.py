@@ -25,6 +25,7 @@ import ray.train
 import ray.train.collective
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 COMMAND, ARGUMENTS = {command}, {arguments}
 ENVIRONMENT = {environment}
@@ -100,7 +101,9 @@ def run_node(job):
 def main():
     here = Path(__file__).resolve().parent  # the job server starts this elsewhere
     ray.init()
-    ends = Ends.remote()
+    # With the driver, so that no other node's end is its end.
+    here_only = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    ends = Ends.options(scheduling_strategy=here_only).remote()
     recipe = here / "recipe.toml"
     job = {{
         "code": ray.put((here / "{archive}").read_bytes()),
