@@ -11,17 +11,8 @@ from flatout.measure import usable_cpus
 
 BENCH = Path(__file__).parents[2] / "bench"
 # Asynchronous servers are killed in tests of their own.
-KINDS = [
-    "fits",
-    "ranks",
-    "agents",
-    "strategies",
-    "workers",
-    "saves",
-    "pieces",
-    "caches",
-    "converts",
-]
+KINDS = ["fits", "ranks", "agents", "strategies", "workers", "saves", "pieces", "caches"]
+KINDS += ["converts"]
 
 
 @pytest.mark.slow
