@@ -127,6 +127,7 @@ def test_recording(tmp_path):
     assert found["keys"]["recording_use_us_per_step"] > 0
 
 
+@pytest.mark.long
 def test_overhead(tmp_path):
     arguments = ["--rounds", "1", "--only", "mlp, 20 epochs"]
     found = run_bench("overhead.py", *arguments, cwd=tmp_path)
@@ -148,6 +149,7 @@ def test_evaluation(tmp_path):
     assert found["keys"]["evaluation_vs_plain"] > 0
 
 
+@pytest.mark.long
 def test_breadth(tmp_path):
     found = run_bench("breadth.py", "--seconds", "1", "--only", "mlp", cwd=tmp_path)
     (row,) = found["rows"]

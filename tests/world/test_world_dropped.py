@@ -134,6 +134,7 @@ def test_the_others_go_on_without_workers_that_are_killed(tmp_path):
     assert gradients(again) == 2 * 10
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("restarts", [0, 2])
 def test_a_server_goes_on_alone_without_its_only_worker(tmp_path, restarts):
