@@ -2,7 +2,7 @@
 
 The calls of torch's functions are recorded while it runs. What a tensor was made by is then called
 with the tensors of the other batch. That is a guess: Python code between the calls is not seen. So
-whoever uses such a tensor compares it with the one that the forward makes itself.
+such a tensor is compared with the one that the forward makes itself before it is used.
 """
 
 from __future__ import annotations

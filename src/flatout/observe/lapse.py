@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from copy import copy, deepcopy
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from threading import get_ident
@@ -277,9 +277,6 @@ def _model(model: Model, later: Observation) -> Model:
 
 def _schedule(seen: Observation, schedule: Schedule) -> Schedule:
     """With the steps of before: in epochs that end early there are more of them."""
-    found = copy(schedule)
     key = (schedule.kind, str(schedule.site))
-    same = [one for one in seen.schedules if (one.kind, str(one.site)) == key]
-    found.in_lapse = schedule.steps - sum(one.steps for one in same)
-    found.steps = sum(one.steps for one in same)
-    return found
+    before = sum(one.steps for one in seen.schedules if (one.kind, str(one.site)) == key)
+    return replace(schedule, in_lapse=schedule.steps - before, steps=before)

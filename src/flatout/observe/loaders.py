@@ -18,7 +18,7 @@ from weakref import ref
 from flatout.hooks import wrap
 from flatout.observe.lanes import HOST
 from flatout.observe.observation import Loader, Site
-from flatout.observe.samples import Samples, label_runs, samples_of
+from flatout.observe.samples import Samples, label_runs, length_of, samples_of
 from flatout.observe.sites import here, is_users, site_of_code
 from flatout.observe.watch import Watch
 from flatout.observe.within_loader import LOADER, Looker, Probe, first_tensor, size_of, watch_fetch
@@ -165,7 +165,7 @@ def facts_of(loader: Any, site: Site | None) -> Loader:
         site,
         dataset=f"{type(dataset).__module__}.{type(dataset).__qualname__}",
         dataset_site=_site_of_dataset(dataset),
-        length=None if isinstance(dataset, IterableDataset) else _length(dataset),
+        length=None if isinstance(dataset, IterableDataset) else length_of(dataset),
         batch_size=loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
         num_workers=loader.num_workers or keras_workers or 0,
         persistent_workers=None if keras_workers else loader.persistent_workers,
@@ -261,13 +261,6 @@ def _gives_batches(dataset: Any) -> bool:
         if not type(one).__module__.startswith("torch.utils.data"):
             return True
     return False
-
-
-def _length(dataset: Any) -> int | None:
-    try:
-        return len(dataset)
-    except Exception:  # a loader with a batch sampler never asks for it
-        return None
 
 
 def watch_loaders(module: Any, watch: Watch, *, looks_within: bool = True) -> None:

@@ -149,7 +149,7 @@ def _labels_in(dataset: Any) -> Any:
     if isinstance(tensors, tuple):
         return tensors[-1] if len(tensors) > 1 else None
     given = [vars(dataset).get(name) for name in _NAMES] if hasattr(dataset, "__dict__") else []
-    length = _length(dataset)
+    length = length_of(dataset) or None
     for one in given:
         if isinstance(one, list) and len(one) == length and isinstance(one[0], int):
             return one
@@ -160,7 +160,7 @@ def _labels_in(dataset: Any) -> Any:
 
 def _held(dataset: Any) -> list[Any]:
     """Tensors and arrays in memory that a dataset has of all its samples."""
-    length = _length(dataset)
+    length = length_of(dataset) or None
     own = [one for one in getattr(dataset, "__dict__", {}).values() if _is_in_memory(one)]
     return [one for one in own if one.ndim and len(one) == length]
 
@@ -174,9 +174,10 @@ def _is_in_memory(value: Any) -> bool:
     return type(value) is np.ndarray and value.dtype.kind in "iufb"
 
 
-def _length(dataset: Any) -> int | None:
+def length_of(dataset: Any) -> int | None:
+    """How many samples it says that it has; None where it does not."""
     try:
-        return len(dataset) or None
+        return len(dataset)
     except Exception:  # a loader with a batch sampler never asks for it
         return None
 
