@@ -34,6 +34,7 @@ from flatout.observe.observation import (
 )
 from flatout.observe.rewriting import Rewriting
 from flatout.observe.sites import read
+from flatout.observe.taken_out import batches_in
 from flatout.observe.watch import Watch
 
 # Epochs after which enough was seen, and the steps that each of them has at least.
@@ -153,7 +154,7 @@ class TimeLapse:
             return
         kept["_flatout_is_cut"] = True
         number = iterator._num_yielded
-        length = _length(iterator)
+        length = batches_in(iterator)
         if length is not None and number >= length - 1:
             return  # it ends by itself
         self._cut.setdefault(seen.number, (number + (length is not None), length))
@@ -204,14 +205,6 @@ class TimeLapse:
                 yield (place, *self._cut[loader.number])
         for number, (turns, length) in self._loops.cut.items():
             yield (str(read(Site(*self._code.loops[number]))), turns, length)
-
-
-def _length(iterator: Any) -> int | None:
-    """How many batches it gives; None where no one knows."""
-    try:
-        return len(iterator._index_sampler) if iterator._dataset_kind == 0 else None
-    except (TypeError, NotImplementedError):
-        return None
 
 
 def _last_of(indices: Iterator[Any]) -> Iterator[Any]:

@@ -75,12 +75,20 @@ class Input:
         return take
 
 
+def batches_in(iterator: Any) -> int | None:
+    """How many batches a DataLoader's iterator gives; None where that is not known."""
+    try:
+        return len(iterator._index_sampler) if iterator._dataset_kind == 0 else None
+    except (TypeError, NotImplementedError):
+        return None
+
+
 def _length(iterator: Any) -> float:
-    """How many batches an iterator gives; infinity where it is not known."""
+    """The same, asked for once; infinity where it is not known."""
     known = iterator.__dict__.get("_flatout_length")
     if known is None:
-        has_length = iterator._dataset_kind == 0 and hasattr(iterator._index_sampler, "__len__")
-        known = len(iterator._index_sampler) if has_length else float("inf")
+        length = batches_in(iterator)
+        known = float("inf") if length is None else length
         iterator._flatout_length = known
     return float(known)
 
