@@ -97,7 +97,7 @@ def test_functions_that_step_are_known_by_name_across_files(tmp_path):
     script.write_text("import torch, engine\ndef epoch(o):\n    engine.run(o)\n")
     files = files_of(script, tmp_path)
     assert {path.name for path in files} == {"train.py", "__init__.py", "loop.py"}
-    names = names_that_step(files)
+    names = names_that_step(files.values())
     assert {"run", "epoch"} <= names
     assert "tell" not in names
 
@@ -114,7 +114,7 @@ def test_a_schedule_that_no_line_steps_is_told(tmp_path, source, is_stepped):
     ast.parse(source)
     script = tmp_path / "train.py"
     script.write_text(source)
-    assert steps_schedules([script]) is is_stepped
+    assert steps_schedules(files_of(script, tmp_path).values()) is is_stepped
 
 
 class _Stepping:

@@ -38,11 +38,11 @@ _COMPILES = re.compile(
 )
 
 
-def names_that_step(files: Iterable[Path]) -> set[str]:
+def names_that_step(trees: Iterable[ast.Module]) -> set[str]:
     """Names of functions in these files that step an optimizer, or call one that does."""
     calls: dict[str, set[str]] = {}
-    for file in files:
-        for node in ast.walk(_parsed(file)):
+    for tree in trees:
+        for node in ast.walk(tree):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 calls.setdefault(node.name, set()).update(_called([node]))
     found = set(_STEPS)
@@ -51,12 +51,12 @@ def names_that_step(files: Iterable[Path]) -> set[str]:
     return found
 
 
-def names_in_a_step(files: Iterable[Path], stepping: set[str]) -> set[str]:
+def names_in_a_step(trees: Iterable[ast.Module], stepping: set[str]) -> set[str]:
     """Names of functions in these files that the innermost loops which step call."""
     calls: dict[str, set[str]] = {}
     found: set[str] = set()
-    for file in files:
-        for node in ast.walk(_parsed(file)):
+    for tree in trees:
+        for node in ast.walk(tree):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 calls.setdefault(node.name, set()).update(_called([node]))
             elif isinstance(node, (ast.For, ast.While)):
@@ -70,18 +70,18 @@ def names_in_a_step(files: Iterable[Path], stepping: set[str]) -> set[str]:
     return found & calls.keys()
 
 
-def files_of(script: Path, home: Path) -> list[Path]:
+def files_of(script: Path, home: Path) -> dict[Path, ast.Module]:
     """The script and what it imports from its folder, as far as that is written in its code."""
-    found: dict[Path, None] = {script: None}
+    found = {script: _parsed(script)}
     todo = [script]
     while todo and len(found) < _MOST_FILES:
         file = todo.pop()
-        for node in ast.walk(_parsed(file)):
+        for node in ast.walk(found[file]):
             for path in _imported(node, file.parent, home):
                 if path not in found and path.is_file():
-                    found[path] = None
+                    found[path] = _parsed(path)
                     todo.append(path)
-    return list(found)
+    return found
 
 
 def _imported(node: ast.AST, folder: Path, home: Path) -> Iterator[Path]:
@@ -102,12 +102,12 @@ def _imported(node: ast.AST, folder: Path, home: Path) -> Iterator[Path]:
         yield from (path.with_suffix(".py"), path / "__init__.py")
 
 
-def steps_schedules(files: Iterable[Path]) -> bool:
+def steps_schedules(trees: Iterable[ast.Module]) -> bool:
     """Whether a line in these files steps something that is called like a scheduler."""
     receivers: set[str] = set()
     schedulers: set[str] = set()
-    for file in files:
-        for node in ast.walk(_parsed(file)):
+    for tree in trees:
+        for node in ast.walk(tree):
             if isinstance(node, ast.Call) and last_name(node.func) == "step":
                 receivers.add(last_name(getattr(node.func, "value", node.func)))
             if isinstance(node, ast.Assign) and _is_scheduler(node.value):
@@ -172,9 +172,10 @@ class Rewriting:
         files = files_of(script, self._home)
         # What is compiled further must find the code as it was written.
         self.is_compiled = any(_COMPILES.search(_text(file)) for file in files)
-        self._stepping = names_that_step(files)
-        self._in_step = names_in_a_step(files, self._stepping)
-        self.steps_schedules = steps_schedules(files)
+        trees = files.values()
+        self._stepping = names_that_step(trees)
+        self._in_step = names_in_a_step(trees, self._stepping)
+        self.steps_schedules = steps_schedules(trees)
         self.loops: list[tuple[str, int]] = []
         self.calls: list[UnusedCall] = []
         self.makes: list[Any] = []
