@@ -81,25 +81,25 @@ def remove_at(name: str, folder: int) -> None:
         folder: an open descriptor of it.
     """
     try:
-        found = os.open(name, getattr(os, "O_PATH", os.O_RDONLY) | _FOLDER, dir_fd=folder)
+        descriptor = os.open(name, getattr(os, "O_PATH", os.O_RDONLY) | _FOLDER, dir_fd=folder)
     except OSError:  # no folder
         with suppress(OSError):
             os.unlink(name, dir_fd=folder)
         return
     try:
-        if os.fstat(found).st_dev != os.fstat(folder).st_dev:
+        if os.fstat(descriptor).st_dev != os.fstat(folder).st_dev:
             return
         with suppress(OSError):
-            os.chmod(f"/proc/self/fd/{found}", 0o700)
+            os.chmod(f"/proc/self/fd/{descriptor}", 0o700)
         with suppress(OSError):
-            inside = os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=found)
+            inside = os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=descriptor)
             try:
                 for each in os.listdir(inside):
                     remove_at(each, inside)
             finally:
                 os.close(inside)
     finally:
-        os.close(found)
+        os.close(descriptor)
     with suppress(OSError):
         os.rmdir(name, dir_fd=folder)
 

@@ -33,9 +33,9 @@ def explain() -> None:
 
 
 def _look() -> None:
-    found = problem()
-    if found is not None:
-        raise found
+    error = problem()
+    if error is not None:
+        raise error
 
 
 def problem() -> KerasBackendError | None:
@@ -73,9 +73,9 @@ def _chosen() -> tuple[str, str]:
     home = os.environ.get("KERAS_HOME")
     file = (Path(home) if home else Path.home() / ".keras") / "keras.json"
     try:
-        found = json.loads(file.read_text()).get("backend")
+        backend = json.loads(file.read_text()).get("backend")
     except (OSError, ValueError, AttributeError):
-        found = None
-    if found:
-        return str(found), str(file)
+        backend = None
+    if backend:
+        return str(backend), str(file)
     return "tensorflow", "KERAS_BACKEND is not set, so Keras takes its default"

@@ -57,9 +57,9 @@ def _started(pid: int) -> int | None:
 
     Read from /proc, because psutil's time of day shifts when the clock is set.
     """
-    found = state_and_start(pid)
-    if found is None:
+    state = state_and_start(pid)
+    if state is None:
         import psutil
 
         return 0 if psutil.pid_exists(pid) else None
-    return None if found[0] in "ZX" else found[1]
+    return None if state[0] in "ZX" else state[1]

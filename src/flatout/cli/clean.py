@@ -29,35 +29,35 @@ def clean(
     from flatout.doctor import remove
     from flatout.doctor.kept import kept
 
-    found = kept()
-    free = [one for one in found if not one.is_used]
+    entries = kept()
+    free = [entry for entry in entries if not entry.is_used]
     if not as_json:
-        _print(found, str(cache_folder()))
+        _print(entries, str(cache_folder()))
     is_agreed = bool(free) and (yes or (not as_json and _agrees()))
     removed = remove(free) if is_agreed else []
     if as_json:
         import json
 
-        gone = [str(one.path) for one in removed]
-        said = {"kept": [one.as_dict() for one in found], "removed": gone}
+        gone = [str(entry.path) for entry in removed]
+        said = {"kept": [entry.as_dict() for entry in entries], "removed": gone}
         typer.echo(json.dumps({"folder": str(cache_folder()), **said}, indent=2))
     elif is_agreed:
-        typer.echo(printable(f"removed {size_words(sum(one.bytes for one in removed))}"))
+        typer.echo(printable(f"removed {size_words(sum(entry.bytes for entry in removed))}"))
     if is_agreed and len(removed) < len(free):
-        left = [str(one.path) for one in free if one not in removed]
+        left = [str(entry.path) for entry in free if entry not in removed]
         typer.echo(printable(f"could not be removed: {', '.join(left)}"), err=True)
         raise typer.Exit(1)
 
 
-def _print(found: list[Kept], folder: str) -> None:
+def _print(entries: list[Kept], folder: str) -> None:
     from rich.table import Table
 
     from flatout.doctor import KINDS, not_marked
     from flatout.terminal import Console
 
-    for one in not_marked():
-        typer.echo(printable(f"{one} was not made by Flatout, and stays"), err=True)
-    if not found:
+    for path in not_marked():
+        typer.echo(printable(f"{path} was not made by Flatout, and stays"), err=True)
+    if not entries:
         typer.echo(printable(f"{folder}: nothing is kept"))
         return
     console = Console(highlight=False, markup=False)
@@ -67,10 +67,10 @@ def _print(found: list[Kept], folder: str) -> None:
     table.add_column(justify="right")
     for kind, words in KINDS.items():
         for is_used in (False, True):
-            some = [one for one in found if one.kind == kind and one.is_used == is_used]
+            some = [entry for entry in entries if entry.kind == kind and entry.is_used == is_used]
             if some:
                 used = "; in use, stays" if is_used else ""
-                size = size_words(sum(one.bytes for one in some))
+                size = size_words(sum(entry.bytes for entry in some))
                 table.add_row(kind, size, f"{len(some)} · {words}{used}")
     console.print(table)
 

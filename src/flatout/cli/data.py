@@ -131,7 +131,7 @@ def _options(**given: Any) -> dict[str, Any]:
     target, header = given["target"], given["header"]
     given |= {
         "target": target[0] if target and len(target) == 1 else target,
-        "dates": dict(_pair(one, "ISO 8601") for one in given["dates"] or ()),
+        "dates": dict(_pair(text, "ISO 8601") for text in given["dates"] or ()),
         "default": _defaults(given["default"] or ()),
         "delimiter": "\t" if given["delimiter"] == "\\t" else given["delimiter"],
         "header": None if header is None else headers.get(header, header.split(",")),
@@ -224,7 +224,7 @@ def _show(report: Report, schema: Path | None, as_json: bool) -> None:
     if report.fields:
         out.print(_table(_OF_FIELDS, report.field_table()))
     if report.advice:
-        out.print(_pairs([(one.topic, one.words, one.do) for one in report.advice]))
+        out.print(_pairs([(advice.topic, advice.words, advice.do) for advice in report.advice]))
 
 
 @data.command()
@@ -320,10 +320,10 @@ def seal(paths: Paths, format: Format = None, as_json: AsJson = False) -> None:
 
     done = write(paths, format=format)
     if as_json:
-        _print_json({"sealed": [one._asdict() for one in done]})
+        _print_json({"sealed": [sealed._asdict() for sealed in done]})
         return
-    for one in done:
-        typer.echo(printable(f"{one.file}  {size_words(one.bytes)}  → {one.seal}"))
+    for sealed in done:
+        typer.echo(printable(f"{sealed.file}  {size_words(sealed.bytes)}  → {sealed.seal}"))
 
 
 @data.command()
@@ -343,15 +343,17 @@ def bench(
     """Measure the pipeline on files: one thread, all threads, and a row cache of a sample."""
     from flatout.data import bench as measure
 
-    found = measure(paths, format, schema=schema, batch_size=batch_size, seconds=seconds)
+    result = measure(paths, format, schema=schema, batch_size=batch_size, seconds=seconds)
     if as_json:
-        _print_json(found.as_dict())
+        _print_json(result.as_dict())
         return
     out = _console()
-    out.print(found.headline())
-    for note in found.notes:
+    out.print(result.headline())
+    for note in result.notes:
         out.print(note)
-    out.print(_table(("read", "threads", "rows/s", "speed", "ms/batch of a thread"), found.table()))
+    out.print(
+        _table(("read", "threads", "rows/s", "speed", "ms/batch of a thread"), result.table())
+    )
 
 
 def _print_json(words: dict[str, Any]) -> None:

@@ -13,11 +13,11 @@ def devices(
     """Show what this machine has for training."""
     from flatout.devices import inventory, rows
 
-    found = inventory()
+    result = inventory()
     if as_json:
         import json
 
-        typer.echo(json.dumps(found.as_dict(), indent=2))
+        typer.echo(json.dumps(result.as_dict(), indent=2))
         return
     from rich.table import Table
 
@@ -25,6 +25,6 @@ def devices(
 
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
-    for name, words in rows(found):
+    for name, words in rows(result):
         table.add_row(name, words)
     Console(highlight=False, markup=False).print(table)

@@ -196,10 +196,10 @@ def _set_keras_backend(what: list[str]) -> None:
 
 def _seconds(text: str) -> float:
     """Seconds of a time such as 90, 90s or 2m."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
-    if found is None or float(found[1]) == 0:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
+    if match is None or float(match[1]) == 0:
         raise typer.BadParameter(f"--budget: expected a time such as 90s or 2m; found {text!r}")
-    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
+    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
 
 
 def _check_machine(as_json: bool) -> None:
@@ -207,11 +207,11 @@ def _check_machine(as_json: bool) -> None:
     from flatout.doctor import MACHINE_CHECKS, Facts, check_machine
 
     machine = inventory()
-    found = check_machine(Facts(machine))
+    result = check_machine(Facts(machine))
     if as_json:
         import json
 
-        typer.echo(json.dumps({"findings": [finding.as_dict() for finding in found]}, indent=2))
+        typer.echo(json.dumps({"findings": [finding.as_dict() for finding in result]}, indent=2))
         return
     from rich.padding import Padding
     from rich.table import Table
@@ -225,11 +225,11 @@ def _check_machine(as_json: bool) -> None:
     for name, words in rows(machine):
         here.add_row(name, words)
     console.print(here)
-    for finding in found:
+    for finding in result:
         style = {"danger": "bold red", "slow": "bold yellow", "note": "bold"}[finding.kind]
         console.print()
         console.print(Text.assemble((finding.kind.upper(), style), f"  {finding.what}"))
         console.print(Padding(f"do: {finding.do}", (0, 0, 0, 2)))
     console.print()
-    passed = len(MACHINE_CHECKS) - len(found)
+    passed = len(MACHINE_CHECKS) - len(result)
     console.print(f"{passed} of {len(MACHINE_CHECKS)} checks found nothing")

@@ -23,19 +23,19 @@ def explain(
     """Say what was tried on which steps, what was chosen and why, and what limits a step."""
     from flatout.report import read_run
 
-    found = read_run(run)
+    result = read_run(run)
     if plot is not None:
         from flatout.train.explanation_picture import draw
 
-        draw(found, plot)
+        draw(result, plot)
     if as_json:
         import json
 
-        typer.echo(json.dumps(found.as_dict(), indent=2))
+        typer.echo(json.dumps(result.as_dict(), indent=2))
         return
     from flatout.terminal import Console
 
     console = Console(highlight=False, markup=False, soft_wrap=True)
     bars = ("#", ".") if console.options.ascii_only else ("█", "░")
-    for line in found.lines(*bars):
+    for line in result.lines(*bars):
         console.print(line)

@@ -142,15 +142,15 @@ def forecast(
         storage=None if storage is None else parse_rate(storage),
         settings=parse_settings(settings or []),
     )
-    found = Shown(Forecast.of(runs, asked))
+    shown = Shown(Forecast.of(runs, asked))
     if as_json:
         import json
 
-        typer.echo(json.dumps(found.as_dict(), indent=2))
+        typer.echo(json.dumps(shown.as_dict(), indent=2))
         return
     from flatout.terminal import Console
 
-    Console(highlight=False, markup=False).print(found)
+    Console(highlight=False, markup=False).print(shown)
 
 
 def _measure(
@@ -169,18 +169,18 @@ def _measure(
     profile = Profile.read(runs[-1]) if runs else None
     sizes, ranks = sizes_of(profile), devices_per_host
     if hosts == "here":
-        found = measure_here(sizes, say, seconds, ranks or 0)
+        result = measure_here(sizes, say, seconds, ranks or 0)
     else:
         if ranks is None:
             ranks = 1 if profile is None else profile.world["ranks_per_node"]
-        found = measure_hosts(
+        result = measure_hosts(
             hosts, sizes, say, seconds=seconds, ranks_per_host=ranks, options=tuple(options or ())
         )
     try:
-        found.write(out)
+        result.write(out)
     except OSError as error:
         raise FlatoutError(f"cannot write: {error.strerror}", where=out) from error
-    for line in words_of(found):
+    for line in words_of(result):
         typer.echo(line)
     typer.echo(f"wrote {out} · flatout forecast RUN --hosts 1..16 --network {out}")
 
@@ -190,9 +190,9 @@ def _counts(text: str) -> tuple[int, ...]:
     span = re.fullmatch(r"(\d+)\.\.(\d+)", text)
     if span is not None and 0 < int(span[1]) <= int(span[2]):
         low, high = int(span[1]), int(span[2])
-        found = {low, high, *(2**n for n in range(high.bit_length()) if low <= 2**n <= high)}
+        counts = {low, high, *(2**n for n in range(high.bit_length()) if low <= 2**n <= high)}
     elif re.fullmatch(r"\d+(,\d+)*", text) and all(map(int, text.split(","))):
-        found = set(map(int, text.split(",")))
+        counts = set(map(int, text.split(",")))
     else:
         raise FlatoutError(f"expected numbers of hosts, found {text!r}", do=f"such as {_HOSTS}")
-    return tuple(sorted(found))
+    return tuple(sorted(counts))

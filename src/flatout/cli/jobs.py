@@ -27,19 +27,19 @@ def jobs(
     """List the jobs that were sent from here, and what has become of them."""
     from flatout.submit import look, recent
 
-    found = recent(everything=all) if which is None else [look(which)]
+    statuses = recent(everything=all) if which is None else [look(which)]
     if as_json:
         import json
 
-        typer.echo(json.dumps({"jobs": [one.as_dict() for one in found]}, indent=2))
+        typer.echo(json.dumps({"jobs": [status.as_dict() for status in statuses]}, indent=2))
         return
-    if not found:
+    if not statuses:
         typer.echo("no job was sent from here")
         return
-    for line in _table([one.row() for one in found]):
+    for line in _table([status.row() for status in statuses]):
         typer.echo(folded(printable(line)))
     if which is not None:
-        for line in found[0].last_words():
+        for line in statuses[0].last_words():
             typer.echo(printable(colorless(line)))
 
 
@@ -53,7 +53,7 @@ def _table(rows: list[tuple[str, ...]]) -> list[str]:
     is_wide = all(folded(line := f"{cells}  {rest}") == line for cells, rest in whole)
     if is_wide:
         return [f"{cells}  {rest}".rstrip() for cells, rest in whole]
-    return [one.rstrip() for cells, rest in whole for one in (cells, f"  {rest}")]
+    return [line.rstrip() for cells, rest in whole for line in (cells, f"  {rest}")]
 
 
 def logs(
@@ -85,6 +85,6 @@ def cancel(
     """Stop jobs. Where they can they write a last checkpoint; they do not start again."""
     from flatout.submit import Ledger, target_of
 
-    for entry in [Ledger().find(one) for one in which]:
+    for entry in [Ledger().find(name) for name in which]:
         target_of(entry.target).cancel(entry.id, Path(entry.folder))
         typer.echo(printable(f"canceled {entry.id or entry.name}"))

@@ -36,18 +36,18 @@ def report(
     """Tell of one run, as text and as an HTML page, or of what changed between several."""
     from flatout.report import Report
 
-    found = Report(runs)
-    page = None if as_json and html is None else found.write(html)
-    failed = [] if fail_if is None else found.fails(fail_if)
+    result = Report(runs)
+    page = None if as_json and html is None else result.write(html)
+    failed = [] if fail_if is None else result.fails(fail_if)
     if as_json:
         import json
 
-        typer.echo(json.dumps(found.as_dict() | {"failed": failed}, indent=2))
+        typer.echo(json.dumps(result.as_dict() | {"failed": failed}, indent=2))
     else:
         from flatout.terminal import Console
 
         console = Console(highlight=False, markup=False, soft_wrap=True)
-        for line in found.lines():
+        for line in result.lines():
             console.print(line)
         if page is not None:
             console.print(f"page: {page}")

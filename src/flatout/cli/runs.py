@@ -16,12 +16,12 @@ def runs(
     """List when jobs ran in the run folders below a folder, and how they ended, the newest last."""
     from flatout.report import RunHistory
 
-    found = RunHistory.below(folder)
+    history = RunHistory.below(folder)
     if as_json:
         import json
 
-        typer.echo(json.dumps(found.as_dict(), indent=2))
+        typer.echo(json.dumps(history.as_dict(), indent=2))
         return
     from flatout.terminal import Console
 
-    Console(highlight=False, markup=False).print(found)
+    Console(highlight=False, markup=False).print(history)

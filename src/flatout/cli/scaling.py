@@ -21,14 +21,14 @@ def scaling(
     """Compare runs of one job on 1 to N ranks: throughput, efficiency, what time was lost to."""
     from flatout.report import Scaling
 
-    found = Scaling.of(runs)
+    result = Scaling.of(runs)
     if plot is not None:
-        found.plot(plot)
+        result.plot(plot)
     if as_json:
         import json
 
-        typer.echo(json.dumps(found.as_dict(), indent=2))
+        typer.echo(json.dumps(result.as_dict(), indent=2))
         return
     from flatout.terminal import Console
 
-    Console(highlight=False, markup=False).print(found)
+    Console(highlight=False, markup=False).print(result)

@@ -205,25 +205,25 @@ def _submit(name: str, asked: Asked, *, dry_run: bool, yes: bool, as_json: bool)
     to = target_of(name)
     jobs = runs_of(job_of(asked, Path.cwd(), datetime.now()), to)
     if dry_run:
-        _print_all(jobs, to, [artifacts_of(one, to) for one in jobs], as_json)
+        _print_all(jobs, to, [artifacts_of(job, to) for job in jobs], as_json)
         return
-    artifacts = [write(one, to) for one in jobs]
+    artifacts = [write(job, to) for job in jobs]
     if not as_json:
         _print_written(jobs, artifacts[0])
     where = f"nothing was sent: {jobs[0].folder}"
-    refuse(list(dict.fromkeys(line for one in jobs for line in to.unseen(one))), where=where)
+    refuse(list(dict.fromkeys(line for job in jobs for line in to.unseen(job))), where=where)
     try:
-        found = [line for one in jobs for line in to.check(one)]
+        problems = [line for job in jobs for line in to.check(job)]
     except SubmitError as error:
         raise SubmitError(error.what, where=error.where or where, do=error.do) from error
-    refuse(list(dict.fromkeys(found)), where=where)
+    refuse(list(dict.fromkeys(problems)), where=where)
     agreed = yes or (not as_json and _agrees(name, len(jobs)))
     sent = send_all(jobs, to, Ledger()) if agreed else []
     if as_json:
-        _print_json(jobs, to, artifacts, [one.id for one in sent])
-    for one in [] if as_json else sent:
-        id = one.id
-        said = f"submitted {id} {one.words}".rstrip()
+        _print_json(jobs, to, artifacts, [submission.id for submission in sent])
+    for submission in [] if as_json else sent:
+        id = submission.id
+        said = f"submitted {id} {submission.words}".rstrip()
         ways = f"flatout jobs · flatout logs {id} -f · flatout cancel {id}"
         _say(f"{said} · {ways}")
 
@@ -249,7 +249,7 @@ def _print_written(jobs: list[Job], artifacts: list[Artifact]) -> None:
     job, *others = jobs
     first, *rest = artifacts
     parts = [f"wrote {_short(job.folder / first.name)} ({first.lines} lines)"]
-    parts += [one.name for one in rest]
+    parts += [item.name for item in rest]
     parts += [f"code {job.code}"]
     _say(" · ".join(parts))
     if others:
@@ -258,8 +258,8 @@ def _print_written(jobs: list[Job], artifacts: list[Artifact]) -> None:
         _say(f"  not among the code: {file} ({why})")
     if len(job.code.left_out) > 10:
         _say(f"  and {len(job.code.left_out) - 10} more")
-    for one in job.inputs:
-        _say(f"  data: {one.words}")
+    for entry in job.inputs:
+        _say(f"  data: {entry.words}")
     if job.checkpoint is None and not job.is_command:
         _say("  no --checkpoints FOLDER: once stopped, it starts over unless the script sets run=")
     if job.price is not None:
@@ -285,9 +285,9 @@ def _print_all(jobs: list[Job], to: Target, artifacts: list[list[Artifact]], as_
         _print_json(jobs, to, artifacts, [])
         return
     job = jobs[0]
-    for one in artifacts[0]:
-        _say(f"== {_short(job.folder / one.name)}")
-        typer.echo(printable(one.text))
+    for artifact in artifacts[0]:
+        _say(f"== {_short(job.folder / artifact.name)}")
+        typer.echo(printable(artifact.text))
     _say(f"== code: {job.code}")
     for file in job.code.files:
         _say(f"  {file}")
@@ -296,7 +296,7 @@ def _print_all(jobs: list[Job], to: Target, artifacts: list[list[Artifact]], as_
     for given in job.inputs:
         _say(f"data: {given.words}")
     if len(jobs) > 1:
-        _say(f"and so for each seed: {', '.join(one.name for one in jobs[1:])}")
+        _say(f"and so for each seed: {', '.join(job.name for job in jobs[1:])}")
     for line in to.unseen(job):
         say_as_is(folded(f"would be refused: {line}", sys.stderr))
 
@@ -313,7 +313,7 @@ def _print_json(
         {
             "id": ids[number] if ids else None,
             "folder": str(job.folder),
-            "artifacts": {one.name: one.text for one in artifacts[number]},
+            "artifacts": {artifact.name: artifact.text for artifact in artifacts[number]},
             "unseen": to.unseen(job),
             **facts_of(job, to),
         }

@@ -69,12 +69,12 @@ def _first_with_malloc() -> bytes | None:
 def _owner(library: ctypes.CDLL, name: str) -> bytes | None:
     """The name of the file that a symbol is from; None for one that no one has."""
     symbol = getattr(library, name, None)
-    found = _SymbolInfo()
+    info = _SymbolInfo()
     if symbol is None or not library.dladdr(
-        ctypes.cast(symbol, ctypes.c_void_p), ctypes.byref(found)
+        ctypes.cast(symbol, ctypes.c_void_p), ctypes.byref(info)
     ):
         return None
-    return os.path.basename(found.file) if found.file else None
+    return os.path.basename(info.file) if info.file else None
 
 
 class _Loaded(ctypes.Structure):

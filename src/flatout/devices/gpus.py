@@ -145,14 +145,14 @@ def _processes(nvml: Any, handle: Any) -> tuple[GpuProcess, ...]:
 
 
 def _mig_devices(nvml: Any, handle: Any) -> tuple[MigDevice, ...]:
-    found = []
+    devices = []
     for index in range(_asked(nvml, nvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
         # Most of the places for slices are empty.
         part = _asked(nvml, nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, index)
         if part is None:
             continue
         memory = _asked(nvml, nvml.nvmlDeviceGetMemoryInfo, part)
-        found.append(
+        devices.append(
             MigDevice(
                 uuid=nvml.nvmlDeviceGetUUID(part),
                 name=nvml.nvmlDeviceGetName(part),
@@ -161,4 +161,4 @@ def _mig_devices(nvml: Any, handle: Any) -> tuple[MigDevice, ...]:
                 processes=_processes(nvml, part),
             )
         )
-    return tuple(found)
+    return tuple(devices)

@@ -61,8 +61,8 @@ def read_memory(root: Path = Path("/")) -> Memory:
 def read_shm(folder: Path = Path("/dev/shm")) -> Shm | None:
     """Returns what the shared memory folder holds; None where there is none."""
     try:
-        found = os.statvfs(folder)
+        stat = os.statvfs(folder)
     except OSError:
         return None
-    total, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+    total, free = stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
     return Shm(total=total, free=free, too_small_for_workers=free < SHM_FOR_WORKERS)

@@ -92,7 +92,7 @@ class _Trips:
         inputs = args[1:] if name in _OVERWRITING else args
         read = list(_tensors((inputs, {key: kwargs[key] for key in kwargs if key != "out"})))
         written = list(_tensors(outputs))
-        known = [one for one in map(self._departure, read) if one is not None]
+        known = [departure for departure in map(self._departure, read) if departure is not None]
         sources = [tensor.device for tensor in read if tensor.device.type != "cpu"]
         for tensor in written:
             if tensor.device.type != "cpu":
@@ -143,11 +143,11 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
         if value.layout == torch.strided:  # others, such as sparse ones, have no storage to follow
             yield value
     elif isinstance(value, tuple | list):
-        for one in value:
-            yield from _tensors(one)
+        for item in value:
+            yield from _tensors(item)
     elif isinstance(value, dict):
-        for one in value.values():
-            yield from _tensors(one)
+        for item in value.values():
+            yield from _tensors(item)
 
 
 def _site() -> str:

@@ -121,14 +121,14 @@ def _free_memory(count: int) -> list[int | None]:
 
     from flatout.devices.inventory import inventory
 
-    seen = inventory()
+    devices = inventory()
     free = {
         gpu.uuid: gpu.memory_total - gpu.memory_used
-        for gpu in seen.nvml.gpus
+        for gpu in devices.nvml.gpus
         if gpu.memory_total is not None and gpu.memory_used is not None
     }
-    if seen.cuda_order_certain and len(seen.cuda) == count:
-        return [free.get(device.uuid) for device in seen.cuda]
+    if devices.cuda_order_certain and len(devices.cuda) == count:
+        return [free.get(device.uuid) for device in devices.cuda]
     names = [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in range(count)]
     return [free.get(name) for name in names]
 
@@ -165,13 +165,13 @@ class Placement:
     @property
     def spread(self) -> bool:
         """Whether the model lives on more than one device, or away from `device`."""
-        return any(one.device != str(self.device) for one in self.modules)
+        return any(placed.device != str(self.device) for placed in self.modules)
 
     def words(self) -> str:
         """A line for each run of neighbors with one device and reason."""
         lines = []
-        for (device, reason), group in itertools.groupby(self.modules, lambda one: one[1:]):
-            names = [one.module or "(the model itself)" for one in group]
+        for (device, reason), group in itertools.groupby(self.modules, lambda placed: placed[1:]):
+            names = [placed.module or "(the model itself)" for placed in group]
             name = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]} ({len(names)})"
             lines.append(f"{name}: {device}, {reason}")
         return "\n".join(lines) or "no module has parameters or buffers"
@@ -374,5 +374,5 @@ class _Mover:
         if type(value) in (tuple, list):
             return type(value)(map(self.move, value))
         if type(value) is dict:
-            return {key: self.move(one) for key, one in value.items()}
+            return {key: self.move(item) for key, item in value.items()}
         return value

@@ -35,7 +35,7 @@ def read_torch_build() -> TorchBuild:
 
 def _constants(source: str) -> dict[str, str]:
     """Returns the texts that a module assigns to plain names, with or without annotation."""
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for node in ast.parse(source).body:
         if isinstance(node, ast.Assign):
             targets = node.targets
@@ -45,8 +45,8 @@ def _constants(source: str) -> dict[str, str]:
             continue
         if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             names = [target.id for target in targets if isinstance(target, ast.Name)]
-            found |= dict.fromkeys(names, node.value.value)
-    return found
+            result |= dict.fromkeys(names, node.value.value)
+    return result
 
 
 def driver_fits(torch_cuda: str, driver_cuda: tuple[int, int]) -> bool:

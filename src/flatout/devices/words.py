@@ -11,25 +11,25 @@ from flatout.devices.memory import Memory, Shm
 _BF16_UNITS = {"amx_bf16": "AMX-bf16", "avx512_bf16": "AVX512-bf16", "bf16": "Arm bf16"}
 
 
-def rows(found: Inventory) -> list[tuple[str, str]]:
+def rows(inventory: Inventory) -> list[tuple[str, str]]:
     """Returns (what, words) rows: the CPUs, the memory, each GPU and slice, and torch."""
-    numbers = {device.uuid: index for index, device in enumerate(found.cuda)}
+    numbers = {device.uuid: index for index, device in enumerate(inventory.cuda)}
     gpus: list[tuple[str, str]] = []
-    for gpu in found.nvml.gpus:
+    for gpu in inventory.nvml.gpus:
         gpus.append((_gpu_name(gpu, numbers), _gpu_words(gpu, numbers)))
         gpus += [(_gpu_name(mig, numbers), _memory_of(mig)) for mig in gpu.mig]
-    if found.nvml.problem:
-        gpus.append(("GPU", f"none: {found.nvml.problem}"))
+    if inventory.nvml.problem:
+        gpus.append(("GPU", f"none: {inventory.nvml.problem}"))
     elif not gpus:
         gpus.append(("GPU", "none"))
-    elif not found.cuda_order_certain:
+    elif not inventory.cuda_order_certain:
         note = "CUDA may number these otherwise: set CUDA_DEVICE_ORDER=PCI_BUS_ID to fix the order"
         gpus.append(("", note))
     return [
-        ("CPU", _cpu_words(found.cpus)),
-        ("RAM", f"{_ram_words(found.memory)} · {_shm_words(found.shm)}"),
+        ("CPU", _cpu_words(inventory.cpus)),
+        ("RAM", f"{_ram_words(inventory.memory)} · {_shm_words(inventory.shm)}"),
         *gpus,
-        ("torch", _torch_words(found)),
+        ("torch", _torch_words(inventory)),
     ]
 
 
@@ -94,19 +94,21 @@ def _users(processes: tuple[GpuProcess, ...]) -> str:
     return f" by pid {', '.join(str(process.pid) for process in processes)}"
 
 
-def _torch_words(found: Inventory) -> str:
-    if found.torch.version is None:
+def _torch_words(inventory: Inventory) -> str:
+    if inventory.torch.version is None:
         return "not installed"
-    if found.torch.cuda is None:
-        built = f"built for ROCm {found.torch.hip}" if found.torch.hip else "built without CUDA"
-        return f"{found.torch.version}, {built}"
-    if found.nvml.cuda is None:
-        return f"{found.torch.version}, CUDA {found.torch.cuda}"
-    fits = "fits" if found.driver_fits_torch else "is too old for"
-    offered = ".".join(map(str, found.nvml.cuda))
+    if inventory.torch.cuda is None:
+        built = (
+            f"built for ROCm {inventory.torch.hip}" if inventory.torch.hip else "built without CUDA"
+        )
+        return f"{inventory.torch.version}, {built}"
+    if inventory.nvml.cuda is None:
+        return f"{inventory.torch.version}, CUDA {inventory.torch.cuda}"
+    fits = "fits" if inventory.driver_fits_torch else "is too old for"
+    offered = ".".join(map(str, inventory.nvml.cuda))
     return (
-        f"{found.torch.version} · driver {found.nvml.driver} (CUDA {offered})"
-        f" {fits} torch's CUDA {found.torch.cuda}"
+        f"{inventory.torch.version} · driver {inventory.nvml.driver} (CUDA {offered})"
+        f" {fits} torch's CUDA {inventory.torch.cuda}"
     )
 
 

@@ -84,14 +84,14 @@ class KerasTimeline(Watches, Callback):  # type: ignore[misc]
         """Let a method tell when it begins and ends, on this object only."""
         if name in vars(it):
             return
-        seen = self._seen
+        lanes = self._seen
 
         def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
-            seen.was(before())
+            lanes.was(before())
             try:
                 return getattr(type(self), name)(self, *args, **kwargs)
             finally:
-                seen.was(during)
+                lanes.was(during)
 
         # Past Keras' own __setattr__, which would look for layers and variables in it.
         object.__setattr__(it, name, MethodType(watched, it))
@@ -154,9 +154,9 @@ class KerasTimeline(Watches, Callback):  # type: ignore[misc]
 class _Last(Callback):  # type: ignore[misc]
     """Stands at the end of Keras' callbacks: until here, they had their turn after a batch."""
 
-    def __init__(self, seen: Seen) -> None:
+    def __init__(self, lanes: Seen) -> None:
         super().__init__()
-        self._seen = seen
+        self._seen = lanes
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """The callbacks have had their turn."""

@@ -166,10 +166,10 @@ def _cost_of_a_mark_us() -> float:
     """Times marks: the median of rounds."""
     count, rounds = 1000, []
     for _ in range(5):
-        seen = Seen()
-        seen.runs = True
+        lanes = Seen()
+        lanes.runs = True
         began = clock()
         for _ in range(count):
-            seen.was("forward")
+            lanes.was("forward")
         rounds.append((clock() - began) / count / 1e3)
     return median(rounds)

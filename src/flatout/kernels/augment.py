@@ -76,7 +76,9 @@ def change_images(
         index = np.arange(len(out), dtype=np.int64)
     size = (out.shape[1], out.shape[2])
     if parts is not None and source.dtype != np.uint8:
-        source = np.stack([_resized(*one, size) for one in zip(source[index], parts, strict=True)])
+        source = np.stack(
+            [_resized(*item, size) for item in zip(source[index], parts, strict=True)]
+        )
         index, parts, places = np.arange(len(out)), None, places * np.array([0, 0, 1])
     source, out = _as_bytes("source", source), _as_bytes("out", out)
     if _use_c:
@@ -126,10 +128,10 @@ def _resized(image: Images, part: Integers, size: tuple[int, int]) -> Images:
     import torch
 
     top, left, height, width = part.tolist()
-    found = image[top : top + height, left : left + width]
-    if found.shape[:2] == size:
-        return found
-    batch = torch.from_numpy(np.ascontiguousarray(found)).unsqueeze(0).permute(0, 3, 1, 2)
+    crop = image[top : top + height, left : left + width]
+    if crop.shape[:2] == size:
+        return crop
+    batch = torch.from_numpy(np.ascontiguousarray(crop)).unsqueeze(0).permute(0, 3, 1, 2)
     made = torch.nn.functional.interpolate(batch, size, mode="bilinear", antialias=True)
     return made[0].permute(1, 2, 0).numpy()
 

@@ -62,7 +62,7 @@ def fits(x: torch.Tensor, *parameters: torch.Tensor | None, skip: torch.Tensor |
         and x.numel() >= _LEAST
         and x.numel() > x.shape[1]
         and _suits(x)
-        and all(_is_plain(one, x.shape[1]) for one in parameters)
+        and all(_is_plain(parameter, x.shape[1]) for parameter in parameters)
         and (skip is None or _goes_with(skip, x))
         and (torch.get_num_threads() == 1 or parallel() != 0)
     )

@@ -77,8 +77,8 @@ def check_array(
 
 def check_apart(written: Sequence[npt.NDArray[Any]], read: Sequence[npt.NDArray[Any]]) -> None:
     """Refuse an array to write into that shares memory with another one."""
-    for number, one in enumerate(written):
-        if any(np.may_share_memory(one, other) for other in [*read, *written[:number]]):
+    for number, item in enumerate(written):
+        if any(np.may_share_memory(item, other) for other in [*read, *written[:number]]):
             raise ValueError("an array to write into shares memory with another one")
 
 

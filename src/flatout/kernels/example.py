@@ -192,17 +192,17 @@ def scan(buffer: Any, start: int = 0, *, final: bool = True, most: int | None = 
         ValueError: `start` is not in the buffer, or it is not C-contiguous.
     """
     _say_if_absent()
-    found: list[tuple[Numbers, Numbers]] = []
+    columns: list[tuple[Numbers, Numbers]] = []
     at, total, end = start, 0, End.MOST
     while end == End.MOST and (most is None or total < most):
         room = _AT_ONCE if most is None else min(_AT_ONCE, most - total)
         starts, ends = np.empty(room, np.int64), np.empty(room, np.int64)
         count, at, code = (_c.scan if _use_c else example_fallback.scan)(buffer, at, starts, ends)
         end = End(code)
-        found.append((starts[:count], ends[:count]))
+        columns.append((starts[:count], ends[:count]))
         total += count
     problem = _problem(memoryview(buffer).cast("B"), at, end, final) if end > End.MOST else ""
-    pairs = zip(*found, strict=True) if found else ([], [])
+    pairs = zip(*columns, strict=True) if columns else ([], [])
     starts, ends = (np.concatenate(parts) if parts else np.empty(0, np.int64) for parts in pairs)
     return Scan(starts, ends, at, end, problem)
 

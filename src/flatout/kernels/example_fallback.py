@@ -228,14 +228,14 @@ def _messages(record: bytes, at: int, end: int, number: int) -> Iterator[_Field]
 
 def _entries(record: bytes) -> dict[bytes, tuple[int, int]]:
     """Where the last entry of the map with each key is."""
-    found = {}
+    entries = {}
     for features in _messages(record, 0, len(record), 1):
         for entry in _messages(record, features.at, features.end, 1):
             name = b""
             for key in _messages(record, entry.at, entry.end, 1):
                 name = record[key.at : key.end]
-            found[name] = (entry.at, entry.end)
-    return found
+            entries[name] = (entry.at, entry.end)
+    return entries
 
 
 def _lists(record: bytes, entry: tuple[int, int]) -> list[_Field]:
@@ -308,17 +308,17 @@ def _values(
     if _KINDS[lists[-1].number] != feature.kind:
         raise Wrong(Bad.WRONG_KIND, entry[0])
     values = _Values(feature.kind, is_int32)
-    for one in lists:
-        for field in _fields(record, one.at, one.end):
+    for item in lists:
+        for field in _fields(record, item.at, item.end):
             values.add(record, field)
     if feature.kind == "bytes" and values.pieces > 1:
         raise Wrong(Bad.SEVERAL_VALUES, entry[0])
-    found = values.array
+    array = values.array
     if room is not None and (
-        len(found) > room or (feature.width is not None and len(found) < room)
+        len(array) > room or (feature.width is not None and len(array) < room)
     ):
         raise Wrong(Bad.WRONG_COUNT, entry[0])
-    return found
+    return array
 
 
 # ---- rows ----
@@ -342,7 +342,7 @@ class _Rows:
     def check_apart(self, written: list[Any], read: list[Any]) -> None:
         check_apart([self.status, self.at, *written], [self.text, self.starts, self.ends, *read])
 
-    def run(self, one: Any, spoil: Any) -> int:
+    def run(self, value: Any, spoil: Any) -> int:
         """Call `one(row, record, entries)` for each record, and `spoil(row)` for bad ones."""
         bad = 0
         for row, (start, stop) in enumerate(
@@ -357,7 +357,7 @@ class _Rows:
                     _check_frame(self.text, start, stop)
                     base = start
                 record = self.text[start:stop].tobytes()
-                one(row, record, _entries(record))
+                value(row, record, _entries(record))
                 self.status[row] = 0
             except Wrong as wrong:
                 spoil(row)
@@ -385,11 +385,11 @@ def measure(
     def one(row: int, record: bytes, entries: dict[bytes, tuple[int, int]]) -> None:
         counts = []
         for feature in features:
-            found = _values(
+            values = _values(
                 record, entries.get(feature.name), feature, feature.bits == 32, feature.width
             )
             if feature.width is None:
-                counts.append(0 if found is None else len(found))
+                counts.append(0 if values is None else len(values))
         lengths[:, row] = counts
 
     def spoil(row: int) -> None:
@@ -425,7 +425,7 @@ def decode(
         check_array("present", present, ("uint8",), (count, len(features)), True)
     rows.check_apart(
         [*outputs, *([] if present is None else [present])],
-        [one for one in offsets if one is not None],
+        [offset for offset in offsets if offset is not None],
     )
 
     def places(i: int, row: int) -> npt.NDArray[Any]:
@@ -433,12 +433,12 @@ def decode(
         return outputs[i][row].reshape(-1) if own is None else outputs[i][own[row] : own[row + 1]]
 
     def one(row: int, record: bytes, entries: dict[bytes, tuple[int, int]]) -> None:
-        found = []
+        arrays = []
         for i, feature in enumerate(features):
             is_int32 = feature.bits == 32 or outputs[i].dtype == np.int32
             room = len(places(i, row))
-            found.append(_values(record, entries.get(feature.name), feature, is_int32, room))
-        for i, values in enumerate(found):
+            arrays.append(_values(record, entries.get(feature.name), feature, is_int32, room))
+        for i, values in enumerate(arrays):
             own, size = places(i, row), 0 if values is None else len(values)
             if values is not None:
                 own[:size] = values
@@ -506,12 +506,12 @@ def _record(entries: Sequence[Entry], row: int) -> bytes:
     for name, kind, values, width, own in entries:
         flat = values.reshape(-1)
         first, stop = (row * width, (row + 1) * width) if own is None else own[row : row + 2]
-        found = flat[first:stop]
+        content = flat[first:stop]
         if _KINDS[kind] == "int64":
-            packed = b"".join(_varint_bytes(value & 2**64 - 1) for value in found.tolist())
+            packed = b"".join(_varint_bytes(value & 2**64 - 1) for value in content.tolist())
         else:
-            packed = found.astype(found.dtype.newbyteorder("<"), copy=False).tobytes()
-        is_empty = len(found) == 0 and _KINDS[kind] != "bytes"
+            packed = content.astype(content.dtype.newbyteorder("<"), copy=False).tobytes()
+        is_empty = len(content) == 0 and _KINDS[kind] != "bytes"
         feature = _message(kind, b"" if is_empty else _message(1, packed))
         features += _message(1, _message(1, name) + _message(2, feature))
     return _message(1, features)

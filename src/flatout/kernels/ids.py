@@ -125,8 +125,8 @@ class IdNumbers:
         for field in np.unique(fields):
             own = fields == field
             ids = np.ascontiguousarray(held[own, 0])
-            one = np.array([field])
-            _, self.count = _c.add(self._slots, ids, one, numbers[own], 0, self.count)
+            key = np.array([field])
+            _, self.count = _c.add(self._slots, ids, key, numbers[own], 0, self.count)
 
     def _add_sorted(self, ids: Numbers, fields: Numbers, numbers: Numbers | None) -> None:
         added = np.ones(ids.size, np.int64) if numbers is None else numbers.reshape(-1)
@@ -154,14 +154,14 @@ class IdNumbers:
             known, numbers = self._items.ids[own], self._items.numbers[own]
             mine = flat[:, column]
             at = np.minimum(np.searchsorted(known, mine), max(0, len(known) - 1))
-            found = known[at] == mine if len(known) else np.zeros(len(mine), bool)
+            is_known = known[at] == mine if len(known) else np.zeros(len(mine), bool)
             room = int(buckets[column])
             other = np.zeros(len(mine), np.int64)
             if room:
                 hashed = hash_ids(mine, fields[column]) % np.uint64(room)
                 other = firsts[column] + hashed.astype(np.int64)
-            rows[:, column] = np.where(found, numbers[at] - 1, other) if len(known) else other
-            bad[:, column] = ~found if not room else False
+            rows[:, column] = np.where(is_known, numbers[at] - 1, other) if len(known) else other
+            bad[:, column] = ~is_known if not room else False
         return int(bad.reshape(-1).argmax()) if bad.any() else -1
 
 

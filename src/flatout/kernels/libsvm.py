@@ -240,10 +240,10 @@ _BOUNDS = {"float32": float.fromhex("0x1.ffffffp127")}
 
 def _number(row: bytes, at: int, bad: Bad) -> tuple[float, int]:
     """A decimal number, and where it ends."""
-    found = _DECIMAL.match(row, at)
-    assert found is not None  # it matches nothing at all as well
-    end = found.end()
-    if not found[1] and not found[2]:
+    match = _DECIMAL.match(row, at)
+    assert match is not None  # it matches nothing at all as well
+    end = match.end()
+    if not match[1] and not match[2]:
         raise Wrong(Bad.NOT_FINITE, at) if _WORD.match(row, at) else Wrong(bad, end)
     power = _POWER.match(row, end)
     if power is not None:
@@ -255,19 +255,19 @@ def _number(row: bytes, at: int, bad: Bad) -> tuple[float, int]:
 
 def _whole(row: bytes, at: int, bad: Bad) -> tuple[int, int]:
     """Digits, and where they end."""
-    found = _DIGITS.match(row, at)
-    if found is None:
+    match = _DIGITS.match(row, at)
+    if match is None:
         raise Wrong(bad, at)
     # Python refuses to read some thousands of digits; 20 are too many already.
-    value = int(found[0].lstrip(b"0")[:20] or b"0")
+    value = int(match[0].lstrip(b"0")[:20] or b"0")
     if value > NO_LIMIT:
         raise Wrong(Bad.TOO_LARGE, at)
-    return value, found.end()
+    return value, match.end()
 
 
 def _skip(row: bytes, at: int) -> int:
-    found = _BLANKS.match(row, at)
-    return at if found is None else found.end()
+    match = _BLANKS.match(row, at)
+    return at if match is None else match.end()
 
 
 def _label(row: bytes, rules: _Rules) -> tuple[float, int]:

@@ -117,7 +117,7 @@ def index_lines(
                 cuts[1:],
             )
         )
-    return np.concatenate([one[0] for one in found]), np.concatenate([one[1] for one in found])
+    return np.concatenate([part[0] for part in found]), np.concatenate([part[1] for part in found])
 
 
 def _cuts(text: Text, start: int, stop: int, parts: int) -> Iterator[int]:
@@ -313,8 +313,8 @@ def _check_columns(columns: Sequence[Column], rows: int, row_bytes: int) -> None
             raise ValueError(
                 f"column {number}: {width} bytes at {offset} are not in a row of {row_bytes}"
             )
-        found = len(array) if array.ndim and array.flags.c_contiguous else None
-        if found != rows or array.nbytes != rows * width:
+        size = len(array) if array.ndim and array.flags.c_contiguous else None
+        if size != rows or array.nbytes != rows * width:
             raise ValueError(
                 f"column {number}: expected {rows} C-contiguous rows of {width} bytes, found "
                 f"{array.dtype} of shape {array.shape}"
@@ -336,7 +336,7 @@ def _plain(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 def _check_apart(written: Sequence[npt.NDArray[Any]], read: Sequence[npt.NDArray[Any]]) -> None:
     if not all(array.flags.writeable for array in written):
         raise ValueError("expected C-contiguous memory that can be written")
-    if any(np.may_share_memory(one, other) for one in written for other in read):
+    if any(np.may_share_memory(item, other) for item in written for other in read):
         raise ValueError("what is written shares memory with what is read")
 
 

@@ -114,7 +114,7 @@ def deal(groups: Groups, first: int, ranks: int, shift: int) -> Dealt:
         ranks: how many there are.
         shift: of so many rows at a time, as a power of two.
     """
-    rows, places, starts = (torch.empty_like(one) for one in groups)
+    rows, places, starts = (torch.empty_like(group) for group in groups)
     local, numbers = torch.empty_like(rows), torch.empty_like(places)
     counts = torch.empty(ranks, dtype=torch.int64)
     _c.deal(
@@ -244,8 +244,8 @@ class Steps:
         """Say what the step after `now` is, for `apply`."""
         logs = (step.first, step.second, step.keep)
         self._logs_then = tuple(
-            total + (math.log2(one) if one > 0 else -1e6)
-            for total, one in zip(self._logs, logs, strict=True)
+            total + (math.log2(item) if item > 0 else -1e6)
+            for total, item in zip(self._logs, logs, strict=True)
         )
         self._nothing_decays &= step.decay == 0
         self._horizon = max(self._horizon, self._horizon_of(step))
@@ -266,12 +266,12 @@ class Steps:
         """These steps and one behind them, of which these take no note; made once."""
         made = self.base, self.now, step
         if self._followed is None or self._followed[0] != made:
-            found = copy(self)
-            found._steps, found._missed = self._steps.clone(), self._missed.clone()
-            found._passed = None
-            found.write(step)
-            found.advance()
-            self._followed = made, found
+            result = copy(self)
+            result._steps, result._missed = self._steps.clone(), self._missed.clone()
+            result._passed = None
+            result.write(step)
+            result.advance()
+            self._followed = made, result
         return self._followed[1]
 
     def advance(self) -> None:
@@ -298,7 +298,9 @@ class Steps:
 
     def apply(self, changes: Sequence[Change]) -> None:
         """Bring rows of tables to `now`, and make the step that was written."""
-        self._call([_addresses(*one) for one in changes if _by_extension(one.table.weights)])
+        self._call(
+            [_addresses(*change) for change in changes if _by_extension(change.table.weights)]
+        )
         for table, rows, gradients in changes:
             if not _by_extension(table.weights):
                 step = self._steps[self.now + 1 - self.base]

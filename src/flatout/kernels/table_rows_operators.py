@@ -19,7 +19,7 @@ _STEP = (
     "nesterov", "first_rest", "second_rest", "scale", "within",
 )  # fmt: skip
 _FIRST_LOGS, _SECOND_LOGS, _KEEP_LOGS = (
-    _STEP.index(f"{one}_logs") for one in ("first", "second", "keep")
+    _STEP.index(f"{name}_logs") for name in ("first", "second", "keep")
 )
 _UPTO, _OF_WEIGHT, _OF_BUFFER, _TO_WEIGHT, _TO_BUFFER, _ROOT, _MOMENTS = range(7)
 _SIZE, _REST, _NEAR = -2, -1, 3e-7

@@ -194,7 +194,7 @@ class Ranks:
 
     def read(self) -> list[Rank]:
         """Those whose process still runs, by job and rank."""
-        found = []
+        result = []
         for file in sorted((cache_folder() / "live").glob("*.json")):
             # Another version of Flatout may have written it, a disk that is full, or anyone else.
             with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -202,8 +202,8 @@ class Ranks:
                 if data["host"] == socket.gethostname() and file.stem == str(data["pid"]):
                     rank = self._rank(data)
                     if _runs(rank.pid, rank.started):
-                        found.append(rank)
-        return sorted(found, key=lambda rank: (rank.started, rank.job, rank.rank))
+                        result.append(rank)
+        return sorted(result, key=lambda rank: (rank.started, rank.job, rank.rank))
 
     def _rank(self, data: dict[str, Any]) -> Rank:
         file = data.pop("file", None)
@@ -217,10 +217,10 @@ class Ranks:
     def _observed(self, pid: int, file: Path) -> dict[str, Any]:
         """What an observation tells; nothing where it cannot be read yet."""
         try:
-            seen, written = _read(file)
+            status, written = _read(file)
         except (OSError, ValueError):
             return {}
-        steps, lanes = _count(seen["steps"]), _lanes(seen["lanes_ms"])
+        steps, lanes = _count(status["steps"]), _lanes(status["lanes_ms"])
         looks = self._looks.setdefault(pid, deque())
         if not looks:
             looks.append(_Look(0.0, 0, {}))
@@ -229,7 +229,7 @@ class Ranks:
             _note(looks, _Look(time.monotonic(), steps, totals))
         recent = _recent(looks)
         recent["lanes_ms"] = {lane: recent["lanes_ms"].get(lane) for lane in lanes}
-        return {"steps": steps, "command": seen["command"], "updated": written, **recent}
+        return {"steps": steps, "command": status["command"], "updated": written, **recent}
 
 
 def _read(file: Path) -> tuple[dict[str, Any], float]:
@@ -237,8 +237,8 @@ def _read(file: Path) -> tuple[dict[str, Any], float]:
     # What is no file must not be waited for, and a link may lead to anything.
     handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     with open(handle, "rb") as it:
-        seen = os.fstat(it.fileno())
-        if not stat.S_ISREG(seen.st_mode) or seen.st_uid != os.geteuid():
+        status = os.fstat(it.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
             raise ValueError("not a file of this user's")
         content = it.read(_MOST_BYTES + 1)
     if len(content) > _MOST_BYTES:
@@ -249,7 +249,7 @@ def _read(file: Path) -> tuple[dict[str, Any], float]:
         raise ValueError("too deep") from None
     if not isinstance(data, dict):
         raise ValueError("not an object")
-    return data, seen.st_mtime
+    return data, status.st_mtime
 
 
 def _check(rank: Rank) -> None:
@@ -303,10 +303,12 @@ def _note(looks: deque[_Look], look: _Look) -> None:
 def _recent(looks: Sequence[_Look]) -> dict[str, Any]:
     """Lanes per step and speed since a look some seconds ago, and how much was starved."""
     last = looks[-1]
-    before = next((one for one in looks if last.at - one.at <= _RECENT_S), last)
+    before = next((look for look in looks if last.at - look.at <= _RECENT_S), last)
     if last.steps == before.steps:  # a step takes longer than that
         before = max(
-            (one for one in looks if one.steps < last.steps), key=lambda one: one.at, default=last
+            (look for look in looks if look.steps < last.steps),
+            key=lambda look: look.at,
+            default=last,
         )
     steps = last.steps - before.steps
     lanes = {}
@@ -314,10 +316,10 @@ def _recent(looks: Sequence[_Look]) -> dict[str, Any]:
         for lane, ms in last.totals.items():
             lanes[lane] = max(0.0, ms - before.totals.get(lane, 0.0)) / steps
     watched = starved = 0.0
-    for one, other in zip(list(looks)[:-1], list(looks)[1:], strict=True):
-        took = sum(other.totals.values()) - sum(one.totals.values())
+    for item, other in zip(list(looks)[:-1], list(looks)[1:], strict=True):
+        took = sum(other.totals.values()) - sum(item.totals.values())
         watched += took / 1e3
-        waited = other.totals.get("input", 0.0) - one.totals.get("input", 0.0)
+        waited = other.totals.get("input", 0.0) - item.totals.get("input", 0.0)
         starved += took / 1e3 if took > 0 and waited >= _STARVED * took else 0.0
     rate = 1e3 / sum(lanes.values()) if sum(lanes.values()) > 0 else 0.0
     samples = (last.samples - before.samples) / steps if steps else 0.0

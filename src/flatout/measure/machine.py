@@ -44,8 +44,8 @@ def known_rates(device: str, threads: int) -> dict[str, Any] | None:
         threads: of torch, in one operator.
     """
     try:
-        found = json.loads((cache_folder() / _KIND / _name(device, threads)).read_text())
-        return found if isinstance(found, dict) and "spread" in found else None
+        data = json.loads((cache_folder() / _KIND / _name(device, threads)).read_text())
+        return data if isinstance(data, dict) and "spread" in data else None
     except (OSError, ValueError):
         return None
 
@@ -186,11 +186,11 @@ def _numbers(rates: Any) -> list[float]:
     return list(rates.values()) if isinstance(rates, dict) else [rates]
 
 
-def _faster(one: Any, other: Any) -> Any:
+def _faster(first: Any, other: Any) -> Any:
     """The better of two measurements, number by number."""
-    if isinstance(one, dict):
-        return {name: _faster(one[name], other[name]) for name in one}
-    return max(one, other)
+    if isinstance(first, dict):
+        return {name: _faster(first[name], other[name]) for name in first}
+    return max(first, other)
 
 
 def _matmul(device: str, dtype: Any, best: _Best) -> dict[str, float]:
@@ -228,13 +228,13 @@ def _triad(device: str, dtype: Any, best: _Best) -> dict[str, float]:
     """Bytes per second of a = b + 2 c, for tensors that a cache holds and for large ones."""
     import torch
 
-    found = {}
+    result = {}
     for name, elements in (("memory", 2**23), ("cache", 2**16)):
         elements *= 1 if device == "cpu" else _GPU**2
         a, b, c = (torch.ones(elements, device=device, dtype=dtype) for _ in range(3))
         seconds = best(lambda a=a, b=b, c=c: torch.add(b, c, alpha=2, out=a))  # type: ignore[misc]
-        found[name] = 3 * a.nbytes / seconds
-    return found
+        result[name] = 3 * a.nbytes / seconds
+    return result
 
 
 def _calls(device: str, best: _Best) -> float:

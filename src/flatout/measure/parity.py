@@ -162,8 +162,8 @@ def _kind(name: str, value: Any) -> str:
     """Returns dtype and shape, such as `float32 [64, 3]`."""
     comparable = value.dtype.kind in "biufc" if isinstance(value, np.ndarray) else _is_torch(value)
     if not comparable:
-        found = f"array of {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
-        raise ModelError(f"expected a tensor or an array of numbers, found {found}", where=name)
+        kind = f"array of {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
+        raise ModelError(f"expected a tensor or an array of numbers, found {kind}", where=name)
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
 
 

@@ -56,8 +56,8 @@ class Processes:
             tree = [root, *root.children(recursive=True)]
         except psutil.Error:
             raise FlatoutError(f"no process {pid} is running here") from None
-        found = [self._look(process) for process in tree]
-        return [one for one in found if one is not None]
+        result = [self._look(process) for process in tree]
+        return [item for item in result if item is not None]
 
     def _look(self, process: Any) -> ProcessUse | None:
         # The object that looked before knows the CPU time of then.

@@ -244,24 +244,24 @@ class Profile:
                 do="read it with the Flatout that wrote it, or train again with this one",
             )
         try:
-            found = _adapter().validate_python(data)
+            profile = _adapter().validate_python(data)
         except ValidationError as error:
             first = error.errors()[0]
             at = ".".join(map(str, first["loc"]))
             raise _no_profile(file, f"{at}: {first['msg']}") from error
-        if missing := _missing(found):
+        if missing := _missing(profile):
             raise _no_profile(file, missing)
-        return found
+        return profile
 
 
 def profile_schema() -> dict[str, Any]:
     """Return the JSON Schema of a Profile's file."""
-    found = _adapter().json_schema()
+    schema = _adapter().json_schema()
     fixed = {"schema": {"const": SCHEMA}, "version": {"const": VERSION}}
     return {
-        **found,
-        "properties": {**fixed, **found["properties"]},
-        "required": [*fixed, *found["properties"]],
+        **schema,
+        "properties": {**fixed, **schema["properties"]},
+        "required": [*fixed, *schema["properties"]],
     }
 
 
@@ -279,10 +279,10 @@ def _missing(profile: Profile) -> str:
         parts.append(("epochs", epoch, {"samples": int, "at_s": _NUMBER}))
     for bucket in profile.communication.get("buckets", ()):
         parts.append(("communication", bucket, {"bytes": int, "ready_ms": _NUMBER}))
-    for part, found, wanted in parts:
+    for part, values, wanted in parts:
         for name, kind in wanted.items():
-            if not isinstance(found.get(name), kind):
-                return f"{part}.{name} is {found.get(name)!r}"
+            if not isinstance(values.get(name), kind):
+                return f"{part}.{name} is {values.get(name)!r}"
     return "" if profile.ranks else "ranks are empty"
 
 

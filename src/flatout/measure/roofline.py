@@ -80,17 +80,17 @@ def bound(
         settings: fields of the Recipe that are not plain, such as `{"compute.precision": "bf16"}`;
             those that a roofline knows nothing of change nothing.
     """
-    found = {}
+    result = {}
     for lane, kinds in counts["lanes"].items():
         if lane == "optimizer" and _fuses_update(settings):
             kinds = {"update": _fused(counts["weights"])}
-        found[lane] = _of_lane(lane, kinds, rates, settings, counts["device"])
+        result[lane] = _of_lane(lane, kinds, rates, settings, counts["device"])
     if _precision(settings) != "fp32":
         # Weights are read and written in bf16 before they are used, and their gradients back.
         casts = 1.5 * counts["weights"]["bytes"] / rates["bytes_per_s"]["fp32"]["memory"]
         for lane in ("forward", "backward"):
-            found.setdefault(lane, {})["casts"] = casts
-    return found
+            result.setdefault(lane, {})["casts"] = casts
+    return result
 
 
 def predicted(
@@ -112,7 +112,7 @@ def promises(
         counts, rates: as of `bound`.
         options: fields of the Recipe, and the values that may be faster.
     """
-    found = {}
+    result = {}
     for field, value in options.items():
         if field not in _KNOWN and field not in _FEWER_PASSES:
             continue
@@ -120,8 +120,8 @@ def promises(
         saved, touched = zip(
             *(_changed(counts, rates, beside, field, value) for beside in ({}, others)), strict=True
         )
-        found[field] = Promise(max(saved), _FAR * max(touched))
-    return found
+        result[field] = Promise(max(saved), _FAR * max(touched))
+    return result
 
 
 def _changed(
@@ -170,7 +170,7 @@ def _of_lane(
 ) -> dict[str, float]:
     is_update = lane == "optimizer"
     layout = settings.get("compute.memory_format", "contiguous")
-    found = {}
+    result = {}
     for kind, of in kinds.items():
         kept = settings.get("compute.fp32_operators") == "on" and kind in _KEPT_IN_FP32
         precision = "fp32" if is_update or kept else _precision(settings)
@@ -184,7 +184,7 @@ def _of_lane(
             seconds = max(
                 seconds, of["flops"] / rate["backward" if lane == "backward" else "forward"]
             )
-        found[kind] = seconds
+        result[kind] = seconds
     calls = sum(of["calls"] for of in kinds.values())
     if settings.get("compute.capture") == "on":
         calls = int(lane == "forward")  # one for the whole step
@@ -193,5 +193,5 @@ def _of_lane(
     dispatch = calls / rates["nodes_per_s" if lane == "backward" else "calls_per_s"]
     if device != "cpu":
         # The host calls ahead while the device computes: the longer of the two shows.
-        dispatch = max(0.0, dispatch - sum(found.values()))
-    return {**found, "dispatch": dispatch}
+        dispatch = max(0.0, dispatch - sum(result.values()))
+    return {**result, "dispatch": dispatch}

@@ -79,7 +79,7 @@ def _interval(middle: float, resampled: _Array, blocks: float) -> Interval:
     tail = (1 - _CONFIDENCE) / 2
     ends = np.quantile(resampled, [tail, 1 - tail])
     low, high = middle + _expansion(blocks) * (ends - middle)
-    return Interval(*(float(np.exp(one)) for one in (low, middle, high)))
+    return Interval(*(float(np.exp(value)) for value in (low, middle, high)))
 
 
 def _expansion(blocks: float) -> float:

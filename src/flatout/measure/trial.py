@@ -172,8 +172,8 @@ def run_trial(
         try:
             measure = blocks.send(seconds)
         except StopIteration as end:
-            found: TrialResult = end.value
-            return found
+            result: TrialResult = end.value
+            return result
 
 
 def quadruples(

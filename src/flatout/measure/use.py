@@ -82,11 +82,11 @@ class Use:
     def as_dict(self) -> dict[str, list[float | None]]:
         """The points by column, see `COLUMNS`; a column without any figure is left out."""
         columns = zip(*self._points, strict=True) if self._points else ()
-        found = dict(zip(COLUMNS, map(list, columns), strict=False))
+        result = dict(zip(COLUMNS, map(list, columns), strict=False))
         return {
-            name: [None if one is None else float(f"{one:.4g}") for one in values]
-            for name, values in found.items()
-            if any(one is not None for one in values)
+            name: [None if value is None else float(f"{value:.4g}") for value in values]
+            for name, values in result.items()
+            if any(value is not None for value in values)
         }
 
 
@@ -94,17 +94,17 @@ def thinned(points: list[Point]) -> list[Point]:
     """Each two points as one, which ends where the second does: means over their time, and the
     larger memory. A last one without a partner stays.
     """
-    ends = [0.0, *(one[0] or 0.0 for one in points)]
-    found = []
+    ends = [0.0, *(point[0] or 0.0 for point in points)]
+    result = []
     for at in range(0, len(points) - 1, 2):
         weights = (ends[at + 1] - ends[at], ends[at + 2] - ends[at + 1])
-        found.append(_joined(points[at], points[at + 1], weights))
-    return [*found, *points[len(points) // 2 * 2 :]]
+        result.append(_joined(points[at], points[at + 1], weights))
+    return [*result, *points[len(points) // 2 * 2 :]]
 
 
-def _joined(one: Point, other: Point, weights: tuple[float, float]) -> Point:
+def _joined(point: Point, other: Point, weights: tuple[float, float]) -> Point:
     values: list[float | None] = [other[0]]
-    for name, a, b in zip(COLUMNS[1:], one[1:], other[1:], strict=True):
+    for name, a, b in zip(COLUMNS[1:], point[1:], other[1:], strict=True):
         if a is None or b is None:
             values.append(b if a is None else a)
         elif name.endswith("bytes"):
@@ -153,9 +153,9 @@ def mean_use(points: Mapping[str, Sequence[float | None]]) -> dict[str, float]:
     Args:
         points: by column, as a Profile keeps them; what is known of none is left out.
     """
-    ends = [one or 0.0 for one in points.get("seconds", ())]
+    ends = [item or 0.0 for item in points.get("seconds", ())]
     spans = [end - begin for begin, end in zip([0.0, *ends], ends, strict=False)]
-    found = {}
+    result = {}
     for name in COLUMNS[1:]:
         known = [
             (value, span)
@@ -163,7 +163,7 @@ def mean_use(points: Mapping[str, Sequence[float | None]]) -> dict[str, float]:
             if value is not None
         ]
         if name.endswith("bytes") and known:
-            found[name] = max(value for value, _ in known)
+            result[name] = max(value for value, _ in known)
         elif (whole := sum(span for _, span in known)) > 0:
-            found[name] = sum(value * span for value, span in known) / whole
-    return found
+            result[name] = sum(value * span for value, span in known) / whole
+    return result

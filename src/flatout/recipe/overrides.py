@@ -105,7 +105,7 @@ def from_set() -> list[str]:
         settings = json.loads(text)
     except ValueError:
         settings = None
-    if not isinstance(settings, list) or not all(isinstance(one, str) for one in settings):
+    if not isinstance(settings, list) or not all(isinstance(setting, str) for setting in settings):
         raise RecipeError(
             f"{SET_VARIABLE} must be a JSON list of texts, found {text}",
             where="environment",

@@ -41,7 +41,7 @@ class Choice(PlainData):
     parity: Annotated[
         Parity,
         BeforeValidator(_parity),
-        Field(json_schema_extra={"allowed": ", ".join(one.words for one in Parity)}),
+        Field(json_schema_extra={"allowed": ", ".join(parity.words for parity in Parity)}),
     ] = Field(description="What the change from plain PyTorch does to the result.")
     ratio: Number | None = Field(default=None, description="Time before over time after.")
     low: Number | None = Field(default=None, description="Lower end of the ratio's interval.")
@@ -159,9 +159,9 @@ def of_fields(fields: Mapping[str, Value]) -> Recipe:
 def _plain_machine(value: Any) -> Any:
     """Return the fingerprint as TOML can hold it: what is None is left out, tuples become lists."""
     if isinstance(value, Mapping):
-        return {str(key): _plain_machine(one) for key, one in value.items() if one is not None}
+        return {str(key): _plain_machine(item) for key, item in value.items() if item is not None}
     if isinstance(value, list | tuple):
-        return [_plain_machine(one) for one in value if one is not None]
+        return [_plain_machine(item) for item in value if item is not None]
     if isinstance(value, str | bool | int | float):
         return value
     raise FieldError(
@@ -292,10 +292,10 @@ class ResolvedRecipe(_Sections):
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the values of nested tables and lists of tables, by dotted name."""
     if isinstance(value, dict):
-        for key, one in value.items():
-            yield from _leaves(one, f"{name}.{key}" if name else key)
-    elif isinstance(value, list) and any(isinstance(one, dict) for one in value):
-        for index, one in enumerate(value):
-            yield from _leaves(one, f"{name}.{index}")
+        for key, item in value.items():
+            yield from _leaves(item, f"{name}.{key}" if name else key)
+    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{name}.{index}")
     else:
         yield name, value

@@ -140,7 +140,7 @@ def _words(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
     if "$ref" in schema:
         return _words(definitions[schema["$ref"].rpartition("/")[2]], definitions)
     if "anyOf" in schema:
-        *most, last = [_words(one, definitions) for one in schema["anyOf"]]
+        *most, last = [_words(option, definitions) for option in schema["anyOf"]]
         return f"{', '.join(most)} or {last}"
     if "const" in schema:
         return str(schema["const"])

@@ -27,7 +27,7 @@ FIELDS = tuple(SETTINGS)
 
 Section.known = FIELDS
 
-PLAIN = {field: one.plain for field, one in SETTINGS.items() if one.plain != "auto"}
+PLAIN = {field: setting.plain for field, setting in SETTINGS.items() if setting.plain != "auto"}
 """What a plain PyTorch script does. The threads are missing: they depend on the machine."""
 
 

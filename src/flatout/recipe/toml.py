@@ -67,8 +67,8 @@ def loads(text: str, *, source: str = "TOML text") -> Recipe | ResolvedRecipe:
     try:
         return _resolved(tables) if {"choices", "machine"} & set(tables) else Recipe(**tables)
     except FieldError as error:
-        found = _line_of(text, error.path)
-        raise error.at(f"{source}:{found}" if found else source) from None
+        line_number = _line_of(text, error.path)
+        raise error.at(f"{source}:{line_number}" if line_number else source) from None
     except RecursionError as error:
         raise RecipeError("a Recipe is not nested so deeply", where=source) from error
 
@@ -170,7 +170,7 @@ def _choice(field: str, row: Any, sections: Recipe) -> Choice:
 def _line_of(text: str, path: tuple[str, ...]) -> int | None:
     """Return the number of the line that names the key at `path`, or else the closest one above."""
     table: tuple[str, ...] = ()
-    depth, found = 0, None
+    depth, closest = 0, None
     for number, line in enumerate(text.split("\n"), 1):
         if header := re.match(r"\s*\[+(.+?)\]+\s*(#.*)?$", line):
             keys = table = _keys(header[1])
@@ -179,8 +179,8 @@ def _line_of(text: str, path: tuple[str, ...]) -> int | None:
         else:
             continue
         if len(keys) > depth and keys == path[: len(keys)]:
-            depth, found = len(keys), number
-    return found
+            depth, closest = len(keys), number
+    return closest
 
 
 def _keys(dotted: str) -> tuple[str, ...]:

@@ -515,7 +515,7 @@ def _read(folder: Folder, name: str) -> LoadedCheckpoint:
         state=state,
         meta=manifest.meta,
         score=manifest.score,
-        own=[one for of_rank in own for one in of_rank],
+        own=[item for of_rank in own for item in of_rank],
         metadata=metadata,
     )
 

@@ -134,14 +134,14 @@ def _export_ids(
 ) -> None:
     """Write the ids of the model, where it has some, beside its weights."""
     if weights.checkpoint is None:
-        found = load_ids(source) if is_model_file(source) else None
+        ids = load_ids(source) if is_model_file(source) else None
     elif any('"ids"' in text for text in weights.metadata.values()):
         state = read_state(weights.checkpoint)["ids"]
-        found = state["header"], state["tensors"]
+        ids = state["header"], state["tensors"]
     else:
-        found = None
-    if found is not None:
-        save_ids(path, *found)
+        ids = None
+    if ids is not None:
+        save_ids(path, *ids)
 
 
 def export_program(
@@ -169,11 +169,11 @@ def export_program(
         with torch.no_grad():
             expected = model(*inputs)
             data = _traced(model, inputs)
-            found = torch.export.load(io.BytesIO(data)).module()(*inputs)
+            outputs = torch.export.load(io.BytesIO(data)).module()(*inputs)
     finally:
         for module, mode in modes:
             module.training = mode
-    parity = _compare(found, expected)
+    parity = _compare(outputs, expected)
     folder, name = Folder(path).parent()
     folder.remove_abandoned()
     written = folder.write_whole(name, [data])
@@ -329,14 +329,14 @@ def _traced(model: nn.Module, inputs: tuple[Any, ...]) -> bytes:
     return file.getvalue()
 
 
-def _compare(found: Any, expected: Any) -> str:
+def _compare(outputs: Any, expected: Any) -> str:
     try:
-        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(outputs, expected, rtol=0, atol=0, equal_nan=True)
         return "bit-identical"
     except AssertionError:
         pass
     try:
-        torch.testing.assert_close(found, expected, equal_nan=True)
+        torch.testing.assert_close(outputs, expected, equal_nan=True)
     except AssertionError as error:
         raise ModelError(
             f"the exported program gives other outputs than the model: {error}",

@@ -323,8 +323,8 @@ def _parsed(text: Any, where: str) -> dict[str, Any]:
 
 
 def _no_description(where: str, error: Exception | None = None) -> CheckpointError:
-    found = "" if error is None else f": {type(error).__name__} {error}"
-    return CheckpointError(f"the model's description is none of Keras'{found}", where=where)
+    reason = "" if error is None else f": {type(error).__name__} {error}"
+    return CheckpointError(f"the model's description is none of Keras'{reason}", where=where)
 
 
 def _held_in(config: dict[str, Any]) -> dict[str, Any] | None:
@@ -385,7 +385,7 @@ def _refuse_code(config: dict[str, Any], where: str) -> None:
     while waiting:
         part, inside = waiting.pop()
         if isinstance(part, list):
-            waiting.extend((one, inside) for one in part)
+            waiting.extend((child, inside) for child in part)
         if not isinstance(part, dict):
             continue
         kind, options = part.get("class_name"), part.get("config")
@@ -405,7 +405,7 @@ def _refuse_code(config: dict[str, Any], where: str) -> None:
                 where=where,
                 do="load it in the script that defines it, and save it from there",
             )
-        waiting.extend((one, inside) for one in part.values())
+        waiting.extend((child, inside) for child in part.values())
 
 
 def _is_of_keras(module: Any, kind: Any) -> bool:

@@ -123,9 +123,11 @@ def text_in_hdf5(file: Any) -> dict[str, str]:
         if is_text(name) and isinstance(file.get(name, getlink=True), h5py.HardLink)
     ]
     return {
-        one.name.removeprefix("/"): str(one.asstr("utf-8", "replace")[()])
-        for one in own
-        if isinstance(one, h5py.Dataset) and one.shape == () and h5py.check_string_dtype(one.dtype)
+        entry.name.removeprefix("/"): str(entry.asstr("utf-8", "replace")[()])
+        for entry in own
+        if isinstance(entry, h5py.Dataset)
+        and entry.shape == ()
+        and h5py.check_string_dtype(entry.dtype)
     }
 
 

@@ -104,9 +104,9 @@ def check_sizes(folder: Folder, manifest: Manifest) -> None:
     for name, written in manifest.files.items():
         size = folder.size(name)
         if size != written.size:
-            found = "it is missing" if size is None else f"it has {size:,} bytes"
+            problem = "it is missing" if size is None else f"it has {size:,} bytes"
             raise CheckpointError(
-                f"damaged: {found}, expected {written.size:,} bytes", where=folder.where(name)
+                f"damaged: {problem}, expected {written.size:,} bytes", where=folder.where(name)
             )
 
 
@@ -121,10 +121,10 @@ def read_file(folder: Folder, manifest: Manifest, name: str) -> bytes:
             f"damaged: it has {len(data):,} bytes, expected {written.size:,}",
             where=folder.where(name),
         )
-    found = hashlib.sha256(data).hexdigest()
-    if found != written.sha256:
+    digest = hashlib.sha256(data).hexdigest()
+    if digest != written.sha256:
         raise CheckpointError(
-            f"damaged: it has sha256 {found[:16]}…, expected {written.sha256[:16]}…",
+            f"damaged: it has sha256 {digest[:16]}…, expected {written.sha256[:16]}…",
             where=folder.where(name),
         )
     return data

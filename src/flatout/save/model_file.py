@@ -96,13 +96,13 @@ def _open_several(folder: Folder, index: str) -> tuple[dict[str, Tensor], dict[s
     metadata: dict[str, str] = {}
     own = True
     for file in sorted(set(held.values())):
-        found, described, is_own = _open_one(folder, file)
-        missing = [name for name, of in held.items() if of == file and name not in found]
+        weights, described, is_own = _open_one(folder, file)
+        missing = [name for name, of in held.items() if of == file and name not in weights]
         if missing:
             raise CheckpointError(
                 f"{missing[0]!r} is not in it, though {index} says so", where=folder.where(file)
             )
-        tensors |= {name: tensor for name, tensor in found.items() if held.get(name) == file}
+        tensors |= {name: tensor for name, tensor in weights.items() if held.get(name) == file}
         metadata |= described
         own = own and is_own
     return dict(sorted(tensors.items())), metadata, own
@@ -191,10 +191,10 @@ def check(data: bytes, where: str) -> bool:
     content = memoryview(data)[end:]
     for name, expected in json.loads(metadata[_DIGESTS]).items():
         first, last = header[name]["data_offsets"]
-        found = hashlib.sha256(content[first:last]).hexdigest()
-        if found != expected:
+        digest = hashlib.sha256(content[first:last]).hexdigest()
+        if digest != expected:
             raise CheckpointError(
-                f"damaged: tensor {name!r} has sha256 {found[:16]}…, expected {expected[:16]}…",
+                f"damaged: tensor {name!r} has sha256 {digest[:16]}…, expected {expected[:16]}…",
                 where=f"{where}, bytes {end + first} to {end + last} of {len(data)}",
                 do="use another copy",
             )

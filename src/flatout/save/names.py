@@ -15,12 +15,12 @@ LIGHTNING = "model."
 def without_levels(names: Iterable[str]) -> tuple[dict[str, str], list[str]]:
     """Each name without the levels that wrappers insert anywhere in it, and which were found."""
     plain: dict[str, str] = {}
-    found: set[str] = set()
+    wrappers: set[str] = set()
     for name in names:
         levels = name.split(".")
-        found.update(level for level in levels if level in _LEVELS)
+        wrappers.update(level for level in levels if level in _LEVELS)
         plain[name] = ".".join(level for level in levels if level not in _LEVELS)
-    return plain, [f"{level}." for level in _LEVELS if level in found]
+    return plain, [f"{level}." for level in _LEVELS if level in wrappers]
 
 
 def all_begin(names: Iterable[str], prefix: str) -> bool:

@@ -55,8 +55,8 @@ class Pieces:
 
     def agree(self, claim: Callable[[], tuple[str, str]]) -> tuple[str, str]:
         """The name of the next checkpoint and that of its unfinished folder, of the first rank."""
-        found: tuple[str, str] = self._world.by_first(claim)
-        return found
+        names: tuple[str, str] = self._world.by_first(claim)
+        return names
 
     def own(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Those tensors that this rank writes."""
@@ -122,13 +122,13 @@ class Pieces:
 
 def shares(tensors: Mapping[str, Tensor], ranks: int) -> list[list[str]]:
     """The names that each rank writes: the largest first, to the one with the fewest bytes."""
-    found: list[list[str]] = [[] for _ in range(ranks)]
+    names_by_rank: list[list[str]] = [[] for _ in range(ranks)]
     bytes_of = [0] * ranks
     for name in sorted(tensors, key=lambda name: (-_bytes_of(tensors[name]), name)):
         rank = bytes_of.index(min(bytes_of))
-        found[rank].append(name)
+        names_by_rank[rank].append(name)
         bytes_of[rank] += _bytes_of(tensors[name])
-    return found
+    return names_by_rank
 
 
 def file_of(kind: str, rank: int, ranks: int, ending: str) -> str:
@@ -157,10 +157,10 @@ def check_shared(folder: Folder, world: World) -> None:
         problem = "it does not see what rank 0 has written there"
     if not problem and not world.is_first:
         problem = _written(folder, unfinished.new_name(), remove=True)
-    found = world.gather((world.place.node, problem))
+    problems = world.gather((world.place.node, problem))
     if world.is_first:
         folder.remove(marker)
-    ranks = [f"rank {r} (node {n}): {words}" for r, (n, words) in enumerate(found) if words]
+    ranks = [f"rank {r} (node {n}): {words}" for r, (n, words) in enumerate(problems) if words]
     if ranks:
         raise CheckpointError(
             "with save.pieces=per_rank every rank writes its part into one folder, and that fails "

@@ -124,10 +124,10 @@ def text_in(archive: zipfile.ZipFile, where: str) -> dict[str, str]:
     except BROKEN as error:
         raise CheckpointError(f"damaged: {member.filename}: {error}", where=where) from error
     try:
-        found = json.loads(content)
+        data = json.loads(content)
     except (ValueError, RecursionError):
         return {}
-    pairs = found.items() if isinstance(found, dict) else ()
+    pairs = data.items() if isinstance(data, dict) else ()
     return {name: value for name, value in pairs if isinstance(value, str)}
 
 
