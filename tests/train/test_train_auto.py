@@ -447,6 +447,72 @@ def test_a_rewrite_that_changes_the_result_is_rejected(clock, monkeypatch):
     assert loop.tuning["dropped"]["compute.rewrites"] == "would change the result"
 
 
+@pytest.fixture
+def cold(monkeypatch):
+    """A device that loads kernels at their first use, as a GPU does."""
+    monkeypatch.setattr(auto_check, "_starts_cold", lambda device: True)
+
+
+def test_what_loads_kernels_at_its_first_use_is_judged_by_the_next(clock, cold, monkeypatch):
+    monkeypatch.setattr(auto, "_has_bf16_units", lambda device: True)
+    loaded: set[tuple[str, int]] = set()
+
+    def job_of(loop_settings):
+        return 0.03 if loop_settings.precision == "bf16" else 0.1
+
+    model = small_net()
+    forward = model.forward
+
+    def loads(x):
+        kind = (str(torch.is_autocast_enabled("cpu")), len(x))
+        if kind not in loaded:
+            loaded.add(kind)
+            clock.now += 2.0 if len(x) < 64 else 1.0
+        return forward(x)
+
+    model.forward = loads
+    loop = tuned(model, job_of, clock, steps=6_000)
+    assert loop.resolved.compute.precision == "bf16"
+
+
+@pytest.mark.parametrize("own", [0.02, 0.0])
+def test_rounding_is_told_by_what_plain_gradients_are_off_themselves(own, clock, cold, monkeypatch):
+    """Convolutions in TF32 are off by some percent behind a BatchNorm."""
+    real = auto_check.FirstCheck._gradients
+
+    def gradients(self, batch):
+        found = real(self, batch)
+        if self._stepper.switch.now.memory_format == "channels_last":
+            return [None if g is None else g * 1.03 for g in found]
+        off = own if torch.backends.cudnn.allow_tf32 else 0.0
+        return [None if g is None else g * (1 + off) for g in found]
+
+    monkeypatch.setattr(auto_check.FirstCheck, "_gradients", gradients)
+    loop = tuned(small_net(), lambda s: 0.03 if s.memory_format != "contiguous" else 0.1, clock)
+    chosen = "channels_last" if own else "contiguous"
+    assert loop.resolved.compute.memory_format == chosen
+    if not own:
+        why = loop.tuning["dropped"]["compute.memory_format"]
+        assert why == "gradients differ by 3%: more than rounding"
+
+
+@pytest.mark.parametrize("repeats", [True, False])
+def test_an_exact_rewrite_may_differ_as_plain_passes_do_among_themselves(
+    repeats, clock, cold, monkeypatch
+):
+    real, passes = auto_check.FirstCheck._gradients, itertools.count()
+
+    def gradients(self, batch):
+        found, number = real(self, batch), next(passes)
+        is_plain = self._stepper.switch.now.rewrites == "off"
+        off = 0.0 if is_plain and repeats else 1e-6 * (1 + number % 2)
+        return [None if g is None else g * (1 + off) for g in found]
+
+    monkeypatch.setattr(auto_check.FirstCheck, "_gradients", gradients)
+    loop = tuned(small_net(), lambda s: 0.03 if s.rewrites == "on" else 0.1, clock)
+    assert loop.resolved.compute.rewrites == ("off" if repeats else "on")
+
+
 def test_the_answer_is_cached_and_keyed_by_the_job(clock):
     threads = torch.get_num_threads()
     first = tuned(small_net(), lambda s: 0.1 if s.memory_format == "contiguous" else 0.02, clock)

@@ -224,6 +224,7 @@ def _checked(
         captures=captures and stepper.switch.device.type == "cpu",
         counts=counts,
         few_s=check.few_s,
+        starts_cold=check.starts_cold,
         dropped=check.dropped,
         slower=check.slower,
     )

@@ -155,6 +155,7 @@ class Search:
             none where ranks have no stages.
         few_s: seconds that forward and backward of a few samples take, where they were measured.
         is_settled: whether an earlier run has tried all; but for the whole step, where `captures`.
+        starts_cold: whether the first step under new settings loads kernels, as on a GPU.
 
     Attributes:
         dropped: fields that are not tried or not measured, and why.
@@ -189,6 +190,7 @@ class Search:
     counts: tuple[Sequence[int], Sequence[int]] = ((), ())
     few_s: float | None = None
     is_settled: bool = False
+    starts_cold: bool = False
     promises: dict[str, Promise] = field(default_factory=dict)
     varied: bool = False
     splits: bool = False
@@ -561,13 +563,14 @@ class Search:
     def _run(self, settings: Settings | ByLength) -> Generator[Block, Measured, float]:
         """Seconds per step of one block."""
         if settings not in self.step_s:
-            # The first step may be slow for once, and the second is not made if it was too slow.
-            for _ in range(2):
+            # The first step may be slow for once, and the second is not made if it was too slow;
+            # where it loads kernels, that says nothing yet.
+            for number in range(2):
                 look = yield Block(settings, 1, 0)
                 self.step_s[settings] = look.seconds
                 self._now = settings
                 self._account(look, settings)
-                if self._too_costly(settings):
+                if self._too_costly(settings) and not (self.starts_cold and number == 0):
                     return look.seconds
         settle = 0 if settings == self._now else 1
         done = yield Block(settings, self._count(settings), settle)
