@@ -47,13 +47,13 @@ class Checksums(NamedTuple):
     @classmethod
     def of(cls, path: str | os.PathLike[str]) -> Checksums:
         """Those of a file as it is now."""
-        found, size = [np.empty(0, np.int64)], 0
+        result, size = [np.empty(0, np.int64)], 0
         with open(path, "rb", buffering=0) as file:
             # A raw read may give less than a whole number of blocks.
             while len(piece := _read(file.fileno(), size, _PIECE)):
-                found.append(crc32c_blocks(piece, BLOCK))
+                result.append(crc32c_blocks(piece, BLOCK))
                 size += len(piece)
-        return cls(size, BLOCK, np.concatenate(found))
+        return cls(size, BLOCK, np.concatenate(result))
 
     def words(self) -> dict[str, Any]:
         """As JSON holds them."""
@@ -201,8 +201,8 @@ class Verified:
         self._compare(begin, begin + (len(data) + self._sums.block - 1 >> self._shift), data)
 
     def _compare(self, begin: int, end: int, data: Any) -> None:
-        found = crc32c_blocks(data, self._sums.block)
-        wrong = np.flatnonzero(found != self._sums.crc32c[begin:end])
+        computed = crc32c_blocks(data, self._sums.block)
+        wrong = np.flatnonzero(computed != self._sums.crc32c[begin:end])
         if len(wrong):
             at = begin + int(wrong[0])
             low = at * self._sums.block
@@ -217,11 +217,11 @@ class Verified:
 
 def _read(number: int, start: int, size: int) -> bytes:
     """Bytes of an open file, fewer only at its end."""
-    found = []
+    result = []
     while size and (part := os.pread(number, size, start)):
-        found.append(part)
+        result.append(part)
         start, size = start + len(part), size - len(part)
-    return found[0] if len(found) == 1 else b"".join(found)
+    return result[0] if len(result) == 1 else b"".join(result)
 
 
 def reader(number: int) -> Callable[[int, int], bytes]:
@@ -303,7 +303,7 @@ _lock = Lock()
 
 def _own_board() -> _Board:
     # What a fork has taken over is known here too, but its parent alone gives out its places.
-    found = (one for one in _boards if one.own and one.pid == os.getpid())
+    found = (board for board in _boards if board.own and board.pid == os.getpid())
     board = next(found, None) or _Board(None, {})
     if board not in _boards:
         _boards.append(board)
@@ -313,8 +313,8 @@ def _own_board() -> _Board:
 def marks_of(key: Key, count: int) -> Marks:
     """A byte for each block of a file: 1 where it was compared in this run."""
     with _lock:
-        found = (board.find(key, count) for board in _boards)
-        known = next((marks for marks in found if marks is not None), None)
+        boards = (board.find(key, count) for board in _boards)
+        known = next((marks for marks in boards if marks is not None), None)
         return _own_board().add(key, count) if known is None else known
 
 

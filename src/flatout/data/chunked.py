@@ -70,8 +70,8 @@ class ChunkedRows(Rows):
     @property
     def files(self) -> Sequence[File]:
         """Those that the chunks lie in."""
-        found: Sequence[File] = getattr(self.chunks, "files", ())
-        return found
+        files: Sequence[File] = getattr(self.chunks, "files", ())
+        return files
 
     def take(self, numbers: Numbers, buffers: Buffers) -> Block:
         """These rows, in this order, in their own memory."""

@@ -25,16 +25,16 @@ def epoch_targets(source: Source) -> npt.NDArray[Any]:
     """
     if isinstance(source, Pipeline):
         return source.targets()
-    found = None
+    result = None
     if isinstance(source, ArraySource):
-        found = source.data.label_array()
+        result = source.data.label_array()
     elif isinstance(source, DatasetSource):
-        found = told_targets(source.dataset)
-    if found is None:
+        result = told_targets(source.dataset)
+    if result is None:
         raise DataError(
             "the classes cannot be counted without reading all batches",
             where=source.describe(),
             do="pass the weights, as class_weight={0: 1.0, 1: 5.0}; or data whose targets are "
             "known: arrays, files, class folders, or a Dataset with class numbers in `targets`",
         )
-    return found
+    return result

@@ -99,11 +99,11 @@ def stamps_of(paths: Iterable[str]) -> str:
 def stamp_of(path: str) -> str:
     """Words that differ where a file was written or replaced, whatever its times say."""
     try:
-        found = os.stat(path)
+        stat = os.stat(path)
     except OSError:
         return "gone"
     # A program may set the time of the last writing, but not that of the last change.
-    return f"{found.st_size} {found.st_mtime_ns} {found.st_ctime_ns} {found.st_ino}"
+    return f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
 
 
 def find(
@@ -133,18 +133,18 @@ def find(
     given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
     if not given:
         raise DataError("expected at least one path, found an empty list")
-    for one in given:
-        if not isinstance(one, (str, os.PathLike)) or not os.fspath(one):
-            raise DataError(f"expected a path, found {one!r}")
-        if os.fspath(one) == "-":
+    for path in given:
+        if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+            raise DataError(f"expected a path, found {path!r}")
+        if os.fspath(path) == "-":
             raise DataError(
                 "'-' is standard input, which is read once and has no row numbers",
                 do="read it with flatout.data.fifo('-', ...), or write it into a file first",
             )
     return [
         _here(fs, place, name, unpack, most, say)
-        for one in given
-        for fs, place, name in _places(os.fspath(one))
+        for path in given
+        for fs, place, name in _places(os.fspath(path))
     ]
 
 
@@ -154,12 +154,12 @@ def _places(path: str) -> Iterator[tuple[Any, str, str]]:
         fs, place = url_to_fs(os.path.expanduser(path))
         is_local = isinstance(fs, LocalFileSystem)
         if any(sign in path for sign in "*?[") and not fs.exists(place):
-            found = sorted(p for p in fs.glob(place) if not fs.isdir(p) and not p.endswith(SUFFIX))
+            paths = sorted(p for p in fs.glob(place) if not fs.isdir(p) and not p.endswith(SUFFIX))
             problem = f"no file matches the pattern {path!r}"
         elif fs.isdir(place):
             inside = fs.ls(place, detail=True)
             hidden = (".", "_")
-            found = sorted(
+            paths = sorted(
                 entry["name"]
                 for entry in inside
                 if entry["type"] == "file"
@@ -168,7 +168,7 @@ def _places(path: str) -> Iterator[tuple[Any, str, str]]:
             )
             problem = f"the folder {path!r} holds no files"
         else:
-            found = [place] if fs.exists(place) else []
+            paths = [place] if fs.exists(place) else []
             problem = f"there is no file {path!r}"
     except (ImportError, ValueError) as error:
         raise DataError(
@@ -178,11 +178,11 @@ def _places(path: str) -> Iterator[tuple[Any, str, str]]:
         ) from error
     except OSError as error:
         raise DataError(f"cannot be read: {error.strerror or error}", where=path) from error
-    if not found:
+    if not paths:
         raise DataError(problem, do="check the path; a relative one starts at " + os.getcwd())
-    for one in found:
-        name = os.path.relpath(one) if is_local else str(fs.unstrip_protocol(one))
-        yield fs, one, one if is_local and name.startswith("..") else name
+    for file in paths:
+        name = os.path.relpath(file) if is_local else str(fs.unstrip_protocol(file))
+        yield fs, file, file if is_local and name.startswith("..") else name
 
 
 def unpack(paths: Paths, *, most: int, say: Callable[[str], None] = say_as_is) -> list[str]:
@@ -314,9 +314,9 @@ class _InUtf8:
         except UnicodeDecodeError as error:
             good = error.object[: error.start].decode(self._encoding, "ignore")
             line, byte = self._lines + good.count("\n") + 1, before + error.start
-            found = error.object[error.start : error.end].hex(" ")
+            bad_bytes = error.object[error.start : error.end].hex(" ")
             raise DataError(
-                f"expected text in {self._encoding}, found the bytes {found} ({error.reason})",
+                f"expected text in {self._encoding}, found the bytes {bad_bytes} ({error.reason})",
                 where=f"{self._file.name}:{line} (byte {byte:,})",
                 do="name the encoding that the file is written in: encoding=",
             ) from error

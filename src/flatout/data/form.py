@@ -152,7 +152,7 @@ def _gather(name: str, values: Sequence[Any], columns: dict[str, Values], functi
 
 
 def _same(name: str, found: Sequence[Any], values: Sequence[Any], function: str) -> None:
-    if len(found) != len(values) or any(one != found[0] for one in found):
+    if len(found) != len(values) or any(item != found[0] for item in found):
         raise DataError(f"{name}: the samples that {function} makes differ in structure")
 
 

@@ -73,10 +73,10 @@ def guess(paths: Paths) -> str:
         DataError: there are no such files, they are in several formats, or none that is known.
     """
     given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
-    found = [pair for one in given for pair in _formats(os.path.expanduser(os.fspath(one)))]
-    kinds = Counter(kind for _, kind in found)
+    formats = [pair for path in given for pair in _formats(os.path.expanduser(os.fspath(path)))]
+    kinds = Counter(kind for _, kind in formats)
     if len(kinds) > 1:
-        first = {kind: name for name, kind in reversed(found)}
+        first = {kind: name for name, kind in reversed(formats)}
         words = ", ".join(f"{first[kind]} is {kind}" for kind in kinds)
         raise DataError(
             f"the files are in different formats: {words}",

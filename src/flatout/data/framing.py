@@ -89,25 +89,25 @@ def pieces(
         if came == 0:
             break
         held += came
-        found = split(buffer[:held], False)
-        piece = Piece(buffer[:held], found.starts, found.ends, offset, lines)
+        result = split(buffer[:held], False)
+        piece = Piece(buffer[:held], result.starts, result.ends, offset, lines)
         _check_sizes(piece, pipe.name, text, longest)
         if len(piece.starts):
             yield piece
-        if found.problem:
-            raise DataError(found.problem, where=piece.where(pipe.name, found.consumed, text))
-        if held - found.consumed > longest + _FRAMING:
-            raise _too_long(piece.where(pipe.name, found.consumed, text), longest)
+        if result.problem:
+            raise DataError(result.problem, where=piece.where(pipe.name, result.consumed, text))
+        if held - result.consumed > longest + _FRAMING:
+            raise _too_long(piece.where(pipe.name, result.consumed, text), longest)
         if text:
-            lines += int(np.count_nonzero(buffer[: found.consumed] == 10))
-        offset += found.consumed
-        rest = held - found.consumed
-        buffer[:rest] = buffer[found.consumed : held]
+            lines += int(np.count_nonzero(buffer[: result.consumed] == 10))
+        offset += result.consumed
+        rest = held - result.consumed
+        buffer[:rest] = buffer[result.consumed : held]
         held = rest
     if held:
-        found = split(buffer[:held], True)
-        piece = Piece(buffer[:held], found.starts, found.ends, offset, lines)
-        raise _cut_off(piece, found.problem, pipe.name, text)
+        result = split(buffer[:held], True)
+        piece = Piece(buffer[:held], result.starts, result.ends, offset, lines)
+        raise _cut_off(piece, result.problem, pipe.name, text)
 
 
 def _check_sizes(piece: Piece, name: str, text: bool, longest: int) -> None:
@@ -201,11 +201,11 @@ def rows_within(buffer: Bytes, outer: Split, inner: Callable[[Bytes, bool], Spli
     starts, ends = [_array([])], [_array([])]
     consumed, problem = outer.consumed, outer.problem
     for start, end in zip(outer.starts.tolist(), outer.ends.tolist(), strict=True):
-        found = inner(buffer[start:end], True)
-        starts.append(found.starts + start)
-        ends.append(found.ends + start)
-        if found.problem:
-            consumed, problem = start + found.consumed, f"in a RecordIO record: {found.problem}"
+        result = inner(buffer[start:end], True)
+        starts.append(result.starts + start)
+        ends.append(result.ends + start)
+        if result.problem:
+            consumed, problem = start + result.consumed, f"in a RecordIO record: {result.problem}"
             break
     return Split(np.concatenate(starts), np.concatenate(ends), consumed, problem)
 

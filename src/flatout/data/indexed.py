@@ -145,15 +145,15 @@ class IndexedRows(Rows):
     def take(self, numbers: Numbers, buffers: Buffers) -> Block:
         """Decode these rows, in this order."""
         lengths = {
-            name: found.take(numbers, mode="clip") for name, found in self.index.lengths.items()
+            name: value.take(numbers, mode="clip") for name, value in self.index.lengths.items()
         }
         encoded = self.encoded(numbers, buffers)
         return self.decoder.decode(encoded, lengths or None, buffers, self._policy)
 
     def lengths(self) -> Numbers | None:
         """Of the longest ragged column."""
-        found = list(self.index.lengths.values())
-        return np.maximum.reduce(found) if found else None
+        result = list(self.index.lengths.values())
+        return np.maximum.reduce(result) if result else None
 
     def where(self, number: int) -> str:
         """File and line, or file and byte."""
@@ -294,14 +294,14 @@ class _FileBytes:
                 self._compare(file, place + len(rest), new[:count])
                 buffer = np.concatenate([rest, new[:count]])
                 final = place + len(buffer) >= file.size or count == 0
-                found = self._checked_split(split, buffer, final, file, place)
-                yield found, buffer, place
+                result = self._checked_split(split, buffer, final, file, place)
+                yield result, buffer, place
                 if final:
                     break
-                if found.consumed:
+                if result.consumed:
                     split = getattr(decoder, "split_rest", split)
-                place += found.consumed
-                rest = buffer[found.consumed :]
+                place += result.consumed
+                rest = buffer[result.consumed :]
                 if len(rest) > _LONGEST_ROW:
                     raise DataError(
                         f"no row ends within {_LONGEST_ROW:,} bytes",
@@ -317,10 +317,10 @@ class _FileBytes:
         file: File,
         place: int,
     ) -> Any:
-        found = split(buffer, final)
-        if found.problem:
-            raise DataError(found.problem, where=f"{file.name}: byte {place + found.consumed:,}")
-        return found
+        result = split(buffer, final)
+        if result.problem:
+            raise DataError(result.problem, where=f"{file.name}: byte {place + result.consumed:,}")
+        return result
 
     def where(self, position: int, *, text: bool) -> str:
         """File and line or byte of a position."""
@@ -420,12 +420,12 @@ def _build(
     with Pool(usable_cpus()) as pool:
         for at, file in enumerate(held.files):
             base = int(held.bases[at])
-            for found, buffer, place in held.pieces(at, decoder):
-                part = _part(held, decoder, policy, look, found, buffer, base + place, pool)
+            for piece, buffer, place in held.pieces(at, decoder):
+                part = _part(held, decoder, policy, look, piece, buffer, base + place, pool)
                 parts.append(part)
                 if time.monotonic() - said > _QUIET_S:
                     said = time.monotonic()
-                    done = (base + place + found.consumed) / max(1, held.size)
+                    done = (base + place + piece.consumed) / max(1, held.size)
                     say(f"indexing {file.name}: {done:.0%} of {size_words(held.size)}")
     names = parts[0].lengths if parts else {}
     return Index(
@@ -519,7 +519,7 @@ def _save(index: Index, path: Path) -> None:
     with suppress(OSError):
         kind_folder("index")
         with atomic_write(path, "wb", opener=private) as file:
-            arrays: dict[str, Any] = {f"length {name}": found for name, found in own.items()}
+            arrays: dict[str, Any] = {f"length {name}": value for name, value in own.items()}
             arrays.update(starts=index.starts, sizes=index.sizes, rest=json.dumps(rest))
             np.savez(file, **arrays)
 

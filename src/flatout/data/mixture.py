@@ -103,7 +103,9 @@ def mix(*pipelines: Pipeline, weights: Sequence[float] | None = None, seed: int 
     """
     if len(pipelines) < 2:
         raise DataError(f"mix wants at least two pipelines, found {len(pipelines)}")
-    pipelines = tuple(one if isinstance(one, Pipeline) else Pipeline(one) for one in pipelines)
+    pipelines = tuple(
+        pipeline if isinstance(pipeline, Pipeline) else Pipeline(pipeline) for pipeline in pipelines
+    )
     for pipeline in pipelines:
         if pipeline.in_batches or not pipeline.seekable:
             raise DataError(
@@ -121,14 +123,14 @@ def mix(*pipelines: Pipeline, weights: Sequence[float] | None = None, seed: int 
             )
         shares = tuple(weight / sum(weights) for weight in weights)
     normalization = _shared_normalization(pipelines)
-    mixed = Pipeline(Mixture(tuple(one.in_bytes for one in pipelines), shares, seed))
+    mixed = Pipeline(Mixture(tuple(pipeline.in_bytes for pipeline in pipelines), shares, seed))
     return mixed if normalization is None else mixed.with_stages([Normalize(normalization)])
 
 
 def _of_same_classes(pipelines: tuple[Pipeline, ...]) -> tuple[Pipeline, ...]:
     """The same pipelines, in which a class has one number."""
-    found = [pipeline.classes for pipeline in pipelines]
-    named = [names for names in found if names is not None]
+    classes = [pipeline.classes for pipeline in pipelines]
+    named = [names for names in classes if names is not None]
     if len(set(named)) < 2:
         return pipelines
     every = {name for names in named for name in names}
@@ -145,7 +147,10 @@ def _shared_normalization(pipelines: Sequence[Pipeline]) -> Normalization | None
     """What all are normalized by, which then runs last, behind mix."""
     first, *others = (pipeline.normalization for pipeline in pipelines)
     if any(other != first for other in others):
-        words = ["not normalized" if one is None else one.words() for one in (first, *others)]
+        words = [
+            "not normalized" if pipeline is None else pipeline.words()
+            for pipeline in (first, *others)
+        ]
         raise DataError(
             f"mix: the sources are not normalized alike: {'; '.join(dict.fromkeys(words))}",
             do="put normalize behind mix, where it holds for all",
@@ -197,6 +202,6 @@ def mixed(orders: Sequence[Order], counts: list[int], sizes: list[int], seed: in
 def _go_on(own: Order, start: int, count: int, size: int) -> Numbers:
     """`count` rows from place `start` of a source's passes, one after the other."""
     passes = range(start // size, -(-(start + count) // size))
-    joined = np.concatenate([own(one) for one in passes])
+    joined = np.concatenate([own(item) for item in passes])
     first = start - passes.start * size
     return joined[first : first + count]

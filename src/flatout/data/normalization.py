@@ -39,21 +39,21 @@ class Normalization:
         Raises:
             DataError: the numbers make no sense, or are of pixels from 0 to 255.
         """
-        found = cls(_numbers("mean", mean), _numbers("std", std))
-        if len({len(found.mean), len(found.std)} - {1}) > 1:
+        result = cls(_numbers("mean", mean), _numbers("std", std))
+        if len({len(result.mean), len(result.std)} - {1}) > 1:
             raise DataError(
-                f"normalize: expected a mean and a std for each channel, found {len(found.mean)} "
-                f"and {len(found.std)}"
+                f"normalize: expected a mean and a std for each channel, found {len(result.mean)} "
+                f"and {len(result.std)}"
             )
-        if min(found.std) <= 0:
-            raise DataError(f"normalize: expected a std above 0, found {min(found.std):g}")
-        if max(map(abs, (*found.mean, *found.std))) > 2:
+        if min(result.std) <= 0:
+            raise DataError(f"normalize: expected a std above 0, found {min(result.std):g}")
+        if max(map(abs, (*result.mean, *result.std))) > 2:
             raise DataError(
                 f"normalize: expected mean and std of pixels from 0 to 1, found mean {mean} and "
                 f"std {std}, which are of pixels from 0 to 255",
                 do="divide both by 255",
             )
-        return found
+        return result
 
     def words(self) -> str:
         """Such as "scaled to 0..1, less mean (0.485, 0.456, 0.406), divided by std 0.25"."""
@@ -121,14 +121,14 @@ def holds_bytes(tensor: Tensor) -> bool:
 def _numbers(name: str, given: Any) -> tuple[float, ...]:
     values = given if isinstance(given, (tuple, list)) or hasattr(given, "__array__") else [given]
     try:
-        found = tuple(float(value) for value in values)
+        numbers = tuple(float(value) for value in values)
     except (TypeError, ValueError):
-        found = ()
-    if not found or not all(map(math.isfinite, found)):
+        numbers = ()
+    if not numbers or not all(map(math.isfinite, numbers)):
         raise DataError(
             f"normalize: expected {name} as a number or one each channel, found {given!r}"
         )
-    return found
+    return numbers
 
 
 def _words(values: tuple[float, ...]) -> str:

@@ -33,8 +33,8 @@ def drawn_of(part: Source, epoch: int) -> tuple[Numbers, Turns] | None:
         epoch: its number.
     """
     drawn = getattr(part, "drawn", None)
-    found: tuple[Numbers, Turns] | None = None if drawn is None else drawn(epoch)
-    return found
+    result: tuple[Numbers, Turns] | None = None if drawn is None else drawn(epoch)
+    return result
 
 
 def stays_with_rank(source: Source) -> bool:

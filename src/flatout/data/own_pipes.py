@@ -55,9 +55,11 @@ def own_pipe(
     known, turns = pipeline.samples, passes(pipeline.stages)
     if known is not None:
         known *= samples_times(pipeline.stages)
-    found = gather({"places": places, "rows": known})
-    _check_apart([one["places"] for one in found])
-    steps = shard.steps or _steps([one["rows"] for one in found], pipeline.batch_size, turns)
+    answers = gather({"places": places, "rows": known})
+    _check_apart([answer["places"] for answer in answers])
+    steps = shard.steps or _steps(
+        [answer["rows"] for answer in answers], pipeline.batch_size, turns
+    )
     stages = [stage for stage in pipeline.stages if stage is not pipeline.sharded]
     own = pipeline.with_stages((*stages, replace(shard, presharded=True, steps=steps)))
     # What was looked at in advance is gone from the pipe: only the same object still has it.
@@ -138,8 +140,8 @@ class OwnPipe:
         return samples, False
 
     def _tell(self, epoch: int, step: int, samples: int, more: bool) -> None:
-        found = enumerate(self._gather([samples, more]))
-        left = [(rank, count, more) for rank, (count, more) in found if count]
+        result = enumerate(self._gather([samples, more]))
+        left = [(rank, count, more) for rank, (count, more) in result if count]
         if left:
             words = ", ".join(
                 f"{'more than ' if more else ''}{counted(count, 'sample')} of rank {rank}"

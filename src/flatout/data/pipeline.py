@@ -195,7 +195,7 @@ class Pipeline(Staged["Pipeline"]):
         Raises:
             DataError: there is no such column of int64.
         """
-        key = tuple(f"{name}={one.digest}" for name, one in sorted(maps.items()))
+        key = tuple(f"{name}={value.digest}" for name, value in sorted(maps.items()))
         if key not in self._looked_up:
             with_ids = getattr(self.origin, "with_ids", None)
             origin = looked_up(self.origin, maps) if with_ids is None else with_ids(maps)
@@ -431,7 +431,7 @@ class Pipeline(Staged["Pipeline"]):
         began = perf_counter()
         built.plan.base.make(some, Buffers(), 0, Costs())
         decoding_s = (perf_counter() - began) / len(some)
-        at = next(n for n, one in enumerate(self.stages) if isinstance(one, BatchStage))
+        at = next(n for n, stage in enumerate(self.stages) if isinstance(stage, BatchStage))
         return self.with_stages([*self.stages[:at], Cache("auto"), *self.stages[at:]]), decoding_s
 
     @property
@@ -528,7 +528,7 @@ class Pipeline(Staged["Pipeline"]):
 
     def explanation(self) -> Explanation:
         """What was written, what runs and why that is the same, what each stage costs."""
-        if with_rows := [one for maps, one in self._looked_up.items() if maps]:
+        if with_rows := [value for maps, value in self._looked_up.items() if maps]:
             return with_rows[-1].explanation()  # what a training has run
         written = [self._origin_name, *(stage.name for stage in self.stages)]
         program, runs = self._program, list(self._built.runs)

@@ -157,9 +157,9 @@ class Built:
 
     def targets(self) -> npt.NDArray[Any]:
         """The target of each sample of epoch 0, in its order, without those that cannot be read."""
-        numbers, found = targets_of(self.plan.samples, self.plan.numbers, "counting classes")
+        numbers, targets = targets_of(self.plan.samples, self.plan.numbers, "counting classes")
         order = self.cut.order(0)
-        return found[np.searchsorted(numbers, order[np.isin(order, numbers)])]
+        return targets[np.searchsorted(numbers, order[np.isin(order, numbers)])]
 
     def notes(self) -> list[str]:
         """What the user should know."""

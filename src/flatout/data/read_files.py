@@ -36,9 +36,9 @@ def files_read(source: Any) -> FilesRead | None:
     sizes, times = [], []
     for path in paths:
         with suppress(OSError):  # it has gone
-            found = os.stat(path)
-            sizes.append(found.st_size)
-            times.append(found.st_mtime)
+            stat = os.stat(path)
+            sizes.append(stat.st_size)
+            times.append(stat.st_mtime)
     return FilesRead(len(paths), sum(sizes), max(times, default=None))
 
 

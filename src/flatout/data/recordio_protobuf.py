@@ -130,10 +130,10 @@ class _Source(NamedTuple):
         tensor = maps[self.map].get(self.key)
         if tensor is None:
             return self._default(maps[self.map])
-        found = tensor.keys if self.of_keys else self._laid_out(tensor)
-        if not self.column.ragged and len(found) != self.width:
-            raise _Bad(f"{self.words}: expected {self.width} values, found {len(found)}")
-        return self._as_dtype(found)
+        result = tensor.keys if self.of_keys else self._laid_out(tensor)
+        if not self.column.ragged and len(result) != self.width:
+            raise _Bad(f"{self.words}: expected {self.width} values, found {len(result)}")
+        return self._as_dtype(result)
 
     @property
     def words(self) -> str:
@@ -208,8 +208,8 @@ def _read_value(value: int | bytes) -> Tensor | None:
     tensor = None
     for number, content in fields(value):
         if number == _BYTES:
-            found = [message(part) for key, part in fields(content) if key == 1]
-            values = np.frombuffer(found[-1] if found else b"", np.uint8)
+            messages = [message(part) for key, part in fields(content) if key == 1]
+            values = np.frombuffer(messages[-1] if messages else b"", np.uint8)
             tensor = Tensor("bytes", values, _NONE, _NONE)
         elif number in _KINDS:
             tensor = _read_tensor(content, _KINDS[number])

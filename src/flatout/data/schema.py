@@ -127,8 +127,8 @@ class Column(BaseModel):
         if len(self.shape) > 1:
             raise ValueError(f"column {self.name!r} has ids, so its rows are vectors or numbers")
         width = self.shape[0] if self.shape else 1
-        named = [place for one in self.ids for place in one.places or ()]
-        if self.ragged and (named or any(one.by_place for one in self.ids)):
+        named = [place for item in self.ids for place in item.places or ()]
+        if self.ragged and (named or any(item.by_place for item in self.ids)):
             raise ValueError(f"column {self.name!r} is ragged, so its places are no fields")
         wrong = [place for place in named if not 0 <= place < width]
         twice = [place for place in named if named.count(place) > 1]
@@ -137,7 +137,7 @@ class Column(BaseModel):
                 f"column {self.name!r}: ids of place {(wrong or twice)[0]}, expected each place "
                 f"from 0 to {width - 1} in one entry"
             )
-        others = sum(one.places is None for one in self.ids)
+        others = sum(item.places is None for item in self.ids)
         if others > 1 or (not others and len(named) < width):
             raise ValueError(
                 f"column {self.name!r}: expected one entry of ids without places, for all that no "
@@ -241,7 +241,7 @@ class Schema(BaseModel):
         given = {name: (v,) if isinstance(v, Ids) else tuple(v) for name, v in columns.items()}
         self._check_names(given)
         told = [
-            {**c.model_dump(), "ids": [one.model_dump() for one in given.get(c.name, c.ids)]}
+            {**c.model_dump(), "ids": [item.model_dump() for item in given.get(c.name, c.ids)]}
             for c in self.columns
         ]
         return _read({**self.model_dump(), "columns": told}, self.format)
@@ -300,8 +300,8 @@ def _read(given: str | os.PathLike[str] | dict[str, Any], format: str) -> Schema
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"])) or "schema"
-        found = "" if first["type"] == "value_error" else f", found {_shown(first['input'])}"
-        raise DataError(f"{field}: {first['msg']}{found}", where=where) from error
+        actual = "" if first["type"] == "value_error" else f", found {_shown(first['input'])}"
+        raise DataError(f"{field}: {first['msg']}{actual}", where=where) from error
     except RecursionError as error:
         raise DataError("a schema is not nested so deeply", where=where) from error
 

@@ -33,8 +33,8 @@ class Seals:
 
     def __init__(self, files: Sequence[Any]) -> None:
         self._files = list(files)
-        found = {file.path: _verified(file) for file in self._files}
-        self._found = {path: seal for path, seal in found.items() if seal is not None}
+        seals = {file.path: _verified(file) for file in self._files}
+        self._found = {path: seal for path, seal in seals.items() if seal is not None}
 
     def __getstate__(self) -> dict[str, Any]:
         return {"files": self._files, "shared": checksums.shared() if self._found else None}
@@ -46,8 +46,8 @@ class Seals:
 
     def of(self, file: Any) -> Verified | None:
         """What compares a file; None where there is nothing to compare, or no more."""
-        found = self._found.get(file.path)
-        return None if found is None or found.done else found
+        seal = self._found.get(file.path)
+        return None if seal is None or seal.done else seal
 
     def check_beside(
         self, file: Any, used: Iterable[tuple[int, int]], read: Callable[[int, int], Any]

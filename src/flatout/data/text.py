@@ -33,8 +33,8 @@ def _last_newline(buffer: Bytes) -> int:
     stop = len(buffer)
     while stop:
         start = max(0, stop - _BACK)
-        found = np.flatnonzero(buffer[start:stop] == 10)
-        if len(found):
-            return start + int(found[-1])
+        newlines = np.flatnonzero(buffer[start:stop] == 10)
+        if len(newlines):
+            return start + int(newlines[-1])
         stop = start
     return -1

@@ -201,9 +201,9 @@ def _to_shards(
     pieces = pieces_of(counts, job.probe, writer.piece_bytes)
     with disk(place.folder, lambda: place.done(manifest)), place.locked():
         manifest = begin(place, manifest, overwrite)
-        found = sum(shard.rows for shard in manifest.shards)
+        result = sum(shard.rows for shard in manifest.shards)
         if not manifest.complete:
-            _check_room(place.folder, (len(job.numbers) - found) * each)
+            _check_room(place.folder, (len(job.numbers) - result) * each)
             with showing("converting", len(job.numbers), progress) as tell:
                 write_shards(
                     place,
@@ -215,7 +215,7 @@ def _to_shards(
                     job.notes,
                 )
     classes = job.origin.classes if isinstance(job.origin, ImageBytes) else None
-    return Converted.of_shards(place, manifest, found, began, classes)
+    return Converted.of_shards(place, manifest, result, began, classes)
 
 
 def _to_rows(
@@ -227,11 +227,11 @@ def _to_rows(
     settings = {**job.settings, "version": _VERSION}
     total = len(job.numbers)
     pieces = pieces_of([total], job.probe, folder.PIECE_BYTES)
-    found = total
+    result = total
     with disk(path.parent, lambda: "what was flushed to the disk stays"):
         if not folder.is_there(path, settings, overwrite):
             with showing("converting", total, progress) as tell:
-                found = folder.write_rows(
+                result = folder.write_rows(
                     path,
                     layout_of(job.probe.columns),
                     schema,
@@ -241,7 +241,7 @@ def _to_rows(
                     tell,
                     job.notes,
                 )
-    return Converted.of_folder(path, total, found, began)
+    return Converted.of_folder(path, total, result, began)
 
 
 def _encoded_bytes(writer: Writer, job: Conversion) -> int:

@@ -79,8 +79,8 @@ class Conversion:
         for piece in pieces:
             numbers = self.numbers[piece.start : piece.stop]
             with seeded(batch_seed(0, 0, piece.start)):
-                one = fit(self.samples.make(numbers, buffers, 0, Costs()))
-            yield one
+                sample = fit(self.samples.make(numbers, buffers, 0, Costs()))
+            yield sample
 
 
 def job_of(
@@ -234,10 +234,10 @@ def _with_ids(made: Column, source: str, origin: Any) -> Column:
 def _meanings(origin: Any) -> dict[str, Any]:
     """The options of a source that say what its numbers mean; of a mixture, of all parts."""
     if isinstance(origin, Mixture):
-        found: dict[str, Any] = {}
+        result: dict[str, Any] = {}
         for part in reversed(origin.parts):
-            found.update(_meanings(part.origin))
-        return found
+            result.update(_meanings(part.origin))
+        return result
     schema = getattr(origin, "schema", None)
     options = {} if schema is None else schema.options
     return {name: options[name] for name in _MEANINGS if name in options}
@@ -280,13 +280,13 @@ def _fitted(
             lengths = np.full(len(values), values.shape[1])
             values = Ragged(values.reshape(-1), offsets_of(lengths))
         if isinstance(values, Ragged):
-            found: Any = (values.values.dtype, (), True)
+            result: Any = (values.values.dtype, (), True)
         else:
-            found = (values.dtype, values.shape[1:], False)
-        if found != (column.numpy_dtype, column.shape, column.ragged):
+            result = (values.dtype, values.shape[1:], False)
+        if result != (column.numpy_dtype, column.shape, column.ragged):
             raise DataError(
-                f"expected {column.words}, found {found[0]} of shape {found[1]}"
-                f"{', of different lengths' if found[2] else ''}",
+                f"expected {column.words}, found {result[0]} of shape {result[1]}"
+                f"{', of different lengths' if result[2] else ''}",
                 where=where(int(block.numbers[0])) if len(block) else None,
                 do="let the function make samples of one dtype and shape; vectors may differ in "
                 "length, if they do so among the rows that are looked at first",

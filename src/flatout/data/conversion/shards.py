@@ -181,7 +181,7 @@ class ShardFiles:
     def present(self) -> list[Path]:
         """Files here that are called like shards of this stem, of any number of them."""
         name = re.compile(re.escape(self.stem) + r"-\d{5,}(-of-\d{5,})?" + re.escape(self.suffix))
-        return sorted(one for one in self.folder.iterdir() if name.fullmatch(one.name))
+        return sorted(item for item in self.folder.iterdir() if name.fullmatch(item.name))
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -248,13 +248,13 @@ class Manifest:
                 raise DataError(
                     f"expected a manifest of version {VERSION}, found {version}", where=str(path)
                 )
-            shards = [_checked_shard(Shard(**one)) for one in words.pop("shards")]
-            found = cls(**words, shards=shards)
-            if not isinstance(found.settings, dict) or not isinstance(found.schema, str):
+            shards = [_checked_shard(Shard(**item)) for item in words.pop("shards")]
+            result = cls(**words, shards=shards)
+            if not isinstance(result.settings, dict) or not isinstance(result.schema, str):
                 raise TypeError("expected settings by name, and a schema as text")
-            if not all(isinstance(note, str) for note in found.notes):
+            if not all(isinstance(note, str) for note in result.notes):
                 raise TypeError("expected notes as texts")
-            return found
+            return result
         except FileNotFoundError:
             return None
         except DataError:
@@ -290,19 +290,19 @@ def begin(place: ShardFiles, wanted: Manifest, overwrite: bool) -> Manifest:
     for part in place.folder.glob(f".{place.stem}-*{place.suffix}.part"):
         part.unlink()
     try:
-        found = Manifest.load(place.manifest)
+        result = Manifest.load(place.manifest)
     except DataError:
         if not overwrite:
             raise
-        found = None
-    if found is not None and found.settings == wanted.settings:
-        found.shards = [shard for shard in found.shards if _is_whole(place.folder, shard)]
-        found.complete = found.complete and len(found.shards) == place.count
+        result = None
+    if result is not None and result.settings == wanted.settings:
+        result.shards = [shard for shard in result.shards if _is_whole(place.folder, shard)]
+        result.complete = result.complete and len(result.shards) == place.count
         write_whole(place.schema, wanted.schema)
-        return found
+        return result
     present = place.present()
-    if not overwrite and (found is not None or present):
-        raise _refusal(place, found, wanted, present)
+    if not overwrite and (result is not None or present):
+        raise _refusal(place, result, wanted, present)
     # The shards first: a manifest that names some that are gone does no harm.
     for path in present:
         path.unlink()
@@ -312,13 +312,13 @@ def begin(place: ShardFiles, wanted: Manifest, overwrite: bool) -> Manifest:
 
 
 def _refusal(
-    place: ShardFiles, found: Manifest | None, wanted: Manifest, present: Sequence[Path]
+    place: ShardFiles, manifest: Manifest | None, wanted: Manifest, present: Sequence[Path]
 ) -> DataError:
-    if found is None:
+    if manifest is None:
         what = f"{present[0].name} is there already, and no manifest tells how it was made"
     else:
-        state = "is here already" if found.complete else "was begun here"
-        what = f"another conversion {state}: {differences(found.settings, wanted.settings)}"
+        state = "is here already" if manifest.complete else "was begun here"
+        what = f"another conversion {state}: {differences(manifest.settings, wanted.settings)}"
     return DataError(
         what,
         where=str(place.folder),

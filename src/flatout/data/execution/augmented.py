@@ -178,10 +178,10 @@ class Augmented:
         inputs = _columns(form.inputs)
         images = [name for name in inputs if is_image(block.columns[name])]
         if not images:
-            found = ", ".join(f"{name} {_words(block.columns[name])}" for name in inputs)
+            columns = ", ".join(f"{name} {_words(block.columns[name])}" for name in inputs)
             raise DataError(
                 f"augment: expected images among the inputs, each of shape (channels, height, "
-                f"width) or (height, width, channels), found {found}",
+                f"width) or (height, width, channels), found {columns}",
                 where=self.where(int(block.numbers[0])),
                 do="leave augment out, or give gray images of floats a dimension of one channel",
             )
@@ -239,7 +239,9 @@ def _are_pixels(values: npt.NDArray[Any]) -> bool:
     if not is_image(values):
         return False
     pixels = _seen_as_pixels(values)
-    return all(one.flags.c_contiguous and pixels.strides[0] >= one.nbytes for one in pixels[:1])
+    return all(
+        pixel.flags.c_contiguous and pixels.strides[0] >= pixel.nbytes for pixel in pixels[:1]
+    )
 
 
 def _has_channels_last(values: npt.NDArray[Any]) -> bool:

@@ -225,8 +225,8 @@ def check_start(start_step: int, steps: int | None) -> None:
 
 def padding_share(numbers: Numbers, lengths: Numbers, starts: Numbers) -> float:
     """Which part of the batches' values is padding: 0 where all rows of each are equally long."""
-    found = lengths[numbers]
-    widest = np.maximum.reduceat(found, starts)
-    sizes = np.diff(np.append(starts, len(found)))
+    result = lengths[numbers]
+    widest = np.maximum.reduceat(result, starts)
+    sizes = np.diff(np.append(starts, len(result)))
     padded = int((widest * sizes).sum())
-    return 1 - float(found.sum()) / padded if padded else 0.0
+    return 1 - float(result.sum()) / padded if padded else 0.0

@@ -104,9 +104,9 @@ class Cached:
             "memory": f"memory has {size_words(room)}",
             "disk": f"{base} has {size_words(free)} free",
         }
-        found = " and ".join(places.values()) if where == "auto" else places[where]
+        place = " and ".join(places.values()) if where == "auto" else places[where]
         raise DataError(
-            f"the cache does not fit: {size}, but {found}",
+            f"the cache does not fit: {size}, but {place}",
             do="cache before a stage that makes samples larger, make room, or drop cache()",
         )
 

@@ -55,13 +55,13 @@ def arguments_of(thing: Any) -> dict[str, Any]:
         parameters = inspect.signature(type(thing).__init__).parameters
     except (TypeError, ValueError):
         return {}
-    found = {}
+    arguments = {}
     for name in list(parameters)[1:]:
         for attribute in (name, f"_{name}"):
             if attribute in getattr(thing, "__dict__", {}):
-                found[name] = vars(thing)[attribute]
+                arguments[name] = vars(thing)[attribute]
                 break
-    return found
+    return arguments
 
 
 def is_library(thing: Any) -> bool:
@@ -152,37 +152,37 @@ def _function_words(function: Any, seen: frozenset[int]) -> Iterator[str]:
         except ValueError:  # not filled yet
             yield "empty"
     for name in names_in(function.__code__):
-        found = function.__globals__.get(name)
-        if isinstance(found, (*_PLAIN, FunctionType)) and found is not None:
+        value = function.__globals__.get(name)
+        if isinstance(value, (*_PLAIN, FunctionType)) and value is not None:
             yield name
-            yield from _words(found, seen)
+            yield from _words(value, seen)
 
 
 def _class_words(kind: type, seen: frozenset[int]) -> Iterator[str]:
     yield f"{kind.__qualname__}"
-    for one in kind.__mro__:
-        if is_library(one):
+    for cls in kind.__mro__:
+        if is_library(cls):
             continue
-        todo, done = [name for name in _ENTRIES if name in vars(one)], set()
+        todo, done = [name for name in _ENTRIES if name in vars(cls)], set()
         while todo:
             name = todo.pop()
-            method = vars(one).get(name)
+            method = vars(cls).get(name)
             method = getattr(method, "fget", None) or getattr(method, "__func__", method)
             if name in done or not isinstance(method, FunctionType):
                 continue
             done.add(name)
             yield name
             yield from _function_words(method, seen)
-            todo += sorted(names_in(method.__code__) & vars(one).keys())
+            todo += sorted(names_in(method.__code__) & vars(cls).keys())
 
 
 def names_in(code: CodeType) -> Any:
     """Global and attribute names that a function reads, in it and in functions within it."""
-    found = dict.fromkeys(code.co_names)
+    names = dict.fromkeys(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            found.update(dict.fromkeys(names_in(constant)))
-    return found.keys()
+            names.update(dict.fromkeys(names_in(constant)))
+    return names.keys()
 
 
 def words_of(value: Any) -> str:

@@ -128,10 +128,10 @@ def _callable_words(function: Callable[..., Any], seen: set[int]) -> Iterator[st
 
 def _global_words(function: Any, seen: set[int]) -> Iterator[str]:
     for name in function.__code__.co_names:
-        found = function.__globals__.get(name)
-        if inspect.isfunction(found) or isinstance(found, _PLAIN):
+        value = function.__globals__.get(name)
+        if inspect.isfunction(value) or isinstance(value, _PLAIN):
             yield name
-            yield from _words(found, seen)
+            yield from _words(value, seen)
 
 
 def _pickled(value: Any) -> str:

@@ -31,7 +31,7 @@ def targets_of(samples: Samples, numbers: Numbers, what: str) -> tuple[Numbers, 
     known = known_targets(samples)
     if known is not None:
         return numbers, known[numbers]
-    kept, found = [], []
+    kept, targets = [], []
     buffers, costs = Buffers(), Costs()
     for start in range(0, len(numbers), _CHUNK):
         block = samples.make(numbers[start : start + _CHUNK], buffers, 0, costs)
@@ -41,8 +41,8 @@ def targets_of(samples: Samples, numbers: Numbers, what: str) -> tuple[Numbers, 
             words = "none" if target is None else "several, or of different lengths"
             raise DataError(f"{what} wants one target a sample; found {words}")
         kept.append(block.numbers)
-        found.append(values.copy())
-    return np.concatenate(kept), np.concatenate(found)
+        targets.append(values.copy())
+    return np.concatenate(kept), np.concatenate(targets)
 
 
 def labels_of(samples: Samples, numbers: Numbers, what: str) -> tuple[Numbers, npt.NDArray[Any]]:

@@ -149,7 +149,7 @@ class Maker:
         if len(tasks) == 1 or tasks[0][4] is not None or self.functions.blends:
             return None
         numbers, turns = np.concatenate([task[0] for task in tasks]), [task[5] for task in tasks]
-        known = [one for one in turns if one is not None]
+        known = [turn for turn in turns if turn is not None]
         when: Turns = np.concatenate(known) if len(known) == len(tasks) else tasks[0][2]
         try:
             block = self.samples.make(numbers, self._buffers, when, self.costs)

@@ -51,19 +51,19 @@ def own_generator(thing: Any) -> str:
 
     Each reading of a sample moves such a generator on.
     """
-    for one in _reached(thing):
-        if isinstance(one, _GENERATORS) and not any(one is known for known in _GLOBAL):
-            return f"{type(thing).__name__} draws from its own {type(one).__name__}"
+    for item in _reached(thing):
+        if isinstance(item, _GENERATORS) and not any(item is known for known in _GLOBAL):
+            return f"{type(thing).__name__} draws from its own {type(item).__name__}"
     return ""
 
 
 def bound_to_training(thing: Any) -> str:
     """Why what it gives may depend on when it is asked, or on which thread asks; empty for no."""
-    for one in _reached(thing):
-        kind = type(one)
-        if isinstance(one, (torch.nn.Module, torch.optim.Optimizer)) or _is_of_keras(kind):
+    for item in _reached(thing):
+        kind = type(item)
+        if isinstance(item, (torch.nn.Module, torch.optim.Optimizer)) or _is_of_keras(kind):
             return f"it has a {kind.__name__} at hand, which training changes"
-        if isinstance(one, threading.local) or kind.__module__ == "sqlite3":
+        if isinstance(item, threading.local) or kind.__module__ == "sqlite3":
             return f"it has a {kind.__name__} at hand, which belongs to one thread"
     return ""
 
@@ -73,15 +73,15 @@ def shared_by_fork(thing: Any) -> str:
 
     What cannot be pickled is something of the system's behind a Python object, as a rule.
     """
-    for one in _reached(thing):
-        if isinstance(one, torch.Tensor):
-            if one.device.type != "cpu":
-                return f"it has a tensor on {one.device} at hand"
-        elif not isinstance(one, _CODE):
+    for item in _reached(thing):
+        if isinstance(item, torch.Tensor):
+            if item.device.type != "cpu":
+                return f"it has a tensor on {item.device} at hand"
+        elif not isinstance(item, _CODE):
             try:
-                one.__reduce_ex__(4)
+                item.__reduce_ex__(4)
             except Exception:
-                return f"it has a {type(one).__name__} at hand, which processes cannot share"
+                return f"it has a {type(item).__name__} at hand, which processes cannot share"
     return ""
 
 
@@ -95,34 +95,34 @@ def _reached(thing: Any) -> Iterator[Any]:
     todo: deque[Any] = deque([thing])
     seen: set[int] = set()
     while todo and len(seen) < _MOST:
-        one = todo.popleft()
-        if id(one) in seen or isinstance(one, (*_PLAIN, ModuleType)):
+        item = todo.popleft()
+        if id(item) in seen or isinstance(item, (*_PLAIN, ModuleType)):
             continue
-        seen.add(id(one))
-        yield one
-        todo.extend(_held(one))
+        seen.add(id(item))
+        yield item
+        todo.extend(_held(item))
 
 
-def _held(one: Any) -> Iterator[Any]:
-    if isinstance(one, torch.Tensor):
+def _held(item: Any) -> Iterator[Any]:
+    if isinstance(item, torch.Tensor):
         return
-    if isinstance(one, functools.partial):
-        yield from (one.func, *one.args, *one.keywords.values())
-    elif isinstance(one, MethodType):
-        yield from (one.__func__, one.__self__)
-    elif isinstance(one, FunctionType):
-        yield from _of_function(inspect.unwrap(one))
-    elif isinstance(one, GeneratorType):
-        yield from _of_frame(one.gi_frame, one.gi_code)
-    elif isinstance(one, dict):
-        yield from islice(one.values(), _LONGEST)
-    elif isinstance(one, (list, tuple, set, frozenset)):
-        yield from islice(one, _LONGEST)
-    elif isinstance(one, type):
-        yield from _of_class(one)
+    if isinstance(item, functools.partial):
+        yield from (item.func, *item.args, *item.keywords.values())
+    elif isinstance(item, MethodType):
+        yield from (item.__func__, item.__self__)
+    elif isinstance(item, FunctionType):
+        yield from _of_function(inspect.unwrap(item))
+    elif isinstance(item, GeneratorType):
+        yield from _of_frame(item.gi_frame, item.gi_code)
+    elif isinstance(item, dict):
+        yield from islice(item.values(), _LONGEST)
+    elif isinstance(item, (list, tuple, set, frozenset)):
+        yield from islice(item, _LONGEST)
+    elif isinstance(item, type):
+        yield from _of_class(item)
     else:
-        yield type(one)
-        yield from getattr(one, "__dict__", {}).values()
+        yield type(item)
+        yield from getattr(item, "__dict__", {}).values()
 
 
 def _of_function(function: Any) -> Iterator[Any]:
@@ -145,9 +145,9 @@ def _of_frame(frame: FrameType | None, code: CodeType) -> Iterator[Any]:
 
 
 def _of_class(kind: type) -> Iterator[Any]:
-    for one in kind.__mro__:
-        if not is_library(one):
-            for value in vars(one).values():
+    for cls in kind.__mro__:
+        if not is_library(cls):
+            for value in vars(cls).values():
                 yield getattr(value, "__func__", getattr(value, "fget", value))
 
 

@@ -41,11 +41,11 @@ class ReplacedFiles:
         """Let the store leave those of these samples whose files were replaced or have gone."""
         known, now = self._named.stamps, self._named.stamps_now(numbers)
         pairs = zip(numbers.tolist(), now, strict=True)
-        found = [number for number, stamp in pairs if stamp != known[number]]
-        if not found:
+        replaced = [number for number, stamp in pairs if stamp != known[number]]
+        if not replaced:
             return
         with self._lock:
-            new = [number for number in found if number not in self._left]
+            new = [number for number in replaced if number not in self._left]
             self._left.update(new)
         if new:
             first = np.array(new, np.int64) * self._variants

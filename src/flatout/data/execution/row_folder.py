@@ -182,7 +182,7 @@ class Filling:
 
     def _checksum(self, rows: npt.NDArray[np.uint8]) -> int:
         """Of rows and of their ragged values; of the rows alone where these are not there."""
-        found = crc32c(rows)
+        checksum = crc32c(rows)
         ragged = [field for field in self.store.layout.fields if field.ragged]
         for field, arena in zip(ragged, self._arenas, strict=True):
             raw = np.ascontiguousarray(rows[:, field.offset : field.offset + field.width])
@@ -192,9 +192,9 @@ class Filling:
             if min(starts.min(initial=0), lengths.min(initial=0)) < 0 or (
                 ends.max(initial=0) > len(arena.values())
             ):
-                return found
-            found = crc32c(fetch(places, arena).values, found)
-        return found
+                return checksum
+            checksum = crc32c(fetch(places, arena).values, checksum)
+        return checksum
 
     def put(self, slots: Numbers, columns: dict[str, Values]) -> None:
         """Keep rows; they are safe after the next `flush`."""
@@ -451,10 +451,10 @@ def _mapped(number: int, size: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
 def _state(path: Path) -> tuple[int, int]:
     """Size, and when it was last written; of a file that has gone (-1, -1)."""
     try:
-        found = os.stat(path)
+        stat = os.stat(path)
     except OSError:
         return -1, -1
-    return found.st_size, found.st_mtime_ns
+    return stat.st_size, stat.st_mtime_ns
 
 
 def _size(path: Path) -> int:

@@ -69,7 +69,7 @@ def layout_of(columns: Mapping[str, Values]) -> Layout:
         item = PLACE.itemsize if ragged else array.dtype.itemsize
         named.append((-min(item, _ALIGNED), name, array, ragged))
     fields, offset = [], 0
-    for _, name, array, ragged in sorted(named, key=lambda one: one[:2]):
+    for _, name, array, ragged in sorted(named, key=lambda value: value[:2]):
         shape = () if ragged else array.shape[1:]
         width = PLACE.itemsize if ragged else math.prod(shape) * array.dtype.itemsize
         last = is_channels_last(array)
@@ -181,7 +181,7 @@ class RowStore:
 
     def in_place(self) -> dict[str, npt.NDArray[Any]]:
         """The columns that are not ragged, of all slots, where they lie. Check them before use."""
-        found = {}
+        result = {}
         for field in self.layout.fields:
             if field.ragged:
                 continue
@@ -189,8 +189,8 @@ class RowStore:
             if field.channels_last:
                 channels, height, width = field.shape
                 own = own.reshape(-1, height, width, channels).transpose(0, 3, 1, 2)
-            found[field.name] = own if field.channels_last else own.reshape(-1, *field.shape)
-        return found
+            result[field.name] = own if field.channels_last else own.reshape(-1, *field.shape)
+        return result
 
     def _places(self, values: Ragged, arena: Arena) -> npt.NDArray[Any]:
         first, last = int(values.offsets[0]), int(values.offsets[-1])

@@ -241,14 +241,14 @@ class Made:
     def _block(self, made: list[Any], numbers: Numbers) -> Block:
         if not made:  # all of them were left out
             return Block({}, numbers)
-        columns, found = columns_of(made, self.name)
+        columns, result = columns_of(made, self.name)
         with self._lock:
             if self._form is None:
-                self._form = found
-            self._ragged |= {name for name, one in columns.items() if isinstance(one, Ragged)}
+                self._form = result
+            self._ragged |= {name for name, value in columns.items() if isinstance(value, Ragged)}
         for name in self._ragged & columns.keys():
             columns[name] = as_ragged(columns[name])
-        if found != self._form:
+        if result != self._form:
             raise DataError(
                 f"{self.name} makes samples of different structures",
                 where=self.where(int(numbers[0])),
@@ -408,8 +408,8 @@ class Joined:
 
     def content(self) -> str | None:
         """Of all parts."""
-        found = [part.content() for part in self.parts]
-        return None if None in found else digest_of("mix", *map(str, found))
+        contents = [part.content() for part in self.parts]
+        return None if None in contents else digest_of("mix", *map(str, contents))
 
     @property
     def form(self) -> Form:
@@ -423,9 +423,9 @@ class Joined:
 
     def targets(self) -> npt.NDArray[Any] | None:
         """Of all parts."""
-        found = [known_targets(part) for part in self.parts]
-        known = [targets for targets in found if targets is not None]
-        return np.concatenate(known) if len(known) == len(found) else None
+        targets = [known_targets(part) for part in self.parts]
+        known = [targets for targets in targets if targets is not None]
+        return np.concatenate(known) if len(known) == len(targets) else None
 
     def make(self, numbers: Numbers, buffers: Buffers, epoch: Turns, costs: Costs) -> Block:
         """Each source's rows, put in the order asked for."""
@@ -467,12 +467,12 @@ def known_targets(samples: Samples) -> npt.NDArray[Any] | None:
 
     A cache and augmentations leave targets as they are; a user's function may change them.
     """
-    found: Any = samples
-    while not hasattr(found, "targets"):
-        if isinstance(found, Mapped) or not hasattr(found, "inner"):
+    result: Any = samples
+    while not hasattr(result, "targets"):
+        if isinstance(result, Mapped) or not hasattr(result, "inner"):
             return None
-        found = found.inner
-    known: npt.NDArray[Any] | None = found.targets()
+        result = result.inner
+    known: npt.NDArray[Any] | None = result.targets()
     return known
 
 
@@ -488,10 +488,10 @@ def told_targets(dataset: Any) -> npt.NDArray[Any] | None:
     if told is None or getattr(dataset, "target_transform", None) is not None:
         return None
     try:
-        found = np.asarray(told)
+        targets = np.asarray(told)
     except (TypeError, ValueError, RuntimeError):
         return None
-    return found if found.shape == (len(dataset),) and found.dtype.kind in "iu" else None
+    return targets if targets.shape == (len(dataset),) and targets.dtype.kind in "iu" else None
 
 
 def sample_rng(seed: int, epoch: int, number: int) -> np.random.Generator:

@@ -30,28 +30,28 @@ class Attributes:
 
 
 def _all_of(objects: tuple[Any, ...]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for one in objects:
-        name = type(one).__name__
-        _collect(one, name, found, _DEPTH)
-        found[name] = (id(one), *found[name][1:])  # nothing here keeps it alive
-    return found
+    result: dict[str, Any] = {}
+    for item in objects:
+        name = type(item).__name__
+        _collect(item, name, result, _DEPTH)
+        result[name] = (id(item), *result[name][1:])  # nothing here keeps it alive
+    return result
 
 
-def _collect(one: Any, name: str, found: dict[str, Any], depth: int) -> None:
-    if len(found) >= _MOST:
+def _collect(item: Any, name: str, result: dict[str, Any], depth: int) -> None:
+    if len(result) >= _MOST:
         return
-    version = getattr(one, "_version", None) if hasattr(type(one), "_version") else None
-    size = len(one) if isinstance(one, (list, dict, set)) else None
-    found[name] = (one, version if isinstance(version, int) else None, size)
-    inner = getattr(one, "__dict__", None)
-    if depth and isinstance(inner, dict) and not isinstance(one, type) and version is None:
+    version = getattr(item, "_version", None) if hasattr(type(item), "_version") else None
+    size = len(item) if isinstance(item, (list, dict, set)) else None
+    result[name] = (item, version if isinstance(version, int) else None, size)
+    inner = getattr(item, "__dict__", None)
+    if depth and isinstance(inner, dict) and not isinstance(item, type) and version is None:
         for attribute, value in inner.items():
-            _collect(value, f"{name}.{attribute}", found, depth - 1)
-    if depth and isinstance(one, (list, tuple)) and len(one) <= 64:
-        for at, value in enumerate(one):
+            _collect(value, f"{name}.{attribute}", result, depth - 1)
+    if depth and isinstance(item, (list, tuple)) and len(item) <= 64:
+        for at, value in enumerate(item):
             if not isinstance(value, _PLAIN):
-                _collect(value, f"{name}[{at}]", found, depth - 1)
+                _collect(value, f"{name}[{at}]", result, depth - 1)
 
 
 def _same(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:

@@ -64,11 +64,11 @@ def variants(samples: Samples, numbers: Numbers) -> int | None:
 def endless(samples: Samples, numbers: Numbers) -> str:
     """Why there is no end to the results of samples for which `variants` gives None."""
     _, changed = constant_part(samples, numbers)
-    for one in changed:
-        if isinstance(one, Augmented) and one.own_variants is None:
-            return f"{one.name} draws others in each epoch; views=K draws from K of each sample"
-        if isinstance(one, Mapped) and (one.wants_rng or _differs(one, numbers)):
-            return f"{one.name} is random"
+    for item in changed:
+        if isinstance(item, Augmented) and item.own_variants is None:
+            return f"{item.name} draws others in each epoch; views=K draws from K of each sample"
+        if isinstance(item, Mapped) and (item.wants_rng or _differs(item, numbers)):
+            return f"{item.name} is random"
     return f"{samples.name} is random"
 
 
@@ -83,15 +83,15 @@ def variant(samples: Samples, numbers: Numbers, epoch: Turns) -> Numbers:
     Returns:
         int64 of shape (rows,), from 0, below `variants`: by the very draws that `make` uses.
     """
-    found = np.zeros(len(numbers), np.int64)
+    variants = np.zeros(len(numbers), np.int64)
     factor = 1
     while isinstance(samples, Changed):
         if isinstance(samples, Augmented):
             assert samples.own_variants is not None
-            found += factor * samples.own_variant(numbers, epoch)
+            variants += factor * samples.own_variant(numbers, epoch)
             factor *= samples.own_variants
         samples = samples.inner
-    return found
+    return variants
 
 
 def _varies(samples: Samples, numbers: Numbers) -> bool:
@@ -132,11 +132,11 @@ def _same(a: Block, b: Block) -> bool:
     """Bit for bit, so that a NaN is equal to itself."""
     if a.columns.keys() != b.columns.keys() or not np.array_equal(a.numbers, b.numbers):
         return False
-    for name, one in a.columns.items():
+    for name, value in a.columns.items():
         other = b.columns[name]
-        pairs = [(one, other)]
-        if isinstance(one, Ragged) and isinstance(other, Ragged):
-            pairs = [(one.values, other.values), (one.offsets, other.offsets)]
+        pairs = [(value, other)]
+        if isinstance(value, Ragged) and isinstance(other, Ragged):
+            pairs = [(value.values, other.values), (value.offsets, other.offsets)]
         for left, right in pairs:
             assert isinstance(left, np.ndarray)
             if not isinstance(right, np.ndarray) or left.shape != right.shape:

@@ -55,13 +55,13 @@ def memory_files(name: str) -> Files:
         return Files(_memory(), _memory(), on_disk=False)
     with open(number, "r+") as owner:
         fcntl.flock(owner, fcntl.LOCK_EX)
-        found = _adopted(owner.read())
-        if found is None:
-            found = Files(_memory(), _memory(), on_disk=False)
+        files = _adopted(owner.read())
+        if files is None:
+            files = Files(_memory(), _memory(), on_disk=False)
             owner.seek(0)
             owner.truncate()
-            owner.write(_words(found))
-        return found
+            owner.write(_words(files))
+        return files
 
 
 def _words(files: Files) -> str:
@@ -84,8 +84,8 @@ def _adopted(words: str) -> Files | None:
                 raise ValueError
         rows, log = opened
         return Files(rows, log, on_disk=False)
-    for one in opened:
-        os.close(one)
+    for item in opened:
+        os.close(item)
     return None
 
 

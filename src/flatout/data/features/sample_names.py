@@ -37,12 +37,12 @@ def _names_of(batch: Tensor) -> list[bytes]:
     rows = batch.detach().contiguous().reshape(len(batch), -1).view(torch.uint8)
     words = repr((batch.dtype, tuple(batch.shape[1:]))).encode()
     form = blake2b(words, digest_size=_BYTES)
-    found = []
+    names = []
     for row in rows.numpy() if rows.device.type == "cpu" else hashed(rows).cpu().numpy():
-        one = form.copy()
-        one.update(row)
-        found.append(one.digest())
-    return found
+        copy = form.copy()
+        copy.update(row)
+        names.append(copy.digest())
+    return names
 
 
 def hashed(rows: Tensor) -> Tensor:

@@ -55,13 +55,13 @@ class IdCounts:
                 do='hash them: vocabulary = "none" and buckets in the ids of this column',
             )
 
-    def merge(self, found: Items) -> None:
+    def merge(self, items: Items) -> None:
         """Add the counts of other rows."""
-        for number in np.unique(found.fields):
-            own = found.fields == number
-            ids = np.ascontiguousarray(found.ids[own])
+        for number in np.unique(items.fields):
+            own = items.fields == number
+            ids = np.ascontiguousarray(items.ids[own])
             self._check_memory(len(ids))
-            self.numbers.add(ids, np.array([number]), found.numbers[own])
+            self.numbers.add(ids, np.array([number]), items.numbers[own])
 
     def items(self) -> Items:
         """Fields, ids and counts, by field and id, rising."""
@@ -86,5 +86,5 @@ def count_ids(samples: Samples, numbers: Numbers, counts: Mapping[str, IdCounts]
         for at in range(0, len(parts), threads):  # some at a time: a block may be large
             some = parts[at : at + threads]
             for block in pool.map(lambda part: samples.make(part, buffers, 0, costs), some):
-                for name, one in counts.items():
-                    one.add(block.columns[name])
+                for name, value in counts.items():
+                    value.add(block.columns[name])

@@ -55,11 +55,11 @@ def places_of(ladder: Sequence[Ids], width: int) -> Places:
     """The fields of a column whose rows have `width` places."""
     fields = np.zeros(width, np.int64)
     entries: list[int] = []
-    for number, one in enumerate(ladder):
+    for number, item in enumerate(ladder):
         taken = {place for other in ladder for place in other.places or ()}
-        own = [p for p in range(width) if p not in taken] if one.places is None else one.places
+        own = [p for p in range(width) if p not in taken] if item.places is None else item.places
         for at, place in enumerate(own):
-            if at == 0 or one.by_place:
+            if at == 0 or item.by_place:
                 entries.append(number)
             fields[place] = len(entries) - 1
     buckets = np.array([ladder[entry].buckets for entry in entries], np.int64)
@@ -142,9 +142,9 @@ class IdMap:
         own = self.items.numbers >= 0
         fields, ids, rows = (part[own] for part in self.items)
         numbers = IdNumbers(len(ids))
-        for one in np.unique(fields):
-            mine = fields == one
-            numbers.add(np.ascontiguousarray(ids[mine]), np.array([one]), rows[mine] + 1)
+        for field in np.unique(fields):
+            mine = fields == field
+            numbers.add(np.ascontiguousarray(ids[mine]), np.array([field]), rows[mine] + 1)
         return numbers
 
     def __getstate__(self) -> dict[str, Any]:
@@ -183,7 +183,7 @@ class IdMap:
         width = width_of(column)
         mine, theirs = self.places, places_of(column.ids, width)
         if len(mine.fields) != len(theirs.fields) or (mine.fields != theirs.fields).any():
-            own, other = (counted(len(one.entries), "field") for one in (mine, theirs))
+            own, other = (counted(len(item.entries), "field") for item in (mine, theirs))
             raise DataError(
                 f"column {self.column!r}: the model's ids are of {own} in rows of {self.width}, "
                 f"and the schema states {other} in rows of {width}",
@@ -213,16 +213,16 @@ class IdMap:
         entry = np.array(places.entries, np.int64)[known.fields]
         keeps = np.zeros(len(entry), bool)
         gets = np.zeros(len(entry), bool)
-        for number, one in enumerate(before.ladder):
+        for number, item in enumerate(before.ladder):
             mine = entry == number
-            if one.vocabulary == "none":
+            if item.vocabulary == "none":
                 continue
-            stays = mine & ~known.is_forgotten(one.forget, now)
+            stays = mine & ~known.is_forgotten(item.forget, now)
             has = stays & (known.rows >= 0)
-            closed = one.vocabulary == "fixed" and self.trainings > 0
-            wants = has if closed else has | (stays & (known.counts >= one.admit))
+            closed = item.vocabulary == "fixed" and self.trainings > 0
+            wants = has if closed else has | (stays & (known.counts >= item.admit))
             keeps |= has if closed else stays
-            gets |= _most_often(known, wants, one.most)
+            gets |= _most_often(known, wants, item.most)
         is_new, is_gone = gets & (known.rows < 0), ~gets & (known.rows >= 0)
         rows = np.where(gets, known.rows, -1)
         free = np.ones(before.size, bool)
@@ -264,9 +264,9 @@ class IdMap:
                 f"maps of ids are merged where their schema is the same, found those of "
                 f"{self.column!r} and {other.column!r}, or of different fields"
             )
-        found = Items(other.items.fields, other.items.ids, other.counts)
+        items = Items(other.items.fields, other.items.ids, other.counts)
         last = max(self.trainings, other.trainings)
-        known = _united(self, found, last)
+        known = _united(self, items, last)
         key = np.stack([known.fields, known.ids])
         mine, theirs = _index(key, self.items), _index(key, other.items)
         seen = np.zeros(len(known.ids), np.int64)
@@ -292,7 +292,7 @@ class IdMap:
     def _header(self) -> dict[str, Any]:
         return {
             "format": FORMAT,
-            "ladder": [one.model_dump(mode="json", exclude_defaults=True) for one in self.ladder],
+            "ladder": [item.model_dump(mode="json", exclude_defaults=True) for item in self.ladder],
             "width": self.width,
             "size": self.size,
             "trainings": self.trainings,
@@ -326,7 +326,7 @@ class IdMap:
             parts = [np.ascontiguousarray(arrays[name], dtype=np.int64) for name in _PARTS]
             made = cls(
                 column,
-                tuple(Ids.model_validate(one) for one in header["ladder"]),
+                tuple(Ids.model_validate(item) for item in header["ladder"]),
                 int(header["width"]),
                 Items(*parts[:3]),
                 parts[3],
@@ -360,19 +360,19 @@ class _Known(NamedTuple):
         return np.zeros(len(self.ids), bool) if after is None else now - self.seen >= after
 
 
-def _united(before: IdMap, found: Items, now: int) -> _Known:
+def _united(before: IdMap, items: Items, now: int) -> _Known:
     """The ids of a map and those counted now; -1 is the row of one without."""
-    fields = np.concatenate([before.items.fields, found.fields])
-    ids = np.concatenate([before.items.ids, found.ids])
+    fields = np.concatenate([before.items.fields, items.fields])
+    ids = np.concatenate([before.items.ids, items.ids])
     old = len(before.counts)
     order = np.lexsort((ids, fields))  # stable: of equal ones that of the map comes first
     fields, ids = fields[order], ids[order]
     is_first = np.ones(len(order), bool)
     is_first[1:] = (np.diff(fields) != 0) | (ids[1:] != ids[:-1])
     starts = np.flatnonzero(is_first)
-    fresh = np.full(len(found.ids), -1, np.int64)
+    fresh = np.full(len(items.ids), -1, np.int64)
     rows = np.concatenate([before.items.numbers, fresh])[order][starts]
-    counts = np.concatenate([before.counts, found.numbers])[order]
+    counts = np.concatenate([before.counts, items.numbers])[order]
     counts = np.add.reduceat(counts, starts) if len(starts) else counts
     seen = np.where(order < old, np.append(before.seen, 0)[np.minimum(order, old)], now)
     seen = np.maximum.reduceat(seen, starts) if len(starts) else seen
@@ -411,9 +411,9 @@ def _moved(first: IdMap, before: IdMap, rows: Numbers) -> tuple[Numbers, Numbers
     """Old and new numbers of the rows that go on: those of ids, and those that fields share."""
     shift = before.places.shared - first.places.shared
     old, new = [np.zeros(1, np.int64), rows - shift], [np.zeros(1, np.int64), rows]
-    for one, other in zip(_shared(first), _shared(before), strict=True):
-        if one[1] == other[1]:
-            old.append(np.arange(one[0], one[0] + one[1]))
+    for item, other in zip(_shared(first), _shared(before), strict=True):
+        if item[1] == other[1]:
+            old.append(np.arange(item[0], item[0] + item[1]))
             new.append(np.arange(other[0], other[0] + other[1]))
     return np.concatenate(old), np.concatenate(new)
 
@@ -421,8 +421,8 @@ def _moved(first: IdMap, before: IdMap, rows: Numbers) -> tuple[Numbers, Numbers
 def _shared(map: IdMap) -> list[tuple[int, int]]:
     """The first shared row of each field, and how many there are."""
     places = map.places
-    found = {int(f): (int(a), int(b)) for f, a, b in zip(*places[:3], strict=True)}
-    return [found[number] for number in range(len(places.entries))]
+    result = {int(f): (int(a), int(b)) for f, a, b in zip(*places[:3], strict=True)}
+    return [result[number] for number in range(len(places.entries))]
 
 
 def _hashed(places: Places, ladder: Sequence[Ids], known: _Known, shares: Any) -> tuple[int, int]:

@@ -59,7 +59,7 @@ class _Lookup:
     @property
     def digest(self) -> str:
         """Over the source and which ids have which rows."""
-        return digest_of(self.inner.digest, *(one.digest for one in self.maps.values()))
+        return digest_of(self.inner.digest, *(value.digest for value in self.maps.values()))
 
     def describe(self) -> str:
         """One line for people."""
@@ -71,16 +71,16 @@ class _Lookup:
 
     def _looked_up(self, block: Block, buffers: Buffers) -> Block:
         columns = dict(block.columns)
-        for name, one in self.maps.items():
-            columns[name] = self._rows(one, columns[name], block.numbers, buffers)
+        for name, value in self.maps.items():
+            columns[name] = self._rows(value, columns[name], block.numbers, buffers)
         return Block(columns, block.numbers)
 
-    def _rows(self, one: Lookup, values: Values, numbers: Numbers, buffers: Buffers) -> Values:
+    def _rows(self, lookup: Lookup, values: Values, numbers: Numbers, buffers: Buffers) -> Values:
         ids = np.ascontiguousarray(values.values if isinstance(values, Ragged) else values)
         rows = buffers.empty(ids.shape, np.int64)
-        bad = one.rows_of(ids, rows)
+        bad = lookup.rows_of(ids, rows)
         if bad >= 0:
-            raise self._no_row(one.column, int(ids.reshape(-1)[bad]), bad, values, numbers)
+            raise self._no_row(lookup.column, int(ids.reshape(-1)[bad]), bad, values, numbers)
         return Ragged(rows, values.offsets) if isinstance(values, Ragged) else rows
 
     def _no_row(self, column: str, id: int, at: int, values: Values, numbers: Numbers) -> DataError:
@@ -110,13 +110,13 @@ class RowsLookup(_Lookup):
 
     def targets(self) -> npt.NDArray[Any] | None:
         """Those of the rows as they are."""
-        found: npt.NDArray[Any] | None = self.inner.targets()
-        return found
+        result: npt.NDArray[Any] | None = self.inner.targets()
+        return result
 
     def lengths(self) -> Numbers | None:
         """Those of the rows as they are."""
-        found: Numbers | None = self.inner.lengths()
-        return found
+        result: Numbers | None = self.inner.lengths()
+        return result
 
     def where(self, number: int) -> str:
         """Where a row stands."""

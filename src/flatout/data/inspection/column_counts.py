@@ -87,8 +87,8 @@ def _part(values: Values) -> ColumnRange:
 
 
 def _labels(values: npt.NDArray[Any]) -> Labels:
-    found, counts = np.unique(values, return_counts=True)
-    pairs = zip(found.tolist(), counts.tolist(), strict=True)
+    labels, counts = np.unique(values, return_counts=True)
+    pairs = zip(labels.tolist(), counts.tolist(), strict=True)
     return Labels(
         len(values),
         Counter(dict(pairs)),
@@ -131,17 +131,17 @@ class ColumnCounts:
             before.lengths.update(part.lengths)
         self._add_labels(counted.labels)
 
-    def _add_labels(self, found: Labels | None) -> None:
-        if found is None:
+    def _add_labels(self, labels: Labels | None) -> None:
+        if labels is None:
             self.labels = None
             return
-        self._labeled += found.rows
-        self.target_sum += found.sum
-        self._changes += found.changes
-        self._changes += self._last is not None and self._last != found.first
-        self._last = found.last
+        self._labeled += labels.rows
+        self.target_sum += labels.sum
+        self._changes += labels.changes
+        self._changes += self._last is not None and self._last != labels.first
+        self._last = labels.last
         if self.labels is not None:
-            self.labels.update(found.counts)
+            self.labels.update(labels.counts)
             if len(self.labels) > _MOST_CLASSES:
                 self.labels = None
 

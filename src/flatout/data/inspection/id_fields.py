@@ -121,7 +121,7 @@ class IdFields:
         Args:
             other: data of another day, whose ids are known.
         """
-        found = []
+        facts = []
         for name, numbers in self._counts.items():
             theirs = None if other is None else other._counts.get(name)
             known = None
@@ -130,8 +130,8 @@ class IdFields:
             is_one = len(self._places[name]) == 1
             for place, items in _apart(numbers.items(), self._base):
                 field = name if is_one else f"{name}[{place}]"
-                found.append(_facts(field, items, None if known is None else known.get(place)))
-        return found
+                facts.append(_facts(field, items, None if known is None else known.get(place)))
+        return facts
 
 
 def _apart(items: Items, base: int) -> Iterator[tuple[int, Items]]:

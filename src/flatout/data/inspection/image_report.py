@@ -20,30 +20,30 @@ def open_images_of_any_size(paths: Paths, on_error: OnError, max_errors: int) ->
     )
 
 
-def open_found(found: ImageBytes, paths: Paths, on_error: OnError, max_errors: int) -> Pipeline:
+def open_found(images: ImageBytes, paths: Paths, on_error: OnError, max_errors: int) -> Pipeline:
     """The same, once the files were looked at."""
     import flatout.data
 
     return flatout.data.images(
         paths,
-        size=USUAL_SIZE if len(sizes_of(found)) > 1 else None,
-        labels=bool(found.classes),
+        size=USUAL_SIZE if len(sizes_of(images)) > 1 else None,
+        labels=bool(images.classes),
         on_error=on_error,
         max_errors=max_errors,
     )
 
 
-def sizes_of(found: ImageBytes) -> dict[tuple[int, int], int]:
+def sizes_of(images: ImageBytes) -> dict[tuple[int, int], int]:
     """How many images there are of each height and width, the most frequent first."""
-    pairs = np.stack([found.headers["height"], found.headers["width"]], axis=1)
+    pairs = np.stack([images.headers["height"], images.headers["width"]], axis=1)
     sizes, counts = np.unique(pairs, axis=0, return_counts=True)
     turn = np.argsort(-counts, kind="stable")
     return {(int(h), int(w)): int(n) for (h, w), n in zip(sizes[turn], counts[turn], strict=True)}
 
 
-def size_note(found: ImageBytes) -> str:
+def size_note(images: ImageBytes) -> str:
     """How large images are, in words."""
-    sizes = sizes_of(found)
+    sizes = sizes_of(images)
     (height, width), count = next(iter(sizes.items()))
     if len(sizes) == 1:
         return f"all images are {height}x{width}"

@@ -109,12 +109,12 @@ def inspect(
         other = _other_day(
             against, kind, [c for c in columns if c.name in ids.names], schema, options
         )
-    found = _report(kind, stored, pipeline, images, columns, counts, bad, advised)
+    report = _report(kind, stored, pipeline, images, columns, counts, bad, advised)
     full = "more different ones than memory holds"
     notes = [f"ids of {name}: {full}" for name in ids.dropped]
     if other is not None:
         notes += [f"ids of {name} in the data to compare with: {full}" for name in other.dropped]
-    return replace(found, fields=ids.facts(other), notes=[*found.notes, *notes])
+    return replace(report, fields=ids.facts(other), notes=[*report.notes, *notes])
 
 
 def _other_day(
@@ -137,11 +137,11 @@ def _other_day(
     there = {column.name: column for column in job.schema.columns}
     own = [column for column in columns if column.name not in numbered]
     for column in own:
-        found = there.get(column.name)
-        if found is None or (found.dtype, found.shape) != (column.dtype, column.shape):
+        result = there.get(column.name)
+        if result is None or (result.dtype, result.shape) != (column.dtype, column.shape):
             raise DataError(
                 f"the data to compare with have no column {column.words}, but "
-                f"{', '.join(one.words for one in there.values())}",
+                f"{', '.join(value.words for value in there.values())}",
                 where=pipeline.describe(),
                 do="compare with another day of the same log",
             )
@@ -166,7 +166,7 @@ class _Stored(NamedTuple):
             return cls([entry.path for entry in images.entries], sizes, sizes, 0)
         if kind == "rows":
             given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
-            inside = [entry for one in given for entry in os.scandir(os.path.expanduser(one))]
+            inside = [entry for item in given for entry in os.scandir(os.path.expanduser(item))]
             sizes = [entry.stat().st_size for entry in inside]
             return cls([entry.path for entry in inside], sizes, sizes, 0)
         files = find(paths)
@@ -223,7 +223,7 @@ def _facts(
         drawn = order(sample.rows, 0, 0)
         cache_per_s = rows_per_s(cached, drawn, _RATE_BATCH, _RATE_S)
     given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
-    source = " ".join(shlex.quote(os.fspath(one)) for one in given[:2])
+    source = " ".join(shlex.quote(os.fspath(item)) for item in given[:2])
     sizes = getattr(pipeline.origin, "sizes", None)
     return Facts(
         format=kind,
@@ -307,15 +307,15 @@ class _Skipped(NamedTuple):
 
 def _skipped(notes: Sequence[str]) -> tuple[_Skipped, list[str]]:
     """How many bad rows the notes tell of, and the other notes."""
-    found = _Skipped(0, "")
+    result = _Skipped(0, "")
     others = []
     for note in dict.fromkeys(notes):
         told = re.fullmatch(r"([\d,]+) bad rows? skipped: (.*)", note, re.DOTALL)
         if told is None:
             others.append(note)
         else:
-            found = _Skipped(int(told[1].replace(",", "")), told[2])
-    return found, others
+            result = _Skipped(int(told[1].replace(",", "")), told[2])
+    return result, others
 
 
 def _column(column: Column, counts: ColumnCounts) -> ColumnFacts:

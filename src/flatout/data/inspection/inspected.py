@@ -103,7 +103,7 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """As plain data; the schema as in TOML."""
-        words = {**asdict(self), "advice": [one._asdict() for one in self.advice]}
+        words = {**asdict(self), "advice": [entry._asdict() for entry in self.advice]}
         words["schema"] = None if self.schema is None else self.schema.model_dump(mode="json")
         return words
 
@@ -125,7 +125,7 @@ class Report:
         total = sum(self.classes.values())
         if set(self.classes) == {"0", "1"}:
             return f"{self.target} {self.classes['1'] / total:.1%}"
-        counts = sorted(self.classes.items(), key=lambda one: -one[1])
+        counts = sorted(self.classes.items(), key=lambda value: -value[1])
         if len(counts) > _TOLD:
             (most, many), (least, few) = counts[0], counts[-1]
             return (
@@ -183,13 +183,13 @@ class Report:
 
     def field_table(self) -> list[tuple[str, ...]]:
         """Of each field of ids, as `FieldFacts.words`."""
-        return [one.words for one in self.fields]
+        return [field.words for field in self.fields]
 
     def __str__(self) -> str:
         lines = [self.headline(), self.bad_line(), *self.notes]
         lines += ["  ".join(filter(None, row)) for row in self.table()]
         lines += ["  ".join(filter(None, row)) for row in self.field_table()]
-        lines += [f"{one.topic}: {one.words}" for one in self.advice]
+        lines += [f"{entry.topic}: {entry.words}" for entry in self.advice]
         return "\n".join(line for line in lines if line)
 
 

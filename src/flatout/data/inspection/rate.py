@@ -191,13 +191,13 @@ class Bench:
         first = self.measured[0].rows_per_s
         return [
             (
-                one.what,
-                str(one.threads),
-                f"{one.rows_per_s:,.0f}",
-                f"{one.rows_per_s / first:.2f}x",
-                ", ".join(f"{name} {rounded(ms)}" for name, ms in one.stages.items()),
+                measurement.what,
+                str(measurement.threads),
+                f"{measurement.rows_per_s:,.0f}",
+                f"{measurement.rows_per_s / first:.2f}x",
+                ", ".join(f"{name} {rounded(ms)}" for name, ms in measurement.stages.items()),
             )
-            for one in self.measured
+            for measurement in self.measured
         ]
 
 

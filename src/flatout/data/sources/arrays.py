@@ -82,8 +82,8 @@ class Arrays(Staged[Pipeline]):
         if scale is not None or shift is not None:
             dtypes = {tensor.dtype for _, tensor in named_tensors("inputs", self.inputs)}
             if torch.uint8 not in dtypes:
-                found = ", ".join(sorted(map(_dtype_word, dtypes)))
-                raise DataError(f"scale and shift are for uint8 inputs, found {found}")
+                names = ", ".join(sorted(map(_dtype_word, dtypes)))
+                raise DataError(f"scale and shift are for uint8 inputs, found {names}")
             self.inputs = map_tensors(_contiguous_bytes, self.inputs)
 
     def __repr__(self) -> str:
@@ -139,8 +139,8 @@ class Arrays(Staged[Pipeline]):
 
     def label_array(self) -> npt.NDArray[Any] | None:
         """The targets, where they are one array."""
-        one = self.targets
-        return one.detach().cpu().numpy() if isinstance(one, Tensor) else None
+        targets = self.targets
+        return targets.detach().cpu().numpy() if isinstance(targets, Tensor) else None
 
     def _named(self) -> list[tuple[str, Tensor]]:
         parts = {"inputs": self.inputs, "targets": self.targets, "weight": self.weight}

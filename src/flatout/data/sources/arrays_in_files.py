@@ -154,15 +154,15 @@ def _dtype_of(place: StoredArray) -> str:
 
 
 def _check_fits(place: StoredArray, column: Column) -> None:
-    found = np.dtype(_dtype_of(place))
+    dtype = np.dtype(_dtype_of(place))
     wanted = column.numpy_dtype
-    whole = wanted.kind in "iu" and found.kind in "iu"
+    whole = wanted.kind in "iu" and dtype.kind in "iu"
     if place.shape[1:] != column.shape or column.ragged:
         raise DataError(
             f"expected rows of {column.words}, found shape {place.shape[1:]}", where=place.where
         )
-    if not (found == wanted or whole or (wanted.kind == "f" and found.kind in "biuf")):
-        raise DataError(f"expected {column.words}, found {found}", where=place.where)
+    if not (dtype == wanted or whole or (wanted.kind == "f" and dtype.kind in "biuf")):
+        raise DataError(f"expected {column.words}, found {dtype}", where=place.where)
     if column.role == "weight" and column.shape:
         raise DataError(
             f"weight: expected a number a row, found shape {column.shape}", where=place.where

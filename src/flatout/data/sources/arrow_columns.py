@@ -161,8 +161,8 @@ class _Reader:
             finite = np.isfinite(out)
             if not finite.all():
                 index = int(np.argmin(finite))
-                found = f"{values[index]} (allow_nan=True lets it pass)"
-                raise self._bad(row_of(index), f"a finite {self.to.dtype}", found)
+                text = f"{values[index]} (allow_nan=True lets it pass)"
+                raise self._bad(row_of(index), f"a finite {self.to.dtype}", text)
 
     def _codes(self, array: pa.Array, row_of: Callable[[int], int]) -> pa.Array:
         """The number of each value among the categories."""
@@ -218,15 +218,15 @@ class _Reader:
             return array.cast(wanted)
         except pa.ArrowInvalid:
             index = _first_failing(array, wanted)
-            found = repr(array[index].as_py())
-            raise self._bad(row_of(index), self.to.dtype, found) from None
+            text = repr(array[index].as_py())
+            raise self._bad(row_of(index), self.to.dtype, text) from None
 
     def _bad_missing(self, row: int) -> BadValue:
-        found = f"a missing value, and there is no default for it (default={{{self.name!r}: 0}})"
-        return self._bad(row, self.to.dtype, found)
+        text = f"a missing value, and there is no default for it (default={{{self.name!r}: 0}})"
+        return self._bad(row, self.to.dtype, text)
 
-    def _bad(self, row: int, expected: str, found: str) -> BadValue:
-        return BadValue(row, f"column {self.name!r}: expected {expected}, found {found}")
+    def _bad(self, row: int, expected: str, text: str) -> BadValue:
+        return BadValue(row, f"column {self.name!r}: expected {expected}, found {text}")
 
 
 def _index_in(array: pa.Array, values: list[Any]) -> pa.Array:
@@ -237,9 +237,9 @@ def _index_in(array: pa.Array, values: list[Any]) -> pa.Array:
         return pc.index_in(array, value_set=made)
     # Arrow would go through the whole list in each call.
     places = _made_of(values, "dict", lambda: {value: at for at, value in enumerate(values)})
-    found = array.dictionary_encode()
-    codes = [places.get(value) for value in found.dictionary.to_pylist()]
-    return pa.array(codes, pa.int32()).take(found.indices)
+    index = array.dictionary_encode()
+    codes = [places.get(value) for value in index.dictionary.to_pylist()]
+    return pa.array(codes, pa.int32()).take(index.indices)
 
 
 # Times as many values as rows, from where looking each up is faster than hashing all of them.

@@ -81,11 +81,11 @@ def _fields(begin: Begin, dialect: Dialect) -> list[str]:
     try:
         words = begin.first.removeprefix(BOM).decode()
     except UnicodeDecodeError as error:
-        byte, found = not_utf8(begin.first)
+        byte, text = not_utf8(begin.first)
         byte += int(begin.rows.starts[0])
         line = begin.text[:byte].tobytes().count(b"\n") + 1
         raise DataError(
-            found,
+            text,
             where=f"{begin.file.name}:{line} (byte {byte:,})",
             do="say how the file is written: encoding='cp1252', or convert it to UTF-8",
         ) from error
@@ -170,8 +170,8 @@ def found_types(
                 do="correct the header, or name the columns: header=[...]",
             )
         for name in names:
-            found = pa.string() if name in texts else _type_of(table[name], dialect.decimal)
-            types[name] = _common_type(types[name], found)
+            kind = pa.string() if name in texts else _type_of(table[name], dialect.decimal)
+            types[name] = _common_type(types[name], kind)
     return types
 
 
@@ -210,12 +210,12 @@ def samples_of(begins: Sequence[Begin], header: bool) -> list[Begin]:
     Raises:
         DataError: none has.
     """
-    found = []
+    samples = []
     for begin in begins:
         starts, ends = begin.rows.starts[header:], begin.rows.ends[header:]
         if len(starts):
-            found.append(begin._replace(rows=begin.rows._replace(starts=starts, ends=ends)))
-    if not found:
+            samples.append(begin._replace(rows=begin.rows._replace(starts=starts, ends=ends)))
+    if not samples:
         names = ", ".join(begin.file.name for begin in begins[:3])
         raise DataError("the files hold no rows besides their header", where=names)
-    return found[:1] + found[1:][-1:]
+    return samples[:1] + samples[1:][-1:]

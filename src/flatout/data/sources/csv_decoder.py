@@ -114,10 +114,10 @@ class CsvDecoder:
 
     def _explain(self, words: str, rows: int) -> tuple[int, str]:
         """Row and what is wrong, of pyarrow's message."""
-        found = re.search(r"Row #(\d+): ", words)
-        if found is None:
+        match = re.search(r"Row #(\d+): ", words)
+        if match is None:
             raise DataError(f"these {rows:,} rows cannot be parsed: {words}")
-        row = int(found[1]) - 1
+        row = int(match[1]) - 1
         if counts := re.search(r"Expected (\d+) columns, got (\d+)", words):
             return row, f"expected {counts[1]} fields, found {counts[2]}"
         column = re.search(r"In CSV column #(\d+)", words)

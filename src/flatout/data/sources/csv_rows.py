@@ -149,8 +149,8 @@ def _as_utf8(file: File, encoding: str | None, notes: list[str]) -> File:
         note = f"read as {marked.upper()}, which the byte order mark tells"
         if note not in notes:
             notes.append(note)
-    found = encoding or marked
-    return file if found is None else in_utf8(file, found)
+    result = encoding or marked
+    return file if result is None else in_utf8(file, result)
 
 
 def _inferred(
@@ -254,28 +254,28 @@ def _learned(
         try:
             return _texts(in_one_piece(buffer, starts, ends), opened, columns, policy)
         except UnicodeDecodeError as error:
-            row, byte, found = _row_of(error.object, buffer, starts, ends)
-            policy.bad(found, where(row, int(starts[row]) + byte))
+            row, byte, result = _row_of(error.object, buffer, starts, ends)
+            policy.bad(result, where(row, int(starts[row]) + byte))
             raise
 
     with Pool(usable_cpus()) as pool:
-        found = merged(pool.map(look, range(0, rows.rows, _LOOKED_AT)))
-    kept = {name: [sorted(texts.values), texts.rows] for name, texts in found.items()}
+        result = merged(pool.map(look, range(0, rows.rows, _LOOKED_AT)))
+    kept = {name: [sorted(texts.values), texts.rows] for name, texts in result.items()}
     # A cache that cannot be written costs time at the next start, nothing else.
     with suppress(OSError):
         kind_folder("index")
         with atomic_write(path, opener=private) as file:
             json.dump(kept, file)
-    return found
+    return result
 
 
 def _row_of(text: bytes, buffer: Bytes, starts: Numbers, ends: Numbers) -> tuple[int, int, str]:
     """The row in which a text stands that is not UTF-8, the byte in it, and what is wrong."""
     rows = [buffer[start:end].tobytes() for start, end in zip(starts, ends, strict=True)]
-    at, found = not_utf8(text)
+    at, result = not_utf8(text)
     for number, row in enumerate(rows):
         if text in row:
-            return number, row.index(text) + at, found
+            return number, row.index(text) + at, result
     # Quotes that are doubled in the row are single ones in the text.
     number = next(number for number, row in enumerate(rows) if not _is_utf8(row))
     return (number, *not_utf8(rows[number]))

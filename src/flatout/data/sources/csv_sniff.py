@@ -121,7 +121,7 @@ def has_header(rows: Sequence[Sequence[str]], decimal: str, missing: Sequence[st
 def _counts_columns(numbers: Sequence[str], columns: int) -> bool:
     if not all(number.isdecimal() for number in numbers):
         return False
-    found = [int(number) for number in numbers]
-    in_turn = len(found) > 1 and found == list(range(found[0], found[0] + len(found)))
-    years = all(number in _YEARS for number in found) and len(found) < columns
-    return in_turn and (years or (found[0] == 0 and len(found) > 2))
+    counts = [int(number) for number in numbers]
+    in_turn = len(counts) > 1 and counts == list(range(counts[0], counts[0] + len(counts)))
+    years = all(number in _YEARS for number in counts) and len(counts) < columns
+    return in_turn and (years or (counts[0] == 0 and len(counts) > 2))

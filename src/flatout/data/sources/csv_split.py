@@ -73,17 +73,17 @@ def split_rows(buffer: Bytes, final: bool, dialect: Dialect) -> Split:
     windows = (buffer[at : at + _WINDOW] for at in range(0, len(buffer), _WINDOW))
     if quote is None or not any((window == quote).any() for window in windows):
         return _lines(buffer, final)
-    found = [Split(np.empty(0, np.int64), np.empty(0, np.int64), 0)]
+    splits = [Split(np.empty(0, np.int64), np.empty(0, np.int64), 0)]
     at, size, at_end = 0, _WINDOW, False
     while not at_end:
         at_end = at + size >= len(buffer)
         rows = _quoted_rows(buffer[at : at + size], final and at_end, dialect)
-        found.append(rows._replace(starts=rows.starts + at, ends=rows.ends + at))
+        splits.append(rows._replace(starts=rows.starts + at, ends=rows.ends + at))
         at += rows.consumed
         # A row that is longer than the window gets a larger one.
         size = _WINDOW if rows.consumed else 2 * size
-    starts, ends = (np.concatenate([rows[i] for rows in found]) for i in (0, 1))
-    return Split(starts, ends, at, found[-1].problem if final else "")
+    starts, ends = (np.concatenate([rows[i] for rows in splits]) for i in (0, 1))
+    return Split(starts, ends, at, splits[-1].problem if final else "")
 
 
 def _lines(text: Bytes, final: bool) -> Split:
@@ -139,9 +139,9 @@ def _newlines_one_by_one(text: Bytes, dialect: Dialect) -> tuple[Numbers, bool]:
     quote, delimiter = re.escape(dialect.quote), re.escape(dialect.delimiter)
     quoted = rf"(?<![^{delimiter}\r\n]){quote}(?:[^{quote}]++|{quote}{quote})*+({quote}?)"
     newlines, is_open = [], False
-    for found in re.finditer(f"{quoted}|\n".encode(), text.data):
-        if text[found.start()] == _NEWLINE:
-            newlines.append(found.start())
+    for match in re.finditer(f"{quoted}|\n".encode(), text.data):
+        if text[match.start()] == _NEWLINE:
+            newlines.append(match.start())
         else:
-            is_open = not found[1]
+            is_open = not match[1]
     return np.array(newlines, np.int64), is_open

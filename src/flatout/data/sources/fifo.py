@@ -203,13 +203,13 @@ class FifoStream:
         text = getattr(decoder, "text", True)
         # Who is alone has its turn all the time.
         turn = left = _TURN if len(self._paths) > 1 else sys.maxsize
-        seen = 0
+        rows_seen = 0
         for piece in pieces(pipe, decoder.split, text=text, longest=self._longest):
             at = 0
             while at < len(piece.starts):
                 rows = slice(at, min(at + self._block, at + left, len(piece.starts)))
                 index, readers = self._share
-                numbers = np.arange(rows.start + (index - seen) % readers, rows.stop, readers)
+                numbers = np.arange(rows.start + (index - rows_seen) % readers, rows.stop, readers)
                 encoded = Encoded(
                     piece.buffer,
                     piece.starts[numbers],
@@ -219,7 +219,7 @@ class FifoStream:
                 )
                 block = decoder.decode(encoded, None, buffers, policy)
                 count = rows.stop - rows.start
-                seen, left = seen + count, left - count
+                rows_seen, left = rows_seen + count, left - count
                 yield PipePart(block, count, left == 0)
                 left, at = left or turn, rows.stop
 
@@ -323,7 +323,7 @@ def fifo(
             and found. A stream that ends within a record is an error with any `on_error`.
     """
     several = isinstance(path, Sequence) and not isinstance(path, str)
-    paths = [_name_of(one) for one in (path if several else [path])]  # type: ignore[union-attr]
+    paths = [_name_of(item) for item in (path if several else [path])]  # type: ignore[union-attr]
     if not paths or len(set(paths)) < len(paths):
         raise DataError(f"expected pipes that differ, found {paths}")
     if presharded not in ("rank", "local_rank", "node", None):

@@ -87,12 +87,17 @@ def hdf5_rows(
     pieces = []
     for file in files:
         with _opened(file) as opened:
-            found = {column: _dataset(opened, one.name, file) for column, one in wanted.items()}
+            datasets = {
+                column: _dataset(opened, value.name, file) for column, value in wanted.items()
+            }
             parts.append(
-                {column: _place(data, wanted[column].name, file) for column, data in found.items()}
+                {
+                    column: _place(data, wanted[column].name, file)
+                    for column, data in datasets.items()
+                }
             )
-            pieces.append(max((data.chunks or (1,))[0] for data in found.values()))
-    roles = {column: one.role for column, one in wanted.items()}
+            pieces.append(max((data.chunks or (1,))[0] for data in datasets.values()))
+    roles = {column: value.role for column, value in wanted.items()}
     made = schema_of("hdf5", schema, roles, parts)
     if all(place.offset is not None for part in parts for place in part.values()):
         return MappedRows("HDF5", parts, made, _unpack_nothing)
@@ -142,7 +147,7 @@ class HDF5Chunks:
             self._ranges += [
                 _Range(at, start, min(rows, start + step)) for start in range(0, rows, step)
             ]
-        self.sizes = np.array([one.stop - one.start for one in self._ranges], np.int64)
+        self.sizes = np.array([item.stop - item.start for item in self._ranges], np.int64)
         self._starts = offsets_of(self.sizes)
         self.file_rows = offsets_of([next(iter(part.values())).shape[0] for part in parts])
 
@@ -233,9 +238,9 @@ def _dataset(opened: h5py.File, name: str, file: File) -> h5py.Dataset:
     import h5py
 
     with _telling(f"{file.name}: {name}", file):
-        found = opened.get(name)
-        if isinstance(found, h5py.Dataset):
-            return found
+        dataset = opened.get(name)
+        if isinstance(dataset, h5py.Dataset):
+            return dataset
         names: list[str] = []
         opened.visititems(
             lambda path, item: names.append(str(path)) if isinstance(item, h5py.Dataset) else None

@@ -246,13 +246,13 @@ def _read_header(reader: _Reader) -> tuple[np.dtype[Any], tuple[int, ...]]:
 
 def _find(folder: Path, split: str) -> _Pair | None:
     """The files of a split, plain ones before packed ones; None where one is missing."""
-    found = []
+    result = []
     for kind in ("images-idx3", "labels-idx1"):
         stem = f"{_PREFIXES[split]}-{kind}-ubyte"
         dotted = stem.replace("-idx", ".idx")
         names = (stem, dotted, f"{stem}.gz", f"{dotted}.gz")
-        found.append(next((folder / name for name in names if (folder / name).is_file()), None))
-    images, labels = found
+        result.append(next((folder / name for name in names if (folder / name).is_file()), None))
+    images, labels = result
     return None if images is None or labels is None else _Pair(images, labels)
 
 

@@ -53,18 +53,18 @@ class ImageBytes:
     random = True
 
     def __init__(self, paths: Paths, policy: ErrorPolicy) -> None:
-        found = find_images(paths)
-        check_no_splits(found, paths, takes_classes=False)
+        result = find_images(paths)
+        check_no_splits(result, paths, takes_classes=False)
         self._policy = policy
         self._skipped: set[int] = set()
-        self.others = found.others
-        self.entries, self.headers = open_images(found.entries, policy)
+        self.others = result.others
+        self.entries, self.headers = open_images(result.entries, policy)
         self.rows = len(self.entries)
-        self.classes = _classes(self.entries, found.folders)
+        self.classes = _classes(self.entries, result.folders)
         numbers = {name: number for number, name in enumerate(self.classes)}
         self._labels = None
         if self.classes:
-            self._labels = np.array([numbers[one.folder] for one in self.entries], np.int64)
+            self._labels = np.array([numbers[entry.folder] for entry in self.entries], np.int64)
         self.schema = _schema(self.classes)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -234,8 +234,8 @@ def _another(header: Header) -> Damaged:
     )
 
 
-def _is_close(found: tuple[int, ...], wanted: tuple[int, int]) -> bool:
-    return found[0] <= _QUICK_SHRINK * wanted[0] and found[1] <= _QUICK_SHRINK * wanted[1]
+def _is_close(size: tuple[int, ...], wanted: tuple[int, int]) -> bool:
+    return size[0] <= _QUICK_SHRINK * wanted[0] and size[1] <= _QUICK_SHRINK * wanted[1]
 
 
 def _resized(pixels: Pixels, size: tuple[int, int]) -> Pixels:

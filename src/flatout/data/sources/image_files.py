@@ -125,7 +125,7 @@ def find_images(paths: Paths) -> Found:
     if not given:
         raise DataError("expected at least one path, found an empty list")
     local = "file://"
-    parts = [_find_one(os.path.expanduser(os.fspath(one).removeprefix(local))) for one in given]
+    parts = [_find_one(os.path.expanduser(os.fspath(path).removeprefix(local))) for path in given]
     return Found(
         [entry for part in parts for entry in part.entries],
         sorted({folder for part in parts for folder in part.folders}),
@@ -135,23 +135,23 @@ def find_images(paths: Paths) -> Found:
 
 def _find_one(path: str) -> Found:
     if os.path.isdir(path):
-        found = _walk(path)
+        files = _walk(path)
     elif "://" in path and not _is_image(path) and not any(sign in path for sign in "*?["):
-        found = _elsewhere(path)
+        files = _elsewhere(path)
     else:
         entries = [
             Entry(os.path.basename(file.name), file.path, file.name, _parent(file.name))
             for file in find(path, unpack=False)
         ]
         return Found(entries, sorted({entry.folder for entry in entries}), [])
-    if not found.entries:
-        beside = f", but other files, such as {found.others[0]}" if found.others else ""
+    if not files.entries:
+        beside = f", but other files, such as {files.others[0]}" if files.others else ""
         raise DataError(
             f"the folder holds no images{beside}",
             where=path,
             do=f"images end in {' '.join(_SUFFIXES)}; name others by a pattern",
         )
-    return found
+    return files
 
 
 def _walk(root: str) -> Found:
@@ -162,8 +162,8 @@ def _walk(root: str) -> Found:
         folders = sorted(entry.name for entry in top if entry.is_dir())
         inside = sorted(entry.name for entry in top if not entry.is_dir())
         with Pool(_THREADS) as pool:
-            for found in pool.map(lambda folder: sorted(_below(root, folder)), folders):
-                inside += found
+            for item in pool.map(lambda folder: sorted(_below(root, folder)), folders):
+                inside += item
     except OSError as error:
         raise DataError(
             f"the folder cannot be read: {error.strerror}", where=error.filename or root
@@ -247,8 +247,12 @@ def open_images(entries: list[Entry], policy: ErrorPolicy) -> tuple[list[Entry],
         return [_header_or_problem(entry) for entry in entries[first : first + _PIECE]]
 
     with Pool(_THREADS) as pool:
-        found = list(chain.from_iterable(pool.map(read, range(0, len(entries), _PIECE))))
-    bad = [(one, entry) for one, entry in zip(found, entries, strict=True) if isinstance(one, str)]
+        headers = list(chain.from_iterable(pool.map(read, range(0, len(entries), _PIECE))))
+    bad = [
+        (header, entry)
+        for header, entry in zip(headers, entries, strict=True)
+        if isinstance(header, str)
+    ]
     if bad and not policy.skip:
         what, entry = bad[0]
         if len(bad) > 1:
@@ -262,8 +266,10 @@ def open_images(entries: list[Entry], policy: ErrorPolicy) -> tuple[list[Entry],
             f"none of the images can be read; the first: {bad[0][0]}",
             where=short_name(entries[0].name),
         )
-    kept = [entry for one, entry in zip(found, entries, strict=True) if not isinstance(one, str)]
-    return kept, np.array([one for one in found if not isinstance(one, str)], HEADER)
+    kept = [
+        entry for header, entry in zip(headers, entries, strict=True) if not isinstance(header, str)
+    ]
+    return kept, np.array([header for header in headers if not isinstance(header, str)], HEADER)
 
 
 def _header_or_problem(entry: Entry) -> Header | str:
@@ -292,9 +298,9 @@ def read_bytes(entry: Entry, header: Header) -> bytes:
     except OSError as error:
         raise Damaged(f"the file can no longer be read: {error.strerror}") from error
     if len(data) != header.bytes:
-        found = "more" if len(data) > header.bytes else f"{len(data):,}"
+        size = "more" if len(data) > header.bytes else f"{len(data):,}"
         raise Damaged(
-            f"the file has changed since it was opened: it had {header.bytes:,} bytes, now {found}"
+            f"the file has changed since it was opened: it had {header.bytes:,} bytes, now {size}"
         )
     return data
 

@@ -45,13 +45,13 @@ class ImageFolders:
     def __init__(
         self, paths: Paths, labeled: bool, classes: tuple[str, ...] | None, policy: ErrorPolicy
     ) -> None:
-        found = find_images(paths)
+        files = find_images(paths)
         if labeled and classes is None:
-            check_no_splits(found, paths, takes_classes=True)
-        self.classes = _classes(found, classes) if labeled else ()
-        self._entries, self.headers = open_images(found.entries, policy)
+            check_no_splits(files, paths, takes_classes=True)
+        self.classes = _classes(files, classes) if labeled else ()
+        self._entries, self.headers = open_images(files.entries, policy)
         self.labels = _labels(self._entries, self.classes) if labeled else None
-        self._others = found.others
+        self._others = files.others
 
     @property
     def digest(self) -> str:

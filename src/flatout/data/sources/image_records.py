@@ -122,15 +122,15 @@ class _ImageDecoder(TfrecordDecoder):
 
     def survey(self, rows: Encoded, policy: ErrorPolicy) -> Survey:
         """Lengths, headers and labels; a record with a bad header is bad."""
-        found = super().survey(rows, policy)
+        survey = super().survey(rows, policy)
         buffer, starts, ends, _, where = rows
         good = np.zeros(len(starts), np.bool_)
         headers = np.zeros(len(starts), HEADER)
         labels = np.zeros(len(starts), np.int64)
-        whole, buffers = np.flatnonzero(found.good), Buffers()
+        whole, buffers = np.flatnonzero(survey.good), Buffers()
         pieces = offsets_of(ends - starts)[whole] // _PIECE
         for part in np.split(whole, np.flatnonzero(np.diff(pieces)) + 1):
-            lengths = {name: counts[part] for name, counts in found.lengths.items()}
+            lengths = {name: counts[part] for name, counts in survey.lengths.items()}
             own = Encoded(
                 buffer, starts[part], ends[part], part,
                 lambda row, byte, part=part: where(int(part[row]), byte),  # type: ignore[misc]
@@ -147,7 +147,7 @@ class _ImageDecoder(TfrecordDecoder):
             if "label" in block.columns:
                 labels[block.numbers] = block.columns["label"]
         known = {name: headers[name].astype(np.int64) for name in HEADER.names or ()}
-        return Survey(good, {**found.lengths, **known, "label": labels}, {})
+        return Survey(good, {**survey.lengths, **known, "label": labels}, {})
 
 
 def _names_beside(files: Sequence[File]) -> tuple[str, ...] | None:
@@ -197,13 +197,13 @@ def _in_brackets(path: memoryview) -> str:
 
 def _check_features(file: File, labeled: bool) -> None:
     """Raise if the first record is of another kind altogether."""
-    found = _first_features(file)
-    if found is None:
+    features = _first_features(file)
+    if features is None:
         return
     wanted = {"image": "bytes", **({"label": "int64"} if labeled else {})}
-    if any(name not in found or found[name].kind != kind for name, kind in wanted.items()):
+    if any(name not in features or features[name].kind != kind for name, kind in wanted.items()):
         listed = [", ".join(f"{name} ({kind})" for name, kind in wanted.items())]
-        listed += [", ".join(f"{name} ({seen.kind})" for name, seen in sorted(found.items()))]
+        listed += [", ".join(f"{name} ({value.kind})" for name, value in sorted(features.items()))]
         raise DataError(
             f"expected records with the features {listed[0]}; found {listed[1] or 'none'}",
             where=file.name,

@@ -126,14 +126,14 @@ class ImageRows(Rows):
     @property
     def files(self) -> Sequence[File]:
         """Those that hold many images each."""
-        found: Sequence[File] = getattr(self._images, "files", ())
-        return found
+        files: Sequence[File] = getattr(self._images, "files", ())
+        return files
 
     @property
     def paths(self) -> Sequence[str]:
         """Of all files that are read."""
-        found: Sequence[str] = getattr(self._images, "paths", ())
-        return found or [file.path for file in self.files]
+        paths: Sequence[str] = getattr(self._images, "paths", ())
+        return paths or [file.path for file in self.files]
 
     @cached_property
     def digest(self) -> str:
@@ -155,8 +155,8 @@ class ImageRows(Rows):
 
     def row_keys(self) -> list[str] | None:
         """Paths within the folder, where images lie in files of their own."""
-        found: list[str] | None = getattr(self._images, "keys", None)
-        return found
+        keys: list[str] | None = getattr(self._images, "keys", None)
+        return keys
 
     def take(self, numbers: Numbers, buffers: Buffers) -> Block:
         """Decode these images, in this order.

@@ -207,14 +207,14 @@ def libsvm(
     from flatout.data.files import find
     from flatout.data.indexed import IndexedRows, names_of, survey_files
 
-    found = find(paths)
+    files = find(paths)
     if schema is None:
         # Bad rows are counted when the index is built, once.
         looking = ErrorPolicy(on_error, max_errors)
-        survey = survey_files(found, LibsvmDecoder(_any_schema()), looking)
+        survey = survey_files(files, LibsvmDecoder(_any_schema()), looking)
         if not len(survey.starts):
-            raise DataError("the files hold no rows that can be read", where=names_of(found))
+            raise DataError("the files hold no rows that can be read", where=names_of(files))
         decoder = LibsvmDecoder(infer_schema(survey.facts, layout, base))
     else:
         decoder = LibsvmDecoder(as_schema(schema, "libsvm"))
-    return Pipeline(IndexedRows(found, decoder, ErrorPolicy(on_error, max_errors), "LibSVM"))
+    return Pipeline(IndexedRows(files, decoder, ErrorPolicy(on_error, max_errors), "LibSVM"))

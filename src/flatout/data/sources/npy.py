@@ -102,7 +102,7 @@ def npy_rows(
                 raise DataError(f"{name!r} is named twice, the second time as {role}")
             roles[name] = role
             places[name] = [_npy_place(file) for file in find(own)]
-    counts = {name: len(found) for name, found in places.items()}
+    counts = {name: len(place) for name, place in places.items()}
     if len(set(counts.values())) != 1:
         words = ", ".join(f"{count} of {name}" for name, count in counts.items())
         raise DataError(f"expected as many files of each, found {words or 'none'}")
@@ -122,10 +122,10 @@ def npz_rows(
     wanted = wanted_columns(inputs, targets, weight)
     # An archive is one file with places in it; what packs its members is its own business.
     parts = [
-        {column: _npz_place(file, one.name, most) for column, one in wanted.items()}
+        {column: _npz_place(file, value.name, most) for column, value in wanted.items()}
         for file in find(paths)
     ]
-    roles = {column: one.role for column, one in wanted.items()}
+    roles = {column: value.role for column, value in wanted.items()}
     return MappedRows("npz", parts, schema_of("npz", schema, roles, parts), _unpacked)
 
 
@@ -144,7 +144,7 @@ def _npy_place(file: File) -> StoredArray:
 def _npz_place(file: File, name: str, most: int | None) -> StoredArray:
     try:
         with zipfile.ZipFile(file.path) as archive, open(file.path, "rb") as stream:
-            names = [one.removesuffix(".npy") for one in archive.namelist()]
+            names = [name.removesuffix(".npy") for name in archive.namelist()]
             if name not in names:
                 raise DataError(
                     f"expected an array {name!r}, found {', '.join(names) or 'none'}",
@@ -191,13 +191,13 @@ def _place(stream: IO[bytes], file: File, name: str, size: int) -> StoredArray:
             f"the file is empty, damaged or no npy file: {error}", where=where
         ) from error
     header = stream.tell() - start
-    found = size - header
-    expected = found if dtype.hasobject else math.prod(shape) * dtype.itemsize
-    if expected != found or min(shape, default=0) < 0:
-        problem = "cut off" if found < expected else "longer than its header says"
+    actual = size - header
+    expected = actual if dtype.hasobject else math.prod(shape) * dtype.itemsize
+    if expected != actual or min(shape, default=0) < 0:
+        problem = "cut off" if actual < expected else "longer than its header says"
         raise DataError(
             f"the file is damaged or {problem}: expected {expected:,} bytes for {dtype} of shape "
-            f"{shape}, found {found:,}",
+            f"{shape}, found {actual:,}",
             where=where,
         )
     return StoredArray(file, name, dtype, shape, start + header, bool(fortran))
@@ -208,7 +208,7 @@ def _unpacked(place: StoredArray) -> npt.NDArray[Any]:
     place.file.check_unchanged()
     try:
         with zipfile.ZipFile(place.file.path) as archive:
-            names = [one.removesuffix(".npy") for one in archive.namelist()]
+            names = [name.removesuffix(".npy") for name in archive.namelist()]
             member = archive.infolist()[names.index(place.name)]
             with archive.open(member) as packed:
                 array: npt.NDArray[Any] = np.lib.format.read_array(packed, allow_pickle=False)

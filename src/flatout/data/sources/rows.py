@@ -77,8 +77,8 @@ class FolderRows(Rows):
     def _check(self) -> None:
         for column in self.schema.columns:
             field = self._fields.get(column.name)
-            found = None if field is None else (field.dtype, field.shape, field.ragged)
-            if found != (column.numpy_dtype, column.shape, column.ragged):
+            result = None if field is None else (field.dtype, field.shape, field.ragged)
+            if result != (column.numpy_dtype, column.shape, column.ragged):
                 words = ", ".join(map(_words, self._fields.values()))
                 raise DataError(
                     f"the schema has a column {column.words}, but the rows hold {words}",
@@ -119,8 +119,8 @@ class FolderRows(Rows):
 
     def lengths(self) -> Numbers | None:
         """Of the longest ragged column."""
-        found = list(self._lengths())
-        return np.maximum.reduce(found) if found else None
+        lengths = list(self._lengths())
+        return np.maximum.reduce(lengths) if lengths else None
 
     def _lengths(self) -> Iterator[Numbers]:
         for field in self._fields.values():

@@ -143,8 +143,8 @@ def table(
         with_vocabularies,
     )
 
-    found = _without_blanks(_without_views(_as_table(rows)))
-    fields = {field.name: field.type for field in found.schema}
+    data = _without_blanks(_without_views(_as_table(rows)))
+    fields = {field.name: field.type for field in data.schema}
     wanted = Wanted(
         target, inputs, weight, unused, default, categories, stack, dates, leave_out=skip_text
     )
@@ -152,12 +152,12 @@ def table(
     if schema is not None:
         given = _without_absent(given_schema(schema, "table", wanted, options, _FORMATS), fields)
         check_options(given)
-        return Pipeline(TableRows(found, given, left_out_notes(given, fields)))
+        return Pipeline(TableRows(data, given, left_out_notes(given, fields)))
     wanted = with_vocabularies(
-        wanted, fields, lambda names, few: merged([texts_of(found[:1000] if few else found, names)])
+        wanted, fields, lambda names, few: merged([texts_of(data[:1000] if few else data, names)])
     )
     inferred = infer_schema("table", fields, wanted, options)
-    return Pipeline(TableRows(found, inferred, notes_of(inferred.options, wanted.numberish)))
+    return Pipeline(TableRows(data, inferred, notes_of(inferred.options, wanted.numberish)))
 
 
 def _without_absent(schema: Schema, fields: Mapping[str, Any]) -> Schema:

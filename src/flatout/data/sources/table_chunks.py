@@ -169,25 +169,25 @@ class TableChunks:
         self, files: Sequence[TableFile], schema: Schema, notes: Sequence[str] = ()
     ) -> None:
         self._notes = list(notes)
-        for one in files:
-            check_schema(schema, one.fields, one.file.name)
+        for file in files:
+            check_schema(schema, file.fields, file.file.name)
         self.schema = schema
         self._files = list(files)
-        self.files = [one.file for one in files]
+        self.files = [file.file for file in files]
         self._names = used_names(schema)
         self._parts = [
             _Part(at, number, int(start))
-            for at, one in enumerate(files)
-            for number, start in enumerate(offsets_of(one.sizes)[:-1])
+            for at, file in enumerate(files)
+            for number, start in enumerate(offsets_of(file.sizes)[:-1])
         ]
-        self.sizes = np.array([size for one in files for size in one.sizes], np.int64)
+        self.sizes = np.array([size for file in files for size in file.sizes], np.int64)
         self._starts = offsets_of(self.sizes)
-        self.file_rows = offsets_of([sum(one.sizes) for one in files])
+        self.file_rows = offsets_of([sum(file.sizes) for file in files])
 
     @cached_property
     def digest(self) -> str:
         """Over the files' sizes, their first and last bytes, and the schema."""
-        return files_digest([one.file for one in self._files], self.schema.dumps())
+        return files_digest([file.file for file in self._files], self.schema.dumps())
 
     def read(self, chunk: int, buffers: Buffers) -> Block:
         """Decode a part.
@@ -196,15 +196,15 @@ class TableChunks:
             DataError: naming file, part, column and row.
         """
         at = self._parts[chunk]
-        one = self._files[at.file]
+        file = self._files[at.file]
         start, stop = (int(number) for number in self._starts[chunk : chunk + 2])
-        one.file.check_unchanged()
-        with _telling(one.file, f"{one.part} {at.number} cannot be decoded"):
-            table = one.read(at.number, self._names)
+        file.file.check_unchanged()
+        with _telling(file.file, f"{file.part} {at.number} cannot be decoded"):
+            table = file.read(at.number, self._names)
             if len(table) != stop - start:
                 raise DataError(
                     f"expected {stop - start:,} rows, found {len(table):,}",
-                    where=f"{one.file.name}: {one.part} {at.number}",
+                    where=f"{file.file.name}: {file.part} {at.number}",
                 )
             try:
                 columns = to_columns(table, self.schema, buffers)
@@ -221,18 +221,18 @@ class TableChunks:
         """File, part and row of the file, counted from 0."""
         chunk = int(np.searchsorted(self._starts, number, side="right")) - 1
         at = self._parts[chunk]
-        one = self._files[at.file]
+        file = self._files[at.file]
         row = at.start + number - int(self._starts[chunk])
-        return f"{one.file.name}: row {row:,} ({one.part} {at.number})"
+        return f"{file.file.name}: row {row:,} ({file.part} {at.number})"
 
     def describe(self) -> str:
         """Such as "2 Parquet files, 0.9 MB, 8,124 rows"."""
-        files = [one.file for one in self._files]
+        files = [file.file for file in self._files]
         return files_words(files, self._files[0].kind, self._starts[-1])
 
     def notes(self) -> list[str]:
         """What was learned, and whether parts are so large that decoding one needs much memory."""
-        largest = max(self._files, key=lambda one: one.largest)
+        largest = max(self._files, key=lambda value: value.largest)
         if largest.largest < _LARGE:
             return self._notes
         return [
@@ -274,15 +274,15 @@ def table_chunks(
         check_options(given)
         return TableChunks(files, given, left_out_notes(given, files[0].fields))
     fields = files[0].fields
-    for one in files[1:]:
+    for file in files[1:]:
         # Where inputs are named, other columns do not matter.
-        if wanted.inputs is None and (fields.keys() ^ one.fields.keys()) - set(
+        if wanted.inputs is None and (fields.keys() ^ file.fields.keys()) - set(
             listed(wanted.unused)
         ):
             raise DataError(
                 f"expected the columns of {files[0].file.name}: {', '.join(fields)}; found "
-                f"{', '.join(one.fields)}",
-                where=one.file.name,
+                f"{', '.join(file.fields)}",
+                where=file.file.name,
                 do="name those wanted: inputs=[...], or those to leave out: unused=[...]",
             )
     wanted = with_vocabularies(wanted, fields, lambda names, few: _texts(files, names, few))
@@ -292,20 +292,20 @@ def table_chunks(
 
 def _texts(files: Sequence[TableFile], names: Sequence[str], few: bool) -> dict[str, Texts]:
     """What columns of text hold, in all parts or in the first."""
-    parts = [(one, part) for one in files for part in range(len(one.sizes))]
+    parts = [(file, part) for file in files for part in range(len(file.sizes))]
     first = files[0]
-    for one, name in product(files[1:], names):
-        if is_text(one.fields.get(name, first.fields[name])) != is_text(first.fields[name]):
+    for pair, name in product(files[1:], names):
+        if is_text(pair.fields.get(name, first.fields[name])) != is_text(first.fields[name]):
             raise DataError(
                 f"column {name!r}: expected {first.fields[name]} as in {first.file.name}, found "
-                f"{one.fields[name]}",
-                where=one.file.name,
+                f"{pair.fields[name]}",
+                where=pair.file.name,
             )
 
-    def look(one: TableFile, part: int) -> dict[str, Texts]:
-        with _telling(one.file, f"{one.part} {part} cannot be decoded"):
-            return texts_of(one.read(part, names), names)
+    def look(file: TableFile, part: int) -> dict[str, Texts]:
+        with _telling(file.file, f"{file.part} {part} cannot be decoded"):
+            return texts_of(file.read(part, names), names)
 
     with Pool(usable_cpus()) as pool:
-        found = merged(pool.map(lambda part: look(*part), parts[:1] if few else parts))
-    return {name: found.get(name, Texts(frozenset(), 0)) for name in names}
+        texts = merged(pool.map(lambda part: look(*part), parts[:1] if few else parts))
+    return {name: texts.get(name, Texts(frozenset(), 0)) for name in names}

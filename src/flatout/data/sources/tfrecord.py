@@ -55,8 +55,8 @@ class TfrecordDecoder:
 
     def split(self, buffer: Bytes, final: bool) -> Split:
         """Records, by their framing; each length's checksum is compared."""
-        found = kernel.scan(buffer, final=final)
-        return Split(found.starts, found.ends, found.consumed, found.problem)
+        result = kernel.scan(buffer, final=final)
+        return Split(result.starts, result.ends, result.consumed, result.problem)
 
     def survey(self, rows: Encoded, policy: ErrorPolicy) -> Survey:
         """Lengths of the ragged columns."""
@@ -143,10 +143,10 @@ def tfrecord(
     from flatout.data.files import find
     from flatout.data.indexed import IndexedRows
 
-    found = find(paths)
+    files = find(paths)
     if schema is None:
         looking = ErrorPolicy(on_error, max_errors)
-        first, records = _first_records(found, looking, check)
+        first, records = _first_records(files, looking, check)
         given = infer_schema(records, first.name, looking)
         if target is not None:
             given = given.with_target(target)
@@ -155,7 +155,7 @@ def tfrecord(
     if not check:
         given = given.model_copy(update={"options": {**given.options, "check": False}})
     decoder = TfrecordDecoder(given)
-    return Pipeline(IndexedRows(found, decoder, ErrorPolicy(on_error, max_errors), "TFRecord"))
+    return Pipeline(IndexedRows(files, decoder, ErrorPolicy(on_error, max_errors), "TFRecord"))
 
 
 def _first_records(
@@ -182,10 +182,10 @@ def _records(file: File) -> Iterator[tuple[int, bytes, int]]:
         place, rest = 0, b""
         while piece := opened.read(_PIECE):
             rest += piece
-            found = kernel.scan(rest, final=opened.tell() >= file.size)
-            for start, end in zip(found.starts.tolist(), found.ends.tolist(), strict=True):
+            result = kernel.scan(rest, final=opened.tell() >= file.size)
+            for start, end in zip(result.starts.tolist(), result.ends.tolist(), strict=True):
                 crc = int.from_bytes(rest[end : end + 4], "little")
                 yield place + start, rest[start:end], crc
-            place, rest = place + found.consumed, rest[found.consumed :]
-            if found.problem:
-                raise DataError(found.problem, where=f"{file.name}: byte {place:,}")
+            place, rest = place + result.consumed, rest[result.consumed :]
+            if result.problem:
+                raise DataError(result.problem, where=f"{file.name}: byte {place:,}")

@@ -41,29 +41,29 @@ def infer_schema(records: Iterable[tuple[int, bytes]], where: str, policy: Error
     Raises:
         DataError: a record is no Example, a feature changes its kind, or there is no feature.
     """
-    seen: dict[str, list[Seen]] = {}
+    features: dict[str, list[Seen]] = {}
     total = 0
     for byte, record in records:
         try:
-            found = features_of(record)
+            features_here = features_of(record)
         except ValueError as error:
             policy.bad(f"the record is no tf.train.Example: {error}", f"{where}: byte {byte:,}")
             continue
         total += 1
-        for name, one in found.items():
-            seen.setdefault(name, []).append(one)
-    if not seen:
+        for name, value in features_here.items():
+            features.setdefault(name, []).append(value)
+    if not features:
         raise DataError("the records hold no features, or there are none", where=where)
-    columns = [_column(name, seen[name], total, where) for name in sorted(seen)]
+    columns = [_column(name, features[name], total, where) for name in sorted(features)]
     return Schema(format="tfrecord", columns=tuple(columns))
 
 
-def _column(name: str, seen: list[Seen], total: int, where: str) -> Column:
-    kinds = {one.kind for one in seen if one.kind}
+def _column(name: str, features: list[Seen], total: int, where: str) -> Column:
+    kinds = {feature.kind for feature in features if feature.kind}
     if len(kinds) > 1:
         raise DataError(f"feature {name!r} holds {' and '.join(sorted(kinds))}", where=where)
     kind = kinds.pop() if kinds else "float"
-    counts = {one.values for one in seen}
+    counts = {feature.values for feature in features}
     fixed = len(counts) == 1 and kind != "bytes" and counts != {0}
     count = counts.pop() if fixed else 0
     role: Any = "target" if name.lower() in TARGETS else "input"
@@ -73,7 +73,7 @@ def _column(name: str, seen: list[Seen], total: int, where: str) -> Column:
         shape=(count,) if count > 1 else (),
         ragged=not fixed,
         role=role,
-        default=0 if len(seen) < total else None,
+        default=0 if len(features) < total else None,
         lengths=f"{name}_lengths" if not fixed and role == "input" else None,
     )
 

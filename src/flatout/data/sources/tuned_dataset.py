@@ -180,7 +180,7 @@ class TunedDatasetSource(DatasetSource):
                     return
                 waited = self._clock() - start
                 if not self._batch_bytes:
-                    self._batch_bytes = sum(one.nbytes for _, one in named_tensors("", batch[:3]))
+                    self._batch_bytes = sum(item.nbytes for _, item in named_tensors("", batch[:3]))
                 if expected is not None and not same_batch(batch, expected):
                     self.tuner.refuse(workers, "the same samples came out different")
                     return

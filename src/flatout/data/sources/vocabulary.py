@@ -69,13 +69,13 @@ def with_vocabularies(wanted: Wanted, fields: Mapping[str, pa.DataType], count: 
     refused: dict[str, str] = {}
     for few in (True, False):  # prose is not read to its end
         left = [name for name in texts if name not in refused]
-        found = count([*left, *asked], few) if left or (asked and not few) else {}
+        counts = count([*left, *asked], few) if left or (asked and not few) else {}
         share = _SHARE_OF_SOME if few else _SHARE
-        refused.update({n: w for n in left if (w := _no_categories(found[n], share))})
+        refused.update({n: w for n in left if (w := _no_categories(counts[n], share))})
     named = {*listed(wanted.inputs), *listed(wanted.target)} if wanted.leave_out else refused
     if wrong := {name: why for name, why in refused.items() if name in named}:
         raise _refusal(wrong)
-    learned = {name: sorted(found[name].values) for name in found if name not in refused}
+    learned = {name: sorted(counts[name].values) for name in counts if name not in refused}
     for name, values in learned.items():
         if not values:
             raise DataError(
@@ -93,9 +93,9 @@ def with_vocabularies(wanted: Wanted, fields: Mapping[str, pa.DataType], count: 
     )
 
 
-def _no_categories(found: Texts, share: float) -> str:
+def _no_categories(texts: Texts, share: float) -> str:
     """Why texts are no categories, or ""."""
-    values, rows = found
+    values, rows = texts
     if not values:  # none could be read: what is no text in its encoding is told with its line
         return ""
     alike = [text for text in values if _NUMBERISH.fullmatch(text)]
@@ -123,15 +123,15 @@ def merged(parts: Iterable[Mapping[str, Texts]]) -> dict[str, Texts]:
     values: dict[str, set[Any]] = {}
     rows: dict[str, int] = {}
     for part in parts:
-        for name, found in part.items():
-            values.setdefault(name, set()).update(found.values)
-            rows[name] = rows.get(name, 0) + found.rows
+        for name, value in part.items():
+            values.setdefault(name, set()).update(value.values)
+            rows[name] = rows.get(name, 0) + value.rows
     return {name: Texts(frozenset(values[name]), rows[name]) for name in values}
 
 
 def texts_of(table: pa.Table, names: Sequence[str]) -> dict[str, Texts]:
     """What columns of a table hold."""
-    found = {}
+    texts = {}
     for name in names:
         column = table[name].drop_null()
         while pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
@@ -140,8 +140,8 @@ def texts_of(table: pa.Table, names: Sequence[str]) -> dict[str, Texts]:
             column = column.cast(column.type.value_type)
         if pa.types.is_floating(column.type):  # NaN is a missing value, and equals no other one
             column = column.filter(pc.invert(pc.is_nan(column)))
-        found[name] = Texts(frozenset(column.unique().to_pylist()), len(column))
-    return found
+        texts[name] = Texts(frozenset(column.unique().to_pylist()), len(column))
+    return texts
 
 
 def notes_of(options: Mapping[str, Any], numberish: Sequence[str] = ()) -> list[str]:

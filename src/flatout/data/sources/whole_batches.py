@@ -121,7 +121,7 @@ class WholeBatches:
 def same_batch(a: Any, b: Any) -> bool:
     """Whether two values are the same batch: structure, dtypes and every bit."""
     try:
-        parts = [list(named_tensors("", as_batch(one, "a batch")[:3])) for one in (a, b)]
+        parts = [list(named_tensors("", as_batch(batch, "a batch")[:3])) for batch in (a, b)]
     except DataError:
         return False
     first, second = parts

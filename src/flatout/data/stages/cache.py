@@ -42,7 +42,7 @@ class Cache(Stage):
             plan.moved.append(_left_out(behind))
             return
         if behind:
-            names = " and ".join(one.name for one in behind)
+            names = " and ".join(item.name for item in behind)
             plan.moved.append(
                 f"cache before {names}: {behind[0].name} is random, and a cache behind it would "
                 "give every epoch the same samples"
@@ -63,8 +63,8 @@ class Cache(Stage):
             kept, plan.numbers, self.where, budget=plan.options.memory, folder=folder, say=plan.say
         )
         plan.samples = cached
-        for one in behind:
-            plan.samples = one.over(plan.samples)
+        for item in behind:
+            plan.samples = item.over(plan.samples)
         plan.caches.append(cached)
         plan.runs.insert(len(plan.runs) - len(behind), "CACHE")
 

@@ -122,14 +122,14 @@ class Stage:
     def __str__(self) -> str:
         """As it was written, but for what it leaves open: "shuffle(seed=1)", "batch(64)"."""
         told = []
-        for one in fields(self):
-            value = getattr(self, one.name)
+        for each in fields(self):
+            value = getattr(self, each.name)
             if callable(value):
                 told.append(name_of(value))
-            elif one.name in ("size", "times", "where", "fraction"):
+            elif each.name in ("size", "times", "where", "fraction"):
                 told.append(repr(value))
-            elif value != one.default:
-                told.append(f"{one.name}={value!r}")
+            elif value != each.default:
+                told.append(f"{each.name}={value!r}")
         return f"{self.name}({', '.join(told)})"
 
     def resume_words(self) -> str | None:

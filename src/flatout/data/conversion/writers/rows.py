@@ -59,10 +59,10 @@ def is_there(target: Path, settings: dict[str, Any], overwrite: bool) -> bool:
 
 def _settings(target: Path) -> dict[str, Any] | None:
     try:
-        found = read_meta(target).get("settings")
+        settings = read_meta(target).get("settings")
     except DataError:
         return None
-    return found if isinstance(found, dict) else None
+    return settings if isinstance(settings, dict) else None
 
 
 def _was_written(target: Path) -> bool:
@@ -75,8 +75,8 @@ def _was_written(target: Path) -> bool:
 
 def _begun(target: Path) -> dict[str, Any] | None:
     with suppress(OSError, ValueError):
-        found = json.loads(_begun_path(target).read_text())
-        return found if isinstance(found, dict) else None
+        data = json.loads(_begun_path(target).read_text())
+        return data if isinstance(data, dict) else None
     return None
 
 
@@ -131,9 +131,9 @@ def write_rows(
     total = pieces[-1].stop
     filling = _filling(target, layout, total, settings)
     with closing(filling):
-        found = filling.found
+        result = filling.found
         missing = [piece for piece in pieces if not filling.filled[piece.start : piece.stop].all()]
-        made = found
+        made = result
         for piece, block in zip(missing, blocks(missing), strict=True):
             if len(block) < piece.stop - piece.start:
                 raise DataError(
@@ -152,7 +152,7 @@ def write_rows(
         filling.finish(None, {"schema": schema.dumps(), "settings": settings, "notes": notes()})
     flush_folder(target.parent)
     _remove(_old(target))
-    return found
+    return result
 
 
 def _filling(target: Path, layout: Layout, total: int, settings: dict[str, Any]) -> Filling:
