@@ -109,12 +109,12 @@ class _BatchNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, _moments: Any) -> tuple[Any, ...]:
-        x, weight, bias, seen = ctx.saved_tensors
+        x, weight, bias, saved_tensors = ctx.saved_tensors
         if torch.is_grad_enabled():  # a gradient of this gradient is wanted
-            return (*_differentiable(ctx, x, weight, bias, seen, gradient), None, None)
+            return (*_differentiable(ctx, x, weight, bias, saved_tensors, gradient), None, None)
         wants_skip = ctx.has_skip and ctx.needs_input_grad[3]
         of_x, of_weight, of_bias, of_skip = kernel.backward(
-            x, seen, gradient, ctx.saved, wants_skip
+            x, saved_tensors, gradient, ctx.saved, wants_skip
         )
         given = (None if weight is None else of_weight, None if bias is None else of_bias)
         return (of_x, *given, of_skip, None, None)
@@ -125,17 +125,17 @@ def _differentiable(
     x: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
-    seen: torch.Tensor | None,
+    tensor: torch.Tensor | None,
     gradient: torch.Tensor,
 ) -> tuple[torch.Tensor | None, ...]:
     """The gradients of x, weight, bias and skip, of operators that autograd knows."""
     result = F.batch_norm(x, None, None, weight, bias, True, 0.0, ctx.saved.epsilon)
-    if seen is not None:
-        gradient = gradient * (seen > 0)
+    if tensor is not None:
+        gradient = gradient * (tensor > 0)
     elif ctx.saved.activation is not None:
         passes = (result > 0) & ((result < 6) if ctx.saved.activation == "relu6" else True)
         gradient = gradient * passes
-    wanted = [one for one in (x, weight, bias) if one is not None and one.requires_grad]
+    wanted = [item for item in (x, weight, bias) if item is not None and item.requires_grad]
     found = iter(torch.autograd.grad(result, wanted, gradient, create_graph=True))
     return (
         *(next(found) if p is not None and p.requires_grad else None for p in (x, weight, bias)),

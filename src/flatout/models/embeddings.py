@@ -28,7 +28,7 @@ def row_tables(model: nn.Module, *, split: bool = False) -> tuple[list[nn.Module
         for parameter in module._parameters.values():
             if parameter is not None and not isinstance(module, _KINDS):
                 readers.setdefault(id(parameter), []).append(name or type(module).__name__)
-    found: list[nn.Module] = []
+    result: list[nn.Module] = []
     others: dict[str, str] = {}
     for name, module, _ in adapter_of(model).tables():
         is_torch = isinstance(module, _KINDS)
@@ -36,8 +36,8 @@ def row_tables(model: nn.Module, *, split: bool = False) -> tuple[list[nn.Module
         if why:
             others[name] = why
         else:
-            found.append(module)
-    return found, others
+            result.append(module)
+    return result, others
 
 
 def look_at_ids(model: nn.Module, names: Container[str]) -> list[Callable[[], None]]:

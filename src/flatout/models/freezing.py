@@ -113,19 +113,19 @@ def _listed(layers: Patterns) -> list[str]:
 
 
 def _chosen(named: list[tuple[str, nn.Module]], patterns: list[str]) -> list[nn.Module]:
-    found = matching({name for name, _ in named}, patterns)
-    for pattern, names in found.items():
+    result = matching({name for name, _ in named}, patterns)
+    for pattern, names in result.items():
         if not names:
             raise _unknown(pattern, named)
-    wanted = {name for names in found.values() for name in names}
+    wanted = {name for names in result.values() for name in names}
     return [module for name, module in named if name in wanted]
 
 
 def _only(named: list[tuple[str, nn.Module]], name: str) -> nn.Module:
-    found = {id(module): module for own, module in named if own == name}
-    if not found:
+    result = {id(module): module for own, module in named if own == name}
+    if not result:
         raise _unknown(name, named)
-    return list(found.values())[-1]  # what a wrapper of the same name holds
+    return list(result.values())[-1]  # what a wrapper of the same name holds
 
 
 def _unknown(name: str, named: list[tuple[str, nn.Module]]) -> ModelError:

@@ -33,7 +33,7 @@ def fused_norms_of(model: nn.Module) -> list[Rewrite]:
     """What would be fused in `model` in training. Looks only; changes nothing."""
     if every_module._global_forward_hooks or every_module._global_forward_pre_hooks:
         return []
-    found: list[Rewrite] = []
+    rewrites: list[Rewrite] = []
     done: set[nn.Module] = set()
     for name, module in model.named_modules():
         if module in done or not module.training or not _has_norms(module):
@@ -43,12 +43,12 @@ def fused_norms_of(model: nn.Module) -> list[Rewrite]:
         if traced is not None and fused:
             done.update(traced.inlined)
             done.update(fused)
-            found.append(_rewrite(name, module, traced, len(fused)))
+            rewrites.append(_rewrite(name, module, traced, len(fused)))
     alone = [m for m in model.modules() if m not in done and _is_norm(m)]
     if alone:
         words = f"{len(alone)} BatchNorm by Flatout's kernel"
-        found.append(Rewrite(words, partial(_by_kernel, alone)))
-    return found
+        rewrites.append(Rewrite(words, partial(_by_kernel, alone)))
+    return rewrites
 
 
 def _by_kernel(norms: list[nn.Module]) -> Callable[[], None]:

@@ -107,7 +107,7 @@ def hold_until(module: nn.Module, path: str) -> None:
     level = _traced(module, path) or _registered(module, path)
     fix(level.parameters)
     for part in level.before:
-        if any(part is one for one in level.behind):
+        if any(part is item for item in level.behind):
             fix(part.parameters())  # what it does in training, it does behind the layer too
         else:
             hold(part)
@@ -165,16 +165,16 @@ def _flow_into(nodes: list[fx.Node]) -> Iterator[fx.Node]:
     while waiting:
         node = waiting.pop()
         yield node
-        new = [one for one in node.all_input_nodes if one not in met]
+        new = [above for above in node.all_input_nodes if above not in met]
         met.update(new)
         waiting += new
 
 
 def _attribute(module: nn.Module, path: str) -> torch.Tensor | None:
-    found: Any = module
+    result: Any = module
     for name in path.split("."):
-        found = getattr(found, name, None)
-    return found if isinstance(found, torch.Tensor) else None
+        result = getattr(result, name, None)
+    return result if isinstance(result, torch.Tensor) else None
 
 
 def _registered(module: nn.Module, path: str) -> _Level:

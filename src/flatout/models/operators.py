@@ -58,10 +58,10 @@ class OperatorCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch._C._current_graph_task_id() != -1:
             self._end_forward()
             kinds = self._backward
-        found = flops(args, out) if flops else 0
+        result = flops(args, out) if flops else 0
         if kind == "conv":
             kind = _kind_of(args)
-        _add(kinds, kind, 1, found, moved, moved if moved <= CACHED_BYTES else 0)
+        _add(kinds, kind, 1, result, moved, moved if moved <= CACHED_BYTES else 0)
 
     def _end_forward(self) -> None:
         for kind, of in self._since.items():
@@ -75,8 +75,8 @@ class OperatorCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         if not self._backward:
             self._end_forward()
-        found = {"forward": self._before, "backward": self._backward, "optimizer": self._since}
-        return {lane: kinds for lane, kinds in found.items() if kinds}
+        result = {"forward": self._before, "backward": self._backward, "optimizer": self._since}
+        return {lane: kinds for lane, kinds in result.items() if kinds}
 
 
 class OperatorTimes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -154,7 +154,7 @@ def _known(func: Any) -> tuple[str, _Flops | None, bool]:
     if func.namespace != "aten":
         return "", None, False
     name = func.overloadpacket.__name__
-    infos = [one.alias_info for one in func._schema.returns]
+    infos = [item.alias_info for item in func._schema.returns]
     is_view = any(info is not None and not info.is_write for info in infos)
     if name in _FLOPS:
         return *_FLOPS[name], is_view

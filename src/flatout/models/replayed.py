@@ -78,14 +78,14 @@ class Recording(TorchFunctionMode):
         """What makes these tensors of a batch."""
         places = [self._of.get(id(tensor), tensor) for tensor in wanted]
         needed: set[int] = set()
-        left = [one.call for one in places if isinstance(one, _Of)]
+        left = [place.call for place in places if isinstance(place, _Of)]
         while left:
             number = left.pop()
             if number is not None and number not in needed:
                 needed.add(number)
                 call = self._calls[number]
-                found = (self._of.get(id(one)) for one in _tensors((call.args, call.kwargs)))
-                left += [one.call for one in found if one is not None]
+                result = (self._of.get(id(tensor)) for tensor in _tensors((call.args, call.kwargs)))
+                left += [item.call for item in result if item is not None]
         calls = {number: self._in_places(self._calls[number]) for number in sorted(needed)}
         return Replayed(calls, places)
 
@@ -96,7 +96,7 @@ class Recording(TorchFunctionMode):
             if type(value) in (tuple, list):
                 return type(value)(map(placed, value))
             if type(value) is dict:
-                return {name: placed(one) for name, one in value.items()}
+                return {name: placed(item) for name, item in value.items()}
             return value
 
         return _Call(call.function, placed(call.args), placed(call.kwargs), None)
@@ -128,12 +128,12 @@ class Replayed:
             if type(value) in (tuple, list):
                 return type(value)(map(filled, value))
             if type(value) is dict:
-                return {name: filled(one) for name, one in value.items()}
+                return {name: filled(item) for name, item in value.items()}
             return value
 
         for number, call in self._calls.items():
             made[number] = call.function(*filled(call.args), **filled(call.kwargs))
-        return [filled(one) for one in self._wanted]
+        return [filled(item) for item in self._wanted]
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:

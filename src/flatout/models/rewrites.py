@@ -82,7 +82,7 @@ def rewrites_of(model: nn.Module) -> list[Rewrite]:
     """The rewrites that fit `model` in training. Looks only; changes nothing."""
     if every_module._global_forward_hooks or every_module._global_forward_pre_hooks:
         return []
-    found: list[Rewrite] = []
+    rewrites: list[Rewrite] = []
     done: set[nn.Module] = set()
     for name, module in model.named_modules():
         if module in done or not module.training or not _may_pool(module):
@@ -91,8 +91,8 @@ def rewrites_of(model: nn.Module) -> list[Rewrite]:
         pairs = 0 if traced is None else _exchange(traced.graph, module)
         if traced is not None and pairs:
             done.update(traced.inlined)
-            found.append(_rewrite(name, module, traced, pairs))
-    return found
+            rewrites.append(_rewrite(name, module, traced, pairs))
+    return rewrites
 
 
 @dataclass(frozen=True)

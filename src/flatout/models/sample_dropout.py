@@ -33,7 +33,7 @@ from flatout.kernels.dropout import dropout
 from flatout.models.torch_compile import is_compiled
 
 _NAMES = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
-_TORCHS = {name: getattr(_VF, name) for one in _NAMES for name in (one, f"{one}_")}
+_TORCHS = {name: getattr(_VF, name) for item in _NAMES for name in (item, f"{item}_")}
 _RECURRENT = {name: getattr(_VF, name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
 _ATTENTION = F.scaled_dot_product_attention
 # The value far below that SELU goes to, with its sign turned (Klambauer et al., "Self-Normalizing
@@ -135,15 +135,15 @@ class SampleDropout:
             except Exception:
                 return  # the first real step will say what is wrong
             finally:
-                found, self._looking = self._looking, None
-            seen.append(found)
+                result, self._looking = self._looking, None
+            seen.append(result)
         self.found = bool(seen[0])
         for a, b in zip(*seen, strict=False):
             if a.site == b.site:
                 self._place(a.site, _layout(a.given, b.given), a.given.shape)
 
-    def _place(self, site: int, found: Layout | None, shape: torch.Size) -> None:
-        if found is None or self.layouts.setdefault(site, found) != found:
+    def _place(self, site: int, layout: Layout | None, shape: torch.Size) -> None:
+        if layout is None or self.layouts.setdefault(site, layout) != layout:
             raise self._cannot(site, shape)
 
     def _cannot(self, site: int, shape: Sequence[int]) -> ModelError:
@@ -310,15 +310,15 @@ def _recurrent(draws: SampleDropout, name: str) -> Callable[..., Any]:
                 "drops between its layers, in packed sequences, where samples have no place",
                 "give it padded sequences",
             )
-        one = torch.is_tensor(state)
+        result = torch.is_tensor(state)
         # (directions of each layer, samples, features) of each kind of state
-        begins = [kind.chunk(layers) for kind in ([state] if one else state)]
+        begins = [kind.chunk(layers) for kind in ([state] if result else state)]
         ends = []
         each = len(weights) // layers
         for layer in range(layers):
             begin = [kind[layer] for kind in begins]
             own = weights[layer * each : (layer + 1) * each]
-            x, *end = run(x, begin[0] if one else begin, own, bias, 1, 0.0, train, *ways)
+            x, *end = run(x, begin[0] if result else begin, own, bias, 1, 0.0, train, *ways)
             ends.append(end)
             if layer + 1 < layers:
                 x = draws._drop("dropout", x, p)

@@ -82,8 +82,8 @@ class TableParameter(nn.Parameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
             memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
-        found: nn.Parameter = memo[id(self)]
-        return found
+        result: nn.Parameter = memo[id(self)]
+        return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain = nn.Parameter(self.detach(), self.requires_grad)

@@ -23,15 +23,15 @@ def table_weight(table: Any) -> torch.Tensor:
         ModelError: it is not built yet, or its weights are no parameter of its own.
     """
     try:
-        found = table.weight if isinstance(table, _KINDS) else keras_tables.weight_of(table)
+        result = table.weight if isinstance(table, _KINDS) else keras_tables.weight_of(table)
     except AttributeError as error:
         raise ModelError(
             f"the table {type(table).__name__} has no weights yet",
             do="build the model first, as by keras.Input or model.build(shape)",
         ) from error
-    if not isinstance(found, nn.Parameter) or found.dim() != 2:
+    if not isinstance(result, nn.Parameter) or result.dim() != 2:
         raise ModelError(f"the weights of the table {type(table).__name__} are no parameter")
-    return found
+    return result
 
 
 def set_table_rows(table: Any) -> None:

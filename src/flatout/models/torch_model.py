@@ -159,14 +159,14 @@ class TorchModel:
     def frozen(self, layers: Iterable[nn.Module], *, batch_norm: bool) -> list[torch.Tensor]:
         """The parameters that `release` may let train."""
         parts = {id(part): part for layer in layers for part in layer.modules()}
-        found = {
+        result = {
             id(value): value
             for part in parts.values()
             if batch_norm or not hold.keeps_statistics(part)
             for value in part.parameters(recurse=False)
             if not value.requires_grad
         }
-        return list(found.values())
+        return list(result.values())
 
     def watch(self, look: Look, watches: ExitStack) -> None:
         """Have `look` called after each call of a layer, until `watches` is closed."""
@@ -203,7 +203,7 @@ class TorchModel:
             parts: which layers; None for all.
         """
         own = None if parts is None else set(map(id, parts))
-        layers = [one for one in self.layers() if own is None or id(one[1]) in own]
+        layers = [layer for layer in self.layers() if own is None or id(layer[1]) in own]
         return {name or "the model": _module_words(module) for name, module in layers}
 
 

@@ -227,8 +227,8 @@ class _Source:
             inspect.getattr_static(owner, name, None), property
         ):
             raise _Unsure("a property runs code")
-        found = getattr(owner, name)
-        return _LOCAL if isinstance(found, torch.Tensor) else found
+        result = getattr(owner, name)
+        return _LOCAL if isinstance(result, torch.Tensor) else result
 
     def constant(self, node: ast.Attribute) -> dict[str, Any]:
         """The attribute by its name, if it is one of the module's plain ones."""

@@ -53,9 +53,9 @@ def add_late_group(
         return
     if all(isinstance(leaf, LRScheduler) for leaf in leaves) and "initial_lr" in group:
         group["lr"] = _rate_by_now(scheduler, optimizer)
-    for one in _all(scheduler):
-        if hasattr(one, "_last_lr"):
-            one._last_lr = [*one._last_lr, group["lr"]]
+    for item in _all(scheduler):
+        if hasattr(item, "_last_lr"):
+            item._last_lr = [*item._last_lr, group["lr"]]
 
 
 def _all(scheduler: Any) -> Iterator[Any]:
@@ -66,7 +66,7 @@ def _all(scheduler: Any) -> Iterator[Any]:
 
 
 def _leaves(scheduler: Any) -> Iterator[Any]:
-    return (one for one in _all(scheduler) if not hasattr(one, "_schedulers"))
+    return (item for item in _all(scheduler) if not hasattr(item, "_schedulers"))
 
 
 def _join(scheduler: Any, group: dict[str, Any], other: dict[str, Any], lr: float | None) -> None:

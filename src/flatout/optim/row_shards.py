@@ -118,11 +118,11 @@ class RowShards:
             return False
         number, ranks = len(self._tables), self.world.size
         # Tables of as many rows may be read by the same ids, which then have the same owners.
-        alike = [table.first for one, table in self._tables.items() if len(one) == len(weight)]
+        alike = [table.first for value, table in self._tables.items() if len(value) == len(weight)]
         blocks = -(-len(weight) // _BLOCK)
         starts = [_Table(number, first, blocks) for first in alike[:1] or range(ranks)]
-        held = {one: self._held_with(one, len(weight), row) for one in starts}
-        best = min(starts, key=lambda one: max(held[one]) - min(held[one]))
+        held = {start: self._held_with(start, len(weight), row) for start in starts}
+        best = min(starts, key=lambda value: max(held[value]) - min(held[value]))
         self._tables[weight], self._held = best, held[best]
         return True
 
@@ -214,8 +214,8 @@ class RowShards:
                 sent = part.new_zeros(max(map(len, by_rank)), part.shape[1])
                 sent[:length] = part[at : at + length]
                 at += length
-                found = self.world.gather_tensors(sent, "rows of a sharded table")
-                for theirs, values in zip(by_rank, found, strict=True):
+                result = self.world.gather_tensors(sent, "rows of a sharded table")
+                for theirs, values in zip(by_rank, result, strict=True):
                     whole[theirs] = values[: len(theirs)]
         del self.spread[weight]
         if self.ahead is not None:
@@ -259,9 +259,9 @@ class RowShards:
         together, _, come = self._say(number, self._together.get(number, 0), [[o] for o in own])
         asked = self._owned_of(number, dealt, [one.view(torch.int64) for one in come])
         weights = list(self._tables)
-        wanted = [number, *(one for one in _bits(together) if weights[one] in self.spread)]
-        for one, rows in zip(wanted, self._rows_for(asked, wanted), strict=True):
-            self._come(one, rows, asked)
+        wanted = [number, *(bit for bit in _bits(together) if weights[bit] in self.spread)]
+        for item, rows in zip(wanted, self._rows_for(asked, wanted), strict=True):
+            self._come(item, rows, asked)
         return self._ahead[number][1]
 
     def _come(self, number: int, rows: torch.Tensor, asked: Asked) -> None:
@@ -274,7 +274,7 @@ class RowShards:
         weight, local = list(self._tables)[number], torch.cat(ids)
         groups = table_rows.group(local, self.owned(weight))
         rows = self.in_whole(weight, groups.rows)
-        return Asked(dealt, local, [len(one) for one in ids], groups, rows)
+        return Asked(dealt, local, [len(item) for item in ids], groups, rows)
 
     def _fetch_changed(self, number: int, dealt: Dealt) -> bool:
         """Get what has changed of rows that were fetched ahead.
@@ -284,7 +284,7 @@ class RowShards:
         assert self.ahead is not None
         is_so, parts = self.ahead.changed_for(dealt)
         _, said, come = self._say(number, 0, parts, _AS_FORETOLD if is_so else _OTHERWISE)
-        if any(one != _AS_FORETOLD for one in said):
+        if any(item != _AS_FORETOLD for item in said):
             self.ahead.drop(wrong=True)
             return False
         fetched = self.ahead.patch(come)
@@ -296,8 +296,8 @@ class RowShards:
     def _rows_for(self, asked: Asked, wanted: list[int]) -> list[torch.Tensor]:
         """The rows that this rank asks for, of each of the tables."""
         parts: list[list[torch.Tensor]] = [[] for _ in asked.lengths]
-        for one in wanted:
-            values = self._reads[one].read(asked.local, asked.groups)
+        for item in wanted:
+            values = self._reads[item].read(asked.local, asked.groups)
             for part, own in zip(parts, torch.split(values, asked.lengths), strict=True):
                 part.append(own)
         widths = [values.shape[1] for values in parts[0]]
@@ -305,13 +305,13 @@ class RowShards:
         sizes = [[count * width * _FLOAT for width in widths] for count in counts]
         lengths = [sum(map(to_eight, of_owner)) for of_owner in sizes]
         _, come = self.world.exchange([], parts, "rows of sharded tables", lengths=lengths)
-        found: list[list[torch.Tensor]] = [[] for _ in wanted]
+        result: list[list[torch.Tensor]] = [[] for _ in wanted]
         for bytes_, of_owner, count in zip(come, sizes, counts, strict=True):
             at = 0
-            for rows, size, width in zip(found, of_owner, widths, strict=True):
+            for rows, size, width in zip(result, of_owner, widths, strict=True):
                 rows.append(bytes_[at : at + size].view(torch.float32).view(count, width))
                 at += to_eight(size)
-        return [torch.cat(rows) for rows in found]
+        return [torch.cat(rows) for rows in result]
 
     def _note(self, read: Read) -> None:
         """Keep in mind which tables are read by the same ids."""
@@ -343,7 +343,7 @@ class RowShards:
                 do="look up the same tables in each forward, whatever the samples are, or train "
                 "with world.tables=replicated",
             )
-        return reduce(and_, (theirs for _, theirs, _ in each)), [one for *_, one in each], come
+        return reduce(and_, (theirs for _, theirs, _ in each)), [item for *_, item in each], come
 
     # -- gradients -----------------------------------------------------------------------------
 
@@ -419,7 +419,7 @@ class RowShards:
         self._takes_lookups = False
         if ahead is not None:
             ahead.drop()
-            if order and all(one == order for one in said):
+            if order and all(item == order for item in said):
                 ahead.begin(self._all_asked)
 
     def _deal_ids(self, number: int, ids: torch.Tensor) -> Dealt:
@@ -464,8 +464,8 @@ class RowShards:
             own: gradients of the rows that this rank owns.
         """
         squares = torch.zeros((), dtype=torch.float64)
-        for one in own:
-            squares += one.double().square().sum()
+        for item in own:
+            squares += item.double().square().sum()
         each = self.world.gather_tensors(squares, "norm of the gradients of sharded tables")
         return (alike.double().square() + torch.stack(each).sum()).sqrt().float()
 

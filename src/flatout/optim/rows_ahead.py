@@ -157,9 +157,9 @@ class RowsAhead:
         recording.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         if not reads:
             return
-        sets = list({id(one.dealt): None for one in reads})
-        self._order = [(one.number, sets.index(id(one.dealt))) for one in reads]
-        self._replayed = recording.of([one.ids for one in reads])
+        sets = list({id(read.dealt): None for read in reads})
+        self._order = [(read.number, sets.index(id(read.dealt))) for read in reads]
+        self._replayed = recording.of([read.ids for read in reads])
 
     def foretell(self, deal: Callable[[int, torch.Tensor], Dealt]) -> int:
         """See what the next batch reads; a number that is the same on all ranks that can, or 0.
@@ -179,9 +179,9 @@ class RowsAhead:
             ids = self._replayed(inputs)
             # Tables that are read by the same ids have the same rows.
             known: dict[int, tuple[torch.Tensor, Dealt]] = {}
-            for (number, which), one in zip(self._order, ids, strict=True):
+            for (number, which), item in zip(self._order, ids, strict=True):
                 if which not in known:
-                    known[which] = one, deal(number, one)
+                    known[which] = item, deal(number, item)
                 self._next.append(Read(number, *known[which]))
         except Exception:  # whatever the model's own functions raise of another batch
             self._next = []
@@ -203,7 +203,7 @@ class RowsAhead:
             sets.setdefault(id(read.dealt), []).append(read)
         self._reads = self._next
         self._fetched = [
-            Fetched(list(dict.fromkeys(one.number for one in reads)), reads[0].dealt)
+            Fetched(list(dict.fromkeys(read.number for read in reads)), reads[0].dealt)
             for reads in sets.values()
         ]
         work = _Work(lambda: self._fetch(touched))
@@ -218,40 +218,42 @@ class RowsAhead:
     def _fetch(self, touched: dict[int, list[Asked]]) -> None:
         assert self._exchange is not None
         ranks, own = self._world.size, self._world.rank
-        counts = [count for one in self._fetched for count in one.dealt.counts]
-        by_set = [torch.split(one.dealt.local, one.dealt.counts) for one in self._fetched]
+        counts = [count for item in self._fetched for count in item.dealt.counts]
+        by_set = [torch.split(item.dealt.local, item.dealt.counts) for item in self._fetched]
         notes, come = self._exchange(counts, [list(parts) for parts in zip(*by_set, strict=True)])
-        come = [one.clone() for one in come]  # good until the next exchange
+        come = [item.clone() for item in come]  # good until the next exchange
         parts: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
         starts = [0] * ranks
-        for place, one in enumerate(self._fetched):
+        for place, item in enumerate(self._fetched):
             ids = []
             for rank in range(ranks):
                 end = starts[rank] + 8 * notes[rank][place * ranks + own]
                 ids.append(come[rank][starts[rank] : end].view(torch.int64))
                 starts[rank] = end
-            one.asked = self._owned(one.numbers[0], one.dealt, ids)
-            for part, more in zip(parts, self._rows_of(one, touched), strict=True):
+            item.asked = self._owned(item.numbers[0], item.dealt, ids)
+            for part, more in zip(parts, self._rows_of(item, touched), strict=True):
                 part += more
         _, come = self._exchange([], parts)
         starts = [0] * ranks
-        for one in self._fetched:
-            self._take(one, come, starts)
+        for item in self._fetched:
+            self._take(item, come, starts)
 
-    def _rows_of(self, one: Fetched, touched: dict[int, list[Asked]]) -> list[list[torch.Tensor]]:
+    def _rows_of(
+        self, fetched: Fetched, touched: dict[int, list[Asked]]
+    ) -> list[list[torch.Tensor]]:
         """For each rank which of its rows this step may change, and the others."""
-        asked = one.asked
+        asked = fetched.asked
         assert asked is not None
-        there = [other.groups.rows for n in one.numbers for other in touched.get(n, ())]
+        there = [other.groups.rows for n in fetched.numbers for other in touched.get(n, ())]
         may_change = _are_in(asked.groups.rows, there)
         numbers = table_rows.numbers_in(asked.groups)
         changed = may_change[numbers]
         place = (~may_change).cumsum(0).sub_(1)[numbers]
         by_rank = torch.split(changed, asked.lengths)
-        one.later = asked.local[changed], [int(own.sum()) for own in by_rank]
+        fetched.later = asked.local[changed], [int(own.sum()) for own in by_rank]
         parts = [[own.to(torch.uint8)] for own in by_rank]
         others = asked.groups.rows[~may_change]
-        for number in one.numbers:
+        for number in fetched.numbers:
             values = self._kept[number].after_step(others)
             for part, own, at in zip(
                 parts, by_rank, torch.split(place, asked.lengths), strict=True
@@ -259,21 +261,23 @@ class RowsAhead:
                 part.append(values.index_select(0, at[~own]))
         return parts
 
-    def _take(self, one: Fetched, come: Sequence[torch.Tensor], starts: list[int]) -> None:
+    def _take(self, fetched: Fetched, come: Sequence[torch.Tensor], starts: list[int]) -> None:
         """Put what has come in place; `starts`: from where on, by rank."""
-        counts = one.dealt.counts
+        counts = fetched.dealt.counts
         changed = []
         for rank, count in enumerate(counts):
             changed.append(come[rank][starts[rank] : starts[rank] + count].bool())
             starts[rank] += to_eight(count)
-        one.changed = torch.cat(changed)
+        fetched.changed = torch.cat(changed)
         fresh = [int((~own).sum()) for own in changed]
-        for number in one.numbers:
-            one.rows[number] = self._block(one, number, ~one.changed, fresh, come, starts)
+        for number in fetched.numbers:
+            fetched.rows[number] = self._block(
+                fetched, number, ~fetched.changed, fresh, come, starts
+            )
 
     def _block(
         self,
-        one: Fetched,
+        fetched: Fetched,
         number: int,
         where: torch.Tensor,
         counts: Sequence[int],
@@ -286,9 +290,9 @@ class RowsAhead:
             bytes_ = come[rank][starts[rank] : starts[rank] + size]
             parts.append(bytes_.view(torch.float32).view(count, width))
             starts[rank] += to_eight(size)
-        rows = one.rows.get(number)
+        rows = fetched.rows.get(number)
         if rows is None:
-            rows = torch.zeros(len(one.dealt.local), width)
+            rows = torch.zeros(len(fetched.dealt.local), width)
         rows[where] = torch.cat(parts)
         return rows
 
@@ -297,7 +301,7 @@ class RowsAhead:
     @property
     def is_there(self) -> bool:
         """Whether rows were fetched that no lookup has had yet; the same on all ranks."""
-        return any(not one.is_whole for one in self._fetched)
+        return any(not item.is_whole for item in self._fetched)
 
     def dealt_of(self, number: int, ids: torch.Tensor) -> Dealt | None:
         """The rows of ids, where the next lookup was foretold to be this one."""
@@ -315,31 +319,31 @@ class RowsAhead:
 
         That are the rows of it that have changed since.
         """
-        one = next(one for one in self._fetched if not one.is_whole)
-        assert one.asked is not None
-        if not all(self._kept[number].keeps_word for number in one.numbers):
+        result = next(item for item in self._fetched if not item.is_whole)
+        assert result.asked is not None
+        if not all(self._kept[number].keeps_word for number in result.numbers):
             return False, [[] for _ in range(self._world.size)]
-        local, lengths = one.later
+        local, lengths = result.later
         parts: list[list[torch.Tensor]] = [[] for _ in lengths]
-        for number in one.numbers:
+        for number in result.numbers:
             values = self._kept[number].now(local)
             for part, own in zip(parts, torch.split(values, lengths), strict=True):
                 part.append(own)
-        return dealt is one.dealt, parts
+        return dealt is result.dealt, parts
 
     def patch(self, come: Sequence[torch.Tensor]) -> Fetched:
         """Put rows in place that have changed since; that set of rows is whole."""
-        one = next(one for one in self._fetched if not one.is_whole)
+        result = next(item for item in self._fetched if not item.is_whole)
         starts = [0] * len(come)
-        counts = [int(own.sum()) for own in torch.split(one.changed, one.dealt.counts)]
-        assert one.asked is not None
-        for number in one.numbers:
-            self._block(one, number, one.changed, counts, come, starts)
+        counts = [int(own.sum()) for own in torch.split(result.changed, result.dealt.counts)]
+        assert result.asked is not None
+        for number in result.numbers:
+            self._block(result, number, result.changed, counts, come, starts)
             # As a fetch does: at which steps rows are brought decides how they are rounded.
-            self._kept[number].bring(one.asked.groups.rows)
-        one.is_whole = True
+            self._kept[number].bring(result.asked.groups.rows)
+        result.is_whole = True
         self._wrong = 0
-        return one
+        return result
 
     def drop(self, *, wrong: bool = False) -> None:
         """Fetch again what was fetched.
@@ -382,9 +386,9 @@ class _Work:
 
 def _are_in(rows: torch.Tensor, others: Iterable[torch.Tensor]) -> torch.Tensor:
     """Of rising rows whether they are among others, each rising."""
-    found = torch.zeros(len(rows), dtype=torch.bool)
-    for one in others:
-        if len(one):
-            places = torch.searchsorted(one, rows).clamp_(max=len(one) - 1)
-            found |= one[places] == rows
-    return found
+    result = torch.zeros(len(rows), dtype=torch.bool)
+    for item in others:
+        if len(item):
+            places = torch.searchsorted(item, rows).clamp_(max=len(item) - 1)
+            result |= item[places] == rows
+    return result

@@ -59,13 +59,13 @@ def steppable_rows(
         for group in optimizer.param_groups:
             for parameter in group["params"] if not why_dense(optimizer, group) else ():
                 owners.setdefault(id(parameter), []).append(optimizer)
-    found: dict[torch.optim.Optimizer, list[nn.Parameter]] = {}
+    result: dict[torch.optim.Optimizer, list[nn.Parameter]] = {}
     weights: dict[Any, None] = dict.fromkeys(map(table_weight, modules))
     for weight in weights:
         of = owners.get(id(weight), [])
         if len(of) == 1:
-            found.setdefault(of[0], []).append(weight)
-    return found
+            result.setdefault(of[0], []).append(weight)
+    return result
 
 
 class KeptTable:
@@ -303,7 +303,9 @@ class KeptTable:
         tensors = [self.values, *self._state]
         if self.shards is not None and self.is_spread:
             weight, shards = self.weight, self.shards
-            tensors = [None if one is None else shards.part(weight, one) for one in tensors]
+            tensors = [
+                None if tensor is None else shards.part(weight, tensor) for tensor in tensors
+            ]
         weights, first, second = tensors
         assert weights is not None
         rows, device = (len(weights),), weights.device
@@ -357,9 +359,9 @@ class Grouped:
         storage = ids.untyped_storage()._cdata
         key = (storage, ids.data_ptr(), ids.dtype, ids.shape, ids.stride(), size)
         version = -1 if ids.is_inference() else ids._version
-        found = self._known.get(key)
-        if found is not None and found[1] == version:
-            return found[2]
+        result = self._known.get(key)
+        if result is not None and result[1] == version:
+            return result[2]
         groups = table_rows.group(ids.to(torch.int64), size)
         if version >= 0:
             if len(self._known) >= self._MOST:
@@ -602,7 +604,7 @@ class TouchedRows:
     def _step(self) -> None:
         used = [kept for kept in self._kept if kept.weight.grad is not None]
         for kept in self._kept:
-            if kept.weight.grad is None and any(kept.steps is one.steps for one in used):
+            if kept.weight.grad is None and any(kept.steps is item.steps for item in used):
                 kept.bring_all()
                 kept.steps = None
         for kept in used:
@@ -645,7 +647,7 @@ class TouchedRows:
             if values is not None and values.is_cpu:
                 huge_pages.move(values)
         count = count or 0
-        begun = [one.steps for one in self._kept if one.steps and one.rule.shares(rule)]
+        begun = [item.steps for item in self._kept if item.steps and item.rule.shares(rule)]
         fresh = [steps for steps in begun if steps.base == steps.now == count]
         kept.begin(state, fresh[0] if fresh else Steps(rule.name, count, _ROOM))
 
@@ -693,11 +695,11 @@ def _times_itself(
     for rows in read:
         is_unread[rows] = False
     places = is_unread.nonzero()[:_LOOKED_AT, 0]
-    values, found = weight.detach()[places].double(), gradient[places].double()
+    values, result = weight.detach()[places].double(), gradient[places].double()
     squares = values.square().sum(1)
-    each = (values * found).sum(1)[squares > 0] / squares[squares > 0]
+    each = (values * result).sum(1)[squares > 0] / squares[squares > 0]
     if not len(each):
         return None
     times = each.median()
-    near = (found - times * values).norm(dim=1) <= 1e-4 * found.norm(dim=1)
+    near = (result - times * values).norm(dim=1) <= 1e-4 * result.norm(dim=1)
     return float(times) if times > 0 and near.double().mean() > _MOST else None

@@ -82,14 +82,16 @@ def is_adaptive(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _beyond(tried: Tried, batch: int | None, steps_per_epoch: int | None) -> list[str]:
-    found = []
+    result = []
     if batch is not None and batch > tried.batch:
-        found.append(f"a batch of {batch:,}, tried up to {tried.batch:,}")
+        result.append(f"a batch of {batch:,}, tried up to {tried.batch:,}")
     if steps_per_epoch is not None and steps_per_epoch < tried.steps_per_epoch:
-        found.append(f"{steps_per_epoch:,} steps an epoch, tried down to {tried.steps_per_epoch:,}")
-    if not found:
+        result.append(
+            f"{steps_per_epoch:,} steps an epoch, tried down to {tried.steps_per_epoch:,}"
+        )
+    if not result:
         return []
     return [
-        f"{' and '.join(found)} ({tried.source}): training may need more epochs and may "
+        f"{' and '.join(result)} ({tried.source}): training may need more epochs and may "
         f"generalize worse; {_CHECK}"
     ]

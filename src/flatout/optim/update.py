@@ -388,9 +388,9 @@ def _gradients(parameters: Tensors) -> Tensors:
     return [g for p in parameters if (g := p.grad) is not None]
 
 
-def _set_if_bad(gradients: Tensors, flag: torch.Tensor, one: torch.Tensor) -> None:
+def _set_if_bad(gradients: Tensors, flag: torch.Tensor, tensor: torch.Tensor) -> None:
     # Multiplied by one on the way, which leaves every value as it is.
-    torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, one)
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, tensor)
 
 
 def _refuse_closure(optimizer: torch.optim.Optimizer) -> None:

@@ -140,7 +140,7 @@ class _Watch(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor | tuple | list):  # else it asks for the form alone
             for value in (*args, *(kwargs or {}).values()):
-                for one in value if isinstance(value, list | tuple) else (value,):
-                    if isinstance(one, nn.Parameter) and one in self._of:
-                        self._tell(one)
+                for item in value if isinstance(value, list | tuple) else (value,):
+                    if isinstance(item, nn.Parameter) and item in self._of:
+                        self._tell(item)
         return result

@@ -190,7 +190,7 @@ class _Summed:
         if not self._rides:
             self.world.until(last)
         self._next = 0
-        used = [one for bucket in self._buckets for one in bucket.used]
+        used = [item for bucket in self._buckets for item in bucket.used]
         with self.world.within(last):
             # What this rank has used is used. Only where something is missing must it know more.
             if not all(used) or self._numbers[_ARE_SPARSE] > 0:
@@ -221,7 +221,7 @@ class _Summed:
         """This rank's part of the sums, and which parameters it has used."""
         for place, number in enumerate(self._own):
             self._numbers[place] = number
-        used = [one for bucket in self._buckets for one in bucket.used]
+        used = [item for bucket in self._buckets for item in bucket.used]
         self._numbers[_ARE_SPARSE] = used.count(SPARSE)
         if used.count(DENSE) == len(used):
             self._numbers[_USED:] = DENSE

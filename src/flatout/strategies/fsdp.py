@@ -119,7 +119,7 @@ class Fsdp(Strategy):
         self._step_parts()
         for one in self._parts:
             one.own.data = torch.empty(0, dtype=one.own.dtype, device=device)
-        self._known = {one.part for one in self._parts}
+        self._known = {part.part for part in self._parts}
         self._say(self._expected())
 
     def _blocks(self) -> list[nn.Module]:
@@ -129,8 +129,8 @@ class Fsdp(Strategy):
         names = {module: name for name, module in modules.items()}
         own = None if run is None else [names[b] for b in blocks_of(self._model, run)]
         each = self._world.gather(own, "parts of the model")
-        found = next((one for one in each if one is not None), None)
-        return blocks_of(self._model, None) if found is None else [modules[n] for n in found]
+        block = next((block for block in each if block is not None), None)
+        return blocks_of(self._model, None) if block is None else [modules[n] for n in block]
 
     def _shard(self, blocks: Sequence[nn.Module]) -> dict[torch.Tensor, nn.Module]:
         """Let each block be gathered by itself; which one gathers each shard."""
@@ -164,14 +164,14 @@ class Fsdp(Strategy):
         ]
 
         def watch(*_: Any) -> None:
-            for one in list(waiting):
-                place, (module, name) = one
+            for item in list(waiting):
+                place, (module, name) = item
                 gathered = module._parameters[name]
                 assert gathered is not None
                 if gathered.requires_grad and not isinstance(gathered, DTensor):
                     note = partial(self._note_use, place)
                     gathered.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
-                    waiting.remove(one)
+                    waiting.remove(item)
 
         self._hooks.append(block.register_forward_pre_hook(watch))
 
@@ -180,14 +180,14 @@ class Fsdp(Strategy):
 
     def _step_parts(self) -> None:
         """Let optimizers step this rank's parts in place of the parameters."""
-        parts: dict[Any, _Part] = {one.own: one for one in self._parts}
+        parts: dict[Any, _Part] = {part.own: part for part in self._parts}
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["params"][:] = [parts[p].part for p in group["params"]]
             for own in [p for p in optimizer.state if p in parts]:
                 state = optimizer.state.pop(own)
-                one = parts[own]
-                optimizer.state[one.part] = {k: _part_of(v, one) for k, v in state.items()}
+                result = parts[own]
+                optimizer.state[result.part] = {k: _part_of(v, result) for k, v in state.items()}
 
     # -- around a step -----------------------------------------------------------------------
 
@@ -207,8 +207,8 @@ class Fsdp(Strategy):
                 )
             self._seen = parameters
         self._used.clear()
-        for one in self._parts:
-            one.shard.grad = None
+        for part in self._parts:
+            part.shard.grad = None
 
     @torch.no_grad()
     def finish(self) -> Sums:
@@ -227,12 +227,12 @@ class Fsdp(Strategy):
         if not all(used):
             with self._world.within(later):
                 used = numbers[_USED:].tolist()
-        for one, is_used in zip(self._parts, used, strict=True):
-            gradient, one.shard.grad = one.shard.grad, None
+        for item, is_used in zip(self._parts, used, strict=True):
+            gradient, item.shard.grad = item.shard.grad, None
             # Where no rank has a gradient, there is none: torch has filled it up with zeros.
-            one.part.grad = gradient.to_local() if gradient is not None and is_used else None
+            item.part.grad = gradient.to_local() if gradient is not None and is_used else None
         if self.held is None:
-            grads = (one.part.nbytes for one in self._parts if one.part.grad is not None)
+            grads = (part.part.nbytes for part in self._parts if part.part.grad is not None)
             self._gradient_bytes = sum(grads)
         total, weight, votes = numbers[:_USED]
         return Sums(total, weight, votes)
@@ -253,16 +253,16 @@ class Fsdp(Strategy):
         """Everything that is saved of the model, whole; all ranks call it."""
         state = model.state_dict()
         own = own_names(model, state)
-        found: dict[int, torch.Tensor] = {}  # a parameter of two names is one tensor
+        result: dict[int, torch.Tensor] = {}  # a parameter of two names is one tensor
         for value in state.values():
-            if id(value) not in found:
-                found[id(value)] = self._gathered(value, kept=kept)
-        return {own[name]: found[id(value)] for name, value in state.items()}
+            if id(value) not in result:
+                result[id(value)] = self._gathered(value, kept=kept)
+        return {own[name]: result[id(value)] for name, value in state.items()}
 
     def state_of(self, optimizer: torch.optim.Optimizer, *, kept: bool) -> dict[str, Any]:
         """An optimizer's state, whole; all ranks call it."""
         state = optimizer.state_dict()
-        parts = {one.part: one for one in self._parts}
+        parts = {part.part: part for part in self._parts}
         order = [p for group in optimizer.param_groups for p in group["params"]]
         return {
             **state,
@@ -277,7 +277,7 @@ class Fsdp(Strategy):
 
     def part_of(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Of an optimizer's whole state what this rank loads."""
-        parts = {one.part: one for one in self._parts}
+        parts = {part.part: part for part in self._parts}
         order = [p for group in optimizer.param_groups for p in group["params"]]
         return {
             **state,
@@ -291,8 +291,8 @@ class Fsdp(Strategy):
         if not isinstance(value, DTensor):
             return value
         with self._world.within(self._world.begun(None, "weights put together")):
-            found = whole(value)
-        return found if kept else torch.empty(0, dtype=found.dtype)
+            result = whole(value)
+        return result if kept else torch.empty(0, dtype=result.dtype)
 
     def close(self, error: BaseException | None = None) -> None:
         """Give the model its own parameters back, whole; the optimizers keep this rank's states.
@@ -306,12 +306,12 @@ class Fsdp(Strategy):
         for one in self._parts:
             one.own.data = self._gathered(one.shard, kept=True)
             one.own.requires_grad_(one.shard.requires_grad)
-        for block in {one.block for one in self._parts} | {self._model}:
+        for block in {part.block for part in self._parts} | {self._model}:
             take_off(block)
         for one in self._parts:
             for module, name in one.places:
                 module._parameters[name] = one.own
-        owns: dict[Any, nn.Parameter] = {one.part: one.own for one in self._parts}
+        owns: dict[Any, nn.Parameter] = {part.part: part.own for part in self._parts}
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["params"][:] = [owns[p] for p in group["params"]]
@@ -325,12 +325,12 @@ class Fsdp(Strategy):
     def _expected(self) -> str:
         trained = {p for o in self._optimizers for g in o.param_groups for p in g["params"]}
         blocks: dict[nn.Module, int] = {self._model: 0}
-        for one in self._parts:
-            size = one.shard.numel() * one.shard.element_size()
-            blocks[one.block] = blocks.get(one.block, 0) + size
+        for part in self._parts:
+            size = part.shard.numel() * part.shard.element_size()
+            blocks[part.block] = blocks.get(part.block, 0) + size
         return expected_words(
             self._world.size,
-            parameters=sum(one.part.nbytes for one in self._parts),
+            parameters=sum(part.part.nbytes for part in self._parts),
             gradients=sum(p.nbytes for p in trained if p.requires_grad),
             states=[state_bytes(optimizer) for optimizer in self._optimizers],
             root=blocks.pop(self._model),
@@ -340,7 +340,7 @@ class Fsdp(Strategy):
     def _measured(self) -> Held:
         """What this rank holds, once all of it is there."""
         return Held(
-            sum(one.part.nbytes for one in self._parts),
+            sum(part.part.nbytes for part in self._parts),
             self._gradient_bytes,
             sum(
                 value.nbytes
@@ -354,12 +354,12 @@ class Fsdp(Strategy):
 
 def _places(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
     """Where each parameter is; one that several layers share is in several places."""
-    found: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    result: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                found.setdefault(parameter, []).append((module, name))
-    return found
+                result.setdefault(parameter, []).append((module, name))
+    return result
 
 
 def _part_of(value: Any, one: _Part) -> Any:

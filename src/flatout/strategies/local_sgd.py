@@ -216,7 +216,7 @@ class LocalSgd(Strategy):
 def _messages(tensors: Tensors) -> Iterator[tuple[torch.dtype, Tensors]]:
     """What travels together, and as numbers of which dtype."""
     for dtype in (torch.float32, torch.float64):
-        for parts in _grouped([part for one in tensors for part in _parts_in(one, dtype)]):
+        for parts in _grouped([part for tensor in tensors for part in _parts_in(tensor, dtype)]):
             yield dtype, parts
 
 

@@ -30,8 +30,8 @@ def check_replicas(model: nn.Module, world: World, when: str, *, every: int = 1)
         return
     held = adapter_of(model).replicated()
     own = {name: digest_of(tensor) for name, tensor in held.items() if not tensor.is_meta}
-    found = world.gather(own, f"comparison of the replicas, {when}")
-    names = [set(digests) for digests in found]
+    digests = world.gather(own, f"comparison of the replicas, {when}")
+    names = [set(of_rank) for of_rank in digests]
     for rank, theirs in enumerate(names):
         if theirs != names[rank % every]:
             odd = sorted(theirs ^ names[rank % every])[0]
@@ -40,8 +40,8 @@ def check_replicas(model: nn.Module, world: World, when: str, *, every: int = 1)
                 "one of them",
                 do="build the same model on every rank",
             )
-    for rank, theirs in enumerate(found):
-        beside = found[rank % every]
+    for rank, theirs in enumerate(digests):
+        beside = digests[rank % every]
         odd = next((name for name in theirs if theirs[name] != beside[name]), None)
         if odd is not None:
             raise WorldError(

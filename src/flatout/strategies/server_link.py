@@ -75,8 +75,8 @@ class Link:
         work = dist.irecv(told, self._peer, group=self._group.channel)
         assert work is not None
         work.wait(*([] if patience_s is None else [timedelta(seconds=patience_s)]))
-        found: list[float] = told.tolist()
-        return found
+        result: list[float] = told.tolist()
+        return result
 
     def data(self, into: torch.Tensor) -> None:
         """What comes behind the words, into `up` or `down`, or a part of it."""
@@ -98,10 +98,10 @@ def _shared(group: Group, size: int) -> torch.Tensor | None:
         except OSError:
             there, is_same = -1, False
         could = all(gathered(group, is_same))
-        found = torch.frombuffer(mmap.mmap(there, size), dtype=torch.uint8) if could else None
+        result = torch.frombuffer(mmap.mmap(there, size), dtype=torch.uint8) if could else None
         if there >= 0:
             os.close(there)
-        return found
+        return result
     finally:
         if file >= 0:
             os.close(file)

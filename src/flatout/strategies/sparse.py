@@ -26,13 +26,13 @@ _NONE, _AS_ASKED, _WHOLE = -1, -2, -3
 
 def sparse_weights(model: nn.Module) -> set[torch.Tensor]:
     """Tables of the model whose gradients have only the rows that a batch has used."""
-    found: set[torch.Tensor] = set()
+    weights: set[torch.Tensor] = set()
     for layer in modules_of(model):
         # Keras keeps the weights of a layer in a module of their own.
         own = [p for p in layer._parameters.values() if p is not None]
         is_sparse = isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse
-        found.update(p for p in own if is_sparse or isinstance(p, TableParameter))
-    return found
+        weights.update(p for p in own if is_sparse or isinstance(p, TableParameter))
+    return weights
 
 
 def sum_rows(world: World, tables: Sequence[torch.Tensor]) -> int:
@@ -92,8 +92,8 @@ def _sum_by_rows(
             places, values, at = _parts(message, at, table, rows._nnz())
             places.copy_(rows.indices()[0])
             values.copy_(rows.values())
-    found = world.gather_tensors(message, "rows of sparse gradients") if max(sizes) else []
-    _set_gradients(tables, found, counts)
+    result = world.gather_tensors(message, "rows of sparse gradients") if max(sizes) else []
+    _set_gradients(tables, result, counts)
 
 
 def sum_own_rows(world: World, tables: Sequence[torch.Tensor], shards: RowShards) -> int:
@@ -116,7 +116,7 @@ def sum_own_rows(world: World, tables: Sequence[torch.Tensor], shards: RowShards
         for part, (count, own) in zip(parts, _for_owners(table, shards), strict=True):
             counts.append(count)
             part += own
-    each, found = world.exchange(counts, parts, "rows of sparse gradients for their owners")
+    each, result = world.exchange(counts, parts, "rows of sparse gradients for their owners")
     starts = [0] * world.size
     for place, table in enumerate(tables):
         come = [of_rank[place * world.size + world.rank] for of_rank in each]
@@ -126,13 +126,15 @@ def sum_own_rows(world: World, tables: Sequence[torch.Tensor], shards: RowShards
                 asked = shards.last_asked(table)
                 ids.append(torch.split(asked.local, asked.lengths)[rank])
             else:
-                one, starts[rank] = _view(found[rank], starts[rank], torch.int64, (count,))
+                one, starts[rank] = _view(result[rank], starts[rank], torch.int64, (count,))
                 ids.append(one)
             shape = (len(ids[-1]), table.shape[1])
-            one, starts[rank] = _view(found[rank], starts[rank], table.dtype, shape)
+            one, starts[rank] = _view(result[rank], starts[rank], table.dtype, shape)
             values.append(one)
         _set_own(table, shards, come, ids, values)
-    return sum(one.nbytes for rank, part in enumerate(parts) if rank != world.rank for one in part)
+    return sum(
+        item.nbytes for rank, part in enumerate(parts) if rank != world.rank for item in part
+    )
 
 
 def _for_owners(table: torch.Tensor, shards: RowShards) -> list[tuple[int, list[torch.Tensor]]]:
@@ -177,9 +179,9 @@ def _set_own(
         groups = table_rows.group(torch.cat(list(ids)), shards.owned(table))
         rows = shards.in_whole(table, groups.rows)
     shards.is_stepped(table, groups.rows)
-    found = table_rows.sum_rows(torch.cat(list(values)), groups)
+    result = table_rows.sum_rows(torch.cat(list(values)), groups)
     table.grad = torch.sparse_coo_tensor(
-        rows[None], found, table.shape, check_invariants=False, is_coalesced=True
+        rows[None], result, table.shape, check_invariants=False, is_coalesced=True
     )
 
 
@@ -238,19 +240,19 @@ def _put_together(
 ) -> torch.Tensor:
     """The rows of all ranks, each row once."""
     places = (
-        torch.cat([one for one, _ in parts])
+        torch.cat([item for item, _ in parts])
         if parts
         else torch.empty(0, dtype=torch.int64, device=table.device)
     )
     values = (
-        torch.cat([one for _, one in parts])
+        torch.cat([item for _, item in parts])
         if parts
         else torch.empty(0, *table.shape[1:], dtype=table.dtype, device=table.device)
     )
     is_ours = values.is_cpu and values.dtype is torch.float32 and values.dim() == 2
     if not is_ours or not table_rows.available():
-        found = torch.sparse_coo_tensor(places[None], values, table.shape, check_invariants=False)
-        return found.coalesce()
+        result = torch.sparse_coo_tensor(places[None], values, table.shape, check_invariants=False)
+        return result.coalesce()
     groups = table_rows.group(places, len(table))
     return torch.sparse_coo_tensor(
         groups.rows[None],

@@ -105,9 +105,9 @@ class Chain:
         return last
 
     def _given_out(self) -> list[fx.Node]:
-        found: dict[fx.Node, None] = {}
-        map_arg(self._output, lambda node: found.setdefault(node))
-        return list(found)
+        result: dict[fx.Node, None] = {}
+        map_arg(self._output, lambda node: result.setdefault(node))
+        return list(result)
 
     def check_constants(self) -> None:
         """Refuse to go on where an attribute of a module is another one than the graph has.

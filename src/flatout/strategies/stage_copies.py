@@ -110,14 +110,14 @@ class Copies:
     def _beside(self) -> Beside:
         if self._reduction is None:
             assert self._peers is not None
-            found = reduction_among(self._peers, self._world)
-            self._reduction = Beside(found, torch.device("cpu"))
+            result = reduction_among(self._peers, self._world)
+            self._reduction = Beside(result, torch.device("cpu"))
         return self._reduction
 
     @torch.no_grad()
     def average_statistics(self, modules: Iterable[nn.Module]) -> None:
         """Make the moving statistics of BatchNorm in training the mean of all copies'."""
-        found: list[torch.Tensor] = [
+        result: list[torch.Tensor] = [
             statistic
             for module in modules
             if isinstance(module, _BatchNorm) and module.training
@@ -129,11 +129,11 @@ class Copies:
             if statistic is not None and not statistic.is_meta
         ]
         with self._world.within(self._world.begun(None, "statistics of each stage's copies")):
-            if found:
-                flat = torch.cat([one.reshape(-1).double() for one in found])
+            if result:
+                flat = torch.cat([item.reshape(-1).double() for item in result])
                 assert self._peers is not None
                 dist.all_reduce(flat, group=self._peers.channel)
-                _write(flat / self.count, found)
+                _write(flat / self.count, result)
 
     def close(self) -> None:
         """End what adds up."""
@@ -151,5 +151,5 @@ def _give_out(bucket: Bucket) -> None:
 
 
 def _write(flat: torch.Tensor, into: Sequence[torch.Tensor]) -> None:
-    for part, tensor in zip(torch.split(flat, [one.numel() for one in into]), into, strict=True):
+    for part, tensor in zip(torch.split(flat, [item.numel() for item in into]), into, strict=True):
         tensor.copy_(part.view_as(tensor))

@@ -71,11 +71,11 @@ class _Timed(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         """One call, and its backward."""
         if not n.op.startswith("call"):
-            found = super().run_node(n)
+            result = super().run_node(n)
         else:
-            found, best = None, None
+            result, best = None, None
             for _ in range(_TIMES):
-                found, took, copies = self._once(n)
+                result, took, copies = self._once(n)
                 best = took if best is None else min(best, took)
             assert best is not None
             self.spent[n] = best
@@ -84,9 +84,9 @@ class _Timed(fx.Interpreter):
                 if copy is not None and copy._version:
                     self.torn.update(self._chain.between(value, n))
                     self.env[value] = _leaf(copy)
-            found = tree_map(_leaf, found)
-        self.sizes[n] = found.nbytes if isinstance(found, torch.Tensor) else None
-        return found
+            result = tree_map(_leaf, result)
+        self.sizes[n] = result.nbytes if isinstance(result, torch.Tensor) else None
+        return result
 
     def _once(self, n: fx.Node) -> tuple[Any, int, dict[int, torch.Tensor]]:
         leaves: dict[int, torch.Tensor] = {}
@@ -105,12 +105,12 @@ class _Timed(fx.Interpreter):
         weights = [] if module is None else list(module.parameters())
         wanted = [t for t in (*leaves.values(), *weights) if t.requires_grad]
         start = clock()
-        found = getattr(self, n.op)(n.target, args, kwargs)
-        given = [t for t in tree_leaves(found) if isinstance(t, torch.Tensor) and t.grad_fn]
+        result = getattr(self, n.op)(n.target, args, kwargs)
+        given = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.grad_fn]
         if given and wanted:
             ones = [torch.ones_like(t) for t in given]
             torch.autograd.grad(given, wanted, ones, allow_unused=True)
-        return found, clock() - start, copies
+        return result, clock() - start, copies
 
 
 def _leaf(value: Any) -> Any:
@@ -165,23 +165,23 @@ def too_large(shares: Sequence[float], spans: Sequence[Stage]) -> int | None:
 def _untied(chain: Chain, crossing: Mapping[int, int], stages: int) -> dict[int, int]:
     """Without the places between two readers of one weight."""
     spans = list(chain.spans())
-    found = {
+    result = {
         place: size
         for place, size in crossing.items()
         if not any(first < place <= last for _, first, last in spans)
     }
-    if len(found) >= stages - 1:
-        return found
+    if len(result) >= stages - 1:
+        return result
     shared = [name for name, first, last in spans if first < last]
     if shared and len(crossing) >= stages - 1:
         raise ModelError(
             f"{shared[0]} is read in several places, and one rank has a weight: that leaves "
-            f"{len(found)} places to cut the model, and {stages} ranks need {stages - 1}",
+            f"{len(result)} places to cut the model, and {stages} ranks need {stages - 1}",
             do="give each place a weight of its own, take fewer ranks, or train with "
             "world.strategy=ddp or fsdp",
         )
     raise ModelError(
-        f"the model can be cut in {len(found)} places, and {stages} ranks need {stages - 1}: a "
+        f"the model can be cut in {len(result)} places, and {stages} ranks need {stages - 1}: a "
         "layer that is called as a whole is in one stage",
         do="take fewer ranks, write larger layers as several, or train with world.strategy=ddp or "
         "fsdp",
@@ -208,6 +208,6 @@ def _best(until: Sequence[int], ways: Mapping[int, float], stages: int) -> list[
                 if begin < end
             ]
             if tried:
-                following[end] = min(tried, key=lambda one: one[0])
+                following[end] = min(tried, key=lambda value: value[0])
         least = following
     return least[calls][1][1:]

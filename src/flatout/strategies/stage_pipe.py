@@ -110,8 +110,8 @@ class OwnStage(PipelineStage):
             place,
             places,
             torch.device("cpu"),
-            input_args=tuple(one.like("meta") for one in given[0]),
-            output_args=tuple(one.like("meta") for one in gives[0]),
+            input_args=tuple(item.like("meta") for item in given[0]),
+            output_args=tuple(item.like("meta") for item in gives[0]),
             group=group.channel,
         )
         self._given, self._gives, self._clock, self._within = given, gives, clock, within
@@ -130,19 +130,19 @@ class OwnStage(PipelineStage):
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
         """What goes back: as gloo wants it, and of the micro-batch's own size."""
-        found = self.bwd_cache.get(bwd_chunk_id)
-        if found is not None and not self.is_first:
+        result = self.bwd_cache.get(bwd_chunk_id)
+        if result is not None and not self.is_first:
             self.bwd_cache[bwd_chunk_id] = tuple(
                 _as_sent(gradient, shape)
-                for gradient, shape in zip(found, self._given[bwd_chunk_id], strict=True)
+                for gradient, shape in zip(result, self._given[bwd_chunk_id], strict=True)
             )
         return list(super().get_bwd_send_ops(bwd_chunk_id))
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of a micro-batch."""
         with self._clock.computing("forward"), self._within():
-            found = self.submod(*args, **kwargs)
-            return tuple(value.contiguous() for value in found)
+            result = self.submod(*args, **kwargs)
+            return tuple(value.contiguous() for value in result)
 
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
@@ -224,10 +224,10 @@ class Run:
         target = torch.arange(self._count) if last.is_last and self._trains else None
         try:
             with self._world.within(self._world.begun(None, what)):
-                found = self._schedule.step(*args, target=target, return_outputs=not self._trains)
+                result = self._schedule.step(*args, target=target, return_outputs=not self._trains)
                 for stage in self._stages:
                     stage.clear_runtime_states()
-                return found
+                return result
         except Failed as failed:
             raise failed.error from None
         finally:

@@ -45,9 +45,9 @@ def shapes(stages: Sequence[fx.GraphModule], inputs: Sequence[Shape]) -> list[li
     Raises:
         ModelError: the form of what crosses depends on values.
     """
-    found: list[list[Shape]] = []
+    result: list[list[Shape]] = []
     with torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True):
-        given = [one.like("cpu") for one in inputs]
+        given = [item.like("cpu") for item in inputs]
         for stage in stages:
             try:
                 with _unwatched(stage):
@@ -61,9 +61,9 @@ def shapes(stages: Sequence[fx.GraphModule], inputs: Sequence[Shape]) -> list[li
                     do="see that the model runs on torch's meta device, or train with "
                     "world.strategy=ddp or fsdp",
                 ) from error
-            found.append([shape_of(tensor) for tensor in given])
+            result.append([shape_of(tensor) for tensor in given])
             given = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in given]
-    return found
+    return result
 
 
 @contextmanager

@@ -211,7 +211,7 @@ class Staged(Strategy):
             value.copy_(buffers[name])
 
     def _check_same(
-        self, found: Cut, piece: list[torch.Tensor], buffers: Mapping[str, torch.Tensor]
+        self, cut: Cut, piece: list[torch.Tensor], buffers: Mapping[str, torch.Tensor]
     ) -> None:
         """See that stage behind stage gives what the model gives, bit for bit."""
         chain, outputs = self._chain, []
@@ -222,7 +222,7 @@ class Staged(Strategy):
                 outputs.append(self._model(*piece))
                 continue
             values = tuple(piece)
-            for span in pairwise([0, *found.places, len(chain.calls)]):
+            for span in pairwise([0, *cut.places, len(chain.calls)]):
                 values = fx.GraphModule(self._model, chain.stage(span))(*values)
                 values = tuple(value.clone() for value in values)
             outputs.append(chain.put_together(values))
@@ -328,7 +328,7 @@ class Staged(Strategy):
         written = inspect.signature(type(self._model).forward)
         given = written.bind(self._model, *args, **kwargs).arguments
         inputs = list(given.values())[1:]
-        rows = {len(one) if torch.is_tensor(one) and one.dim() else None for one in inputs}
+        rows = {len(item) if torch.is_tensor(item) and item.dim() else None for item in inputs}
         if len(rows) != 1 or None in rows or len(inputs) != len(self._chain.inputs):
             raise ModelError(
                 "world.strategy=staged splits what the model takes into micro-batches, which is to "
@@ -358,7 +358,7 @@ class Staged(Strategy):
     ) -> tuple[Run, list[Shape]]:
         size = len(inputs[0])
         count = self._count(size)
-        own = [shape_of(one) for one in inputs]
+        own = [shape_of(item) for item in inputs]
         with torch.set_grad_enabled(trains), within():
             sizes = {-(-size // count), size // count}
             known = {rows: self._crossing(own, rows) for rows in sizes}
@@ -381,7 +381,7 @@ class Staged(Strategy):
 
     def _crossing(self, inputs: Sequence[Shape], rows: int) -> list[list[Shape]]:
         """What each stage is given for so many rows, and last what the model gives."""
-        given = [one._replace(size=(rows, *one.size[1:])) for one in inputs]
+        given = [item._replace(size=(rows, *item.size[1:])) for item in inputs]
         return [given, *shapes(self._stages, given)]
 
     def pass_on(
@@ -409,10 +409,10 @@ class Staged(Strategy):
         def loss_of(values: tuple[torch.Tensor, ...], number: int) -> torch.Tensor:
             self._output = [self._chain.put_together(values)]
             try:
-                found = loss(pieces[number])
+                result = loss(pieces[number])
                 if self._output:
                     raise ModelError("forward and loss of a batch do not call the model")
-                return found
+                return result
             finally:
                 self._output = None
 
@@ -444,26 +444,26 @@ class Staged(Strategy):
         copies, what = self._copies, "micro-batches of an evaluation"
         shares = copies.shares(len(inputs[0]))
         first, stop = shares[copies.number]
-        found: Sequence[torch.Tensor] | None = None
+        result: Sequence[torch.Tensor] | None = None
         if first < stop:
             own = [value[first:stop] for value in inputs]
             run, gives = self._run(own, nullcontext, trains=False)
-            found = run(own, None, what)
-            if found is not None:
-                _check_rows(found, gives, stop - first, is_all=copies.count == 1)
+            result = run(own, None, what)
+            if result is not None:
+                _check_rows(result, gives, stop - first, is_all=copies.count == 1)
         else:
             self._pass_by(what)
         parts = []
         for copy, (first, stop) in enumerate(shares):
             if first < stop:
-                if found is not None and copy == copies.number:
-                    values = list(found)
+                if result is not None and copy == copies.number:
+                    values = list(result)
                 else:
                     values = self._room_for(inputs, stop - first)
                 for value in values:
                     self._world.broadcast(value, copies.last_rank(copy), "outputs of the model")
                 parts.append(values)
-        return [one[0] if len(one) == 1 else torch.cat(one) for one in zip(*parts, strict=True)]
+        return [item[0] if len(item) == 1 else torch.cat(item) for item in zip(*parts, strict=True)]
 
     def _pass_by(self, what: str) -> None:
         """Other copies have samples where this one has none: count it like them."""
@@ -473,7 +473,7 @@ class Staged(Strategy):
     def _room_for(self, inputs: list[torch.Tensor], rows: int) -> list[torch.Tensor]:
         """Tensors for what the model gives for so many rows."""
         _, gives = self._run([value[:rows] for value in inputs], nullcontext, trains=False)
-        return [one.like("cpu") for one in gives]
+        return [item.like("cpu") for item in gives]
 
     # -- around a step -----------------------------------------------------------------------
 
@@ -514,20 +514,20 @@ class Staged(Strategy):
     def weights(self, model: nn.Module, *, kept: bool) -> dict[str, torch.Tensor]:
         """Everything that is saved of the model, whole; all ranks call it."""
         state = model.state_dict()
-        found: dict[int, torch.Tensor] = {}  # a weight of two names is one tensor
+        result: dict[int, torch.Tensor] = {}  # a weight of two names is one tensor
         for name, value in state.items():
-            if id(value) not in found:
-                found[id(value)] = self._fetched(value, self._owners[name], kept=kept)
-        return {name: found[id(value)] for name, value in state.items()}
+            if id(value) not in result:
+                result[id(value)] = self._fetched(value, self._owners[name], kept=kept)
+        return {name: result[id(value)] for name, value in state.items()}
 
     def _fetched(self, value: torch.Tensor, owner: int, *, kept: bool) -> torch.Tensor:
         """A tensor of another rank, in memory of its own here; all ranks call it."""
         is_mine = owner == self._world.rank
-        found = (
+        result = (
             value.detach().contiguous() if is_mine else torch.empty(value.shape, dtype=value.dtype)
         )
-        self._world.broadcast(found, owner, "weights put together")
-        return found if kept else torch.empty(0, dtype=found.dtype)
+        self._world.broadcast(result, owner, "weights put together")
+        return result if kept else torch.empty(0, dtype=result.dtype)
 
     def state_of(self, optimizer: torch.optim.Optimizer, *, kept: bool) -> dict[str, Any]:
         """An optimizer's state, whole; all ranks call it."""
@@ -558,13 +558,13 @@ class Staged(Strategy):
             ]
             mine.update(kept)
             groups.append({**group, "params": kept})
-        states = {number: one for number, one in state["state"].items() if number in mine}
+        states = {number: value for number, value in state["state"].items() if number in mine}
         return {**state, "state": states, "param_groups": groups}
 
     def _order_of(self, optimizer: torch.optim.Optimizer) -> list[list[nn.Parameter]]:
         """An optimizer's parameters by group, those of other ranks too."""
         return next(
-            o for one, o in zip(self._optimizers, self._orders, strict=True) if one is optimizer
+            o for item, o in zip(self._optimizers, self._orders, strict=True) if item is optimizer
         )
 
     def close(self, error: BaseException | None = None) -> None:
@@ -577,9 +577,9 @@ class Staged(Strategy):
             return
         del self._model.forward
         for name, held in list(self._model.named_parameters()):
-            found = self._fetched(held, self._owners[name], kept=True)
+            result = self._fetched(held, self._owners[name], kept=True)
             if name in self._elsewhere:
-                self._elsewhere[name].data = found
+                self._elsewhere[name].data = result
                 self._elsewhere[name].requires_grad_(held.requires_grad)
         for name, buffer in self._model.named_buffers():
             buffer.copy_(self._fetched(buffer, self._owners[name], kept=True))

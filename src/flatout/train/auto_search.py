@@ -247,8 +247,8 @@ class Search:
                 yield from self._allocator(option)
         if self.threads and self.plain.threads > 1 and seconds < SHORT_STEP_S:
             why = "short steps run faster on one thread"
-            one = Option("process.threads", Trial(1, bool, why=why))
-            self.options.append(one)
+            result = Option("process.threads", Trial(1, bool, why=why))
+            self.options.append(result)
         yield from self._one_by_one()
         yield from self._micro_batches()
         yield from self._confirm()
@@ -486,7 +486,7 @@ class Search:
         self._now, self.step_s[on] = on, look.seconds
         result = yield from self._compare(off, on, 1.0, field)
         if result is not None:
-            self.options = [one for one in self.options if one.field != field] + [option]
+            self.options = [option for option in self.options if option.field != field] + [option]
             self.results[field] = result
             if self._is_hidden(field, result):
                 pass

@@ -202,14 +202,14 @@ class _WatchCompute(_Watch):
             self._keep(result)
         return result
 
-    def _would_broadcast(self, one: torch.Tensor, other: torch.Tensor) -> bool:
-        if one.dim() == other.dim() or not (self._has_rows(one) and self._has_rows(other)):
+    def _would_broadcast(self, tensor: torch.Tensor, other: torch.Tensor) -> bool:
+        if tensor.dim() == other.dim() or not (self._has_rows(tensor) and self._has_rows(other)):
             return False
         try:
-            whole = torch.broadcast_shapes(one.shape, other.shape)  # type: ignore[no-untyped-call]
+            whole = torch.broadcast_shapes(tensor.shape, other.shape)  # type: ignore[no-untyped-call]
         except RuntimeError:
             return False  # torch says it better
-        return whole not in (one.shape, other.shape)
+        return whole not in (tensor.shape, other.shape)
 
 
 def _is_in(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> bool:

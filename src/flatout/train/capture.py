@@ -309,8 +309,8 @@ class Program:
             nonlocal taken
             if batch.size == taken:
                 tensors = tensors_of(batch)
-            elif (found := self._tensors_of(batch)) is not None:
-                tensors, taken = found, batch.size
+            elif (result := self._tensors_of(batch)) is not None:
+                tensors, taken = result, batch.size
             else:
                 return None
             returned = run([*held, *numbered, *tensors])

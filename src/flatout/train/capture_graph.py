@@ -104,13 +104,13 @@ class Places(NamedTuple):
 
     def alike(self) -> list[list[str]]:
         """Of each group in turn, the parameters that have made equally many steps."""
-        found: dict[tuple[int, float], list[str]] = {}
+        result: dict[tuple[int, float], list[str]] = {}
         for number, (facts, names) in enumerate(self.groups):
             counts = self.kind.states(facts)[:1] == ("step",)
             for name in names:
                 state = self.states[name] if counts else []
-                found.setdefault((number, float(state[0]) if state else 0.0), []).append(name)
-        return list(found.values())
+                result.setdefault((number, float(state[0]) if state else 0.0), []).append(name)
+        return list(result.values())
 
     def tensors(self) -> Tensors:
         """All of them in the order of the graph's inputs."""
@@ -160,8 +160,8 @@ def places_of(model: nn.Module, update: Update) -> Places:
         groups.append((facts, [names[p] for p in training]))
         for p in training:
             state = optimizer.state.get(p, {})
-            found = [state.get(name) for name in kind.states(facts)]
-            states[names[p]] = [] if any(one is None for one in found) else found
+            values = [state.get(name) for name in kind.states(facts)]
+            states[names[p]] = [] if any(value is None for value in values) else values
     parameters = {
         names[p]: p.detach()
         for group in optimizer.param_groups
@@ -270,15 +270,15 @@ def trace(
             with switch.autocast(), Bounded() as bounded:
                 value, output = torch.func.functional_call(whole, tensors, (own,))
             loss, weight = mean_of_value(value, batch.size)
-            found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+            gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
         strays[:] = bounded.strays
         if strays:
             stray = torch.stack(strays).any()
             for buffer, old, version in before:
-                if buffer._version != version or any(buffer is one for one in moved):
+                if buffer._version != version or any(buffer is item for item in moved):
                     buffer.copy_(torch.where(stray, old, buffer))
             now.flag.copy_(torch.where(stray & (now.flag == 0), STRAY, now.flag))
-        _update(now, alike, list(found), [rate.unbind() for rate in numbers], update)
+        _update(now, alike, list(gradients), [rate.unbind() for rate in numbers], update)
         behind, spec = tree_flatten((weight, output if compute.metrics else None))
         template[:] = [[... if torch.is_tensor(part) else part for part in behind], spec]
         return [loss.detach(), *(part.detach() for part in behind if torch.is_tensor(part))]
@@ -361,13 +361,13 @@ def _update(
     update: Update,
 ) -> None:
     """Clip, gate and update, in place of the inputs."""
-    found = {n: g for n, g in zip(now.parameters, gradients, strict=True) if g is not None}
-    found = dict(zip(found, _clipped(list(found.values()), update), strict=True))
+    result = {n: g for n, g in zip(now.parameters, gradients, strict=True) if g is not None}
+    result = dict(zip(result, _clipped(list(result.values()), update), strict=True))
     bad = now.flag != 0
-    for gradient in found.values():
+    for gradient in result.values():
         bad = bad | ~gradient.abs().amax().isfinite()
     for (facts, names), numbers in zip(now.groups, rates, strict=True):
-        stepping = [name for name in names if name in found]
+        stepping = [name for name in names if name in result]
         if any(len(now.states[name]) != len(now.kind.states(facts)) for name in stepping):
             raise Unfit("the optimizer has not stepped all parameters yet")
         for some in alike:
@@ -377,7 +377,9 @@ def _update(
             factors = now.kind.factors(numbers, facts, now.states[same[0]])
             for name in same:
                 old = [now.parameters[name], *now.states[name]]
-                new, states = now.kind.update(old[0], found[name], old[1:], numbers, facts, factors)
+                new, states = now.kind.update(
+                    old[0], result[name], old[1:], numbers, facts, factors
+                )
                 for tensor, value in zip(old, [new, *states], strict=True):
                     tensor.copy_(torch.where(bad, tensor, value))
     now.flag.copy_(torch.where(now.flag != 0, now.flag, bad.to(now.flag.dtype)))
@@ -413,11 +415,11 @@ def _batch_norm(
     aten = torch.ops.aten
     if mean is None:
         return aten._native_batch_norm_legit.no_stats(x, weight, bias, training, momentum, eps)
-    *found, new_mean, new_var = aten._native_batch_norm_legit_functional(
+    *result, new_mean, new_var = aten._native_batch_norm_legit_functional(
         x, weight, bias, mean, var, training, momentum, eps
     )
     if training:
         mean.copy_(new_mean)
         var.copy_(new_var)
         moved += [mean, var]
-    return tuple(found)
+    return tuple(result)

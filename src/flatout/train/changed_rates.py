@@ -76,13 +76,13 @@ def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 def arguments_of_schedule(scheduler: Any) -> dict[str, Any]:
     """What a schedule was made with, by name, without where it stands."""
-    found = dict(_flat(scheduler.state_dict()))
-    for at, one in enumerate([scheduler, *getattr(scheduler, "_schedulers", ())]):
-        functions = getattr(one, "lr_lambdas", None)
+    result = dict(_flat(scheduler.state_dict()))
+    for at, item in enumerate([scheduler, *getattr(scheduler, "_schedulers", ())]):
+        functions = getattr(item, "lr_lambdas", None)
         if functions:
             name = f"schedule {at}.lr_lambda" if at else "lr_lambda"
-            found[name] = ", ".join(f"code {code_digest(f)[:8]}" for f in functions)
-    return found
+            result[name] = ", ".join(f"code {code_digest(f)[:8]}" for f in functions)
+    return result
 
 
 def rate_changes(
@@ -252,7 +252,7 @@ def _replay(scheduler: Any, steps: int) -> None:
 def _steps_in(state: Mapping[str, Any]) -> int:
     if "last_epoch" in state:
         return int(state["last_epoch"])
-    return max((_steps_in(one) for one in state.get("_schedulers", ())), default=0)
+    return max((_steps_in(item) for item in state.get("_schedulers", ())), default=0)
 
 
 def _schedules(schedulers: Sequence[Any], optimizer: torch.optim.Optimizer) -> bool:
@@ -310,12 +310,12 @@ def _words_of_option(name: str) -> str:
 def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """The plain values in a schedule's state, by dotted name."""
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        for key, one in value.items():
+        for key, item in value.items():
             if key not in _PROGRESS:
-                yield from _flat(one, f"{name}.{key}".lstrip("."))
-    elif isinstance(value, (list, tuple)) and any(isinstance(one, Mapping) for one in value):
-        for at, one in enumerate(value, 1):
-            yield from _flat(one, f"{name} {at}")
+                yield from _flat(item, f"{name}.{key}".lstrip("."))
+    elif isinstance(value, (list, tuple)) and any(isinstance(item, Mapping) for item in value):
+        for at, item in enumerate(value, 1):
+            yield from _flat(item, f"{name} {at}")
     else:
         yield name.replace("_schedulers ", "schedule "), _plain(value)
 
@@ -325,9 +325,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         value = value.tolist()
     if isinstance(value, (tuple, list)):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     if isinstance(value, Mapping):
-        return ", ".join(f"{key}: {one}" for key, one in value.items())
+        return ", ".join(f"{key}: {item}" for key, item in value.items())
     if isinstance(value, (bool, int, str, type(None))):
         return value
     if isinstance(value, float):

@@ -149,10 +149,10 @@ class Checkpointing:
 
     def _on_all(self, do: Callable[[], Any]) -> Any:
         """What `do` gives on this rank; where it raises on one, all raise, that one its error."""
-        found, words = None, None
+        result, words = None, None
         failed: Exception | None = None
         try:
-            found = do()
+            result = do()
         except LostPiece as error:
             failed = error
         except LostRank:
@@ -165,7 +165,7 @@ class Checkpointing:
         causes = [f"rank {r}: {why}" for r, (_, why) in enumerate(told) if why is not None]
         if any(fails for fails, _ in told):
             raise LostPiece("; ".join(["not every rank could write its part", *causes]))
-        return found
+        return result
 
     def find(self, resume: bool | str) -> LoadedCheckpoint | None:
         """The checkpoint to go on from; None where there is none.

@@ -86,11 +86,11 @@ def check_targets(loss: Loss, output: object, batch: Batch) -> None:
     if loss.ignore_index is not None and not target.is_floating_point() and output.dim() > 1:
         check_labels(target, output.shape[1], batch.indices, loss.ignore_index)
     elif loss.name == "binary_cross_entropy" and len(target) == batch.size:
-        found = _first((target < 0) | (target > 1), target, batch.indices)
-        if found is not None:
+        result = _first((target < 0) | (target > 1), target, batch.indices)
+        if result is not None:
             raise DataError(
-                f"target {found[0]:g} is not in 0..1",
-                where=found[1],
+                f"target {result[0]:g} is not in 0..1",
+                where=result[1],
                 do="binary_cross_entropy compares with 0, 1 or a probability; for several "
                 "classes use cross_entropy",
             )
@@ -102,8 +102,8 @@ def check_all_labels(loss: Loss, output: object, source: Source | None) -> None:
     Raises:
         DataError: naming the first such label in the first epoch's order, and its sample.
     """
-    found = None if source is None or isinstance(source, Pipeline) else source.labels_range()
-    if found is None or source is None or not isinstance(output, torch.Tensor):
+    result = None if source is None or isinstance(source, Pipeline) else source.labels_range()
+    if result is None or source is None or not isinstance(output, torch.Tensor):
         return
     if loss.ignore_index is not None and output.dim() > 1:
         most = output.shape[1] - 1
@@ -111,7 +111,7 @@ def check_all_labels(loss: Loss, output: object, source: Source | None) -> None:
         most = 1
     else:
         return
-    if any(not 0 <= label <= most and label != loss.ignore_index for label in found):
+    if any(not 0 <= label <= most and label != loss.ignore_index for label in result):
         for batch in source.batches(0):
             check_targets(loss, output, batch)
 
@@ -131,11 +131,11 @@ def check_labels(
         DataError: naming the first such label and its sample.
     """
     bad = ((labels < 0) | (labels >= classes)) & (labels != ignore_index)
-    found = _first(bad, labels, indices)
-    if found is not None:
+    result = _first(bad, labels, indices)
+    if result is not None:
         raise DataError(
-            f"label {found[0]:g} is not in 0..{classes - 1}",
-            where=found[1],
+            f"label {result[0]:g} is not in 0..{classes - 1}",
+            where=result[1],
             do=f"the model's output has {classes} classes: give it more, or correct the labels",
         )
 
@@ -183,9 +183,9 @@ def _first(
 def _check_value(value: Value) -> None:
     total = value[0] if isinstance(value, tuple) and len(value) == 2 else value
     if not torch.is_tensor(total) or total.numel() != 1 or not total.is_floating_point():
-        found = _words(total) if torch.is_tensor(total) else type(total).__name__
+        result = _words(total) if torch.is_tensor(total) else type(total).__name__
         raise ModelError(
-            f"compute(batch) must return a loss, one number or (sum, weight), found {found}",
+            f"compute(batch) must return a loss, one number or (sum, weight), found {result}",
             do="return loss.mean(), or (losses.sum(), how_many)",
         )
 

@@ -32,9 +32,9 @@ def classes_of(targets: Any, loss: Loss) -> torch.Tensor:
         one = targets[:, 0] if targets.dim() == 2 and targets.shape[1] == 1 else targets
         if one.dim() == 1:
             return (one.round() if one.is_floating_point() else one).long()
-    found = f"shape {tuple(targets.shape)}" if torch.is_tensor(targets) else f"{type(targets)}"
+    result = f"shape {tuple(targets.shape)}" if torch.is_tensor(targets) else f"{type(targets)}"
     raise ModelError(
-        f"class_weight needs one class per sample, found targets of {found}",
+        f"class_weight needs one class per sample, found targets of {result}",
         do="weigh the classes in the loss, as torch.nn.CrossEntropyLoss(weight=...) does",
     )
 

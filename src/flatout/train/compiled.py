@@ -299,10 +299,10 @@ class CompiledObjective(Objective):
             return self._counted(evaluate(self, loop, source, stopped), loop)
         callbacks.on_test_begin()
         self.model.reset_metrics()  # in a fit those of the epoch have been read by now
-        found = evaluate(self, loop, source, stopped, partial(watched, callbacks))
-        found = self._counted(found, loop)
-        callbacks.on_test_end(found)
-        return found
+        result = evaluate(self, loop, source, stopped, partial(watched, callbacks))
+        result = self._counted(result, loop)
+        callbacks.on_test_end(result)
+        return result
 
     def _counted(self, found: dict[str, float] | None, loop: Loop) -> dict[str, float] | None:
         """With the mean recall of all ranks, where classes are counted."""
@@ -338,9 +338,9 @@ def _class_weights(given: Any, model: Any, y: Any) -> dict[int, float] | None:
     if given is None or (isinstance(given, Mapping) and not given):
         return None
     if not isinstance(given, Mapping) or not all(map(_is_class, given)):
-        found = f"{given!r}" if isinstance(given, Mapping) else f"a {type(given).__name__}"
+        result = f"{given!r}" if isinstance(given, Mapping) else f"a {type(given).__name__}"
         raise ModelError(
-            f"class_weight maps class numbers to weights, found {found}",
+            f"class_weight maps class numbers to weights, found {result}",
             do="write class_weight={0: 1.0, 1: 5.0}; of a list: dict(enumerate(weights))",
         )
     several = isinstance(y, dict) or (isinstance(y, (list, tuple)) and len(y) > 1)

@@ -63,7 +63,7 @@ class ConfusionCount:
     def compute(self, states: Sequence[Any] | None = None) -> float:
         """The mean recall, of its own counts or over what the states hold; NaN without any."""
         found = [self._counts] if states is None else list(states)
-        counts = [one.cpu() for one in found if one is not None]
+        counts = [count.cpu() for count in found if count is not None]
         if not counts:
             self.latest = None
             return math.nan

@@ -81,9 +81,9 @@ def evaluate(
     if mean is None:
         return None
     loss = mean_of(world.gather(mean.state_dict(), "loss of an evaluation"))
-    found = {"loss": loss, **job.results(world)}
+    logs = {"loss": loss, **job.results(world)}
     objective.confusion = job.confusion if isinstance(job, TorchJob) else None
-    return found
+    return logs
 
 
 def evaluate_batches(

@@ -98,10 +98,10 @@ class EvaluateBatch:
 
     def _settle(self, search: _Search) -> None:
         self.trials += search.found
-        won = [one for one in search.found if one["chosen"] == "b"]
+        won = [item for item in search.found if item["chosen"] == "b"]
         gain = 1.0
-        for one in won:
-            gain *= one["ratio"]
+        for item in won:
+            gain *= item["ratio"]
         if gain >= _TOLD:
             self._tell(
                 f"evaluation takes {search.size:,} samples at a time: measured faster than "
@@ -192,7 +192,7 @@ def regrouped(batches: list[Batch], size: int) -> Iterator[Batch]:
     group: list[Batch] = []
     for batch in batches:
         if group and not (
-            sum(one.size for one in group) + batch.size <= size and _can_join(group[-1], batch)
+            sum(item.size for item in group) + batch.size <= size and _can_join(group[-1], batch)
         ):
             yield _joined(group)
             group = []
@@ -217,7 +217,9 @@ def _rows_of(batch: Batch) -> list[Any] | tuple[Any, ...]:
 
 def _can_join(before: Batch, batch: Batch) -> bool:
     """Whether `batch` may follow in one batch: of this rank alone, and all samples before it."""
-    alone = all(one.copies == 1 and not one.is_copy and not one.whole for one in (before, batch))
+    alone = all(
+        item.copies == 1 and not item.is_copy and not item.whole for item in (before, batch)
+    )
     return alone and not before.padding and _rows_of(before) == _rows_of(batch)
 
 

@@ -170,7 +170,7 @@ class EvaluateGraph:
         if self._samples is None or not form.samples:
             return form.spent_s
         left = max(0, self._samples - self._seen) + (self.passes_left or 0) * self._samples
-        share = form.seen / sum(one.seen for one in self._forms)
+        share = form.seen / sum(form.seen for form in self._forms)
         known = share * left / form.samples * form.spent_s / form.calls
         return known if self.passes_left is not None else max(known, form.spent_s)
 
@@ -514,8 +514,8 @@ class _Made:
     def answer(self) -> dict[str, Any] | None:
         """What an earlier process has measured; None where none has, or it is damaged."""
         try:
-            found = json.loads(self.package.with_suffix(".json").read_text())
-            return found if found["chosen"] in ("a", "b") and found["ratio"] > 0 else None
+            data = json.loads(self.package.with_suffix(".json").read_text())
+            return data if data["chosen"] in ("a", "b") and data["ratio"] > 0 else None
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -591,6 +591,6 @@ class _Trial:
         try:
             self.side = self._blocks.send(each)
         except StopIteration as end:
-            found: TrialResult = end.value
-            return found
+            result: TrialResult = end.value
+            return result
         return None

@@ -72,4 +72,4 @@ def room(where: str) -> float:
     if where == "memory":
         return available_bytes() * _SHARE
     folders = (cache_folder(), *cache_folder().parents)
-    return float(shutil.disk_usage(next(one for one in folders if one.exists())).free)
+    return float(shutil.disk_usage(next(folder for folder in folders if folder.exists())).free)

@@ -100,7 +100,7 @@ class Fit:
         if self.loop.world.is_first:
             told = [*remaining.asked_for(), *train_job_status.asked_for()]
             self.callbacks = [*self.callbacks, *told]
-        self.loop.shows_notes = any(isinstance(one, Progress) for one in self.callbacks)
+        self.loop.shows_notes = any(isinstance(callback, Progress) for callback in self.callbacks)
         self.signals = StopSignals()
         self._asked: list[float | None] = []
         # Why a callback of this rank wants to stop, until ranks that step alone meet.
@@ -233,10 +233,10 @@ class Fit:
         names, complete = ["loss", *known], True
         if self.validation is not None:
             most = max(1, self.loop.first_batch_size or self.state.batch_size)
-            found = look_at_validation(self.objective, self.loop, self.validation, most)
+            figures = look_at_validation(self.objective, self.loop, self.validation, most)
             self.job.reset()  # a Keras model has one set of metrics for both
-            names += [f"val_{name}" for name in ("loss", *(found or ()))]
-            complete = found is not None
+            names += [f"val_{name}" for name in ("loss", *(figures or ()))]
+            complete = figures is not None
         adds = any(callback.adds_figures for callback in self.callbacks)
         # Of several losses the metrics have the total, too.
         return Figures(tuple(dict.fromkeys([*names, "seconds"])), complete and not adds)
@@ -275,7 +275,7 @@ class Fit:
         world = self.loop.world
         if len(saved) == world.size:
             return list(saved[world.rank]["metrics"])
-        return [state for one in saved for state in one["metrics"]][world.rank :: world.size]
+        return [state for item in saved for state in item["metrics"]][world.rank :: world.size]
 
     @contextmanager
     def _uncounted(self) -> Iterator[None]:
@@ -573,10 +573,10 @@ class Fit:
         with self._count:
             stepped = self.loop.step(self.compute, batch)
         if stepped:
-            self.state.history.roofline = found = counted(self._count, self.loop)
+            self.state.history.roofline = counts = counted(self._count, self.loop)
             self._count = None
             if self.loop.tuner is not None:
-                self.loop.tuner.expect(found)
+                self.loop.tuner.expect(counts)
         return stepped
 
     def _next(self, batches: Iterator[Batch]) -> Batch | None:
@@ -659,16 +659,16 @@ class Fit:
         graph, later = self.loop.evaluate_graph, range(self.state.epoch + 1, self.state.epochs)
         graph.passes_left = sum(validates(self._validation_freq, epoch) for epoch in later)
         try:
-            found = self.objective.evaluate(self.loop, source, stopped)
+            result = self.objective.evaluate(self.loop, source, stopped)
         finally:
             graph.passes_left = None
         self._add("evaluation", start)
-        if found is None:
+        if result is None:
             assert self.signals.received is not None
             set_random_state(before)
             self._interrupt(self.signals.received)
         self.state.history.confusion = self.objective.confusion
-        logs.update({f"val_{name}": value for name, value in found.items()})
+        logs.update({f"val_{name}": value for name, value in result.items()})
         self._call("on_evaluate_end")
 
     def _per_step_scheduler(self) -> Any:
@@ -711,7 +711,9 @@ class Fit:
         own = self.signals.received, self._own_reason
         signals, reasons = zip(*world.gather(own, "what ranks ask for"), strict=True)
         if self.state.stop_reason is None:
-            self.state.stop_reason = next((one for one in reasons if one is not None), None)
+            self.state.stop_reason = next(
+                (reason for reason in reasons if reason is not None), None
+            )
         return next((signum for signum in signals if signum is not None), None)
 
     def _interrupt(self, signum: int) -> NoReturn:

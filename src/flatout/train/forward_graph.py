@@ -124,5 +124,5 @@ def _inside(value: Any, deep: int) -> Iterator[Any]:
         yield from (value, len(held))
         return
     yield type(value) if is_container else value
-    for one in held:
-        yield from _inside(one, deep - 1)
+    for item in held:
+        yield from _inside(item, deep - 1)

@@ -129,13 +129,13 @@ def choose(
     left = _UNKNOWN if epochs is None else epochs
     best, least, why = None, plain_s * left, ""
     for option in options:
-        found = _of(option, samples, left, plain_s)
+        result = _of(option, samples, left, plain_s)
         spent = sum(_epochs(option, samples, left, plain_s))
-        if spent < min(least, (1 - _LEAST) * plain_s * left) and found.pays_from:
-            best, least = found, spent
+        if spent < min(least, (1 - _LEAST) * plain_s * left) and result.pays_from:
+            best, least = result, spent
     if best is not None:
         return best
-    most = max(options, key=lambda one: one.saved_s)
+    most = max(options, key=lambda value: value.saved_s)
     if left < 2 and not most.filled:
         why = "nothing kept: a single epoch is left"
     elif most.room < most.bytes:

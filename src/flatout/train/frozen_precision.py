@@ -66,7 +66,7 @@ def choose_precision(
         facts: of the model.
         planned: what the run is.
     """
-    own = [next((one for one in options if one.field == field), None) for field in _FIELDS]
+    own = [next((option for option in options if option.field == field), None) for field in _FIELDS]
     precision, layout = own
     looks = planned.samples * _SHARE >= _LOOKED_AT and planned.epochs > 1
     if not looks:
@@ -74,28 +74,28 @@ def choose_precision(
     tried: list[tuple[Option, ...]] = [] if precision is None else [(precision,)]
     if precision is not None and layout is not None:
         tried.append((precision, layout))
-    found = check.frozen_rates(tried, facts, _LEAST_S / planned.samples)
-    if planned.samples * found[()][0] < _LEAST_S:
+    result = check.frozen_rates(tried, facts, _LEAST_S / planned.samples)
+    if planned.samples * result[()][0] < _LEAST_S:
         return Found({})
     # A backward pass of all layers takes about twice as long as the forward.
-    is_frozen = found[()][1] < found[()][0]
+    is_frozen = result[()][1] < result[()][0]
     # What makes the forward longer, which the first epoch is made of, was timed badly or is no use.
-    found = {one: rate for one, rate in found.items() if not one or rate[0] < found[()][0]}
-    seconds = {chosen: _run_s(forward, rest, planned) for chosen, (forward, rest) in found.items()}
+    result = {value: rate for value, rate in result.items() if not value or rate[0] < result[()][0]}
+    seconds = {chosen: _run_s(forward, rest, planned) for chosen, (forward, rest) in result.items()}
     best = min(seconds, key=lambda chosen: seconds[chosen])
     ratio = seconds[()] / seconds[best]
     if not best or ratio < _FASTER:
         return Found({}, is_frozen=is_frozen)
-    took, plain = (rounded(1e3 * found[chosen][0]) for chosen in (best, ()))
+    took, plain = (rounded(1e3 * result[chosen][0]) for chosen in (best, ()))
     why = f"the forward of the frozen layers takes {took} instead of {plain} ms a sample"
     choices = {
-        one.field: Choice(
-            value=one.value,
+        item.field: Choice(
+            value=item.value,
             reason=why,
-            parity=of_change(one.field, "plain", one.value, facts),
+            parity=of_change(item.field, "plain", item.value, facts),
             ratio=ratio,
         )
-        for one in best
+        for item in best
     }
     return Found(choices, why, is_frozen)
 

@@ -43,15 +43,15 @@ def tables_of(model: nn.Module) -> dict[str, Any]:
     Raises:
         ModelError: two have the same name.
     """
-    found: dict[str, Any] = {}
+    tables: dict[str, Any] = {}
     for name, module, _ in adapter_of(model).tables():
-        if name in found:
+        if name in tables:
             raise ModelError(
                 f"two tables of the model are called {name!r}, and rows by id are kept by name",
                 do="give them different names",
             )
-        found[name] = module
-    return found
+        tables[name] = module
+    return tables
 
 
 def as_built(tables: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -95,13 +95,13 @@ def check_memory(
         DataError: with the numbers.
     """
     wanted, copied, words = 0, 0, []
-    for name, one in rows.items():
+    for name, value in rows.items():
         weight = table_weight(tables[name])
-        if one.size > len(weight) and weight.is_cpu:
+        if value.size > len(weight) and weight.is_cpu:
             row = weight.shape[1] * weight.element_size()
-            wanted += (one.size - len(weight)) * row * (1 + _states(optimizer, weight))
+            wanted += (value.size - len(weight)) * row * (1 + _states(optimizer, weight))
             copied = max(copied, len(weight) * row)  # one tensor at a time is there twice
-            words.append(f"{name} {one.size:,} rows of {row:,} bytes ({new[name]})")
+            words.append(f"{name} {value.size:,} rows of {row:,} bytes ({new[name]})")
     wanted += copied
     if wanted and wanted > (free := available_bytes()):
         raise DataError(
@@ -138,24 +138,24 @@ def set_rows(
         built: elements by name, from `as_built`.
     """
     done: set[int] = set()
-    for name, one in rows.items():
+    for name, value in rows.items():
         weight = table_weight(tables[name])
         if id(weight) not in done:
             done.add(id(weight))
-            _set_rows(weight, one, optimizer, built[name], _generator(one.key, name))
+            _set_rows(weight, value, optimizer, built[name], _generator(value.key, name))
         set_table_rows(tables[name])
 
 
 def _set_rows(
-    weight: Tensor, one: Rows, optimizer: Any, elements: Tensor, generator: torch.Generator
+    weight: Tensor, rows: Rows, optimizer: Any, elements: Tensor, generator: torch.Generator
 ) -> None:
-    old, fresh = weight.shape, _fresh(one, len(weight))
-    weight.data = _arranged(weight.data, one, fresh, elements, generator)
+    old, fresh = weight.shape, _fresh(rows, len(weight))
+    weight.data = _arranged(weight.data, rows, fresh, elements, generator)
     weight.grad = None
 
     def change(key: str, value: Tensor) -> Tensor:
         start = value.new_full((1,), _begins_at(optimizer, weight, key))
-        return _arranged(value, one, fresh, start, generator)
+        return _arranged(value, rows, fresh, start, generator)
 
     _change_state(optimizer, weight, old, change)
 
@@ -171,25 +171,25 @@ def resize(table: Any, size: int, optimizer: Any = None) -> None:
     set_table_rows(table)
 
 
-def _fresh(one: Rows, there: int) -> Tensor:
+def _fresh(rows: Rows, there: int) -> Tensor:
     """The rows that belong to no id that has been trained, int64, rising."""
-    size = max(one.size, there)
-    if one.growth is None:
+    size = max(rows.size, there)
+    if rows.growth is None:
         return torch.arange(there, size)
     is_fresh = torch.ones(size, dtype=torch.bool)
-    is_fresh[torch.from_numpy(one.growth.new_rows)] = False
-    is_fresh[one.size :] = False
+    is_fresh[torch.from_numpy(rows.growth.new_rows)] = False
+    is_fresh[rows.size :] = False
     return is_fresh.nonzero().reshape(-1)
 
 
 def _arranged(
-    values: Tensor, one: Rows, fresh: Tensor, elements: Tensor, generator: torch.Generator
+    values: Tensor, rows: Rows, fresh: Tensor, elements: Tensor, generator: torch.Generator
 ) -> Tensor:
     """The rows under their new numbers, and fresh ones of `elements`; in place where they fit."""
-    growth, there, made = one.growth, len(values), values
+    growth, there, made = rows.growth, len(values), values
     moves = growth is not None and bool((growth.old_rows != growth.new_rows).any())
-    if moves or one.size > there:
-        made = values.new_empty(max(one.size, there), values.shape[1])
+    if moves or rows.size > there:
+        made = values.new_empty(max(rows.size, there), values.shape[1])
         made[:there] = values
     if moves:
         assert growth is not None
@@ -229,7 +229,7 @@ def _begins_at(optimizer: Any, weight: Tensor, key: str) -> float:
         is_sum = key == "_accumulators"
         return float(getattr(optimizer.keras, "initial_accumulator_value", 0.0)) if is_sum else 0.0
     for group in optimizer.param_groups:
-        if key == "sum" and any(weight is one for one in group["params"]):
+        if key == "sum" and any(weight is item for item in group["params"]):
             return float(group.get("initial_accumulator_value", 0.0))
     return 0.0
 
@@ -248,7 +248,7 @@ def readers_of(
     Returns:
         the column by the table's name.
     """
-    found: dict[str, str | None] = {}
+    result: dict[str, str | None] = {}
     handles = []
     for name, table in tables.items():
 
@@ -261,7 +261,7 @@ def readers_of(
             low, high = (int(told.min()), int(told.max())) if len(told) else (0, 0)
             own = [c for c, held in numbers if held.start <= low and high < held.stop]
             column = own[0] if own else None
-            found[name] = column if found.get(name, column) == column else None
+            result[name] = column if result.get(name, column) == column else None
             inside = ids.remainder(len(table_weight(table))).to(given[0].dtype)
             if args:
                 return (inside, *args[1:]), kwargs
@@ -273,4 +273,4 @@ def readers_of(
     finally:
         for handle in handles:
             handle.remove()
-    return {name: column for name, column in found.items() if column is not None}
+    return {name: column for name, column in result.items() if column is not None}

@@ -87,11 +87,11 @@ def _largest(tensors: dict[str, torch.Tensor]) -> dict[str, float]:
     by_device: dict[torch.device, list[str]] = {}
     for name, tensor in tensors.items():
         by_device.setdefault(tensor.device, []).append(name)
-    found: dict[str, float] = {}
+    result: dict[str, float] = {}
     for names in by_device.values():
         norms = torch._foreach_norm([tensors[name] for name in names], float("inf"))
-        found.update(zip(names, torch.stack([n.double() for n in norms]).tolist(), strict=True))
-    return found
+        result.update(zip(names, torch.stack([n.double() for n in norms]).tolist(), strict=True))
+    return result
 
 
 def explain_bad_step(
@@ -133,9 +133,9 @@ def explain_bad_step(
         if bad:
             suspicion = _BAD_SAMPLES
         elif held_back and not is_known:
-            found = _first_bad_value(model, compute, batch.split(pieces), together)
-            lines += found.lines
-            suspicion = found.suspicion
+            result = _first_bad_value(model, compute, batch.split(pieces), together)
+            lines += result.lines
+            suspicion = result.suspicion
     _leave_it_to_the_culprit(world, suspicion, step)
     kept = "the weights are those before this step" if held_back else "the weights are damaged"
     lines.append(kept)
@@ -149,8 +149,8 @@ def explain_bad_step(
 
 def _leave_it_to_the_culprit(world: World, suspicion: int, step: int) -> None:
     """The sums of all ranks are bad, but mostly by the part of one: it alone tells."""
-    found = world.gather(suspicion, "search for who made a step's gradients bad")
-    culprit = found.index(max(found))
+    result = world.gather(suspicion, "search for who made a step's gradients bad")
+    culprit = result.index(max(result))
     if culprit != world.rank:
         raise LostRank(f"step {step} is not finite by the part of rank {culprit}")
 
@@ -205,16 +205,16 @@ def _first_bad_value(
     try:
         with uncompiled(model), untouched(model):
             for piece in pieces:
-                found, loss = _in_forward(model, compute, piece)
-                if any(together.gather(found is not None, "bad values in a forward")):
+                bad_value, loss = _in_forward(model, compute, piece)
+                if any(together.gather(bad_value is not None, "bad values in a forward")):
                     break
                 loss.backward()  # type: ignore[no-untyped-call]
                 bad = _in_backward(model, piece)
                 if any(together.gather(bad is not None, "bad gradients")):
                     suspicion = _BAD_GRADIENT if bad else _NOTHING_FOUND
                     return _Found([bad or "forward is finite"], suspicion)
-            if found is not None:
-                return _Found([found], _BAD_FORWARD)
+            if bad_value is not None:
+                return _Found([bad_value], _BAD_FORWARD)
     except Exception as error:
         return _Found([f"running the step again failed: {error}"], _NOTHING_FOUND)
     finally:

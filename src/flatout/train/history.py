@@ -356,9 +356,9 @@ _NOT_CURVES = ("epoch", "seconds", "samples_per_s", "lr")
 def json_safe(value: Any) -> Any:
     """Return nested plain data with None for every number that JSON cannot hold."""
     if isinstance(value, Mapping):
-        return {str(key): json_safe(one) for key, one in value.items()}
+        return {str(key): json_safe(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [json_safe(one) for one in value]
+        return [json_safe(item) for item in value]
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     return value

@@ -72,8 +72,8 @@ class TorchJob:
                 prepare=narrow.batch,
             )
         # Whether loss and metrics do not depend on how samples come in batches.
-        self.is_of_samples = all(one.own is None for one in losses) and all(
-            one.is_of_samples for one in self._metrics.values()
+        self.is_of_samples = all(loss.own is None for loss in losses) and all(
+            metric.is_of_samples for metric in self._metrics.values()
         )
 
     def results(self, world: World = ONE) -> dict[str, float]:
@@ -84,11 +84,13 @@ class TorchJob:
         if world.size == 1 and not self._earlier and self._losses is None:
             return {name: metric.compute() for name, metric in self._metrics.items()}
         states = [state for of_rank in world.gather(self.state_dict()) for state in of_rank]
-        found = {
+        result = {
             name: metric.compute([state[name] for state in states if name in state])
             for name, metric in self._metrics.items()
         }
-        return found if self._losses is None else {"loss": total_of(self._losses, states), **found}
+        return (
+            result if self._losses is None else {"loss": total_of(self._losses, states), **result}
+        )
 
     @property
     def confusion(self) -> Matrix | None:
@@ -124,17 +126,17 @@ def metrics_of(loss: Loss | SeveralLosses, given: Any) -> dict[str, Metric]:
     """
     taken = ["loss", "seconds"]
     if isinstance(loss, SeveralLosses):
-        found = OutputMetrics(given, loss.parts).by_name()
+        result = OutputMetrics(given, loss.parts).by_name()
         taken += [f"{name}_loss" for name in loss.parts]
     else:
-        found = as_metrics(given)
-    for name in found:
+        result = as_metrics(given)
+    for name in result:
         if name in taken:
             raise ModelError(
                 f"a metric would be called {name!r}, as another figure of each epoch is",
                 do="give it another name, in a mapping: metrics={'my_name': metric}",
             )
-    return found
+    return result
 
 
 Job: TypeAlias = TorchJob | KerasJob

@@ -45,7 +45,7 @@ def losses_facts(loss: Loss | SeveralLosses) -> Facts:
     """The loss, or each of several, with what they are multiplied by."""
     if not isinstance(loss, SeveralLosses):
         return {"loss": loss_fact(loss)}
-    parts = {f"loss of {name!r}": loss_fact(one) for name, one in loss.parts.items()}
+    parts = {f"loss of {name!r}": loss_fact(value) for name, value in loss.parts.items()}
     weights = ", ".join(f"{name}: {weight:g}" for name, weight in loss.weights.items())
     return {**parts, "loss_weights": fact(weights)}
 
@@ -64,19 +64,19 @@ def loss_fact(loss: Loss) -> list[str]:
 def metrics_fact(metrics: dict[str, Metric]) -> list[str]:
     """Their names, and their code where that is the user's."""
     inner = {name: getattr(m, "_function", getattr(m, "_metric", m)) for name, m in metrics.items()}
-    digest = digest_of(*(f"{name} {code_digest(one)}" for name, one in inner.items()))
+    digest = digest_of(*(f"{name} {code_digest(value)}" for name, value in inner.items()))
     return fact(", ".join(metrics) or "none", digest)
 
 
 def callback_facts(callbacks: Iterable[object]) -> Facts:
     """Which callbacks there are, and what each was made with."""
     callbacks = list(callbacks)
-    kinds = ", ".join(type(one).__qualname__ for one in callbacks) or "none"
+    kinds = ", ".join(type(callback).__qualname__ for callback in callbacks) or "none"
     facts = {"callbacks": fact(kinds)}
-    for number, one in enumerate(callbacks, 1):
-        words = arguments_words(one)
-        facts[f"arguments of callback {number}, {type(one).__qualname__}"] = fact(words or "none")
-        scored_by = getattr(one, "scored_by", None)
+    for number, item in enumerate(callbacks, 1):
+        words = arguments_words(item)
+        facts[f"arguments of callback {number}, {type(item).__qualname__}"] = fact(words or "none")
+        scored_by = getattr(item, "scored_by", None)
         if scored_by is not None:  # scores of two figures cannot be compared
             facts["what gives checkpoints their scores"] = fact(scored_by)
     return facts

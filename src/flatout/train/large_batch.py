@@ -56,7 +56,9 @@ def scale_rates(
             )
         scale = rule.for_batch(batch, steps)
         words.append(scale.words(rates_of(optimizers), scheduled=scheduled))
-    warnings = [w for one in optimizers for w in warnings_of(one, scale, batch, updates)]
+    warnings = [
+        w for optimizer in optimizers for w in warnings_of(optimizer, scale, batch, updates)
+    ]
     return scale, words + list(dict.fromkeys(warnings))
 
 

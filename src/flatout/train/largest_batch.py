@@ -85,7 +85,7 @@ class LargestBatch:
             "ranks": self.ranks,
             "limit_bytes": self.limit,
             "bound": self.bound,
-            "tried": [one._asdict() for one in self.tried],
+            "tried": [item._asdict() for item in self.tried],
         }
 
     def words(self, optimizers: Any, rule: LrRule | None) -> str:
@@ -101,8 +101,8 @@ class LargestBatch:
         took = (
             f"{counted(len(self.tried), 'trial')}, {duration(sum(t.seconds for t in self.tried))}"
         )
-        found = f"batch {self.batch_size:,}{ours}: {self._bound()} ({took})"
-        return f"{found}; {self._rates(optimizers, rule)}"
+        words = f"batch {self.batch_size:,}{ours}: {self._bound()} ({took})"
+        return f"{words}; {self._rates(optimizers, rule)}"
 
     def _bound(self) -> str:
         room = f"{size_words(self.limit)} of memory"
@@ -207,13 +207,13 @@ def largest_batch(objective: Objective, loop: Loop, trying: Loop, source: Source
         own, bound = _outcome(tried, most, steps.limit, objective)
     except FlatoutError as error:
         own, bound, failed = 0, "", error
-    found = world.gather([own, bound], "the largest batch")
+    result = world.gather([own, bound], "the largest batch")
     if failed is not None:
         raise failed
-    for rank, (size, _) in enumerate(found):
+    for rank, (size, _) in enumerate(result):
         if size == 0:
             raise OutOfMemory(f"rank {rank} has found no batch that fits: see its own error")
-    size, bound = min(found, key=lambda one: int(one[0]))
+    size, bound = min(result, key=lambda value: int(value[0]))
     return LargestBatch(size * world.size, world.size, steps.limit, bound, tuple(tried))
 
 
@@ -248,11 +248,11 @@ def search(attempt: Callable[[int], Try], most: int) -> list[Try]:
 
 def _outcome(tried: list[Try], most: int, limit: int, objective: Objective) -> tuple[int, str]:
     """The largest that fits, and what keeps it from being larger."""
-    own = max((one.samples for one in tried if not one.why), default=0)
-    above = [one for one in tried if one.why and one.samples > own]
+    own = max((item.samples for item in tried if not item.why), default=0)
+    above = [item for item in tried if item.why and item.samples > own]
     if own:
         if above:
-            return own, min(above, key=lambda one: one.samples).why
+            return own, min(above, key=lambda value: value.samples).why
         return own, "data" if own == most else TIME
     if tried[-1].why == MEMORY:
         weights = sum(p.nbytes for p in objective.adapter.parameters())

@@ -70,7 +70,7 @@ class ByLength:
 
     def words(self, plain: Settings) -> str:
         """What runs under which settings."""
-        short, long = (_words(one, plain) for one in (self.short, self.long))
+        short, long = (_words(item, plain) for item in (self.short, self.long))
         return f"{short} for steps of up to {self.most:,} values, {long} for larger ones"
 
 
@@ -113,7 +113,7 @@ class Lengths:
         """
         mine = self._medians(best)
         whole = sum(count * mine.get(length, 0.0) for length, count in self._seen.items())
-        found, saved_most = None, _WORTH * whole
+        result, saved_most = None, _WORTH * whole
         for other in self._steps:
             if not isinstance(other, Settings) or any(
                 live.switches != "step" and getattr(other, name) != getattr(best, name)
@@ -130,17 +130,17 @@ class Lengths:
                     (saved[at:], ByLength(most, best, other)),
                 ):
                     if sum(part) > saved_most:
-                        found, saved_most = split, sum(part)
-        return found
+                        result, saved_most = split, sum(part)
+        return result
 
     def _medians(self, settings: Settings) -> dict[int, float]:
         """Seconds of a step by class, as if all of a class had equally many values."""
-        found = {}
+        result = {}
         for length, of in self._steps.get(settings, {}).items():
             if len(of) >= _FEWEST:
                 middle, *usual = self._usual_s([_middle_of(length), *(values for values, _ in of)])
-                found[length] = middle * median(s / u for (_, s), u in zip(of, usual, strict=True))
-        return found
+                result[length] = middle * median(s / u for (_, s), u in zip(of, usual, strict=True))
+        return result
 
     def _usual_s(self, values: list[int]) -> list[float]:
         """What steps of so many values take under the base."""

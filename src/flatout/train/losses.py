@@ -111,9 +111,9 @@ class Loss:
         value = own(output, batch.targets)
         total = value[0] if isinstance(value, tuple) and len(value) == 2 else value
         if not torch.is_tensor(total) or total.numel() != 1:
-            found = tuple(total.shape) if torch.is_tensor(total) else type(total).__name__
+            result = tuple(total.shape) if torch.is_tensor(total) else type(total).__name__
             raise ModelError(
-                f"the loss {self.name} must return one number or (sum, weight), found {found}",
+                f"the loss {self.name} must return one number or (sum, weight), found {result}",
                 do="reduce it with .mean(), or return (values.sum(), how_many)",
             )
         return value

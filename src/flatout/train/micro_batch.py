@@ -170,12 +170,12 @@ def estimate_pieces(model: nn.Module, forward: Callable[[Batch], object], batch:
 def _kept_bytes(model: nn.Module, forward: Callable[[Batch], object], batch: Batch) -> int | None:
     there = [*model.parameters(), *(t for _, t in named_tensors("", batch[:3]))]
     already = {tensor.untyped_storage().data_ptr() for tensor in there}
-    seen: dict[int, int] = {}
+    result: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in already:
-            seen[storage.data_ptr()] = storage.nbytes()
+            result[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     try:
@@ -183,4 +183,4 @@ def _kept_bytes(model: nn.Module, forward: Callable[[Batch], object], batch: Bat
             kept = forward(batch)  # noqa: F841 - alive while the bytes are counted
     except Exception:
         return None  # the first real step will say what is wrong
-    return sum(seen.values())
+    return sum(result.values())

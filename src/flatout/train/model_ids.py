@@ -55,7 +55,7 @@ class ModelIds:
     @property
     def digest(self) -> str:
         """16 hex digits over all maps."""
-        return digest_of(*(f"{name}={one.digest}" for name, one in sorted(self.maps.items())))
+        return digest_of(*(f"{name}={value.digest}" for name, value in sorted(self.maps.items())))
 
     # -- as data ---------------------------------------------------------------------------------
 
@@ -84,15 +84,15 @@ class ModelIds:
         Raises:
             CheckpointError: the file is damaged, or of a later version.
         """
-        found = load_ids(path)
-        return None if found is None else cls._of_data(*found, ids_beside(path))
+        ids = load_ids(path)
+        return None if ids is None else cls._of_data(*ids, ids_beside(path))
 
     def _as_data(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         tables, sizes = dict(self.tables), dict(self.sizes)
         header: dict[str, Any] = {"tables": tables, "sizes": sizes, "columns": {}}
         tensors: dict[str, Tensor] = {}
-        for name, one in self.maps.items():
-            header["columns"][name], arrays = one.as_data()
+        for name, value in self.maps.items():
+            header["columns"][name], arrays = value.as_data()
             for part, array in arrays.items():
                 tensors[f"{name}.{part}"] = torch.from_numpy(np.ascontiguousarray(array))
         return header, tensors
@@ -165,10 +165,10 @@ def learn_ids(
         return known
     assert isinstance(source, Pipeline)
     digest = source.digest
-    if any(one.learned_from != digest for one in maps.values()):
+    if any(value.learned_from != digest for value in maps.values()):
         grown = _grown(source, maps, digest, loop)
     else:  # the same data once more
-        grown = {name: (one, None) for name, one in maps.items()}
+        grown = {name: (value, None) for name, value in maps.items()}
     tables = tables_of(model)
     if source.seekable:
         readers = _readers(source, tables, model, maps, loop)
@@ -238,17 +238,18 @@ def _grown(
 ) -> dict[str, tuple[IdMap, Growth | None]]:
     """The maps after the ids of the source were counted, each rank its part of the rows."""
     stated = {column.name: column for column in source.id_columns}
-    columns = {name: stated.get(name) or one.as_column() for name, one in maps.items()}
+    columns = {name: stated.get(name) or value.as_column() for name, value in maps.items()}
     world = loop.world
     counts = source.count_ids(list(columns.values()), world.rank, world.size)
     if counts is None:  # a stream
-        return {name: (one, None) for name, one in maps.items()}
-    parts = world.gather({n: list(one.items()) for n, one in counts.items()}, "ids of the data")
+        return {name: (value, None) for name, value in maps.items()}
+    parts = world.gather({n: list(value.items()) for n, value in counts.items()}, "ids of the data")
     for other in (part for rank, part in enumerate(parts) if rank != world.rank):
-        for name, found in other.items():
-            counts[name].merge(Items(*found))
+        for name, value in other.items():
+            counts[name].merge(Items(*value))
     return {
-        name: one.grown(columns[name], counts[name].items(), digest) for name, one in maps.items()
+        name: value.grown(columns[name], counts[name].items(), digest)
+        for name, value in maps.items()
     }
 
 
@@ -286,7 +287,7 @@ def _readers(
             except Exception:  # what the model does with such ids; training tells what is wrong
                 pass
 
-    return readers_of(tables, [(name, one.numbers) for name, one in apart.items()], run)
+    return readers_of(tables, [(name, value.numbers) for name, value in apart.items()], run)
 
 
 def _words(after: IdMap, growth: Growth) -> str:

@@ -29,9 +29,9 @@ class NamedSamples:
 
 def samples_of(source: Source) -> Numbered | NamedSamples | str:
     """Its samples by number, or else by their bytes; a text where they cannot be kept: why."""
-    found = numbered(source)
-    if not isinstance(found, str) or isinstance(source, Pipeline):
-        return found
+    result = numbered(source)
+    if not isinstance(result, str) or isinstance(source, Pipeline):
+        return result
     if not source.samples:
         return "it is not known how many samples there are"
     return NamedSamples(source.samples)

@@ -80,8 +80,8 @@ def on_ranks(fit: F) -> F:
     @wraps(fit)
     def fit_here_or_there(trainer: FittingTrainer, *args: Any, **kwargs: Any) -> History:
         if trainer.devices == 1 or place().world_size > 1:
-            found: History = fit(trainer, *args, **kwargs)
-            return found
+            history: History = fit(trainer, *args, **kwargs)
+            return history
         return _fit_there(trainer, args, kwargs)
 
     return cast(F, fit_here_or_there)
@@ -130,23 +130,23 @@ def _fit_there(trainer: FittingTrainer, args: tuple[Any, ...], kwargs: dict[str,
 @torch.no_grad()
 def _take_back(folder: Path, trainer: FittingTrainer, callbacks: list[Any]) -> bool:
     """Put what training has changed into the notebook's own objects; whether there is anything."""
-    found = unpack_result(folder, trainer)
-    if found is None:
+    result = unpack_result(folder, trainer)
+    if result is None:
         return False
-    if (known := found["signature"]) is not None and known.ids is not None:
+    if (known := result["signature"]) is not None and known.ids is not None:
         make_room(trainer.model, known.ids, "what the ranks have trained", trainer.optimizer)
-    load_weights(trainer.model, found["weights"])
-    trainer.optimizer.load_state_dict(found["optimizer"])
+    load_weights(trainer.model, result["weights"])
+    trainer.optimizer.load_state_dict(result["optimizer"])
     if trainer.scheduler is not None:
-        trainer.scheduler.load_state_dict(found["scheduler"])
-    for callback, theirs in zip(callbacks, found["callbacks"], strict=True):
+        trainer.scheduler.load_state_dict(result["scheduler"])
+    for callback, theirs in zip(callbacks, result["callbacks"], strict=True):
         if theirs is not None:
             vars(callback).update(theirs)
     trainer.get_ready()
-    trainer.history = found["history"]
-    trainer.signature = found["signature"]
-    if found["recipe"] is not None:
-        trainer.loop.follow(trainer.model, trainer.optimizer, found["recipe"])
+    trainer.history = result["history"]
+    trainer.signature = result["signature"]
+    if result["recipe"] is not None:
+        trainer.loop.follow(trainer.model, trainer.optimizer, result["recipe"])
     return True
 
 

@@ -93,8 +93,8 @@ class NumbersGuard:
         unread, self._unread = self._unread, []
         if not unread:
             return
-        found = torch.stack([flag for _, flag, _ in unread]).tolist()
-        for (step, _, own), was_bad in zip(unread, found, strict=True):
+        flags = torch.stack([flag for _, flag, _ in unread]).tolist()
+        for (step, _, own), was_bad in zip(unread, flags, strict=True):
             if was_bad:
                 raise self._explain(compute or own, self._fetch_again(step, source), step)
 
@@ -132,8 +132,10 @@ class NumbersGuard:
             if len(batches) > 1:
                 with untouched(model), torch.no_grad():
                     for batch in batches:
-                        found = [_is_finite(forward(p)) for p in batch.split(pieces(batch))]
-                        if not all(together.gather(all(found), "the first bad batch of a step")):
+                        are_finite = [_is_finite(forward(p)) for p in batch.split(pieces(batch))]
+                        if not all(
+                            together.gather(all(are_finite), "the first bad batch of a step")
+                        ):
                             culprit = batch
                             break
             return guard.explain_bad_step(

@@ -351,7 +351,7 @@ def _class_weights(given: Any, loss: Loss | SeveralLosses) -> Any:
 
 def _class_weight_words(weights: Any) -> str:
     if isinstance(weights, dict):
-        return "; ".join(f"{name}: {one.words}" for name, one in weights.items())
+        return "; ".join(f"{name}: {value.words}" for name, value in weights.items())
     return "none" if weights is None else weights.words
 
 

@@ -91,9 +91,9 @@ class OtherJob:
         if loop.world.size > 1:
             auto.agree(decision, loop.world)
         if is_known:
-            found = loads(loop.world.from_first(dumps(decision.recipe)))
-            assert isinstance(found, ResolvedRecipe)
-            measured = {f: c for f, c in found.choices.items() if f in FIELDS.values()}
+            result = loads(loop.world.from_first(dumps(decision.recipe)))
+            assert isinstance(result, ResolvedRecipe)
+            measured = {f: c for f, c in result.choices.items() if f in FIELDS.values()}
             assert loop.resolved is not None
             choices = {**loop.resolved.choices, **measured}
             loop.resolved = loop.requested.resolve(choices, loop.resolved.machine, loop.facts)
@@ -134,8 +134,8 @@ class OtherJob:
         if loop.tuner is None:
             tune(loop, decision, self.notice).follows(loop.step_count, before)
         else:
-            found = partial(settle, loop, decision)
-            loop.tuner.begin_again(decision.search, found, loop.step_count, before)
+            result = partial(settle, loop, decision)
+            loop.tuner.begin_again(decision.search, result, loop.step_count, before)
         loop.resolved = auto.started(loop.resolved, loop.requested, decision.search)
 
     def _use(self, settings: Settings) -> None:

@@ -47,13 +47,13 @@ def check_ranks(model: nn.Module, data: Source | None, world: World) -> None:
     if data is None:
         return
     own = (data.digest, data.batch_size, data.steps, data.describe())
-    found = world.gather(own)
-    for rank, theirs in enumerate(found):
-        if theirs[:3] != found[0][:3]:
-            alike = theirs[1:] == found[0][1:]
+    values = world.gather(own)
+    for rank, theirs in enumerate(values):
+        if theirs[:3] != values[0][:3]:
+            alike = theirs[1:] == values[0][1:]
             raise WorldError(
                 f"ranks 0 and {rank} train on different data" + ", of other values" * alike,
-                where=f"rank 0: {_words(found[0])}\n  rank {rank}: {_words(theirs)}",
+                where=f"rank 0: {_words(values[0])}\n  rank {rank}: {_words(theirs)}",
                 do="give all ranks the same data: Flatout hands each its part of every batch"
                 + "; what is drawn at random wants a seed" * alike,
             )
@@ -63,12 +63,12 @@ def check_ranks(model: nn.Module, data: Source | None, world: World) -> None:
 
 def _check_names(data: Pipeline, world: World) -> None:
     """Refuse rows of the ranks' own in which one number means different classes or texts."""
-    found = world.gather((list(data.classes or ()), data.texts))
-    for rank, theirs in enumerate(found):
-        if theirs != found[0]:
+    names = world.gather((list(data.classes or ()), data.texts))
+    for rank, theirs in enumerate(names):
+        if theirs != names[0]:
             ours, others = (
                 listed(classes) or f"columns {listed(list(texts))}"
-                for classes, texts in (found[0], theirs)
+                for classes, texts in (names[0], theirs)
             )
             raise WorldError(
                 f"ranks 0 and {rank} number classes or texts differently",
@@ -133,9 +133,9 @@ def _dry(world: World, is_dry: bool) -> int:
 
 
 def _check_same_batch(batch: Batch, world: World) -> None:
-    found = world.gather([digest_of(tensor) for _, tensor in named_tensors("", batch[:3])])
-    for rank, theirs in enumerate(found):
-        if theirs != found[0]:
+    digests = world.gather([digest_of(tensor) for _, tensor in named_tensors("", batch[:3])])
+    for rank, theirs in enumerate(digests):
+        if theirs != digests[0]:
             raise WorldError(
                 f"ranks 0 and {rank} have read different batches, so samples would be missing and "
                 "others come twice",

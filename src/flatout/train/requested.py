@@ -13,7 +13,7 @@ def requested_here(recipe: Recipe | ResolvedRecipe | None) -> tuple[Recipe, list
         recipe: as code gives it.
     """
     words: list[str] = []
-    given, file = (_for_here(one, words) for one in (recipe, from_file()))
+    given, file = (_for_here(item, words) for item in (recipe, from_file()))
     return effective(given, file=file), words
 
 

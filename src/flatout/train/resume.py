@@ -72,7 +72,7 @@ class Resume:
         if not same:
             loop.say(f"settings are decided again on this machine: {'; '.join(differences)}")
             return loop.requested
-        if any(one.name == "allow" for one in self._changes.taken):
+        if any(change.name == "allow" for change in self._changes.taken):
             loop.say(f"settings are decided again, with allow={loop.allow.name.lower()}")
             return loop.requested
         asked = {field: v for field, v in loop.requested.named().items() if v != "auto"}
@@ -269,7 +269,7 @@ def put_back(
         load_optimizer(optimizer, strategy.part_of(optimizer, saved))
     replayed = [loop.optimizers[number] for number in changes.replayed]
     for scheduler, saved in zip(loop.schedulers, state["schedulers"], strict=True):
-        if not any(getattr(scheduler, "optimizer", None) is one for one in replayed):
+        if not any(getattr(scheduler, "optimizer", None) is item for item in replayed):
             scheduler.load_state_dict(keeps_arguments(scheduler, saved))
     take_over(changes, loop.optimizers, loop.fresh_groups, loop.schedulers, loop.job, state)
     for saved in state["turns"]:
@@ -279,7 +279,7 @@ def put_back(
         turn.update.refresh()
     if strategy.reduction is not None:
         kept = [own["reduction"] for own in loaded.own]
-        strategy.reduction.load_state_dicts([one for one in kept if one is not None])
+        strategy.reduction.load_state_dicts([item for item in kept if item is not None])
     strategy.load_state_dict(state.get("strategy", {}))
     loop.epoch, loop.step_count = state["epoch"], state["step"]
     loop.step_in_epoch, loop.batch_in_epoch = state["step_in_epoch"], state["batch_in_epoch"]

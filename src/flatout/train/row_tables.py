@@ -70,7 +70,7 @@ class Tables:
         for module, weight in zip(modules, weights, strict=True):
             name, why = named[id(module)], why_whole(optimizers, weight)
             is_bf16 = weight.dtype is torch.bfloat16
-            if is_bf16 and any(isinstance(one, ByRow) for one in optimizers):
+            if is_bf16 and any(isinstance(optimizer, ByRow) for optimizer in optimizers):
                 why = why or "its optimizer steps rows itself, in bf16"
             if not why and not is_bf16 and weight.numel() < min(_SMALL, _SMALL_SHARE * numbers):
                 why = "small"
@@ -119,13 +119,13 @@ class Tables:
         """Whether there are large tables that cannot be stepped by rows."""
         ids = most_ids(batch)
         whole = [name for name, why in self.whole.items() if why != "small"]
-        found = [self.sizes[name] for name in whole if name in self.sizes]
-        return _outgrow(found, ids, surely=True)
+        result = [self.sizes[name] for name in whole if name in self.sizes]
+        return _outgrow(result, ids, surely=True)
 
     def share_words(self, batch: Batch) -> str:
         """How few of the rows a batch reads."""
         rows = sum(self.names.values())
-        read = sum(min(one, most_ids(batch)) for one in self.names.values())
+        read = sum(min(name, most_ids(batch)) for name in self.names.values())
         return f"a batch reads at most {read:,} of {rows:,} rows"
 
     @property
@@ -133,12 +133,12 @@ class Tables:
         """The line that tells how the tables are stepped."""
         parts = []
         if self.names:
-            own = [one for one in self.by_rows if isinstance(one, ByRow)]
-            kinds = dict.fromkeys(name_of(one) for one in self.by_rows if one not in own)
+            own = [item for item in self.by_rows if isinstance(item, ByRow)]
+            kinds = dict.fromkeys(name_of(item) for item in self.by_rows if item not in own)
             parts = [f"{len(self.names)} of {sum(self.names.values()):,} rows"]
             if kinds:
                 parts.append(f"touched rows only, dense {' and '.join(kinds)}'s result (rounding)")
-            if any(one.dtype is torch.bfloat16 for own_ in self.by_rows.values() for one in own_):
+            if any(item.dtype is torch.bfloat16 for own_ in self.by_rows.values() for item in own_):
                 parts.append("bf16 with lower halves beside them")
             if own:
                 parts.append(f"touched rows only, as {' and '.join(map(name_of, own))} does")
@@ -152,7 +152,7 @@ class Tables:
         reasons = Counter(self.whole.values())
         said = []
         for why, count in reasons.most_common(_SHOWN):
-            name = next(name for name, one in self.whole.items() if one == why)
+            name = next(name for name, value in self.whole.items() if value == why)
             said.append(f"{name if count == 1 else counted(count, 'table')} ({why})")
         left = len(reasons) - len(said)
         return ", ".join(said) + (

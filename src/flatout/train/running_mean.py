@@ -59,9 +59,9 @@ class RunningMean:
 
     def share(self, world: World) -> None:
         """Take the mean of what all ranks have counted; all of them call it."""
-        found = world.gather(self.state_dict(), "mean loss of all ranks")
+        result = world.gather(self.state_dict(), "mean loss of all ranks")
         self._total, self._weight = (
-            sum(state[name] for state in found) / world.size for name in ("total", "weight")
+            sum(state[name] for state in result) / world.size for name in ("total", "weight")
         )
 
     def _fold(self) -> None:

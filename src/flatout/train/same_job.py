@@ -51,10 +51,10 @@ def check_same_job(
             do="resume with the Loop, or use warm_start",
         )
     differences = _differences(then, now)
-    taken = [one for one in differences if one.name.startswith(_TAKEN)]
-    refused = [one for one in differences if not one.name.startswith(_TAKEN)]
+    taken = [difference for difference in differences if difference.name.startswith(_TAKEN)]
+    refused = [difference for difference in differences if not difference.name.startswith(_TAKEN)]
     changes = RateChanges()
-    if not any(one.name == "scheduler" for one in refused):
+    if not any(item.name == "scheduler" for item in refused):
         changes = rate_changes(optimizers, schedulers, now, then, state)
     refused += changes.refused
     if refused:
@@ -109,7 +109,7 @@ def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Differ
 
 
 def _of_facts(then: Facts, now: Facts, told: bool) -> list[Difference]:
-    found = []
+    result = []
     for name in {**then, **now}:
         was, is_now = then.get(name), now.get(name)
         if was == is_now or (not told and is_now is None):
@@ -118,8 +118,8 @@ def _of_facts(then: Facts, now: Facts, told: bool) -> list[Difference]:
             continue  # the callbacks themselves differ
         if was and is_now and was[0] == is_now[0] and UNREAD in (was[1], is_now[1]):
             continue
-        found.append(Difference(name, *_told_apart(was, is_now)))
-    return found
+        result.append(Difference(name, *_told_apart(was, is_now)))
+    return result
 
 
 def _told_apart(then: list[str] | None, now: list[str] | None) -> tuple[str, str]:
@@ -132,10 +132,10 @@ def _told_apart(then: list[str] | None, now: list[str] | None) -> tuple[str, str
 
 def _of_models(then: Mapping[str, str], now: Mapping[str, str]) -> list[Difference]:
     names = [name for name in {**then, **now} if then.get(name) != now.get(name)]
-    found = [
+    result = [
         Difference(f"model: {name}", then.get(name, "none"), now.get(name, "none"))
         for name in names[:_SHOWN]
     ]
     if len(names) > _SHOWN:
-        found.append(Difference(f"model: {len(names) - _SHOWN:,} more modules", "…", "…"))
-    return found
+        result.append(Difference(f"model: {len(names) - _SHOWN:,} more modules", "…", "…"))
+    return result

@@ -41,8 +41,8 @@ class SampleLoss(NamedTuple):
         if self.kind == "binary" and output.numel() == 1:
             share = float(output.sigmoid() if self.is_logits else output)
             return int(target), int(share > 0.5), max(share, 1 - share)
-        one = output.numel() == 1 and target.numel() == 1
-        return (target.item(), output.item(), None) if one else (None, None, None)
+        is_single = output.numel() == 1 and target.numel() == 1
+        return (target.item(), output.item(), None) if is_single else (None, None, None)
 
 
 def of_loss(loss: Loss) -> SampleLoss:

@@ -66,18 +66,18 @@ class SeveralLosses:
         if isinstance(value, Mapping):
             if name in value:
                 return value[name]
-            found = f"a dict of {', '.join(map(repr, value)) or 'nothing'}"
+            result = f"a dict of {', '.join(map(repr, value)) or 'nothing'}"
         elif hasattr(value, "_fields") and name in value._fields:
             return getattr(value, name)
         elif isinstance(value, (tuple, list)):
             if len(value) == len(self.parts):
                 return value[list(self.parts).index(name)]
-            found = f"{len(value)} parts"
+            result = f"{len(value)} parts"
         else:
-            found = f"a {type(value).__name__}"
+            result = f"a {type(value).__name__}"
         raise ModelError(
             f"loss names {len(self.parts)} outputs ({', '.join(map(repr, self.parts))}), and the "
-            f"{what} are {found}",
+            f"{what} are {result}",
             do=f"let the {what} be a dict by these names, or a tuple in their order",
         )
 

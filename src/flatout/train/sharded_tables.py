@@ -98,11 +98,11 @@ def read_whole(
         compute: forward and loss of a batch; where it is None, nothing is known.
         first: the first batches; a rank may have none.
     """
-    found: dict[torch.Tensor, str] = {}
+    result: dict[torch.Tensor, str] = {}
     if compute is not None and first:
-        found = loop.stepper.look(first[0], lambda pieces: _read_by(loop, compute, pieces[0]))
+        result = loop.stepper.look(first[0], lambda pieces: _read_by(loop, compute, pieces[0]))
     tables = {name: table_weight(module) for name, module, _ in adapter_of(loop.model).tables()}
-    own = {name: found[weight] for name, weight in tables.items() if weight in found}
+    own = {name: result[weight] for name, weight in tables.items() if weight in result}
     each = loop.world.gather(own, "tables that are read whole")
     return {tables[name]: why for of_rank in reversed(each) for name, why in of_rank.items()}
 
@@ -115,8 +115,8 @@ def _read_by(loop: LoopState, compute: Compute, batch: Batch) -> dict[torch.Tens
         with _seeing(seen):
             loss, _ = mean_of_value(compute(batch), batch.size)
         whole = [weight for weight, reads in seen.items() if reads.is_whole]
-        found = torch.autograd.grad(loss, whole, allow_unused=True) if whole else ()
-    gradients = dict(zip(whole, found, strict=True))
+        result = torch.autograd.grad(loss, whole, allow_unused=True) if whole else ()
+    gradients = dict(zip(whole, result, strict=True))
     return {
         weight: why_read_whole(optimizer, weight, gradients[weight], seen[weight].rows)
         for optimizer, own in steppable.items()

@@ -59,18 +59,18 @@ class Signature:
         """As text for a model file; empty where there is nothing to know."""
         if self == Signature():
             return {}
-        found: dict[str, Any] = {}
+        result: dict[str, Any] = {}
         if self.classes is not None:
-            found["classes"] = list(self.classes)
+            result["classes"] = list(self.classes)
         if self.images is not None:
-            found["images"] = self.images.model_dump(mode="json", exclude_defaults=True)
+            result["images"] = self.images.model_dump(mode="json", exclude_defaults=True)
         if self.pixels is not None:
-            found["mean"], found["std"] = list(self.pixels.mean), list(self.pixels.std)
+            result["mean"], result["std"] = list(self.pixels.mean), list(self.pixels.std)
         if self.texts:
-            found["texts"] = dict(self.texts)
+            result["texts"] = dict(self.texts)
         if self.ids is not None:
-            found["ids"] = self.ids.digest
-        return {KEY: json.dumps(found, ensure_ascii=False)}
+            result["ids"] = self.ids.digest
+        return {KEY: json.dumps(result, ensure_ascii=False)}
 
     @classmethod
     def of(
@@ -90,15 +90,15 @@ class Signature:
         if text is None:
             return None
         try:
-            found = json.loads(text)
-            _check_ids(found.get("ids"), ids, where)
-            classes, images = found.get("classes"), found.get("images")
+            data = json.loads(text)
+            _check_ids(data.get("ids"), ids, where)
+            classes, images = data.get("classes"), data.get("images")
             return cls(
                 None if classes is None else as_classes(classes),
                 None if images is None else as_schema(images, _IMAGES),
-                Normalization.of(found["mean"], found["std"]) if "mean" in found else None,
-                {str(name): str(digest) for name, digest in found.get("texts", {}).items()},
-                ids if "ids" in found else None,
+                Normalization.of(data["mean"], data["std"]) if "mean" in data else None,
+                {str(name): str(digest) for name, digest in data.get("texts", {}).items()},
+                ids if "ids" in data else None,
             )
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CheckpointError(
@@ -129,12 +129,12 @@ def as_classes(names: Any) -> tuple[str, ...]:
     Raises:
         DataError: they are no different names.
     """
-    found = tuple(names) if isinstance(names, (list, tuple)) else ()
-    if not found or not all(isinstance(name, str) for name in found):
+    result = tuple(names) if isinstance(names, (list, tuple)) else ()
+    if not result or not all(isinstance(name, str) for name in result):
         raise DataError(f"classes: expected a list of names, found {names!r}")
-    if len(set(found)) < len(found):
-        raise DataError(f"classes: expected different names, found {listed(found)}")
-    return found
+    if len(set(result)) < len(result):
+        raise DataError(f"classes: expected different names, found {listed(result)}")
+    return result
 
 
 def with_room(
@@ -145,10 +145,10 @@ def with_room(
     Raises:
         CheckpointError: it is damaged, or the ids beside it are of another model.
     """
-    found = Signature.of(metadata, path, ModelIds.load(path))
-    if found is None or found.ids is None:
-        return found
-    return replace(found, ids=make_room(model, found.ids, path, optimizer))
+    result = Signature.of(metadata, path, ModelIds.load(path))
+    if result is None or result.ids is None:
+        return result
+    return replace(result, ids=make_room(model, result.ids, path, optimizer))
 
 
 def learned(
@@ -325,8 +325,8 @@ def facts_of(signature: Signature | None) -> Facts:
     for name, digest in ({} if signature is None else signature.texts).items():
         facts[f"texts of {name}"] = fact(f"numbered as {digest}", digest)
     if signature is not None and signature.ids is not None:
-        for name, one in signature.ids.maps.items():
-            facts[f"ids of {name}"] = fact(f"{one.size:,} rows", one.digest)
+        for name, value in signature.ids.maps.items():
+            facts[f"ids of {name}"] = fact(f"{value.size:,} rows", value.digest)
     if signature is not None and signature.pixels is not None:
         facts["images"] = fact(signature.pixels.words(), repr(signature.pixels))
     return facts
@@ -336,7 +336,7 @@ def _check_channels(source: Pipeline, signature: Signature) -> None:
     schema, trained = schema_of_images(source), signature.images
     if schema is None or trained is None or not _is_plain(source):
         return
-    own, theirs = (one["image"].shape[0] for one in (schema, trained))
+    own, theirs = (item["image"].shape[0] for item in (schema, trained))
     if own != theirs:
         raise DataError(
             f"the images have {own} channels, and the model was trained on {theirs}",

@@ -127,9 +127,9 @@ class RankTimes:
         own = Times(socket.gethostname(), lanes, self._pace.own_ms(), notes)
         self._pace.reset()
         gathered = self._world.gather(tuple(own), "the ranks' times, after an epoch")
-        found = [Times(*times) for times in gathered]
-        told = [note for times in found for note in times.notes]
-        slow = straggler(found, self._waits) if self._alike else None
+        result = [Times(*times) for times in gathered]
+        told = [note for times in result for note in times.notes]
+        slow = straggler(result, self._waits) if self._alike else None
         if slow is not None and (slow.ranks, slow.lane) not in self._named:
             self._named.add((slow.ranks, slow.lane))
             told.append(slow.words)
@@ -150,28 +150,28 @@ class Straggler(NamedTuple):
     words: str
 
 
-def straggler(found: Sequence[Times], waits: bool = True) -> Straggler | None:
+def straggler(times: Sequence[Times], waits: bool = True) -> Straggler | None:
     """The ranks that are clearly slower than the others, if there are any.
 
     Args:
-        found: of each rank.
+        times: of each rank.
         waits: whether all wait for the slowest in each step.
     """
-    stretches = min(len(times.own_ms) for times in found)
-    if stretches < _FEWEST or len(found) == 1:
+    stretches = min(len(of_rank.own_ms) for of_rank in times)
+    if stretches < _FEWEST or len(times) == 1:
         return None
-    own = np.array([times.own_ms[:stretches] for times in found])
+    own = np.array([of_rank.own_ms[:stretches] for of_rank in times])
     slow = sorted((r for r in range(len(own)) if _is_slow(own, r)), key=lambda r: -own[r].mean())
     if not slow:
         return None
     rank = slow[0]
     mine, theirs = float(own[rank].mean()), float(_others(own, rank).mean())
-    lane, here, there = _slow_lane([times.lanes for times in found], rank)
+    lane, here, there = _slow_lane([of_rank.lanes for of_rank in times], rank)
     more = f", as {'does' if len(slow) == 2 else 'do'} {_listed(slow[1:])}" if slow[1:] else ""
     return Straggler(
         tuple(slow),
         lane,
-        f"rank {rank} (host {found[rank].host}) needs {mine / theirs:.1f}x as long as the others"
+        f"rank {rank} (host {times[rank].host}) needs {mine / theirs:.1f}x as long as the others"
         f"{more}: {_WORDS.get(lane, lane)} takes {rounded(here)} ms of its "
         f"{rounded(mine)} ms step, {rounded(there)} ms on the others; "
         + (f"all wait {rounded(mine - theirs)} ms for it in each step" if waits else _GOES_ON),
@@ -194,10 +194,10 @@ def _slow_lane(lanes: Sequence[Mapping[str, float]], rank: int) -> tuple[str, fl
     """The lane of the largest excess, its ms per step on the rank, and on the others."""
 
     def there(lane: str) -> float:
-        return float(np.median([one[lane] for r, one in enumerate(lanes) if r != rank]))
+        return float(np.median([item[lane] for r, item in enumerate(lanes) if r != rank]))
 
     own = {lane: ms for lane, ms in lanes[rank].items() if lane not in _NOT_OWN}
-    lane = max(own, key=lambda one: own[one] - there(one))
+    lane = max(own, key=lambda value: own[value] - there(value))
     return lane, own[lane], there(lane)
 
 

@@ -34,7 +34,7 @@ def ids_checked(model: nn.Module, batch: Batch, source: Source | None) -> Iterat
         DataError: an id is outside of a table.
     """
     handles = []
-    found: list[DataError] = []
+    errors: list[DataError] = []
     names: dict[int, str] = {}
     for name, table, size in adapter_of(model).tables():
         if isinstance(table, (nn.Embedding, nn.EmbeddingBag)):  # read by F.embedding, as any other
@@ -47,7 +47,7 @@ def ids_checked(model: nn.Module, batch: Batch, source: Source | None) -> Iterat
                 try:
                     _check(name, size, given, batch, source)
                 except DataError as error:
-                    found.append(error)
+                    errors.append(error)
                     raise
 
         handles.append(table.register_forward_pre_hook(look, with_kwargs=True, prepend=True))
@@ -55,8 +55,8 @@ def ids_checked(model: nn.Module, batch: Batch, source: Source | None) -> Iterat
         with uncompiled(), _Look(model, names, batch, source):
             yield
     except Exception:
-        if found:  # Keras would wrap it into its own words
-            raise found[0] from None
+        if errors:  # Keras would wrap it into its own words
+            raise errors[0] from None
         raise
     finally:
         for handle in handles:

@@ -348,13 +348,13 @@ class Trainer:
         trying = Loop(**{**self._loop_arguments, "run": None, "say": lambda line: None})
         trying.feed.inputs = loop.feed.inputs
         try:
-            found = largest_batch(objective, loop, trying, source)
-            data = data._replace(batch_size=found.batch_size)
+            batch = largest_batch(objective, loop, trying, source)
+            data = data._replace(batch_size=batch.batch_size)
             source, _ = objective.to_fit(data, trying, drop_last=drop_last)
         finally:
             trying.close()
-        words = found.words(objective.optimizer, loop.lr_rule)
-        loop.largest_batch = {**found.as_dict(), "words": words}
+        words = batch.words(objective.optimizer, loop.lr_rule)
+        loop.largest_batch = {**batch.as_dict(), "words": words}
         loop.say(words)
         return trained(self._agreed(source), self.signature or Signature())
 
@@ -373,13 +373,13 @@ class Trainer:
         self.loop = Loop(**{**self._loop_arguments, "run": None, "say": lambda line: None})
         try:
             with self.met(validation) as source:
-                found = self.objective.evaluate(self.loop, source) or {}
+                logs = self.objective.evaluate(self.loop, source) or {}
         finally:
             self.loop.close()
             self.loop = loop
             set_random_state(random)
-        loop.say(f"before training: {figures_words(found)}")
-        return found
+        loop.say(f"before training: {figures_words(logs)}")
+        return logs
 
     def evaluate(
         self,
@@ -497,13 +497,13 @@ class Trainer:
         Raises:
             CheckpointError: if the file is damaged, or of another model.
         """
-        found: list[Signature | None] = []
+        signatures: list[Signature | None] = []
 
         def prepare(metadata: dict[str, str]) -> None:
-            found.append(with_room(metadata, str(path), self.model, self.optimizer))
+            signatures.append(with_room(metadata, str(path), self.model, self.optimizer))
 
         load_model_file(path, self.model, prepare)
-        self._know(found[0])
+        self._know(signatures[0])
 
     def _know(self, signature: Signature | None) -> None:
         """What else the model knows of its data from now on, if anything."""
@@ -531,13 +531,13 @@ class Trainer:
         if run is None:
             self.loop.checkpointing.wait()
         self.world().wait()  # until the first rank has written what it writes
-        found = read_weights_of(folder, "best")
-        check_fits(weights_of(self.model), found.tensors, where=found.where)
+        weights = read_weights_of(folder, "best")
+        check_fits(weights_of(self.model), weights.tensors, where=weights.where)
         known = None if self.signature is None else self.signature.ids
-        signature = Signature.of(found.metadata, found.where, known)
-        load_weights(self.model, found.tensors)
+        signature = Signature.of(weights.metadata, weights.where, known)
+        load_weights(self.model, weights.tensors)
         self._know(signature)
-        return f"best weights: {found.where}{f', {found.score}' if found.score else ''}"
+        return f"best weights: {weights.where}{f', {weights.score}' if weights.score else ''}"
 
     def save_checkpoint(self, score: float | None = None) -> str:
         """Write a checkpoint of everything into the run folder; returns its path.
@@ -571,8 +571,8 @@ class Trainer:
 
     @classes.setter
     def classes(self, names: Sequence[str] | None) -> None:
-        found = None if names is None else as_classes(names)
-        self.signature = replace(self.signature or Signature(), classes=found)
+        result = None if names is None else as_classes(names)
+        self.signature = replace(self.signature or Signature(), classes=result)
 
     @property
     def resolved(self) -> ResolvedRecipe | None:
@@ -600,8 +600,8 @@ class Trainer:
         self.loop.ids = None if self.signature.ids is None else self.signature.ids.as_state()
         lines = [words_of(self.signature, source), renumbered_words(source, train)]
         if validation is not None and checked is not None:
-            found = (renumbered_words(validation, checked), resized_words(self.signature, checked))
-            lines += [None if words is None else f"validation: {words}" for words in found]
+            result = (renumbered_words(validation, checked), resized_words(self.signature, checked))
+            lines += [None if words is None else f"validation: {words}" for words in result]
         self.input_lines = [line for line in lines if line is not None]
         return train, checked
 
@@ -628,14 +628,14 @@ class Trainer:
         signature = self.signature
         if signature is None:
             signature = learned(source, None, self.objective.takes_bytes)
-        found = met(source, signature)
-        check_bytes(found, signature, self.objective.takes_bytes)
-        for words in (renumbered_words(source, found), resized_words(signature, source)):
+        result = met(source, signature)
+        check_bytes(result, signature, self.objective.takes_bytes)
+        for words in (renumbered_words(source, result), resized_words(signature, source)):
             if words is not None:
                 self.loop.say(f"input: {words}")
-        before, self.loop.feed.inputs = self.loop.feed.inputs, self._inputs(signature, found)
+        before, self.loop.feed.inputs = self.loop.feed.inputs, self._inputs(signature, result)
         try:
-            yield found
+            yield result
         finally:
             self.loop.feed.inputs = before
 
@@ -703,6 +703,6 @@ def first_epoch(number: int) -> int:
 
 def _weights(model: nn.Module) -> str:
     """How many weights a model has, and how many of them train, for people."""
-    each = [(one.numel(), one.requires_grad) for one in model.parameters()]
+    each = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     total, trained = sum(count for count, _ in each), sum(count for count, does in each if does)
     return f"{total:,} weights" + ("" if trained == total else f" ({trained:,} train)")

@@ -108,7 +108,7 @@ def _follow_parameters(trainer: FittingTrainer, sent: list[Any]) -> None:
 def pack_result(folder: Path, trainer: FittingTrainer, callbacks: list[Any]) -> None:
     """In rank 0: write what training has changed, whole or not at all."""
     scheduler = trainer.scheduler
-    found = {
+    result = {
         "weights": {name: tensor.cpu() for name, tensor in weights_of(trainer.model).items()},
         "optimizer": trainer.optimizer.state_dict(),
         "scheduler": None if scheduler is None else scheduler.state_dict(),
@@ -116,7 +116,7 @@ def pack_result(folder: Path, trainer: FittingTrainer, callbacks: list[Any]) -> 
         "recipe": trainer.resolved,
         "signature": trainer.signature,
     }
-    parts: dict[str, Any] = {name: _dumps(value, trainer) for name, value in found.items()}
+    parts: dict[str, Any] = {name: _dumps(value, trainer) for name, value in result.items()}
     parts["callbacks"] = [_dumps_or_say(callback, trainer) for callback in callbacks]
     with atomic_write(folder / "result", "wb") as file:
         file.write(pickle.dumps(parts))
@@ -168,11 +168,11 @@ def _known(trainer: FittingTrainer) -> dict[str, Any]:
 def _dumps(value: Any, trainer: FittingTrainer) -> bytes:
     import cloudpickle
 
-    names = {id(one): name for name, one in _known(trainer).items() if one is not None}
+    names = {id(value): name for name, value in _known(trainer).items() if value is not None}
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-        def persistent_id(self, one: Any) -> str | None:
-            return names.get(id(one))
+        def persistent_id(self, value: Any) -> str | None:
+            return names.get(id(value))
 
     file = io.BytesIO()
     Pickler(file).dump(value)

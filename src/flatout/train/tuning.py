@@ -27,9 +27,9 @@ def tune(loop: LoopState, decision: Decision, changed: Callable[[], None]) -> Tu
         changed: called where other parameters train than before.
     """
     assert decision.search is not None
-    found = partial(settle, loop, decision)
+    result = partial(settle, loop, decision)
     loop.tuner = Tuner(
-        decision.search, loop.stepper, loop.feed, loop.world, found, loop.note, changed=changed
+        decision.search, loop.stepper, loop.feed, loop.world, result, loop.note, changed=changed
     )
     return loop.tuner
 
@@ -79,8 +79,8 @@ def tell_of_tables(loop: LoopState, first: Sequence[Batch]) -> None:
     """Say how embedding tables are stepped, where that is by rows, or large ones cannot be."""
     switch, tables = loop.stepper.switch, loop.stepper.switch.tables
     if tables is None and first and _may_step_by_rows(loop):
-        found = Tables.of(switch.model, switch.optimizers, split=switch.splits_tables)
-        tables = found if found.are_whole_though_large(first[0]) else None
+        result = Tables.of(switch.model, switch.optimizers, split=switch.splits_tables)
+        tables = result if result.are_whole_though_large(first[0]) else None
     if tables is None or tables.words == loop.tables_said:
         return
     loop.tables_said = tables.words

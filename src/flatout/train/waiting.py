@@ -37,9 +37,9 @@ def waiting_words(source: Any, lanes: Mapping[str, float], steps: int, epochs: i
     share = lanes["input"] / sum(lanes.values())
     if not isinstance(source, Pipeline):
         return _words(share, _advice(source)) if share > _TOLD else None
-    found = source.explanation()
-    share = share if found.waited is None else found.waited
-    return _words(share, *_of_pipeline(source, found, epochs)) if share > _TOLD else None
+    result = source.explanation()
+    share = share if result.waited is None else result.waited
+    return _words(share, *_of_pipeline(source, result, epochs)) if share > _TOLD else None
 
 
 def _words(share: float, advice: str, slowest: str = "") -> str:
@@ -49,8 +49,8 @@ def _words(share: float, advice: str, slowest: str = "") -> str:
     ).removesuffix("; ")
 
 
-def _of_pipeline(source: Pipeline, found: Explanation, epochs: int) -> tuple[str, str]:
-    slowest = max(found.stages, key=found.stages.__getitem__, default="")
+def _of_pipeline(source: Pipeline, explanation: Explanation, epochs: int) -> tuple[str, str]:
+    slowest = max(explanation.stages, key=explanation.stages.__getitem__, default="")
     before = takewhile(lambda stage: not isinstance(stage, Batch), source.stages)
     if slowest in {f"map {name_of(stage.function)}" for stage in before if isinstance(stage, Map)}:
         advice = "it runs once a sample: one that takes whole batches can stand behind batch()"

@@ -68,11 +68,11 @@ class Worst(list[WorstSample]):
     def __repr__(self) -> str:
         """A line for each sample."""
         rows = [("loss", "target", "predicted", "sample")]
-        for one in self:
-            share = "" if one.probability is None else f" ({one.probability:.0%})"
-            place = one.where or f"sample {one.number:,}"
+        for item in self:
+            share = "" if item.probability is None else f" ({item.probability:.0%})"
+            place = item.where or f"sample {item.number:,}"
             rows.append(
-                (rounded(one.loss), _shown(one.target), _shown(one.predicted) + share, place)
+                (rounded(item.loss), _shown(item.target), _shown(item.predicted) + share, place)
             )
         widths = [max(len(row[at]) for row in rows) for at in range(3)]
         lines = ["  ".join([*map(str.ljust, row[:3], widths), row[3]]).rstrip() for row in rows]
@@ -121,8 +121,8 @@ def worst(
     loss = objective.sample_loss()
     guard.check_state(objective.model, "looking for the worst samples")
     loop.be_ready(objective.model)
-    world, seen = loop.world, 0
-    found: list[tuple[WorstSample, torch.Tensor | None]] = []
+    world, result = loop.world, 0
+    worst_samples: list[tuple[WorstSample, torch.Tensor | None]] = []
 
     def take(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         output = objective.output(batch.inputs, loop)
@@ -140,10 +140,10 @@ def worst(
                 outputs = torch.cat([part[1] for part in parts])
                 rows = values.nan_to_num(math.inf).topk(min(n, len(values))).indices.tolist()
                 describe = partial(_described, raw, values, outputs, loss, source, classes)
-                new = [(describe(row, seen + raw.start + row), _image(raw, row)) for row in rows]
-                found = _worst_of([*found, *new], n)
-            seen += raw.whole or raw.size
-    both = world.gather([(asdict(sample), image) for sample, image in found])
+                new = [(describe(row, result + raw.start + row), _image(raw, row)) for row in rows]
+                worst_samples = _worst_of([*worst_samples, *new], n)
+            result += raw.whole or raw.size
+    both = world.gather([(asdict(sample), image) for sample, image in worst_samples])
     all_found = [(WorstSample(**sample), image) for own in both for sample, image in own]
     samples = _worst_of(all_found, n)
     return Worst([sample for sample, _ in samples], [image for _, image in samples])
@@ -151,7 +151,9 @@ def worst(
 
 def _worst_of(found: Sequence[Any], n: int) -> list[Any]:
     # A NaN is worse than any number.
-    return nlargest(n, found, key=lambda one: math.inf if math.isnan(one[0].loss) else one[0].loss)
+    return nlargest(
+        n, found, key=lambda value: math.inf if math.isnan(value[0].loss) else value[0].loss
+    )
 
 
 def _described(

@@ -80,10 +80,10 @@ def _file_of(module: str) -> Path | None:
     path: Sequence[str] | None = ["", *sys.path]
     spec = None
     for name in [*module.split("."), "__main__"]:
-        found = PathFinder.find_spec(name, path)
-        if found is None:
+        result = PathFinder.find_spec(name, path)
+        if result is None:
             break
-        spec, path = found, found.submodule_search_locations
+        spec, path = result, result.submodule_search_locations
         if path is None:
             break
     return None if spec is None or not spec.has_location else Path(str(spec.origin))
@@ -92,7 +92,7 @@ def _file_of(module: str) -> Path | None:
 def disagreement(came: Sequence[Arrival]) -> WorldError | None:
     """What is wrong with the newest of the nodes that have come, if anything."""
     first, newest = came[0], came[-1]
-    same = next((one for one in came[:-1] if one.node == newest.node), None)
+    same = next((item for item in came[:-1] if item.node == newest.node), None)
     if same is not None:
         return WorldError(
             f"two nodes say that they are node {newest.node}: {same} and {newest}",
@@ -114,5 +114,5 @@ def disagreement(came: Sequence[Arrival]) -> WorldError | None:
     return None
 
 
-def _told(one: Arrival, name: str) -> str:
-    return one.facts.get(name, "nothing")
+def _told(arrival: Arrival, name: str) -> str:
+    return arrival.facts.get(name, "nothing")

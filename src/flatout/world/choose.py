@@ -80,9 +80,9 @@ def choose(
         return 1
     kept = _kept_under(command(0), script)
     with suppress(OSError, ValueError):
-        found = json.loads(kept.read_text())
-        ranks = int(found["ranks"])
-        os.environ[RANKS_TRIED] = json.dumps(found.get("steps_per_s", {}))
+        data = json.loads(kept.read_text())
+        ranks = int(data["ranks"])
+        os.environ[RANKS_TRIED] = json.dumps(data.get("steps_per_s", {}))
         say(f"{counted(ranks, 'rank')}, as measured before ({kept})")
         return ranks
     say(f"measuring {', '.join(map(str, tried))} ranks, each twice; the script is ended in its fit")

@@ -57,9 +57,9 @@ def is_dropped(rank: int, patience_s: float) -> bool:
         patience_s: how long to wait for its agent to notice.
     """
     until = monotonic() + patience_s * (rank in _said)
-    while not (found := _is_any("dropped", [rank])) and monotonic() < until:
+    while not (result := _is_any("dropped", [rank])) and monotonic() < until:
         sleep(_LOOK_EVERY_S)
-    return found
+    return result
 
 
 def is_any_dropped() -> bool:

@@ -34,12 +34,12 @@ class Stand:
 
     def at(self, number: int) -> str | None:
         """What the collective of this number was for on this rank, without the step."""
-        return next((what for one, what, _ in self.recent if one == number), None)
+        return next((what for call, what, _ in self.recent if call == number), None)
 
     def name(self, number: int) -> str:
         """The same in words, with the step."""
         return next(
-            (named(what, step) for one, what, step in self.recent if one == number),
+            (named(what, step) for call, what, step in self.recent if call == number),
             f"collective {number}",
         )
 
@@ -72,7 +72,7 @@ def explain(number: int, rank: int, stands: Mapping[int, Stand], seconds: float)
     waited = f"rank {rank} has waited {seconds:.0f} s in {name}"
     late = [one for one, stand in stands.items() if stand.begun < number]
     # A rank that waits for another one itself is not what the others wait for.
-    missing = [one for one in late if stands[one].waiting is None or stands[one].state] or late
+    missing = [item for item in late if stands[item].waiting is None or stands[item].state] or late
     if missing:
         blame = f"{_ranks(missing)} did not come to {name}"
         return _told(f"{waited} for {_ranks(missing)}", blame, missing, stands)

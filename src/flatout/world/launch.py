@@ -120,7 +120,7 @@ def run_ranks(
             local_world_size=rendezvous.nodes.ranks or 1,
             entrypoint=command[0],
             # torch takes ${local_rank} in arguments for its own; these are the script's as they are
-            args=tuple(one.replace("$", "$$") for one in command[1:]),
+            args=tuple(argument.replace("$", "$$") for argument in command[1:]),
             rdzv_handler=rendezvous,
             max_restarts=restarts,
             monitor_interval=_LOOK_EVERY_S,
@@ -236,7 +236,7 @@ class _Agent(LocalElasticAgent):
         if not result.is_failed():
             return result
         self._take_ends_upon_itself(result)
-        killed = [rank for rank, one in result.failures.items() if _was_killed(one)]
+        killed = [rank for rank, failure in result.failures.items() if _was_killed(failure)]
         if killed and self._remaining_restarts > 0:
             words = _ended(killed[0], result.failures[killed[0]])
             say(f"{words}; all ranks start again ({self._remaining_restarts} times at most)")
@@ -247,15 +247,15 @@ class _Agent(LocalElasticAgent):
 
     def _lost_one_that_waits(self, result: RunResult) -> bool:
         """Whether ranks have lost one that was killed, when they could not go on without it."""
-        if any(one.exitcode not in _LEFT for one in result.failures.values()):
+        if any(failure.exitcode not in _LEFT for failure in result.failures.values()):
             return False
         return bool(self._waiting())
 
     def _without_dropped(self, result: RunResult) -> RunResult:
         """They count only where the others have lost them for good."""
         here = {self._global(local) for local in self._dropped}
-        others = {rank: one for rank, one in result.failures.items() if rank not in here}
-        if not here or (others and all(one.exitcode in _LEFT for one in others.values())):
+        others = {rank: failure for rank, failure in result.failures.items() if rank not in here}
+        if not here or (others and all(value.exitcode in _LEFT for value in others.values())):
             return result
         if others:
             return RunResult(WorkerState.FAILED, failures=others)
@@ -269,16 +269,23 @@ class _Agent(LocalElasticAgent):
 
     def _take_ends_upon_itself(self, result: RunResult) -> None:
         """A rank that this agent had to kill was not killed from outside: it would hang again."""
-        first = [one for one in result.failures.values() if one.local_rank not in self._ended_here]
-        for rank, one in result.failures.items():
-            if one.local_rank in self._ended_here and _was_killed(one):
-                one.exitcode = -signal.SIGTERM
+        first = [
+            failure
+            for failure in result.failures.values()
+            if failure.local_rank not in self._ended_here
+        ]
+        for rank, failure in result.failures.items():
+            if failure.local_rank in self._ended_here and _was_killed(failure):
+                failure.exitcode = -signal.SIGTERM
                 if all(other.exitcode in _LEFT for other in first):
-                    say(f"rank {rank} (process {one.pid}) hung, and did not end on SIGTERM either")
+                    say(
+                        f"rank {rank} (process {failure.pid}) hung, "
+                        "and did not end on SIGTERM either"
+                    )
 
     def _another_node_starts_again(self, result: RunResult) -> bool:
         """Whether ranks of this node have only lost one that was killed on another node."""
-        if any(one.exitcode not in _LEFT for one in result.failures.values()):
+        if any(failure.exitcode not in _LEFT for failure in result.failures.values()):
             return False
         until = time.monotonic() + _LAST_WORDS_S / 4
         while self._nodes.nodes.count > 1 and time.monotonic() < until:
@@ -297,12 +304,12 @@ class _Agent(LocalElasticAgent):
         ranks = self._pcontext
         if not isinstance(ranks, SubprocessContext):
             return True
-        codes = {rank: one.proc.poll() for rank, one in ranks.subprocess_handlers.items()}
+        codes = {rank: value.proc.poll() for rank, value in ranks.subprocess_handlers.items()}
         running = {rank for rank, code in codes.items() if code is None}
         self._drop(codes, ranks)
         if not any(code for rank, code in codes.items() if rank not in self._dropped):
             self._end_who_waits(running, ranks)
-        codes = {rank: one.proc.poll() for rank, one in ranks.subprocess_handlers.items()}
+        codes = {rank: value.proc.poll() for rank, value in ranks.subprocess_handlers.items()}
         running = {rank for rank, code in codes.items() if code is None}
         failed = [code for rank, code in codes.items() if code and rank not in self._dropped]
         if failed and running:
@@ -388,13 +395,20 @@ def _is_kill(code: int) -> bool:
 
 def first_failure(failures: Failures) -> tuple[int, ProcessFailure]:
     """The rank that failed first, and how; not one that only lost another."""
-    culprits = {rank: one for rank, one in failures.items() if one.exitcode not in _LEFT}
+    culprits = {
+        rank: failure for rank, failure in failures.items() if failure.exitcode not in _LEFT
+    }
     among = culprits or failures
 
     def order(rank: int) -> tuple[bool, bool, int, int]:
-        one = among[rank]
+        failure = among[rank]
         # What the agent has ended itself says least.
-        return not _was_killed(one), one.exitcode == -signal.SIGTERM, one.timestamp, rank
+        return (
+            not _was_killed(failure),
+            failure.exitcode == -signal.SIGTERM,
+            failure.timestamp,
+            rank,
+        )
 
     rank = min(among, key=order)
     return rank, among[rank]

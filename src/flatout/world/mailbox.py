@@ -81,22 +81,22 @@ class Mailbox:
         for start, part in zip(starts, parts, strict=True):
             _write(box, start, part)
         self._meet()
-        notes, found = [], []
+        notes, result = [], []
         for rank in range(ranks):
             theirs = self._of(rank)
             (count,) = struct.unpack_from("q", theirs.memory)
             numbers = struct.unpack_from(f"{count + 2 * ranks}q", theirs.memory, _WORD)
             start, length = numbers[count + self._own], numbers[count + ranks + self._own]
             notes.append(list(numbers[:count]))
-            found.append(theirs.bytes[start : start + length])
-        return notes, found
+            result.append(theirs.bytes[start : start + length])
+        return notes, result
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Every rank's tensor, by rank, all of one shape and dtype; good until the next call."""
         _write(self._begin(tensor.nbytes), 0, [tensor])
         self._meet()
         whole = [self._of(rank).bytes[: tensor.nbytes] for rank in range(len(self._pids))]
-        return [one.view(tensor.dtype).view(tensor.shape) for one in whole]
+        return [item.view(tensor.dtype).view(tensor.shape) for item in whole]
 
     def close(self) -> None:
         """Others can open nothing here any more."""
@@ -167,5 +167,5 @@ def _mapped(pid: int, file: int, size: int) -> _Box:
         memory = mmap.mmap(there, size)
     finally:
         os.close(there)
-    found = torch.frombuffer(memory, dtype=torch.uint8)
-    return _Box(file, memory, found, found.data_ptr())
+    result = torch.frombuffer(memory, dtype=torch.uint8)
+    return _Box(file, memory, result, result.data_ptr())

@@ -62,10 +62,10 @@ def meeting_of(group: Group, timeout_s: float) -> Meeting | None:
         rank: (os.getpid(), pipe.fileno(), os.fstat(pipe.fileno()).st_ino)
         for rank, pipe in writing.items()
     }
-    found = gathered(group, offered)
+    result = gathered(group, offered)
     to: dict[int, FileIO] = {}
     own = group.ranks[group.own]
-    for rank, there in zip(group.ranks, found, strict=True):
+    for rank, there in zip(group.ranks, result, strict=True):
         if rank == own:
             continue
         pid, fd, inode = there[own]

@@ -100,9 +100,9 @@ def gather(value: Any, size: int, channel: Any = None) -> list[Any]:
     counts = lengths.tolist()
     padded = torch.zeros(max(counts), dtype=torch.uint8, device=device)
     padded[: len(own)] = own
-    found = [torch.empty_like(padded) for _ in counts]
-    dist.all_gather(found, padded, group=channel)
-    return [unpack(one[:count].cpu()) for one, count in zip(found, counts, strict=True)]
+    result = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(result, padded, group=channel)
+    return [unpack(item[:count].cpu()) for item, count in zip(result, counts, strict=True)]
 
 
 def exchange(
@@ -120,9 +120,9 @@ def exchange(
     notes: list[list[int]] = []
     if lengths is None:
         told = torch.tensor([*note, *sizes])
-        found = [torch.empty_like(told) for _ in parts]
-        dist.all_gather(found, told, group=channel)
-        each = torch.stack(found)
+        result = [torch.empty_like(told) for _ in parts]
+        dist.all_gather(result, told, group=channel)
+        each = torch.stack(result)
         notes = each[:, :-size].tolist()
         counts = each[:, -size:]
         if not counts.any():

@@ -19,11 +19,15 @@ _FAR = (("192.0.2.1", 9), ("2001:db8::1", 9))
 def listener(port: int) -> str:
     """The process that uses a TCP port of this node, in words; "" where that cannot be seen."""
     try:
-        found = psutil.net_connections("tcp")
+        connections = psutil.net_connections("tcp")
     except psutil.Error:
         return ""
-    using = [one for one in found if one.laddr and one.laddr.port == port]
-    using.sort(key=lambda one: one.status != psutil.CONN_LISTEN)
+    using = [
+        connection
+        for connection in connections
+        if connection.laddr and connection.laddr.port == port
+    ]
+    using.sort(key=lambda value: value.status != psutil.CONN_LISTEN)
     if not using:
         return ""
     try:
@@ -36,8 +40,8 @@ def listener(port: int) -> str:
 
 def is_here(host: str) -> bool:
     """Whether a name or address is one of this node's; so it is taken to be if no one knows it."""
-    found = _found(host)
-    return not found or _is_own(found)
+    result = _found(host)
+    return not result or _is_own(result)
 
 
 def listening_address(host: str) -> str:
@@ -49,13 +53,13 @@ def listening_address(host: str) -> str:
     Raises:
         OSError: there is none.
     """
-    found = _found(host)
-    if found and (host == "localhost" or host in found):  # an address, as it was given
-        found = [one for one in found if _is_loopback(one)] or found
-        if _is_loopback(found[0]):
-            return found[0]
+    result = _found(host)
+    if result and (host == "localhost" or host in result):  # an address, as it was given
+        result = [item for item in result if _is_loopback(item)] or result
+        if _is_loopback(result[0]):
+            return result[0]
     own = {address for _, address in _addresses()}
-    near = [one for one in found if one in own and not _is_loopback(one)]
+    near = [item for item in result if item in own and not _is_loopback(item)]
     if near:
         return near[0]
     for far in _FAR:
@@ -72,8 +76,8 @@ def reached_at(host: str) -> str:
 
     On the host itself its name may lead to loopback, where nothing listens.
     """
-    found = _found(host)
-    return listening_address(host) if found and _is_own(found) else host
+    result = _found(host)
+    return listening_address(host) if result and _is_own(result) else host
 
 
 def listen(address: str, port: int = 0) -> socket.socket:
@@ -93,7 +97,7 @@ def listen(address: str, port: int = 0) -> socket.socket:
 def _found(host: str) -> list[str]:
     """The addresses of a host; none where its name is not known."""
     try:
-        return [str(one[4][0]) for one in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+        return [str(item[4][0]) for item in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
     except socket.gaierror:
         return []
 
@@ -101,7 +105,7 @@ def _found(host: str) -> list[str]:
 def _is_own(found: list[str]) -> bool:
     """Whether one of these addresses is this node's."""
     own = {address for _, address in _addresses()}
-    return any(_is_loopback(one) or one.partition("%")[0] in own for one in found)
+    return any(_is_loopback(item) or item.partition("%")[0] in own for item in found)
 
 
 def _is_loopback(address: str) -> bool:
@@ -125,7 +129,7 @@ def interface_of(address: str) -> str | None:
     if _is_loopback(address):
         return "lo"  # all of them are its own, though it lists only one
     wanted = address.partition("%")[0]
-    return next((interface for interface, one in _addresses() if one == wanted), None)
+    return next((interface for interface, item in _addresses() if item == wanted), None)
 
 
 def _addresses() -> list[tuple[str, str]]:

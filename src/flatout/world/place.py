@@ -87,8 +87,8 @@ def place(environ: Mapping[str, str] | None = None) -> Place:
         WorldError: the variables are incomplete, or contradict each other.
     """
     env = os.environ if environ is None else environ
-    found = _torchrun(env)
-    return launched(env) if found is None else _checked(found)
+    result = _torchrun(env)
+    return launched(env) if result is None else _checked(result)
 
 
 def launched(environ: Mapping[str, str] | None = None) -> Place:
@@ -99,9 +99,9 @@ def launched(environ: Mapping[str, str] | None = None) -> Place:
     """
     env = os.environ if environ is None else environ
     for known in (_open_mpi, _slurm, _mpich):
-        found = known(env)
-        if found is not None:
-            return _checked(found)
+        result = known(env)
+        if result is not None:
+            return _checked(result)
     return ALONE
 
 
@@ -278,26 +278,26 @@ def _port_of(job: str) -> int:
     return _FIRST_PORT + number
 
 
-def _checked(found: Place) -> Place:
+def _checked(place: Place) -> Place:
     wrong = ""
-    if found.world_size < 1:
-        wrong = f"a world of {found.world_size} ranks"
-    elif not 0 <= found.rank < found.world_size:
-        wrong = f"rank {found.rank} of {found.world_size}"
-    elif not 0 <= found.local_rank < found.local_world_size <= found.world_size:
+    if place.world_size < 1:
+        wrong = f"a world of {place.world_size} ranks"
+    elif not 0 <= place.rank < place.world_size:
+        wrong = f"rank {place.rank} of {place.world_size}"
+    elif not 0 <= place.local_rank < place.local_world_size <= place.world_size:
         wrong = (
-            f"local rank {found.local_rank} of {found.local_world_size} on this node, in a world "
-            f"of {found.world_size}"
+            f"local rank {place.local_rank} of {place.local_world_size} on this node, in a world "
+            f"of {place.world_size}"
         )
-    elif not 0 <= found.node < found.nodes:
-        wrong = f"node {found.node} of {found.nodes}"
+    elif not 0 <= place.node < place.nodes:
+        wrong = f"node {place.node} of {place.nodes}"
     if wrong:
         raise WorldError(
             f"expected ranks and nodes counted from 0; found {wrong}",
-            where=f"the variables that {found.launcher} sets",
+            where=f"the variables that {place.launcher} sets",
             do="start the ranks with flatout run --devices N, torchrun, mpirun or srun",
         )
-    return found
+    return place
 
 
 def _text(env: Mapping[str, str], name: str) -> str:

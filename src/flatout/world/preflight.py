@@ -185,14 +185,14 @@ class Preflight:
                 wrong = disagreement(came)
                 if wrong is not None:
                     self._refuse(wrong, len(lines))
-            missing = sorted(set(range(self.nodes.count)) - {one.node for one in came})
+            missing = sorted(set(range(self.nodes.count)) - {item.node for item in came})
             if missing and time.monotonic() > until:
                 self._refuse(self._nobody(missing), len(came) - 1)
             waiting.say(f"waiting at {self.where} for {_nodes(missing)} of {self.nodes.count}")
             time.sleep(_LOOK_EVERY_S)
-        for one in came:
-            self._store.set(f"beat/{one.node}", "")
-        self._store.set("agreed", json.dumps([one.words() for one in came]))
+        for item in came:
+            self._store.set(f"beat/{item.node}", "")
+        self._store.set("agreed", json.dumps([item.words() for item in came]))
         return came
 
     def _nobody(self, missing: list[int]) -> WorldError:
@@ -230,7 +230,7 @@ class Preflight:
                     raise WorldError(f"no verdict of node 0 came within {self._wait_s:.0f} s")
                 waiting.say(f"at {self.where} with node 0, waiting for the other nodes")
                 time.sleep(_LOOK_EVERY_S)
-            came = [Arrival.read(one) for one in json.loads(self._store.get("agreed"))]
+            came = [Arrival.read(load) for load in json.loads(self._store.get("agreed"))]
         except RuntimeError as error:
             if isinstance(error, WorldError):
                 raise
@@ -238,8 +238,8 @@ class Preflight:
                 f"node 0 at {self.where} ended before all nodes had come ({first_line(error)})",
                 where=self.who,
             ) from error
-        if self.own.key not in {one.key for one in came}:
-            there = next((one for one in came if one.node == self.nodes.rank), came[0])
+        if self.own.key not in {item.key for item in came}:
+            there = next((item for item in came if item.node == self.nodes.rank), came[0])
             raise WorldError(
                 f"the job at {self.where} has begun already, with {there} as node {there.node}",
                 where=self.who,
@@ -254,17 +254,17 @@ def within(seconds: float, call: Callable[[], T]) -> T:
     Raises:
         RuntimeError: it did not return in time.
     """
-    found: Future[T] = Future()
+    result: Future[T] = Future()
 
     def work() -> None:
         try:
-            found.set_result(call())
+            result.set_result(call())
         except BaseException as error:
-            found.set_exception(error)
+            result.set_exception(error)
 
     threading.Thread(target=work, daemon=True).start()
     try:
-        return found.result(seconds)
+        return result.result(seconds)
     except TimeoutError as error:
         raise RuntimeError(f"no answer for {seconds:.0f} s") from error
 

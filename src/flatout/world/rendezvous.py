@@ -91,7 +91,7 @@ class Rendezvous(RendezvousHandler):
         self._store, came = self._preflight.open()
         if self.nodes.count == 1:
             return
-        self._hosts = {one.node: one.host for one in came}
+        self._hosts = {item.node: item.host for item in came}
         self._answered = time.monotonic()
         self._listening = threading.Thread(target=self._listen, daemon=True, name="flatout-nodes")
         self._listening.start()
@@ -100,7 +100,7 @@ class Rendezvous(RendezvousHandler):
 
     def _take_ranks(self, came: list[Arrival]) -> None:
         """As many as the first node has, which has measured it."""
-        (first,) = (one for one in came if one.node == 0)
+        (first,) = (item for item in came if item.node == 0)
         ranks = int(first.facts[RANKS])
         try:
             check_devices(ranks)
@@ -143,8 +143,8 @@ class Rendezvous(RendezvousHandler):
         return self._preflight.store_port
 
     def _all_here(self) -> bool:
-        seen = self._seen
-        return (seen.round, seen.here) == (self.rounds, self.nodes.count)
+        result = self._seen
+        return (result.round, result.here) == (self.rounds, self.nodes.count)
 
     def num_nodes_waiting(self) -> int:
         """How many other nodes want all ranks to start again.
@@ -155,8 +155,8 @@ class Rendezvous(RendezvousHandler):
         if self.nodes.count == 1:
             return 0
         self._look()
-        seen = self._seen
-        return seen.waiting if seen.round == self.rounds else 0
+        result = self._seen
+        return result.waiting if result.round == self.rounds else 0
 
     def finished(self) -> bool:
         """Tell that the ranks of this node have ended well; whether those of all nodes have.
@@ -168,8 +168,8 @@ class Rendezvous(RendezvousHandler):
             return True
         self._done = self.rounds
         self._look()
-        seen = self._seen
-        return (seen.round, seen.done) == (self.rounds, self.nodes.count)
+        result = self._seen
+        return (result.round, result.done) == (self.rounds, self.nodes.count)
 
     def end(self, why: str) -> None:
         """Tell the other nodes that the job is over; the first node stays until they have heard."""

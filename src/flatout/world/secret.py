@@ -98,7 +98,7 @@ def check_channel(rank: int, size: int, channel: Any = None) -> None:
     """
     if not secret():
         return
-    nonces = [str(one).encode() for one in messages.gather(token_hex(_NONCE), size, channel)]
+    nonces = [str(item).encode() for item in messages.gather(token_hex(_NONCE), size, channel)]
     own = _proof(b"rank", *nonces, str(rank).encode()).hex()
     for other, proof in enumerate(messages.gather(own, size, channel)):
         expected = _proof(b"rank", *nonces, str(other).encode()).hex()
@@ -115,10 +115,10 @@ def _proof(role: bytes, *parts: bytes) -> bytes:
 
 def _receive(peer: socket.socket, count: int) -> bytes:
     """So many bytes; fewer where the peer has ended before."""
-    found = b""
-    while len(found) < count:
-        part = peer.recv(count - len(found))
+    result = b""
+    while len(result) < count:
+        part = peer.recv(count - len(result))
         if not part:
             break
-        found += part
-    return found
+        result += part
+    return result

@@ -78,7 +78,7 @@ def own_stack() -> list[str]:
     while frames and frames[0].filename.endswith(_LAUNCHING):
         del frames[0]
     # Of a collective that it waits in, nothing is said but who called it.
-    inside = (n for n, one in enumerate(frames) if one.filename.endswith(_COLLECTIVES))
+    inside = (n for n, item in enumerate(frames) if item.filename.endswith(_COLLECTIVES))
     del frames[next(inside, len(frames)) :]
     return "".join(traceback.format_list(frames)).splitlines()
 

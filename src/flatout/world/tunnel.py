@@ -120,10 +120,10 @@ def _serve(listening: socket.socket, receive: Callable[[socket.socket], None]) -
     threading.Thread(target=all_, daemon=True, name="flatout-tunnel").start()
 
 
-def _carry(one: socket.socket, other: socket.socket) -> None:
+def _carry(here: socket.socket, other: socket.socket) -> None:
     """Pass on what comes from either side, until one of them has ended."""
     with selectors.DefaultSelector() as ready:
-        for source, target in ((one, other), (other, one)):
+        for source, target in ((here, other), (other, here)):
             source.settimeout(None)
             source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             ready.register(source, selectors.EVENT_READ, target)

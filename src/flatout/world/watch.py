@@ -234,11 +234,11 @@ class RankWatch:
         if answer is not None:
             return Stand(**answer)
         stand = Stand(**(self._told_by(rank) or {}))
-        process, seen = self._get(f"process/{rank}"), self._get(f"seen/{question.number}/{rank}")
+        process, result = self._get(f"process/{rank}"), self._get(f"seen/{question.number}/{rank}")
         if process is not None:
             stand.process = Process(**process).words
-        if seen is not None:
-            stand.state, stand.stack = seen
+        if result is not None:
+            stand.state, stand.stack = result
         elif process is not None:
             stand.state = f"does not answer, nor does another rank on host {process['host']}"
         else:

@@ -51,13 +51,13 @@ def _children_of(
 ) -> list[tuple[dict[str, Any], str]]:
     """Where modules of the frozen part are registered."""
     own = set(map(id, inside))
-    found = [(part._modules, name) for part in inside for name, _ in part._modules.items()]
+    result = [(part._modules, name) for part in inside for name, _ in part._modules.items()]
     for part in around:
         for name, child in part._modules.items():
             if child is not None and not own.isdisjoint(map(id, child.modules())):
-                found.append((part._modules, name))
+                result.append((part._modules, name))
     # Those of a ScriptModule are in something else than a dict, and stay.
-    return [(children, name) for children, name in found if isinstance(children, dict)]
+    return [(children, name) for children, name in result if isinstance(children, dict)]
 
 
 class _Enough(BaseException):

@@ -84,12 +84,12 @@ def find_cuts(model: Any, inputs: Any, most: float = inf) -> Cuts:
         return Cuts(hindrance=why)
     try:
         with _left_alone(model), torch.enable_grad():
-            found, dropped = _Search(model, inputs, as_written=True).cuts(most)
+            result, dropped = _Search(model, inputs, as_written=True).cuts(most)
             if dropped:
                 # A rewrite that rounds: as rewritten it gives what the whole model gives.
                 other, _ = _Search(model, inputs, as_written=False).cuts(most)
-                found = max(found, other, key=lambda cuts: len(cuts.cuts))
-            return found
+                result = max(result, other, key=lambda cuts: len(cuts.cuts))
+            return result
     except Uncut as error:
         return Cuts(hindrance=str(error))
     except Exception as error:  # it was given part of a batch, which it may not be made for
@@ -177,14 +177,14 @@ class _Search:
 
     def cuts_at(self, places: Sequence[Sequence[int]]) -> list[Cut]:
         """The cuts that hold, each with a name of its own."""
-        found: dict[str, Cut] = {}
+        result: dict[str, Cut] = {}
         with _left_alone(self.model), torch.enable_grad():
             for place in places:
                 cut = self.cut(list(place))
                 if cut is not None:
-                    cut.name += f" [{cut.calls[:6]}]" if cut.name in found else ""
-                    found[cut.name] = cut
-        return list(found.values())
+                    cut.name += f" [{cut.calls[:6]}]" if cut.name in result else ""
+                    result[cut.name] = cut
+        return list(result.values())
 
     def find_forms(self, few: Recording) -> dict[int, Form]:
         self.check_alike(few)
@@ -213,18 +213,18 @@ class _Search:
             count: of samples in a smaller batch; None for one of the same size.
         """
         self.check_alike(noted)
-        found = {}
+        result = {}
         for index, event in enumerate(self.noted.events):
             for number in event.gives():
                 form, own = self.forms.get(number), self.noted.values[number].detach()
                 other = noted.values[number].detach()
                 if form is None:
-                    found[index] = "gives a tensor whose shape follows no rule"
+                    result[index] = "gives a tensor whose shape follows no rule"
                 elif count is None and not _same_rows(form, own, other, rows):
-                    found[index] = "gives for a sample what depends on the rest of its batch"
+                    result[index] = "gives for a sample what depends on the rest of its batch"
                 elif count is not None and not _near(form, own, other, count):
-                    found[index] = "gives for a sample what depends on the size of its batch"
-        return found
+                    result[index] = "gives for a sample what depends on the size of its batch"
+        return result
 
     # -- what is frozen ------------------------------------------------------------------------
 
@@ -233,22 +233,22 @@ class _Search:
 
         What it is given is not asked here.
         """
-        found: list[str | None] = []
+        result: list[str | None] = []
         stop = self.noted.stopped_at
         for index, event in enumerate(self.noted.events):
             if stop is not None and index >= stop:
-                found.append(self.noted.stopped_why)
+                result.append(self.noted.stopped_why)
             elif event.is_trained:
-                found.append("")
+                result.append("")
             else:
-                found.append(event.why or _hooked(event.module) or self.coupled.get(index))
+                result.append(event.why or _hooked(event.module) or self.coupled.get(index))
         around = [(call.module, range(call.start, call.stop)) for call in self.noted.calls]
-        for module, events in [*around, (self.model, range(len(found)))]:
+        for module, events in [*around, (self.model, range(len(result)))]:
             why = self.changed.get(id(module), "") or _hooked(module)
             for index in events:
-                if why and found[index] is None:
-                    found[index] = f"is in {type(module).__name__}, which {why}"
-        return found
+                if why and result[index] is None:
+                    result[index] = f"is in {type(module).__name__}, which {why}"
+        return result
 
     def closure(self, reasons: list[str | None]) -> list[int]:
         """The events that are frozen, with all that they are given."""
@@ -357,11 +357,11 @@ class _Search:
         read = {id(t) for module in self.modules(prefix) for t in tensors_of(module)}
         chosen = set(prefix)
         others = {}
-        for one in self.noted.tensors_read:
-            if one.at in chosen if one.is_within else one.at <= prefix[-1]:
-                read.add(id(one.tensor))
-                if not one.is_in_module:
-                    others[id(one.tensor)] = one.tensor
+        for item in self.noted.tensors_read:
+            if item.at in chosen if item.is_within else item.at <= prefix[-1]:
+                read.add(id(item.tensor))
+                if not item.is_in_module:
+                    others[id(item.tensor)] = item.tensor
         named = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         for name, part in {"": self.model, **self.parts}.items():
             plain = {key: value for key, value in vars(part).items() if torch.is_tensor(value)}
@@ -476,13 +476,13 @@ def _attributes(model: Any) -> dict[int, tuple[Any, dict[str, Any]]]:
 
 def _changed(before: dict[int, Any], after: dict[int, Any]) -> dict[int, str]:
     """Modules with an attribute that a forward sets, by id."""
-    found = {}
+    result = {}
     for number, (_, own) in after.items():
         old = before[number][1]
         names = [n for n in _changed_names(own, old) if not _equal_words(own.get(n), old.get(n))]
         if names:
-            found[number] = f"sets its attribute {names[0]} in forward"
-    return found
+            result[number] = f"sets its attribute {names[0]} in forward"
+    return result
 
 
 def _equal_words(a: Any, b: Any) -> bool:

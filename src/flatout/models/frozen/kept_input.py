@@ -52,7 +52,7 @@ class KeptInputs:
         self.features = features
         self.was_served = self.was_read = False
         self._made = None if made is None else tensors_in(made)
-        self._versions = [one._version for one in self._made or ()]
+        self._versions = [item._version for item in self._made or ()]
         self._make, self._autocast = make, autocast
         count = len(features[0])
         forms = iter(enumerate(tensors_in(template)))
@@ -64,7 +64,7 @@ class KeptInputs:
         self.was_read = True
         if self._made is None:
             self._made = tensors_in(self._make())
-            self._versions = [one._version for one in self._made]
+            self._versions = [item._version for item in self._made]
         return self._made[number]
 
     def fits(self, leaves: Sequence[KeptInput], call: Any) -> bool:
@@ -73,8 +73,8 @@ class KeptInputs:
         return (
             call == self._call
             and [leaf.number for leaf in leaves] == list(range(len(leaves)))
-            and [one._version for one in made] == self._versions
-            and not any(one.requires_grad for one in made)
+            and [item._version for item in made] == self._versions
+            and not any(item.requires_grad for item in made)
             and self._autocast == autocast_now(self.features[0].device.type)
         )
 
@@ -180,8 +180,8 @@ def is_called_with(inputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     leaves, call = tree_flatten((args, kwargs))
     return spec == call and all(
         torch.is_tensor(leaf)
-        and leaf.dtype == one.dtype
-        and leaf.shape[1:] == one.shape[1:]
-        and leaf.untyped_storage().data_ptr() == one.untyped_storage().data_ptr()
-        for leaf, one in zip(leaves, own, strict=True)
+        and leaf.dtype == item.dtype
+        and leaf.shape[1:] == item.shape[1:]
+        and leaf.untyped_storage().data_ptr() == item.untyped_storage().data_ptr()
+        for leaf, item in zip(leaves, own, strict=True)
     )

@@ -64,7 +64,9 @@ class Graph:
     def is_kept(self, value: Value, prefix: Collection[int]) -> bool:
         """Whether what is not left out reads a value of what is."""
         is_made = value.maker is None or value.maker in prefix
-        return is_made and (value.is_needed or any(one not in prefix for one in value.readers))
+        return is_made and (
+            value.is_needed or any(reader not in prefix for reader in value.readers)
+        )
 
     def best(
         self, unit: int, byte: int, inside: Collection[int] = (), outside: Collection[int] = ()
@@ -81,7 +83,7 @@ class Graph:
         edges = [(source, call, unit * spent) for call, spent in enumerate(self.spent)]
         edges += [(source, call, never) for call in inside]
         edges += [(call, sink, never) for call in outside]
-        edges += [(one, other, never) for one, other in self.needs]
+        edges += [(item, other, never) for item, other in self.needs]
         for node, value in enumerate(self.values, calls):
             maker = source if value.maker is None else value.maker
             edges.append((maker, node, never if value.size is None else byte * value.size))
@@ -107,10 +109,10 @@ def condensed(graph: Graph) -> tuple[Graph, list[frozenset[int]]]:
             gives[value.maker].append(value)
         for reader in value.readers:
             makers[reader].add(value.maker)
-    bound = {one for one, _ in graph.needs}
+    bound = {item for item, _ in graph.needs}
     groups = {call: [call] for call in calls}
     for call in reversed(calls):
-        readers = {one for value in gives[call] for one in value.readers}
+        readers = {reader for value in gives[call] for reader in value.readers}
         if len(readers) != 1 or any(value.is_needed for value in gives[call]):
             continue
         (reader,) = readers
@@ -130,7 +132,7 @@ def condensed(graph: Graph) -> tuple[Graph, list[frozenset[int]]]:
         for value in outer + [value for group in groups for value in gives[group]]
     ]
     spent = [sum(graph.spent[call] for call in group) for group in groups.values()]
-    needs = [(at[one], at[other]) for one, other in graph.needs]
+    needs = [(at[item], at[other]) for item, other in graph.needs]
     return Graph(spent, values, needs), [frozenset(group) for group in groups.values()]
 
 
@@ -152,7 +154,7 @@ def best_cuts(graph: Graph, inside: Collection[int] = ()) -> list[Prefix]:
     few, fast = _fewest(graph, inside), _fastest(graph, inside)
     if few is None or fast is None:
         return []
-    found, between = [few], [(few, fast)]
+    result, between = [few], [(few, fast)]
     while between:
         one, other = between.pop()
         unit, byte = graph.bytes(other) - graph.bytes(one), graph.time(one) - graph.time(other)
@@ -163,8 +165,8 @@ def best_cuts(graph: Graph, inside: Collection[int] = ()) -> list[Prefix]:
         if graph.cost(middle, unit, byte) < graph.cost(one, unit, byte):
             between += [(middle, other), (one, middle)]
         else:
-            found.append(other)
-    return found
+            result.append(other)
+    return result
 
 
 def fastest_within(graph: Graph, most: int, inside: Collection[int] = ()) -> Prefix | None:
@@ -245,10 +247,10 @@ def _min_cut(
     """
     to, room = list[int](), list[int]()
     out = [list[int]() for _ in range(nodes)]
-    for one, other, size in edges:
-        out[one].append(len(to))
+    for item, other, size in edges:
+        out[item].append(len(to))
         out[other].append(len(to) + 1)
-        to += [other, one]
+        to += [other, item]
         room += [size, 0]
     flow = 0
     while True:

@@ -53,16 +53,18 @@ class Places:
         """
         graph, groups = condensed(self.graph())
         weigh = {n for n, group in enumerate(groups) if any(map(self._weighs, group))}
-        found = _cuts(graph, most)
-        if found and weigh.isdisjoint(found[0]):
+        result = _cuts(graph, most)
+        if result and weigh.isdisjoint(result[0]):
             # To keep the inputs would take the fewest bytes, and saves nothing of the model.
             for place in self._first_weights():
-                found += _cuts(graph, most, [n for n, group in enumerate(groups) if place in group])
+                result += _cuts(
+                    graph, most, [n for n, group in enumerate(groups) if place in group]
+                )
         sensible, least = [], inf
-        for one in sorted(set(found), key=lambda one: (graph.bytes(one), graph.time(one))):
-            if graph.time(one) < least and not weigh.isdisjoint(one):
-                least = graph.time(one)
-                sensible.append(sorted(self.frozen[at] for group in one for at in groups[group]))
+        for item in sorted(set(result), key=lambda value: (graph.bytes(value), graph.time(value))):
+            if graph.time(item) < least and not weigh.isdisjoint(item):
+                least = graph.time(item)
+                sensible.append(sorted(self.frozen[at] for group in item for at in groups[group]))
         return [prefix for prefix in sensible if self._is_legal(prefix)]
 
     def kept(self, prefix: Sequence[int]) -> list[int]:
@@ -115,15 +117,15 @@ class Places:
 
     def _first_weights(self) -> list[int]:
         """The places of the first few events that have weights, none of them behind another."""
-        found, below = [], set[int]()
+        result, below = [], set[int]()
         for place, index in enumerate(self.frozen):
             event = self._noted.events[index]
             is_below = not below.isdisjoint(event.reads)
             if event.weighs and not is_below:
-                found.append(place)
+                result.append(place)
             if event.weighs or is_below:
                 below.update(event.gives())
-        return found[:_FIRST]
+        return result[:_FIRST]
 
     def _is_legal(self, prefix: Collection[int]) -> bool:
         """Whether nothing that is kept is written by another part than its reader expects."""
@@ -145,7 +147,7 @@ class Places:
 
 def _cuts(graph: Graph, most: float, inside: Collection[int] = ()) -> list[Prefix]:
     """The best for some price of a byte, and the fastest within a limit."""
-    found = best_cuts(graph, inside)
+    result = best_cuts(graph, inside)
     if most < inf and (fast := fastest_within(graph, int(most), inside)) is not None:
-        found.append(fast)
-    return found
+        result.append(fast)
+    return result

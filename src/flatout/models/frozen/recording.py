@@ -280,9 +280,9 @@ class Recording(TorchFunctionMode):
             event.spent = time.perf_counter_ns() - began
             self._inside -= event.module is not None
         with torch._C.DisableTorchFunction():
-            event.reads = list(dict.fromkeys(one.number for one in given))
+            event.reads = list(dict.fromkeys(item.number for item in given))
             written = {id(tensor): tensor for tensor, old in versions if tensor._version != old}
-            inner = {id(one.value): one for one in given}
+            inner = {id(item.value): item for item in given}
             event.stores = {store_of(tensor) for tensor in written.values()}
             weights = [] if event.module is None else list(event.module.parameters())
             weights += [t for t in _tensors(real) if isinstance(t, nn.Parameter)]
@@ -306,15 +306,15 @@ class Recording(TorchFunctionMode):
         given: list[StandIn] | None = None,
     ) -> Any:
         """The result with stand-ins; what was written in place has a new number."""
-        for at, one in enumerate(given or []):
-            if id(one.value) in written and all(at != place for place, _ in event.writes):
+        for at, item in enumerate(given or []):
+            if id(item.value) in written and all(at != place for place, _ in event.writes):
                 number = len(self.values)
-                self.values[number] = written[id(one.value)]
+                self.values[number] = written[id(item.value)]
                 for place, same in enumerate(given or []):
-                    if same is one:
+                    if same is item:
                         event.writes.append((place, number))
-                one.number = number
-                written = {k: v for k, v in written.items() if k != id(one.value)}
+                item.number = number
+                written = {k: v for k, v in written.items() if k != id(item.value)}
         leaves, spec = tree_flatten(result)
         made = [
             (inner[id(leaf)] if id(leaf) in inner else self._stand_in(leaf))
@@ -326,7 +326,7 @@ class Recording(TorchFunctionMode):
         if not any(isinstance(leaf, StandIn) for leaf in made) and not event.writes:
             self._stop(f"forward reads the numbers in a tensor ({event.name.lstrip(':')})")
             return result
-        event.given = Given(spec, [_leaf(one) for one in made])
+        event.given = Given(spec, [_leaf(item) for item in made])
         return wrapped
 
     def _drawn_since(self) -> bool:

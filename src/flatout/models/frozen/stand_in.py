@@ -174,7 +174,7 @@ def name_of(function: Any) -> str:
 def about(name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a function says that reads the form of its arguments alone; else NotImplemented."""
     if name in _ABOUT:
-        known = [one.value is not None for one in stand_ins((args, kwargs))]
+        known = [stand_in.value is not None for stand_in in stand_ins((args, kwargs))]
         if all(known):
             return function(*with_values(args), **with_values(kwargs))
         with torch._C.DisableTorchFunctionSubclass():

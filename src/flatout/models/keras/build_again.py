@@ -40,7 +40,7 @@ def build_again(optimizer: Any, variables: Sequence[Any]) -> None:
                 new.assign(slot)
             optimizer._tracker.untrack(slot)
     own = (value for name, value in vars(optimizer).items() if name not in _KEPT)
-    held = {id(one) for value in own for one in _within(value)}
+    held = {id(item) for value in own for item in _within(value)}
     if any(id(slot) not in held for slot in tracked if _is_tracked(optimizer, slot)):
         raise ModelError(
             f"{type(optimizer).__name__} does not tell which part of its state is of which weight, "
@@ -84,7 +84,7 @@ def _within(value: Any) -> Iterator[Any]:
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _within(one)
+        for item in value:
+            yield from _within(item)
     else:
         yield value

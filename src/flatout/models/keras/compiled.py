@@ -155,12 +155,12 @@ class KerasJob:
         if self._slow is not None:
             self._slow.flush()
         if self._computes_own:
-            found = self._own_results
+            own_results = self._own_results
         else:
             with over_all(self._summed(), world):
-                found = self._model.get_metrics_result()
+                own_results = self._model.get_metrics_result()
         plain: dict[str, float] = {}
-        for name, value in found.items():
+        for name, value in own_results.items():
             for own, number in value.items() if isinstance(value, dict) else [(name, value)]:
                 if own != "loss":
                     plain[own] = as_number(number)
@@ -185,9 +185,9 @@ class KerasJob:
         """Go on from there: what each rank has fed is added up, what all have fed is taken once."""
         summed = {id(variable) for variable in self._summed()}
         for number, variable in enumerate(self._variables()):
-            found = [state[str(number)] for state in states if str(number) in state]
-            if found:
-                each = torch.stack(found) if id(variable) in summed else found[0][None]
+            result = [state[str(number)] for state in states if str(number) in state]
+            if result:
+                each = torch.stack(result) if id(variable) in summed else result[0][None]
                 variable.value.copy_(each.sum(0))
 
     def _variables(self) -> list[Any]:
@@ -226,7 +226,7 @@ def sample_losses(model: Any) -> tuple[Callable[[Any, Any], torch.Tensor], str, 
 
     def values(y: Any, y_pred: Any) -> torch.Tensor:
         # As loss(y, y_pred) does before it reduces.
-        y, y_pred = (keras.ops.convert_to_tensor(one, dtype=loss.dtype) for one in (y, y_pred))
+        y, y_pred = (keras.ops.convert_to_tensor(item, dtype=loss.dtype) for item in (y, y_pred))
         given: torch.Tensor = loss.call(y, y_pred)
         return given.reshape(len(y_pred), -1).mean(1)
 

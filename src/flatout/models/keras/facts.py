@@ -39,9 +39,9 @@ def compiled_facts(model: Any) -> dict[str, list[str]]:
 def keras_callback_facts(callbacks: Iterable[Any]) -> dict[str, list[str]]:
     """Which of Keras' callbacks there are, and what each was made with."""
     kinds = [
-        f"{type(one).__qualname__}({arguments_words(one)})"
-        for one in callbacks
-        if type(one).__qualname__ != "History"  # in every fit
+        f"{type(callback).__qualname__}({arguments_words(callback)})"
+        for callback in callbacks
+        if type(callback).__qualname__ != "History"  # in every fit
     ]
     return {"Keras callbacks": [", ".join(kinds) or "none", ""]}
 
@@ -54,15 +54,15 @@ def _words(given: Any) -> str:
     if given is None or isinstance(given, str):
         return str(given or "none")
     if isinstance(given, Mapping):
-        return ", ".join(f"{name}: {_words(one)}" for name, one in given.items())
+        return ", ".join(f"{name}: {_words(value)}" for name, value in given.items())
     if isinstance(given, (list, tuple)):
-        return ", ".join(_words(one) for one in given if one is not None) or "none"
+        return ", ".join(_words(item) for item in given if item is not None) or "none"
     return words_of(given)
 
 
 def _digests(given: Any) -> str:
     if isinstance(given, Mapping):
-        return ";".join(f"{name}: {_digests(one)}" for name, one in given.items())
+        return ";".join(f"{name}: {_digests(value)}" for name, value in given.items())
     if isinstance(given, (list, tuple)):
         return ";".join(map(_digests, given))
     if not hasattr(given, "get_config"):
@@ -81,7 +81,9 @@ def _layer_words(layer: Any, numbers: dict[str, str]) -> str:
         config = layer.get_config()
     except Exception:  # a class of the user's need not have one
         config = arguments_of(layer)
-    nodes = [one.get("inbound_nodes") for one in config.get("layers", ()) if isinstance(one, dict)]
+    nodes = [
+        item.get("inbound_nodes") for item in config.get("layers", ()) if isinstance(item, dict)
+    ]
     if any(nodes):  # which layers feed which
         words += f" graph {digest_of(json.dumps(_plain(nodes, numbers), sort_keys=True))[:8]}"
     told = {k: v for k, v in _plain(config, numbers).items() if not k.endswith("_initializer")}
@@ -94,7 +96,7 @@ def _plain(value: Any, numbers: Mapping[str, str]) -> Any:
     if isinstance(value, Mapping):
         return {str(k): _plain(v, numbers) for k, v in value.items() if k not in _UNTOLD}
     if isinstance(value, (list, tuple)):
-        return [_plain(one, numbers) for one in value]
+        return [_plain(item, numbers) for item in value]
     if isinstance(value, str):
         return numbers.get(value, value)
     return value if isinstance(value, (bool, int, float, type(None))) else words_of(value)

@@ -38,8 +38,8 @@ def frozen(model: Any, chosen: Iterable[Any], *, batch_norm: bool) -> list[Any]:
     """The variables that `release` lets train, in the model's order."""
     layers = _trains_then(model, chosen, batch_norm=batch_norm)
     own = (v for layer, trains in layers if trains for v in layer._trainable_variables)
-    found = {id(variable) for variable in own if not variable.trainable}
-    return [variable for variable in model.weights if id(variable) in found]
+    result = {id(variable) for variable in own if not variable.trainable}
+    return [variable for variable in model.weights if id(variable) in result]
 
 
 def _trains_then(model: Any, chosen: Iterable[Any], *, batch_norm: bool) -> list[tuple[Any, bool]]:
@@ -64,10 +64,12 @@ def before(model: Any, last: Any) -> Iterator[Any]:
         yield model
         return
     layers = list(model._flatten_layers(include_self=False, recursive=False))
-    holder = next(one for one in layers if any(part is last for part in one._flatten_layers()))
+    holder = next(
+        layer for layer in layers if any(part is last for part in layer._flatten_layers())
+    )
     graph = getattr(model, "_functional", None) or model
     if hasattr(holder, "_inbound_nodes") and hasattr(graph, "operations"):
-        yield from _flow_into(holder, {id(one) for one in graph.operations})
+        yield from _flow_into(holder, {id(operation) for operation in graph.operations})
     else:
         yield from layers[: layers.index(holder)]
     yield from before(holder, last)

@@ -64,9 +64,9 @@ class KerasModel(TorchModel):
                 "with `flatout run`. A .keras file that another backend saved loads there as it is",
             )
         for layer in self.module._flatten_layers():
-            found = next(_foreign_calls(layer), None)
-            if found is not None:
-                words, where = found
+            result = next(_foreign_calls(layer), None)
+            if result is not None:
+                words, where = result
                 raise ModelError(
                     f"layer {layer.name!r} ({type(layer).__name__}) calls {words}, which torch "
                     "cannot differentiate",
@@ -94,7 +94,7 @@ class KerasModel(TorchModel):
         """By its layers, or Keras' own setting."""
         keras: Any = sys.modules["keras"]
         formats = (getattr(layer, "data_format", None) for layer in self.module._flatten_layers())
-        own = next((found for found in formats if found is not None), None)
+        own = next((format for format in formats if format is not None), None)
         return bool((own or keras.config.image_data_format()) == "channels_last")
 
     def is_batch_coupled(self) -> bool:
@@ -116,7 +116,7 @@ class KerasModel(TorchModel):
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Weights, statistics, seeds and states, in Keras' order."""
-        return {name: one.value.detach() for name, one in _variables(self.module).items()}
+        return {name: value.value.detach() for name, value in _variables(self.module).items()}
 
     def replicated(self) -> dict[str, torch.Tensor]:
         """All of them."""
@@ -164,8 +164,8 @@ class KerasModel(TorchModel):
 
     def frozen(self, layers: Iterable[Any], *, batch_norm: bool) -> list[torch.Tensor]:
         """The values of the variables that `release` lets train, in Keras' order."""
-        found = hold.frozen(self.module, layers, batch_norm=batch_norm)
-        return [variable._value for variable in found]
+        result = hold.frozen(self.module, layers, batch_norm=batch_norm)
+        return [variable._value for variable in result]
 
     def watch(self, look: Look, watches: ExitStack) -> None:
         """Keras layers are torch modules, but their calls pass torch's hooks by."""
@@ -279,17 +279,17 @@ def has_own_step(model: Any) -> bool:
 
 def modules_of(model: Any) -> list[Any]:
     """All modules of a model, each once; also the layers that Keras keeps in its own lists."""
-    found: dict[int, Any] = {}
+    result: dict[int, Any] = {}
     waiting = [model]
     while waiting:
         module = waiting.pop()
-        if id(module) in found:
+        if id(module) in result:
             continue
-        found[id(module)] = module
+        result[id(module)] = module
         waiting.extend(module.children())
         if hasattr(module, "_flatten_layers"):
             waiting.extend(module._flatten_layers(include_self=False, recursive=False))
-    return list(found.values())
+    return list(result.values())
 
 
 @contextmanager
@@ -343,7 +343,7 @@ def _variables(model: Any) -> dict[str, Any]:
     the model: `dense`, `dense_1`.
     """
     metrics = {id(v) for metric in model.metrics for v in metric.variables}
-    seen: dict[str, list[str]] = {}
+    result: dict[str, list[str]] = {}
     named: dict[str, Any] = {}
     for variable in _all_variables(model):
         if id(variable) in metrics:
@@ -351,7 +351,7 @@ def _variables(model: Any) -> dict[str, Any]:
         *layers, own = variable.path.split("/")
         if layers and layers[0] == model.name:
             layers = layers[1:]
-        counted = [_counted(layer, depth, seen) for depth, layer in enumerate(layers)]
+        counted = [_counted(layer, depth, result) for depth, layer in enumerate(layers)]
         name = "/".join([*counted, own])
         # A layer may hold several variables of one name.
         while name in named:

@@ -307,16 +307,16 @@ class KerasOptimizer(torch.optim.Optimizer):
         update, decay = inner._backend_update_step, inner._apply_weight_decay
         factors = {id(variable): factor for factor, part in parts for variable in part}
         # Such as Nadam's product of momenta, which a step moves on once.
-        shared = [one for one in vars(inner).values() if hasattr(one, "assign")]
+        shared = [var for var in vars(inner).values() if hasattr(var, "assign")]
 
         def updated(gradients: Tensors, variables: Sequence[Any], _rate: Any) -> None:
-            before = [one.value.clone() for one in shared]
+            before = [item.value.clone() for item in shared]
             pairs = list(zip(gradients, variables, strict=True))
             for factor in dict.fromkeys(factors.values()):
                 own = [(g, v) for g, v in pairs if factors[id(v)] == factor]
                 if own:
-                    for one, value in zip(shared, before, strict=True):
-                        one.value.copy_(value)
+                    for item, value in zip(shared, before, strict=True):
+                        item.value.copy_(value)
                     with self._multiplied(factor):
                         update(*map(list, zip(*own, strict=True)), inner.learning_rate)
 
@@ -357,10 +357,10 @@ class KerasOptimizer(torch.optim.Optimizer):
         for name, held in vars(inner).items():
             if not isinstance(held, list) or name in _NOT_STATE or len(held) <= at:
                 continue
-            one = held[at]
-            if hasattr(one, "_value") and one._value.shape == shape:
-                one._value.data = change(name, one._value.data)
-                set_shape(one)
+            result = held[at]
+            if hasattr(result, "_value") and result._value.shape == shape:
+                result._value.data = change(name, result._value.data)
+                set_shape(result)
 
     def options(self) -> dict[str, Any]:
         """What the Keras optimizer was made with, as plain values by dotted name."""
@@ -368,13 +368,13 @@ class KerasOptimizer(torch.optim.Optimizer):
             config = self.keras.get_config()
         except NotImplementedError:  # a schedule of the user's that only runs
             config = {k: v for k, v in vars(self.keras).items() if k in _OPTIONS}
-        found = dict(_flat(config))
+        result = dict(_flat(config))
         if self.is_scheduled:
             schedule = self._inner._learning_rate
-            found["learning_rate.class_name"] = type(schedule).__qualname__
+            result["learning_rate.class_name"] = type(schedule).__qualname__
             if not is_library(type(schedule)):
-                found["learning_rate.code"] = code_digest(schedule)[:8]
-        return found
+                result["learning_rate.code"] = code_digest(schedule)[:8]
+        return result
 
     def take_rate(self, rate: float) -> None:
         """Go on with another learning rate than the one that was loaded."""
@@ -468,10 +468,10 @@ def _unscaled(optimizer: Any, gradients: Tensors) -> Iterator[None]:
 def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Plain values in a Keras configuration; what things are called tells nothing."""
     if isinstance(value, dict):
-        for key, one in value.items():
+        for key, item in value.items():
             if key not in ("name", "registered_name", "module"):
                 path = name if key == "config" else f"{name}.{key}".lstrip(".")
-                yield from _flat(one, path)
+                yield from _flat(item, path)
     else:
         plain = isinstance(value, (bool, int, float, str, type(None)))
         yield name, value if plain else str(value)

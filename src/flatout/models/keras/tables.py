@@ -60,7 +60,7 @@ def why_whole(layer: Any, model: Any) -> str:
         model: that it is in; who else has its variable is found there.
     """
     kind: Any = type(layer)
-    own: Any = next(one for one in kind.__mro__ if one.__name__ == "Embedding")
+    own: Any = next(item for item in kind.__mro__ if item.__name__ == "Embedding")
     if kind.call is not own.call or kind.embeddings is not own.embeddings or "call" in vars(layer):
         return f"the call of {kind.__name__} is not Keras' own"
     if not layer.built:
@@ -85,6 +85,6 @@ def why_whole(layer: Any, model: Any) -> str:
         other.name
         for other in modules_of(model)
         if getattr(other.__class__, "call", None) is not own.call
-        and any(one is variable for one in getattr(other, "_trainable_variables", ()))
+        and any(item is variable for item in getattr(other, "_trainable_variables", ()))
     ]
     return f"{others[0]} reads all of it" if others else ""

@@ -119,7 +119,7 @@ class PowerSgd(Reduction):
         self._saved = {}
         for number, first in (states[0] if states else {}).items():
             mine = [state[number] for state in states[own::size]]
-            error = sum((one["error"] for one in mine), torch.zeros_like(first["error"]))
+            error = sum((item["error"] for item in mine), torch.zeros_like(first["error"]))
             self._saved[number] = {**first, "error": error}
 
 

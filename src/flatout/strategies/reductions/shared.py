@@ -70,8 +70,8 @@ class Shared(Reduction):
         finally:
             os.close(file)
         real = dtype.to_real()
-        values = [one[:size].view(real).tensor_split(ranks) for one in mapped]
-        sums = [one[whole:][:size].view(real).tensor_split(ranks) for one in mapped]
+        values = [item[:size].view(real).tensor_split(ranks) for item in mapped]
+        sums = [item[whole:][:size].view(real).tensor_split(ranks) for item in mapped]
         self._laid[number] = _Laid(
             [pieces[own] for pieces in values],
             sums[own][own],

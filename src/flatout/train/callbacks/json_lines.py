@@ -104,8 +104,8 @@ class JsonLines(Callback):
 
     def _is_removed(self) -> bool:
         assert self._file is not None
-        found = os.fstat(self._file.fileno())
-        return stat.S_ISREG(found.st_mode) and not found.st_nlink
+        result = os.fstat(self._file.fileno())
+        return stat.S_ISREG(result.st_mode) and not result.st_nlink
 
     def _give_up(self, error: OSError) -> None:
         self._close()
