@@ -347,6 +347,15 @@ class Pipeline(Staged["Pipeline"]):
         rows = self._built.last_rows
         return None if rows is None else last_batch(rows, batch.size, drop_last=False)
 
+    @property
+    def direct(self) -> Any:
+        """The source that gives its batches as they are, as of arrays without a function of the
+        user's; None where samples are made one by one."""
+        if not self.in_batches or self.normalization is not None or self.prefetches is not None:
+            return None
+        is_made = isinstance(self._built, BuiltStream) or isinstance(self._program, Program)
+        return None if is_made else self._program
+
     @cached_property
     def digest(self) -> str:
         """16 hex digits over the source, the samples chosen, and the functions."""

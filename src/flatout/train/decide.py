@@ -37,7 +37,7 @@ from flatout.strategies import (
     Strategy,
     reduction_of,
 )
-from flatout.train import auto
+from flatout.train import auto, device_data
 from flatout.train.auto import Decision
 from flatout.train.checks import MISFITS, check_first_batch
 from flatout.train.frozen_precision import Planned
@@ -116,6 +116,7 @@ def decide(
     if loop.has_servers and loop.requested.world.spare_workers:
         decision.search = None  # ranks compare times in steps that do not wait for all of them
     resolved = _with_device(loop, _with_reasons(loop, decision.recipe), facts)
+    resolved = _with_device_data(loop, resolved, first)
     check_split(loop, resolved)
     if loop.world.size > 1:
         # Each rank has looked; what the first found holds for all.
@@ -247,6 +248,19 @@ def _with_device(loop: LoopState, resolved: ResolvedRecipe, facts: ModelFacts) -
     choice = Choice(value=name, reason=loop.why_device, parity=parity)
     choices = {**resolved.choices, "world.device": choice}
     return loop.requested.resolve(choices, resolved.machine, facts)
+
+
+def _with_device_data(
+    loop: LoopState, resolved: ResolvedRecipe, first: list[Batch]
+) -> ResolvedRecipe:
+    """Say in the Recipe whether data in memory go to the device, which it tells by their size."""
+    asked = loop.requested.input.on_device
+    if asked == "off":
+        return resolved
+    frozen = _planned(loop, first) is not None
+    choice = device_data.choose(asked, loop.feed.source, loop.device, frozen=frozen)
+    choices = {**resolved.choices, device_data.FIELD: choice}
+    return loop.requested.resolve(choices, resolved.machine)
 
 
 def _reduction(loop: LoopState, resolved: ResolvedRecipe) -> tuple[Reduction, ResolvedRecipe]:

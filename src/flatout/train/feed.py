@@ -20,6 +20,7 @@ from flatout.data import (
     prefetch,
 )
 from flatout.recipe import Choice, Parity, Recipe, ResolvedRecipe
+from flatout.train.device_data import DeviceData
 from flatout.train.inputs import Inputs
 from flatout.train.ranks import part_of
 from flatout.world import World
@@ -59,6 +60,7 @@ class Feed:
         channels_last: whether images lie so there.
         inputs: what becomes of a batch's images on the device; as a Trainer sets it.
         taken: batches of this epoch that were taken.
+        device_data: keeps arrays on the device; None where they stay on the host.
         features: keeps what frozen leading layers give; None where nothing is kept.
         claims: the parts of batches that this rank claims; None where it has its own of each.
         looks_ahead: whether a batch is asked for one step before it is taken.
@@ -72,6 +74,7 @@ class Feed:
         self.channels_last = False
         self.inputs = Inputs()
         self.taken = 0
+        self.device_data: DeviceData | None = None
         self.features: KeepsFeatures | None = None
         self.claims: Claims | None = None
         self.looks_ahead = False
@@ -103,7 +106,10 @@ class Feed:
             whole: every rank takes each batch whole.
         """
         assert self.source is not None
-        part, log = part_of(self.source, world, note, whole=whole), world.collectives
+        source = self.source
+        if self.device_data is not None:
+            source = self.device_data.trained_on(source)
+        part, log = part_of(source, world, note, whole=whole), world.collectives
         if hasattr(self.source, "expect_epochs"):
             self.source.expect_epochs(epochs)
         features = self.features
@@ -147,7 +153,8 @@ class Feed:
         else:
             kept = () if rows is None else (rows,)  # a source of arrays keeps none
             iterator = part.claimed(epoch, self.claims, *kept)  # type: ignore[attr-defined]
-        is_ahead = not isinstance(source, Pipeline) or source.prefetches is not None
+        whole = getattr(part, "_whole", part)
+        is_ahead = not isinstance(whole, Pipeline) or whole.prefetches is not None
         if not is_ahead and self._copies:
             iterator = prefetch(iterator, self.device)
         return iterator
@@ -160,6 +167,8 @@ class Feed:
             source: that is evaluated.
             part: what this rank reads of it.
         """
+        if self.device_data is not None and part is source:
+            part = self.device_data.evaluated(source)
         if self.features is None:
             yield part.batches(0, 0)
             return
@@ -187,11 +196,11 @@ class Feed:
 
     def notes(self) -> list[str]:
         """What happened since the last call that the user should know."""
-        found = found_of(self.source)
-        if found is None:
-            return []
-        notes = [f"input: {note}" for note in found.notes]
-        found.notes.clear()
+        notes: list[str] = []
+        for told in (found_of(self.source), self.device_data):
+            if told is not None:
+                notes += [f"input: {note}" for note in told.notes]
+                told.notes.clear()
         return notes
 
     def with_workers(self, requested: Recipe, resolved: ResolvedRecipe) -> ResolvedRecipe:

@@ -42,6 +42,7 @@ from flatout.strategies import check_replicas
 from flatout.train import guard
 from flatout.train.broadcast import watched
 from flatout.train.decide import decide, make_stepper
+from flatout.train.device_data import DeviceData, room
 from flatout.train.features import FrozenFeatures
 from flatout.train.loop_state import LoopState, Scheduler
 from flatout.train.numbers_guard import NumbersGuard, Step
@@ -204,6 +205,8 @@ class Loop(LoopState):
         self.resolved, decision = decide(self, self.facts, compute, first, steps)
         self._guard = NumbersGuard(self.stepper, self.world, self.feed.first, self._latest)
         self.feed.channels_last = self.resolved.compute.memory_format == "channels_last"
+        if self.resolved.input.on_device == "on":
+            self.feed.device_data = DeviceData(self.device, room(self.device))
         if decision.search is not None:
             tuner = tune(self, decision, self._notice_other_job)
             if compute is not None and has_compiled(self.model):

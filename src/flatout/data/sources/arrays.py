@@ -110,6 +110,18 @@ class Arrays(Staged[Pipeline]):
         )
         return Arrays(inputs, targets, weight, scale=self.scale, shift=self.shift)
 
+    def on(self, device: torch.device) -> Arrays:
+        """A copy of all of it on a device."""
+        inputs, targets, weight = map_tensors(
+            lambda tensor: tensor.to(device), (self.inputs, self.targets, self.weight)
+        )
+        return Arrays(inputs, targets, weight, scale=self.scale, shift=self.shift)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all its tensors."""
+        return sum(tensor.nbytes for _, tensor in self._named())
+
     def describe(self) -> str:
         """In words, such as "1,437 samples in memory, uint8 1x28x28"."""
         place = "memory" if self.device.type == "cpu" else f"memory of {self.device}"
@@ -179,10 +191,14 @@ class ArraySource:
             _taker(data.weight, self._tensor_taker),
         )
         # Calls to gather a small batch take longer than its bytes.
-        row = sum(tensor.nbytes for _, tensor in data._named()) // data.samples
+        row = data.nbytes // data.samples
         fitting = _TOGETHER // max(1, row * plan.batch_size)
         on_cpu = data.device.type == "cpu" and not self._pin
         self._together = max(1, min(_MOST_TOGETHER, fitting)) if on_cpu else 1
+
+    def on(self, device: torch.device) -> ArraySource:
+        """The same batches, gathered on a device from a copy of the data there."""
+        return ArraySource(self.data.on(device), self.plan)
 
     @property
     def digest(self) -> str:

@@ -44,6 +44,16 @@ class Input(Section):
         of_input=True,
         cure="flatout.cures.loaders:Loaders",
     )
+    on_device: Switch = setting(
+        "auto",
+        "Arrays in memory are copied to the GPU once, and batches are gathered there; so is a "
+        "validation, from its second time on. `auto` is `on` where they take at most 5% of the "
+        "GPU's memory and a quarter of what is free.",
+        plain="off",
+        parity=Parity.EXACT,
+        words="data on the device",
+        unmeasured=lambda at: ("off", "no GPU"),
+    )
     features: Literal["auto", "off", "memory", "disk"] = setting(
         "auto",
         "What frozen leading layers give for a sample is kept, in memory or on the disk, and "

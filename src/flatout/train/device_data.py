@@ -1,0 +1,106 @@
+"""Data in memory that are copied to the GPU once, so that batches are gathered there.
+
+A batch that is gathered on the host takes the host's time in each step, and a copy.
+"""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+
+from flatout.data import ArraySource, Pipeline, Source
+from flatout.recipe import Choice, Parity
+from flatout.words import size_words
+
+FIELD = "input.on_device"
+# Of the device's memory, and of what is free before the first step.
+_MOST, _MOST_FREE = 0.05, 0.25
+
+
+def choose(asked: str, source: Source | None, device: torch.device, *, frozen: bool) -> Choice:
+    """Whether data are to be copied to the device, and why.
+
+    Args:
+        asked: "auto", "on" or "off".
+        source: of the training data; None where it is not known yet.
+        device: where the model trains.
+        frozen: whether features of frozen layers may be kept, which are read on the host.
+    """
+
+    def off(reason: str) -> Choice:
+        return Choice(value="off", reason=reason, parity=Parity.EXACT)
+
+    if device.type != "cuda":
+        return off("no GPU")
+    arrays = _on_host(source)
+    if arrays is None:
+        return off("the data are no arrays in the host's memory")
+    if frozen:
+        return off("features of frozen layers may be kept")
+    most, taken = room(device), arrays.data.nbytes
+    if asked == "auto" and taken > most:
+        found = f"the data take {size_words(taken)}"
+        return off(f"{found}, and of this device at most {size_words(most)} is taken")
+    return Choice(value="on", reason=f"{size_words(taken)}, gathered there", parity=Parity.EXACT)
+
+
+def room(device: torch.device) -> int:
+    """Bytes of a GPU that data may take unasked."""
+    free, total = torch.cuda.mem_get_info(device)
+    return int(min(_MOST * total, _MOST_FREE * free))
+
+
+class DeviceData:
+    """Keeps copies of arrays on a device, as long as their sources are there.
+
+    Args:
+        device: where they are.
+        room: bytes that they may take, but for those of the training.
+
+    Attributes:
+        notes: what the user should know.
+    """
+
+    def __init__(self, device: torch.device, room: int) -> None:
+        self._device, self._room = device, room
+        self._copies: WeakKeyDictionary[ArraySource, ArraySource] = WeakKeyDictionary()
+        self._evaluated: WeakSet[ArraySource] = WeakSet()
+        self.notes: list[str] = []
+
+    def trained_on(self, source: Source) -> Source:
+        """The source with its data on the device; itself where it gathers no arrays."""
+        arrays = _on_host(source)
+        return source if arrays is None else self._copy(arrays)
+
+    def evaluated(self, source: Source) -> Source:
+        """The same of a source that is evaluated, from its second time on, where there is room."""
+        arrays = _on_host(source)
+        if arrays is None:
+            return source
+        is_again = arrays in self._evaluated
+        self._evaluated.add(arrays)
+        taken = sum(copy.data.nbytes for copy in self._copies.values())
+        if arrays in self._copies or (is_again and taken + arrays.data.nbytes <= self._room):
+            return self._copy(arrays)
+        return source
+
+    def _copy(self, arrays: ArraySource) -> ArraySource:
+        if arrays not in self._copies:
+            try:
+                self._copies[arrays] = arrays.on(self._device)
+            except torch.OutOfMemoryError:
+                self._copies[arrays] = arrays
+                self.notes.append(
+                    f"the data stay on the host: {size_words(arrays.data.nbytes)} more do not fit "
+                    f"on {self._device}"
+                )
+        return self._copies[arrays]
+
+
+def _on_host(source: Source | None) -> ArraySource | None:
+    """What gathers batches of arrays on the host; None where nothing does."""
+    direct = source.direct if isinstance(source, Pipeline) else source
+    if not isinstance(direct, ArraySource) or direct.data.device.type != "cpu":
+        return None
+    return direct
