@@ -179,12 +179,6 @@ def test_the_settings_that_ran_stand_among_those_that_promise():
     assert found.promised[-1][1] == pytest.approx(sum(lane.least_s for lane in found.lanes))
 
 
-def test_on_a_gpu_the_step_stands_as_a_whole():
-    (step,) = Explanation.of(history(roofline={**history()["roofline"], "device": "cuda"})).lanes
-    assert (step.name, step.took_s) == ("step", pytest.approx(0.029))
-    assert "on a GPU" in "\n".join(lines(roofline={**history()["roofline"], "device": "cuda"}))
-
-
 def test_another_machine_and_a_compiled_model_have_no_roofline(tmp_path):
     counts = {**history()["roofline"], "rates": None}
     assert "on another machine" in "\n".join(lines(roofline=counts))

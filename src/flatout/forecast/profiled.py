@@ -159,10 +159,7 @@ def lane_share(profile: Profile, *lanes: str) -> float:
 
 
 def input_wait(profile: Profile) -> float:
-    """What share of a step its device waits for input; a GPU that is busy does not."""
-    busy = use_of(profile)[0]
-    if _device(profile) == "cuda" and busy is not None and busy >= BUSY:
-        return 0.0
+    """What share of a step its device waits for input."""
     return lane_share(profile, "input")
 
 
@@ -212,8 +209,7 @@ def _measured(found: Sequence[Profile], settings: Mapping[str, Any]) -> Measured
     batch = float(first.steps.batch_size or 0)
     job = _job(first, last, settings, notes)
     rows = [row for profile in profiles for row in _rows(profile)]
-    # Lanes are times of the host, which say of a GPU neither what computes nor for how long.
-    fixed = lane_share(first, "optimizer", "host") if device == "cpu" else 0.0
+    fixed = lane_share(first, "optimizer", "host")
     prior = Prior(
         fixed=(fixed, fixed + 0.4 * (1 - fixed)),
         spread=(0.05, 1.0) if job.spread.is_measured else (0.002, 0.05),
@@ -269,13 +265,15 @@ def _backward(profile: Profile) -> float:
     """What share of computing it is; two thirds where lanes do not tell."""
     lanes = profile.ranks[0].lanes_ms
     backward = lanes.get("backward", 0.0)
-    if _device(profile) != "cpu" or not backward:
+    if not backward:
         return 2 / 3
     return backward / sum(lanes[lane] for lane in ("forward", "backward", "optimizer", "host"))
 
 
 def _buckets(profile: Profile) -> tuple[Bucket, ...]:
-    """Those of a run, ready when it says so, or one after the other where lanes do not tell."""
+    """Those of a run, ready when it says so, or one after the other where that is not known: on a
+    GPU it is said by the host, which is ahead.
+    """
     backward = profile.ranks[0].lanes_ms.get("backward", 0.0)
     found = [one for one in profile.communication.get("buckets", ()) if one["bytes"]]
     tells = _device(profile) == "cpu" and backward > 0

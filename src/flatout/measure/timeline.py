@@ -10,7 +10,8 @@ The loop reads the clock between its lanes and hands the durations over once per
 
 The wall time from the first step's start to the last step's end is then split without remainder:
 what no step recorded and nothing added is `idle`, and the garbage collector's time is moved out of
-the lane that it interrupted into `gc`.
+the lane that it interrupted into `gc`. On a GPU (device_lanes.py) rows are written some steps late,
+and what the collector took is part of its lane.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from collections.abc import Sequence
 from functools import cache
 from statistics import median
 from time import perf_counter_ns
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +53,24 @@ _ROW = struct.Struct("9q")
 _pack_row = _ROW.pack_into
 
 
+class Behind(Protocol):
+    """Writes the rows of steps that a device makes behind the host, see device_lanes.py."""
+
+    @property
+    def steps(self) -> int:
+        """How many have no row yet."""
+
+    @property
+    def samples(self) -> int:
+        """On how many these trained."""
+
+    def settle(self, *, wait: bool = False) -> None:
+        """Write the rows of steps that have passed; with `wait` of all."""
+
+    def forget(self) -> None:
+        """Drop the steps whose rows are not written."""
+
+
 class Timeline:
     """The lanes of one rank's steps. One thread records; any thread may read.
 
@@ -60,7 +79,12 @@ class Timeline:
             chunks; older ones live on in the totals alone.
         clock_reads: how often the loop reads the clock for each step, counted into
             `added_us_per_step`: before the first lane and after each of the seven.
+
+    Attributes:
+        device: on a GPU, writes the rows; else None.
     """
+
+    device: Behind | None = None
 
     def __init__(self, capacity: int = 65_536, *, clock_reads: int = 8) -> None:
         if capacity < 1:
@@ -77,7 +101,7 @@ class Timeline:
     def __getstate__(self) -> dict[str, Any]:
         """What a copy in another process needs: all but the lock and the view of the rows."""
         with self._lock:
-            return {k: v for k, v in vars(self).items() if k not in ("_lock", "_buffer")}
+            return {k: v for k, v in vars(self).items() if k not in ("_lock", "_buffer", "device")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -87,6 +111,8 @@ class Timeline:
 
     def reset(self) -> None:
         """Forgets everything recorded so far."""
+        if self.device is not None:
+            self.device.forget()
         with self._lock:
             # Rows of start, seven durations and samples: a ring, filled in place by struct.
             self._rows = np.zeros((self.capacity, 9), dtype=np.int64)
@@ -109,7 +135,8 @@ class Timeline:
 
     def start(self) -> None:
         """Begins to time the garbage collector; the pause since `stop()` is no one's idle time."""
-        self._collections.start()
+        if self.device is None:
+            self._collections.start()
         if self._stopped_at is not None:
             with self._lock:
                 self._own(perf_counter_ns() - self._stopped_at)
@@ -117,6 +144,7 @@ class Timeline:
 
     def stop(self) -> None:
         """Ends it. A second call changes nothing."""
+        self.settle()
         self._collections.stop()
         if self._stopped_at is None:
             self._stopped_at = perf_counter_ns()
@@ -156,16 +184,27 @@ class Timeline:
             raise FlatoutError(
                 f"cannot add to lane {lane!r}", do=f"choose one of {', '.join(LANES[:-2])}"
             )
+        self.settle()
         with self._lock:
             collected = min(ns, self._collections.take_since(perf_counter_ns() - ns))
             self._totals[lane] += ns - collected
             self._totals["gc"] += collected
             self._own(ns)
 
+    def settle(self) -> None:
+        """Waits for a device that is behind, so that all steps have their rows."""
+        if self.device is not None:
+            self.device.settle(wait=True)
+
     @property
     def steps(self) -> int:
         """How many steps were recorded."""
         return self._rounds * self.capacity + self._at // _ROW.size
+
+    @property
+    def behind(self) -> tuple[int, int]:
+        """How many more steps were made whose rows are not there yet, and on how many samples."""
+        return (0, 0) if self.device is None else (self.device.steps, self.device.samples)
 
     @property
     def samples(self) -> int:

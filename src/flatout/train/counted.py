@@ -28,6 +28,7 @@ def operator_count(loop: Loop) -> OperatorCount | None:
 def counted(count: OperatorCount, loop: Loop) -> dict[str, Any]:
     """The step that was counted as plain data, as `flatout.measure.roofline` takes it."""
     device, threads = loop.device.type, torch.get_num_threads()
+    loop.timeline.settle()
     return {
         "device": device,
         "threads": threads,

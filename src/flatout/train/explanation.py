@@ -49,8 +49,7 @@ class Lane:
     """What a lane of the median step took, and takes at least at this machine's best rates.
 
     Attributes:
-        name: "forward", "backward" or "optimizer"; "step" where the lanes are not the device's, or
-            steps are one compiled graph.
+        name: "forward", "backward" or "optimizer"; "step" where steps are one compiled graph.
         took_s: seconds; 0 where no step was recorded.
         kinds: at least, seconds by kind of operator.
     """
@@ -118,10 +117,7 @@ class Explanation:
         least = bound(counts, self.rates, self.settings)
         if self.is_captured:
             return [Lane("step", took.get("forward", 0.0), _summed(least.values()))]
-        if counts["device"] == "cpu":
-            return [Lane(name, took.get(name, 0.0), kinds) for name, kinds in least.items()]
-        # There the lanes are the host's, which calls ahead.
-        return [Lane("step", sum(took.values()), _summed(least.values()))]
+        return [Lane(name, took.get(name, 0.0), kinds) for name, kinds in least.items()]
 
     @cached_property
     def promised(self) -> list[tuple[str, float, float]]:

@@ -33,7 +33,7 @@ from torch import nn
 from flatout.data import Batch, Source
 from flatout.devices import process
 from flatout.errors import ModelError
-from flatout.measure import Live, RanksOnHost, StepTimes
+from flatout.measure import Live, RanksOnHost, StepTimes, cuda_lanes
 from flatout.models import has_compiled
 from flatout.optim import Optimizers, as_tuple
 from flatout.recipe import ResolvedRecipe, dumps
@@ -163,6 +163,8 @@ class Loop(LoopState):
         calls = Calls(model) if self.told is None else None
         self.feed.features = self.features = FrozenFeatures(self, model, calls)
         self.undo.callback(self.features.close)
+        if self.device.type == "cuda":
+            self.stepper.lanes = cuda_lanes(self.timeline, self.device)
         capture_steps(self, compute, None if self.tuner is None else self.tuner.search)
         if not self.takes_whole_batches:
             check_replicas(model, world, "at the start")
@@ -348,17 +350,22 @@ class Loop(LoopState):
             tell_of_tables(self, [])
         turn.mean_loss.add(done.loss, done.weight)
         now = clock()
-        self.timeline.record(
-            start,
-            fetch,
-            copy,
-            done.forward + frozen,
-            done.backward,
-            done.sync + others,
-            done.optimizer,
-            now - stepped,
-            self._samples_of(batches),
-        )
+        samples = self._samples_of(batches)
+        if (device := self.stepper.lanes) is None:
+            self.timeline.record(
+                start,
+                fetch,
+                copy,
+                done.forward + frozen,
+                done.backward,
+                done.sync + others,
+                done.optimizer,
+                now - stepped,
+                samples,
+            )
+        else:
+            queueing = done.forward + done.backward + done.sync + done.optimizer
+            device.record(start, fetch, copy, others, frozen, queueing, now - stepped, samples)
         if now >= self._look_at:
             self._look(now)
         self.pace.mark()
@@ -417,7 +424,9 @@ class Loop(LoopState):
         """
         stepper = self.stepper
         turns = stepper.turns.values() if optimizer is None else [stepper.turn_of(optimizer)]
-        return mean_of([turn.mean_loss.state_dict() for turn in turns])
+        found = mean_of([turn.mean_loss.state_dict() for turn in turns])
+        self.timeline.settle()  # the device has ended all steps
+        return found
 
     def notes(self) -> list[str]:
         """What happened since the last call that the user should know."""

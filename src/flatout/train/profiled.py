@@ -75,7 +75,7 @@ def steady_steps(loop: LoopState) -> Steady:
     samples = loop.timeline.step_samples()
     spans = (loop.tuning or {}).get("spans", [])
     ran = np.zeros(len(samples), bool)
-    before = loop.step_count - len(samples) + 1
+    before = loop.step_count - loop.timeline.behind[0] - len(samples) + 1
     for span in spans:
         if span["settings"] == spans[-1]["settings"]:
             ran[max(0, span["first"] - before) : max(0, span["last"] - before + 1)] = True

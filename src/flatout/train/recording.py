@@ -126,6 +126,7 @@ class Recording:
         if self._folder is None or not self._loop.checkpointing.holds:
             return
         self._use.look()
+        self._loop.timeline.settle()
         state, words = _ended(error)
         profile = self._profile(state, words)
         try:

@@ -94,7 +94,8 @@ class FitState:
     @property
     def samples(self) -> int:
         """Samples that the steps of this fit have trained on, of all ranks, without padding."""
-        return self.history.timeline.samples
+        timeline = self.history.timeline
+        return timeline.samples + timeline.behind[1]
 
     @property
     def learning_rate(self) -> float:

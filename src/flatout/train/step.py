@@ -23,6 +23,7 @@ import torch
 
 from flatout.data import Batch, tensors_in
 from flatout.errors import DataError, FlatoutError, OutOfMemory
+from flatout.measure import DeviceLanes
 from flatout.models import SampleDropout, adapter_of, is_batch_coupled
 from flatout.optim import LrScale, Optimizers, Update, as_tuple, scaled
 from flatout.strategies import Strategy, Sums, SyncBatchNorm
@@ -128,6 +129,7 @@ class Stepper:
             0 before steps are those of all ranks.
         may_split: whether a batch is taken again in smaller pieces where memory runs out.
         capture: makes steps as one compiled graph where settings say so; None where none can.
+        lanes: puts events between the parts of a step, on a device that runs behind the host.
         joint: the turn of all optimizers together.
         turn: that of the present step, or the latest.
         turns: all that there were, by the places of their optimizers.
@@ -163,6 +165,7 @@ class Stepper:
         self._use_autocast = False
         self._captures = False
         self.capture: MakesGraphs | None = None
+        self.lanes: DeviceLanes | None = None
 
     def use(self, settings: Settings) -> None:
         """Switch to other settings before the next step."""
@@ -258,6 +261,8 @@ class Stepper:
             OutOfMemory: where the batch cannot be split further, or only by changing learning.
         """
         self.turn = turn or self.joint
+        if self.lanes is not None:
+            self.lanes.begin()
         if not self._captures or self.capture is None or self.turn is not self.joint:
             return self._eager(compute, batches, step)
         eager = partial(self._eager, compute, batches, step)
@@ -293,7 +298,12 @@ class Stepper:
         with self._at_rates_of(step):
             self._update()
         self.stopping = self.strategy.after_step() or self.stopping
+        self._mark("optimizer")
         return Done(*found, clock() - start)
+
+    def _mark(self, lane: str) -> None:
+        if self.lanes is not None:
+            self.lanes.mark(lane)
 
     def _update(self) -> None:
         if self.scaler is None:
@@ -316,6 +326,7 @@ class Stepper:
             for rows in self.switch.rows.values():
                 rows.merge()
             sums = strategy.finish()
+            self._mark("sync")
             self.stopping = bool(sums.votes)
             waited = log.waited - waited
             self._divide(self._samples_of(batches), sums.weight)
@@ -390,7 +401,9 @@ class Stepper:
         start = clock()
         loss, weight = mean_of_value(self._forward(compute, batch), batch.size)
         middle = clock()
+        self._mark("forward")
         self._backward(loss)
+        self._mark("backward")
         return _Part(loss.detach(), weight, middle - start, clock() - middle, True)
 
     def _sums(self, compute: Compute, pieces: Sequence[Batch], samples: float) -> _Part:
@@ -409,10 +422,12 @@ class Stepper:
             total = total + part.detach() / piece.copies
             weight = weight + part_weight / piece.copies
             middle, waited = clock(), log.waited
+            self._mark("forward")
             if number == len(pieces):
                 vote = float(self.wants_to_stop)
                 self.strategy.arm(Sums(total, weight, vote), samples, self.scaler)
             self._backward(part / (samples * piece.copies))
+            self._mark("backward")
             forward += middle - start - (waited - begun)
             backward += clock() - middle - (log.waited - waited)
         assert torch.is_tensor(total)
