@@ -87,6 +87,18 @@ def test_a_source_that_is_evaluated_once_is_not_copied():
     assert not len(data._copies)
 
 
+def test_what_is_written_into_the_arrays_is_seen_by_the_next_epoch():
+    data, x = DeviceData(CPU, room=10**6), torch.zeros(10, 4)
+    source = as_source((x,), batch_size=5, shuffle=False)
+    before = data.trained_on(source)
+    for batch in before.batches(0):
+        batch.inputs.add_(1)  # as a model may that works in place
+    assert not x.any()
+    assert data.trained_on(source) is before
+    x[3] = 7
+    assert data.trained_on(source) is not before
+
+
 def test_data_that_do_not_fit_stay_and_are_named(monkeypatch):
     def on(self, device):
         raise torch.OutOfMemoryError("CUDA out of memory")

@@ -189,7 +189,8 @@ def _checked(
     """What to search, or why nothing."""
     budget, plain = check.budget, check.plain
     options = _options(requested, stepper, batch, facts, allow)
-    threads = requested.get("process.threads") == "auto" and allow >= Parity.TOLERANT
+    is_cpu = stepper.switch.device.type == "cpu"  # elsewhere threads compute next to nothing
+    threads = requested.get("process.threads") == "auto" and allow >= Parity.TOLERANT and is_cpu
     # What is drawn by sample does not reach into compiled code.
     compiles = (
         requested.get("compute.compile") == "auto"
@@ -221,7 +222,7 @@ def _checked(
         modules=sum(1 for _ in stepper.switch.model.modules()),
         threads=threads,
         compiles=compiles,
-        captures=captures and stepper.switch.device.type == "cpu",
+        captures=captures and is_cpu,
         counts=counts,
         few_s=check.few_s,
         starts_cold=check.starts_cold,

@@ -65,11 +65,15 @@ class DeviceData:
     def __init__(self, device: torch.device, room: int) -> None:
         self._device, self._room = device, room
         self._copies: WeakKeyDictionary[ArraySource, ArraySource] = WeakKeyDictionary()
+        self._versions: WeakKeyDictionary[ArraySource, list[int]] = WeakKeyDictionary()
         self._evaluated: WeakSet[ArraySource] = WeakSet()
         self.notes: list[str] = []
 
     def trained_on(self, source: Source) -> Source:
-        """The source with its data on the device; itself where it gathers no arrays."""
+        """The source with its data on the device; itself where it gathers no arrays.
+
+        Where torch has written into them since, they are copied once more.
+        """
         arrays = _on_host(source)
         return source if arrays is None else self._copy(arrays)
 
@@ -86,7 +90,9 @@ class DeviceData:
         return source
 
     def _copy(self, arrays: ArraySource) -> ArraySource:
-        if arrays not in self._copies:
+        versions = arrays.data.versions
+        if arrays not in self._copies or self._versions[arrays] != versions:
+            self._versions[arrays] = versions
             try:
                 self._copies[arrays] = arrays.on(self._device)
             except torch.OutOfMemoryError:

@@ -122,6 +122,11 @@ class Arrays(Staged[Pipeline]):
         """Of all its tensors."""
         return sum(tensor.nbytes for _, tensor in self._named())
 
+    @property
+    def versions(self) -> list[int]:
+        """How often torch has written into each of its tensors."""
+        return [tensor._version for _, tensor in self._named()]
+
     def describe(self) -> str:
         """In words, such as "1,437 samples in memory, uint8 1x28x28"."""
         place = "memory" if self.device.type == "cpu" else f"memory of {self.device}"
@@ -176,8 +181,11 @@ class ArraySource:
     counted = True
     can_claim = True
 
-    def __init__(self, data: Arrays, plan: BatchSampler, *, pin_memory: bool = False) -> None:
+    def __init__(
+        self, data: Arrays, plan: BatchSampler, *, pin_memory: bool = False, views: bool = True
+    ) -> None:
         self.data = data
+        self._views = views and not plan.shuffle
         self.plan = plan
         self.batch_size: int | None = plan.batch_size
         self.steps: int | None = plan.steps
@@ -198,7 +206,8 @@ class ArraySource:
 
     def on(self, device: torch.device) -> ArraySource:
         """The same batches, gathered on a device from a copy of the data there."""
-        return ArraySource(self.data.on(device), self.plan)
+        # None is a view: who writes into a batch on a device writes into nothing that is read again.
+        return ArraySource(self.data.on(device), self.plan, views=False)
 
     @property
     def digest(self) -> str:
@@ -238,7 +247,7 @@ class ArraySource:
         order = self._order(epoch)
         if not self.plan.shuffle:
             order = order.clone()  # batches give out views of it, and the one who has one may write
-        if self.plan.shuffle or self._scaled or self._pin:
+        if not self._views or self._scaled or self._pin:
             return self._gathered(order, first)
         return self._viewed(order, first)
 

@@ -48,7 +48,8 @@ class Input(Section):
         "auto",
         "Arrays in memory are copied to the GPU once, and batches are gathered there; so is a "
         "validation, from its second time on. `auto` is `on` where they take at most 5% of the "
-        "GPU's memory and a quarter of what is free.",
+        "GPU's memory and a quarter of what is free. What torch writes into them while training "
+        "is seen from the next epoch on; what numpy writes is not.",
         plain="off",
         parity=Parity.EXACT,
         words="data on the device",
