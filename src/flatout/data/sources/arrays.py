@@ -206,7 +206,7 @@ class ArraySource:
 
     def on(self, device: torch.device) -> ArraySource:
         """The same batches, gathered on a device from a copy of the data there."""
-        # None is a view: who writes into a batch on a device writes into nothing that is read again.
+        # None is a view: who writes into a batch writes into nothing that is read again.
         return ArraySource(self.data.on(device), self.plan, views=False)
 
     @property
