@@ -56,12 +56,12 @@ class Cached:
             made = iter(dataset.__getitems__(lacking))
         else:
             made = (dataset[index] for index in lacking)
-        found = []
+        result = []
         for number, is_kept in zip(numbers, are_kept, strict=True):
-            found.append(store.get([number])[0] if is_kept else next(made))
+            result.append(store.get([number])[0] if is_kept else next(made))
             if not is_kept:
-                store.keep(number, found[-1])
-        return found
+                store.keep(number, result[-1])
+        return result
 
     def __len__(self) -> int:
         return len(self.__dict__["_flatout"][0])
@@ -90,7 +90,7 @@ def keep_samples(torch: Any, steps: Steps) -> None:
         if not is_on():
             return
         dataset = loader.dataset
-        for number in [number for number, one in known.items() if one.dataset() is None]:
+        for number in [number for number, value in known.items() if value.dataset() is None]:
             del known[number]
         if id(dataset) not in known:
             known[id(dataset)] = _Known(torch, dataset)
@@ -226,8 +226,8 @@ def _made_twice(torch: Any, dataset: Any, count: int) -> tuple[Form | None, str]
     form = form_of(first[0])
     if form is None:
         return None, f"samples of {name} are not made of tensors, arrays and numbers alone"
-    for one, other in zip(first, again, strict=True):
-        a, b = form.columns(one), form.columns(other)
+    for item, other in zip(first, again, strict=True):
+        a, b = form.columns(item), form.columns(other)
         if a is None or b is None:
             return None, f"samples of {name} differ in shape"
         if not are_same(a, b):

@@ -84,8 +84,8 @@ class DatasetNow:
         kind, samples = type(dataset), _samples_of(dataset)
         gone = [
             at
-            for at, one in self._known.items()
-            if one.made() is None and (one.kind, one.samples) == (kind, samples)
+            for at, value in self._known.items()
+            if value.made() is None and (value.kind, value.samples) == (kind, samples)
         ]
         identity = self._known.pop(gone[0]).identity if gone else id(dataset)
         self._known[id(dataset)] = _Known(made, kind, samples, identity)

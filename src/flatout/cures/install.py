@@ -27,13 +27,13 @@ def wanted(recipe: Recipe) -> dict[str, Any]:
     """
     named = recipe.named()
     is_whole = set(FIELDS) - {"process.threads"} <= set(named)
-    found = {}
+    hooks = {}
     for field in CURES:
         setting, value = SETTINGS[field], named.get(field, "auto")
         is_change = value != setting.plain or (setting.cures_plain and not is_whole)
         if value != "auto" and is_change:
-            found[field] = value
-    return found
+            hooks[field] = value
+    return hooks
 
 
 def in_words(asked: dict[str, Any]) -> list[str]:
@@ -84,8 +84,8 @@ def _hook(torch: Any, asked: dict[str, Any]) -> None:
     steps.watch(torch)
     atexit.register(record.tell_unmet)
     # Those around a model's calls first, the innermost before the others.
-    settings = sorted((SETTINGS[field] for field in asked), key=lambda one: one.around or 99)
-    cures = {one.cure: one.around for one in settings if one.cure is not None}
+    settings = sorted((SETTINGS[field] for field in asked), key=lambda value: value.around or 99)
+    cures = {setting.cure: setting.around for setting in settings if setting.cure is not None}
     around = []
     for cure, is_around in cures.items():
         made = (resolve_name(cure) if isinstance(cure, str) else cure)(torch, steps)

@@ -12,24 +12,24 @@ def tensors_of(part: Any) -> dict[str, Any]:
     """Parameters and buffers of a module, and tensors that are plain attributes, by name."""
     import torch
 
-    found = {**dict(part.named_parameters()), **dict(part.named_buffers())}
+    tensors = {**dict(part.named_parameters()), **dict(part.named_buffers())}
     for path, inner in part.named_modules():
         for name, value in vars(inner).items():
             if isinstance(value, torch.Tensor):
-                found[f"{path}.{name}"] = value
-    return found
+                tensors[f"{path}.{name}"] = value
+    return tensors
 
 
 def layers_of(part: Any) -> dict[str, list[str]]:
     """What a module computes apart from its tensors: code, attributes and hooks, by layer."""
-    found = {}
+    layers = {}
     for path, inner in part.named_modules():
         # Of the module itself these are ours, or stay.
-        found[path] = words_of(inner, () if inner is not part else ("forward",))
+        layers[path] = words_of(inner, () if inner is not part else ("forward",))
         if inner is not part:
             hooks = [*inner._forward_pre_hooks.values(), *inner._forward_hooks.values()]
-            found[path].append(code_digest(hooks))
-    return found
+            layers[path].append(code_digest(hooks))
+    return layers
 
 
 def words_of(layer: Any, without: Collection[str] = ()) -> list[str]:

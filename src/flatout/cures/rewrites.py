@@ -38,9 +38,9 @@ def _rewrite(module: Any) -> None:
     if any(type(outer).__name__ == "OptimizedModule" for outer in unwrapped(module)):
         leave(FIELD, f"{name} is compiled")
         return
-    found = find_rewrites(unwrapped(module)[-1])
-    for rewrite in found:
+    result = find_rewrites(unwrapped(module)[-1])
+    for rewrite in result:
         rewrite.apply()
         took(FIELD, rewrite.words)
-    if not found:
+    if not result:
         leave(FIELD, f"no activation before max-pooling in {name}")

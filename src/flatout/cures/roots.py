@@ -63,9 +63,9 @@ class Roots:
     def _call_of(
         self, original: Call, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Call | None:
-        found = self._calls.get(id(module))
-        if found is not None and found[0]() is module:
-            return found[1]
+        result = self._calls.get(id(module))
+        if result is not None and result[0]() is module:
+            return result[1]
         other = self._others.get(id(module))
         generation = self._steps.generation
         if other is not None and other[1] == generation and other[0]() is module:
@@ -87,7 +87,7 @@ class Roots:
             self._until = self._steps.count + SEARCH_STEPS
             self._module_calls.search()
         elif self._steps.count == self._until:
-            modules = [seen() for seen, _ in self._calls.values()]
+            modules = [item() for item, _ in self._calls.values()]
             classes = {type(m) for module in modules for m in unwrapped(module)}
             plain = unwrap(self._torch.nn.Module.__call__)
             # One with its own call ends in the one that is wrapped now.

@@ -174,6 +174,6 @@ def is_memory_short(kept: int) -> bool:
     return kept % _LOOK_EVERY == 0 and available_bytes() < _RESERVE
 
 
-def are_same(one: Columns, other: Columns) -> bool:
+def are_same(columns: Columns, other: Columns) -> bool:
     """Whether two samples of one form have the same bytes."""
-    return all(np.array_equal(one[at], other[at]) for at in one)
+    return all(np.array_equal(columns[at], other[at]) for at in columns)

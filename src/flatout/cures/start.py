@@ -39,16 +39,16 @@ def recipe_here() -> Recipe:
     Raises:
         RecipeError: it cannot be read.
     """
-    found = from_file()
-    if isinstance(found, ResolvedRecipe):
+    recipe = from_file()
+    if isinstance(recipe, ResolvedRecipe):
         from flatout.measure import fingerprint
 
-        is_here, differences = found.on_this_machine(fingerprint().as_dict())
+        is_here, differences = recipe.on_this_machine(fingerprint().as_dict())
         if not is_here:
             if "FLATOUT_RUN" not in os.environ:  # else `flatout run` has said so
                 say(f"the Recipe is of another machine ({differences[0]})")
-            found = found.undecided()
-    return effective(file=found)
+            recipe = recipe.undecided()
+    return effective(file=recipe)
 
 
 if __name__ == "__main__":

@@ -52,8 +52,8 @@ class Steps:
 
         def before(optimizer: Any, args: Any, kwargs: Any) -> None:
             if not is_compiling() and get_ident() == self.thread and is_on():
-                self.has_closure = any(one is not optimizer and one is not None for one in args)
-                self.has_closure |= any(one is not None for one in kwargs.values())
+                self.has_closure = any(arg is not optimizer and arg is not None for arg in args)
+                self.has_closure |= any(kwarg is not None for kwarg in kwargs.values())
                 for hook in self.before:
                     hook(optimizer)
 
@@ -79,7 +79,11 @@ class Steps:
 
     def optimizers(self) -> list[Any]:
         """Those that were made and are still there."""
-        return [one for found in self._optimizers.values() if (one := found()) is not None]
+        return [
+            optimizer
+            for reference in self._optimizers.values()
+            if (optimizer := reference()) is not None
+        ]
 
     def owns(self, parameters: Iterable[Any]) -> bool:
         """Whether an optimizer steps one of these parameters."""

@@ -33,14 +33,14 @@ def step_rows(torch: Any, steps: Steps) -> None:
         tables[id(optimizer)].before(steps.has_closure)
 
     def after() -> None:
-        for one in tables.values():
-            one.after()
+        for table in tables.values():
+            table.after()
 
     def clipping(original: Any) -> Any:
         def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-            if any(one.rows is not None for one in tables.values()):
-                for one in tables.values():
-                    one.gather()
+            if any(table.rows is not None for table in tables.values()):
+                for table in tables.values():
+                    table.gather()
                 given = [parameters] if torch.is_tensor(parameters) else parameters
                 parameters = [_with_rows(parameter) for parameter in given]
             return original(parameters, *args, **kwargs)

@@ -142,7 +142,7 @@ def first_look(
 
 
 def _begun(
-    ablating: list[str], command: list[str] | None, folder: Path, seen: Path, in_place: bool
+    ablating: list[str], command: list[str] | None, folder: Path, path: Path, in_place: bool
 ) -> tuple[Subject, str]:
     """Starts it, by the first command where nothing of it is kept; without a second only there.
 
@@ -151,7 +151,7 @@ def _begun(
     reason = ""
     if not in_place:
         try:
-            return Contained(ablating, folder / "look", temporary_of(folder) / "look", seen), ""
+            return Contained(ablating, folder / "look", temporary_of(folder) / "look", path), ""
         except FlatoutError as error:
             if command is None:
                 raise
@@ -194,12 +194,12 @@ def _read(folder: Path) -> list[Observation]:
 
 def _opened(path: Path) -> list[tuple[str, str]]:
     """What was noted; a line that the end of the process has cut tells nothing."""
-    found = []
+    result = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         with suppress(ValueError):
-            one = json.loads(line)
-            found.append((one["how"], one["path"]))
-    return found
+            data = json.loads(line)
+            result.append((data["how"], data["path"]))
+    return result
 
 
 def _ended(rank: Observation, code: int | None) -> Observation:

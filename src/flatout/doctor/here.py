@@ -14,15 +14,21 @@ _BF16_GPU = (8, 0)
 """Compute capability from which on GPUs have them."""
 
 
-def on_this_machine(seen: Observation, machine: Inventory, available_bytes: int) -> Observation:
+def on_this_machine(
+    observation: Observation, machine: Inventory, available_bytes: int
+) -> Observation:
     """Returns the Observation with what it leaves open filled in, for a job that runs here."""
     return replace(
-        seen,
-        machine_cpus=seen.machine_cpus or machine.cpus.usable,
-        gpus=_gpus(machine) if seen.gpus is None else seen.gpus,
-        bf16_units=_bf16_units(seen, machine) if seen.bf16_units is None else seen.bf16_units,
-        available_mb=seen.available_mb or available_bytes / 2**20,
-        shm_free_mb=_shm_free_mb(machine) if seen.shm_free_mb is None else seen.shm_free_mb,
+        observation,
+        machine_cpus=observation.machine_cpus or machine.cpus.usable,
+        gpus=_gpus(machine) if observation.gpus is None else observation.gpus,
+        bf16_units=_bf16_units(observation, machine)
+        if observation.bf16_units is None
+        else observation.bf16_units,
+        available_mb=observation.available_mb or available_bytes / 2**20,
+        shm_free_mb=_shm_free_mb(machine)
+        if observation.shm_free_mb is None
+        else observation.shm_free_mb,
     )
 
 
@@ -37,11 +43,11 @@ def _gpus(machine: Inventory) -> list[str]:
     return [device.gpu.name for device in machine.cuda]
 
 
-def _bf16_units(seen: Observation, machine: Inventory) -> str:
-    if not seen.device.startswith("cuda"):
+def _bf16_units(observation: Observation, machine: Inventory) -> str:
+    if not observation.device.startswith("cuda"):
         flags = [flag for flag in _BF16 if flag in machine.cpus.instructions]
         return _BF16[flags[0]] if flags else ""
-    number = int(seen.device.partition(":")[2] or 0)
+    number = int(observation.device.partition(":")[2] or 0)
     if number >= len(machine.cuda):
         return ""
     return "GPU" if (machine.cuda[number].gpu.capability or (0, 0)) >= _BF16_GPU else ""

@@ -95,7 +95,7 @@ class Verdict:
                 finding.as_dict() | {"docs": docs_page(finding.name)} for finding in self.findings
             ],
             "passed": self.passed,
-            "unknown": [list(one) for one in self.unknown],
+            "unknown": [list(item) for item in self.unknown],
             "observations": [rank.as_dict() for rank in self.observations],
         }
 
@@ -108,20 +108,20 @@ def judge(ranks: Sequence[Observation], machine: Inventory) -> Verdict:
         machine: this one.
     """
     free = available_bytes()
-    seen = [on_this_machine(r, machine, free) for r in sorted(ranks, key=lambda r: r.rank)]
-    found: list[Finding] = []
+    observations = [on_this_machine(r, machine, free) for r in sorted(ranks, key=lambda r: r.rank)]
+    findings: list[Finding] = []
     passed: list[str] = []
     unknown: list[tuple[str, str]] = []
     for check in CHECKS:
-        of_ranks = {rank.rank: _left_open(_looked(check.look, rank), rank) for rank in seen}
-        _sort(check.name, of_ranks, found, passed, unknown)
+        of_ranks = {rank.rank: _left_open(_looked(check.look, rank), rank) for rank in observations}
+        _sort(check.name, of_ranks, findings, passed, unknown)
     for across in RANK_CHECKS:
-        _sort(across.name, {0: _looked(across.look, seen)}, found, passed, unknown)
+        _sort(across.name, {0: _looked(across.look, observations)}, findings, passed, unknown)
     return Verdict(
-        observations=seen,
-        environment=_environment(seen[0], machine),
-        critical=critical(seen),
-        findings=[with_edits(one, seen) for one in sorted(found, key=_place)],
+        observations=observations,
+        environment=_environment(observations[0], machine),
+        critical=critical(observations),
+        findings=[with_edits(item, observations) for item in sorted(findings, key=_place)],
         passed=passed,
         unknown=unknown,
     )
@@ -134,19 +134,19 @@ def _is_tuned(finding: Finding) -> bool:
 def _looked(look: Any, at: Any) -> list[Finding] | str:
     """What a check finds, or why it cannot tell."""
     try:
-        found: list[Finding] = look(at)
+        findings: list[Finding] = look(at)
     except NoSignal as reason:
         return str(reason)
-    return found
+    return findings
 
 
-def _left_open(found: list[Finding] | str, rank: Observation) -> list[Finding] | str:
+def _left_open(findings: list[Finding] | str, rank: Observation) -> list[Finding] | str:
     """With measured bounds, and without what the job measures itself."""
-    if isinstance(found, str):
-        return found
+    if isinstance(findings, str):
+        return findings
     if rank.framework == "flatout":
-        found = [one for one in found if one.kind == "danger" or not _is_tuned(one)]
-    return bounded(found, rank)
+        findings = [item for item in findings if item.kind == "danger" or not _is_tuned(item)]
+    return bounded(findings, rank)
 
 
 def _sort(
@@ -183,6 +183,6 @@ def _place(finding: Finding) -> tuple[int, float, str]:
     return _KINDS.index(finding.kind), -(finding.cost_ms or 0.0), finding.name
 
 
-def _environment(seen: Observation, machine: Inventory) -> dict[str, str]:
+def _environment(observation: Observation, machine: Inventory) -> dict[str, str]:
     named = {name.strip() or "GPU order": words for name, words in rows(machine)}
-    return named | {"device": seen.device} | seen.versions
+    return named | {"device": observation.device} | observation.versions

@@ -75,24 +75,24 @@ def remove(some: Iterable[Kept]) -> list[Kept]:
     """
     used = _used(cache_folder())
     gone = []
-    for one in some:
-        if not _is_used(one.kind, one.path, used) and _removed(one):
-            gone.append(one)
+    for item in some:
+        if not _is_used(item.kind, item.path, used) and _removed(item):
+            gone.append(item)
     return gone
 
 
 def not_marked() -> list[Path]:
     """Folders of these names that Flatout has not made: they stay as they are."""
     folders = [cache_folder() / kind for kind in KINDS]
-    return [one for one in folders if os.path.lexists(one) and not is_made(one)]
+    return [folder for folder in folders if os.path.lexists(folder) and not is_made(folder)]
 
 
-def _removed(one: Kept) -> bool:
-    if one.kind == "trials":
-        scratch.remove(one.path)
+def _removed(kept: Kept) -> bool:
+    if kept.kind == "trials":
+        scratch.remove(kept.path)
     else:
-        remove_made(one.path)
-    return not os.path.lexists(one.path)
+        remove_made(kept.path)
+    return not os.path.lexists(kept.path)
 
 
 def _paths(base: Path, kind: str) -> Iterator[Path]:
@@ -109,25 +109,25 @@ def _is_used(kind: str, path: Path, used: set[str]) -> bool:
     if owner is not None and psutil.pid_exists(int(owner[1])):
         return True
     real = os.path.realpath(path)
-    return any(one == real or one.startswith(real + os.sep) for one in used)
+    return any(item == real or item.startswith(real + os.sep) for item in used)
 
 
 def _used(base: Path) -> set[str]:
     """Paths below a folder that a living process has open, has mapped, or is in."""
     below = os.path.realpath(base) + os.sep
-    found: set[str] = set()
+    result: set[str] = set()
     for pid in psutil.pids():
         process = Path("/proc") / str(pid)
         with suppress(OSError):
-            found.add(os.readlink(process / "cwd"))
+            result.add(os.readlink(process / "cwd"))
         with suppress(OSError):
             for descriptor in os.listdir(process / "fd"):
                 with suppress(OSError):
-                    found.add(os.readlink(process / "fd" / descriptor))
+                    result.add(os.readlink(process / "fd" / descriptor))
         with suppress(OSError):
             lines = (process / "maps").read_text(errors="surrogateescape").splitlines()
-            found.update(line[line.index("/") :] for line in lines if "/" in line)
-    return {one for one in found if one.startswith(below)}
+            result.update(line[line.index("/") :] for line in lines if "/" in line)
+    return {item for item in result if item.startswith(below)}
 
 
 def _bytes(path: Path) -> int:

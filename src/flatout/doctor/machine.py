@@ -81,8 +81,8 @@ def check_machine(facts: Facts | None = None) -> list[Finding]:
     """Everything that was found here, dangers first."""
     known = Facts(inventory()) if facts is None else facts
     looked = ((name, look(known)) for name, look in MACHINE_CHECKS.items())
-    found = [replace(each, name=each.name or name) for name, each in looked if each is not None]
-    return sorted(found, key=lambda finding: ("danger", "slow", "note").index(finding.kind))
+    result = [replace(each, name=each.name or name) for name, each in looked if each is not None]
+    return sorted(result, key=lambda finding: ("danger", "slow", "note").index(finding.kind))
 
 
 @_check("torch")

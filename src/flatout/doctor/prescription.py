@@ -88,7 +88,7 @@ class Prescription:
     @property
     def own_edits(self) -> tuple[Edit, ...]:
         """Changes of code among what is prescribed that no Recipe can say."""
-        return tuple(edit for one in self.prescribed if not one.recipe for edit in one.edits)
+        return tuple(edit for item in self.prescribed if not item.recipe for edit in item.edits)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data."""

@@ -20,18 +20,18 @@ _WRITES = {check.name: check.edit for check in CHECKS} | {
 """By the name of the finding, what writes its cure as a change of code."""
 
 
-def propose(finding: Finding, seen: Observation) -> tuple[Edit, ...]:
+def propose(finding: Finding, observation: Observation) -> tuple[Edit, ...]:
     """Returns the edits that cure a finding; none where one cannot be written with certainty.
 
     Args:
         finding: with its line of the user's code, which is read as it is now.
-        seen: the rank in which it was found.
+        observation: the rank in which it was found.
     """
     how = _WRITES.get(finding.name)
     if how is None:
         return ()
     try:
-        edits = tuple(how(FoundAt.of(finding, seen)))
+        edits = tuple(how(FoundAt.of(finding, observation)))
         for file, some in by_file(edits).items():
             Source.read(file).with_edits(some)  # it is Python still
     except (Unsure, FlatoutError):
@@ -41,8 +41,8 @@ def propose(finding: Finding, seen: Observation) -> tuple[Edit, ...]:
 
 def with_edits(finding: Finding, ranks: Sequence[Observation]) -> Finding:
     """The finding with the edits that cure it, by what the first of these ranks showed of it."""
-    found = (edits for seen in ranks if (edits := propose(finding, seen)))
-    return replace(finding, edits=finding.edits or next(found, ()))
+    result = (edits for observation in ranks if (edits := propose(finding, observation)))
+    return replace(finding, edits=finding.edits or next(result, ()))
 
 
 def with_recipe(

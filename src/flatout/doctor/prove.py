@@ -144,7 +144,7 @@ class Proving:
             for at, cure in enumerate(cures):
                 self._alone(plain, cure, remaining=len(cures) - at)
             known = {name for cure in cures for name in cure.fields}
-            self._brought = [one for one in self._follows() if not one.fields & known]
+            self._brought = [finding for finding in self._follows() if not finding.fields & known]
             chosen = self._beside(plain) or self._hidden()
             if chosen:
                 self._together(plain, chosen)
@@ -227,21 +227,21 @@ class Proving:
 
     def _follows(self) -> list[Cure]:
         """Cures of what those that win bring about."""
-        found = {
+        result = {
             finding.name: finding
             for tried in self._tried.values()
             if tried.proof.outcome == "prescribed"
             for finding in brought_about(self._verdict, tried.pair)
         }
-        return cures_of(replace(self._verdict, findings=[*found.values()]), self._allow)
+        return cures_of(replace(self._verdict, findings=[*result.values()]), self._allow)
 
     def _beside(self, plain: Against) -> list[Cure]:
         """Which cures belong together."""
         chosen = [t.cure for t in self._tried.values() if t.proof.outcome == "prescribed"]
         rest = [t.cure for t in self._tried.values() if self._may_help(t)]
         if not chosen and len(rest) > 1 and self._has_time(2):
-            found = self._try(plain, together(rest), self._bench.left_s / 2)
-            if found.proof.outcome == "prescribed":
+            result = self._try(plain, together(rest), self._bench.left_s / 2)
+            if result.proof.outcome == "prescribed":
                 chosen, rest = rest, []
         rest += self._brought
         if not chosen or len(chosen) + len(rest) < 2:
@@ -282,8 +282,8 @@ class Proving:
         left = list(chosen)
         with self._bench.against(together(chosen)) as base:
             # The least promising first.
-            for cure in sorted(chosen, key=lambda one: self._ratio(one)):
-                fewer = [one for one in left if one is not cure]
+            for cure in sorted(chosen, key=lambda value: self._ratio(value)):
+                fewer = [item for item in left if item is not cure]
                 if not fewer or not self._has_time(2):
                     break
                 self._told(f"trying without {cure.words} ...")
@@ -438,15 +438,15 @@ def _untried(cure: Cure, reason: str, outcome: Outcome = "not tried") -> Proof:
 
 def _best(tried: Sequence[_Tried]) -> _Tried:
     """Of several values of a field the fastest that wins; the lower one where two are alike."""
-    won = [one for one in tried if one.proof.outcome == "prescribed"]
-    won = won or [one for one in tried if one.proof.outcome == "needs your OK"]
+    won = [item for item in tried if item.proof.outcome == "prescribed"]
+    won = won or [item for item in tried if item.proof.outcome == "needs your OK"]
     if not won:
         return tried[0]
 
-    def ratio(one: _Tried) -> float:
-        assert one.proof.trial is not None
-        return one.proof.trial.ratio
+    def ratio(value: _Tried) -> float:
+        assert value.proof.trial is not None
+        return value.proof.trial.ratio
 
     fastest = max(map(ratio, won))
-    good = [one for one in won if ratio(one) >= _AS_GOOD * fastest]
-    return min(good, key=lambda one: list(one.cure.recipe.values()))
+    good = [item for item in won if ratio(item) >= _AS_GOOD * fastest]
+    return min(good, key=lambda value: list(value.cure.recipe.values()))

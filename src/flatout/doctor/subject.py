@@ -146,7 +146,7 @@ class InPlace:
         self._script.wait()
         # Killing one may hand its children over to this process, so look again.
         while left := [
-            one for one in psutil.Process().children(recursive=True) if one not in self._before
+            item for item in psutil.Process().children(recursive=True) if item not in self._before
         ]:
             for child in left:
                 with suppress(psutil.NoSuchProcess):

@@ -21,23 +21,23 @@ _WITHOUT = {
 """Critical lanes that can be taken out, in words."""
 
 
-def bounded(found: Sequence[Finding], seen: Observation) -> list[Finding]:
+def bounded(findings: Sequence[Finding], observation: Observation) -> list[Finding]:
     """Returns the findings of one rank with what they cost at most, as far as that was measured."""
-    return [_bounded(finding, seen) for finding in found]
+    return [_bounded(finding, observation) for finding in findings]
 
 
-def _bounded(finding: Finding, seen: Observation) -> Finding:
-    measured = seen.ablations.get(_LANE_OF.get(finding.name, ""))
+def _bounded(finding: Finding, observation: Observation) -> Finding:
+    measured = observation.ablations.get(_LANE_OF.get(finding.name, ""))
     if measured is None or finding.kind != "slow":
         return finding
     own = measured.returns_ms if finding.cost_ms is None else finding.cost_ms
     most = min(own, measured.returns_ms)
-    return replace(finding, cost_ms=most, kind="slow" if is_worth(seen, most) else "note")
+    return replace(finding, cost_ms=most, kind="slow" if is_worth(observation, most) else "note")
 
 
-def without(lanes: tuple[str, ...], seen: Observation) -> str:
+def without(lanes: tuple[str, ...], observation: Observation) -> str:
     """Says what a step takes without the lanes that it waits for most; "" if no one tried."""
-    measured: Ablation | None = seen.ablations.get(lanes[0]) if len(lanes) == 1 else None
+    measured: Ablation | None = observation.ablations.get(lanes[0]) if len(lanes) == 1 else None
     if measured is None or lanes not in _WITHOUT or measured.low <= 1 + measured.floor:
         return ""
     return (

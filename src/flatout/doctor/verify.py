@@ -101,12 +101,12 @@ class Verified:
         loss = "the loss that both reach" if self.target is None else f"a loss of {self.target:g}"
         times = [[pair[side].to_target_s for pair in self.pairs] for side in (0, 1)]
         reached = [[seconds for seconds in of_side if seconds is not None] for of_side in times]
-        if all(len(found) == len(self.pairs) for found in reached):
-            before, after = (fmean(found) for found in reached)
+        if all(len(item) == len(self.pairs) for item in reached):
+            before, after = (fmean(item) for item in reached)
             return (
                 f"  time to {loss}: {rounded(before)} s → {rounded(after)} s, {before / after:.2f}x"
             )
-        came = [f"{len(found)} of {len(self.pairs)}" for found in reached]
+        came = [f"{len(item)} of {len(self.pairs)}" for item in reached]
         return f"  {loss} was reached by {came[0]} runs as it is, by {came[1]} with what was proven"
 
     def _judgment(self, seeds: str) -> str:
@@ -155,10 +155,10 @@ def verify(
             # In turn first and second, so that a machine that warms up favors neither.
             order = [NOTHING, cure] if seed % 2 == 0 else [cure, NOTHING]
             runs = {}
-            for one in order:
-                runs[one is cure] = _whole_run(what, one, seed)
-                run, _ = runs[one is cure]
-                words = "with what was prescribed" if one is cure else "as it is"
+            for item in order:
+                runs[item is cure] = _whole_run(what, item, seed)
+                run, _ = runs[item is cure]
+                words = "with what was prescribed" if item is cure else "as it is"
                 took = f"{rounded(run.seconds)} s"
                 told(f"seed {seed}, {words}: loss {rounded(run.loss, 4)} after {took}")
             low = max(run.loss for run, _ in runs.values()) if target is None else target

@@ -48,8 +48,8 @@ def calibrate(
     # Where the model is wrong of one size it is of the next: all of them tell as much as one.
     alike = len(sent) ** 0.5
     off += [
-        (np.log(sending(job, one, draws)) - np.log(one.seconds)) / (alike * one.noise)
-        for one in sent
+        (np.log(sending(job, item, draws)) - np.log(item.seconds)) / (alike * item.noise)
+        for item in sent
     ]
     return draws.take(_chosen(off, rng))
 
@@ -60,13 +60,13 @@ def total_seconds(job: Job, row: Row, draws: Draws) -> Floats:
 
 
 def _drawn(prior: Prior, rng: np.random.Generator) -> Draws:
-    def even(found: Range) -> Floats:
-        return rng.uniform(*found, _DRAWS)
+    def even(spread: Range) -> Floats:
+        return rng.uniform(*spread, _DRAWS)
 
-    def by_size(found: Range | None) -> Floats:
-        if found is None:
+    def by_size(spread: Range | None) -> Floats:
+        if spread is None:
             return np.full(_DRAWS, _NO_LIMIT)
-        low, high = map(log, found)
+        low, high = map(log, spread)
         return np.asarray(np.exp(rng.uniform(low, high, _DRAWS)))
 
     return Draws(
@@ -91,15 +91,15 @@ def _solved(job: Job, row: Row, draws: Draws, wanted: Floats) -> Floats:
     A step gets longer with them, and what is not hidden gets shorter by less: so this converges.
     """
     unlimited = replace(draws, input=np.full(_DRAWS, np.inf), total_input=np.full(_DRAWS, np.inf))
-    found = wanted
+    result = wanted
     for _ in range(30):
-        terms = step_terms(job, row.shape, replace(unlimited, seconds=found))
+        terms = step_terms(job, row.shape, replace(unlimited, seconds=result))
         busy = sum(terms.values()) - terms["gradient sync"]
-        after = found * np.maximum(wanted - terms["gradient sync"], 0.01 * wanted) / busy
-        if np.allclose(after, found, rtol=1e-4):
+        after = result * np.maximum(wanted - terms["gradient sync"], 0.01 * wanted) / busy
+        if np.allclose(after, result, rtol=1e-4):
             return after
-        found = after
-    return found
+        result = after
+    return result
 
 
 def _chosen(

@@ -46,14 +46,14 @@ class Decision:
 
 def decisions(forecast: Forecast) -> list[Decision]:
     """All that can be decided, in the order in which they matter."""
-    found: list[Decision] = []
+    decisions: list[Decision] = []
     for place, side in enumerate(forecast.sides, 1):
         of_side = [path(side), *hosts(side), *_held_back(side), *_servers(side), *_narrow(side)]
         if len(forecast.sides) > 1:
             name = _name(side, place)
-            of_side = [replace(one, words=f"{name}: {one.words}") for one in of_side]
-        found += of_side
-    return [*found, *device(forecast)]
+            of_side = [replace(item, words=f"{name}: {item.words}") for item in of_side]
+        decisions += of_side
+    return [*decisions, *device(forecast)]
 
 
 def path(side: Side) -> Decision:
@@ -110,12 +110,12 @@ def _numbers(side: Side) -> list[Point]:
 
 
 def _last_efficient(side: Side) -> Point:
-    found = _numbers(side)[0]
+    result = _numbers(side)[0]
     for point in _numbers(side)[1:]:
         if point.marginal < side.asked.efficiency:
             break
-        found = point
-    return found
+        result = point
+    return result
 
 
 def _next_marginal(side: Side) -> float:

@@ -118,8 +118,8 @@ class Point:
             "is_range": self.is_range,
             "growth": self.growth,
             **{
-                name: None if found is None else _ends(found, self.is_range)
-                for name, found in (
+                name: None if item is None else _ends(item, self.is_range)
+                for name, item in (
                     ("samples_per_s", self.rate),
                     ("efficiency", self.efficiency),
                     ("seconds", self.seconds),
@@ -131,8 +131,8 @@ class Point:
         }
 
 
-def _ends(found: Spreading, is_range: bool) -> list[float | None]:
-    return [found.low, None if is_range else found.middle, found.high]
+def _ends(spreading: Spreading, is_range: bool) -> list[float | None]:
+    return [spreading.low, None if is_range else spreading.middle, spreading.high]
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class Side:
     @cached_property
     def points(self) -> list[Point]:
         """What each of the asked numbers of hosts gives."""
-        found: list[Point] = []
+        points: list[Point] = []
         first = self.rates(self.shape(1))
         before, hosts_before = first, 1
         for hosts in self.asked.hosts:
@@ -196,9 +196,9 @@ class Side:
             if hosts > hosts_before:
                 more = float(np.median((rates - before) / first))
                 marginal = more / (hosts - hosts_before)
-            found.append(self._point(hosts, rates, rates / first / hosts, marginal))
+            points.append(self._point(hosts, rates, rates / first / hosts, marginal))
             before, hosts_before = rates, hosts
-        return found
+        return points
 
     def _point(self, hosts: int, rates: Floats, efficiency: Floats, marginal: float) -> Point:
         shape = self.shape(hosts)
@@ -278,8 +278,8 @@ class Forecast:
                 do="give as many prices, in the order of the runs",
             )
         sides = [
-            Side(one, asked, prices[place] if prices else None)
-            for place, one in enumerate(measured)
+            Side(item, asked, prices[place] if prices else None)
+            for place, item in enumerate(measured)
         ]
         for side in sides:
             _check_batch(side)
@@ -301,7 +301,7 @@ def _check_network(network: Network | float | None, profiles: Sequence[Profile])
         raise _no_network(profiles)
     if isinstance(network, float) or network.links:
         return
-    if not any(one.hosts > 1 for one in network.collectives):
+    if not any(collective.hosts > 1 for collective in network.collectives):
         raise FlatoutError(
             f"expected figures of a network between hosts, found those of "
             f"{', '.join(network.hosts)} alone",
@@ -312,9 +312,9 @@ def _check_network(network: Network | float | None, profiles: Sequence[Profile])
 def _no_network(profiles: Sequence[Profile]) -> FlatoutError:
     speed = next(
         (
-            one.network["mbit_per_s"]
-            for one in profiles
-            if one.network and one.network["mbit_per_s"]
+            profile.network["mbit_per_s"]
+            for profile in profiles
+            if profile.network and profile.network["mbit_per_s"]
         ),
         None,
     )
@@ -348,13 +348,13 @@ def _bytes_read(profile: Profile) -> float | None:
     data = profile.data or {}
     if data.get("bytes") and data.get("samples"):
         return float(data["bytes"]) / float(data["samples"])
-    found = profile.input.get("bytes_per_sample")
-    return None if found is None else float(found)
+    result = profile.input.get("bytes_per_sample")
+    return None if result is None else float(result)
 
 
 @cache
 def widenings() -> dict[str, float]:
     """By how much intervals are widened, as `judge.widening` found."""
     text = (files("flatout.forecast") / "widening.json").read_text("utf-8")
-    found: dict[str, float] = json.loads(text)
-    return found
+    result: dict[str, float] = json.loads(text)
+    return result

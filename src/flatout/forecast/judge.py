@@ -93,32 +93,33 @@ def judge(wanted: Iterable[Series] | None = None) -> list[Case]:
         wanted: the series; None is all of them.
     """
     cases = []
-    for one in series() if wanted is None else wanted:
-        count = len(one.shapes)
+    for item in series() if wanted is None else wanted:
+        count = len(item.shapes)
         for rows in range(min(2, count - 1), count):
-            cases += _predicted(one, rows)
+            cases += _predicted(item, rows)
     return cases
 
 
-def _predicted(one: Series, rows: int) -> list[Case]:
-    known = [one.row(place) for place in range(rows)]
-    prior = one.prior
-    if one.reads_files:
+def _predicted(series: Series, rows: int) -> list[Case]:
+    known = [series.row(place) for place in range(rows)]
+    prior = series.prior
+    if series.reads_files:
         fastest = max(
-            rate / shape.hosts for rate, shape in zip(one.rates[:rows], one.shapes, strict=False)
+            rate / shape.hosts
+            for rate, shape in zip(series.rates[:rows], series.shapes, strict=False)
         )
-        prior = with_input(one, fastest)
-    draws = calibrate(one.job, prior, known)
+        prior = with_input(series, fastest)
+    draws = calibrate(series.job, prior, known)
     has_crossed = any(row.shape.hosts > 1 for row in known)
     largest, cases = max(row.shape.ranks for row in known), []
     rng = np.random.default_rng(1)
-    for place in range(rows, len(one.shapes)):
-        row = one.row(place)
-        seconds = total_seconds(one.job, row, draws)
+    for place in range(rows, len(series.shapes)):
+        row = series.row(place)
+        seconds = total_seconds(series.job, row, draws)
         seconds = seconds * np.exp(row.noise * rng.standard_normal(len(seconds)))
         cases.append(
             Case(
-                series=one,
+                series=series,
                 rows=rows,
                 place=place,
                 growth=row.shape.ranks / largest,
@@ -207,7 +208,7 @@ def regrets(cases: Sequence[Case]) -> list[float]:
     hour. The regret of the model's choice is by how much more it costs than the best choice would,
     or by how much it is late, if that is more. Where no size is in time, none is asked.
     """
-    found = []
+    result = []
     beginnings: dict[tuple[str, str, int], list[Case]] = {}
     for case in cases:
         if case.is_number:
@@ -225,8 +226,8 @@ def regrets(cases: Sequence[Case]) -> list[float]:
                 continue
             costs = [count / rate for count, rate in zip(ranks, truths, strict=True)]
             late = needed / truths[chosen] - 1
-            found.append(max(costs[chosen] / costs[best] - 1, late, 0.0))
-    return found
+            result.append(max(costs[chosen] / costs[best] - 1, late, 0.0))
+    return result
 
 
 def _cheapest(ranks: Sequence[int], rates: Sequence[float], needed: float) -> int | None:
@@ -247,20 +248,20 @@ def keys(cases: Sequence[Case]) -> dict[str, float]:
         of `regrets`.
     """
     judged = [case for case in cases if case.series.is_judged]
-    found: dict[str, float] = {}
+    result: dict[str, float] = {}
     for name, is_crossing in (("", False), ("_given", True)):
         alike = [case for case in judged if case.is_number and case.is_crossing is is_crossing]
-        found[f"published_error_2x{name}"] = _median_error(c for c in alike if c.growth <= 2)
-        found[f"published_error_4x{name}"] = _median_error(c for c in alike if c.growth > 2)
-        found[f"published_covered{name}"] = covered(alike, cases)
+        result[f"published_error_2x{name}"] = _median_error(c for c in alike if c.growth <= 2)
+        result[f"published_error_4x{name}"] = _median_error(c for c in alike if c.growth > 2)
+        result[f"published_covered{name}"] = covered(alike, cases)
         saturate = [case for case in saturating(judged) if case.is_crossing is is_crossing]
         if saturate:
-            found[f"collapse_predicted{name}"] = sum(map(is_seen, saturate)) / len(saturate)
+            result[f"collapse_predicted{name}"] = sum(map(is_seen, saturate)) / len(saturate)
         others = [case for case in scaling(judged) if case.is_crossing is is_crossing]
-        found[f"collapse_mistaken{name}"] = sum(map(is_seen, others)) / len(others)
-    found["decision_regret"] = mean(regrets(judged))
-    found["range_covered"] = covered([case for case in judged if not case.is_number], cases)
-    return found
+        result[f"collapse_mistaken{name}"] = sum(map(is_seen, others)) / len(others)
+    result["decision_regret"] = mean(regrets(judged))
+    result["range_covered"] = covered([case for case in judged if not case.is_number], cases)
+    return result
 
 
 def _median_error(cases: Iterable[Case]) -> float:

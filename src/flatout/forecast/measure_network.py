@@ -159,8 +159,8 @@ def network_in(lines: Sequence[str], errors: Sequence[str] = ()) -> Network:
     from flatout.forecast.probe import LINE
 
     for line in lines:
-        _, found, text = line.partition(LINE + "{")
-        if found:
+        _, result, text = line.partition(LINE + "{")
+        if result:
             return Network.model_validate_json("{" + text)
     raise FlatoutError(
         "the network was not measured: the ranks have failed",
@@ -176,10 +176,10 @@ def words_of(network: Network) -> list[str]:
         for link in network.links
     ]
     by_size: dict[float, list[tuple[float, str]]] = {}
-    for one in network.collectives:
-        named = (median(one.seconds), one.reduction or one.op)
-        by_size.setdefault(one.bytes, []).append(named)
-    for size, found in by_size.items():
-        each = ", ".join(f"{name} {duration(seconds)}" for seconds, name in sorted(found))
+    for collective in network.collectives:
+        named = (median(collective.seconds), collective.reduction or collective.op)
+        by_size.setdefault(collective.bytes, []).append(named)
+    for size, value in by_size.items():
+        each = ", ".join(f"{name} {duration(seconds)}" for seconds, name in sorted(value))
         lines.append(f"{size_words(size)}: {each}")
     return lines

@@ -129,12 +129,12 @@ def parse_rate(text: str) -> float:
     Raises:
         FlatoutError: it is none.
     """
-    found = _RATE.fullmatch(text.strip())
-    if found is None or not float(found[1]):
+    match = _RATE.fullmatch(text.strip())
+    if match is None or not float(match[1]):
         raise FlatoutError(
             f"expected a rate such as 10Gb (bits) or 100MB (bytes) per second, found {text!r}"
         )
-    return float(found[1]) * _BITS[found[2]] / (1 if found[3].startswith("B") else 8)
+    return float(match[1]) * _BITS[match[2]] / (1 if match[3].startswith("B") else 8)
 
 
 def parse_seconds(text: str) -> float:
@@ -143,10 +143,10 @@ def parse_seconds(text: str) -> float:
     Raises:
         FlatoutError: it is none.
     """
-    found = _TIME.fullmatch(text.strip())
-    if found is None or not float(found[1]):
+    match = _TIME.fullmatch(text.strip())
+    if match is None or not float(match[1]):
         raise FlatoutError(f"expected a time such as 0.2ms, 30min or 2h, found {text!r}")
-    return float(found[1]) * _SECONDS[found[2]]
+    return float(match[1]) * _SECONDS[match[2]]
 
 
 def parse_network(text: str) -> Network | float:

@@ -35,13 +35,13 @@ class Prices:
         Raises:
             FlatoutError: no price can be read, or there is no currency, or what is none.
         """
-        found: dict[str, object]
+        result: dict[str, object]
         if "=" in text:
-            found = dict(part.partition("=")[::2] for part in text.split(","))
+            result = dict(part.partition("=")[::2] for part in text.split(","))
         else:
-            found, own = _read(Path(text))
+            result, own = _read(Path(text))
             currency = currency or own
-        hosts = tuple((name.strip(), _price(name, value)) for name, value in found.items())
+        hosts = tuple((name.strip(), _price(name, value)) for name, value in result.items())
         if not currency:
             raise FlatoutError(
                 f"expected the currency of the prices, found none (--price {text})",

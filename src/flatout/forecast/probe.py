@@ -41,9 +41,9 @@ _FEWEST, _MOST = 3, 40
 def main(sizes: Sequence[int], seconds: float) -> None:
     """Join the other ranks, measure, and print a line on the first."""
     world = join()
-    found = probe(world, sizes, seconds)
+    result = probe(world, sizes, seconds)
     if world.is_first:
-        print(LINE + found.model_dump_json(by_alias=True), flush=True)
+        print(LINE + result.model_dump_json(by_alias=True), flush=True)
 
 
 def probe(world: World, sizes: Sequence[int], seconds: float) -> Network:
@@ -84,24 +84,24 @@ def _links(world: World, names: list[str], first: list[int], seconds: float) -> 
     if len(names) > _MOST_PAIRED:
         pairs = [(host, (host + 1) % len(names)) for host in hosts]
     each = min(_LINK_S, seconds / max(1, len(pairs)))
-    found = []
-    for one, other in pairs:
+    result = []
+    for item, other in pairs:
         figures = None
-        if world.rank in (first[one], first[other]):
-            figures = _link(world.rank == first[one], first[one], first[other], each)
-        told = world.gather(figures, f"the link of {names[one]} and {names[other]}")
-        rtt, rate = told[first[one]]
-        found.append(Link(between=(names[one], names[other]), rtt_s=rtt, bytes_per_s=rate))
-    return found
+        if world.rank in (first[item], first[other]):
+            figures = _link(world.rank == first[item], first[item], first[other], each)
+        told = world.gather(figures, f"the link of {names[item]} and {names[other]}")
+        rtt, rate = told[first[item]]
+        result.append(Link(between=(names[item], names[other]), rtt_s=rtt, bytes_per_s=rate))
+    return result
 
 
-def _link(begins: bool, one: int, other: int, seconds: float) -> list[float]:
+def _link(begins: bool, value: int, other: int, seconds: float) -> list[float]:
     """Median seconds of a small message there and back, and bytes per second of a stream.
 
     Both ranks call it; what is found by the one that begins counts.
     """
     small, block = torch.zeros(1, dtype=torch.int64), torch.zeros(_BLOCK, dtype=torch.uint8)
-    peer = other if begins else one
+    peer = other if begins else value
 
     def pass_on(tensor: torch.Tensor, *, there: bool) -> None:
         if there == begins:
@@ -143,15 +143,15 @@ def _link(begins: bool, one: int, other: int, seconds: float) -> list[float]:
 
 def reductions(hosts: int, ranks: int) -> dict[str, Asked]:
     """What there is to add up with, by the name of the reduction or the compression."""
-    found = {"all_reduce": Asked(reduction="all_reduce"), "ring": Asked(reduction="ring")}
-    found["to_one"] = Asked(reduction="to_one")
+    result = {"all_reduce": Asked(reduction="all_reduce"), "ring": Asked(reduction="ring")}
+    result["to_one"] = Asked(reduction="to_one")
     if hosts == 1:
-        found["shared"] = Asked(reduction="shared")
+        result["shared"] = Asked(reduction="shared")
     elif ranks > hosts:
-        found["hierarchical"] = Asked(reduction="hierarchical")
+        result["hierarchical"] = Asked(reduction="hierarchical")
     for name in ("bf16", "fp16", "powersgd"):
-        found[name] = Asked(reduction="all_reduce", compression=name)
-    return found
+        result[name] = Asked(reduction="all_reduce", compression=name)
+    return result
 
 
 def _collectives(world: World, hosts: int, sizes: Sequence[int], end: float) -> list[Collective]:
@@ -160,7 +160,7 @@ def _collectives(world: World, hosts: int, sizes: Sequence[int], end: float) -> 
         name: reduction_of(asked, world, torch.device("cpu"))
         for name, asked in reductions(hosts, world.size).items()
     }
-    found = []
+    result = []
     left = len(made) * len(sizes)
     slow: dict[str, float] = {}  # seconds of a byte
     for number, size in enumerate(sorted(sizes)):
@@ -172,7 +172,7 @@ def _collectives(world: World, hosts: int, sizes: Sequence[int], end: float) -> 
                 continue
             seconds = _timed(world, reduction, number, size, room)
             slow[name] = min(seconds) / size
-            found.append(
+            result.append(
                 Collective(
                     op="all_reduce",
                     reduction=name,
@@ -182,7 +182,7 @@ def _collectives(world: World, hosts: int, sizes: Sequence[int], end: float) -> 
                     seconds=seconds,
                 )
             )
-    return found
+    return result
 
 
 def _timed(world: World, reduction: Reduction, number: int, size: int, room: float) -> list[float]:

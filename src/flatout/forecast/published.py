@@ -91,8 +91,8 @@ class Source:
 def sources() -> tuple[Source, ...]:
     """All files, by their names."""
     folder = files("flatout.forecast") / "published"
-    found = sorted((one for one in folder.iterdir() if one.name.endswith(".toml")), key=_name)
-    return tuple(_source(tomllib.loads(one.read_text("utf-8"))) for one in found)
+    result = sorted((item for item in folder.iterdir() if item.name.endswith(".toml")), key=_name)
+    return tuple(_source(tomllib.loads(item.read_text("utf-8"))) for item in result)
 
 
 def series() -> Iterator[Series]:
@@ -106,15 +106,15 @@ def _name(file: Any) -> str:
 
 
 def _source(data: dict[str, Any]) -> Source:
-    made = tuple(_series(data, one, data["systems"][one["system"]]) for one in data["series"])
+    made = tuple(_series(data, item, data["systems"][item["system"]]) for item in data["series"])
     return Source(data["source"], data["where"], data["remark"], made)
 
 
-def _series(data: dict[str, Any], one: dict[str, Any], system: dict[str, Any]) -> Series:
-    per_host, count = system["devices_per_host"], len(one["devices"])
-    batches = one["batch"] if isinstance(one["batch"], list) else [one["batch"]] * count
-    accumulated = one.get("accumulated", [1] * count)
-    servers = one.get("servers")
+def _series(data: dict[str, Any], value: dict[str, Any], system: dict[str, Any]) -> Series:
+    per_host, count = system["devices_per_host"], len(value["devices"])
+    batches = value["batch"] if isinstance(value["batch"], list) else [value["batch"]] * count
+    accumulated = value.get("accumulated", [1] * count)
+    servers = value.get("servers")
     shapes = tuple(
         Shape(
             hosts=max(1, devices // per_host),
@@ -123,28 +123,28 @@ def _series(data: dict[str, Any], one: dict[str, Any], system: dict[str, Any]) -
             accumulated=accumulated[place],
             servers=servers[place] if servers else max(1, devices // per_host),
         )
-        for place, devices in enumerate(one["devices"])
+        for place, devices in enumerate(value["devices"])
     )
     return Series(
         source=data["source"],
-        name=one["name"],
+        name=value["name"],
         is_judged=_is_judged(data["used_for"]),
         system=system["is"],
         unit=data["unit"],
         per_host=per_host,
         shapes=shapes,
-        rates=tuple(map(float, one["rate"])),
+        rates=tuple(map(float, value["rate"])),
         job=Job(
-            buckets=cut(one["gradient_mb"] * 1e6),
+            buckets=cut(value["gradient_mb"] * 1e6),
             batch=shapes[0].batch,
             strategy=system.get("strategy", "ddp"),
             reduction=system.get("reduction", "all_reduce"),
-            largest=one.get("largest_tensor_mb", 0) * 1e6,
-            row_bytes=one.get("row_kb", 0) * 1e3,
+            largest=value.get("largest_tensor_mb", 0) * 1e6,
+            row_bytes=value.get("row_kb", 0) * 1e3,
         ),
         prior=_prior(system),
-        reads_files=one.get("reads_files", False),
-        workers=min(one.get("loader_workers", 0), system.get("cores", 0)),
+        reads_files=value.get("reads_files", False),
+        workers=min(value.get("loader_workers", 0), system.get("cores", 0)),
     )
 
 
@@ -167,15 +167,15 @@ def _prior(system: dict[str, Any]) -> Prior:
     return replace(prior, summing=GPU_SUMS) if on_gpus else prior
 
 
-def with_input(one: Series, fastest: float) -> Prior:
+def with_input(series: Series, fastest: float) -> Prior:
     """What a host can read, where samples come from files.
 
     Args:
-        one: series of them.
+        series: series of them.
         fastest: samples per second of a host so far: at least that can be read.
     """
     low, high = (share * fastest for share in _INPUT)
-    if one.workers:
-        low = max(low, one.workers * WORKER[0])
-        high = max(_JUST_MORE * low, min(high, one.workers * WORKER[1]))
-    return replace(one.prior, input=(low, high))
+    if series.workers:
+        low = max(low, series.workers * WORKER[0])
+        high = max(_JUST_MORE * low, min(high, series.workers * WORKER[1]))
+    return replace(series.prior, input=(low, high))

@@ -47,7 +47,7 @@ class Draws:
 
     def take(self, places: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> Draws:
         """Those draws."""
-        return Draws(**{one.name: getattr(self, one.name)[places] for one in fields(self)})
+        return Draws(**{item.name: getattr(self, item.name)[places] for item in fields(self)})
 
 
 def step_terms(job: Job, shape: Shape, draws: Draws) -> dict[str, Floats]:

@@ -36,8 +36,8 @@ class Spread:
     def __init__(self, steps: Sequence[float] | None = None) -> None:
         self._steps = None
         if steps is not None and len(steps) >= 10:
-            found = np.asarray(steps, float)
-            self._steps = found / found.mean()
+            result = np.asarray(steps, float)
+            self._steps = result / result.mean()
 
     @property
     def is_measured(self) -> bool:

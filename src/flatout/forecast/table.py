@@ -54,7 +54,7 @@ class Shown:
                 for side in self._forecast.sides
             ],
             "currency": None if asked.prices is None else asked.prices.currency,
-            "decisions": [one.as_dict() for one in self.decisions],
+            "decisions": [decision.as_dict() for decision in self.decisions],
             "widened_by": widenings(),
         }
 
@@ -63,8 +63,8 @@ class Shown:
             for line in wrap(" · ".join(_basis(side)), _WIDTH):
                 yield Text(line)
             yield self._table(side)
-        for one in self.decisions:
-            for line in wrap(f"{one.about}: {one.words}", _WIDTH, subsequent_indent="  "):
+        for decision in self.decisions:
+            for line in wrap(f"{decision.about}: {decision.words}", _WIDTH, subsequent_indent="  "):
                 yield Text(line)
         for line in wrap(_footnote(self._forecast), _WIDTH):
             yield Text(line)
@@ -95,7 +95,9 @@ class Shown:
         if point.is_range:
             return f"{rounded(point.growth)}x measured"
         chosen = [
-            one.about for one in self.decisions if one.about in _MARKS and one.choice == point.hosts
+            decision.about
+            for decision in self.decisions
+            if decision.about in _MARKS and decision.choice == point.hosts
         ]
         if not chosen or len(self._forecast.sides) > 1:
             return ""
@@ -108,7 +110,7 @@ def _footnote(forecast: Forecast) -> str:
         lines.append("too far from what was measured there is a range and no number")
     epochs = {side.epochs for side in forecast.sides} - {None}
     if epochs:
-        words = counted(max(one for one in epochs if one is not None), "epoch")
+        words = counted(max(epoch for epoch in epochs if epoch is not None), "epoch")
         lines.append(f"hours are of {words}: how many an accuracy takes depends on the batch")
     return "; ".join(lines)
 
@@ -143,18 +145,18 @@ def _rate(point: Point) -> str:
 
 
 def _efficiency(point: Point) -> str:
-    found = point.efficiency
+    efficiency = point.efficiency
     if point.is_range:
-        return f"{100 * found.low:.0f}..{found.high:.0%}"
-    return f"{found.middle:.0%}"
+        return f"{100 * efficiency.low:.0f}..{efficiency.high:.0%}"
+    return f"{efficiency.middle:.0%}"
 
 
-def _number(found: Spreading | None, is_range: bool, unit: float = 1.0) -> str:
-    if found is None:
+def _number(spreading: Spreading | None, is_range: bool, unit: float = 1.0) -> str:
+    if spreading is None:
         return ""
     if is_range:
-        return f"{_short(found.low * unit)}..{_short(found.high * unit)}"
-    return _short(found.middle * unit)
+        return f"{_short(spreading.low * unit)}..{_short(spreading.high * unit)}"
+    return _short(spreading.middle * unit)
 
 
 def _short(value: float) -> str:

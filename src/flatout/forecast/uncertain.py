@@ -33,7 +33,7 @@ def shares(draws: Draws, rates: Floats) -> dict[str, float]:
     if whole < 1e-12:
         return dict.fromkeys(MEASUREMENTS, 0.0)
     return {
-        name: max(_explained(getattr(draws, one), log) for one in unknowns) / whole
+        name: max(_explained(getattr(draws, unknown), log) for unknown in unknowns) / whole
         for name, (unknowns, _) in MEASUREMENTS.items()
     }
 
@@ -43,5 +43,5 @@ def _explained(unknown: Floats, log: Floats) -> float:
         return 0.0
     bins = np.array_split(log[np.argsort(unknown, kind="stable")], _BINS)
     # Of bins without any effect the means still vary by chance.
-    chance = float(np.mean([one.var() / len(one) for one in bins]))
-    return max(0.0, float(np.var([one.mean() for one in bins])) - chance)
+    chance = float(np.mean([bin.var() / len(bin) for bin in bins]))
+    return max(0.0, float(np.var([bin.mean() for bin in bins])) - chance)

@@ -165,7 +165,7 @@ class Calls:
     def all(self) -> list[Call]:
         """One Call for each kind and user's line, most time first."""
         steps = self._lanes.steps
-        found = []
+        result = []
         for entry in list(self._of_lines.values()):
             if not entry.count or entry.site is None:
                 continue
@@ -178,5 +178,5 @@ class Calls:
                 call.seconds = factor * entry.ns / 1e9
                 call.steps = min(steps, round(call.steps * factor))
                 call.detail["watched_steps"] = window
-            found.append(call)
-        return sorted(found, key=lambda call: -(call.seconds or 0.0))
+            result.append(call)
+        return sorted(result, key=lambda call: -(call.seconds or 0.0))

@@ -73,7 +73,7 @@ class Clipping:
         for scaler in list(self._scalers):
             for seen in self._watch.optimizers:
                 optimizer = seen.ref()
-                if optimizer is None or wanted.isdisjoint(id(one) for one in seen.tensors()):
+                if optimizer is None or wanted.isdisjoint(id(tensor) for tensor in seen.tensors()):
                     continue
                 state = scaler._per_optimizer_states.get(id(optimizer), {})
                 ready = self._torch.amp.grad_scaler.OptState.READY

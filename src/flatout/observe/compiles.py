@@ -27,7 +27,7 @@ class Compiles:
 
     def so_far(self) -> list[tuple[int, int, float]]:
         """[step, graphs, seconds spent on them], of each look and of now."""
-        return [one for one in [*self._looked, *self._now()] if one[1]]
+        return [item for item in [*self._looked, *self._now()] if item[1]]
 
     def _now(self) -> list[tuple[int, int, float]]:
         dynamo: Any = sys.modules.get("torch._dynamo.utils")

@@ -25,13 +25,15 @@ class DeviceMemory:
         if self._torch.cuda.is_initialized():
             self._held.append(self._torch.cuda.memory_allocated())
 
-    def fill(self, seen: Observation) -> None:
+    def fill(self, observation: Observation) -> None:
         """Puts what was seen into an Observation."""
         cuda = self._torch.cuda
-        if not (seen.device.startswith("cuda") and cuda.is_initialized()):
+        if not (observation.device.startswith("cuda") and cuda.is_initialized()):
             return
         if self._held:
-            seen.device_held_mb = min(self._held) / 2**20
-        seen.device_peak_mb = cuda.max_memory_allocated(seen.device) / 2**20
-        seen.device_total_mb = cuda.get_device_properties(seen.device).total_memory / 2**20
-        seen.device_failures = int(cuda.memory_stats(seen.device).get("num_ooms", 0))
+            observation.device_held_mb = min(self._held) / 2**20
+        observation.device_peak_mb = cuda.max_memory_allocated(observation.device) / 2**20
+        observation.device_total_mb = (
+            cuda.get_device_properties(observation.device).total_memory / 2**20
+        )
+        observation.device_failures = int(cuda.memory_stats(observation.device).get("num_ooms", 0))

@@ -45,14 +45,14 @@ class Draws:
 def states_of_process() -> dict[str, int]:
     """A number for the state of each random generator of this process."""
     torch: Any = sys.modules["torch"]
-    found = {
+    result = {
         "torch": _number(torch.get_rng_state().numpy().tobytes()),
         "random": _number(random.getstate()),
     }
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
-        found["numpy"] = _number(numpy.random.get_state(legacy=False))
-    return found
+        result["numpy"] = _number(numpy.random.get_state(legacy=False))
+    return result
 
 
 def drawn_alike(workers: list[list[dict[str, int]]]) -> tuple[str, list[int]]:
@@ -67,21 +67,21 @@ def drawn_alike(workers: list[list[dict[str, int]]]) -> tuple[str, list[int]]:
     Returns:
         Its name, "" where nothing was drawn, and a number for each worker: equal ones drew alike.
     """
-    found: list[tuple[str, list[int]]] = []
+    result: list[tuple[str, list[int]]] = []
     for name in workers[0][0]:
         states = [[at[name] for at in worker if name in at] for worker in workers]
         if all(len(set(of_worker)) < 2 for of_worker in states):
             continue
         if name in _OF_PROCESS:
-            found.append((name, [of_worker[0] for of_worker in states]))
+            result.append((name, [of_worker[0] for of_worker in states]))
             continue
         # The one who has drawn less than twice is told apart from the others.
         alike = [
             _number(of_worker) if len(set(of_worker)) > _BATCHES else -at
             for at, of_worker in enumerate(states, 1)
         ]
-        found.append((name, alike))
-    return min(found, key=lambda one: len(set(one[1])), default=("", []))
+        result.append((name, alike))
+    return min(result, key=lambda value: len(set(value[1])), default=("", []))
 
 
 def generators_of(dataset: Any) -> Iterator[tuple[str, Any]]:
@@ -122,14 +122,14 @@ def _parts(value: Any) -> list[tuple[str, Any]]:
 def _seen_by(function: FunctionType) -> list[tuple[str, Any]]:
     """What a function reads from its module and from around it."""
     names = function.__code__.co_names
-    found = [(name, function.__globals__[name]) for name in names if name in function.__globals__]
+    result = [(name, function.__globals__[name]) for name in names if name in function.__globals__]
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
     for name, cell in cells:
         try:
-            found.append((name, cell.cell_contents))
+            result.append((name, cell.cell_contents))
         except ValueError:  # not yet assigned
             continue
-    return [(name, value) for name, value in found if not isinstance(value, type(sys))]
+    return [(name, value) for name, value in result if not isinstance(value, type(sys))]
 
 
 def _is_generator(value: Any) -> bool:

@@ -70,7 +70,9 @@ class Graphs:
         self._watch.notes.pop(_WAITS, None)
         began = thread_time_ns()
         tensor = self._torch.Tensor
-        kept = [one for one in gc.get_objects() if type(one) is tensor and one.grad_fn is not None]
+        kept = [
+            item for item in gc.get_objects() if type(item) is tensor and item.grad_fn is not None
+        ]
         self._took = thread_time_ns() - began
         self.nodes.append((steps, nodes_of(kept)))
         if len(self.nodes) > 1 and self.site is None and self.nodes[-1][1] > self.nodes[0][1]:
@@ -78,11 +80,11 @@ class Graphs:
 
     def _keeper(self, kept: list[Any]) -> Site | None:
         frames = list(_users_frames(sys._getframe()))
-        found = {id(holder) for holder in _holders(kept)}
+        result = {id(holder) for holder in _holders(kept)}
         for frame in frames:
             for name, value in frame.f_locals.items():
                 inside = getattr(value, "__dict__", {}).values()
-                if id(value) in found or any(id(v) in found for v in inside):
+                if id(value) in result or any(id(v) in result for v in inside):
                     return _line_that_fills(frame, name)
         # No container: a sum that goes on from step to step.
         tensor = self._torch.Tensor
@@ -92,7 +94,7 @@ class Graphs:
             for name, value in frame.f_locals.items()
             if type(value) is tensor and value.grad_fn is not None
         ]
-        most = max(sums, key=lambda one: one[0], default=None)
+        most = max(sums, key=lambda value: value[0], default=None)
         return _line_that_fills(most[2], most[1]) if most else None
 
 
@@ -143,5 +145,5 @@ def _line_that_fills(frame: FrameType, name: str) -> Site | None:
     except OSError:
         return None
     first = max(first, 1)  # of a module it is 0
-    found = [at for at, line in enumerate(lines, first) if adds.search(line)]
-    return Site(frame.f_code.co_filename, found[0]) if found else None
+    result = [at for at, line in enumerate(lines, first) if adds.search(line)]
+    return Site(frame.f_code.co_filename, result[0]) if result else None

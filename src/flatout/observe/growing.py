@@ -94,16 +94,16 @@ class GrowingHistories:
 
     def _close(self) -> None:
         self._end()
-        for site, seen in self._seen.items():
-            sizes = list(seen.sizes.values())
+        for site, value in self._seen.items():
+            sizes = list(value.sizes.values())
             apart = [after - before for before, after in pairwise(sizes)]
             if site is None or len(apart) < _LEAST - 1 or len(apart) < (_UNTIL - _FROM) // 2:
                 continue
             mean = sum(apart) / len(apart)
-            if mean > 0 and all(abs(one - mean) <= _EVEN * mean for one in apart):
-                last = sorted(seen.ns.values())[len(seen.ns) // 2]
+            if mean > 0 and all(abs(item - mean) <= _EVEN * mean for item in apart):
+                last = sorted(value.ns.values())[len(value.ns) // 2]
                 self.found.append(
-                    Growing(seen.words, site, sizes[-1], round(mean), last / 1e6, max(seen.sizes))
+                    Growing(value.words, site, sizes[-1], round(mean), last / 1e6, max(value.sizes))
                 )
         self._seen.clear()
 

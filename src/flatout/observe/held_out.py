@@ -43,10 +43,10 @@ def compare(sets: Sequence[tuple[Any, Samples | None]], scalers: Scalers) -> Non
 
 def _shared_rows(held_out: Samples, trained: Sequence[Samples]) -> tuple[int, int] | None:
     """How many of these samples equal one that is trained on, of how many."""
-    if not held_out.rows or any(one.rows is None for one in trained):
+    if not held_out.rows or any(item.rows is None for item in trained):
         return None
-    known = {row for one in trained for row in one.rows or ()}
-    if len(known) < _DIFFERENT * sum(len(one.rows or ()) for one in trained):
+    known = {row for item in trained for row in item.rows or ()}
+    if len(known) < _DIFFERENT * sum(len(item.rows or ()) for item in trained):
         return None  # samples of few values are often equal
     return sum(row in known for row in held_out.rows), len(held_out.rows)
 
@@ -54,7 +54,7 @@ def _shared_rows(held_out: Samples, trained: Sequence[Samples]) -> tuple[int, in
 def _by_moments(trained: Sequence[Samples], held_out: Samples) -> Scaling | None:
     """Where all samples together have a mean of zero and a deviation of one, by column or as a
     whole, and training alone has not."""
-    moments = [one.moments for one in trained if one.moments is not None]
+    moments = [item.moments for item in trained if item.moments is not None]
     other = held_out.moments
     if len(moments) < len(trained) or other is None:
         return None
@@ -73,8 +73,8 @@ def _by_moments(trained: Sequence[Samples], held_out: Samples) -> Scaling | None
 
 def _joined(parts: Iterable[Moments]) -> Moments:
     first, *others = parts
-    for one in others:
-        first = first.with_others(one)
+    for item in others:
+        first = first.with_others(item)
     return first
 
 
@@ -97,12 +97,12 @@ def _off(moments: Moments) -> float:
 
 def _is_one(moments: Moments) -> bool:
     """Whether each column that varies has a deviation of one, by either of its formulas."""
-    found = moments.variance[_varied(moments)]
+    result = moments.variance[_varied(moments)]
     formulas = (1.0, moments.count / (moments.count - 1))
-    return any(bool((abs(found * one - 1) < _DEVIATION_OFF).all()) for one in formulas)
+    return any(bool((abs(result * formula - 1) < _DEVIATION_OFF).all()) for formula in formulas)
 
 
 def sets_of(loaders: Iterable[Any], tables: Iterable[Any]) -> Iterator[tuple[Any, Samples | None]]:
     """Facts and samples of all that give batches."""
-    for one in (*loaders, *tables):
-        yield one.facts, one.samples
+    for item in (*loaders, *tables):
+        yield item.facts, item.samples

@@ -28,14 +28,14 @@ class Inside:
     def _open(self) -> None:
         if is_anything_compiled():
             return  # something is compiled, and would be compiled again
-        for seen in self._watch.models:
-            module = seen.ref()
+        for model in self._watch.models:
+            module = model.ref()
             if module is None or isinstance(module, self._torch.jit.ScriptModule):
                 continue
-            if seen.is_stepped:
-                self._looks.append(_Look(self._torch, module, seen.facts))
-            elif seen.has_parameters and seen.facts.device_type == "cpu":
-                self._looks.append(_LookAtBackbone(self._torch, module, seen, self._watch))
+            if model.is_stepped:
+                self._looks.append(_Look(self._torch, module, model.facts))
+            elif model.has_parameters and model.facts.device_type == "cpu":
+                self._looks.append(_LookAtBackbone(self._torch, module, model, self._watch))
         self._watch.at(_FROM + _STEPS, self._close)
 
     def _close(self) -> None:
@@ -138,7 +138,7 @@ class _LookAtBackbone:
 def _state_of(module: Any) -> list[Any] | None:
     """What changes where its tensors do; None where that cannot be told."""
     try:
-        return [(id(one), one._version) for one in (*module.parameters(), *module.buffers())]
+        return [(id(item), item._version) for item in (*module.parameters(), *module.buffers())]
     except RuntimeError:  # tensors made in inference mode do not count
         return None
 

@@ -130,8 +130,8 @@ class Lanes(Clock):
                 if lane not in (EVALUATION, SAVING, GC):
                     self.shift(spent[lane] - before, lane, EVALUATION)
             self.loader = None
-            for seen in self.evaluations:
-                seen.was_evaluated(self.steps)
+            for evaluation in self.evaluations:
+                evaluation.was_evaluated(self.steps)
         else:
             self._were_trained()
         self.unmark()
@@ -143,8 +143,8 @@ class Lanes(Clock):
         self._clear()
 
     def _were_trained(self) -> None:
-        for seen in self.evaluations:
-            seen.was_trained()
+        for evaluation in self.evaluations:
+            evaluation.was_trained()
 
     def _clear(self) -> None:
         self.evaluations.clear()

@@ -72,19 +72,19 @@ class TimeLapse:
 
     def why_not(self) -> str | None:
         """Why nothing ends early: "" where an epoch was seen; None where it is to be done."""
-        has_more = any(one.facts.epochs > 1 for one in self._trained())
+        has_more = any(item.facts.epochs > 1 for item in self._trained())
         if self._loops.had_epoch or (has_more and not self._loops.is_counting):
             return ""
         can_end = self._trained() or self._loops.is_stepping
         return None if can_end else "its steps are taken in no loop that can end early"
 
     def _trained(self) -> list[Any]:
-        return [one for one in self._watch.loaders if one.in_training]
+        return [loader for loader in self._watch.loaders if loader.in_training]
 
     def begin(self) -> None:
         """From now on; at the end of a step."""
         self._began_s, self._began_at = monotonic(), self._lanes.steps
-        self._begun = {one.number: one.facts.epochs for one in self._watch.loaders}
+        self._begun = {loader.number: loader.facts.epochs for loader in self._watch.loaders}
         self._saved = len(self._watch.saved)
         self._loops.epochs = 0
         self._loops.ends_early, self._loops.ends_unsized = True, not self._trained()
@@ -121,7 +121,7 @@ class TimeLapse:
 
     def _epochs(self) -> int:
         """How many have ended since the beginning, of the loader that has had fewest."""
-        begun = [one.facts.epochs - self._begun.get(one.number, 1) for one in self._trained()]
+        begun = [item.facts.epochs - self._begun.get(item.number, 1) for item in self._trained()]
         return self._loops.epochs if self._loops.has_cut or not begun else min(begun)
 
     # -- loaders ----------------------------------------------------------------------------------
@@ -180,8 +180,8 @@ class TimeLapse:
             parts.append("validation")
         if len(self._watch.saved) > self._saved or before.saved:
             parts.append("checkpoint")
-        known = sum(one.steps for one in before.schedules)
-        if known or sum(one.steps for one in later.schedules) > known:
+        known = sum(schedule.steps for schedule in before.schedules)
+        if known or sum(later_schedule.steps for later_schedule in later.schedules) > known:
             parts.append("schedule")
         return Lapse(
             seconds=monotonic() - self._began_s,
@@ -218,26 +218,26 @@ def _last_of(indices: Iterator[Any]) -> Iterator[Any]:
     yield from last
 
 
-def with_lapse(seen: Observation, later: Observation, lapse: Lapse) -> Observation:
+def with_lapse(observation: Observation, later: Observation, lapse: Lapse) -> Observation:
     """An Observation with what a time-lapse has shown beside.
 
     Times, counts and numbers stay those of before: epochs that end early say nothing of them. What
     is taken are facts of what the script does: how models are called, which samples epochs begin
     with, whether schedules are stepped, what is saved.
     """
-    found = replace(seen, lapse=lapse)
-    found.evaluation_site = seen.evaluation_site or later.evaluation_site
-    found.saved = seen.saved or later.saved
-    found.loaders = [_loader(one, later) for one in seen.loaders]
-    known = {_key(one) for one in seen.loaders}
-    found.loaders += [_new(one) for one in later.loaders if _key(one) not in known]
-    found.models = [_model(one, later) for one in seen.models]
-    found.schedules = [*map(partial(_schedule, seen), later.schedules)]
-    calls = {str(call.site) for call in seen.calls}
-    found.calls = seen.calls + [
+    result = replace(observation, lapse=lapse)
+    result.evaluation_site = observation.evaluation_site or later.evaluation_site
+    result.saved = observation.saved or later.saved
+    result.loaders = [_loader(loader, later) for loader in observation.loaders]
+    known = {_key(loader) for loader in observation.loaders}
+    result.loaders += [_new(loader) for loader in later.loaders if _key(loader) not in known]
+    result.models = [_model(model, later) for model in observation.models]
+    result.schedules = [*map(partial(_schedule, observation), later.schedules)]
+    calls = {str(call.site) for call in observation.calls}
+    result.calls = observation.calls + [
         call for call in later.calls if call.kind == "set_epoch" and str(call.site) not in calls
     ]
-    return found
+    return result
 
 
 def _key(loader: Loader) -> tuple[Any, ...]:
@@ -268,8 +268,12 @@ def _model(model: Model, later: Observation) -> Model:
     return model
 
 
-def _schedule(seen: Observation, schedule: Schedule) -> Schedule:
+def _schedule(observation: Observation, schedule: Schedule) -> Schedule:
     """With the steps of before: in epochs that end early there are more of them."""
     key = (schedule.kind, str(schedule.site))
-    before = sum(one.steps for one in seen.schedules if (one.kind, str(one.site)) == key)
+    before = sum(
+        schedule.steps
+        for schedule in observation.schedules
+        if (schedule.kind, str(schedule.site)) == key
+    )
     return replace(schedule, in_lapse=schedule.steps - before, steps=before)

@@ -60,28 +60,30 @@ class LineSampler:
         """Of a CPU, that looking has taken."""
         return 0.0 if self._stacks is None else self._stacks.cpu_ns / 1e9
 
-    def fill(self, seen: Observation) -> None:
+    def fill(self, observation: Observation) -> None:
         """Puts what was seen, told as lines, into an Observation; not while steps go on."""
         if self._stacks is None:
-            seen.notes.append("lines: this Python's frames cannot be read from beside it")
+            observation.notes.append("lines: this Python's frames cannot be read from beside it")
             return
         models = list(self._watch.models)
         stacks = list(stacks_in(self._stacks.seen(), codes(self._outer)))
         looks = sum(stack.looks for stack in stacks)
         if looks < _FEWEST:
-            seen.notes.append(f"lines: {looks} looks at the script are too few to tell its lines")
+            observation.notes.append(
+                f"lines: {looks} looks at the script are too few to tell its lines"
+            )
             return
-        lanes = [ms or 0.0 for ms in seen.lanes_ms.values()]
-        share = (seen.lanes_ms.get("evaluation") or 0.0) / max(sum(lanes), 1e-9)
+        lanes = [ms or 0.0 for ms in observation.lanes_ms.values()]
+        share = (observation.lanes_ms.get("evaluation") or 0.0) / max(sum(lanes), 1e-9)
         for model in models:
             if model.evaluated_at:
                 _move_evaluation(stacks, _place(model.evaluated_at), share)
-        if seen.lanes_ms.get("input") is None:
+        if observation.lanes_ms.get("input") is None:
             called = {_place(model.site) for model in models if model.is_stepped and model.site}
             if _made_input(stacks, called):
-                _share_input(stacks, seen)
-        lines = Lines(stacks, seen.lanes_ms, seen.steps, self._stacks.steps_per_bin)
-        seen.lines, seen.explained = lines.told(), lines.explained
+                _share_input(stacks, observation)
+        lines = Lines(stacks, observation.lanes_ms, observation.steps, self._stacks.steps_per_bin)
+        observation.lines, observation.explained = lines.told(), lines.explained
 
 
 def _place(site: Site) -> tuple[str, int]:
@@ -97,8 +99,10 @@ def _move_evaluation(stacks: list[Stack], call: tuple[str, int], share: float) -
         share: of all time that the lane has.
     """
     beneath = [stack for stack in stacks if call in stack.users]
-    seen = sum(sum(stack.ns) for stack in beneath) / max(sum(sum(one.ns) for one in stacks), 1e-9)
-    if seen > _LARGEST * share:
+    result = sum(sum(stack.ns) for stack in beneath) / max(
+        sum(sum(stack.ns) for stack in stacks), 1e-9
+    )
+    if result > _LARGEST * share:
         return
     for stack in beneath:
         moved, stack.ns = sum(stack.ns), [0.0] * len(stack.ns)
@@ -113,12 +117,12 @@ def _made_input(stacks: list[Stack], called: set[tuple[str, int]]) -> bool:
     """
     makes: set[tuple[str, int]] = set()
     for call in called:
-        seen = Counter[Places]()
+        result = Counter[Places]()
         for stack in stacks:
             if call in stack.users:
-                seen[stack.users[stack.users.index(call) + 1 :]] += stack.looks
+                result[stack.users[stack.users.index(call) + 1 :]] += stack.looks
         # What is still the host's in the call itself makes its arguments.
-        makes |= {call} | origins(call, seen.most_common(1)[0][0] if seen else ())
+        makes |= {call} | origins(call, result.most_common(1)[0][0] if result else ())
     moved = 0.0
     for stack in stacks:
         if not makes.isdisjoint(stack.users):
@@ -128,13 +132,13 @@ def _made_input(stacks: list[Stack], called: set[tuple[str, int]]) -> bool:
     return moved > 0
 
 
-def _share_input(stacks: list[Stack], seen: Observation) -> None:
+def _share_input(stacks: list[Stack], observation: Observation) -> None:
     """What the host's looks say of input becomes the time of that lane."""
     made, left = (sum(stack.ns[lane] for stack in stacks) for lane in (INPUT, HOST))
-    whole = seen.lanes_ms.get("host") or 0.0
+    whole = observation.lanes_ms.get("host") or 0.0
     input_ms = whole * made / max(made + left, 1.0)
-    seen.lanes_ms["input"], seen.lanes_ms["host"] = input_ms, whole - input_ms
-    seen.notes[:] = [note for note in seen.notes if note != NO_LOADER]
-    seen.notes.append(
+    observation.lanes_ms["input"], observation.lanes_ms["host"] = input_ms, whole - input_ms
+    observation.notes[:] = [note for note in observation.notes if note != NO_LOADER]
+    observation.notes.append(
         "input: no DataLoader gave the batches; it is the time of lines that made them"
     )

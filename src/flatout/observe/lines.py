@@ -95,8 +95,8 @@ class Lines:
 
     def told(self) -> list[Line]:
         """Those that take most, first."""
-        found = sorted(self._of.items(), key=lambda item: -item[1].ms)[:_LINES]
-        return [self._line(*key, of) for key, of in found]
+        lines = sorted(self._of.items(), key=lambda item: -item[1].ms)[:_LINES]
+        return [self._line(*key, of) for key, of in lines]
 
     def _line(self, file: str, line: int, trainer: str, within: str, of: _Of) -> Line:
         callers = _most(of.callers)
@@ -140,11 +140,11 @@ def growth(ms: list[float], width: int, looks: int) -> Growth | None:
     count, mean = len(ms), sum(ms) / len(ms)
     places = [width * (at - (count - 1) / 2) for at in range(count)]
     spread = sum(place * place for place in places)
-    slope = sum(place * one for place, one in zip(places, ms, strict=True)) / spread
-    left = [one - mean - slope * place for place, one in zip(places, ms, strict=True)]
+    slope = sum(place * item for place, item in zip(places, ms, strict=True)) / spread
+    left = [item - mean - slope * place for place, item in zip(places, ms, strict=True)]
     # No less than the noise of counting looks.
     of_looks = mean * mean * count / looks
-    noise = max(sum(one * one for one in left) / (count - 2), of_looks)
+    noise = max(sum(item * item for item in left) / (count - 2), of_looks)
     within = student_t(count - 2) * math.sqrt(noise / spread)
     if mean <= 0 or slope <= _SURE * within or slope * width * count < _GROWS_BY * mean:
         return None

@@ -85,9 +85,9 @@ class SeenLoader:
         """The first batch of an epoch is made of these samples."""
         self.is_hashed = True
         if isinstance(index, (list, tuple)) and index and index[0] is not None:
-            found = self.facts.hashes = self.facts.hashes or []
-            if len(found) < _EPOCHS:
-                found.append(zlib.crc32(repr(list(index)).encode()))
+            result = self.facts.hashes = self.facts.hashes or []
+            if len(result) < _EPOCHS:
+                result.append(zlib.crc32(repr(list(index)).encode()))
 
     def probe(self) -> tuple[Probe, Looker] | None:
         """What looks at its batches while this process makes them, until enough was seen."""
@@ -118,11 +118,11 @@ class SeenLoader:
 
     def _number(self, batch: Any) -> None:
         """Of the first batches of an IterableDataset's workers: do they give the same?"""
-        found = self.facts.worker_batches
+        result = self.facts.worker_batches
         tensor = first_tensor(batch)
         if tensor is not None:
             numbers = tensor.detach().reshape(-1)[:_NUMBERS].cpu().contiguous()
-            found.append(hash(numbers.numpy().tobytes()))
+            result.append(hash(numbers.numpy().tobytes()))
 
     def _look(self) -> None:
         """Now and then, after a batch."""
@@ -192,7 +192,7 @@ def facts_of(loader: Any, site: Site | None) -> Loader:
 
 def _draws_order(sampler: Any) -> bool:
     """Whether it is the script's own, and one of its methods draws."""
-    methods = [one for one in vars(type(sampler)).values() if isinstance(one, FunctionType)]
+    methods = [value for value in vars(type(sampler)).values() if isinstance(value, FunctionType)]
     return any(
         is_users(method.__code__.co_filename) and _DRAWS & set(method.__code__.co_names)
         for method in methods
@@ -207,12 +207,12 @@ def _is_plain(batch_sampler: Any) -> bool:
 
 
 def _site_of_dataset(dataset: Any) -> Site | None:
-    for one in _chain_of(dataset):
+    for item in _chain_of(dataset):
         for name in ("__getitem__", "__getitems__", "__iter__"):
-            code = getattr(getattr(type(one), name, None), "__code__", None)
-            found = site_of_code(code)
-            if found is not None:
-                return found
+            code = getattr(getattr(type(item), name, None), "__code__", None)
+            result = site_of_code(code)
+            if result is not None:
+                return result
     return None
 
 
@@ -227,22 +227,24 @@ def _chain_of(dataset: Any) -> Iterator[Any]:
 
 def _entries(dataset: Any) -> int:
     """How many entries the containers have that a dataset holds itself."""
-    held = (one for part in _chain_of(dataset) for one in getattr(part, "__dict__", {}).values())
-    return sum(len(one) for one in held if isinstance(one, (list, dict, set)))
+    held = (
+        value for part in _chain_of(dataset) for value in getattr(part, "__dict__", {}).values()
+    )
+    return sum(len(item) for item in held if isinstance(item, (list, dict, set)))
 
 
 def stages_of(dataset: Any) -> list[str] | None:
     """The datapipes of torch's from the source on, up to one that joins several; else None."""
     from torch.utils.data import IterDataPipe
 
-    found: list[str] = []
-    while isinstance(dataset, IterDataPipe) and len(found) < _STAGES:
+    result: list[str] = []
+    while isinstance(dataset, IterDataPipe) and len(result) < _STAGES:
         inside = vars(dataset).get("_datapipe")
         if inside is None:  # else it is the loader's own, around all of them
-            found.append(type(dataset).__name__.removesuffix("IterDataPipe"))
+            result.append(type(dataset).__name__.removesuffix("IterDataPipe"))
             inside = vars(dataset).get("datapipe", vars(dataset).get("source_datapipe"))
         dataset = inside
-    return found[::-1] or None
+    return result[::-1] or None
 
 
 def _keras_workers(dataset: Any) -> int:
@@ -255,10 +257,10 @@ def _keras_workers(dataset: Any) -> int:
 
 def _gives_batches(dataset: Any) -> bool:
     """Whether the dataset behind Subset and its like has code for whole batches."""
-    for one in _chain_of(dataset):
-        if not callable(getattr(one, "__getitems__", None)):
+    for item in _chain_of(dataset):
+        if not callable(getattr(item, "__getitems__", None)):
             return False
-        if not type(one).__module__.startswith("torch.utils.data"):
+        if not type(item).__module__.startswith("torch.utils.data"):
             return True
     return False
 
@@ -272,8 +274,8 @@ def watch_loaders(module: Any, watch: Watch, *, looks_within: bool = True) -> No
     known: dict[int, SeenLoader] = {}
 
     def renew() -> None:
-        for seen in watch.loaders:
-            seen.renew()
+        for loader in watch.loaders:
+            loader.renew()
 
     watch.on_renewal.append(renew)
 
@@ -307,8 +309,8 @@ def watch_loaders(module: Any, watch: Watch, *, looks_within: bool = True) -> No
         lanes = watch.lanes
         if lanes.loader is None or get_ident() != lanes.thread:
             return None
-        seen: SeenLoader = lanes.loader
-        return seen.probe()
+        loader: SeenLoader = lanes.loader
+        return loader.probe()
 
     watch_fetch(module._utils.fetch, probe_of)
 
@@ -320,18 +322,18 @@ def _timed_iteration(original: Any, watch: Watch, seen_of: Any) -> Any:
         began = perf_counter_ns()
         if not lanes.begin_batch():
             return original(self)
-        seen = seen_of(self, here(1))
-        if not seen.facts.epochs:
-            watch.aside(partial(seen.look_at_samples, self))
+        result = seen_of(self, here(1))
+        if not result.facts.epochs:
+            watch.aside(partial(result.look_at_samples, self))
             began = perf_counter_ns()
-        seen.is_hashed = False
-        os.environ[LOADER] = str(seen.number)  # for its workers
+        result.is_hashed = False
+        os.environ[LOADER] = str(result.number)  # for its workers
         try:
             iterator = original(self)
         finally:
             lanes.switch(HOST)
-        iterator._flatout_seen = seen
-        seen.begin_epoch(began)
+        iterator._flatout_seen = result
+        result.begin_epoch(began)
         return iterator
 
     return iterate
@@ -357,18 +359,18 @@ def _timed(original: Any, watch: Watch) -> Any:
     lanes, ask, hand_over = watch.lanes, watch.lanes.ask, watch.lanes.take
 
     def take(self: Any) -> Any:
-        seen = self._flatout_seen
-        if seen is None or (asked := ask()) < 0:
+        result = self._flatout_seen
+        if result is None or (asked := ask()) < 0:
             return original(self)
         if asked:
             lanes.decide()
-        lanes.loader = seen
+        lanes.loader = result
         try:
             batch = original(self)
         except BaseException:
             lanes.switch(HOST)
             raise
-        seen.took(batch, hand_over())
+        result.took(batch, hand_over())
         return batch
 
     return take
@@ -377,9 +379,9 @@ def _timed(original: Any, watch: Watch) -> Any:
 def _hashed(original: Any) -> Any:
     def next_index(self: Any) -> Any:
         index = original(self)
-        seen = self._flatout_seen
-        if seen is not None and not seen.is_hashed:
-            seen.hash(index)
+        result = self._flatout_seen
+        if result is not None and not result.is_hashed:
+            result.hash(index)
         return index
 
     return next_index

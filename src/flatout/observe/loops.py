@@ -78,7 +78,7 @@ class Loops:
     @property
     def is_counting(self) -> bool:
         """Whether one is that has a length."""
-        return any(self._steps(one) and one.length is not None for one in self._open)
+        return any(self._steps(item) and item.length is not None for item in self._open)
 
     def _steps(self, turns: Turns) -> bool:
         taken = self._lanes.steps - turns.first
@@ -98,8 +98,8 @@ class Loops:
         turns = Turns(number, length, lanes.steps, lanes.steps)
         self._open.append(turns)
         try:
-            for one in what:
-                yield one
+            for item in what:
+                yield item
                 turns.turns += 1
                 taken = lanes.steps - turns.steps
                 if taken:

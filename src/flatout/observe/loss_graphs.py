@@ -123,9 +123,11 @@ class LossGraphs:
     def _look(self, tensors: Any) -> None:
         roots = [tensors] if isinstance(tensors, self._torch.Tensor) else list(tensors)
         try:
-            found = [one for root in roots if root.grad_fn for one in self._findings(root)]
+            findings = [
+                findings for root in roots if root.grad_fn for findings in self._findings(root)
+            ]
             self._note_reduction(roots[0].grad_fn)
-            has_new = sum(self._keep(one) for one in found) > 0
+            has_new = sum(self._keep(item) for item in findings) > 0
             self.looks += 1
         except (RuntimeError, NotImplementedError) as error:
             # Numbers that were freed, or tensors of a kind without shapes: the script goes on.
@@ -146,26 +148,26 @@ class LossGraphs:
     def _note_lines(self, mode: bool, check_nan: bool) -> None:
         self._torch.set_anomaly_enabled(mode, check_nan)
 
-    def _keep(self, one: _Found) -> bool:
+    def _keep(self, value: _Found) -> bool:
         """Whether its line is not known yet."""
-        key = one.kind, repr({name: one.detail.get(name) for name in ("outer", "inner")})
+        key = value.kind, repr({name: value.detail.get(name) for name in ("outer", "inner")})
         fact = self.found.get(key)
         if fact is None:
-            fact = self.found[key] = InLoss(one.kind)
+            fact = self.found[key] = InLoss(value.kind)
         fact.count += 1
         fact.steps = max(fact.steps, self._watch.lanes.steps + 1)
-        before, fact.detail = fact.detail, dict(one.detail)
+        before, fact.detail = fact.detail, dict(value.detail)
         for name in _ADDED:
             if name in before:
                 fact.detail[name] += before[name]
         if "alone" in before:
-            fact.detail["alone"] = sorted({*before["alone"], *one.detail["alone"]})
-        fact.site = fact.site or _site_of(one.node)
-        return fact.site is None and one.kind != "labels"
+            fact.detail["alone"] = sorted({*before["alone"], *value.detail["alone"]})
+        fact.site = fact.site or _site_of(value.node)
+        return fact.site is None and value.kind != "labels"
 
     def _note_reduction(self, node: Any) -> None:
         """How the loss of one of the batches of a step was reduced."""
-        batch: Any = sum(one.batches for one in self._watch.loaders if one.in_training)
+        batch: Any = sum(loader.batches for loader in self._watch.loaders if loader.in_training)
         self._reduced.append((batch or self._watch.rows, node and _reduction(node)))
 
     def _before_step(self) -> None:
@@ -209,31 +211,33 @@ class LossGraphs:
         """Parameters that a loss has reached, though no module that was called has them, and no
         optimizer."""
         # Not by its truth: a compiled module has a length, and none that can be asked for.
-        models = [(seen, seen.ref()) for seen in self._watch.models]
-        modules = [(seen, module) for seen, module in models if module is not None]
-        known = {id(one) for _, module in modules for one in module.parameters()}
-        known |= {id(tensor) for seen in self._watch.optimizers for tensor in seen.tensors()}
-        alive = [one for reference in self.reached.values() if (one := reference()) is not None]
-        missed = {id(one) for one in alive if id(one) not in known and one.requires_grad}
+        models = [(model, model.ref()) for model in self._watch.models]
+        modules = [(item, module) for item, module in models if module is not None]
+        known = {id(parameter) for _, module in modules for parameter in module.parameters()}
+        known |= {
+            id(tensor) for optimizer in self._watch.optimizers for tensor in optimizer.tensors()
+        }
+        alive = [item for reference in self.reached.values() if (item := reference()) is not None]
+        missed = {id(item) for item in alive if id(item) not in known and item.requires_grad}
         for seen, module in modules:
             seen.facts.unregistered = _held_in_lists(module, missed) if missed else []
 
 
 def _held_in_lists(model: Any, wanted: set[int]) -> list[str]:
     """Names and shapes of parameters of modules that a model holds in lists and dicts."""
-    found = []
+    result = []
     for prefix, module in model.named_modules():
         for attribute, value in vars(module).items():
             if attribute.startswith("_") or not isinstance(value, (list, tuple, dict)):
                 continue
-            for key, one in value.items() if isinstance(value, dict) else enumerate(value):
+            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
                 path = f"{prefix}.{attribute}[{key!r}]".lstrip(".")
-                if id(one) in wanted:
-                    found.append(f"{path} {list(one.shape)}")
-                elif hasattr(one, "named_parameters"):
-                    named = [(n, t) for n, t in one.named_parameters() if id(t) in wanted]
-                    found += [f"{path}.{name} {list(tensor.shape)}" for name, tensor in named]
-    return found[:_NAMED]
+                if id(item) in wanted:
+                    result.append(f"{path} {list(item.shape)}")
+                elif hasattr(item, "named_parameters"):
+                    named = [(n, t) for n, t in item.named_parameters() if id(t) in wanted]
+                    result += [f"{path}.{name} {list(tensor.shape)}" for name, tensor in named]
+    return result[:_NAMED]
 
 
 def _nodes(root: Any) -> Iterator[tuple[Any, Any]]:

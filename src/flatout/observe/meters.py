@@ -89,23 +89,23 @@ class Meters:
                 self._job.append((step, held[0]))
                 self._swapped.append(held[1])
 
-    def fill(self, seen: Observation) -> None:
+    def fill(self, observation: Observation) -> None:
         """Puts what was seen into an Observation."""
         memory, faults = list(self._memory), list(self._faults)
-        seen.memory_at = [step for step, _, _ in memory]
-        seen.memory_mb = [round(mb, 2) for _, mb, _ in memory]
-        seen.own_mb = [round(mb, 2) for _, _, mb in memory]
-        seen.runnable = median(self._runnable) if self._runnable else None
+        observation.memory_at = [step for step, _, _ in memory]
+        observation.memory_mb = [round(mb, 2) for _, mb, _ in memory]
+        observation.own_mb = [round(mb, 2) for _, _, mb in memory]
+        observation.runnable = median(self._runnable) if self._runnable else None
         job = list(self._job)
-        seen.job_at = [step for step, _ in job]
-        seen.job_mb = [round(mb, 2) for _, mb in job]
-        seen.swapped_mb = max(self._swapped, default=None)
+        observation.job_at = [step for step, _ in job]
+        observation.job_mb = [round(mb, 2) for _, mb in job]
+        observation.swapped_mb = max(self._swapped, default=None)
         # The first steps map memory that later ones find.
         settled = [row for row in faults if row[0] > 2] or faults
         if len(settled) > 1:
             (first, minor, major), (last, minor_then, major_then) = settled[0], settled[-1]
-            seen.page_faults = (minor_then - minor) / (last - first)
-            seen.major_faults = (major_then - major) / (last - first)
+            observation.page_faults = (minor_then - minor) / (last - first)
+            observation.major_faults = (major_then - major) / (last - first)
 
 
 def _statm() -> int:
@@ -121,17 +121,17 @@ def _job() -> list[int]:
 
         me = psutil.Process()
         return [me.pid, *(child.pid for child in me.children(recursive=True))]
-    found, todo = [], [os.getpid()]
+    processes, todo = [], [os.getpid()]
     while todo:
         pid = todo.pop()
-        found.append(pid)
+        processes.append(pid)
         try:
             for thread in os.listdir(f"/proc/{pid}/task"):
                 with open(f"/proc/{pid}/task/{thread}/children", encoding="ascii") as children:
                     todo += map(int, children.read().split())
         except OSError:
             continue  # it has ended
-    return found
+    return processes
 
 
 def held_mb(job: list[int]) -> tuple[float, float] | None:

@@ -63,7 +63,7 @@ class MetricHooks:
                 return original(*args, **kwargs)
             finally:
                 self._is_inside = False
-                told = name or ", ".join(type(one).__name__ for one in args[0].metrics)
+                told = name or ", ".join(type(metric).__name__ for metric in args[0].metrics)
                 if told:
                     calls.note("metric", perf_counter_ns() - began, detail={"name": told})
 

@@ -44,22 +44,26 @@ class Mistakes:
         """Sees again where schedulers are stepped."""
         self._schedules.watch()
 
-    def fill(self, seen: Observation) -> None:
+    def fill(self, observation: Observation) -> None:
         """Puts what was seen into an Observation; in the thread that steps."""
-        if not seen.steps:
+        if not observation.steps:
             return
-        seen.loss_looks = self._graphs.looks
-        seen.in_losses = list(self._graphs.found.values())
-        seen.schedules = self._schedules.results()
-        seen.switched_on = self._switches.on
-        seen.cells = self._recurrent.cells
-        seen.growing = self._growing.found
+        observation.loss_looks = self._graphs.looks
+        observation.in_losses = list(self._graphs.found.values())
+        observation.schedules = self._schedules.results()
+        observation.switched_on = self._switches.on
+        observation.cells = self._recurrent.cells
+        observation.growing = self._growing.found
         compare(list(sets_of(self._watch.loaders, self._tables.results())), self._scalers)
-        self._tables.fill(seen)
-        scalings = [one.scaling for one in seen.inputs if one.scaling]
+        self._tables.fill(observation)
+        scalings = [item.scaling for item in observation.inputs if item.scaling]
         read_sites(
             [
-                *seen.in_losses, *seen.schedules, *seen.tables, *seen.growing, *seen.cells,
+                *observation.in_losses,
+                *observation.schedules,
+                *observation.tables,
+                *observation.growing,
+                *observation.cells,
                 *scalings,
             ]
-        )  # fmt: skip
+        )

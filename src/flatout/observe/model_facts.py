@@ -14,12 +14,12 @@ _NAMED = 20
 
 def unwrapped(module: Any) -> list[Any]:
     """The module, and those that its wrappers hold, outermost first."""
-    found: list[Any] = []
-    while module is not None and len(found) < 4:
-        found.append(module)
+    result: list[Any] = []
+    while module is not None and len(result) < 4:
+        result.append(module)
         inside = module.__dict__.get("_modules", {})
         module = inside.get("module") or inside.get("_orig_mod")
-    return found
+    return result
 
 
 def describe(module: Any, facts: Model, *, whole: bool) -> None:

@@ -48,9 +48,9 @@ class Cells:
     def look(self) -> tuple[Observation, float]:
         """What was seen since the last look, and in how many seconds; it is forgotten then."""
         with self._between():
-            seen, seconds = self._observer.so_far(), self._seconds
+            observation, seconds = self._observer.so_far(), self._seconds
             self._forget()
-        return seen, seconds
+        return observation, seconds
 
     def forget(self) -> None:
         """Begins again, as if nothing had been seen."""

@@ -65,20 +65,20 @@ class Numbers:
         """Reads all numbers of the models."""
         began = perf_counter_ns()
         is_flushed = flushes_subnormals(self._torch)
-        for seen in self._watch.models:
-            module = seen.ref()
-            if module is None or not seen.is_stepped:
+        for model in self._watch.models:
+            module = model.ref()
+            if module is None or not model.is_stepped:
                 continue
-            found = {*seen.facts.not_finite, *not_finite(module)}
-            seen.facts.not_finite = sorted(found)[:_NAMED]
+            result = {*model.facts.not_finite, *not_finite(module)}
+            model.facts.not_finite = sorted(result)[:_NAMED]
             share = 0.0 if is_flushed else subnormal_share(_tensors_of(module))
-            seen.facts.subnormal_share = max(seen.facts.subnormal_share or 0.0, share)
-        for one in self._watch.optimizers:
-            states = getattr(one.ref(), "state", None)
+            model.facts.subnormal_share = max(model.facts.subnormal_share or 0.0, share)
+        for optimizer in self._watch.optimizers:
+            states = getattr(optimizer.ref(), "state", None)
             if not isinstance(states, Mapping):  # none of torch's, or gone
                 continue
             share = 0.0 if is_flushed else subnormal_share(_moments_in(states))
-            one.facts.subnormal_share = max(one.facts.subnormal_share or 0.0, share)
+            optimizer.facts.subnormal_share = max(optimizer.facts.subnormal_share or 0.0, share)
         now = perf_counter_ns()
         self._took = now - began
         self._due = now + int(self._took / _SHARE_EVALUATING)
@@ -113,7 +113,7 @@ def _moments_in(states: Mapping[Any, Any]) -> Iterator[Any]:
 
     for state in states.values():
         kept = state.values() if isinstance(state, Mapping) else ()
-        yield from (local(one) for one in kept if torch.is_tensor(one))
+        yield from (local(item) for item in kept if torch.is_tensor(item))
 
 
 def _share(numbers: Any) -> float:

@@ -59,15 +59,15 @@ def _opens_to_write(mode: Any, flags: Any) -> bool:
 
 def _held() -> list[str]:
     """What is open for reading now, or mapped."""
-    found = []
+    result = []
     for descriptor in os.listdir("/proc/self/fd"):
         with suppress(OSError, ValueError, IndexError):
             path = os.readlink(f"/proc/self/fd/{descriptor}")
             told = Path(f"/proc/self/fdinfo/{descriptor}").read_text()
             flags = int(told.partition("flags:")[2].split()[0], 8)
             if path.startswith("/") and not flags & _WRITING:
-                found.append(path)
+                result.append(path)
     with suppress(OSError):
         lines = Path("/proc/self/maps").read_text(errors="surrogateescape").splitlines()
-        found += [line.split(maxsplit=5)[5] for line in lines if " /" in line]
-    return [path for path in dict.fromkeys(found) if not path.endswith(" (deleted)")]
+        result += [line.split(maxsplit=5)[5] for line in lines if " /" in line]
+    return [path for path in dict.fromkeys(result) if not path.endswith(" (deleted)")]

@@ -83,14 +83,14 @@ class SeenOptimizer:
 
 def _options(groups: list[dict[str, Any]]) -> dict[str, float]:
     """The numbers of all groups by name, each the one that is farthest from zero."""
-    found: dict[str, float] = {}
+    result: dict[str, float] = {}
     for group in groups:
         betas = group.get("betas", ())
         named = {**group, **{f"beta{at}": beta for at, beta in enumerate(betas, 1)}}
         for name in _OPTIONS:
             if isinstance(value := named.get(name), float | int):
-                found[name] = max(found.get(name, 0.0), float(value), key=abs)
-    return found
+                result[name] = max(result.get(name, 0.0), float(value), key=abs)
+    return result
 
 
 def _touched_rows(gradient: Any) -> int:
@@ -181,15 +181,15 @@ class StepFinder:
         if is_due:
             self._watch.attend()
 
-    def _let_alone(self, seen: SeenOptimizer | None) -> None:
+    def _let_alone(self, optimizer: SeenOptimizer | None) -> None:
         """This one steps alone; with None there are several, or none."""
-        self._sole = seen
+        self._sole = optimizer
         if self._quick is not None:
-            if seen is None:
+            if optimizer is None:
                 self._quick.watch(None, {})
             else:
-                self._quick.watch(seen.ref, seen.counts)
-                seen.count = self._quick.count
+                self._quick.watch(optimizer.ref, optimizer.counts)
+                optimizer.count = self._quick.count
 
     def _note_elsewhere(self) -> None:
         """It has stepped in another thread, unless no one's steps are watched now."""

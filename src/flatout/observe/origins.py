@@ -24,7 +24,7 @@ def origins(call: Place, callers: Sequence[Place]) -> set[Place]:
         call: file and line where the model is called.
         callers: the lines that led there, from the inside.
     """
-    found: set[Place] = set()
+    places: set[Place] = set()
     wanted: set[str] | None = None
     for file, line in [call, *callers][: _LEVELS + 1]:
         function = _function_at(file, line)
@@ -34,11 +34,11 @@ def origins(call: Place, callers: Sequence[Place]) -> set[Place]:
         if wanted is not None:  # parameters, whatever they are called by the one who calls
             names |= _given_through(function, line)
         lines, left = _slice(function, names, line)
-        found |= {(file, one) for one in lines}
+        places |= {(file, line) for line in lines}
         wanted = left & _parameters(function)
         if not wanted:
             break
-    return found
+    return places
 
 
 @lru_cache(maxsize=64)
@@ -65,7 +65,7 @@ def _parameters(function: ast.AST) -> set[str]:
     if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
         return set()
     given = function.args
-    return {one.arg for one in (*given.posonlyargs, *given.args, *given.kwonlyargs)}
+    return {item.arg for item in (*given.posonlyargs, *given.args, *given.kwonlyargs)}
 
 
 def _calls_at(function: ast.AST, line: int) -> Iterator[ast.Call]:

@@ -125,18 +125,18 @@ def _tensors_in(obj: Any, depth: int = 0) -> list[Any]:
 
 def keys_of(obj: Any, depth: int = 0) -> list[str]:
     """The first names of the tensors in nested dicts, such as `model.0.weight`."""
-    found: list[str] = []
+    result: list[str] = []
     if isinstance(obj, dict) and depth < 3:
         for name, value in obj.items():
             if isinstance(value, dict):
-                found += [f"{name}.{inner}" for inner in keys_of(value, depth + 1)]
+                result += [f"{name}.{inner}" for inner in keys_of(value, depth + 1)]
             elif hasattr(value, "dtype"):
-                found.append(str(name))
-            if len(found) >= 50:
+                result.append(str(name))
+            if len(result) >= 50:
                 break
     elif hasattr(obj, "state_dict"):
-        found = [type(obj).__name__]
-    return found[:50]
+        result = [type(obj).__name__]
+    return result[:50]
 
 
 def watch_garbage(watch: Watch) -> None:

@@ -80,12 +80,12 @@ class Recurrent:
         for model in self._watch.models:
             module = model.ref()
             inner = () if module is None or not model.is_stepped else module.modules()
-            for one in inner:
-                if isinstance(one, kinds) and id(one) not in self._seen:
-                    self._seen[id(one)] = one, _Seen()
+            for item in inner:
+                if isinstance(item, kinds) and id(item) not in self._seen:
+                    self._seen[id(item)] = item, _Seen()
                     self._handles += [
-                        one.register_forward_pre_hook(self._begins, with_kwargs=True),
-                        one.register_forward_hook(self._ends),
+                        item.register_forward_pre_hook(self._begins, with_kwargs=True),
+                        item.register_forward_hook(self._ends),
                     ]
 
     def _begins(self, module: Any, args: Any, kwargs: Any) -> None:
@@ -106,9 +106,9 @@ class Recurrent:
 
     def _close(self) -> None:
         self._end()
-        for module, seen in self._seen.values():
-            loops = [count for count in seen.loops if count >= _LEAST]
-            if loops and sum(loops) >= _MOST * seen.calls:
-                ms = seen.ns / 1e6 / (_UNTIL - _FROM)
-                self.cells.append(Cell(type(module).__name__, seen.site, int(median(loops)), ms))
+        for module, item in self._seen.values():
+            loops = [count for count in item.loops if count >= _LEAST]
+            if loops and sum(loops) >= _MOST * item.calls:
+                ms = item.ns / 1e6 / (_UNTIL - _FROM)
+                self.cells.append(Cell(type(module).__name__, item.site, int(median(loops)), ms))
         self._seen.clear()

@@ -45,43 +45,45 @@ def names_that_step(trees: Iterable[ast.Module]) -> set[str]:
         for node in ast.walk(tree):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 calls.setdefault(node.name, set()).update(_called([node]))
-    found = set(_STEPS)
-    while more := {name for name, called in calls.items() if called & found} - found:
-        found |= more
-    return found
+    result = set(_STEPS)
+    while more := {name for name, called in calls.items() if called & result} - result:
+        result |= more
+    return result
 
 
 def names_in_a_step(trees: Iterable[ast.Module], stepping: set[str]) -> set[str]:
     """Names of functions in these files that the innermost loops which step call."""
     calls: dict[str, set[str]] = {}
-    found: set[str] = set()
+    result: set[str] = set()
     for tree in trees:
         for node in ast.walk(tree):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 calls.setdefault(node.name, set()).update(_called([node]))
             elif isinstance(node, (ast.For, ast.While)):
-                inner = [part for one in node.body for part in ast.walk(one)]
+                inner = [part for item in node.body for part in ast.walk(item)]
                 loops = [part for part in inner if isinstance(part, (ast.For, ast.While))]
                 called = {*_called(node.body)}
-                if called & stepping and not any({*_called(one.body)} & stepping for one in loops):
-                    found |= called
-    while more := {name for one in found for name in calls.get(one, ())} - found:
-        found |= more
-    return found & calls.keys()
+                if called & stepping and not any(
+                    {*_called(loop.body)} & stepping for loop in loops
+                ):
+                    result |= called
+    while more := {name for item in result for name in calls.get(item, ())} - result:
+        result |= more
+    return result & calls.keys()
 
 
 def files_of(script: Path, home: Path) -> dict[Path, ast.Module]:
     """The script and what it imports from its folder, as far as that is written in its code."""
-    found = {script: _parsed(script)}
+    result = {script: _parsed(script)}
     todo = [script]
-    while todo and len(found) < _MOST_FILES:
+    while todo and len(result) < _MOST_FILES:
         file = todo.pop()
-        for node in ast.walk(found[file]):
+        for node in ast.walk(result[file]):
             for path in _imported(node, file.parent, home):
-                if path not in found and path.is_file():
-                    found[path] = _parsed(path)
+                if path not in result and path.is_file():
+                    result[path] = _parsed(path)
                     todo.append(path)
-    return found
+    return result
 
 
 def _imported(node: ast.AST, folder: Path, home: Path) -> Iterator[Path]:
@@ -246,7 +248,7 @@ class _Loops(ast.NodeTransformer):
         return self._function(node)
 
     def _function(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.AST:
-        decorators = {last_name(one) for one in node.decorator_list}
+        decorators = {last_name(item) for item in node.decorator_list}
         if is_compiled(node):
             return node
         return self._within(node, bool(decorators & EVALUATES))
@@ -265,8 +267,8 @@ class _Loops(ast.NodeTransformer):
         called = {*_called(node.body)}
         no_grad = any(
             {last_name(item.context_expr) for item in part.items} & EVALUATES
-            for one in node.body
-            for part in ast.walk(one)
+            for item in node.body
+            for part in ast.walk(item)
             if isinstance(part, ast.With)
         )
         self.generic_visit(node)

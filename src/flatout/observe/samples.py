@@ -41,7 +41,7 @@ class Moments:
         """Those of the rows of both."""
         count = self.count + other.count
         mean = (self.count * self.mean + other.count * other.mean) / count
-        squares = [one.count * (one.variance + one.mean**2) for one in (self, other)]
+        squares = [item.count * (item.variance + item.mean**2) for item in (self, other)]
         return Moments(count, mean, sum(squares) / count - mean**2)
 
 
@@ -88,7 +88,7 @@ def row_numbers(table: Any, chosen: Sequence[int]) -> list[int] | None:
 def _moments(table: Any, chosen: Sequence[int]) -> Moments | None:
     if len(chosen) * prod(table.shape[1:]) > _NUMBERS:
         return None
-    found: Moments | None = None
+    moments: Moments | None = None
     for first in range(0, len(chosen), _AT_ONCE):
         at = chosen[first : first + _AT_ONCE]
         part = table[at.start : at.stop] if isinstance(at, range) else table[list(at)]
@@ -96,8 +96,8 @@ def _moments(table: Any, chosen: Sequence[int]) -> Moments | None:
         if rows.dtype.kind != "f":
             return None
         own = Moments(len(rows), rows.mean(0, dtype="float64"), rows.var(0, dtype="float64"))
-        found = own if found is None else found.with_others(own)
-    return found
+        moments = own if moments is None else moments.with_others(own)
+    return moments
 
 
 def _bits(rows: Any) -> float:
@@ -116,12 +116,12 @@ def label_runs(dataset: Any) -> tuple[int, int, int, int] | None:
     values = _as_array(labels)
     if values.dtype.kind not in "iub" or values.ndim != 1:
         return None
-    found = values.tolist() if picked is None else values[list(picked)].tolist()
-    sizes = Counter(found).most_common()
-    if len(sizes) < 2 or len(sizes) > min(_CLASSES, len(found) // 2):
+    result = values.tolist() if picked is None else values[list(picked)].tolist()
+    sizes = Counter(result).most_common()
+    if len(sizes) < 2 or len(sizes) > min(_CLASSES, len(result) // 2):
         return None
-    runs = 1 + sum(one != other for one, other in pairwise(found))
-    return len(sizes), runs, len(found), sizes[1][1]
+    runs = 1 + sum(item != other for item, other in pairwise(result))
+    return len(sizes), runs, len(result), sizes[1][1]
 
 
 def _behind_subsets(dataset: Any) -> tuple[Any, Sequence[int] | None]:
@@ -140,8 +140,8 @@ def _behind_subsets(dataset: Any) -> tuple[Any, Sequence[int] | None]:
 def _table_in(dataset: Any) -> Any:
     tensors = getattr(dataset, "tensors", None)
     parts = list(tensors)[:1] if isinstance(tensors, tuple) else _held(dataset)
-    found = [one for one in parts if _is_in_memory(one) and one.ndim > 1]
-    return found[0] if len(found) == 1 else None
+    result = [part for part in parts if _is_in_memory(part) and part.ndim > 1]
+    return result[0] if len(result) == 1 else None
 
 
 def _labels_in(dataset: Any) -> Any:
@@ -150,19 +150,19 @@ def _labels_in(dataset: Any) -> Any:
         return tensors[-1] if len(tensors) > 1 else None
     given = [vars(dataset).get(name) for name in _NAMES] if hasattr(dataset, "__dict__") else []
     length = length_of(dataset) or None
-    for one in given:
-        if isinstance(one, list) and len(one) == length and isinstance(one[0], int):
-            return one
-        if _is_in_memory(one) and one.ndim == 1 and len(one) == length:
-            return one
+    for item in given:
+        if isinstance(item, list) and len(item) == length and isinstance(item[0], int):
+            return item
+        if _is_in_memory(item) and item.ndim == 1 and len(item) == length:
+            return item
     return None
 
 
 def _held(dataset: Any) -> list[Any]:
     """Tensors and arrays in memory that a dataset has of all its samples."""
     length = length_of(dataset) or None
-    own = [one for one in getattr(dataset, "__dict__", {}).values() if _is_in_memory(one)]
-    return [one for one in own if one.ndim and len(one) == length]
+    own = [value for value in getattr(dataset, "__dict__", {}).values() if _is_in_memory(value)]
+    return [item for item in own if item.ndim and len(item) == length]
 
 
 def _is_in_memory(value: Any) -> bool:

@@ -66,7 +66,7 @@ class Scalers:
         return fit
 
     def _note(self, scaler: Any, site: Site | None, data: Any) -> None:
-        self._fitted[:] = [one for one in self._fitted if one.ref() is not scaler]
+        self._fitted[:] = [item for item in self._fitted if item.ref() is not scaler]
         rows = _numbers(data)
         if rows:
             self._fitted.append(_Fitted(scaler, site, rows))
@@ -74,7 +74,7 @@ class Scalers:
     def _transforming(self, original: Any) -> Any:
         def transform(scaler: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
             # It may write over what it is given.
-            fitted = next((one for one in self._fitted if one.ref() is scaler), None)
+            fitted = next((item for item in self._fitted if item.ref() is scaler), None)
             before = None if fitted is None or self._watch.lanes.steps else _numbers(data)
             result = original(scaler, data, *args, **kwargs)
             if fitted is not None and before:
@@ -88,11 +88,11 @@ class Scalers:
     def of_both(self, trained: Sequence[Samples], held_out: Samples) -> Scaling | None:
         """The scaler that was fitted on samples of the training and of the validation."""
         rows = held_out.rows or []
-        for one in self._fitted:
-            of_held_out = sum(row in one.made for row in rows)
-            of_trained = sum(row in one.made for part in trained for row in part.rows or ())
+        for item in self._fitted:
+            of_held_out = sum(row in item.made for row in rows)
+            of_trained = sum(row in item.made for part in trained for row in part.rows or ())
             if of_trained and of_held_out >= max(1, _MANY * len(rows)):
-                return Scaling(one.kind, one.site, len(one.rows), of_held_out)
+                return Scaling(item.kind, item.site, len(item.rows), of_held_out)
         return None
 
 

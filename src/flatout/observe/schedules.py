@@ -40,10 +40,10 @@ class Schedules:
         watch.on_renewal.append(self._begin)
 
     def _begin(self) -> None:
-        for one in self._seen:
-            scheduler = one.ref()
-            one.facts = Schedule(one.facts.kind, one.facts.site)
-            one.begins_at = 0 if scheduler is None else int(scheduler.last_epoch)
+        for schedule in self._seen:
+            scheduler = schedule.ref()
+            schedule.facts = Schedule(schedule.facts.kind, schedule.facts.site)
+            schedule.begins_at = 0 if scheduler is None else int(scheduler.last_epoch)
         self.watch()
 
     def watch(self) -> None:
@@ -70,26 +70,26 @@ class Schedules:
             original(scheduler, *args, **kwargs)
             if getattr(scheduler, "_is_initial", False) or get_ident() != lanes.thread:
                 return
-            for one in self._seen:
-                if one.ref() is scheduler and one.facts.first_after is None:
-                    one.facts.first_after = lanes.steps
-                    one.facts.stepped_at = here(1)
+            for schedule in self._seen:
+                if schedule.ref() is scheduler and schedule.facts.first_after is None:
+                    schedule.facts.first_after = lanes.steps
+                    schedule.facts.stepped_at = here(1)
 
         return step
 
     def results(self) -> list[Schedule]:
         """What was seen of those that still exist."""
-        found = []
-        for one in self._seen:
-            scheduler = one.ref()
+        result = []
+        for schedule in self._seen:
+            scheduler = schedule.ref()
             if scheduler is None:
                 continue
-            one.facts.steps = int(scheduler.last_epoch) - one.begins_at
-            one.facts.ends_after = _ends_after(scheduler)
-            optimizers = [seen.ref() for seen in self._watch.optimizers]
-            one.facts.is_used = any(scheduler.optimizer is used for used in optimizers)
-            found.append(one.facts)
-        return found
+            schedule.facts.steps = int(scheduler.last_epoch) - schedule.begins_at
+            schedule.facts.ends_after = _ends_after(scheduler)
+            optimizers = [optimizer.ref() for optimizer in self._watch.optimizers]
+            schedule.facts.is_used = any(scheduler.optimizer is used for used in optimizers)
+            result.append(schedule.facts)
+        return result
 
 
 def _ends_after(scheduler: Any) -> int | None:

@@ -17,13 +17,13 @@ from flatout.observe.observation import Site
 
 def _installed_folders() -> list[str]:
     paths = sysconfig.get_paths()
-    found = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    found.update(site.getsitepackages())
-    found.add(site.getusersitepackages())
+    folders = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    folders.update(site.getsitepackages())
+    folders.add(site.getusersitepackages())
     # Those that a file of paths adds, as where one environment lies upon another.
-    found.update(path for path in sys.path if path.endswith(("site-packages", "dist-packages")))
-    found.add(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # Flatout itself
-    return sorted({os.path.realpath(path) + os.sep for path in found}, key=len, reverse=True)
+    folders.update(path for path in sys.path if path.endswith(("site-packages", "dist-packages")))
+    folders.add(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # Flatout itself
+    return sorted({os.path.realpath(path) + os.sep for path in folders}, key=len, reverse=True)
 
 
 _INSTALLED = _installed_folders()
@@ -95,11 +95,11 @@ def here(depth: int = 0) -> Site | None:
 
 def packages_above() -> set[str]:
     """Top-level packages whose code is being run by the calling thread."""
-    found = set()
+    packages = set()
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = str(frame.f_globals.get("__name__", ""))
         if not name.startswith("flatout.observe"):
-            found.add(name.partition(".")[0].removeprefix("pytorch_"))
+            packages.add(name.partition(".")[0].removeprefix("pytorch_"))
         frame = frame.f_back
-    return found
+    return packages

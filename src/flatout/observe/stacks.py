@@ -110,15 +110,15 @@ class Stack:
 
 def codes(others: Iterable[CodeType] = ()) -> dict[int, CodeType]:
     """The code of all functions that are alive, and of these others, by id."""
-    found: dict[int, CodeType] = {}
-    todo = [one.__code__ for one in gc.get_objects() if type(one) is FunctionType]
+    result: dict[int, CodeType] = {}
+    todo = [item.__code__ for item in gc.get_objects() if type(item) is FunctionType]
     todo += others
     while todo:
         code = todo.pop()
-        if id(code) not in found:
-            found[id(code)] = code
-            todo += [one for one in code.co_consts if type(one) is CodeType]
-    return found
+        if id(code) not in result:
+            result[id(code)] = code
+            todo += [constant for constant in code.co_consts if type(constant) is CodeType]
+    return result
 
 
 def stacks_in(

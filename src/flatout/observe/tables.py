@@ -73,7 +73,7 @@ class Tables:
         wanted = _rows(batch)
         if wanted is None:
             return
-        known = next((one for one in self._found if one.has(wanted)), None)
+        known = next((item for item in self._found if item.has(wanted)), None)
         if known is None and self._calls[is_trained] < _CALLS:
             self._calls[is_trained] += 1
             known = self._search(model, wanted, len(batch), is_trained)
@@ -83,15 +83,17 @@ class Tables:
 
     def _search(self, model: Any, wanted: Any, rows: int, is_trained: bool) -> _Seen | None:
         """Looks through what the script's names mean, for the smallest that is no batch."""
-        found = sorted(self._having(wanted, rows, sys._getframe()), key=lambda one: len(one[1]))
-        trained = [one for one in self._found if one.facts.in_training]
+        result = sorted(
+            self._having(wanted, rows, sys._getframe()), key=lambda value: len(value[1])
+        )
+        trained = [item for item in self._found if item.facts.in_training]
         # What training and validation were split from is neither.
         larger = [
             (name, value)
-            for name, value in found
+            for name, value in result
             if len(value) > rows and (is_trained or not any(t.is_within(value) for t in trained))
         ]
-        chosen = next(iter(larger or found), None)
+        chosen = next(iter(larger or result), None)
         if chosen is None or (len(chosen[1]) > rows and chosen not in larger):
             return None
         name, value = chosen
@@ -118,12 +120,12 @@ class Tables:
         """Those that are trained on, and those that a model is called with to evaluate."""
         steps = self._watch.lanes.steps
         return [
-            one for one in self._found if one.facts.in_training or one.model.is_evaluated(steps)
+            item for item in self._found if item.facts.in_training or item.model.is_evaluated(steps)
         ]
 
-    def fill(self, seen: Observation) -> None:
+    def fill(self, observation: Observation) -> None:
         """Puts them into an Observation."""
-        seen.tables = [one.facts for one in self.results()]
+        observation.tables = [result.facts for result in self.results()]
 
 
 def _is_table(torch: Any, value: Any) -> bool:
@@ -188,11 +190,11 @@ def _named_in(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
 def _within(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """What a tuple, list or dict holds, or an object of a class of the user's."""
     if isinstance(value, (tuple, list)) and len(value) <= _FEW:
-        yield from ((f"{name}[{at}]", one) for at, one in enumerate(value))
+        yield from ((f"{name}[{at}]", item) for at, item in enumerate(value))
     elif isinstance(value, dict) and len(value) <= _FEW:
-        yield from ((f"{name}[{key!r}]", one) for key, one in list(value.items()))
+        yield from ((f"{name}[{key!r}]", item) for key, item in list(value.items()))
     elif not isinstance(value, (type, ModuleType)) and _is_of_users_class(value):
-        yield from ((f"{name}.{key}", one) for key, one in list(vars(value).items())[:_NAMES])
+        yield from ((f"{name}.{key}", item) for key, item in list(vars(value).items())[:_NAMES])
 
 
 def _is_of_users_class(value: Any) -> bool:

@@ -36,7 +36,7 @@ def last_name(node: ast.expr) -> str:
 
 def is_compiled(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     """Whether a decorator may make something else of the function, as numba and triton do."""
-    decorators = {last_name(one) for one in node.decorator_list}
+    decorators = {last_name(decorator) for decorator in node.decorator_list}
     return bool(decorators - _WELL_KNOWN - EVALUATES)
 
 
@@ -148,17 +148,17 @@ class _Conditions(ast.NodeTransformer):
         return node
 
     def _with_conditions(self, block: list[ast.stmt]) -> list[ast.stmt]:
-        found: list[ast.stmt] = []
+        result: list[ast.stmt] = []
         for statement in block:
             call = self._unused(statement)
             if call is None:
-                found.append(statement)
+                result.append(statement)
                 continue
             group = [statement]
-            while found and self._is_read_by(found[-1], group):
-                group.insert(0, found.pop())
-            found.append(self._condition(group, call))
-        return found
+            while result and self._is_read_by(result[-1], group):
+                group.insert(0, result.pop())
+            result.append(self._condition(group, call))
+        return result
 
     def _unused(self, statement: ast.stmt) -> ast.Call | None:
         """The call of a statement that can be left out, as far as the source tells."""
@@ -167,7 +167,9 @@ class _Conditions(ast.NodeTransformer):
             return None
         if isinstance(statement, ast.Assign):
             stores = statement.targets
-            if not all(isinstance(one, ast.Subscript) and self._is_kept(one) for one in stores):
+            if not all(
+                isinstance(store, ast.Subscript) and self._is_kept(store) for store in stores
+            ):
                 return None
         name = last_name(call.func)
         if name in _TRAINS or not name or (name.endswith("_") and not name.endswith("__")):
@@ -196,8 +198,8 @@ class _Conditions(ast.NodeTransformer):
         if _read_in(where, text):
             return True
         # An attribute may be read by another method that a step calls.
-        methods = [one for one in self._in_step if one is not self._scope]
-        return text.startswith("self.") and any(_read_in([one], text) for one in methods)
+        methods = [item for item in self._in_step if item is not self._scope]
+        return text.startswith("self.") and any(_read_in([method], text) for method in methods)
 
     def _is_read_by(self, statement: ast.stmt, group: list[ast.stmt]) -> bool:
         """Whether it gives names that nothing but these statements reads."""
@@ -211,7 +213,7 @@ class _Conditions(ast.NodeTransformer):
             names += [part.id for part in parts if isinstance(part, ast.Name)]
         within = _loads(group)
         if any(
-            isinstance(one, (ast.Yield, ast.YieldFrom, ast.Await)) for one in ast.walk(statement)
+            isinstance(item, (ast.Yield, ast.YieldFrom, ast.Await)) for item in ast.walk(statement)
         ):
             return False
         return all(0 < within[name] == self._loads[name] for name in names)
@@ -231,10 +233,10 @@ class _Conditions(ast.NodeTransformer):
         )
 
         def read(at: int, where: ast.stmt) -> ast.expr:
-            found = ast.Subscript(ast.Name(CALLS, ast.Load()), ast.Constant(at), ast.Load())
-            for node in ast.walk(found):
+            result = ast.Subscript(ast.Name(CALLS, ast.Load()), ast.Constant(at), ast.Load())
+            for node in ast.walk(result):
                 ast.copy_location(node, where)
-            return found
+            return result
 
         last = ast.copy_location(ast.Expr(read(number + 1, group[-1])), group[-1])
         return ast.copy_location(ast.If(read(number, first), [*group, last], []), first)
@@ -244,13 +246,15 @@ def _read_in(nodes: list[ast.AST], text: str) -> bool:
     """Whether an expression is used in them, and not only told or given something."""
     told: set[int] = set()
     seen: set[int] = set()
-    for node in (part for one in nodes for part in ast.walk(one)):
+    for node in (part for root in nodes for part in ast.walk(root)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             func = node.value.func
             if isinstance(func, ast.Attribute):
                 told.add(id(func.value))
         elif isinstance(node, ast.Assign):
-            told |= {id(one.value) for one in node.targets if isinstance(one, ast.Subscript)}
+            told |= {
+                id(target.value) for target in node.targets if isinstance(target, ast.Subscript)
+            }
         elif (
             isinstance(node, (ast.Name, ast.Attribute, ast.Subscript))
             and isinstance(node.ctx, ast.Load)

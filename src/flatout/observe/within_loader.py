@@ -234,10 +234,10 @@ def worker_loop(*args: Any, **kwargs: Any) -> None:
 
 
 def _probe_worker(module: Any, path: Path) -> None:
-    found: list[tuple[Probe, Looker]] = []
+    result: list[tuple[Probe, Looker]] = []
 
     def probe_of(fetcher: Any) -> tuple[Probe, Looker] | None:
-        if not found:
+        if not result:
             draws = Draws(fetcher.dataset)
 
             def tell() -> None:
@@ -247,9 +247,9 @@ def _probe_worker(module: Any, path: Path) -> None:
                     path.write_text(json.dumps(told), encoding="utf-8")
 
             probe = Probe(tell)
-            found.append((probe, Looker(probe)))
-            found[0][1].start()
-        return None if found[0][0].is_done else found[0]
+            result.append((probe, Looker(probe)))
+            result[0][1].start()
+        return None if result[0][0].is_done else result[0]
 
     for owner in (module._MapDatasetFetcher, module._IterableDatasetFetcher):
         owner.fetch = probed(getattr(owner.fetch, "__wrapped__", owner.fetch), probe_of)
@@ -289,7 +289,7 @@ def fill(facts: Loader, told: list[dict[str, Any]]) -> None:
         for file, line, share in part["lines"]:
             site = read(Site(file, line))
             lines[site] = lines.get(site, 0.0) + share * part["batches"] / batches
-    facts.hot = sorted(lines.items(), key=lambda one: -one[1])[:_LINES]
+    facts.hot = sorted(lines.items(), key=lambda value: -value[1])[:_LINES]
     of_workers = [part["random"] for part in told if "random" in part][: facts.num_workers]
     have_drawn = [states for states in of_workers if len(states) > 1]
     if have_drawn and len(have_drawn) == facts.num_workers:
@@ -298,7 +298,7 @@ def fill(facts: Loader, told: list[dict[str, Any]]) -> None:
 
 def files_being_read() -> list[tuple[str, int]] | None:
     """Large files that this process has open for reading only, with their bytes."""
-    found = {}
+    result = {}
     try:
         for name in os.listdir("/proc/self/fd"):
             if not name.isdigit():
@@ -312,10 +312,10 @@ def files_being_read() -> list[tuple[str, int]] | None:
             flags = int(re.findall(r"^flags:\s*(\d+)", told, re.MULTILINE)[0], 8)
             is_read = flags & os.O_ACCMODE == os.O_RDONLY
             if stat.S_ISREG(facts.st_mode) and is_read and facts.st_size >= _LARGE:
-                found[path] = facts.st_size
+                result[path] = facts.st_size
     except (OSError, IndexError):
         return None
-    return sorted(found.items())
+    return sorted(result.items())
 
 
 def size_of(batch: Any, depth: int = 0) -> int | None:
@@ -338,5 +338,5 @@ def first_tensor(batch: Any, depth: int = 0) -> Any:
     if depth > 4 or not isinstance(batch, (dict, list, tuple)):
         return None
     parts = batch.values() if isinstance(batch, dict) else batch
-    found = (first_tensor(part, depth + 1) for part in parts)
-    return next((one for one in found if one is not None), None)
+    result = (first_tensor(part, depth + 1) for part in parts)
+    return next((item for item in result if item is not None), None)

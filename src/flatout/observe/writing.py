@@ -24,10 +24,10 @@ _SHARE = 0.0005
 _LOOK_S, _LOOKS = 0.25, 8
 
 
-def write(path: Path, seen: Observation) -> None:
+def write(path: Path, observation: Observation) -> None:
     """Replaces the file by what was seen: a reader finds the old one or the new one."""
     with atomic_write(path) as file:
-        file.write(json.dumps(seen, default=vars))
+        file.write(json.dumps(observation, default=vars))
 
 
 class Writer:

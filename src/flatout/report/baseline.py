@@ -149,7 +149,7 @@ class Baseline:
             FlatoutError: the file is missing, or is none.
         """
         try:
-            found = TypeAdapter(cls).validate_json(Path(path).read_bytes())
+            result = TypeAdapter(cls).validate_json(Path(path).read_bytes())
         except OSError as error:
             raise FlatoutError(
                 f"cannot read the baseline: {error.strerror}", where=str(path)
@@ -160,11 +160,11 @@ class Baseline:
                 where=str(path),
                 do="write it again",
             ) from error
-        if found.version != 1 or not all(run.step_ms for run in found.runs) or not found.runs:
+        if result.version != 1 or not all(run.step_ms for run in result.runs) or not result.runs:
             raise FlatoutError(
                 "the baseline holds no steps that this version can read", where=str(path)
             )
-        return found
+        return result
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ class Compared:
 
     def words(self) -> list[str]:
         """What to tell, a line each, the worst first."""
-        lines = [f"NEW DANGER  {one}" for one in self.new_dangers]
+        lines = [f"NEW DANGER  {new_danger}" for new_danger in self.new_dangers]
         if self.broken:
             lines.append(f"FAILED  {self.broken}")
         if self.not_compared:
@@ -230,7 +230,7 @@ class Compared:
                 f"  {lane} grew from {rounded(before)} to {rounded(now)} ms per step"
                 for lane, (before, now) in self.grew.items()
             ]
-            lines += [f"  may be the cause: {one}" for one in self.software]
+            lines += [f"  may be the cause: {item}" for item in self.software]
         return lines
 
     def as_dict(self) -> dict[str, Any]:
@@ -282,13 +282,13 @@ def _proven(verdict: Mapping[str, Any]) -> tuple[float, float, float] | None:
 
 def _run(ranks: Sequence[Observation]) -> Run:
     lanes: dict[str, list[float]] = {}
-    for one in ranks:
-        for name, ms in one.lanes_ms.items():
+    for rank in ranks:
+        for name, ms in rank.lanes_ms.items():
             if ms is not None:
                 lanes.setdefault(name, []).append(ms)
     # Ranks wait for each other: the slowest one's steps are the job's.
     slowest = max(
-        (_steady(one.step_ms) for one in ranks), key=lambda steps: float(np.median(steps))
+        (_steady(rank.step_ms) for rank in ranks), key=lambda steps: float(np.median(steps))
     )
     return Run(
         step_ms=[float(f"{ms:.5g}") for ms in slowest[-_MOST_STEPS:]],
@@ -305,17 +305,17 @@ def _steady(step_ms: Sequence[float]) -> list[float]:
 
 
 def _broken(ranks: Sequence[Observation]) -> str:
-    for one in ranks:
-        if one.ended == "failed":
-            last = one.error.strip().splitlines()[-1:] or ["it left no message"]
+    for rank in ranks:
+        if rank.ended == "failed":
+            last = rank.error.strip().splitlines()[-1:] or ["it left no message"]
             return f"the script failed: {last[0].strip()}"
-    if not any(_steady(one.step_ms) for one in ranks):
+    if not any(_steady(rank.step_ms) for rank in ranks):
         return "no training step was seen"
     return ""
 
 
 def _unfit(ranks: Sequence[Observation]) -> str:
-    fewest = min((len(_steady(one.step_ms)) for one in ranks), default=0)
+    fewest = min((len(_steady(rank.step_ms)) for rank in ranks), default=0)
     few = f"{fewest} steps after the warm-up are too few to tell noise from change"
     return _broken(ranks) or (few if fewest < FEWEST_STEPS else "")
 
@@ -351,20 +351,20 @@ def _danger(finding: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _dangers(verdict: Mapping[str, Any]) -> Counter[tuple[str, str]]:
-    found = verdict.get("findings") or []
-    return Counter(_danger(one) for one in found if one["kind"] == "danger")
+    result = verdict.get("findings") or []
+    return Counter(_danger(item) for item in result if item["kind"] == "danger")
 
 
 def _new_dangers(baseline: Baseline, verdict: Mapping[str, Any]) -> list[str]:
     """What the dangers say that the baseline does not know: of two alike in a file, one more."""
     known, new = Counter(baseline.dangers), []
-    for one in verdict.get("findings") or []:
-        if one["kind"] != "danger":
+    for item in verdict.get("findings") or []:
+        if item["kind"] != "danger":
             continue
-        if known[_danger(one)] > 0:
-            known[_danger(one)] -= 1
+        if known[_danger(item)] > 0:
+            known[_danger(item)] -= 1
         else:
-            new.append(f"{one.get('where') or one['name']}: {one['what']}")
+            new.append(f"{item.get('where') or item['name']}: {item['what']}")
     return new
 
 
@@ -387,4 +387,4 @@ def _growth(kept: Sequence[Run], new: Run) -> dict[str, tuple[float, float]]:
         for lane, ms in before.items()
         if new.lanes_ms[lane] - ms > least
     }
-    return dict(sorted(grown.items(), key=lambda one: one[1][0] - one[1][1]))
+    return dict(sorted(grown.items(), key=lambda value: value[1][0] - value[1][1]))

@@ -82,16 +82,18 @@ def changes_of(verdict: Verdict, prescription: Prescription | None = None) -> Ch
         verdict: whose findings have their edits.
         prescription: what trials gave, if they were made.
     """
-    found = Changes()
-    proofs = {name: one for one in (prescription or Prescription()).proofs for name in one.names}
+    result = Changes()
+    proofs = {
+        name: proof for proof in (prescription or Prescription()).proofs for name in proof.names
+    }
     for finding in verdict.findings:
         # A note with a price is too cheap to mend.
         if finding.kind == "note" and finding.cost_ms is not None:
             continue
         change = _change(finding, verdict, proofs.get(finding.name))
         if change is not None:
-            found.add(change)
-    return found
+            result.add(change)
+    return result
 
 
 def _change(finding: Finding, verdict: Verdict, proof: Proof | None) -> Change | None:

@@ -49,7 +49,7 @@ def trace(
         pydantic.ValidationError: plain data that are no Observation.
     """
     ranks = observed(observations)
-    events = [event for one in ranks for event in _observed(one, most_steps)]
+    events = [event for rank in ranks for event in _observed(rank, most_steps)]
     notes = [
         "Lanes are means over all steps: within a step their order is that of LANES and their "
         "length their mean share of it. A gap at a step's end is time that no lane accounts for.",
@@ -73,7 +73,7 @@ def trace_timelines(
     Returns:
         A mapping for `json.dump`. The first step of any rank starts at time 0.
     """
-    rows = {rank: one.rows()[-most_steps:].tolist() for rank, one in timelines.items()}
+    rows = {rank: value.rows()[-most_steps:].tolist() for rank, value in timelines.items()}
     zero = min((of[0][0] for of in rows.values() if of), default=0)
     events: list[_Event] = []
     for rank, steps in rows.items():
@@ -91,35 +91,43 @@ def trace_timelines(
     return _file(events, notes, most_steps=most_steps)
 
 
-def _observed(one: Observation, most_steps: int) -> Iterator[_Event]:
-    yield from _names(one.rank, f"rank {one.rank}", f"{one.framework} on {one.device}")
-    lanes = {name: ms for name, ms in one.lanes_ms.items() if ms is not None and 0 < ms < math.inf}
+def _observed(observation: Observation, most_steps: int) -> Iterator[_Event]:
+    yield from _names(
+        observation.rank,
+        f"rank {observation.rank}",
+        f"{observation.framework} on {observation.device}",
+    )
+    lanes = {
+        name: ms
+        for name, ms in observation.lanes_ms.items()
+        if ms is not None and 0 < ms < math.inf
+    }
     within = {name: ms for name, ms in lanes.items() if name not in _BETWEEN}
     order = [name for name in dict.fromkeys([*LANES, *within]) if name in within]
-    lengths = [ms for ms in one.step_ms if 0 < ms < math.inf]
-    lengths = lengths or [sum(within.values())] * (one.steps if within else 0)
+    lengths = [ms for ms in observation.step_ms if 0 < ms < math.inf]
+    lengths = lengths or [sum(within.values())] * (observation.steps if within else 0)
     if not lengths:
         return
     # Lanes that were not seen leave a gap: the others are not stretched over it.
     whole = max(sum(within.values()), sum(lengths) / len(lengths))
     lengths = lengths[-most_steps:]
     # Of many steps an Observation holds the latest lengths only.
-    first = max(0, one.steps - len(lengths))
+    first = max(0, observation.steps - len(lengths))
     starts = [0, *accumulate(round(ms * 1e6) for ms in lengths)]
     for at, ms in enumerate(lengths):
         of = {name: int(ms * 1e6 * within[name] / whole) for name in order}
-        yield from _step(one.rank, first + at, starts[at], starts[at + 1] - starts[at], of)
-    for step, mb in zip(one.memory_at, one.memory_mb, strict=False):
+        yield from _step(observation.rank, first + at, starts[at], starts[at + 1] - starts[at], of)
+    for step, mb in zip(observation.memory_at, observation.memory_mb, strict=False):
         if step >= first:
             at = starts[min(step - first, len(starts) - 1)]
-            yield _event("C", one.rank, "resident memory", at, args={"MB": mb})
+            yield _event("C", observation.rank, "resident memory", at, args={"MB": mb})
     end = starts[-1]
     if any(name in lanes for name in _BETWEEN):
-        yield _named(one.rank, "thread_name", _REST, "beside the steps, all together")
+        yield _named(observation.rank, "thread_name", _REST, "beside the steps, all together")
     for name in _BETWEEN:
         if name in lanes:
-            length = round(lanes[name] * 1e6 * one.steps)
-            yield _event("X", one.rank, name, end, tid=_REST, dur=length / 1e3, cat="lane")
+            length = round(lanes[name] * 1e6 * observation.steps)
+            yield _event("X", observation.rank, name, end, tid=_REST, dur=length / 1e3, cat="lane")
             end += length
 
 

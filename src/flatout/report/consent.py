@@ -57,13 +57,15 @@ def terms(
         lines.append(f"{not_contained(lacks)}.")
     file = script_file(what)
     sends = find_sends(file) if file is not None else []
-    loggers = dict.fromkeys(one.what[len(_LOGS) :] for one in sends if one.what.startswith(_LOGS))
+    loggers = dict.fromkeys(
+        item.what[len(_LOGS) :] for item in sends if item.what.startswith(_LOGS)
+    )
     if loggers:
         lines.append(f"Offline meanwhile: {', '.join(loggers)}.")
-    others = [one for one in sends if not one.what.startswith(_LOGS)]
-    met = {short(one["where"]) for one in look.refused if one["kind"] == "network"}
-    reached = [one for one in others if short(f"{one.file}:{one.line}") in met]
-    ahead = [one for one in others if one not in reached]
+    others = [item for item in sends if not item.what.startswith(_LOGS)]
+    met = {short(item["where"]) for item in look.refused if item["kind"] == "network"}
+    reached = [item for item in others if short(f"{item.file}:{item.line}") in met]
+    ahead = [item for item in others if item not in reached]
     if reached:
         lines.append(f"Refused, as it was in the first look: {_places(reached)}.")
     if ahead:
@@ -78,7 +80,7 @@ def _then(whole_runs: int) -> str:
 
 
 def _places(sends: Sequence[Sends]) -> str:
-    named = [f"{one.what} ({short(f'{one.file}:{one.line}')})" for one in sends[:_MOST]]
+    named = [f"{item.what} ({short(f'{item.file}:{item.line}')})" for item in sends[:_MOST]]
     more = [f"{len(sends) - _MOST} more"] if len(sends) > _MOST else []
     return ", ".join([*named, *more])
 

@@ -133,24 +133,24 @@ def _finite(line: Line) -> Line:
 
 def _stepped(points: Points) -> Points:
     """With the value since the point before, or since 0."""
-    found, before = [], 0.0
+    result, before = [], 0.0
     for x, y in points:
-        found += [(before, y), (x, y)]
+        result += [(before, y), (x, y)]
         before = x
-    return found
+    return result
 
 
 def _thinned(points: Points) -> Points:
     """No more than can be seen: of each stretch the lowest and the highest, so that peaks stay."""
     if len(points) <= _MOST_POINTS:
         return points
-    found: list[tuple[float, float]] = [points[0]]
+    result: list[tuple[float, float]] = [points[0]]
     size = math.ceil(2 * len(points) / _MOST_POINTS)
     for begin in range(1, len(points) - 1, size):
         stretch = points[begin : begin + size]
         ends = {min(stretch, key=lambda p: p[1]), max(stretch, key=lambda p: p[1])}
-        found += sorted(ends)
-    return [*found, points[-1]]
+        result += sorted(ends)
+    return [*result, points[-1]]
 
 
 def _rounded_out(low: float, high: float) -> tuple[float, float]:

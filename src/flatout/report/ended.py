@@ -57,6 +57,6 @@ def _refused(look: FirstLook, verdict: Verdict | None) -> list[str]:
     has_other_cause = (look.exit_code or 0) < 0 or "EOFError" in _error(look, verdict)
     if not look.held or has_other_cause:
         return []
-    named = [f"  refused here: {one['what']} ({one['where']})" for one in look.refused[:3]]
+    named = [f"  refused here: {item['what']} ({item['where']})" for item in look.refused[:3]]
     why = "it ran in a scratch copy, offline" if not named else "where it needs that"
     return [*named, f"  do: {why}; --in-place runs it as it is"]

@@ -27,8 +27,8 @@ def read_run(run: str | os.PathLike[str]) -> Explanation:
         history = json.loads(file.read_text())
         if not {"steps", "lanes_ms", "recipe"} <= history.keys():
             raise ValueError("it has no steps, lanes_ms and recipe")
-        found = Explanation.of(history)
-        found.lines()  # what is missing or of another kind shows here
+        result = Explanation.of(history)
+        result.lines()  # what is missing or of another kind shows here
     except OSError as error:
         raise FlatoutError(
             f"cannot read a run's figures: {error.strerror}", where=str(file), do=_DO
@@ -39,4 +39,4 @@ def read_run(run: str | os.PathLike[str]) -> Explanation:
             where=str(file),
             do=_DO,
         ) from error
-    return found
+    return result

@@ -19,4 +19,4 @@ def not_contained(lacks: Sequence[str]) -> str:
     Args:
         lacks: as of trials.process.Process, or "files"; not empty.
     """
-    return f"Not contained here: {'; '.join(_WORDS[one] for one in lacks)}"
+    return f"Not contained here: {'; '.join(_WORDS[lack] for lack in lacks)}"

@@ -99,9 +99,9 @@ class _Extension:
     def _tell(self) -> None:
         from flatout.terminal import Console
 
-        seen, seconds = self._cells.look()
-        seen.ended = "done" if seen.steps else "no steps"
-        verdict = judge([seen], _machine())
+        result, seconds = self._cells.look()
+        result.ended = "done" if result.steps else "no steps"
+        verdict = judge([result], _machine())
         report = FirstLookReport(verdict, _machine(), seconds, [], is_last=False)
         console = Console(
             file=sys.stdout, width=_WIDTH, highlight=False, markup=False, force_jupyter=False

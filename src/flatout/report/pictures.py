@@ -57,7 +57,7 @@ class Bar:
     @property
     def words(self) -> str:
         """What the bar shows, for those who hear the page."""
-        parts = ", ".join(f"{one.lane} {rounded(one.ms)}" for one in self.segments)
+        parts = ", ".join(f"{segment.lane} {rounded(segment.ms)}" for segment in self.segments)
         return f"rank {self.rank}: {rounded(self.ms)} ms per step: {parts}"
 
 
@@ -79,8 +79,8 @@ def lane_bars(lanes_of_ranks: Mapping[int, Mapping[str, float | None]]) -> list[
 def _known(lanes: Mapping[str, float | None]) -> dict[str, float]:
     """The lanes that took time, in the order in which a step passes through them."""
     names = dict.fromkeys([*LANES, *lanes])
-    found = {name: lanes.get(name) for name in names}
-    return {name: ms for name, ms in found.items() if ms is not None and 0 < ms < math.inf}
+    result = {name: lanes.get(name) for name in names}
+    return {name: ms for name, ms in result.items() if ms is not None and 0 < ms < math.inf}
 
 
 def _segments(lanes: Mapping[str, float], longest: float) -> list[Segment]:
@@ -183,7 +183,7 @@ def forest(
         ratios: [low, mid, high] of each trial.
         floors: how far from 1 noise alone may lead, of each trial: 0.01 is 1%.
     """
-    known = [one for one in ratios if one is not None]
+    known = [ratio for ratio in ratios if ratio is not None]
     if not known:
         return None
     widest = max((floor for floor in floors if floor is not None), default=0.0)
@@ -198,7 +198,9 @@ def forest(
         None if floor is None else (at(_below(floor)), at(1 + floor) - at(_below(floor)))
         for floor in floors
     ]
-    rows = [None if one is None else (at(one[0]), at(one[1]), at(one[2])) for one in ratios]
+    rows = [
+        None if ratio is None else (at(ratio[0]), at(ratio[1]), at(ratio[2])) for ratio in ratios
+    ]
     # A tick at 1 first; the others where there is room between those that stand already.
     ticks = [(at(1), 1.0)]
     for ratio in sorted(_RATIOS, key=lambda ratio: -abs(math.log(ratio))):

@@ -81,7 +81,7 @@ class ProvenReport:
                 f"[{clock(self.seconds)}] NOTHING PRESCRIBED: what is faster needs your OK{noise}"
             )
         if self._needs_time:
-            untried = sum(one.outcome == "not tried" for one in given.proofs)
+            untried = sum(proof.outcome == "not tried" for proof in given.proofs)
             left = f"{counted(untried, 'cure')} not tried"
             return f"[{clock(self.seconds)}] NOTHING PROVEN YET: {left}{noise}"
         if measured:
@@ -130,7 +130,7 @@ class ProvenReport:
         if whole[0] and whole[1] and whole[0] > _WITH_BETWEEN * of_step[0]:
             of_step = whole[0], whole[1]
             words += " with its share of evaluation and saving"
-        before, after = (f"{rounded(1000 * one)} ms" for one in of_step)
+        before, after = (f"{rounded(1000 * item)} ms" for item in of_step)
         yield Text(
             f"{words}: {before} → {after}; how many your whole run has, no one knows here",
             style="bold",
@@ -161,20 +161,20 @@ class ProvenReport:
 
     @property
     def _searched(self) -> bool:
-        return any(is_searched(name) for one in self.prescription.proofs for name in one.names)
+        return any(is_searched(name) for proof in self.prescription.proofs for name in proof.names)
 
     @property
     def _needs_time(self) -> bool:
         given = self.prescription
-        untried = any(one.outcome == "not tried" for one in given.proofs)
+        untried = any(proof.outcome == "not tried" for proof in given.proofs)
         had_none = not given.stopped or "in the time given" in given.stopped
         return untried and had_none and given.seconds > 0
 
     @property
     def _widens(self) -> bool:
         """Whether there is a cure that only the user's word keeps from being prescribed."""
-        asks = [one for one in self.prescription.proofs if one.outcome == "needs your OK"]
-        return any(one.parity == "redrawn" for one in asks)
+        asks = [proof for proof in self.prescription.proofs if proof.outcome == "needs your OK"]
+        return any(ask.parity == "redrawn" for ask in asks)
 
 
 def runs_by(recipe: Path, what: Sequence[str]) -> str:
@@ -211,5 +211,5 @@ def reasons(proof: Proof) -> str:
 
 
 def _refused(prescription: Prescription) -> list[str]:
-    told = [f"{one['what']} ({short(one['where'])})" for one in prescription.refused]
+    told = [f"{item['what']} ({short(item['where'])})" for item in prescription.refused]
     return list(dict.fromkeys(told))

@@ -166,8 +166,8 @@ class SeenRun:
     @property
     def _left(self) -> str:
         """What there is beside a Profile."""
-        found = [name for name, one in (("log", self.log), ("history", self.history)) if one]
-        return f"there is its {' and its '.join(found)}" if found else "it came to no step"
+        result = [name for name, item in (("log", self.log), ("history", self.history)) if item]
+        return f"there is its {' and its '.join(result)}" if result else "it came to no step"
 
     @cached_property
     def step_ms(self) -> list[float]:
@@ -186,8 +186,8 @@ class SeenRun:
         """Samples of a step of all ranks; None where that is not known."""
         if self.profile is not None:
             return self.profile.steps.batch_size
-        found = self.history.get("batch_size")
-        return float(found) if isinstance(found, int | float) else None
+        result = self.history.get("batch_size")
+        return float(result) if isinstance(result, int | float) else None
 
     @cached_property
     def samples_per_s(self) -> Interval | None:
@@ -236,7 +236,7 @@ class SeenRun:
         """Each figure while training, the loss by steps where the log has more of them."""
         size = self.batch_size or 1.0
         by_steps = len(self._steps) > len(self.epochs)
-        found: dict[str, list[tuple[float, float, float]]] = {}
+        result: dict[str, list[tuple[float, float, float]]] = {}
         if self.log:
             for line, seconds in zip(self.log, self._seconds, strict=True):
                 at = size * float(line.get("step") or 0)
@@ -244,13 +244,13 @@ class SeenRun:
                 for name, value in _numbers(line).items():
                     # Steps' losses and epochs' are two figures of one name.
                     if name != "loss" or is_epoch != by_steps:
-                        found.setdefault(name, []).append((at, seconds, value))
+                        result.setdefault(name, []).append((at, seconds, value))
         else:
             for epoch in self.epochs:
                 for name, value in _numbers(epoch).items():
                     point = (float(epoch["samples"]), float(epoch["at_s"]), value)
-                    found.setdefault(name, []).append(point)
-        return [Curve(name, points) for name, points in found.items()]
+                    result.setdefault(name, []).append(point)
+        return [Curve(name, points) for name, points in result.items()]
 
     @cached_property
     def _seconds(self) -> list[float]:
@@ -298,13 +298,13 @@ def _profile(folder: Path, problems: list[str]) -> Profile | None:
 def _history(folder: Path, problems: list[str]) -> dict[str, Any]:
     file = folder / "history.json"
     try:
-        found = json.loads(file.read_bytes())
+        data = json.loads(file.read_bytes())
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
         problems.append(f"{file} cannot be read: {error}")
         return {}
-    return found if isinstance(found, dict) else {}
+    return data if isinstance(data, dict) else {}
 
 
 def _lines(file: Path, problems: list[str]) -> list[dict[str, Any]]:
@@ -319,7 +319,7 @@ def _lines(file: Path, problems: list[str]) -> list[dict[str, Any]]:
     except OSError as error:
         problems.append(f"{file} cannot be read: {error.strerror}")
         return []
-    found, bad = [], 0
+    result, bad = [], 0
     for row in text.splitlines():
         try:
             line = json.loads(row)
@@ -327,10 +327,10 @@ def _lines(file: Path, problems: list[str]) -> list[dict[str, Any]]:
             bad += 1
             continue
         if isinstance(line, dict):
-            found.append(line)
+            result.append(line)
     if bad > (not text.endswith("\n")):
         problems.append(f"{file}: lines that are no JSON were left out ({bad:,})")
-    return found
+    return result
 
 
 def _numbers(figures: Mapping[str, Any]) -> dict[str, float]:

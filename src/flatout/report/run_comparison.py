@@ -117,7 +117,7 @@ class Pair:
             return "one of them does not know how many samples a step has"
         a, b = self.a.profile, self.b.profile
         if a and b and a.model["parameters"] != b.model["parameters"]:
-            sizes = [_model_words(one) for one in (a, b)]
+            sizes = [_model_words(item) for item in (a, b)]
             return f"other models ({sizes[0]}, {sizes[1]})"
         return ""
 
@@ -185,7 +185,7 @@ class Pair:
             least = max(0.01 * step, self.noise * max(before[lane], now.get(lane, 0.0)))
             if abs(change) > least:
                 moved[lane] = (before[lane], now.get(lane, 0.0))
-        return dict(sorted(moved.items(), key=lambda one: -abs(one[1][1] - one[1][0])))
+        return dict(sorted(moved.items(), key=lambda value: -abs(value[1][1] - value[1][0])))
 
     @cached_property
     def recipe(self) -> list[str]:
@@ -196,45 +196,45 @@ class Pair:
     @cached_property
     def job(self) -> list[str]:
         """What else of the job differs: its model, loss, optimizer, epochs, ranks."""
-        return [] if not self._both else _differences(*(_job(one) for one in self._both))
+        return [] if not self._both else _differences(*(_job(item) for item in self._both))
 
     @cached_property
     def machine(self) -> list[str]:
         """What of the machines differs."""
-        return [] if not self._both else _differences(*(_machine(one) for one in self._both))
+        return [] if not self._both else _differences(*(_machine(item) for item in self._both))
 
     @cached_property
     def versions(self) -> list[str]:
         """Versions that differ."""
-        return [] if not self._both else _differences(*(_versions(one) for one in self._both))
+        return [] if not self._both else _differences(*(_versions(item) for item in self._both))
 
     @cached_property
     def data(self) -> list[str]:
         """What of the data differs."""
         if not self._both:
             return []
-        a, b = (one.data or {} for one in self._both)
-        found = []
+        a, b = (item.data or {} for item in self._both)
+        result = []
         for key, noun in (("files", "file"), ("samples", "sample")):
             if a.get(key) is not None and b.get(key) is not None and a[key] != b[key]:
                 more = b[key] - a[key]
-                found.append(f"{counted(abs(more), noun)} {'more' if more > 0 else 'fewer'}")
+                result.append(f"{counted(abs(more), noun)} {'more' if more > 0 else 'fewer'}")
         if a.get("bytes") and b.get("bytes") and a["bytes"] != b["bytes"]:
-            found.append(f"{size_words(a['bytes'])} -> {size_words(b['bytes'])}")
-        if a.get("digest") != b.get("digest") and not found:
-            found.append("other content")
+            result.append(f"{size_words(a['bytes'])} -> {size_words(b['bytes'])}")
+        if a.get("digest") != b.get("digest") and not result:
+            result.append("other content")
         if a.get("newest") and b.get("newest") and b["newest"] > a["newest"]:
-            found.append(f"newest file {duration(b['newest'] - a['newest'])} later")
+            result.append(f"newest file {duration(b['newest'] - a['newest'])} later")
         if a.get("words") != b.get("words"):
-            found.append(f"{_short(a.get('words'))} -> {_short(b.get('words'))}")
-        return found
+            result.append(f"{_short(a.get('words'))} -> {_short(b.get('words'))}")
+        return result
 
     @cached_property
     def use(self) -> list[str]:
         """What the first ranks used of their machines, where it differs by more than a tenth."""
         if not self._both:
             return []
-        a, b = (mean_use(one.ranks[0].use) for one in self._both)
+        a, b = (mean_use(item.ranks[0].use) for item in self._both)
         return [
             f"{_USED[name][0]} {_USED[name][1](a[name])} -> {_USED[name][1](b[name])}"
             for name in _USED
@@ -261,18 +261,18 @@ class Pair:
     @cached_property
     def not_comparable(self) -> list[str]:
         """What cannot be compared, and why."""
-        found = [f"speed: {self.why_no_speed}"] if self.why_no_speed else []
+        result = [f"speed: {self.why_no_speed}"] if self.why_no_speed else []
         whys: dict[str, list[str]] = {}
         for name in dict.fromkeys([*self.a.figures, *self.b.figures]):
             if why := self._why_not(name):
                 whys.setdefault(why, []).append(name)
-        found += [f"{', '.join(names)}: {why}" for why, names in whys.items()]
+        result += [f"{', '.join(names)}: {why}" for why, names in whys.items()]
         for name, run in ((self.a_name, self.a), (self.b_name, self.b)):
             if run.state_words:
-                found.append(f"{name} {run.state_words}")
+                result.append(f"{name} {run.state_words}")
         if not self._both:
-            found.append("Recipe, machine, versions and data: there are not two Profiles")
-        return found
+            result.append("Recipe, machine, versions and data: there are not two Profiles")
+        return result
 
     @property
     def rest_not_comparable(self) -> list[str]:
@@ -289,13 +289,13 @@ class Pair:
             return f"other epochs ({len(a.epochs)}, {len(b.epochs)})"
         if self._both is None:
             return "not known whether they are of one job"
-        ours, theirs = ({k: one.job.get(k) for k in _LEARNS} for one in self._both)
+        ours, theirs = ({k: item.job.get(k) for k in _LEARNS} for item in self._both)
         changed = [k for k in _LEARNS if ours[k] != theirs[k] and not _is_of_other(k, name)]
         if changed:
             return f"other {', '.join(changed)}"
         if name.startswith("val_"):
             return ""  # on the same validation data
-        digests = [(one.data or {}).get("digest") for one in self._both]
+        digests = [(item.data or {}).get("digest") for item in self._both]
         return "other data" if digests[0] != digests[1] else ""
 
     def as_dict(self) -> dict[str, Any]:
@@ -347,22 +347,22 @@ class Pair:
 
     def lines(self) -> list[str]:
         """The text, no wider than 80 columns."""
-        found = [f"{self.b_name} against {self.a_name}"]
+        result = [f"{self.b_name} against {self.a_name}"]
         speeds = f"  {self.speeds}" if self.speeds else ""
-        found += wrap(
+        result += wrap(
             f"{self.verdict}{speeds}", _WIDTH, initial_indent="  ", subsequent_indent="  "
         )
         rows = self.rows()
         for name, words in rows:
             indent = " " * (_LABEL + 2)
-            found += wrap(f"  {name:{_LABEL}}{words}", _WIDTH, subsequent_indent=indent)
+            result += wrap(f"  {name:{_LABEL}}{words}", _WIDTH, subsequent_indent=indent)
         if not rows and self._both:
-            found.append("  nothing else differs")
+            result.append("  nothing else differs")
         if self.rest_not_comparable:
-            found.append("  not comparable")
+            result.append("  not comparable")
             for line in self.rest_not_comparable:
-                found += wrap(line, _WIDTH, initial_indent="    ", subsequent_indent="      ")
-        return found
+                result += wrap(line, _WIDTH, initial_indent="    ", subsequent_indent="      ")
+        return result
 
 
 @dataclass(frozen=True)
@@ -403,15 +403,15 @@ class Comparison:
 
     def lines(self) -> list[str]:
         """The text, no wider than 80 columns."""
-        found: list[str] = []
+        result: list[str] = []
         for pair in self.pairs:
-            found += [*pair.lines(), ""]
+            result += [*pair.lines(), ""]
         whence = dict.fromkeys(f"noise: {pair.noise_of}" for pair in self.pairs if pair.ratio)
         for words in whence:
-            found += wrap(words, _WIDTH, subsequent_indent="  ")
+            result += wrap(words, _WIDTH, subsequent_indent="  ")
         for run in self.runs:
-            found += run.problems
-        return found if found[-1] else found[:-1]
+            result += run.problems
+        return result if result[-1] else result[:-1]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data."""
@@ -430,7 +430,7 @@ class Comparison:
         Raises:
             FlatoutError: a run's speed says nothing, as where it is of another machine.
         """
-        found = []
+        result = []
         for pair in self.pairs:
             why = pair.why_no_speed or (
                 f"of another machine ({pair.other_machine})" if pair.other_machine else ""
@@ -442,8 +442,8 @@ class Comparison:
                 )
             if pair.ratio.low > 1 + limit.slower:
                 words = _said_of(pair.b_name, _change(pair.ratio, "slower"))
-                found.append(f"{words}, allowed were {_percent(limit.slower)}")
-        return found
+                result.append(f"{words}, allowed were {_percent(limit.slower)}")
+        return result
 
 
 def _noise(runs: Sequence[SeenRun]) -> tuple[float, str]:
@@ -469,7 +469,7 @@ def _noise(runs: Sequence[SeenRun]) -> tuple[float, str]:
 def _at_least(noise: float, noise_of: str, a: SeenRun, b: SeenRun) -> tuple[float, str]:
     """No less than what either has measured of itself."""
     own = [run.profile.steps.noise for run in (a, b) if run.profile is not None]
-    most = max((one for one in own if one is not None), default=0.0)
+    most = max((item for item in own if item is not None), default=0.0)
     return (most, "what a run has measured of itself (A/A)") if most > noise else (noise, noise_of)
 
 
@@ -481,13 +481,13 @@ def _beside(runs: Sequence[SeenRun]) -> list[SeenRun]:
         file for file in folder.glob(f"*/{NAME}") if os.path.realpath(file.parent) not in named
     ]
     files.sort(key=lambda file: -file.stat().st_mtime)
-    found = []
+    result = []
     for file in files[:_MOST_BESIDE]:
         try:
-            found.append(SeenRun(file.parent, Profile.read(file)))
+            result.append(SeenRun(file.parent, Profile.read(file)))
         except FlatoutError:  # of another version, or damaged: it tells nothing
             continue
-    return found
+    return result
 
 
 def _is_alike(first: Profile, run: SeenRun) -> bool:
@@ -500,22 +500,22 @@ def _is_alike(first: Profile, run: SeenRun) -> bool:
             _job,
             _machine,
             _versions,
-            lambda one: (one.recipe or {}).get("values"),
-            lambda one: (one.data or {}).get("digest"),
-            lambda one: one.steps.batch_size,
+            lambda value: (value.recipe or {}).get("values"),
+            lambda value: (value.data or {}).get("digest"),
+            lambda value: value.steps.batch_size,
         )
     )
 
 
 def _lanes(profile: Profile) -> dict[str, float]:
     """Ms per step, the mean of all ranks: of steady steps the medians, of the rest the means."""
-    found = {}
+    result = {}
     for lane in LANES:
-        found[lane] = mean(
+        result[lane] = mean(
             rank.quantiles_ms[lane][2] if lane in rank.quantiles_ms else rank.lanes_ms.get(lane, 0)
             for rank in profile.ranks
         )
-    return found
+    return result
 
 
 _USED: dict[str, tuple[str, Callable[[float], str]]] = {
@@ -527,8 +527,8 @@ _USED: dict[str, tuple[str, Callable[[float], str]]] = {
 
 
 def _recipe(run: SeenRun) -> dict[str, Any]:
-    found = run.history.get("recipe") if run.profile is None else run.profile.recipe
-    return dict(found["values"]) if found else {}
+    recipe = run.history.get("recipe") if run.profile is None else run.profile.recipe
+    return dict(recipe["values"]) if recipe else {}
 
 
 def _job(profile: Profile) -> dict[str, Any]:

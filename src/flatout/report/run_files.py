@@ -40,13 +40,13 @@ class Report:
         if self.comparison is not None:
             return self.comparison.lines()
         (run,) = self.runs
-        found = wrap(sentence(run), _WIDTH)
+        result = wrap(sentence(run), _WIDTH)
         for name, words in facts(run):
             indent = " " * (_LABEL + 2)
-            found += wrap(f"  {name:{_LABEL - 1}} {words}", _WIDTH, subsequent_indent=indent)
+            result += wrap(f"  {name:{_LABEL - 1}} {words}", _WIDTH, subsequent_indent=indent)
         for line in dangers(run):
-            found += wrap(f"DANGER {line}", _WIDTH, subsequent_indent="  ")
-        return [*found, *run.problems]
+            result += wrap(f"DANGER {line}", _WIDTH, subsequent_indent="  ")
+        return [*result, *run.problems]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data: of one run its state and Profile, of several their comparison."""

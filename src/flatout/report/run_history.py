@@ -148,6 +148,6 @@ class RunHistory:
 
 def _folders(root: Path) -> Iterator[Path]:
     for path, folders, files in os.walk(root):
-        folders[:] = sorted(one for one in folders if one not in _NOT_RUNS)
+        folders[:] = sorted(folder for folder in folders if folder not in _NOT_RUNS)
         if RUNS in files:
             yield Path(path)

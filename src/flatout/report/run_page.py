@@ -85,7 +85,7 @@ def run_page(runs: Sequence[SeenRun], comparison: Comparison | None = None) -> s
         uses=_uses(runs, names),
         decisions=list(_decisions(only)) if only else [],
         trials=trials,
-        forest=forest([one.ratio for one in trials], [one.floor for one in trials]),
+        forest=forest([trial.ratio for trial in trials], [trial.floor for trial in trials]),
         notes=profile.notes if profile else [],
         environment=list(_environment(profile)) if profile else [],
     )
@@ -110,23 +110,23 @@ def sentence(run: SeenRun) -> str:
 
 def dangers(run: SeenRun) -> list[str]:
     """Return what endangers a run's result or its speed, a line each."""
-    found = []
+    result = []
     if run.state in ("killed", "failed"):
-        found.append(f"The run {run.state_words}.")
+        result.append(f"The run {run.state_words}.")
     if run.profile is None:
-        return found
-    found += _losses(run)
-    rows = lane_rows({one.rank: dict(one.lanes_ms) for one in run.profile.ranks})
+        return result
+    result += _losses(run)
+    rows = lane_rows({rank.rank: dict(rank.lanes_ms) for rank in run.profile.ranks})
     for row in rows:
         if row.lane in ("input", "sync", "idle") and row.share > _WAITS:
-            found.append(f"{row.share:.0%} of a step is {LANE_WORDS[row.lane]}.")
+            result.append(f"{row.share:.0%} of a step is {LANE_WORDS[row.lane]}.")
     if run.other_work:
-        found.append(
+        result.append(
             f"{run.other_work[:1].upper()}{run.other_work[1:]}: speed and lanes tell of it, too."
         )
     loud = ("held the training back", "needs", "left out", "not finite", "no room")
-    found += [note for note in run.profile.notes if any(word in note for word in loud)]
-    return list(dict.fromkeys(found))
+    result += [note for note in run.profile.notes if any(word in note for word in loud)]
+    return list(dict.fromkeys(result))
 
 
 def _losses(run: SeenRun) -> Iterator[str]:
@@ -199,8 +199,8 @@ def _traffic(profile: Profile) -> Iterator[tuple[str, str]]:
         yield "input", ", ".join(parts)
     sent = profile.communication
     if buckets := sent.get("buckets"):
-        last = max(one["ready_ms"] for one in buckets)
-        whole = sum(one["bytes"] for one in buckets)
+        last = max(bucket["ready_ms"] for bucket in buckets)
+        whole = sum(bucket["bytes"] for bucket in buckets)
         words = (
             f"{counted(len(buckets), 'bucket')} of {size_words(whole)}, ready {rounded(last)} ms "
         )
@@ -219,13 +219,13 @@ def _data_words(data: dict[str, Any]) -> str:
 
 
 def _lanes(profile: Profile) -> _Lanes:
-    by_rank = {one.rank: dict(one.lanes_ms) for one in profile.ranks}
+    by_rank = {rank.rank: dict(rank.lanes_ms) for rank in profile.ranks}
     return _Lanes(lane_bars(by_rank), lane_rows(by_rank), len(by_rank))
 
 
 def _curves(runs: Sequence[SeenRun], names: Sequence[str]) -> list[tuple[Chart, Chart | None]]:
     """Each figure by samples and by time, validation's dashed over training's."""
-    found: dict[str, list[tuple[Line, Line]]] = {}
+    result: dict[str, list[tuple[Line, Line]]] = {}
     for number, run in enumerate(runs):
         for curve in run.curves:
             stem = curve.name.removeprefix("val_")
@@ -237,10 +237,12 @@ def _curves(runs: Sequence[SeenRun], names: Sequence[str]) -> list[tuple[Chart, 
             lines = tuple(
                 Line(name, points, color, stem != curve.name) for points in (by_samples, by_time)
             )
-            found.setdefault(stem, []).append((lines[0], lines[1]))
+            result.setdefault(stem, []).append((lines[0], lines[1]))
     drawn = []
-    for stem in sorted(found, key=lambda one: (one != "loss", "loss" not in one))[:_MOST_CURVES]:
-        samples, times = zip(*found[stem], strict=True)
+    for stem in sorted(result, key=lambda value: (value != "loss", "loss" not in value))[
+        :_MOST_CURVES
+    ]:
+        samples, times = zip(*result[stem], strict=True)
         alone = len(runs) == 1
         first = chart(f"{stem} by samples", samples, x_is="samples", shows_names=alone)
         second = chart(f"{stem} by time", times, x_is="seconds", shows_names=alone)
@@ -258,7 +260,7 @@ def _uses(runs: Sequence[SeenRun], names: Sequence[str]) -> list[Chart]:
         ("gpu", "GPU busy", 100.0, "%"),
         ("gpu_memory_bytes", "GPU memory", 1e-9, " GB"),
     )
-    found = []
+    result = []
     for column, title, factor, unit in wanted:
         lines = []
         for number, run in enumerate(runs):
@@ -268,8 +270,8 @@ def _uses(runs: Sequence[SeenRun], names: Sequence[str]) -> list[Chart]:
             lines.append(Line(names[number], points, number, is_stepped=True))
         drawn = chart(title, lines, x_is="seconds", from_zero=True, unit=unit, shows_names=False)
         if drawn is not None:
-            found.append(drawn)
-    return found
+            result.append(drawn)
+    return result
 
 
 def _decisions(run: SeenRun) -> Iterator[_Decision]:
@@ -289,23 +291,23 @@ def _trials(run: SeenRun) -> list[Trial]:
 
 
 def _trials_of(tuning: Mapping[str, Any]) -> Iterator[Trial]:
-    for one in tuning.get("trials", ()):
-        changed = {field: v for field, v in one["b"].items() if one["a"].get(field) != v}
-        steps = f"steps {one['first']:,} to {one['last']:,}"
+    for item in tuning.get("trials", ()):
+        changed = {field: v for field, v in item["b"].items() if item["a"].get(field) != v}
+        steps = f"steps {item['first']:,} to {item['last']:,}"
         yield Trial(
             name=words_of(changed),
             group="",
-            ratio=(one["low"], one["ratio"], one["high"]),
-            floor=one["floor"],
+            ratio=(item["low"], item["ratio"], item["high"]),
+            floor=item["floor"],
             parity="",
             loss=steps,
-            verdict="kept" if one["chosen"] == "b" else "not kept",
+            verdict="kept" if item["chosen"] == "b" else "not kept",
         )
 
 
 def _environment(profile: Profile) -> Iterator[tuple[str, str]]:
     first = profile.ranks[0]
-    yield "host", ", ".join(dict.fromkeys(one.host for one in profile.ranks))
+    yield "host", ", ".join(dict.fromkeys(rank.host for rank in profile.ranks))
     yield "device", f"{first.device}, {counted(first.threads, 'thread')}"
     for name, value in first.machine.items():
         if name not in profile.versions and value not in ([], None, ""):

@@ -143,7 +143,7 @@ class Scaling:
             line += rounded(run.step_ms - total)
             named = [
                 f"{cause} {rounded(ms, 2)}"
-                for cause, ms in sorted(lost.items(), key=lambda one: -one[1])
+                for cause, ms in sorted(lost.items(), key=lambda value: -value[1])
                 if ms > 0.02 * run.step_ms
             ]
             lines.append(f"{line}; lost to {', '.join(named)}" if named else line)
@@ -263,16 +263,16 @@ class Scaling:
 def _read(path: Path) -> Run:
     file = path / "history.json" if path.is_dir() else path
     try:
-        found = json.loads(file.read_text())
-        lanes = found["lanes_by_rank_ms"]
+        data = json.loads(file.read_text())
+        lanes = data["lanes_by_rank_ms"]
         run = Run(
             name=path.name if path.is_dir() else path.stem,
-            world_size=found["world_size"],
-            batch_size=found["batch_size"],
+            world_size=data["world_size"],
+            batch_size=data["batch_size"],
             step_ms=max(sum(of.values()) for of in lanes) if lanes else 0.0,
             lanes=lanes,
-            startup_s=found["startup_s"],
-            figures=found["epochs"][-1] if found["epochs"] else {},
+            startup_s=data["startup_s"],
+            figures=data["epochs"][-1] if data["epochs"] else {},
         )
     except OSError as error:
         raise FlatoutError(

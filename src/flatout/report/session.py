@@ -188,12 +188,12 @@ def _change_code(
     shows = asked.diff or (is_news and asked.fix is None and not asked.as_json)
     if not shows and asked.fix is None:
         return
-    found = changes.changes_of(verdict, prescription)
+    result = changes.changes_of(verdict, prescription)
     console.print()
     if shows:
-        changes.show(found, console)
+        changes.show(result, console)
     if asked.fix is not None and runs:
-        changes.write(found, asked.fix, console)
+        changes.write(result, asked.fix, console)
 
 
 def _agreed(asked: Asked, look: FirstLook, cures: list[Cure], console: Console) -> bool:

@@ -38,7 +38,7 @@ def _environment() -> Environment:
 def plain(value: Any) -> str:
     """Return nested plain data on one line."""
     if isinstance(value, Mapping):
-        return ", ".join(f"{name} {plain(one)}" for name, one in value.items())
+        return ", ".join(f"{name} {plain(item)}" for name, item in value.items())
     if isinstance(value, list | tuple):
         return ", ".join(map(plain, value))
     if isinstance(value, float):
@@ -50,10 +50,10 @@ def _breakable(words: str) -> Markup:
     """For narrow screens: names may be broken where they are joined, and no arrow in two."""
     from markupsafe import Markup, escape
 
-    found = escape(words.replace("->", "→"))
+    result = escape(words.replace("->", "→"))
     for joint in "=_":
-        found = found.replace(joint, joint + Markup("<wbr>"))
-    return found
+        result = result.replace(joint, joint + Markup("<wbr>"))
+    return result
 
 
 def _docs(name: str) -> str:

@@ -97,7 +97,7 @@ class Changes:
             for row in rows:
                 line = Table.grid(padding=(0, 2))
                 for name in ("field", "value", "parity", "ratio"):
-                    line.add_column(min_width=max(len(getattr(one, name)) for one in rows))
+                    line.add_column(min_width=max(len(getattr(row, name)) for row in rows))
                 line.add_row(*map(Text, (row.field, row.value, row.parity, row.ratio)))
                 yield line
                 yield Padding(Text(row.reason, style="dim"), (0, 0, 0, 4), expand=False)

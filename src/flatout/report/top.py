@@ -140,18 +140,18 @@ def together(told: Sequence[Mapping[str, Any]]) -> Sample:
         shift = now - node["time"]
         for job in node["jobs"]:
             # By number, since two nodes of one machine see one another's ranks.
-            ranks |= {one["rank"]: _told(one, shift) for one in job["ranks"]}
+            ranks |= {item["rank"]: _told(item, shift) for item in job["ranks"]}
         for gpu in node["gpus"]:
             gpus.append(GpuUse(**{**gpu, "name": f"{gpu['name']} of {node['host']}"}))
     return Sample([RunningJob([ranks[n] for n in sorted(ranks)])] if ranks else [], None, gpus)
 
 
-def _told(one: Mapping[str, Any], shift_s: float) -> RankNow:
-    own = {name: one[name] for name in Rank.__dataclass_fields__}
+def _told(value: Mapping[str, Any], shift_s: float) -> RankNow:
+    own = {name: value[name] for name in Rank.__dataclass_fields__}
     rank = Rank(**own)
     rank.started += shift_s
     rank.updated += shift_s
-    return RankNow(rank, one["cpu_percent"], one["rss_bytes"])
+    return RankNow(rank, value["cpu_percent"], value["rss_bytes"])
 
 
 @dataclass(frozen=True)
@@ -172,12 +172,12 @@ class Sample:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data."""
-        seen = self.processes
+        processes = self.processes
         return {
             "host": socket.gethostname(),
             "time": time.time(),
             "jobs": [job.as_dict() for job in self.jobs],
-            "processes": None if seen is None else [asdict(process) for process in seen],
+            "processes": None if processes is None else [asdict(process) for process in processes],
             "gpus": [asdict(gpu) for gpu in self.gpus],
             "pulse": None if self.pulse is None else self.pulse.as_dict(),
         }
@@ -269,8 +269,8 @@ class Top:
 
     def _look(self) -> Sample:
         processes = None if self._pid is None else self._tree.read(self._pid)
-        found = sorted(self._ranks.read(), key=lambda rank: (rank.job, rank.rank))
-        jobs = [list(ranks) for _, ranks in groupby(found, key=lambda rank: rank.job)]
+        result = sorted(self._ranks.read(), key=lambda rank: (rank.job, rank.rank))
+        jobs = [list(ranks) for _, ranks in groupby(result, key=lambda rank: rank.job)]
         if processes is not None:
             inside = {process.pid for process in processes}
             jobs = [ranks for ranks in jobs if any(rank.pid in inside for rank in ranks)]

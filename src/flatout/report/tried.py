@@ -21,8 +21,8 @@ def tried(prescription: Mapping[str, Any]) -> dict[str, Any]:
     """
     proofs, together = prescription["proofs"], prescription.get("together")
     trials = list(_trials(proofs, together))
-    whole = [one for one in trials if one["group"] == "together"] or [
-        one for one in trials if one["group"] == "prescribed"
+    whole = [trial for trial in trials if trial["group"] == "together"] or [
+        trial for trial in trials if trial["group"] == "prescribed"
     ]
     kept = ("floor", "before_s", "after_s", "run_steps", "stopped", "refused")
     return {
@@ -37,26 +37,29 @@ def with_proofs(
 ) -> list[dict[str, Any]]:
     """Findings as plain data, with the measured ratio of their cure where it was tried."""
     ratios = {
-        name: (one["trial"]["low"], one["trial"]["ratio"], one["trial"]["high"])
-        for one in prescription["proofs"]
-        if one.get("trial")
-        for name in one["names"]
+        name: (item["trial"]["low"], item["trial"]["ratio"], item["trial"]["high"])
+        for item in prescription["proofs"]
+        if item.get("trial")
+        for name in item["names"]
     }
-    return [{**one, "proven": ratios.get(one["name"], one.get("proven"))} for one in findings]
+    return [
+        {**finding, "proven": ratios.get(finding["name"], finding.get("proven"))}
+        for finding in findings
+    ]
 
 
 def _trials(
     proofs: list[Mapping[str, Any]], together: Mapping[str, Any] | None
 ) -> Iterator[dict[str, Any]]:
-    of_group = {name: [one for one in proofs if one["outcome"] == name] for name in _ORDER}
+    of_group = {name: [proof for proof in proofs if proof["outcome"] == name] for name in _ORDER}
     for group, some in of_group.items():
-        yield from (_trial(one, group) for one in some)
+        yield from (_trial(item, group) for item in some)
         if group == "prescribed" and together is not None and len(some) > 1:
             yield {**_trial(together, "together"), "name": f"all {len(some)} together"}
 
 
 def _trial(proof: Mapping[str, Any], group: str) -> dict[str, Any]:
-    found = proof.get("trial")
+    result = proof.get("trial")
     samples = {True: "same samples", False: "other samples", None: ""}[proof.get("same_batches")]
     reason = proof.get("reason") or ""
     # The heading says that it is prescribed or was not tried, and the ratio the rest.
@@ -64,8 +67,8 @@ def _trial(proof: Mapping[str, Any], group: str) -> dict[str, Any]:
     return {
         "name": proof["words"],
         "group": group,
-        "ratio": [found["low"], found["ratio"], found["high"]] if found else None,
-        "floor": found["floor"] if found else None,
+        "ratio": [result["low"], result["ratio"], result["high"]] if result else None,
+        "floor": result["floor"] if result else None,
         "parity": proof.get("parity") or "",
         "loss": ", ".join(part for part in (proof.get("loss"), samples) if part) or None,
         "verdict": ": ".join(part for part in (verdict, reason) if part) or None,

@@ -88,7 +88,7 @@ def job_of(asked: Asked, root: Path, now: datetime) -> Job:
     checkpoint = None if asked.checkpoint is None else _absolute(asked.checkpoint, root)
     # What jobs write is no code of the next one.
     named = dict.fromkeys((*asked.inputs, *in_arguments(asked.arguments, root)))
-    paths = tuple(Path(os.path.normpath(root / one)) for one in named if "://" not in one)
+    paths = tuple(Path(os.path.normpath(root / item)) for item in named if "://" not in item)
     code = collect(root, without=(base, Path(checkpoint or base)), named=paths)
     is_command = script == "flatout" and not asked.is_module
     if is_command:
@@ -99,7 +99,7 @@ def job_of(asked: Asked, root: Path, now: datetime) -> Job:
             where=f"{root / script}",
             do="take it out of .gitignore",
         )
-    inputs = tuple(look_at(one, root, code, asked.shared) for one in named)
+    inputs = tuple(look_at(item, root, code, asked.shared) for item in named)
     name = asked.name or name_of("data.py" if is_command else script, now)
     if asked.name is None:
         name = _free(name, base)
@@ -160,13 +160,13 @@ def _script(asked: Asked, root: Path) -> str:
 def _free(name: str, base: Path) -> str:
     """A name whose folder is not there yet: a second job of the same minute gets a number."""
     names = [name, *(f"{name}-{count}" for count in range(2, 1000))]
-    return next((one for one in names if not (base / one).exists()), name)
+    return next((name for name in names if not (base / name).exists()), name)
 
 
 def _measured_threads(recipe: Recipe | ResolvedRecipe | None) -> int | None:
     """Of each rank, where the Recipe says."""
-    found = None if recipe is None else recipe.process.threads
-    return found if isinstance(found, int) else None
+    result = None if recipe is None else recipe.process.threads
+    return result if isinstance(result, int) else None
 
 
 def _gpus(recipe: Recipe | ResolvedRecipe | None, devices: int | None) -> int:
@@ -188,8 +188,8 @@ def _measured_on(recipe: Recipe | ResolvedRecipe | None) -> str | None:
 
 
 def _environment(given: tuple[str, ...]) -> Mapping[str, str]:
-    found = pairs(given, "--env")
-    for name in found:
+    environment = pairs(given, "--env")
+    for name in environment:
         if _VARIABLE.fullmatch(name) is None:
             raise SubmitError(f"--env: expected a variable's name, found {name!r}")
         if name.startswith("PET_"):
@@ -199,7 +199,7 @@ def _environment(given: tuple[str, ...]) -> Mapping[str, str]:
                 f"--env {name}: it would stand in the job's files for all to read",
                 do="let the cluster give it: a secret of Kubernetes, a role, a file in your home",
             )
-    return found
+    return environment
 
 
 def pairs(given: tuple[str, ...], option: str) -> dict[str, str]:
@@ -208,15 +208,15 @@ def pairs(given: tuple[str, ...], option: str) -> dict[str, str]:
     Raises:
         SubmitError: it is no pair, or a name comes twice.
     """
-    found: dict[str, str] = {}
-    for one in given:
-        name, sign, value = one.partition("=")
+    result: dict[str, str] = {}
+    for item in given:
+        name, sign, value = item.partition("=")
         if not sign or not name:
-            raise SubmitError(f"{option}: expected NAME=VALUE, found {one!r}")
-        if name in found:
+            raise SubmitError(f"{option}: expected NAME=VALUE, found {item!r}")
+        if name in result:
             raise SubmitError(f"{option} {name} is given twice")
-        found[name] = value
-    return found
+        result[name] = value
+    return result
 
 
 def seconds(text: str) -> int:
@@ -227,7 +227,7 @@ def seconds(text: str) -> int:
     """
     clock = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
     if clock is not None:
-        days, hours, minutes, rest = (int(one or 0) for one in clock.groups())
+        days, hours, minutes, rest = (int(group or 0) for group in clock.groups())
         return ((days * 24 + hours) * 60 + minutes) * 60 + rest
     parts = re.findall(r"(\d+)([dhms]?)", text)
     if not parts or "".join(f"{n}{unit}" for n, unit in parts) != text:
@@ -254,13 +254,13 @@ def seeds_of(text: str) -> tuple[int, ...]:
     Raises:
         SubmitError: it is no such list.
     """
-    found: list[int] = []
+    seeds: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
         if match is None or int(match[2] or match[1]) - int(match[1]) not in range(1000):
             raise SubmitError(f"expected seeds such as 1,2,3 or 0-4; found {text!r}")
-        found += range(int(match[1]), int(match[2] or match[1]) + 1)
-    return tuple(dict.fromkeys(found))
+        seeds += range(int(match[1]), int(match[2] or match[1]) + 1)
+    return tuple(dict.fromkeys(seeds))
 
 
 def _absolute(path: str, root: Path) -> str:

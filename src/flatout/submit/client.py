@@ -32,7 +32,7 @@ class Answer:
     @property
     def last_words(self) -> str:
         """The last line that says something, without the client's name."""
-        lines = [one for one in (self.errors or self.output).splitlines() if one.strip()]
+        lines = [line for line in (self.errors or self.output).splitlines() if line.strip()]
         if not lines:
             return "it said nothing" if self.code is not None else "it took too long"
         _, _, said = lines[-1].rpartition("error: ")

@@ -120,12 +120,12 @@ def _walk(
     """
     # Those of the folders above hold too, as far as the repository goes.
     above = _rules_above(root)
-    skipped = {one.resolve() for one in without}
+    skipped = {item.resolve() for item in without}
     pending: list[tuple[str, list[tuple[str, pathspec.GitIgnoreSpec]]]] = [("", above)]
     while pending:
         folder, rules = pending.pop()
         at = root / folder
-        if folder and _is_run(at) and not any(one.is_relative_to(at) for one in named):
+        if folder and _is_run(at) and not any(item.is_relative_to(at) for item in named):
             yield folder, 0
             continue
         rules = [*rules, *_rules(at, folder)]
@@ -134,7 +134,7 @@ def _walk(
                 name = f"{folder}{entry.name}"
                 try:
                     is_folder = entry.is_dir(follow_symlinks=False)
-                    found = entry.stat()
+                    result = entry.stat()
                 except OSError:  # a link to nothing, or gone meanwhile
                     continue
                 if _is_ignored(f"{name}/" if is_folder else name, rules):
@@ -142,8 +142,8 @@ def _walk(
                 if is_folder:
                     if Path(entry.path).resolve() not in skipped:
                         pending.append((f"{name}/", rules))
-                elif stat.S_ISREG(found.st_mode):
-                    yield name, found.st_size
+                elif stat.S_ISREG(result.st_mode):
+                    yield name, result.st_size
 
 
 def _is_run(folder: Path) -> bool:
@@ -161,15 +161,15 @@ def _rules(path: Path, prefix: str) -> list[tuple[str, pathspec.GitIgnoreSpec]]:
 
 def _rules_above(root: Path) -> list[tuple[str, pathspec.GitIgnoreSpec]]:
     """Those of the repository's folders around the code, the outermost first; prefix "../../"."""
-    found = [("", pathspec.GitIgnoreSpec.from_lines(_NEVER))]
+    result = [("", pathspec.GitIgnoreSpec.from_lines(_NEVER))]
     if (root / ".git").exists():
-        return found
+        return result
     around = list(root.resolve().parents)
     top = next((n for n, folder in enumerate(around) if (folder / ".git").exists()), -1)
     for up in range(top, -1, -1):
         below = "/".join(root.resolve().parts[len(around[up].parts) :])
-        found += [(f"<{below}/", spec) for _, spec in _rules(around[up], "")]
-    return found
+        result += [(f"<{below}/", spec) for _, spec in _rules(around[up], "")]
+    return result
 
 
 def _is_ignored(name: str, rules: list[tuple[str, pathspec.GitIgnoreSpec]]) -> bool:

@@ -96,7 +96,7 @@ def stop(name: str) -> str:
 def told(text: str) -> JobState:
     """What `ask` has printed."""
     word, *pairs = text.split() or [""]
-    told = {name: int(n) for name, _, n in (one.partition("=") for one in pairs) if n.isdigit()}
+    told = {name: int(n) for name, _, n in (pair.partition("=") for pair in pairs) if n.isdigit()}
     ran, left, code = told.get("ran"), told.get("left"), told.get("code")
     if word in ("running", "stopping"):
         eta = "" if left is None else clock(left)
@@ -118,21 +118,21 @@ def together(states: dict[str, JobState]) -> JobState:
         *(State.stopping, State.running, State.failed, State.canceled),
         *(State.lost, State.succeeded),
     )
-    host, found = min(states.items(), key=lambda one: order.index(one[1].state))
+    host, result = min(states.items(), key=lambda value: order.index(value[1].state))
     # A node that has only lost another tells less than that one.
     failed = [(h, s) for h, s in states.items() if s.state is State.failed]
-    if found.state is State.failed:
-        host, found = min(failed, key=lambda one: one[1].exit_code == 75)
-    is_bad = found.state in (State.failed, State.lost) and len(states) > 1
-    words = f"{host}: {found.words or f'exit code {found.exit_code}'}" if is_bad else found.words
-    if failed and not found.state.is_final:
+    if result.state is State.failed:
+        host, result = min(failed, key=lambda value: value[1].exit_code == 75)
+    is_bad = result.state in (State.failed, State.lost) and len(states) > 1
+    words = f"{host}: {result.words or f'exit code {result.exit_code}'}" if is_bad else result.words
+    if failed and not result.state.is_final:
         words = ", ".join(f"{h} has failed with exit code {s.exit_code}" for h, s in failed)
     return JobState(
-        state=found.state,
+        state=result.state,
         words=words,
-        exit_code=found.exit_code,
+        exit_code=result.exit_code,
         nodes=tuple(states),
-        since_s=max((one.since_s or 0 for one in states.values()), default=None),
-        left_s=found.left_s,
-        eta=found.eta,
+        since_s=max((state.since_s or 0 for state in states.values()), default=None),
+        left_s=result.left_s,
+        eta=result.eta,
     )

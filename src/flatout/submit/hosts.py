@@ -26,23 +26,27 @@ def hosts_of(job: Job) -> list[str]:
             lines = path.read_text().splitlines()
         except (OSError, ValueError) as error:
             raise SubmitError(f"the list of hosts cannot be read: {error}", where=given) from error
-        return [one.split()[0] for one in lines if one.strip() and not one.startswith("#")]
-    return [one.strip() for one in given.split(",") if one.strip()]
+        return [line.split()[0] for line in lines if line.strip() and not line.startswith("#")]
+    return [item.strip() for item in given.split(",") if item.strip()]
 
 
 def problems_of(job: Job) -> list[str]:
     """What is wrong with the hosts of a job."""
     hosts = hosts_of(job)
-    found = [f"expected a host, found {one!r}" for one in hosts if _HOST.fullmatch(one) is None]
+    problems = [
+        f"expected a host, found {problems!r}"
+        for problems in hosts
+        if _HOST.fullmatch(problems) is None
+    ]
     if not hosts:
-        found.append("no hosts: say --option hosts=host1,host2, or a file with one in each line")
+        problems.append("no hosts: say --option hosts=host1,host2, or a file with one in each line")
     elif len(hosts) != job.nodes:
-        found.append(f"--nodes {job.nodes}, but {counted(len(hosts), 'host')} are listed")
+        problems.append(f"--nodes {job.nodes}, but {counted(len(hosts), 'host')} are listed")
     if len(set(hosts)) < len(hosts):
-        found.append("a host is listed twice")
+        problems.append("a host is listed twice")
     if job.seeds:
-        found.append("--seeds needs a cluster that has a queue")
-    return found
+        problems.append("--seeds needs a cluster that has a queue")
+    return problems
 
 
 def address_of(host: str, config: str | None = None) -> str:

@@ -95,13 +95,13 @@ class Input:
         is_outside = os.path.isabs(self.given) or inside.startswith("..")
         if self.travels or is_outside:
             return []
-        found = glob.glob(self.path) or [self.path]
-        if len(found) > _MOST_LINKS:
+        paths = glob.glob(self.path) or [self.path]
+        if len(paths) > _MOST_LINKS:
             raise SubmitError(
-                f"{self.given} stands for {len(found):,} files outside of the code",
+                f"{self.given} stands for {len(paths):,} files outside of the code",
                 do=f"pass them by an absolute path: {self.path}",
             )
-        return [(one, os.path.relpath(one, root)) for one in sorted(found)]
+        return [(path, os.path.relpath(path, root)) for path in sorted(paths)]
 
     @property
     def is_missing(self) -> bool:
@@ -158,7 +158,7 @@ def mount_of(path: str | os.PathLike[str], table: str | None = None) -> Mount:
 def is_seen(path: str | os.PathLike[str], shared: Iterable[str] = ()) -> bool:
     """Whether nodes see a path: it lies on a network file system, or the user says so."""
     real = os.path.realpath(path)
-    said = any(_is_within(real, os.path.realpath(one)) for one in shared)
+    said = any(_is_within(real, os.path.realpath(item)) for item in shared)
     return said or mount_of(real).is_network
 
 
@@ -178,7 +178,7 @@ def look_at(
     path = os.path.normpath(root / given)
     files = set() if code is None else set(code.files)
     travels = code is not None and all(
-        _is_among(one, root, files) for one in glob.glob(path) or [path]
+        _is_among(path, root, files) for path in glob.glob(path) or [path]
     )
     return Input(given, path, str(mount_of(path)), is_seen(path, shared), travels)
 
@@ -186,23 +186,23 @@ def look_at(
 def only_whole(code: CodeArchive, inputs: Sequence[Input], root: Path) -> CodeArchive:
     """The code without what lies in folders of data, which are linked as a whole."""
     folders = [
-        f"{os.path.relpath(one.path, root)}/"
-        for one in inputs
-        if not (one.is_url or one.travels) and os.path.isdir(one.path)
+        f"{os.path.relpath(item.path, root)}/"
+        for item in inputs
+        if not (item.is_url or item.travels) and os.path.isdir(item.path)
     ]
-    kept = [one for one in code.files if not any(one.startswith(folder) for folder in folders)]
-    total = sum((root / one).stat().st_size for one in kept)
+    kept = [file for file in code.files if not any(file.startswith(folder) for folder in folders)]
+    total = sum((root / item).stat().st_size for item in kept)
     return CodeArchive(tuple(kept), total, code.left_out)
 
 
 def in_arguments(arguments: Sequence[str], root: Path) -> list[str]:
     """Those of a script's arguments, or what stands behind their `=`, that name files or URLs."""
-    found: dict[str, None] = {}
+    result: dict[str, None] = {}
     for argument in arguments:
         for part in dict.fromkeys((argument, argument.partition("=")[2])):
             if part and "\0" not in part and _names_something(part, root):
-                found[part] = None
-    return list(found)
+                result[part] = None
+    return list(result)
 
 
 def _names_something(part: str, root: Path) -> bool:
@@ -223,7 +223,7 @@ def _is_among(path: str, root: Path, files: set[str]) -> bool:
     if not os.path.isdir(path):
         return os.path.relpath(path, root) in files
     below = (os.path.join(at, name) for at, _, names in os.walk(path) for name in names)
-    inside = [os.path.relpath(one, root) in files for one in below]
+    inside = [os.path.relpath(item, root) in files for item in below]
     return bool(inside) and all(inside)
 
 

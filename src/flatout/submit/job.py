@@ -102,7 +102,7 @@ class Job:
         self._check_seeds()
 
     def _check_seeds(self) -> None:
-        marked = any(SEED in one for one in self.arguments)
+        marked = any(SEED in argument for argument in self.arguments)
         if self.seeds and not marked:
             raise SubmitError(
                 "the job is to run once for each seed, but no argument says which it is",
@@ -166,7 +166,7 @@ class Job:
         if self.is_command:
             return ["flatout", *self.arguments]
         by = ["--recipe", recipe] if self.recipe is not None else []
-        by += [part for one in self.settings for part in ("--set", one)]
+        by += [part for setting in self.settings for part in ("--set", setting)]
         resumed = ["--checkpoints", self.checkpoint] if self.checkpoint is not None else []
         script = f"./{self.script}" if self.script.startswith("-") else self.script
         what = ["-m", self.script] if self.is_module else [script]

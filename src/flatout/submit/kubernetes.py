@@ -97,20 +97,20 @@ class Kubernetes:
         cluster = _Cluster()
         *_, made = _documents(job.folder)
         space = cluster.space(made)
-        found = []
+        result = []
         with _answered(f"namespace {space}"):
             refused = cluster.refusal(lambda: cluster.create(made, space, dry_run="All"))
             if refused:
-                found.append(refused)
-            for one in volumes_of(job.options.get("volumes", "")):
+                result.append(refused)
+            for item in volumes_of(job.options.get("volumes", "")):
                 if cluster.is_missing(
-                    cluster.core.read_namespaced_persistent_volume_claim, one.claim, space
+                    cluster.core.read_namespaced_persistent_volume_claim, item.claim, space
                 ):
-                    found.append(f"there is no PersistentVolumeClaim {one.claim} in {space}")
+                    result.append(f"there is no PersistentVolumeClaim {item.claim} in {space}")
             queue = made["metadata"].get("labels", {}).get(QUEUE)
             if queue is not None and not cluster.has_queue(queue, space):
-                found.append(f"there is no LocalQueue {queue} of Kueue in {space}")
-        return found
+                result.append(f"there is no LocalQueue {queue} of Kueue in {space}")
+        return result
 
     def send(self, job: Job, key: str) -> Sent:
         """Create the job, then what its pods wait for, which goes when the job goes."""
@@ -158,13 +158,13 @@ class Kubernetes:
         *others, made = _documents(folder)
         space = cluster.space(made)
         with _answered(f"namespace {space}"):
-            found = cluster.labeled(made["kind"], space, f"{KEY}={key}")
-            if not found:
+            result = cluster.labeled(made["kind"], space, f"{KEY}={key}")
+            if not result:
                 return None
-            name = found[0]["metadata"]["name"]
+            name = result[0]["metadata"]["name"]
             if facts_in(folder)["nodes"] > 1:
                 others.append(_secret(name))
-            cluster.complete({**made, **found[0]}, others, space)
+            cluster.complete({**made, **result[0]}, others, space)
         return Sent(f"{space}/{name}")
 
     def state(self, id: str, folder: Path) -> JobState:
@@ -173,11 +173,11 @@ class Kubernetes:
         cluster = _Cluster()
         *_, made = _documents(folder)
         with _answered(id):
-            found = cluster.read(made["kind"], space, name)
-        if found is None:
+            result = cluster.read(made["kind"], space, name)
+        if result is None:
             is_ours = (folder / _CANCELED).exists()
             return JobState(State.canceled if is_ours else State.lost, "deleted")
-        state = (_train_job_state if made["kind"] == "TrainJob" else _pytorch_job_state)(found)
+        state = (_train_job_state if made["kind"] == "TrainJob" else _pytorch_job_state)(result)
         with suppress(cluster.error, cluster.lost):  # who may not ask for pods knows less
             pods = cluster.pods(made["kind"], space, name)
             state = replace(state, since_s=_since_s(pods))
@@ -192,7 +192,7 @@ class Kubernetes:
         *_, made = _documents(folder)
         kind = _KINDS[made["kind"]]
         with _answered(id):
-            pods = sorted(one.metadata.name for one in cluster.pods(made["kind"], space, name))
+            pods = sorted(pod.metadata.name for pod in cluster.pods(made["kind"], space, name))
         if not pods:
             raise SubmitError("the job has no pods: it waits, or they were deleted", where=id)
 
@@ -300,10 +300,10 @@ class _Cluster:
 
     def complete(self, job: Manifest, others: Sequence[Manifest], space: str) -> None:
         """Create what a job's pods wait for and is not there yet; it goes when the job goes."""
-        for one in others:
-            one["metadata"]["ownerReferences"] = [_owner(job)]
+        for item in others:
+            item["metadata"]["ownerReferences"] = [_owner(job)]
             try:
-                self.create(one, space)
+                self.create(item, space)
             except self.error as error:
                 if error.status != _CONFLICT:
                     raise
@@ -326,12 +326,12 @@ class _Cluster:
     def labeled(self, kind: str, space: str, labels: str) -> list[Manifest]:
         """The objects with these labels."""
         at = _KINDS[kind]
-        found = self.custom.list_namespaced_custom_object(
+        result = self.custom.list_namespaced_custom_object(
             *(at.group, at.version, space, at.plural),
             label_selector=labels,
             _request_timeout=_PATIENCE_S,
         )
-        return list(found["items"])
+        return list(result["items"])
 
     def pods(self, kind: str, space: str, name: str) -> list[Any]:
         """The pods of a job."""
@@ -412,12 +412,12 @@ def _documents(folder: Path) -> list[Manifest]:
     yaml = require("yaml", EXTRA)
     path = folder / FILE
     try:
-        found = [one for one in yaml.safe_load_all(path.read_text(encoding="utf-8")) if one]
+        result = [item for item in yaml.safe_load_all(path.read_text(encoding="utf-8")) if item]
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise SubmitError(f"expected manifests, found {error}", where=str(path)) from error
-    if not found or found[-1].get("kind") not in _KINDS:
+    if not result or result[-1].get("kind") not in _KINDS:
         raise SubmitError(f"expected {' or '.join(_KINDS)} as the last document", where=str(path))
-    return found
+    return result
 
 
 def _owner(created: Manifest) -> Manifest:
@@ -440,11 +440,11 @@ def _secret(name: str) -> Manifest:
     }
 
 
-def _conditions(found: Manifest) -> list[Manifest]:
+def _conditions(manifest: Manifest) -> list[Manifest]:
     """Those that hold, in the order in which they began to."""
-    listed = found.get("status", {}).get("conditions") or []
-    holding = [one for one in listed if one.get("status") == "True"]
-    return sorted(holding, key=lambda one: one.get("lastTransitionTime") or "")
+    listed = manifest.get("status", {}).get("conditions") or []
+    holding = [item for item in listed if item.get("status") == "True"]
+    return sorted(holding, key=lambda value: value.get("lastTransitionTime") or "")
 
 
 def _words(condition: Manifest) -> str:
@@ -452,23 +452,23 @@ def _words(condition: Manifest) -> str:
     return f"{condition['type']} ({said})" if said else str(condition["type"])
 
 
-def _train_job_state(found: Manifest) -> JobState:
-    status = found.get("status", {})
+def _train_job_state(manifest: Manifest) -> JobState:
+    status = manifest.get("status", {})
     told = status.get("trainerStatus") or {}
     eta, left_s = _eta(told), told.get("estimatedRemainingSeconds")
-    conditions = {one["type"]: one for one in _conditions(found)}
+    conditions = {condition["type"]: condition for condition in _conditions(manifest)}
     if "Complete" in conditions:
         return JobState(State.succeeded, _words(conditions["Complete"]), exit_code=0)
     if "Failed" in conditions:
         return JobState(State.failed, _words(conditions["Failed"]))
-    if found["metadata"].get("deletionTimestamp"):
+    if manifest["metadata"].get("deletionTimestamp"):
         return JobState(State.stopping, "being deleted", eta=eta)
     if "Suspended" in conditions:
         return JobState(State.queued, _words(conditions["Suspended"]), eta=eta)
     jobs = status.get("jobsStatus") or []
-    if any(one.get("ready") for one in jobs):
+    if any(job.get("ready") for job in jobs):
         return JobState(State.running, "pods are ready", eta=eta, left_s=left_s)
-    if any(one.get("active") for one in jobs):
+    if any(job.get("active") for job in jobs):
         return JobState(State.starting, "pods are created")
     return JobState(State.queued, "no pods yet")
 
@@ -482,7 +482,8 @@ def _exit_code(pods: list[Any], container: str) -> int | None:
         if one.name == container and one.state and one.state.terminated
     ]
     failed = sorted(
-        (one for one in ended if one.exit_code), key=lambda one: str(one.finished_at or "")
+        (status for status in ended if status.exit_code),
+        key=lambda status: str(status.finished_at or ""),
     )
     return int(failed[0].exit_code) if failed else None
 
@@ -493,8 +494,8 @@ def _since_s(pods: list[Any]) -> float | None:
     if not own:
         return None
     ends = [
-        [one.state.terminated.finished_at for one in status.container_statuses or ()
-         if one.state and one.state.terminated]
+        [status.state.terminated.finished_at for status in status.container_statuses or ()
+         if status.state and status.state.terminated]
         for status in own
     ]  # fmt: skip
     last = max(map(max, ends)) if all(ends) else datetime.now(UTC)
@@ -521,13 +522,18 @@ _BY_CONDITION = {
 }
 
 
-def _pytorch_job_state(found: Manifest) -> JobState:
-    conditions = [one for one in _conditions(found) if one["type"] in _BY_CONDITION]
+def _pytorch_job_state(manifest: Manifest) -> JobState:
+    conditions = [
+        condition for condition in _conditions(manifest) if condition["type"] in _BY_CONDITION
+    ]
     if not conditions:
         return JobState(State.queued, "no pods yet")
     # Several may hold: what ends a job before what it was.
-    last = next((one for one in conditions if one["type"] in ("Succeeded", "Failed")), None)
-    if last is None and found["metadata"].get("deletionTimestamp"):
+    last = next(
+        (condition for condition in conditions if condition["type"] in ("Succeeded", "Failed")),
+        None,
+    )
+    if last is None and manifest["metadata"].get("deletionTimestamp"):
         return JobState(State.stopping, "being deleted")
     last = last or conditions[-1]
     return JobState(_BY_CONDITION[last["type"]], _words(last))
@@ -556,8 +562,8 @@ def _merged(streams: list[Iterator[str]]) -> Iterator[str]:
         finally:
             lines.put(None)
 
-    for one in streams:
-        threading.Thread(target=read, args=(one,), daemon=True).start()
+    for stream in streams:
+        threading.Thread(target=read, args=(stream,), daemon=True).start()
     left = len(streams)
     while left:
         line = lines.get()

@@ -137,72 +137,74 @@ def escaped(text: str) -> str:
 def _problems(job: Job, options: Mapping[str, str], volumes: Sequence[Volume]) -> list[str]:
     image, api = options.get("image", ""), options.get("api", "trainjob")
     code = options.get("code", "")
-    found = []
+    problems = []
     if not image:
-        found.append("no image: --option image=REGISTRY/NAME:TAG, with Flatout and what it needs")
+        problems.append(
+            "no image: --option image=REGISTRY/NAME:TAG, with Flatout and what it needs"
+        )
     if len(image) > _LONGEST_IMAGE or any(letter.isspace() for letter in image):
-        found.append(f"expected an image of at most {_LONGEST_IMAGE} letters, found {image!r}")
+        problems.append(f"expected an image of at most {_LONGEST_IMAGE} letters, found {image!r}")
     if api not in ("trainjob", "pytorchjob"):
-        found.append(f"expected api=trainjob or api=pytorchjob, found {api!r}")
+        problems.append(f"expected api=trainjob or api=pytorchjob, found {api!r}")
     if code and not code.startswith("/"):
-        found.append(f"expected code=/a/path/in/the/container, found {code!r}")
+        problems.append(f"expected code=/a/path/in/the/container, found {code!r}")
     if len(job.name) > _LONGEST_NAME:
-        found.append(
+        problems.append(
             f"{job.name} has {len(job.name)} letters: hosts that are named after it would have "
             f"more than 63; choose a --name of at most {_LONGEST_NAME}"
         )
     if job.is_auto and not job.has_measured_threads:
-        found.append("--devices auto takes the CPUs of a node: say how many with --threads N")
-    found += _bad_variables(job, api)
-    found += _bad_text(job)
+        problems.append("--devices auto takes the CPUs of a node: say how many with --threads N")
+    problems += _bad_variables(job, api)
+    problems += _bad_text(job)
     if job.checkpoint is not None and not _is_kept(job.checkpoint, volumes):
-        found.append(
+        problems.append(
             f"no node can keep {job.checkpoint}: put it on a volume, as in --option "
             "volumes=CLAIM:/runs --checkpoints /runs/NAME, or give a URL such as s3://bucket/run"
         )
-    return found
+    return problems
 
 
 def _bad_variables(job: Job, api: str) -> list[str]:
-    found = []
+    result = []
     for name in job.environment:
         if name.startswith("PET_") and api == "trainjob":
-            found.append(f"{name}: variables that begin with PET_ are Kubeflow's own")
+            result.append(f"{name}: variables that begin with PET_ are Kubeflow's own")
         elif not _VARIABLE.fullmatch(name):
-            found.append(f"{name!r} is no name of a variable that Kubernetes allows")
-    return found
+            result.append(f"{name!r} is no name of a variable that Kubernetes allows")
+    return result
 
 
 def _bad_text(job: Job) -> list[str]:
     """Kubernetes takes text alone: no NUL and no bytes that are not UTF-8."""
-    found = []
-    for one in (job.script, *job.arguments, *job.environment.values()):
+    result = []
+    for item in (job.script, *job.arguments, *job.environment.values()):
         try:
-            one.encode()
+            item.encode()
         except UnicodeEncodeError:
-            found.append(f"Kubernetes takes no bytes that are not UTF-8; found {one!r}")
-        if "\0" in one:
-            found.append(f"no program can be given a NUL; found {one!r}")
-    return found
+            result.append(f"Kubernetes takes no bytes that are not UTF-8; found {item!r}")
+        if "\0" in item:
+            result.append(f"no program can be given a NUL; found {item!r}")
+    return result
 
 
 def _is_kept(path: str, volumes: Sequence[Volume]) -> bool:
-    return "://" in path or any(one.holds(path) and not one.read_only for one in volumes)
+    return "://" in path or any(volume.holds(path) and not volume.read_only for volume in volumes)
 
 
 def unseen(job: Job) -> list[str]:
     """What no pod would find: only URLs, volumes and what travels with the code are there."""
     volumes = volumes_of(job.options.get("volumes", ""))
-    found = []
-    for one in job.inputs:
-        if one.is_url or one.travels or any(volume.holds(one.path) for volume in volumes):
+    result = []
+    for item in job.inputs:
+        if item.is_url or item.travels or any(volume.holds(item.path) for volume in volumes):
             continue
-        found.append(
-            f"{one.given} lies on {one.lies_on}, which no pod sees; put it on a "
+        result.append(
+            f"{item.given} lies on {item.lies_on}, which no pod sees; put it on a "
             "PersistentVolumeClaim that is mounted at its path, --option "
-            f"volumes=CLAIM:{os.path.dirname(one.path)}, or give the URL of an object store"
+            f"volumes=CLAIM:{os.path.dirname(item.path)}, or give the URL of an object store"
         )
-    return found
+    return result
 
 
 # -- the parts of a job --------------------------------------------------------------------------
@@ -231,7 +233,7 @@ def _config_map(job: Job, options: Mapping[str, str]) -> tuple[Manifest | None, 
     }
     items: list[Manifest] = []
     for path, data in contents.items():
-        key = _key(path, {one["key"] for one in items})
+        key = _key(path, {item["key"] for item in items})
         try:
             made.setdefault("data", {})[key] = _text(data)
         except ValueError:
@@ -315,9 +317,9 @@ def _mounts(volumes: Sequence[Volume], items: Sequence[Manifest]) -> list[Manife
     mounts: list[Manifest] = []
     if items:
         mounts.append({"name": _CODE_VOLUME, "mountPath": _MOUNTED, "readOnly": True})
-    for number, one in enumerate(volumes):
-        mount: Manifest = {"name": f"volume-{number}", "mountPath": one.path}
-        mounts.append({**mount, "readOnly": True} if one.read_only else mount)
+    for number, item in enumerate(volumes):
+        mount: Manifest = {"name": f"volume-{number}", "mountPath": item.path}
+        mounts.append({**mount, "readOnly": True} if item.read_only else mount)
     return mounts
 
 
@@ -337,14 +339,14 @@ def _pod(
     sources: list[Manifest] = []
     if items:
         sources.append({"name": _CODE_VOLUME, "configMap": {"name": job.name, "items": items}})
-    for number, one in enumerate(volumes):
-        claim = {"claimName": one.claim}
+    for number, item in enumerate(volumes):
+        claim = {"claimName": item.claim}
         sources.append({"name": f"volume-{number}", "persistentVolumeClaim": claim})
     return {**pod, **({"volumes": sources} if sources else {})}
 
 
 def _pairs(text: str, option: str) -> list[tuple[str, str]]:
-    parts = [one.partition("=") for one in text.split(",")]
+    parts = [item.partition("=") for item in text.split(",")]
     if not all(name and equals for name, equals, _ in parts):
         raise SubmitError(f"expected NAME=VALUE,..., found {text!r}", where=f"--option {option}")
     return [(name, value) for name, _, value in parts]
@@ -432,7 +434,9 @@ def _pytorch_job(
     command = job.command_with(*ranks, recipe=recipe)
     begin = 0 if job.is_command else len(command) - len(job.arguments)
     told = ("$(RANK)", "$(MASTER_ADDR):$(MASTER_PORT)")
-    words = [one if n < begin and one in told else escaped(one) for n, one in enumerate(command)]
+    words = [
+        item if n < begin and item in told else escaped(item) for n, item in enumerate(command)
+    ]
     container: Manifest = {
         "name": "pytorch",
         "image": options["image"],

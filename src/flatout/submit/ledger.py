@@ -87,8 +87,8 @@ class Ledger:
 
     def entries(self) -> list[Entry]:
         """All jobs, the oldest first, each as it was last written."""
-        found: dict[str, Entry] = {}
-        names = {one.name for one in fields(Entry)}
+        entries: dict[str, Entry] = {}
+        names = {item.name for item in fields(Entry)}
         try:
             with self._locked("r", fcntl.LOCK_SH) as file:
                 lines = file.readlines()
@@ -100,8 +100,8 @@ class Ledger:
                 entry = Entry(**{k: v for k, v in said.items() if k in names})
             except (ValueError, TypeError, AttributeError):  # torn by a full disk
                 continue
-            found[entry.key] = entry
-        return list(found.values())
+            entries[entry.key] = entry
+        return list(entries.values())
 
     def find(self, which: str) -> Entry:
         """A job by its id, its name, or the beginning of its key; the newest of several.
@@ -111,13 +111,13 @@ class Ledger:
         """
         entries = self.entries()
         of_array = which.partition("_")[0]
-        for one in reversed(entries):
-            if which in (one.id, one.name, one.key) and which:
-                return one
-        for one in reversed(entries):
-            if of_array == one.id and of_array:
-                return replace(one, id=which)
-        known = [one.id or one.name for one in entries[-5:]]
+        for entry in reversed(entries):
+            if which in (entry.id, entry.name, entry.key) and which:
+                return entry
+        for entry in reversed(entries):
+            if of_array == entry.id and of_array:
+                return replace(entry, id=which)
+        known = [entry.id or entry.name for entry in entries[-5:]]
         raise SubmitError(
             f"no job {which!r} was sent from here",
             where=str(self.path),

@@ -37,7 +37,7 @@ def inputs_seen(asked: Asked, root: Path) -> list[str]:
     if asked.script == "flatout" and not asked.is_module:
         raise SubmitError("--look looks at a script; a command of Flatout names what it reads")
     seed = str(asked.seeds[0]) if asked.seeds else SEED
-    arguments = [one.replace(SEED, seed) for one in asked.arguments]
+    arguments = [argument.replace(SEED, seed) for argument in asked.arguments]
     what = [*(["-m"] if asked.is_module else []), asked.script, *arguments]
     instead = "say what it reads with --input, in place of --look"
     try:
@@ -72,19 +72,21 @@ def data_of(opened: Sequence[tuple[str, str]], root: Path) -> list[str]:
         elif how == LISTED and not _is_above(path, top):
             listed.add(path)
     installed = _installed(top)
-    files = [one for one in read if not _is_no_data(one, top, installed)]
-    folders = [one for one in listed if not (_is_no_data(one, top, installed) or _has_code(one))]
-    found = dict.fromkeys(_outermost(one, folders) for one in [*files, *folders])
-    many = Counter(os.path.dirname(one) for one in found if one not in listed)
+    files = [item for item in read if not _is_no_data(item, top, installed)]
+    folders = [
+        item for item in listed if not (_is_no_data(item, top, installed) or _has_code(item))
+    ]
+    result = dict.fromkeys(_outermost(item, folders) for item in [*files, *folders])
+    many = Counter(os.path.dirname(item) for item in result if item not in listed)
     for folder, count in many.items():
         if count > _MANY and not _is_above(folder, top):
-            found = dict.fromkeys(folder if _below(one, folder) else one for one in found)
-    return [os.path.relpath(one, top) if _below(one, top) else one for one in found]
+            result = dict.fromkeys(folder if _below(item, folder) else item for item in result)
+    return [os.path.relpath(item, top) if _below(item, top) else item for item in result]
 
 
 def _outermost(path: str, folders: Iterable[str]) -> str:
     """The folder with all that was listed around a path, or the path."""
-    around = [one for one in folders if path == one or _below(path, one)]
+    around = [folder for folder in folders if path == folder or _below(path, folder)]
     return min(around, key=len, default=path)
 
 
@@ -107,15 +109,15 @@ def _has_code(folder: str) -> bool:
 def _installed(root: str) -> tuple[str, ...]:
     """Folders of what is installed here, and of the system."""
     paths = {*sysconfig.get_paths().values(), sys.prefix, sys.base_prefix, str(cache_folder())}
-    paths |= {os.path.realpath(one) for one in sys.path if one}
-    return tuple(one for one in {*paths, *_SYSTEM} if not (_is_above(one, root) or one == "/"))
+    paths |= {os.path.realpath(item) for item in sys.path if item}
+    return tuple(item for item in {*paths, *_SYSTEM} if not (_is_above(item, root) or item == "/"))
 
 
 def _is_no_data(path: str, root: str, installed: tuple[str, ...]) -> bool:
-    if any(path == one or _below(path, one) for one in installed):
+    if any(path == item or _below(path, item) for item in installed):
         return True
     home = str(Path.home())
     hidden = _below(path, home) and os.path.relpath(path, home).startswith(".")
-    is_fetched = any(_below(path, f"{home}/{one}") for one in _FETCHED)
+    is_fetched = any(_below(path, f"{home}/{item}") for item in _FETCHED)
     is_hidden = hidden and not is_fetched and not _below(path, root)
     return is_hidden or path.endswith(_CODE) or "/__pycache__" in path

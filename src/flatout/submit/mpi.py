@@ -51,14 +51,14 @@ class Mpi:
 
     def check(self, job: Job) -> list[str]:
         """Whether mpirun is here, of the kind that the script is written for, and flock."""
-        missing = [one for one in ("bash", "setsid", "flock") if shutil.which(one) is None]
+        missing = [item for item in ("bash", "setsid", "flock") if shutil.which(item) is None]
         program = _program(job.options)
         answer = ask([program, "--version"])
-        found = "mpich" if "HYDRA" in answer.output else "openmpi"
+        kind = "mpich" if "HYDRA" in answer.output else "openmpi"
         if answer.code != 0:
             missing.append(f"{program}: {answer.last_words}; Debian has openmpi-bin and mpich")
-        elif found != _kind(job.options):
-            missing.append(f"{program} is {found}; say --option kind={found}")
+        elif kind != _kind(job.options):
+            missing.append(f"{program} is {kind}; say --option kind={kind}")
         return missing
 
     def send(self, job: Job, key: str) -> Sent:
@@ -165,13 +165,13 @@ def _hostfile(job: Job) -> list[str]:
 
 def _problems(job: Job) -> list[str]:
     options_of(job, OPTIONS)
-    found = problems_of(job)
+    problems = problems_of(job)
     if _kind(job.options) not in _KINDS:
-        found.append(f"expected --option kind=openmpi or mpich, found {_kind(job.options)!r}")
+        problems.append(f"expected --option kind=openmpi or mpich, found {_kind(job.options)!r}")
     port = job.options.get("port", "1")
     if not (port.isdigit() and 0 < int(port) < 65536):
-        found.append(f"expected --option port=NUMBER, found {port!r}")
-    return found
+        problems.append(f"expected --option port=NUMBER, found {port!r}")
+    return problems
 
 
 def _kind(options: Mapping[str, str]) -> str:

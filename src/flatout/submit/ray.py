@@ -58,24 +58,24 @@ class Ray:
 
     def unseen(self, job: Job) -> list[str]:
         """Paths on file systems of this machine alone."""
-        found = [
-            f"{one.words}; put it on a shared path, or say --shared PATH if nodes see it"
-            for one in job.inputs
-            if one.is_missing
+        result = [
+            f"{item.words}; put it on a shared path, or say --shared PATH if nodes see it"
+            for item in job.inputs
+            if item.is_missing
         ]
         for what, path in (("--checkpoints", job.checkpoint), ("storage", _storage(job))):
             if path and "://" not in path and job.nodes > 1 and not is_seen(path, job.shared):
-                found.append(
+                result.append(
                     f"{what}, {path}, lies on {mount_of(path)}: no node sees it; choose a shared "
                     "path, or say --shared PATH if nodes see it"
                 )
-        return found
+        return result
 
     def check(self, job: Job) -> list[str]:
         """Whether the job server answers, and knows no job of this name."""
         cluster = _Cluster(job.options)
         with cluster.answered():
-            names = [one.submission_id for one in cluster.client.list_jobs()]
+            names = [job.submission_id for job in cluster.client.list_jobs()]
         return [f"there is a job {job.name} already: choose another --name"] * (job.name in names)
 
     def send(self, job: Job, key: str) -> Sent:
@@ -101,27 +101,27 @@ class Ray:
         """By the metadata that it was sent with."""
         cluster = _Cluster(_options(folder))
         with cluster.answered():
-            for one in cluster.client.list_jobs():
-                if (one.metadata or {}).get(_KEY) == key:
-                    return Sent(one.submission_id)
+            for job in cluster.client.list_jobs():
+                if (job.metadata or {}).get(_KEY) == key:
+                    return Sent(job.submission_id)
         return None
 
     def state(self, id: str, folder: Path) -> JobState:
         """What the job server says."""
         cluster = _Cluster(_options(folder))
         with cluster.answered():
-            jobs = {one.submission_id: one for one in cluster.client.list_jobs()}
+            jobs = {job.submission_id: job for job in cluster.client.list_jobs()}
         if id not in jobs:
             return JobState(State.lost, "the cluster was started again since")
-        found = jobs[id]
-        status = getattr(found.status, "value", str(found.status))
-        end = found.end_time or time.time() * 1000
+        details = jobs[id]
+        status = getattr(details.status, "value", str(details.status))
+        end = details.end_time or time.time() * 1000
         left_s = _left_s(folder)
         return JobState(
             _BY_STATUS.get(status, State.lost),
-            f"{status} ({found.message})" if found.message else status,
-            exit_code=found.driver_exit_code,
-            since_s=None if found.start_time is None else (end - found.start_time) / 1000,
+            f"{status} ({details.message})" if details.message else status,
+            exit_code=details.driver_exit_code,
+            since_s=None if details.start_time is None else (end - details.start_time) / 1000,
             left_s=left_s,
             eta="" if left_s is None else clock(left_s),
         )
@@ -215,17 +215,17 @@ def _client(address: str) -> Any:
 
 
 def _problems(job: Job) -> list[str]:
-    found = []
+    problems = []
     if job.is_auto and not job.has_measured_threads:
-        found.append("--devices auto takes the CPUs of a node: say how many with --threads N")
+        problems.append("--devices auto takes the CPUs of a node: say how many with --threads N")
     if job.is_command and job.nodes > 1:
-        found.append("each node would do the same: a command of Flatout's own wants --nodes 1")
+        problems.append("each node would do the same: a command of Flatout's own wants --nodes 1")
     if job.nodes > 1 and _storage(job) is None:
-        found.append(
+        problems.append(
             "Ray wants a folder that all nodes see for what it notes of the run: --checkpoints "
             "FOLDER, or --option storage=FOLDER"
         )
-    return found
+    return problems
 
 
 def _storage(job: Job) -> str | None:
@@ -276,5 +276,5 @@ def _left_s(folder: Path) -> float | None:
 
 def _said(error: BaseException) -> str:
     """The last line that says something: Ray hands on whole tracebacks."""
-    lines = [one for one in str(error).splitlines() if one.strip()]
+    lines = [line for line in str(error).splitlines() if line.strip()]
     return lines[-1].strip() if lines else type(error).__name__

@@ -178,4 +178,4 @@ def _listed(command: list[str]) -> str:
     line = repr(command)
     if len(line) < 80:
         return line
-    return "\n".join(["[", *(f"    {one!r}," for one in command), "]"])
+    return "\n".join(["[", *(f"    {item!r}," for item in command), "]"])

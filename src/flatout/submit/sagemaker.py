@@ -72,22 +72,24 @@ class SageMaker:
     def check(self, job: Job) -> list[str]:
         """Whether the bucket, the role and the channels' data are there."""
         cloud = _Cloud(job.options.get("region"))
-        found = []
+        result = []
         with cloud.answered():
             storage, identities = cloud.client("s3"), cloud.client("iam")
             bucket, _ = _split(folder_of(job))
             if said := cloud.refusal(lambda: storage.head_bucket(Bucket=bucket)):
-                found.append(f"the bucket {bucket}: {said}")
-            for one in channels(job):
-                where, prefix = _split(one.uri)
+                result.append(f"the bucket {bucket}: {said}")
+            for channel in channels(job):
+                where, prefix = _split(channel.uri)
                 listed = storage.list_objects_v2(Bucket=where, Prefix=prefix, MaxKeys=1)
                 if not listed.get("KeyCount"):
-                    found.append(f"there is nothing at {one.uri}, for the channel {one.name}")
+                    result.append(
+                        f"there is nothing at {channel.uri}, for the channel {channel.name}"
+                    )
             role = job.options["role"].rpartition("/")[2]
             said = cloud.refusal(lambda: identities.get_role(RoleName=role))
             if said.startswith("NoSuchEntity"):  # who may not ask is told nothing
-                found.append(f"there is no role {role}: {said}")
-        return found
+                result.append(f"there is no role {role}: {said}")
+        return result
 
     def send(self, job: Job, key: str) -> Sent:
         """Copy the code to S3, then create the job."""
@@ -132,18 +134,18 @@ class SageMaker:
         name = _request(folder)["TrainingJobName"]
         with cloud.answered():
             client = cloud.client("sagemaker")
-            found = _described(cloud, client, name)
-            if found is None:
+            result = _described(cloud, client, name)
+            if result is None:
                 return None
-            tags = client.list_tags(ResourceArn=found["TrainingJobArn"])["Tags"]
+            tags = client.list_tags(ResourceArn=result["TrainingJobArn"])["Tags"]
         return Sent(name) if {"Key": _KEY, "Value": key} in tags else None
 
     def state(self, id: str, folder: Path) -> JobState:
         """What DescribeTrainingJob says."""
         cloud = _Cloud(_region(folder))
         with cloud.answered():
-            found = _described(cloud, cloud.client("sagemaker"), id)
-        return JobState(State.lost, "no such job") if found is None else _state(found)
+            result = _described(cloud, cloud.client("sagemaker"), id)
+        return JobState(State.lost, "no such job") if result is None else _state(result)
 
     def logs(self, id: str, folder: Path, *, follow: bool) -> Iterator[str]:
         """What all containers have printed, from CloudWatch; each line with its host."""
@@ -248,8 +250,8 @@ class _Logs:
             if error.response["Error"]["Code"] == "ResourceNotFoundException":
                 return
             raise
-        for one in listed["logStreams"]:
-            self.streams.setdefault(one["logStreamName"], None)
+        for item in listed["logStreams"]:
+            self.streams.setdefault(item["logStreamName"], None)
         for stream in self.streams:
             host = stream.rpartition("/")[2].rpartition("-")[0]
             for line in self._of(stream):
@@ -264,7 +266,7 @@ class _Logs:
                 startFromHead=True,
                 **({} if token is None else {"nextToken": token}),
             )
-            yield from (one["message"] for one in page["events"])
+            yield from (item["message"] for item in page["events"])
             self.streams[stream] = page["nextForwardToken"]
             if page["nextForwardToken"] == token:
                 return
@@ -274,22 +276,22 @@ def _request(folder: Path) -> dict[str, Any]:
     """What lies in a job's folder, as the user may have changed it."""
     path = folder / FILE
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        str(found["TrainingJobName"])
+        data = json.loads(path.read_text(encoding="utf-8"))
+        str(data["TrainingJobName"])
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise SubmitError(
             f"expected the parameters of CreateTrainingJob, found {error!r}", where=str(path)
         ) from error
-    return dict(found)
+    return dict(data)
 
 
 def _region(folder: Path) -> str | None:
     """The region that the job was sent to, where it was given."""
     try:
-        found = json.loads((folder / "job.json").read_text())["options"].get("region")
+        data = json.loads((folder / "job.json").read_text())["options"].get("region")
     except (OSError, ValueError, LookupError):
         return None
-    return None if found is None else str(found)
+    return None if data is None else str(data)
 
 
 def _split(uri: str) -> tuple[str, str]:
@@ -324,10 +326,10 @@ def _state(found: dict[str, Any]) -> JobState:
         exit_code=code,
         since_s=found.get("TrainingTimeInSeconds"),
         paid_s=found.get("BillableTimeInSeconds"),
-        starts=1 + sum(one.get("Status") == "Restarting" for one in told),
+        starts=1 + sum(item.get("Status") == "Restarting" for item in told),
     )
 
 
 def _said(error: Any) -> str:
-    found = error.response.get("Error", {})
-    return f"{found.get('Code', 'refused')}: {found.get('Message', '')}"
+    result = error.response.get("Error", {})
+    return f"{result.get('Code', 'refused')}: {result.get('Message', '')}"

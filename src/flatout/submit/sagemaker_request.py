@@ -79,7 +79,9 @@ def request(job: Job) -> Request:
     Raises:
         SubmitError: SageMaker would refuse them; the extra `sagemaker` is not installed.
     """
-    options = options_of(job, [*OPTIONS, *(one for one in job.options if _is_channel(one))])
+    options = options_of(
+        job, [*OPTIONS, *(option for option in job.options if _is_channel(option))]
+    )
     refuse(_problems(job, options), where="flatout submit sagemaker")
     limit = _limit(job)
     made: Request = {
@@ -92,7 +94,7 @@ def request(job: Job) -> Request:
         "RoleArn": options["role"],
         "InputDataConfig": [
             Channel(CODE_CHANNEL, f"{folder_of(job)}/code/").asked,
-            *(one.asked for one in channels(job)),
+            *(channel.asked for channel in channels(job)),
         ],
         "OutputDataConfig": {"S3OutputPath": f"{folder_of(job)}/output"},
         "ResourceConfig": {
@@ -169,15 +171,17 @@ def channels(job: Job) -> list[Channel]:
     for option, text in job.options.items():
         if not _is_channel(option):
             continue
-        one = _channel(option.removeprefix(_CHANNEL), text)
-        is_own = _RANK in one.uri
-        if job.devices > 1 and (is_own or one.mode == "Pipe"):
+        result = _channel(option.removeprefix(_CHANNEL), text)
+        is_own = _RANK in result.uri
+        if job.devices > 1 and (is_own or result.mode == "Pipe"):
             made += [
-                replace(one, name=f"{one.name}-{rank}", uri=one.uri.replace(_RANK, str(rank)))
+                replace(
+                    result, name=f"{result.name}-{rank}", uri=result.uri.replace(_RANK, str(rank))
+                )
                 for rank in range(job.devices)
             ]
         else:
-            made.append(replace(one, uri=one.uri.replace(_RANK, "0")))
+            made.append(replace(result, uri=result.uri.replace(_RANK, "0")))
     return made
 
 
@@ -189,11 +193,11 @@ def _channel(name: str, text: str) -> Channel:
     """Of `s3://bucket/day,mode=Pipe,split=host,wrap=recordio,shuffle=1`."""
     uri, *settings = text.split(",")
     said = dict.fromkeys(("mode", "split", "wrap", "shuffle"), "")
-    for one in settings:
-        key, equals, value = one.partition("=")
+    for setting in settings:
+        key, equals, value = setting.partition("=")
         if key not in said or not equals:
             raise SubmitError(
-                f"expected mode=, split=, wrap= or shuffle= behind the URI, found {one!r}",
+                f"expected mode=, split=, wrap= or shuffle= behind the URI, found {setting!r}",
                 where=f"--option {_CHANNEL}{name}",
             )
         said[key] = value
@@ -246,7 +250,7 @@ def _tagged(text: str) -> str:
 
 
 def _problems(job: Job, options: Mapping[str, str]) -> list[str]:
-    found = []
+    problems = []
     for name, what in (
         ("image", "--option image=ACCOUNT.dkr.ecr.REGION.amazonaws.com/NAME:TAG"),
         ("role", "--option role=arn:aws:iam::ACCOUNT:role/NAME"),
@@ -254,41 +258,45 @@ def _problems(job: Job, options: Mapping[str, str]) -> list[str]:
         ("bucket", "--option bucket=s3://BUCKET/PREFIX, for the code and the output"),
     ):
         if not options.get(name):
-            found.append(f"no {name}: {what}")
+            problems.append(f"no {name}: {what}")
     if options.get("bucket") and not options["bucket"].startswith("s3://"):
-        found.append(f"expected bucket=s3://BUCKET/PREFIX, found {options['bucket']!r}")
+        problems.append(f"expected bucket=s3://BUCKET/PREFIX, found {options['bucket']!r}")
     for name in ("volume-gb", "max-wait"):
         if name in options and not options[name].isdigit():
-            found.append(f"expected a whole number as {name}, found {options[name]!r}")
+            problems.append(f"expected a whole number as {name}, found {options[name]!r}")
     if options.get("spot", "no") not in ("yes", "no"):
-        found.append(f"expected spot=yes or spot=no, found {options['spot']!r}")
+        problems.append(f"expected spot=yes or spot=no, found {options['spot']!r}")
     if options.get("spot") == "yes" and job.checkpoint is None:
-        found.append("spot instances are taken away: --checkpoints s3://BUCKET/RUN lets it go on")
+        problems.append(
+            "spot instances are taken away: --checkpoints s3://BUCKET/RUN lets it go on"
+        )
     if job.checkpoint is not None and not job.checkpoint.startswith("s3://"):
-        found.append(f"no container can keep {job.checkpoint}: --checkpoints s3://BUCKET/RUN")
+        problems.append(f"no container can keep {job.checkpoint}: --checkpoints s3://BUCKET/RUN")
     if _limit(job) > _LONGEST_S:
-        found.append(f"SageMaker runs a job for {_LONGEST_S // 86_400} days at most")
-    own = [one.name for one in channels(replace(job, devices=2)) if one.name.endswith("-1")]
+        problems.append(f"SageMaker runs a job for {_LONGEST_S // 86_400} days at most")
+    own = [
+        channel.name for channel in channels(replace(job, devices=2)) if channel.name.endswith("-1")
+    ]
     if job.is_auto and own:
-        found.append(
+        problems.append(
             "a channel in Pipe mode, or with {rank}, is made for each rank: say how many with "
             "--devices N"
         )
-    names = [one.name for one in channels(job)]
+    names = [channel.name for channel in channels(job)]
     if CODE_CHANNEL in names:
-        found.append(f"the channel {CODE_CHANNEL} has the code: give yours another name")
-    return found
+        problems.append(f"the channel {CODE_CHANNEL} has the code: give yours another name")
+    return problems
 
 
 def unseen(job: Job) -> list[str]:
     """What no container would find: only URLs, channels and what travels are there."""
-    paths = [f"/opt/ml/input/data/{one.name}" for one in channels(job)]
+    paths = [f"/opt/ml/input/data/{channel.name}" for channel in channels(job)]
     return [
-        f"{one.given} lies on {one.lies_on}, which no container sees; copy it to S3 and name it as "
-        "a channel, --option channel.NAME=s3://BUCKET/PREFIX, which lies at "
+        f"{item.given} lies on {item.lies_on}, which no container sees; copy it to S3 and name it "
+        "as a channel, --option channel.NAME=s3://BUCKET/PREFIX, which lies at "
         "/opt/ml/input/data/NAME"
-        for one in job.inputs
-        if not one.is_url and not one.travels and not one.path.startswith(tuple(paths))
+        for item in job.inputs
+        if not item.is_url and not item.travels and not item.path.startswith(tuple(paths))
     ]
 
 
@@ -314,15 +322,15 @@ def _model() -> Any:
 def _beyond(value: Any, shape: Any, path: str) -> Iterator[str]:
     """Lengths, patterns and choices of the model, which botocore leaves to the service."""
     if shape.type_name == "structure":
-        for name, one in value.items():
-            yield from _beyond(one, shape.members[name], f"{path}.{name}".lstrip("."))
+        for name, item in value.items():
+            yield from _beyond(item, shape.members[name], f"{path}.{name}".lstrip("."))
         return
     most = shape.metadata.get("max")
     if shape.type_name == "list":
         if most is not None and len(value) > most:
             yield f"{path}: expected at most {most}, found {len(value)}"
-        for number, one in enumerate(value):
-            yield from _beyond(one, shape.member, f"{path}[{number}]")
+        for number, item in enumerate(value):
+            yield from _beyond(item, shape.member, f"{path}[{number}]")
         return
     if shape.type_name in ("integer", "long") and most is not None and value > most:
         yield f"{path}: expected at most {most}, found {value}"

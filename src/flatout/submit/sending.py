@@ -43,7 +43,7 @@ def artifacts_of(job: Job, target: Target) -> list[Artifact]:
 def runs_of(job: Job, target: Target) -> list[Job]:
     """What is sent for a job: itself, or where the cluster has no such thing a job of each seed."""
     if job.seeds and not target.takes_seeds:
-        return [job.of_seed(one) for one in job.seeds]
+        return [job.of_seed(seed) for seed in job.seeds]
     return [job]
 
 
@@ -62,7 +62,7 @@ def facts_of(job: Job, target: Target) -> dict[str, Any]:
         "stop_ahead_s": job.stop_ahead_s,
         "recipe_fingerprint": job.fingerprint,
         "environment": dict(job.environment),
-        "inputs": [{"path": one.path, "seen": not one.is_missing} for one in job.inputs],
+        "inputs": [{"path": item.path, "seen": not item.is_missing} for item in job.inputs],
         "checkpoint": job.checkpoint,
         "seeds": list(job.seeds),
         "retries": job.retries,
@@ -113,8 +113,8 @@ def write(job: Job, target: Target) -> list[Artifact]:
         ) from error
     try:
         job.code.write(job.root, folder / ARCHIVE)
-        for one in artifacts:
-            one.write(folder)
+        for artifact in artifacts:
+            artifact.write(folder)
     except OSError as error:
         raise SubmitError(f"cannot write: {error.strerror}", where=str(folder)) from error
     return artifacts
@@ -145,14 +145,14 @@ def send(job: Job, target: Target, ledger: Ledger, wait_s: float = _LOOK_FOR_S) 
         ledger.write(replace(entry, status=REFUSED))
         raise
     except Unanswered as error:
-        found, why = _look_for(lambda: target.find(entry.key, job.folder), wait_s)
-        if found is None:
+        result, why = _look_for(lambda: target.find(entry.key, job.folder), wait_s)
+        if result is None:
             raise Unanswered(
                 f"{error.what}; asked for the job, {why}",
                 where=error.where,
                 do="flatout jobs looks for it again; send another only when it stays unknown",
             ) from error
-        sent = found
+        sent = result
     ledger.write(replace(entry, status=SENT, id=sent.id))
     return sent
 
@@ -170,7 +170,7 @@ def send_all(jobs: Sequence[Job], target: Target, ledger: Ledger) -> list[Sent]:
         except (NotSent, Unanswered) as error:
             if not sent:
                 raise
-            ids = ", ".join(one.id for one in sent)
+            ids = ", ".join(item.id for item in sent)
             words = f"{job.name}: {error.what}; sent were {ids}, and no more after this one"
             raise type(error)(words, where=error.where, do=error.do) from error
     return sent
@@ -193,12 +193,12 @@ def _look_for(look: Callable[[], Sent | None], wait_s: float) -> tuple[Sent | No
     until = time.monotonic() + wait_s
     pause = 0.2
     while True:
-        found, why = None, "the cluster does not know it by now"
+        result, why = None, "the cluster does not know it by now"
         try:
-            found = look()
+            result = look()
         except SubmitError as error:
             why = error.what
-        if found is not None or time.monotonic() > until:
-            return found, why
+        if result is not None or time.monotonic() > until:
+            return result, why
         time.sleep(pause)
         pause = min(2 * pause, 5.0)

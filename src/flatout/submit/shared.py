@@ -20,10 +20,10 @@ _NODE = "${SLURM_NODEID:-${OMPI_COMM_WORLD_RANK:-$PMI_RANK}}"
 
 def unseen(job: Job) -> list[str]:
     """Data, the job's folder and its checkpoints on file systems of this machine alone."""
-    found = [
-        f"{one.words}; put it on a shared path, or say --shared PATH if nodes see it"
-        for one in job.inputs
-        if one.is_missing
+    result = [
+        f"{item.words}; put it on a shared path, or say --shared PATH if nodes see it"
+        for item in job.inputs
+        if item.is_missing
     ]
     places = [("the job's folder", str(job.folder), "--folder")]
     if job.is_command:
@@ -32,13 +32,13 @@ def unseen(job: Job) -> list[str]:
         places.append(("the run folder", job.checkpoint, "--checkpoints"))
     for what, path, option in places:
         if not is_seen(path, job.shared):
-            found.append(
+            result.append(
                 f"{what} {path} lies on {mount_of(path)}: no node sees it; choose a shared "
                 f"one with {option}, or say --shared PATH if nodes see it"
             )
         elif option == "--checkpoints" and (denied := _not_writable(path)):
-            found.append(f"{what} {path}: you may not write into {denied}")
-    return found
+            result.append(f"{what} {path}: you may not write into {denied}")
+    return result
 
 
 def _not_writable(path: str) -> str:

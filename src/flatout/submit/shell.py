@@ -51,13 +51,13 @@ def _in_one_line(text: str) -> str:
     if not _CONTROL.search(text):
         return shlex.quote(text)
     plain = text.replace("\\", "\\\\").replace("'", "\\'")
-    escaped = _CONTROL.sub(lambda one: _SHORT.get(one[0]) or f"\\{ord(one[0]):03o}", plain)
+    escaped = _CONTROL.sub(lambda value: _SHORT.get(value[0]) or f"\\{ord(value[0]):03o}", plain)
     return f"$'{escaped}'"
 
 
 def words(command: Sequence[str], seed: str = "") -> list[str]:
     """Each word of a command, quoted."""
-    return [quoted(one, seed) for one in command]
+    return [quoted(item, seed) for item in command]
 
 
 def array(name: str, words: Sequence[str]) -> list[str]:
@@ -103,7 +103,7 @@ def unpacking(job: Job) -> list[str]:
         "fi",
         "cd code || exit 1",
     ]
-    links = [link for one in job.inputs for link in one.links(job.root)]
+    links = [link for item in job.inputs for link in item.links(job.root)]
     if links:
         lines.append("# Data that are not copied.")
     for path, link in links:

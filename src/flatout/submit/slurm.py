@@ -121,7 +121,7 @@ class Slurm:
         need("sbatch", "SLURM's client, Debian's slurm-client")
         command = ["sbatch", "--parsable", f"--comment=flatout:{key}", str(job.folder / SCRIPT)]
         # Tried again only where no connection was made, so that nothing can have come.
-        answer = ask(command, tries=3, again=lambda one: bool(_NOT_REACHED.search(one.errors)))
+        answer = ask(command, tries=3, again=lambda value: bool(_NOT_REACHED.search(value.errors)))
         if _NOT_REACHED.search(answer.errors):
             raise NotSent(f"SLURM cannot be reached: {answer.last_words}", where=str(job.folder))
         if answer.code == 0:
@@ -148,7 +148,7 @@ class Slurm:
             raise SubmitError(f"SLURM does not answer: {answer.last_words}")
         told = [_told(line) for line in answer.output.splitlines() if line.startswith("JobId=")]
         if answer.code == 0 and told:
-            return _together([_state(one, folder) for one in told])
+            return _together([_state(item, folder) for item in told])
         return _remembered(folder, id)
 
     def logs(self, id: str, folder: Path, *, follow: bool) -> Iterator[str]:
@@ -156,7 +156,7 @@ class Slurm:
         _, _, task = id.partition("_")
         path = folder / (LOG.replace(".", f"-{task}.") if task else LOG)
         if not task and not path.exists() and list(folder.glob("job-*.log")):
-            paths = ", ".join(sorted(one.stem[4:] for one in folder.glob("job-*.log")))
+            paths = ", ".join(sorted(item.stem[4:] for item in folder.glob("job-*.log")))
             raise SubmitError(f"{id} runs once for each seed: {paths}", do=f"flatout logs {id}_1")
         return follow_file(path, lambda: follow and not self.state(id, folder).state.is_final)
 
@@ -340,22 +340,22 @@ def _value(text: str) -> str:
 
 
 def _problems(job: Job) -> list[str]:
-    found = []
+    problems = []
     for name, value in job.options.items():
         if _OPTION.fullmatch(name) is None:
-            found.append(f"expected an option of sbatch, such as partition=cpu; found {name!r}")
+            problems.append(f"expected an option of sbatch, such as partition=cpu; found {name!r}")
         elif name in _OURS:
-            found.append(f"--{name} is written by Flatout itself")
+            problems.append(f"--{name} is written by Flatout itself")
         elif not value.isprintable():
-            found.append(f"--{name}: expected one line of text; found {value!r}")
+            problems.append(f"--{name}: expected one line of text; found {value!r}")
     if not str(job.folder).isprintable():
-        found.append(f"a batch script cannot name this folder: {job.folder!s:.80}")
-    return found
+        problems.append(f"a batch script cannot name this folder: {job.folder!s:.80}")
+    return problems
 
 
 def _is_unanswered(answer: Answer) -> bool:
     return answer.code is None or any(
-        one.search(answer.errors) for one in (_UNANSWERED, _NOT_REACHED)
+        item.search(answer.errors) for item in (_UNANSWERED, _NOT_REACHED)
     )
 
 
@@ -418,18 +418,18 @@ def _together(states: list[JobState]) -> JobState:
     if len(states) == 1:
         return states[0]
     order = list(State)
-    first = min(states, key=lambda one: (one.state.is_final, -order.index(one.state)))
-    counts = {one: sum(each.state is one for each in states) for one in State}
-    said = ", ".join(f"{n} {one}" for one, n in counts.items() if n)
-    failed = [one.exit_code for one in states if one.exit_code]
+    first = min(states, key=lambda value: (value.state.is_final, -order.index(value.state)))
+    counts = {item: sum(each.state is item for each in states) for item in State}
+    said = ", ".join(f"{n} {value}" for value, n in counts.items() if n)
+    failed = [state.exit_code for state in states if state.exit_code]
     return JobState(
         state=first.state,
         words=said,
         exit_code=failed[0] if failed else first.exit_code,
-        nodes=tuple(sorted({node for one in states for node in one.nodes})),
-        since_s=max((one.since_s or 0 for one in states), default=None),
-        paid_s=sum(one.paid_s or 0 for one in states),
-        starts=max(one.starts for one in states),
+        nodes=tuple(sorted({node for state in states for node in state.nodes})),
+        since_s=max((state.since_s or 0 for state in states), default=None),
+        paid_s=sum(state.paid_s or 0 for state in states),
+        starts=max(state.starts for state in states),
     )
 
 
@@ -452,5 +452,5 @@ def _seconds(text: str) -> float | None:
     match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
     if match is None:
         return None
-    days, hours, minutes, seconds = (int(one or 0) for one in match.groups())
+    days, hours, minutes, seconds = (int(group or 0) for group in match.groups())
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)

@@ -65,12 +65,12 @@ class Ssh:
         need("ssh", "OpenSSH's client, Debian's openssh-client")
         way = _way(job)
         answers = way.each(lambda node: _lacks(job))
-        found = [
+        result = [
             f"{host}: {line}"
-            for host, one in answers.items()
-            for line in (one.output.splitlines() if one.code == 0 else [one.last_words])
+            for host, value in answers.items()
+            for line in (value.output.splitlines() if value.code == 0 else [value.last_words])
         ]
-        return found or _not_shared(job, way)
+        return result or _not_shared(job, way)
 
     def send(self, job: Job, key: str) -> Sent:
         """Copy the folder to all hosts, then start it on all of them."""
@@ -94,7 +94,7 @@ class Ssh:
     def find(self, key: str, folder: Path) -> Sent | None:
         """The job where it has begun on all hosts."""
         way = _Way.read(folder)
-        if any(one.words == detached.ABSENT for one in way.states().values()):
+        if any(state.words == detached.ABSENT for state in way.states().values()):
             return None
         return Sent(_id(way.name, key))
 
@@ -111,7 +111,7 @@ class Ssh:
         command = shlex.join(top_words(folder, key))
         answers = _Way.read(folder).each(lambda node: command)
         refuse(_failed(answers), where=id)
-        return [one.output for one in answers.values()]
+        return [answer.output for answer in answers.values()]
 
     def cancel(self, id: str, folder: Path) -> None:
         """All hosts' ranks get SIGTERM, and time for a last checkpoint."""
@@ -170,13 +170,13 @@ def rendezvous_of(job: Job) -> str:
 
 def _problems(job: Job) -> list[str]:
     options_of(job, OPTIONS)
-    found = problems_of(job)
-    if not found:
+    problems = problems_of(job)
+    if not problems:
         host, colon, port = rendezvous_of(job).rpartition(":")
         if not (host and colon and port.isdigit() and 0 < int(port) < 65536):
             given = job.options["rendezvous"]
-            found.append(f"expected --option rendezvous=HOST:PORT, found {given!r}")
-    return found
+            problems.append(f"expected --option rendezvous=HOST:PORT, found {given!r}")
+    return problems
 
 
 @dataclass(frozen=True)
@@ -211,11 +211,11 @@ class _Way:
     def each(self, command: Callable[[int], str], stdin: bytes | None = None) -> dict[str, Answer]:
         """The answers of all hosts, asked at once; the command depends on the node's number."""
         with ThreadPoolExecutor(32) as pool:
-            found = pool.map(
-                lambda one: ask([*self.to(one[1]), command(one[0])], stdin=stdin),
+            result = pool.map(
+                lambda value: ask([*self.to(value[1]), command(value[0])], stdin=stdin),
                 enumerate(self.hosts),
             )
-            return dict(zip(self.hosts, found, strict=True))
+            return dict(zip(self.hosts, result, strict=True))
 
     def inside(
         self, command: Callable[[str], str], stdin: bytes | None = None
@@ -230,7 +230,7 @@ class _Way:
 
     def states(self) -> dict[str, JobState]:
         """Of each host's node."""
-        return {host: self._state(host, one) for host, one in self.inside(detached.ask).items()}
+        return {host: self._state(host, value) for host, value in self.inside(detached.ask).items()}
 
     def _state(self, host: str, answer: Answer) -> JobState:
         if answer.code in (None, _BROKEN):
@@ -275,7 +275,7 @@ def _way(job: Job, key: str = "") -> _Way:
 
 
 def _failed(answers: dict[str, Answer]) -> list[str]:
-    return [f"{host}: {one.last_words}" for host, one in answers.items() if one.code != 0]
+    return [f"{host}: {value.last_words}" for host, value in answers.items() if value.code != 0]
 
 
 def _packed(job: Job) -> bytes:
@@ -306,10 +306,10 @@ def _lacks(job: Job) -> str:
             f"echo does not know {meeting}, where the nodes would meet: say --option "
             "rendezvous=ADDRESS:PORT"
         )
-    for one in job.inputs:
-        if not (one.is_url or one.travels):
-            path = shlex.quote(one.path)
-            pattern = f"compgen -G {path} > /dev/null" if glob.has_magic(one.path) else ""
+    for item in job.inputs:
+        if not (item.is_url or item.travels):
+            path = shlex.quote(item.path)
+            pattern = f"compgen -G {path} > /dev/null" if glob.has_magic(item.path) else ""
             test = f"bash -c {shlex.quote(pattern)}" if pattern else f"[ -e {path} ]"
             lines.append(f"{test} || echo not there: {path}")
     return "; ".join(lines)
@@ -330,6 +330,6 @@ def _not_shared(job: Job, way: _Way) -> list[str]:
     way.each(lambda node: f"rm -f -- {file}" if node == 0 else ":")
     return [
         f"{host} does not see what {way.hosts[0]} writes into --checkpoints {job.checkpoint}"
-        for host, one in seen.items()
-        if one.code != 0
+        for host, value in seen.items()
+        if value.code != 0
     ]

@@ -38,7 +38,7 @@ class TopOfJob(Top):
         entry = self._entry
         told = self._target.top(entry.id, Path(entry.folder), entry.key)
         try:
-            return together([json.loads(one) for one in told])
+            return together([json.loads(item) for item in told])
         except (ValueError, LookupError, TypeError) as error:
             raise SubmitError(
                 f"expected what flatout top --json prints, found {error!r}",

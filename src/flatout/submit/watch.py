@@ -109,14 +109,14 @@ class Seen:
 
 def _of_the_first(lines: list[str]) -> list[str]:
     """What the rank that failed first has told, or else the last lines."""
-    first = next((n for n, one in enumerate(lines) if " has failed:" in one), None)
+    first = next((n for n, item in enumerate(lines) if " has failed:" in item), None)
     if first is None:
-        first = next((n for n, one in enumerate(lines) if "Traceback (most recent" in one), None)
+        first = next((n for n, item in enumerate(lines) if "Traceback (most recent" in item), None)
     if first is None:
         return lines[-_LAST_LINES:]
     # Of several ranks each line says whose it is; between them others have their say.
-    before, found, _ = lines[first].partition("flatout: ")
-    own = [one for one in lines[first:] if one.startswith(before)] if found else lines[first:]
+    before, result, _ = lines[first].partition("flatout: ")
+    own = [line for line in lines[first:] if line.startswith(before)] if result else lines[first:]
     after = (n for n in range(1, len(own)) if own[n].startswith(f"{before}flatout: "))
     told = own[: next(after, len(own))]
     return told if len(told) <= _LAST_LINES else [told[0], "  …", *told[-_LAST_LINES:]]
@@ -127,12 +127,12 @@ def recent(*, everything: bool = False, ledger: Ledger | None = None) -> list[Se
     ledger = ledger or Ledger()
     since = datetime.now(UTC) - _RECENT
     entries = [
-        one
-        for one in ledger.entries()
-        if one.status != REFUSED and (everything or datetime.fromisoformat(one.when) > since)
+        entry
+        for entry in ledger.entries()
+        if entry.status != REFUSED and (everything or datetime.fromisoformat(entry.when) > since)
     ]
     with ThreadPoolExecutor(8) as pool:
-        return list(pool.map(lambda one: _seen(one, ledger), entries))
+        return list(pool.map(lambda value: _seen(value, ledger), entries))
 
 
 def look(which: str, ledger: Ledger | None = None) -> Seen:

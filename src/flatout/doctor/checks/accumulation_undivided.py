@@ -12,11 +12,11 @@ _SCALED = ("SGD", "ASGD", "LBFGS")
 
 
 @check()
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Whether losses that are means were added up over batches of the loader."""
-    for found in in_losses(seen, "undivided"):
-        many = found.detail["backwards"]
-        optimizer = next(iter(seen.optimizers), None)
+    for loss in in_losses(observation, "undivided"):
+        many = loss.detail["backwards"]
+        optimizer = next(iter(observation.optimizers), None)
         is_scaled = optimizer is not None and optimizer.kind.rpartition(".")[2] in _SCALED
         yield Finding(
             kind="danger" if is_scaled else "note",

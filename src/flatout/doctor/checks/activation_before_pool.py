@@ -9,13 +9,13 @@ from flatout.observe import Model, Observation
 
 
 @check()
-def look(seen: Observation) -> list[Finding]:
+def look(observation: Observation) -> list[Finding]:
     """Which pairs could change places."""
-    swappable = [model for model in models(seen) if model.pool_after]
+    swappable = [model for model in models(observation) if model.pool_after]
     if not swappable:
         return []
-    cost = lane(seen, "forward", "backward")
-    if not is_worth(seen, cost):
+    cost = lane(observation, "forward", "backward")
+    if not is_worth(observation, cost):
         return []
     return [_found(model, cost) for model in swappable]
 

@@ -21,10 +21,10 @@ _WHY = {
 
 
 @check()
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Which activations the graph has right before a loss that has its own."""
-    for found in in_losses(seen, "twice"):
-        outer, inner = found.detail["outer"], found.detail["inner"]
+    for loss in in_losses(observation, "twice"):
+        outer, inner = loss.detail["outer"], loss.detail["inner"]
         is_same = outer in ("cross_entropy", "log_softmax") and inner == "log_softmax"
         why = "which gives the same again" if is_same else _WHY.get((outer, inner))
         gets = "the scores of a layer as they are" if inner == "a layer" else f"{inner}'s result"
@@ -32,7 +32,7 @@ def look(seen: Observation) -> Findings:
             kind="note" if is_same else "danger",
             what=f"{outer} is given {gets}; {why or f'{outer} takes it once more'}",
             do="nll_loss takes log-probabilities" if is_same else _cure(outer, inner),
-            where=at(found.site),
+            where=at(loss.site),
             parity="bit-identical" if is_same else "changes learning",
         )
 

@@ -10,15 +10,15 @@ from flatout.observe import Observation
 
 
 @check(edit=tensors.index_select)
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Which lines index a batch in most steps."""
-    for call in calls(seen, "index"):
-        cost = cost_ms(seen, call)
-        if not is_each_step(seen, call):
+    for call in calls(observation, "index"):
+        cost = cost_ms(observation, call)
+        if not is_each_step(observation, call):
             continue
         takes = "" if cost is None else f" in {ms(cost)}"
         yield Finding(
-            kind=kind_of(seen, cost),
+            kind=kind_of(observation, cost),
             what=f"advanced indexing picks each batch{takes}; index_select does the same on "
             "all cores",
             do="torch.index_select(data, 0, rows), or flatout.data.arrays(...) for the whole "

@@ -28,31 +28,43 @@ _SMALLER = (
 
 
 @check()
-def look(seen: Observation) -> list[Finding]:
+def look(observation: Observation) -> list[Finding]:
     """Whether memory ran out; on a GPU, how much more would fit."""
-    if seen.ended == "failed" and _OUT.search(seen.error):
-        last = next(line for line in reversed(seen.error.splitlines()) if line.strip())
-        return [_found("danger", f"memory ran out: {last.strip()[:200]}", _SMALLER, _line(seen))]
-    if is_gpu(seen):
-        return _on_gpu(seen)
-    if seen.swapped_mb is None:
+    if observation.ended == "failed" and _OUT.search(observation.error):
+        last = next(line for line in reversed(observation.error.splitlines()) if line.strip())
+        return [
+            _found("danger", f"memory ran out: {last.strip()[:200]}", _SMALLER, _line(observation))
+        ]
+    if is_gpu(observation):
+        return _on_gpu(observation)
+    if observation.swapped_mb is None:
         raise NoSignal("how much of the job lies in swap was not seen")
-    if seen.swapped_mb < _SWAPPED_MB:
+    if observation.swapped_mb < _SWAPPED_MB:
         return []
     faults = (
-        f", {rounded(seen.major_faults, 2)} pages a step come back" if seen.major_faults else ""
+        f", {rounded(observation.major_faults, 2)} pages a step come back"
+        if observation.major_faults
+        else ""
     )
-    what = f"{seen.swapped_mb:,.0f} MB of the job lie in swap{faults}"
-    return [_found("slow", what, f"fewer loader workers, or {_SMALLER}", _site(seen))]
+    what = f"{observation.swapped_mb:,.0f} MB of the job lie in swap{faults}"
+    return [_found("slow", what, f"fewer loader workers, or {_SMALLER}", _site(observation))]
 
 
-def _on_gpu(seen: Observation) -> list[Finding]:
-    held, peak, total = seen.device_held_mb, seen.device_peak_mb, seen.device_total_mb
+def _on_gpu(observation: Observation) -> list[Finding]:
+    held, peak, total = (
+        observation.device_held_mb,
+        observation.device_peak_mb,
+        observation.device_total_mb,
+    )
     if held is None or peak is None or total is None:
         raise NoSignal("the GPU's memory was not seen")
-    if seen.device_failures:
-        what = f"the GPU's memory ran out {seen.device_failures} times, and the script went on"
-        return [_found("danger", f"{what}: those batches may be lost", _SMALLER, _site(seen))]
+    if observation.device_failures:
+        what = (
+            f"the GPU's memory ran out {observation.device_failures} times, and the script went on"
+        )
+        return [
+            _found("danger", f"{what}: those batches may be lost", _SMALLER, _site(observation))
+        ]
     if peak <= held:
         raise NoSignal("what a batch takes of the GPU's memory was not seen")
     times = (total - held) / (peak - held)
@@ -64,7 +76,7 @@ def _on_gpu(seen: Observation) -> list[Finding]:
             f"a batch takes {peak - held:,.0f} MB of the GPU's {total:,.0f} MB: one about "
             f"{times:.0f} times as large would fit",
             "where samples per second still rise, a larger batch, with a learning rate for it",
-            _site(seen),
+            _site(observation),
             "changes learning",
         )
     ]
@@ -74,13 +86,13 @@ def _found(kind: Kind, what: str, do: str, where: str, parity: str = "rounding")
     return Finding(kind=kind, what=what, do=do, where=where, parity=parity)
 
 
-def _site(seen: Observation) -> str:
-    loaders = [loader.site for loader in seen.loaders if loader.in_training]
-    models = [model.site for model in seen.models]
+def _site(observation: Observation) -> str:
+    loaders = [loader.site for loader in observation.loaders if loader.in_training]
+    models = [model.site for model in observation.models]
     return at(next((site for site in (*loaders, *models) if site is not None), None))
 
 
-def _line(seen: Observation) -> str:
+def _line(observation: Observation) -> str:
     """The innermost line of the error that is no installed package's."""
-    own = [f"{file}:{line}" for file, line in _PLACE.findall(seen.error) if is_users(file)]
-    return own[-1] if own else _site(seen)
+    own = [f"{file}:{line}" for file, line in _PLACE.findall(observation.error) if is_users(file)]
+    return own[-1] if own else _site(observation)

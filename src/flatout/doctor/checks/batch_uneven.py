@@ -14,9 +14,9 @@ _UNEVEN = 1.1
 
 
 @rank_check()
-def look(seen: Sequence[Observation]) -> Findings:
+def look(observations: Sequence[Observation]) -> Findings:
     """Whether the parts of a batch that devices get, or ranks, are of different sizes."""
-    first = seen[0]
+    first = observations[0]
     wrapped = [model for model in models(first) if model.wrapper == "DataParallel"]
     if wrapped:
         devices = wrapped[0].wrapper_options.get("devices")
@@ -27,11 +27,11 @@ def look(seen: Sequence[Observation]) -> Findings:
         parts = [min(part, size - start) for start in range(0, size, part)]
         parts += [0] * (devices - len(parts))
         return _found(parts, wrapped[0].site, "GPUs")
-    if len(seen) == 1:
+    if len(observations) == 1:
         return []
-    if not all(rank.models and rank.models[0].wrapper for rank in seen):
+    if not all(rank.models and rank.models[0].wrapper for rank in observations):
         raise NoSignal("how the ranks add up their gradients was not seen")
-    sizes = [samples_per_call(rank) for rank in seen]
+    sizes = [samples_per_call(rank) for rank in observations]
     known = [size for size in sizes if size is not None]
     if len(known) < len(sizes):
         raise NoSignal("the sizes of the ranks' batches vary, or were not seen")

@@ -21,18 +21,18 @@ _LAYERWISE = (32_768, 39)
 
 
 @check()
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Whether a step has more samples, and an epoch fewer steps, than anyone reports."""
-    step_ms(seen)
-    at_once = samples_per_call(seen)
+    step_ms(observation)
+    at_once = samples_per_call(observation)
     if at_once is None:
         raise NoSignal("how many samples a step has was not seen, or varies")
-    batch = round(at_once * batches_per_step(seen) * seen.world_size)
-    tried, steps_tried = _LAYERWISE if _is_layerwise(seen) else _SGD
+    batch = round(at_once * batches_per_step(observation) * observation.world_size)
+    tried, steps_tried = _LAYERWISE if _is_layerwise(observation) else _SGD
     if batch <= tried:
         return
-    loader = max(training_loaders(seen), key=lambda loader: loader.batches)
-    steps = _steps_per_epoch(loader, batch, seen.world_size)
+    loader = max(training_loaders(observation), key=lambda loader: loader.batches)
+    steps = _steps_per_epoch(loader, batch, observation.world_size)
     if steps >= steps_tried:
         return
     yield Finding(
@@ -46,8 +46,8 @@ def look(seen: Observation) -> Findings:
     )
 
 
-def _is_layerwise(seen: Observation) -> bool:
-    names = {optimizer.kind.rpartition(".")[2].lower() for optimizer in seen.optimizers}
+def _is_layerwise(observation: Observation) -> bool:
+    names = {optimizer.kind.rpartition(".")[2].lower() for optimizer in observation.optimizers}
     return any("lars" in name or "lamb" in name for name in names)
 
 

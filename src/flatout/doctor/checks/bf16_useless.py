@@ -9,18 +9,18 @@ from flatout.observe import Observation
 
 
 @check()
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Whether a model under autocast takes its time for anything but arithmetic."""
-    cast = [model for model in models(seen) if model.autocast and not model.has_convolutions]
-    if is_gpu(seen) or not cast:
+    cast = [model for model in models(observation) if model.autocast and not model.has_convolutions]
+    if is_gpu(observation) or not cast:
         return
     for model in cast:
-        rate = arithmetic_rate(seen, model)
+        rate = arithmetic_rate(observation, model)
         if rate is None:
             raise NoSignal("the shapes of the batches were not seen")
         if rate >= SLOW_RATE:
             continue
-        compute = lane(seen, "forward", "backward")
+        compute = lane(observation, "forward", "backward")
         yield Finding(
             kind="slow",
             what=f"autocast casts to {model.autocast}, but the {ms(compute)} of forward and "

@@ -30,31 +30,33 @@ factor: small samples that stay between large tensors that go leave holes in the
 
 
 @check()
-def look(seen: Observation) -> list[Finding]:
+def look(observation: Observation) -> list[Finding]:
     """Whether memory grows by each sample that is read, and where that leads."""
-    loaders = [loader for loader in training_loaders(seen) if not loader.is_iterable]
+    loaders = [loader for loader in training_loaders(observation) if not loader.is_iterable]
     if not loaders:
         return []
     loader = max(loaders, key=lambda loader: loader.batches)
-    steps, memory = _memory(seen, loader)
-    if seen.available_mb is None:
+    steps, memory = _memory(observation, loader)
+    if observation.available_mb is None:
         raise NoSignal("how much memory is free was not seen")
     slope, _ = linear_regression(steps, memory)
     grown = slope * (steps[-1] - steps[0])
     straight = _STRAIGHT_KEPT if _keeps(loader) else _STRAIGHT
     if grown < _LEAST_MB or correlation(steps, memory) < straight:
         return []
-    each = slope / max(1.0, (loader.batch_size or 1) * batches_per_step(seen))
+    each = slope / max(1.0, (loader.batch_size or 1) * batches_per_step(observation))
     whole = _whole_mb(loader, each)
-    if whole is None or whole <= seen.available_mb:
+    if whole is None or whole <= observation.available_mb:
         return []
-    return [_found(loader, seen, each, whole)]
+    return [_found(loader, observation, each, whole)]
 
 
-def _memory(seen: Observation, loader: Loader) -> tuple[list[int], list[float]]:
+def _memory(observation: Observation, loader: Loader) -> tuple[list[int], list[float]]:
     """Steps, and the memory then of what makes samples; the first steps may still fill it."""
     steps, memory = (
-        (seen.job_at, seen.job_mb) if loader.num_workers else (seen.memory_at, seen.own_mb)
+        (observation.job_at, observation.job_mb)
+        if loader.num_workers
+        else (observation.memory_at, observation.own_mb)
     )
     first = len(memory) // 4
     if len(set(steps[first:])) < _POINTS:
@@ -84,15 +86,19 @@ def _copies(loader: Loader) -> int:
     return max(1, loader.num_workers or 1) if loader.persistent_workers else 1
 
 
-def _found(loader: Loader, seen: Observation, each: float, whole: float) -> Finding:
+def _found(loader: Loader, observation: Observation, each: float, whole: float) -> Finding:
     copies = _copies(loader)
     workers = f" in each of {copies} workers" if copies > 1 else ""
-    swapped = f"; {seen.swapped_mb:,.0f} MB lie in swap" if (seen.swapped_mb or 0) >= 1 else ""
+    swapped = (
+        f"; {observation.swapped_mb:,.0f} MB lie in swap"
+        if (observation.swapped_mb or 0) >= 1
+        else ""
+    )
     return Finding(
         kind="danger",
         what=f"memory grows by {each * 2**10:,.0f} KB with each sample read, as if it were kept: "
         f"all {loader.length:,}{workers} will take {whole / 2**10:,.1f} GB, "
-        f"{(seen.available_mb or 0) / 2**10:,.1f} GB are free{swapped}",
+        f"{(observation.available_mb or 0) / 2**10:,.1f} GB are free{swapped}",
         do="keep a part only, or write the samples once to a file and map it (numpy.load with "
         "mmap_mode='r'): then all workers share what fits",
         where=at(loader.dataset_site or loader.site),

@@ -13,24 +13,24 @@ _EVERY_STEPS = 50
 
 
 @check(edit=loops.call_less)
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Which calls steps are shorter without, and learn the same."""
-    if not seen.left_out:
-        if not seen.lines:
+    if not observation.left_out:
+        if not observation.lines:
             raise NoSignal("the lines that steps spend their time in were not seen")
         return
-    told = {str(call.site) for call in calls(seen, "print", "log", "save")}
-    for one in seen.left_out:
-        low, middle, high = one.ms()
-        if not one.is_proven or not is_worth(seen, middle) or str(one.site) in told:
+    told = {str(call.site) for call in calls(observation, "print", "log", "save")}
+    for call in observation.left_out:
+        low, middle, high = call.ms()
+        if not call.is_proven or not is_worth(observation, middle) or str(call.site) in told:
             continue
-        share = middle / max(one.measured.step_ms, 1e-9)
+        share = middle / max(call.measured.step_ms, 1e-9)
         yield Finding(
             kind="slow",
-            what=f"{one.words}(...) takes {ms(middle)} of each step [{rounded(low, 2)},"
+            what=f"{call.words}(...) takes {ms(middle)} of each step [{rounded(low, 2)},"
             f"{rounded(high, 2)}] ({share:.0%}); it changes no weight, state or random number",
             do=f"call it every N steps: if step % {_EVERY_STEPS} == 0; or once, after the epoch",
-            where=str(one.site),
+            where=str(call.site),
             cost_ms=middle,
             parity="bit-identical",
         )

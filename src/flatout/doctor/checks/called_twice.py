@@ -12,17 +12,17 @@ _LEAST = 8
 
 
 @check(lane="forward")
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Calls like the call before: the same input, weights and random state, in the same step."""
-    if not any(model.repeats_of >= _LEAST for model in models(seen)):
+    if not any(model.repeats_of >= _LEAST for model in models(observation)):
         raise NoSignal("too few calls of the model were seen in training")
-    for model in seen.models:
+    for model in observation.models:
         is_each = model.repeats >= EVERY * model.repeats_of / 2
         if model.repeats_of < _LEAST or not is_each or _draws(model):
             continue
-        cost = lane(seen, "forward") / 2
+        cost = lane(observation, "forward") / 2
         yield Finding(
-            kind=kind_of(seen, cost),
+            kind=kind_of(observation, cost),
             what=f"{model.repeats} of {model.repeats_of} calls of the model repeat the one before: "
             "the same input, with the same weights and random state",
             do="call it once, and keep the result for the loss, metrics and logs",

@@ -9,10 +9,10 @@ from flatout.observe import Call, Observation
 
 
 @check()
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Calls after the step that has used the gradients, or while a scaler has them multiplied."""
-    clips = calls(seen, "clip")
-    if clips and not any(optimizer.backwards for optimizer in seen.optimizers):
+    clips = calls(observation, "clip")
+    if clips and not any(optimizer.backwards for optimizer in observation.optimizers):
         raise NoSignal("gradients are not made by backward()")
     for call in clips:
         norm = call.detail.get("norm")

@@ -9,14 +9,14 @@ from flatout.words import counted
 
 
 @check()
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Whether there are contexts on GPUs where torch has never held a byte."""
-    if seen.gpu_memory_mb is None:
+    if observation.gpu_memory_mb is None:
         raise NoSignal("torch computes on no GPU here")
-    empty = [gpu for gpu, held in seen.gpu_memory_mb.items() if not held]
+    empty = [gpu for gpu, held in observation.gpu_memory_mb.items() if not held]
     if not empty:
         return
-    counts = [call.site for call in seen.calls if call.kind == "device_count"]
+    counts = [call.site for call in observation.calls if call.kind == "device_count"]
     yield Finding(
         kind="note",
         what=f"the process has a context on {counted(len(empty), 'GPU')} where it computes "

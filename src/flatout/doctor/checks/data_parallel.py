@@ -9,10 +9,10 @@ from flatout.observe import Observation
 
 
 @check()
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Which models are wrapped in it."""
-    made = [call.site for call in calls(seen, "data_parallel")]
-    for model in models(seen):
+    made = [call.site for call in calls(observation, "data_parallel")]
+    for model in models(observation):
         if model.wrapper == "DataParallel":
             yield Finding(
                 kind="slow",

@@ -25,12 +25,12 @@ _WORDS = {
 
 
 @check()
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """What was on when backward was called first, with the line that switched it on."""
-    if seen.switched_on is None:
+    if observation.switched_on is None:
         raise NoSignal("no backward pass was seen")
-    sites = {call.detail.get("name"): call.site for call in calls(seen, "switch")}
-    for name in seen.switched_on:
+    sites = {call.detail.get("name"): call.site for call in calls(observation, "switch")}
+    for name in observation.switched_on:
         what, do = _WORDS[name]
         is_slow = name == "detect_anomaly"
         yield Finding(
@@ -38,6 +38,6 @@ def look(seen: Observation) -> Findings:
             what=what,
             do=do,
             where=str(sites.get(name, "")),
-            cost_ms=lane(seen, "forward", "backward") if is_slow else None,
+            cost_ms=lane(observation, "forward", "backward") if is_slow else None,
             parity="bit-identical" if is_slow else "rounding",
         )

@@ -24,23 +24,23 @@ _MUCH = 0.2
 
 
 @check(lane="input")
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Whether decoding costs, and what it gives fits."""
-    for loader in training_loaders(seen):
-        if share(seen, lane(seen, "input")) < HUNGRY:
+    for loader in training_loaders(observation):
+        if share(observation, lane(observation, "input")) < HUNGRY:
             continue
-        cost = loader_ms(seen, loader, "decode")
+        cost = loader_ms(observation, loader, "decode")
         whole = sum(loader.lanes_ms.values())
-        if loader.lanes_ms["decode"] < _MUCH * whole or share(seen, cost) < HUNGRY:
+        if loader.lanes_ms["decode"] < _MUCH * whole or share(observation, cost) < HUNGRY:
             continue
         size = cached_mb(loader)
         if size is None:
             raise NoSignal("how many samples there are, and how large each is, was not seen")
-        if seen.available_mb is None:
+        if observation.available_mb is None:
             raise NoSignal("how much memory is free was not seen")
-        if fits_in_memory(seen, size):
-            most = cost if loader.is_iterable else making_ms(seen, loader)
-            yield _found(loader, most, size, seen.available_mb)
+        if fits_in_memory(observation, size):
+            most = cost if loader.is_iterable else making_ms(observation, loader)
+            yield _found(loader, most, size, observation.available_mb)
 
 
 def _found(loader: Loader, cost: float, size: float, free: float) -> Finding:

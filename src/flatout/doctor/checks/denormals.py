@@ -14,27 +14,30 @@ _MANY = 0.01
 
 
 @check()
-def look(seen: Observation) -> list[Finding]:
+def look(observation: Observation) -> list[Finding]:
     """Whether a tensor that is computed with has many, on a CPU that does not flush them."""
-    if is_gpu(seen):
+    if is_gpu(observation):
         return []
-    trained = models(seen)
+    trained = models(observation)
     if all(model.subnormal_share is None for model in trained):
         raise NoSignal("the numbers of the model were not looked at")
     # A step of the optimizer alone computes with its moments.
-    found = [
-        *_found(seen, trained, "the model", ("forward", "backward", "optimizer")),
-        *_found(seen, seen.optimizers, "the optimizer", ("optimizer",)),
+    findings = [
+        *_found(observation, trained, "the model", ("forward", "backward", "optimizer")),
+        *_found(observation, observation.optimizers, "the optimizer", ("optimizer",)),
     ]
-    return found[:1]  # one setting cures all
+    return findings[:1]  # one setting cures all
 
 
 def _found(
-    seen: Observation, owners: Sequence[Model] | Sequence[Optimizer], of: str, lanes: Sequence[str]
+    observation: Observation,
+    owners: Sequence[Model] | Sequence[Optimizer],
+    of: str,
+    lanes: Sequence[str],
 ) -> Findings:
-    cost = lane(seen, *lanes)
+    cost = lane(observation, *lanes)
     took = "forward, backward and optimizer take" if len(lanes) > 1 else "its steps take"
-    if not is_worth(seen, cost):
+    if not is_worth(observation, cost):
         return
     for owner in owners:
         if (owner.subnormal_share or 0.0) >= _MANY:

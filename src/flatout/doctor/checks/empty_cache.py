@@ -10,17 +10,19 @@ from flatout.observe import Observation
 
 
 @check(edit=removed.empty_cache)
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Which lines give the cached memory back in most steps. Without a GPU that does nothing."""
-    for call in calls(seen, "empty_cache"):
-        own = cost_ms(seen, call)
-        if not is_each_step(seen, call):
+    for call in calls(observation, "empty_cache"):
+        own = cost_ms(observation, call)
+        if not is_each_step(observation, call):
             continue
         # Memory that was given back is asked for again in forward and backward.
-        cost = (own or 0.0) + (lane(seen, "forward", "backward") if is_gpu(seen) else 0.0)
+        cost = (own or 0.0) + (
+            lane(observation, "forward", "backward") if is_gpu(observation) else 0.0
+        )
         takes = "" if own is None else f" ({ms(own)})"
         yield Finding(
-            kind=kind_of(seen, cost),
+            kind=kind_of(observation, cost),
             what=f"empty_cache() in each step{takes}: the next step asks the driver for the "
             "same memory again",
             do="delete the call; it makes no memory free that torch could not use itself",

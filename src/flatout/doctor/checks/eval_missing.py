@@ -10,9 +10,9 @@ from flatout.observe import Observation
 
 
 @check(edit=evaluation.eval_first)
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Where a model is evaluated in train mode, though that changes what it computes."""
-    for model in models(seen):
+    for model in models(observation):
         if model.evaluated_in_train_mode:
             yield Finding(
                 kind="danger",

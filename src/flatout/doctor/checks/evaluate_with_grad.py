@@ -10,11 +10,11 @@ from flatout.observe import Model, Observation
 
 
 @check(edit=evaluation.no_grad, lane="evaluation")
-def look(seen: Observation) -> list[Finding]:
+def look(observation: Observation) -> list[Finding]:
     """Where a model is evaluated with gradients enabled."""
     # In a time-lapse it was seen, but not how long it takes.
-    evaluation = seen.lanes_ms.get("evaluation") or None
-    return [_found(model, evaluation) for model in models(seen) if model.evaluated_with_grad]
+    evaluation = observation.lanes_ms.get("evaluation") or None
+    return [_found(model, evaluation) for model in models(observation) if model.evaluated_with_grad]
 
 
 def _found(model: Model, evaluation: float | None) -> Finding:

@@ -9,9 +9,9 @@ from flatout.observe import Observation
 
 
 @check()
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Layers that were in training when an optimizer stepped, without a parameter that trains."""
-    for model in models(seen):
+    for model in models(observation):
         if names := model.moving_norms:
             yield Finding(
                 kind="danger",

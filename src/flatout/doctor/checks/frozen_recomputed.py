@@ -9,10 +9,10 @@ from flatout.observe import Observation
 
 
 @check()
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Whether frozen leading layers, or a frozen module before the model, take much of a step."""
-    for backbone in seen.backbones:
-        if is_worth(seen, backbone.ms):
+    for backbone in observation.backbones:
+        if is_worth(observation, backbone.ms):
             name = backbone.kind.rpartition(".")[2]
             yield Finding(
                 kind="slow",
@@ -25,14 +25,14 @@ def look(seen: Observation) -> Findings:
                 parity="rounding",
                 recipe={"script.features": "memory"},
             )
-    trained = models(seen)
+    trained = models(observation)
     if all(model.frozen_share is None for model in trained):
-        if seen.backbones:
+        if observation.backbones:
             return
         raise NoSignal("the time of frozen layers was not seen")
-    forward = lane(seen, "forward")
+    forward = lane(observation, "forward")
     for model in trained:
-        if model.frozen_share and is_worth(seen, model.frozen_share * forward):
+        if model.frozen_share and is_worth(observation, model.frozen_share * forward):
             yield Finding(
                 kind="slow",
                 what=f"{model.frozen_share:.0%} of forward is in leading layers that are not "

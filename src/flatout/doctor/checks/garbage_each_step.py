@@ -13,19 +13,23 @@ _SEVERAL = 3
 
 
 @check(edit=removed.collect)
-def look(seen: Observation) -> list[Finding]:
+def look(observation: Observation) -> list[Finding]:
     """Whether collections take time, asked for by the script in each step or by themselves."""
-    asked = [call for call in calls(seen, "gc") if is_each_step(seen, call) and _is_full(call)]
-    found = [
-        _found(f"gc.collect() runs in each step{_takes(cost)}", "delete the call", site, cost)
-        for site, cost in ((str(call.site), cost_ms(seen, call)) for call in asked)
-        if is_worth(seen, cost)
+    asked = [
+        call
+        for call in calls(observation, "gc")
+        if is_each_step(observation, call) and _is_full(call)
     ]
-    if found:
-        return found
-    pauses = lane(seen, "gc")
-    collected = sum(call.steps for call in calls(seen, "gc"))
-    if not is_worth(seen, pauses) or 0 < collected < _SEVERAL:
+    findings = [
+        _found(f"gc.collect() runs in each step{_takes(cost)}", "delete the call", site, cost)
+        for site, cost in ((str(call.site), cost_ms(observation, call)) for call in asked)
+        if is_worth(observation, cost)
+    ]
+    if findings:
+        return findings
+    pauses = lane(observation, "gc")
+    collected = sum(call.steps for call in calls(observation, "gc"))
+    if not is_worth(observation, pauses) or 0 < collected < _SEVERAL:
         return []
     do = (
         "gc.freeze() after the model and the dataset are made, gc.disable() in training, and "

@@ -17,10 +17,10 @@ _LEAST_MB = 512
 
 
 @rank_check()
-def look(seen: Sequence[Observation]) -> Findings:
+def look(observations: Sequence[Observation]) -> Findings:
     """Whether the peaks of all ranks, added up by GPU, differ much."""
     held: dict[str, dict[int, float]] = {}
-    for rank in seen:
+    for rank in observations:
         if rank.gpu_memory_mb is None:
             raise NoSignal("torch computes on no GPU here")
         for gpu, mb in rank.gpu_memory_mb.items():
@@ -35,7 +35,9 @@ def look(seen: Sequence[Observation]) -> Findings:
         return
     ranks = held[fullest]
     by = f" by ranks {', '.join(map(str, ranks))}" if len(ranks) > 1 else ""
-    calls = [call.site for rank in seen for call in rank.calls if call.kind == "data_parallel"]
+    calls = [
+        call.site for rank in observations for call in rank.calls if call.kind == "data_parallel"
+    ]
     yield Finding(
         kind="note",
         what=f"GPU {fullest} holds up to {sums[fullest]:,.0f} MiB{by}, the others "

@@ -9,18 +9,19 @@ from flatout.observe import Observation
 
 
 @check()
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Whether the model trains on the CPU beside a GPU that torch could use."""
-    if seen.gpus is None:
+    if observation.gpus is None:
         raise NoSignal("which GPUs there are was not seen")
-    step_ms(seen)
-    if is_gpu(seen) or not seen.gpus:
+    step_ms(observation)
+    if is_gpu(observation) or not observation.gpus:
         return
     yield Finding(
         kind="slow",
-        what=f"the model computes on {seen.device}, while {seen.gpus[0]} does nothing for it",
+        what=f"the model computes on {observation.device}, while {observation.gpus[0]} does "
+        "nothing for it",
         do='model.to("cuda"), and each batch too',
-        where=at(seen.models[0].site) if seen.models else "",
+        where=at(observation.models[0].site) if observation.models else "",
         parity="redrawn",
         recipe={"world.device": "cuda"},
     )

@@ -12,27 +12,28 @@ _LOOKED = 18
 
 
 @check()
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Lines whose result is longer by as much with each step: their time grows likewise."""
-    if seen.steps < _LOOKED:
+    if observation.steps < _LOOKED:
         raise NoSignal("too few steps were seen for something to grow")
-    for one in seen.growing:
-        cost = _ms_now(seen, one)
-        epoch = epoch_steps(seen)
-        later = cost * epoch / one.at if epoch else 0.0
-        words = f", {ms(later)} after an epoch" if epoch > 2 * one.at else ""
+    for history in observation.growing:
+        cost = _ms_now(observation, history)
+        epoch = epoch_steps(observation)
+        later = cost * epoch / history.at if epoch else 0.0
+        words = f", {ms(later)} after an epoch" if epoch > 2 * history.at else ""
         yield Finding(
-            kind=kind_of(seen, max(cost, later / 2)),
-            what=f"{one.words} copies all that was kept before in each step: {one.numbers:,} "
-            f"numbers after {one.at} steps, and {one.more:,} more with each; {ms(cost)} now{words}",
+            kind=kind_of(observation, max(cost, later / 2)),
+            what=f"{history.words} copies all that was kept before in each step: "
+            f"{history.numbers:,} numbers after {history.at} steps, and {history.more:,} more with "
+            f"each; {ms(cost)} now{words}",
             do="append to a list, and put it together once, where it is read",
-            where=at(one.site),
+            where=at(history.site),
             cost_ms=cost,
             is_estimate=True,  # it goes on growing
             parity="bit-identical",
         )
 
 
-def _ms_now(seen: Observation, one: Growing) -> float:
+def _ms_now(history: Observation, one: Growing) -> float:
     """What its line takes, where lines were looked at, else what the call took."""
-    return max([one.ms, *(line.ms for line in seen.lines if line.site == one.site)])
+    return max([one.ms, *(line.ms for line in history.lines if line.site == one.site)])

@@ -9,16 +9,22 @@ from flatout.observe import Call, Observation
 
 
 @check()
-def look(seen: Observation) -> list[Finding]:
+def look(observation: Observation) -> list[Finding]:
     """Which lines bring back, in most steps, what came to the host in the same step."""
-    found = [call for call in calls(seen, "round_trip") if is_each_step(seen, call)]
-    return [_found(seen, call, cost_ms(seen, call)) for call in found] if is_gpu(seen) else []
+    round_trips = [
+        call for call in calls(observation, "round_trip") if is_each_step(observation, call)
+    ]
+    return (
+        [_found(observation, call, cost_ms(observation, call)) for call in round_trips]
+        if is_gpu(observation)
+        else []
+    )
 
 
-def _found(seen: Observation, call: Call, cost: float | None) -> Finding:
+def _found(observation: Observation, call: Call, cost: float | None) -> Finding:
     way = "" if cost is None else f"; the way back alone takes {ms(cost)}"
     return Finding(
-        kind=kind_of(seen, cost),
+        kind=kind_of(observation, cost),
         what="a tensor is copied from the GPU to the host and back in each step, and the host "
         f"waits for the GPU meanwhile{way}",
         do="keep it on the GPU: leave .cpu() and .to(device) away, and do what lies between them "

@@ -15,10 +15,14 @@ _PURE = 0.75
 
 
 @check()
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Whether the labels lie sorted and are taken so, or most batches have a single class."""
-    loaders = [one for one in seen.loaders if one.in_training and one.label_runs is not None]
-    labels = [one for one in seen.in_losses if one.kind == "labels"]
+    loaders = [
+        loader
+        for loader in observation.loaders
+        if loader.in_training and loader.label_runs is not None
+    ]
+    labels = [loss for loss in observation.in_losses if loss.kind == "labels"]
     if not loaders and not labels:
         raise NoSignal("no labels of classes were seen")
     for loader in loaders:
@@ -30,14 +34,14 @@ def look(seen: Observation) -> Findings:
                 at(loader.site),
             )
             return
-    for one in labels:
-        if _is_pure(one):
-            pure, batches = one.detail["of_one"], one.detail["batches"]
-            kinds = len(one.detail["alone"])
+    for label in labels:
+        if _is_pure(label):
+            pure, batches = label.detail["of_one"], label.detail["batches"]
+            kinds = len(label.detail["alone"])
             yield _found(
                 f"{pure} of {batches} batches that were looked at hold a single class of "
-                f"{one.detail['classes']}, {kinds} different ones in turn",
-                at(one.site),
+                f"{label.detail['classes']}, {kinds} different ones in turn",
+                at(label.site),
             )
 
 
@@ -47,9 +51,9 @@ def _is_sorted(loader: Loader) -> bool:
     return loader.is_in_order and classes > 1 and runs == classes and is_long
 
 
-def _is_pure(one: InLoss) -> bool:
-    pure, batches = one.detail["of_one"], one.detail["batches"]
-    return batches >= _BATCHES and pure >= _PURE * batches and len(one.detail["alone"]) > 1
+def _is_pure(loss: InLoss) -> bool:
+    pure, batches = loss.detail["of_one"], loss.detail["batches"]
+    return batches >= _BATCHES and pure >= _PURE * batches and len(loss.detail["alone"]) > 1
 
 
 def _found(what: str, where: str) -> Finding:

@@ -11,12 +11,12 @@ from flatout.observe import Loader, Observation
 
 
 @check(edit=arguments.drop_last)
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Whether a batch of one sample meets BatchNorm in training."""
-    if not has_batch_norm(models(seen)):
+    if not has_batch_norm(models(observation)):
         return
-    for loader in training_loaders(seen):
-        if _last(loader, seen.world_size) == 1:
+    for loader in training_loaders(observation):
+        if _last(loader, observation.world_size) == 1:
             yield Finding(
                 kind="danger",
                 what=f"{loader.length:,} samples in batches of {loader.batch_size} leave a last "

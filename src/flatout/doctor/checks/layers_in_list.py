@@ -9,9 +9,9 @@ from flatout.observe import Observation
 
 
 @check()
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Parameters that the loss reaches, in lists of a model that is called, and in no optimizer."""
-    for model in models(seen):
+    for model in models(observation):
         if names := model.unregistered:
             yield Finding(
                 kind="danger",

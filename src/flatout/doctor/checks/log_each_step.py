@@ -12,15 +12,15 @@ _EVERY_STEPS = 50
 
 
 @check(edit=loops.tell_less)
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Which lines print or log in most steps."""
-    for call in calls(seen, "print", "log"):
-        if not is_each_step(seen, call):
+    for call in calls(observation, "print", "log"):
+        if not is_each_step(observation, call):
             continue
-        cost = cost_ms(seen, call)
-        kind = kind_of(seen, cost)
+        cost = cost_ms(observation, call)
+        kind = kind_of(observation, cost)
         # What is shown has to be computed first, and that is a part of the same line.
-        most = max(cost or 0.0, seen.lanes_ms.get("host") or 0.0) if kind == "slow" else cost
+        most = max(cost or 0.0, observation.lanes_ms.get("host") or 0.0) if kind == "slow" else cost
         # No Recipe reaches what the script itself writes into a file.
         is_own = call.detail.get("fsync", False) and not call.detail.get("logged", False)
         takes = "" if cost is None else f", which takes {ms(cost)}"

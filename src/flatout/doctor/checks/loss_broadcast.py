@@ -9,15 +9,15 @@ from flatout.observe import Observation
 
 
 @check()
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Where a column met a row of as many numbers."""
-    for found in in_losses(seen, "pairs"):
-        output, target = found.detail["output"], found.detail["target"]
+    for loss in in_losses(observation, "pairs"):
+        output, target = loss.detail["output"], loss.detail["target"]
         yield Finding(
             kind="danger",
             what=f"output {output} against target {target}: the loss is taken over all "
             f"{output[0] ** 2:,} pairs, and is least where every output is the targets' mean",
             do="output.squeeze(1), or target.unsqueeze(1), so that both have one shape",
-            where=at(found.site),
+            where=at(loss.site),
             parity="changes learning",
         )

@@ -24,15 +24,15 @@ _MUCH = 0.3
 
 
 @check(lane="input")
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Whether transforms take much of a loader's time, and the step waits for it."""
-    for loader in training_loaders(seen):
-        if loader.gives_batches or share(seen, lane(seen, "input")) < HUNGRY:
+    for loader in training_loaders(observation):
+        if loader.gives_batches or share(observation, lane(observation, "input")) < HUNGRY:
             continue
-        cost = loader_ms(seen, loader, "transform")
-        if _share(loader) >= _MUCH and share(seen, cost) >= HUNGRY:
-            is_kept = not loader.is_iterable and fits_in_memory(seen, cached_mb(loader))
-            most = making_ms(seen, loader) if is_kept else cost
+        cost = loader_ms(observation, loader, "transform")
+        if _share(loader) >= _MUCH and share(observation, cost) >= HUNGRY:
+            is_kept = not loader.is_iterable and fits_in_memory(observation, cached_mb(loader))
+            most = making_ms(observation, loader) if is_kept else cost
             yield _found(loader, most, is_kept=is_kept)
 
 

@@ -13,18 +13,18 @@ virtual machines more."""
 
 
 @check()
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Whether page faults take time on a CPU."""
-    if is_gpu(seen):
+    if is_gpu(observation):
         return
-    if seen.page_faults is None:
+    if observation.page_faults is None:
         raise NoSignal("page faults were not counted")
-    cost = min(step_ms(seen), seen.page_faults * _FAULT_MS)
-    if not is_worth(seen, cost):
+    cost = min(step_ms(observation), observation.page_faults * _FAULT_MS)
+    if not is_worth(observation, cost):
         return
     yield Finding(
         kind="slow",
-        what=f"{seen.page_faults:,.0f} page faults in each step, about {ms(cost)}: the "
+        what=f"{observation.page_faults:,.0f} page faults in each step, about {ms(cost)}: the "
         "allocator gives its memory back and asks for it again",
         do="let glibc keep it: flatout run --set memory.allocator=keep script.py",
         cost_ms=cost,

@@ -13,16 +13,16 @@ _MUCH = 0.05
 
 
 @check(edit=metrics.after_loop)
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Which metrics take more of a step than they should."""
-    for call in calls(seen, "metric"):
-        cost = cost_ms(seen, call)
-        if cost is None or not is_each_step(seen, call) or share(seen, cost) < _MUCH:
+    for call in calls(observation, "metric"):
+        cost = cost_ms(observation, call)
+        if cost is None or not is_each_step(observation, call) or share(observation, cost) < _MUCH:
             continue
         name = call.detail.get("name") or call.detail.get("kind") or "a metric"
         yield Finding(
             kind="slow",
-            what=f"{name} takes {ms(cost)} of each step ({share(seen, cost):.0%})",
+            what=f"{name} takes {ms(cost)} of each step ({share(observation, cost):.0%})",
             do="keep the predictions, and compute it at the end of the epoch",
             where=str(call.site),
             cost_ms=cost,

@@ -9,16 +9,16 @@ from flatout.observe import Observation
 
 
 @check()
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """How many of the numbers that nan_to_num got were none."""
-    for found in in_losses(seen, "nan"):
-        hidden, of = found.detail["hidden"], found.detail["of"]
+    for loss in in_losses(observation, "nan"):
+        hidden, of = loss.detail["hidden"], loss.detail["of"]
         yield Finding(
             kind="danger",
             what=f"nan_to_num hides {hidden:,} of {of:,} numbers that are NaN or infinite, in "
-            f"{found.count} of {seen.loss_looks} backward passes that were looked at",
+            f"{loss.count} of {observation.loss_looks} backward passes that were looked at",
             do="look where they come from: a logarithm or root of zero, a division by it, a batch "
             "with NaN; clamp there",
-            where=at(found.site),
+            where=at(loss.site),
             parity="changes learning",
         )

@@ -9,9 +9,9 @@ from flatout.observe import Observation
 
 
 @check()
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Which of them are not finite."""
-    for model in models(seen):
+    for model in models(observation):
         if model.not_finite:
             yield Finding(
                 kind="danger",

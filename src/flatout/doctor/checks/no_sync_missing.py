@@ -9,16 +9,18 @@ from flatout.observe import Observation
 
 
 @check(lane="sync")
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Whether several backward passes go into a step under DDP, without no_sync."""
-    backwards = batches_per_step(seen)
-    wrapped = [m for m in models(seen) if m.wrapper == "DistributedDataParallel"]
-    if not wrapped or backwards < 2 or calls(seen, "no_sync"):
+    backwards = batches_per_step(observation)
+    wrapped = [m for m in models(observation) if m.wrapper == "DistributedDataParallel"]
+    if not wrapped or backwards < 2 or calls(observation, "no_sync"):
         return
-    sync = seen.lanes_ms.get("sync")
-    accumulating = [found for found in seen.optimizers if found.backwards == backwards]
+    sync = observation.lanes_ms.get("sync")
+    accumulating = [
+        optimizer for optimizer in observation.optimizers if optimizer.backwards == backwards
+    ]
     cost = None if sync is None else sync * (1 - 1 / backwards)
-    if not is_worth(seen, cost):
+    if not is_worth(observation, cost):
         return
     yield Finding(
         kind="slow",

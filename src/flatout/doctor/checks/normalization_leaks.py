@@ -9,9 +9,9 @@ from flatout.observe import Observation
 
 
 @check()
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Whether a scaler was fitted on both, or the figures of both are those of a normalization."""
-    for part in held_out(seen):
+    for part in held_out(observation):
         scaling = part.scaling
         if scaling is None:
             continue

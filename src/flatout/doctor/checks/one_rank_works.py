@@ -22,15 +22,15 @@ _STALLED = 0.5
 
 
 @rank_check()
-def look(seen: Sequence[Observation]) -> Findings:
+def look(observations: Sequence[Observation]) -> Findings:
     """Whether one rank spends far more on that, and the steps of the others last as long."""
-    if not has_peers(seen):
+    if not has_peers(observations):
         return
-    by_rank = [{work: _excess(rank, seen, work) for work in _WORK} for rank in seen]
-    alone = max(range(len(seen)), key=lambda place: sum(by_rank[place].values()))
-    excess, busy = by_rank[alone], seen[alone]
+    by_rank = [{work: _excess(rank, observations, work) for work in _WORK} for rank in observations]
+    alone = max(range(len(observations)), key=lambda place: sum(by_rank[place].values()))
+    excess, busy = by_rank[alone], observations[alone]
     cost = sum(excess.values())
-    others = fmean(_whole(rank) for rank in seen if rank is not busy)
+    others = fmean(_whole(rank) for rank in observations if rank is not busy)
     waited = cost - max(0.0, _whole(busy) - others)
     if cost < HUNGRY * _whole(busy) or waited < _STALLED * cost:
         return
@@ -46,9 +46,9 @@ def look(seen: Sequence[Observation]) -> Findings:
     )
 
 
-def _excess(rank: Observation, seen: Sequence[Observation], work: str) -> float:
+def _excess(rank: Observation, observations: Sequence[Observation], work: str) -> float:
     """How many ms per step a rank spends on this beyond the others."""
-    others = fmean(_spent(other, work) for other in seen if other is not rank)
+    others = fmean(_spent(other, work) for other in observations if other is not rank)
     return max(0.0, _spent(rank, work) - others)
 
 

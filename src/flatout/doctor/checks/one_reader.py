@@ -26,22 +26,22 @@ _READERS = 4
 
 
 @check()
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Whether the step waits for a single reader of a single file."""
-    for loader in training_loaders(seen):
-        if share(seen, lane(seen, "input")) < HUNGRY or (loader.num_workers or 0) > 1:
+    for loader in training_loaders(observation):
+        if share(observation, lane(observation, "input")) < HUNGRY or (loader.num_workers or 0) > 1:
             continue
-        cost = loader_ms(seen, loader, "read")
+        cost = loader_ms(observation, loader, "read")
         if loader.lanes_ms["read"] < _MUCH * sum(loader.lanes_ms.values()):
             continue
         if loader.open_files is None:
             raise NoSignal("which files the loader reads was not seen")
-        if seen.usable_cpus is None:
+        if observation.usable_cpus is None:
             raise NoSignal("how many CPUs there are was not seen")
-        parts = min(_READERS, seen.usable_cpus)
+        parts = min(_READERS, observation.usable_cpus)
         gives_back = cost * (1 - 1 / parts)
         # While the model waits, its own CPU is free.
-        if len(loader.open_files) == 1 and share(seen, gives_back) >= HUNGRY:
+        if len(loader.open_files) == 1 and share(observation, gives_back) >= HUNGRY:
             yield _found(loader, parts, gives_back)
 
 

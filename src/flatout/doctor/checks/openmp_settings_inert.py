@@ -12,21 +12,24 @@ _READ_BY = ("libiomp5", "libomp")
 
 
 @check()
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Whether KMP_* variables are set that no library of the process reads."""
-    if seen.openmp is None:
+    if observation.openmp is None:
         raise NoSignal("which OpenMP library the process has was not seen")
-    names = of_intel(seen.openmp_settings)
-    if not names or any(library.startswith(_READ_BY) for library in seen.openmp):
+    names = of_intel(observation.openmp_settings)
+    if not names or any(library.startswith(_READ_BY) for library in observation.openmp):
         return
-    if not seen.openmp:
+    if not observation.openmp:
         raise NoSignal("the process has loaded no OpenMP library")
     set_here = [
-        call.site for call in seen.calls if call.kind == "setenv" and call.detail["name"] in names
+        call.site
+        for call in observation.calls
+        if call.kind == "setenv" and call.detail["name"] in names
     ]
     yield Finding(
         kind="note",
-        what=f"{kmp_words(names)}, and this process has {', '.join(seen.openmp)}: nothing happens",
+        what=f"{kmp_words(names)}, and this process has {', '.join(observation.openmp)}: "
+        "nothing happens",
         do=f"{KMP_DO}; before torch is imported",
         where=str(set_here[0]) if set_here else "",
         parity="rounding",

@@ -21,9 +21,13 @@ _SHRINKS = 0.5
 
 
 @check()
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """The options of torch's own optimizers in the steps that were seen."""
-    known = [one for one in seen.optimizers if one.options and one.kind.startswith("torch.optim.")]
+    known = [
+        optimizer
+        for optimizer in observation.optimizers
+        if optimizer.options and optimizer.kind.startswith("torch.optim.")
+    ]
     if not known:
         raise NoSignal("the options of the optimizer were not seen")
     for optimizer in known:
@@ -41,7 +45,7 @@ def _extremes(optimizer: Optimizer) -> Iterator[str]:
     name = optimizer.kind.rpartition(".")[2]
     options = optimizer.options
     rate, decay = options.get("lr", 0.0), options.get("weight_decay", 0.0)
-    rates = [one for _, one in optimizer.rates]
+    rates = [item for _, item in optimizer.rates]
     if name in _ADAM and rate >= _ADAM_RATE:
         yield f"{name} with a rate of {rate:g}: each step moves each weight by about as much"
     if name == "SGD" and rate >= _SGD_RATE:

@@ -9,14 +9,16 @@ from flatout.observe import Model, Observation
 
 
 @check()
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Parameters of a stepped model that had a gradient, and that no optimizer has."""
-    for model in models(seen):
+    for model in models(observation):
         if names := model.not_stepped:
-            if model.misses_first and not any(one.orphans for one in seen.optimizers):
+            if model.misses_first and not any(
+                optimizer.orphans for optimizer in observation.optimizers
+            ):
                 yield _of_head(model)
                 continue
-            shapes = [shape for one in seen.optimizers for shape in one.orphans]
+            shapes = [shape for optimizer in observation.optimizers for shape in optimizer.orphans]
             instead = f"; it holds {few(shapes)} in their place" if shapes else ""
             yield Finding(
                 kind="danger",

@@ -13,15 +13,15 @@ _FUSES = ("SGD", "Adam", "AdamW", "Adagrad")
 
 
 @check(edit=arguments.fuse)
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Which of them step unfused."""
-    unfused = [optimizer for optimizer in seen.optimizers if _could_fuse(optimizer)]
+    unfused = [optimizer for optimizer in observation.optimizers if _could_fuse(optimizer)]
     if not unfused:
         return
-    cost = lane(seen, "optimizer")
+    cost = lane(observation, "optimizer")
     for optimizer in unfused:
         yield Finding(
-            kind=kind_of(seen, cost),
+            kind=kind_of(observation, cost),
             what=f"{optimizer.kind.rpartition('.')[2]} steps {optimizer.parameters} tensors one "
             f"operator after the other; its lane takes {ms(cost)}",
             do=f"torch.optim.{optimizer.kind.rpartition('.')[2]}(..., fused=True)",

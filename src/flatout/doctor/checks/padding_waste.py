@@ -12,9 +12,9 @@ _MUCH = 0.3
 
 
 @check()
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Whether much of what a model computes on is padding."""
-    trained = models(seen)
+    trained = models(observation)
     if not any(model.inputs for model in trained):
         raise NoSignal("the inputs of the model were not seen")
     for model in trained:
@@ -22,13 +22,13 @@ def look(seen: Observation) -> Findings:
             continue
         # Attention costs the square of the length, so that half of it costs three quarters.
         most = model.padding_share * (2 - model.padding_share)
-        cost = most * lane(seen, "forward", "backward")
-        if is_worth(seen, cost):
-            yield _found(seen, model, model.padding_share, cost)
+        cost = most * lane(observation, "forward", "backward")
+        if is_worth(observation, cost):
+            yield _found(observation, model, model.padding_share, cost)
 
 
-def _found(seen: Observation, model: Model, padding: float, cost: float) -> Finding:
-    loaders = [loader.site for loader in seen.loaders if loader.in_training]
+def _found(observation: Observation, model: Model, padding: float, cost: float) -> Finding:
+    loaders = [loader.site for loader in observation.loaders if loader.in_training]
     to = "the longest of each batch" if model.lengths > 1 else "one length for all"
     return Finding(
         kind="slow",

@@ -9,9 +9,9 @@ from flatout.observe import Loader, Observation
 
 
 @check()
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Whether whole batches are shuffled, or workers compute what they drop: by the chain."""
-    for loader in training_loaders(seen):
+    for loader in training_loaders(observation):
         if not loader.is_iterable:
             continue  # its sampler draws the order
         if loader.stages is None:

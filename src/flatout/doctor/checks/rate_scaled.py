@@ -22,26 +22,26 @@ _RISES = 1.05
 
 
 @check()
-def look(seen: Observation) -> list[Finding]:
+def look(observation: Observation) -> list[Finding]:
     """Whether the line that makes the optimizer multiplies, and the rate is whole from the start.
 
     That a rate should have been multiplied, and was not, no run can show.
     """
-    step_ms(seen)
-    if seen.world_size == 1:
+    step_ms(observation)
+    if observation.world_size == 1:
         return []
-    made = calls(seen, "optimizer")
-    if not made or not seen.optimizers:
+    made = calls(observation, "optimizer")
+    if not made or not observation.optimizers:
         raise NoSignal("the line that makes the optimizer was not seen")
     multiplied = [call for call in made if _multiplies(call)]
     if not multiplied:
         return []
-    if any(not optimizer.rates for optimizer in seen.optimizers):
+    if any(not optimizer.rates for optimizer in observation.optimizers):
         raise NoSignal("the learning rate was not seen")
-    optimizer = seen.optimizers[0]
+    optimizer = observation.optimizers[0]
     if _warms_up(optimizer):
         return []
-    return [_found(seen, optimizer, call) for call in multiplied]
+    return [_found(observation, optimizer, call) for call in multiplied]
 
 
 def _multiplies(call: Call) -> bool:
@@ -89,14 +89,14 @@ def _warms_up(optimizer: Optimizer) -> bool:
     return max(most, target) > _RISES * first
 
 
-def _found(seen: Observation, optimizer: Optimizer, call: Call) -> Finding:
+def _found(observation: Observation, optimizer: Optimizer, call: Call) -> Finding:
     name = optimizer.kind.rpartition(".")[2]
     is_adaptive = any(word in name.lower() for word in _ADAPTIVE)
     rule = f"; the linear rule was found for SGD, not for {name}" if is_adaptive else ""
     root = "multiply by the square root, and " if is_adaptive else ""
     return Finding(
         kind="note",
-        what=f"the learning rate is multiplied by {seen.world_size} ranks, and is "
+        what=f"the learning rate is multiplied by {observation.world_size} ranks, and is "
         f"{optimizer.rates[0][1]:g} from the first step on{rule}",
         do=f"{root}raise it from the single rank's over the first epochs "
         "(torch.optim.lr_scheduler.LinearLR); compare the first epochs' losses",

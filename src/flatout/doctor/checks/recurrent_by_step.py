@@ -9,16 +9,16 @@ from flatout.observe import Observation
 
 
 @check()
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Cells whose inputs are parts of one tensor, and whose states go from step to step as they
     are."""
-    models(seen)
-    for cell in seen.cells:
-        forward = lane(seen, "forward")
-        cost = min(1.0, cell.ms / max(forward, 1e-9)) * lane(seen, "forward", "backward")
+    models(observation)
+    for cell in observation.cells:
+        forward = lane(observation, "forward")
+        cost = min(1.0, cell.ms / max(forward, 1e-9)) * lane(observation, "forward", "backward")
         layer = f"nn.{cell.kind.removesuffix('Cell')}"
         yield Finding(
-            kind=kind_of(seen, cost),
+            kind=kind_of(observation, cost),
             what=f"a {cell.kind} is called {cell.length} times in a row, for each part of a tensor "
             "that is there before the loop",
             do=f"{layer}(..., batch_first=True) over the whole sequence; it has the same weights "

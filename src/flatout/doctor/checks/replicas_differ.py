@@ -11,14 +11,14 @@ from flatout.observe import Model, Observation
 
 
 @rank_check()
-def look(seen: Sequence[Observation]) -> list[Finding]:
+def look(observations: Sequence[Observation]) -> list[Finding]:
     """Whether two ranks made their first step with equal gradients and unequal weights.
 
     Ranks whose gradients differ may be several jobs, or average their weights: no replicas.
     """
-    if not has_peers(seen):
+    if not has_peers(observations):
         return []
-    alike = list(zip(*[models(rank) for rank in seen], strict=False))
+    alike = list(zip(*[models(rank) for rank in observations], strict=False))
     if all(model.first_weights is None for of_ranks in alike for model in of_ranks):
         raise NoSignal("the first weights and gradients of the ranks were not seen")
     return [_found(of_ranks) for of_ranks in alike if _differ(of_ranks)]

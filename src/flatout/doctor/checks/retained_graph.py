@@ -28,22 +28,22 @@ _NODES = 0.5
 
 
 @check(edit=tensors.detach)
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Whether memory rises in a line until the end."""
-    first = int(_WARM * len(seen.memory_mb))
-    steps, memory = seen.memory_at[first:], seen.memory_mb[first:]
+    first = int(_WARM * len(observation.memory_mb))
+    steps, memory = observation.memory_at[first:], observation.memory_mb[first:]
     if len(memory) < _POINTS or len(set(steps)) < _POINTS:
         raise NoSignal(f"memory was measured {len(memory)} times, which is too few to see it grow")
     slope, start = linear_regression(steps, memory)
     grown = slope * (steps[-1] - steps[0])
     if grown < _LEAST_MB or _straightness(steps, memory, slope, start) < _STRAIGHT:
         return
-    if len(seen.graph_nodes) < 2:
+    if len(observation.graph_nodes) < 2:
         raise NoSignal("memory grows, but what holds it was not looked at")
-    (before, nodes_before), (after, nodes) = seen.graph_nodes[0], seen.graph_nodes[-1]
+    (before, nodes_before), (after, nodes) = observation.graph_nodes[0], observation.graph_nodes[-1]
     if nodes - nodes_before < _NODES * (after - before):
         return  # something else grows
-    slower = _slower(seen.step_ms)
+    slower = _slower(observation.step_ms)
     longer = f", and steps take {ms(slower)} longer at the end" if slower else ""
     yield Finding(
         kind="slow",
@@ -52,7 +52,7 @@ def look(seen: Observation) -> Findings:
         f"{nodes:,} nodes after {after} steps",
         do="add up numbers, not tensors with a graph: total += loss.detach(); look for lists "
         "of losses or outputs, and for retain_graph=True",
-        where=_where(seen),
+        where=_where(observation),
         cost_ms=slower,
         is_estimate=True,  # steps go on becoming longer
         parity="bit-identical",
@@ -74,8 +74,10 @@ def _slower(steps: list[float]) -> float | None:
     return growth if growth > 0.1 * median(steps) else None
 
 
-def _where(seen: Observation) -> str:
-    if seen.graph_site is not None:
-        return str(seen.graph_site)
-    retained = [c for c in seen.calls if c.kind == "backward" and c.detail.get("retain_graph")]
+def _where(observation: Observation) -> str:
+    if observation.graph_site is not None:
+        return str(observation.graph_site)
+    retained = [
+        c for c in observation.calls if c.kind == "backward" and c.detail.get("retain_graph")
+    ]
     return str(retained[0].site) if retained else ""

@@ -12,15 +12,17 @@ from flatout.observe import Observation
 
 
 @rank_check(edit=loops.share_samples)
-def look(seen: Sequence[Observation]) -> Findings:
+def look(observations: Sequence[Observation]) -> Findings:
     """Whether the indices of the first batches are equal on two ranks."""
-    if not has_peers(seen):
+    if not has_peers(observations):
         return
-    loaders = [training_loaders(rank)[0] for rank in seen]
+    loaders = [training_loaders(rank)[0] for rank in observations]
     first = [loader.hashes[0] if loader.hashes else None for loader in loaders]
     if None in first:
         raise NoSignal("which samples the ranks take was out of sight")
-    same = [rank.rank for rank, drawn in zip(seen, first, strict=True) if first.count(drawn) > 1]
+    same = [
+        rank.rank for rank, drawn in zip(observations, first, strict=True) if first.count(drawn) > 1
+    ]
     if not same:
         return
     yield Finding(

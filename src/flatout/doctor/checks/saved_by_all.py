@@ -12,16 +12,16 @@ from flatout.observe import Observation
 
 
 @rank_check()
-def look(seen: Sequence[Observation]) -> list[Finding]:
+def look(observations: Sequence[Observation]) -> list[Finding]:
     """Whether two ranks saved to one file in the same step, or equal tensors to several files.
 
     Shards are told apart by their files and by what is in them.
     """
-    if not has_peers(seen):
+    if not has_peers(observations):
         return []
     files = {
         rank.rank: [saved for saved in rank.saved if saved.get("path") and saved.get("keys")]
-        for rank in seen
+        for rank in observations
     }
     if not any(files.values()):
         raise NoSignal("no rank saved a model in the steps that were seen")
@@ -31,14 +31,14 @@ def look(seen: Sequence[Observation]) -> list[Finding]:
             f"ranks {_listed(ranks)} write {path} in the same step: a reader may find the "
             "parts of two files in it"
         )
-        return [_found(seen, ranks, "danger", what)]
+        return [_found(observations, ranks, "danger", what)]
     ranks, path = _shared(files, "contents")
     if ranks:
         what = (
             f"ranks {_listed(ranks)} each write a file with the same tensors, such as {path}: one "
             "of them would do"
         )
-        return [_found(seen, ranks, "note", what)]
+        return [_found(observations, ranks, "note", what)]
     return []
 
 
@@ -58,8 +58,10 @@ def _listed(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
-def _found(seen: Sequence[Observation], ranks: Sequence[int], kind: Kind, what: str) -> Finding:
-    last = next(rank for rank in seen if rank.rank == ranks[-1])
+def _found(
+    observations: Sequence[Observation], ranks: Sequence[int], kind: Kind, what: str
+) -> Finding:
+    last = next(rank for rank in observations if rank.rank == ranks[-1])
     saves = [call.site for call in last.calls if call.kind == "save"]
     return Finding(
         kind=kind,

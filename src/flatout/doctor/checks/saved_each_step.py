@@ -12,17 +12,19 @@ _STEPS_OF_EPOCH = 4
 
 
 @check(lane="saving")
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Which lines save in most steps."""
-    for call in calls(seen, "save"):
-        epochs = max((loader.epochs for loader in seen.loaders if loader.in_training), default=1)
-        if not is_each_step(seen, call) or seen.steps <= _STEPS_OF_EPOCH * epochs:
+    for call in calls(observation, "save"):
+        epochs = max(
+            (loader.epochs for loader in observation.loaders if loader.in_training), default=1
+        )
+        if not is_each_step(observation, call) or observation.steps <= _STEPS_OF_EPOCH * epochs:
             continue
-        cost = None if call.seconds is None else 1e3 * call.seconds / seen.steps
+        cost = None if call.seconds is None else 1e3 * call.seconds / observation.steps
         takes = "" if cost is None else f", which takes {ms(cost)} of each"
         yield Finding(
-            kind=kind_of(seen, cost),
-            what=f"torch.save writes in {call.steps} of {seen.steps} steps{takes}",
+            kind=kind_of(observation, cost),
+            what=f"torch.save writes in {call.steps} of {observation.steps} steps{takes}",
             do="save once an epoch, or once in so many minutes as you can afford to lose",
             where=str(call.site),
             cost_ms=cost,

@@ -14,28 +14,28 @@ _PARALLEL = ("DataParallel", "DistributedDataParallel")
 
 
 @check(edit=save_bare)
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Which saved names have the prefix of a wrapper that the model has."""
-    trained = models(seen)
-    names = [str(name) for saved in seen.saved for name in saved.get("keys", ())]
+    trained = models(observation)
+    names = [str(name) for saved in observation.saved for name in saved.get("keys", ())]
     for prefix, attribute in _prefixes(trained):
         wrapped = [n for n in names if n.startswith(prefix) or f".{prefix}" in n]
         if wrapped:
-            yield _found(seen, wrapped[0], prefix, attribute)
+            yield _found(observation, wrapped[0], prefix, attribute)
 
 
 def _prefixes(trained: Sequence[Model]) -> list[tuple[str, str]]:
     """The prefixes that these models' wrappers leave, and what the bare model is called there."""
-    found = []
+    result = []
     if any(model.wrapper in _PARALLEL for model in trained):
-        found.append(("module.", "model.module"))
+        result.append(("module.", "model.module"))
     if any(model.is_compiled for model in trained):
-        found.append(("_orig_mod.", "model._orig_mod"))
-    return found
+        result.append(("_orig_mod.", "model._orig_mod"))
+    return result
 
 
-def _found(seen: Observation, name: str, prefix: str, attribute: str) -> Finding:
-    saves = [call.site for call in seen.calls if call.kind == "save"]
+def _found(observation: Observation, name: str, prefix: str, attribute: str) -> Finding:
+    saves = [call.site for call in observation.calls if call.kind == "save"]
     return Finding(
         kind="note",
         what=f"weights are saved under names such as {name}: {prefix} is the wrapper's, and the "

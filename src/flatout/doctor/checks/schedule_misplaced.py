@@ -15,29 +15,29 @@ _LEAST = 8
 
 
 @check()
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Whether one is stepped with each batch though its rate ends soon, never, or too early."""
-    if not seen.steps:
+    if not observation.steps:
         raise NoSignal("no step was seen")
-    used = [one for one in seen.schedules if one.is_used]
-    for one in used:
-        if one.first_after == 0:
+    used = [schedule for schedule in observation.schedules if schedule.is_used]
+    for item in used:
+        if item.first_after == 0:
             yield _found(
                 "note",
-                f"{one.kind} was stepped before the optimizer: the first rate of the schedule is "
+                f"{item.kind} was stepped before the optimizer: the first rate of the schedule is "
                 "left out",
                 "scheduler.step() after optimizer.step()",
-                at(one.stepped_at),
+                at(item.stepped_at),
             )
-        if found := _of_each_batch(seen, one):
-            yield found
-    epochs = max((one.epochs for one in seen.loaders if one.in_training), default=0)
-    if seen.lapse is not None and not seen.lapse.steps_schedules:
+        if finding := _of_each_batch(observation, item):
+            yield finding
+    epochs = max((loader.epochs for loader in observation.loaders if loader.in_training), default=0)
+    if observation.lapse is not None and not observation.lapse.steps_schedules:
         # Where a line steps it, epochs that end early may not come to it.
-        epochs += seen.lapse.epochs
-    if seen.tables and not epochs:
-        epochs = int(seen.steps // max(epoch_steps(seen), 1.0))
-    if used and not any(one.steps or one.in_lapse for one in used) and epochs >= _EPOCHS:
+        epochs += observation.lapse.epochs
+    if observation.tables and not epochs:
+        epochs = int(observation.steps // max(epoch_steps(observation), 1.0))
+    if used and not any(item.steps or item.in_lapse for item in used) and epochs >= _EPOCHS:
         yield _found(
             "danger",
             f"{epochs} epochs have begun, and {used[0].kind} was never stepped: the learning rate "
@@ -47,20 +47,20 @@ def look(seen: Observation) -> Findings:
         )
 
 
-def _of_each_batch(seen: Observation, one: Schedule) -> Finding | None:
+def _of_each_batch(observation: Observation, schedule: Schedule) -> Finding | None:
     """The finding where a rate comes to its end within the first epoch."""
-    is_each = seen.steps >= _LEAST and one.steps >= seen.steps - 2
-    length = epoch_steps(seen)
-    if not is_each or one.ends_after is None or not length or one.ends_after >= length:
+    is_each = observation.steps >= _LEAST and schedule.steps >= observation.steps - 2
+    length = epoch_steps(observation)
+    if not is_each or schedule.ends_after is None or not length or schedule.ends_after >= length:
         return None
-    is_past = one.steps >= one.ends_after
+    is_past = schedule.steps >= schedule.ends_after
     return _found(
         "danger" if is_past else "note",
-        f"{one.kind} is stepped with each batch, and its rate is as good as nothing after "
-        f"{one.ends_after:,} of an epoch's {length:,.0f} steps"
+        f"{schedule.kind} is stepped with each batch, and its rate is as good as nothing after "
+        f"{schedule.ends_after:,} of an epoch's {length:,.0f} steps"
         + (", yet training goes on" if is_past else ""),
         "step it once an epoch, or make it for epochs * len(loader) steps",
-        at(one.stepped_at or one.site),
+        at(schedule.stepped_at or schedule.site),
     )
 
 

@@ -10,9 +10,9 @@ from flatout.observe import Loader, Observation
 
 
 @check(edit=loops.set_epoch)
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Whether a loader that shuffles gives all epochs the same indices."""
-    for loader in training_loaders(seen):
+    for loader in training_loaders(observation):
         if not (loader.shuffles or loader.draws_order):
             continue
         if loader.hashes is None:

@@ -13,16 +13,19 @@ makes one graph more, which then holds for all."""
 
 
 @check()
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Whether graphs are still made after the first steps, by a model whose inputs vary."""
-    step_ms(seen)
-    if len(seen.compiles) < 2:
+    step_ms(observation)
+    if len(observation.compiles) < 2:
         return
-    (first, graphs, seconds), (last, all_graphs, all_seconds) = seen.compiles[0], seen.compiles[-1]
+    (first, graphs, seconds), (last, all_graphs, all_seconds) = (
+        observation.compiles[0],
+        observation.compiles[-1],
+    )
     more = all_graphs - graphs
     if more < _MANY:
         return
-    trained = models(seen)
+    trained = models(observation)
     if not any(model.inputs for model in trained):
         raise NoSignal("the shapes of what is compiled were not seen")
     # A model within a compiled function does not say that it is compiled.
@@ -32,7 +35,7 @@ def look(seen: Observation) -> Findings:
         return
     cost = 1e3 * (all_seconds - seconds) / (last - first)
     yield Finding(
-        kind="slow" if is_worth(seen, cost) else "note",
+        kind="slow" if is_worth(observation, cost) else "note",
         what=f"torch.compile made {more} more graphs after step {first}, {ms(cost)} per step, "
         f"for inputs of {len(varied.inputs)} shapes; after a few (recompile_limit) it gives "
         "up, and runs what is new uncompiled",

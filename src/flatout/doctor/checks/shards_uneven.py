@@ -18,15 +18,15 @@ _MUCH = 8 * 2**20
 
 
 @rank_check()
-def look(seen: Sequence[Observation]) -> Findings:
+def look(observations: Sequence[Observation]) -> Findings:
     """Whether the optimizers of the ranks step unequal amounts: replicas all step the same."""
-    if not has_peers(seen):
+    if not has_peers(observations):
         return
-    sizes = [_bytes(rank) for rank in seen]
+    sizes = [_bytes(rank) for rank in observations]
     mean = fmean(sizes)
     if max(sizes) < max(_UNEVEN * mean, mean + _MUCH):
         return
-    fullest = seen[sizes.index(max(sizes))]
+    fullest = observations[sizes.index(max(sizes))]
     yield Finding(
         kind="note",
         what=f"rank {fullest.rank} steps {max(sizes) / 2**20:,.1f} MiB of parameters, the "

@@ -14,18 +14,20 @@ _MIB = 2**20
 
 
 @check()
-def look(seen: Observation) -> list[Finding]:
+def look(observation: Observation) -> list[Finding]:
     """Which loaders may have more on its way than there is room for."""
     # Only workers that are processes of torch's have a prefetch factor.
-    sharing = [one for one in seen.loaders if one.num_workers and one.prefetch_factor]
+    sharing = [
+        loader for loader in observation.loaders if loader.num_workers and loader.prefetch_factor
+    ]
     if not sharing:
         return []
-    if seen.shm_free_mb is None:
+    if observation.shm_free_mb is None:
         raise NoSignal("how much of /dev/shm is free was not seen")
     sized = [(loader, _on_its_way(loader)) for loader in sharing if loader.batch_bytes]
     if not sized:
         raise NoSignal("the size of the batches was not seen")
-    free = seen.shm_free_mb * _MIB
+    free = observation.shm_free_mb * _MIB
     return [_found(loader, needed, free) for loader, needed in sized if needed > free]
 
 

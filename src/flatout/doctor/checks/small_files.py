@@ -24,17 +24,20 @@ _ONE_EACH = 0.5
 
 
 @check(lane="input")
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Whether opening and reading costs, a file for each sample."""
-    for loader in training_loaders(seen):
+    for loader in training_loaders(observation):
         if loader.opens_per_sample is None:
             raise NoSignal("which files the loader opens was not seen")
-        if loader.opens_per_sample < _ONE_EACH or share(seen, lane(seen, "input")) < HUNGRY:
+        if (
+            loader.opens_per_sample < _ONE_EACH
+            or share(observation, lane(observation, "input")) < HUNGRY
+        ):
             continue
-        cost = loader_ms(seen, loader, "read")
-        if share(seen, cost) < HUNGRY:
+        cost = loader_ms(observation, loader, "read")
+        if share(observation, cost) < HUNGRY:
             continue
-        is_kept = not loader.is_iterable and fits_in_memory(seen, cached_mb(loader))
+        is_kept = not loader.is_iterable and fits_in_memory(observation, cached_mb(loader))
         yield Finding(
             kind="slow",
             what=f"{loader.opens_per_sample:.1f} files are opened for each sample; reading "
@@ -42,7 +45,7 @@ def look(seen: Observation) -> Findings:
             do="pack them once: flatout data convert FOLDER packed.tfrecord"
             + (", or keep the samples in memory: they fit" if is_kept else ""),
             where=at(hot(loader)),
-            cost_ms=making_ms(seen, loader) if is_kept else cost,
+            cost_ms=making_ms(observation, loader) if is_kept else cost,
             parity="bit-identical",
             recipe={"script.cache": "memory"} if is_kept else {},
         )

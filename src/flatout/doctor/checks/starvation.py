@@ -12,42 +12,42 @@ _FIRST_WORKERS = 4
 
 
 @check(lane="input")
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Whether input takes more of a step than handing over a ready batch."""
-    wait = lane(seen, "input")
-    if share(seen, wait) < HUNGRY:
+    wait = lane(observation, "input")
+    if share(observation, wait) < HUNGRY:
         return
     loader = max(
-        (loader for loader in seen.loaders if loader.in_training),
+        (loader for loader in observation.loaders if loader.in_training),
         key=lambda loader: loader.batches,
         default=None,
     )
-    workers = 0 if loader is None else _more_workers(seen, loader)
+    workers = 0 if loader is None else _more_workers(observation, loader)
     yield Finding(
         kind="slow",
-        what=f"the {'GPU' if is_gpu(seen) else 'model'} waits for input: {ms(wait)} of a step "
-        f"of {ms(whole_ms(seen))} ({share(seen, wait):.0%})",
+        what=f"the {'GPU' if is_gpu(observation) else 'model'} waits for input: {ms(wait)} of a "
+        f"step of {ms(whole_ms(observation))} ({share(observation, wait):.0%})",
         do="make the line named here cheaper, share it among workers, or cache what it gives",
-        where=at(_made_in(seen) if loader is None else hot(loader)),
+        where=at(_made_in(observation) if loader is None else hot(loader)),
         cost_ms=wait,
         parity="redrawn" if workers else "bit-identical",
         recipe={"input.workers": workers} if workers else {},
     )
 
 
-def _made_in(seen: Observation) -> Site | None:
+def _made_in(observation: Observation) -> Site | None:
     """The line that takes most of making batches, where no DataLoader makes them."""
-    makes = [line for line in seen.lines if line.lanes_ms.get("input")]
+    makes = [line for line in observation.lines if line.lanes_ms.get("input")]
     return max(makes, key=lambda line: line.lanes_ms["input"]).site if makes else None
 
 
-def _more_workers(seen: Observation, loader: Loader) -> int:
+def _more_workers(observation: Observation, loader: Loader) -> int:
     """How many workers would find a core that is free; 0 where no more than there are."""
     now = loader.num_workers
-    if loader.is_iterable or now is None or not seen.usable_cpus:
+    if loader.is_iterable or now is None or not observation.usable_cpus:
         return 0
-    free = seen.usable_cpus - 1
-    if now and seen.runnable is not None:
-        free = int(seen.usable_cpus * (1 - seen.runnable)) + now
+    free = observation.usable_cpus - 1
+    if now and observation.runnable is not None:
+        free = int(observation.usable_cpus * (1 - observation.runnable)) + now
     wanted = min(max(1, free), 2 * now if now else _FIRST_WORKERS)
-    return wanted if wanted > now and seen.usable_cpus > 1 else 0
+    return wanted if wanted > now and observation.usable_cpus > 1 else 0

@@ -16,21 +16,21 @@ _STEPPED = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad")
 
 
 @check()
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Whether gradients of embeddings are nearly all zeros."""
-    if not any("Embedding" in layer for model in models(seen) for layer in model.layers):
+    if not any("Embedding" in layer for model in models(observation) for layer in model.layers):
         return
-    if all(optimizer.sparse_share is None for optimizer in seen.optimizers):
+    if all(optimizer.sparse_share is None for optimizer in observation.optimizers):
         raise NoSignal("which rows of the embeddings have gradients was not seen")
     sparse = [
         optimizer
-        for optimizer in seen.optimizers
+        for optimizer in observation.optimizers
         if optimizer.sparse_share is not None and optimizer.sparse_share < _TOUCHED
     ]
     if not sparse:
         return
-    cost = lane(seen, "backward", "optimizer")
-    if not is_worth(seen, cost):
+    cost = lane(observation, "backward", "optimizer")
+    if not is_worth(observation, cost):
         return
     for optimizer in sparse:
         package, _, name = optimizer.kind.rpartition(".")

@@ -20,11 +20,11 @@ _MUCH = 0.3
 
 
 @check(lane="input")
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Whether lines that parse text take much of a loader's time, and the step waits for it."""
-    for loader in training_loaders(seen):
-        wait = lane(seen, "input")
-        if share(seen, wait) < HUNGRY:
+    for loader in training_loaders(observation):
+        wait = lane(observation, "input")
+        if share(observation, wait) < HUNGRY:
             continue
         if not loader.hot:
             raise NoSignal("which lines take the loader's time was not seen")

@@ -15,14 +15,16 @@ and two threads of one core share its units."""
 
 
 @rank_check()
-def look(seen: Sequence[Observation]) -> Findings:
+def look(observations: Sequence[Observation]) -> Findings:
     """Whether a job on the CPU uses less than half of it. A GPU's rank only calls kernels."""
-    threads, cpus = threads_and_cpus(seen)
-    if is_gpu(seen[0]) or sum(threads) >= _IDLE * cpus:
+    threads, cpus = threads_and_cpus(observations)
+    if is_gpu(observations[0]) or sum(threads) >= _IDLE * cpus:
         return
-    wanted = max(1, cpus // len(seen))
-    in_all = f"{len(seen)} ranks x {max(threads)}" if len(seen) > 1 else f"{threads[0]}"
-    sites = [str(call.site) for call in seen[0].calls if call.kind == "threads"]
+    wanted = max(1, cpus // len(observations))
+    in_all = (
+        f"{len(observations)} ranks x {max(threads)}" if len(observations) > 1 else f"{threads[0]}"
+    )
+    sites = [str(call.site) for call in observations[0].calls if call.kind == "threads"]
     is_own = not sites and max(threads) == 1
     why = "; torchrun sets OMP_NUM_THREADS=1 by itself" if is_own else ""
     yield Finding(

@@ -12,24 +12,26 @@ from flatout.observe import Observation
 
 
 @rank_check(edit=arguments.threads)
-def look(seen: Sequence[Observation]) -> Findings:
+def look(observations: Sequence[Observation]) -> Findings:
     """Whether torch's threads of all ranks fit the CPUs of this machine."""
-    threads, cpus = threads_and_cpus(seen)
+    threads, cpus = threads_and_cpus(observations)
     if sum(threads) <= cpus or max(threads) == 1:
         return
-    wanted = max(1, cpus // len(seen))
-    in_all = f"{len(seen)} ranks x {max(threads)}" if len(seen) > 1 else f"{threads[0]}"
+    wanted = max(1, cpus // len(observations))
+    in_all = (
+        f"{len(observations)} ranks x {max(threads)}" if len(observations) > 1 else f"{threads[0]}"
+    )
     yield Finding(
         kind="slow",
         what=f"{in_all} threads on {cpus} usable CPUs: they wait for one another",
         do=f"OMP_NUM_THREADS={wanted}; flatout run --devices auto finds how many ranks are fastest",
-        where=_where(seen),
+        where=_where(observations),
         parity="rounding",
         recipe={"process.threads": wanted},
     )
 
 
-def _where(seen: Sequence[Observation]) -> str:
+def _where(observations: Sequence[Observation]) -> str:
     """Where the script asks for them, if it does."""
-    asked = [call.site for rank in seen for call in rank.calls if call.kind == "threads"]
+    asked = [call.site for rank in observations for call in rank.calls if call.kind == "threads"]
     return str(asked[-1]) if asked else ""

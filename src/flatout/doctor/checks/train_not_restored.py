@@ -10,9 +10,9 @@ from flatout.observe import Observation
 
 
 @check(edit=loops.train_again)
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Where a model is trained in eval mode, though that changes what it computes."""
-    for model in models(seen):
+    for model in models(observation):
         if model.trained_in_eval_mode:
             yield Finding(
                 kind="danger",

@@ -10,10 +10,10 @@ from flatout.observe import Observation
 
 
 @check(edit=arguments.no_search)
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Whether DDP searches the graph in each step for what is not there."""
-    made = [call.site for call in calls(seen, "ddp")]
-    for model in models(seen):
+    made = [call.site for call in calls(observation, "ddp")]
+    for model in models(observation):
         if not model.wrapper_options.get("find_unused_parameters"):
             continue
         if model.unused_parameters is None:
@@ -23,7 +23,7 @@ def look(seen: Observation) -> Findings:
         yield Finding(
             kind="slow",
             what="find_unused_parameters=True walks the graph of each step, and found every "
-            f"parameter used in all {seen.steps} steps",
+            f"parameter used in all {observation.steps} steps",
             do="leave it away; if some steps do skip parameters, they fail at once and say so",
             where=at(made[0] if made else model.site),
             parity="bit-identical",

@@ -15,10 +15,10 @@ _ALL = 0.995
 
 
 @check()
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """How many samples are equal to the byte, of loaders and tables that are only evaluated."""
-    known = held_out(seen)
-    shares = [shared / of for one in known for shared, of in [one.shared_rows or (0, 1)]]
+    known = held_out(observation)
+    shares = [shared / of for item in known for shared, of in [item.shared_rows or (0, 1)]]
     for part, share in zip(known, shares, strict=True):
         shared, of = part.shared_rows or (0, 1)
         if share < _MANY or (share >= _ALL and len(known) > 1):

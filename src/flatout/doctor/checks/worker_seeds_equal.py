@@ -10,9 +10,9 @@ from flatout.observe import Loader, Observation
 
 
 @check(edit=workers.seed_each)
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Whether two workers of a loader began in the same random state."""
-    for loader in training_loaders(seen):
+    for loader in training_loaders(observation):
         if (loader.num_workers or 0) < 2:
             continue
         states = loader.worker_hashes

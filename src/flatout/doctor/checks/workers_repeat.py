@@ -9,9 +9,9 @@ from flatout.observe import Observation
 
 
 @check()
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Whether the first batches of all workers are equal, and the second of one differs."""
-    for loader in training_loaders(seen):
+    for loader in training_loaders(observation):
         workers = loader.num_workers or 0
         if not loader.is_iterable or workers < 2:
             continue

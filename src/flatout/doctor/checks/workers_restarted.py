@@ -16,18 +16,18 @@ _STARTING_MS = 20.0
 
 
 @check(edit=arguments.stay)
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Whether the first batch of later epochs comes late, and workers do not persist."""
-    for loader in training_loaders(seen):
+    for loader in training_loaders(observation):
         if not loader.num_workers or loader.persistent_workers is not False:
             continue
         if len(loader.first_ms) < 2 or loader.wait_ms is None:
             raise NoSignal("fewer than two epochs were seen")
         # The first start of all stays, whatever is done.
         late = [first - loader.wait_ms for first in loader.first_ms[1:]]
-        cost = max(0.0, sum(late)) / max(1, seen.steps)
+        cost = max(0.0, sum(late)) / max(1, observation.steps)
         slow = sorted(loader.first_ms[1:])[len(late) // 2]
-        if slow >= max(_STARTING_MS, _LATE * loader.wait_ms) and is_worth(seen, cost):
+        if slow >= max(_STARTING_MS, _LATE * loader.wait_ms) and is_worth(observation, cost):
             yield _found(loader, slow, cost)
 
 

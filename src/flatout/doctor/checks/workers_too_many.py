@@ -13,22 +13,22 @@ _CROWDED = 1.25
 
 
 @check(edit=arguments.workers, lane="input")
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Whether there are more workers than CPUs, and more to run than there is room for."""
-    crowds = [loader for loader in training_loaders(seen) if (loader.num_workers or 0) > 1]
+    crowds = [loader for loader in training_loaders(observation) if (loader.num_workers or 0) > 1]
     if not crowds:
         return
-    cpus = seen.usable_cpus
-    if cpus is None or seen.runnable is None:
+    cpus = observation.usable_cpus
+    if cpus is None or observation.runnable is None:
         raise NoSignal("how many processes wait for a CPU was not seen")
-    if seen.runnable < _CROWDED:
+    if observation.runnable < _CROWDED:
         return
     for loader in crowds:
         if (loader.num_workers or 0) > cpus:
             yield Finding(
                 kind="slow",
-                what=f"{loader.num_workers} workers on {cpus} usable CPUs: {seen.runnable:.1f} "
-                "processes and threads want each CPU",
+                what=f"{loader.num_workers} workers on {cpus} usable CPUs: "
+                f"{observation.runnable:.1f} processes and threads want each CPU",
                 do=f"num_workers={max(1, cpus // 2)}, or fewer",
                 where=at(loader.site),
                 parity="redrawn",

@@ -13,22 +13,22 @@ _MANY = 4
 
 
 @check(edit=arguments.workers, lane="input")
-def look(seen: Observation) -> list[Finding]:
+def look(observation: Observation) -> list[Finding]:
     """Whether a loader without workers keeps the step waiting."""
-    alone = [loader for loader in training_loaders(seen) if loader.num_workers == 0]
-    wait = lane(seen, "input")
-    if seen.usable_cpus is None:
+    alone = [loader for loader in training_loaders(observation) if loader.num_workers == 0]
+    wait = lane(observation, "input")
+    if observation.usable_cpus is None:
         raise NoSignal("how many CPUs are usable was not seen")
     # What one core loads, all of them can share; another device leaves them all free. Where
     # the model computes on the same cores, sharing the work is all that can be won.
-    hidden = wait if is_gpu(seen) else wait * (1 - 1 / seen.usable_cpus)
-    if share(seen, wait) < HUNGRY or share(seen, hidden) < HUNGRY / 2:
+    hidden = wait if is_gpu(observation) else wait * (1 - 1 / observation.usable_cpus)
+    if share(observation, wait) < HUNGRY or share(observation, hidden) < HUNGRY / 2:
         return []
-    return [_found(seen, loader, wait, hidden) for loader in alone]
+    return [_found(observation, loader, wait, hidden) for loader in alone]
 
 
-def _found(seen: Observation, loader: Loader, wait: float, hidden: float) -> Finding:
-    cpus = seen.usable_cpus or 1
+def _found(observation: Observation, loader: Loader, wait: float, hidden: float) -> Finding:
+    cpus = observation.usable_cpus or 1
     workers = max(1, min(_MANY, cpus - 1))
     # Each worker of an IterableDataset would give all of its samples.
     then = (
@@ -47,7 +47,7 @@ def _found(seen: Observation, loader: Loader, wait: float, hidden: float) -> Fin
         where=at(loader.site),
         cost_ms=hidden,
         # What waits for a disk, or finds a core that the model leaves idle, costs no time on a CPU.
-        is_estimate=not is_gpu(seen),
+        is_estimate=not is_gpu(observation),
         parity="redrawn",
         recipe={} if loader.is_iterable else {"input.workers": workers},
     )

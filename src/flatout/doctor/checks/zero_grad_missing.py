@@ -9,9 +9,11 @@ from flatout.observe import Observation
 
 
 @check()
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Whether the gradients of a step were there when the next backward began, each time."""
-    known = [one for one in seen.optimizers if one.kept_gradients is not None]
+    known = [
+        optimizer for optimizer in observation.optimizers if optimizer.kept_gradients is not None
+    ]
     if not known:
         raise NoSignal("no two steps of an optimizer with gradients were seen")
     for optimizer in known:

@@ -15,16 +15,16 @@ only hand the new gradient over."""
 
 
 @check(edit=arguments.forget_gradients)
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Which lines ask for zeros."""
-    for call in calls(seen, "zero_grad"):
-        own = cost_ms(seen, call)
+    for call in calls(observation, "zero_grad"):
+        own = cost_ms(observation, call)
         cost = None if own is None else _PASSES * own
         if call.detail.get("set_to_none") is not False:
             continue
         takes = "" if own is None else f" in {ms(own)}"
         yield Finding(
-            kind=kind_of(seen, cost),
+            kind=kind_of(observation, cost),
             what=f"zero_grad(set_to_none=False) writes zeros into all gradients{takes}, and "
             "backward adds to them",
             do="zero_grad(), which forgets them; see first that no code reads the zeros of "

@@ -53,7 +53,9 @@ def _must_always_train_all(code: Code) -> None:
 def fuse(at: FoundAt) -> list[Edit]:
     """fused=True for the only optimizer of this class."""
     steps = at.call("step")
-    kinds = {one.kind.rpartition(".")[2] for one in at.seen.optimizers if not one.fused}
+    kinds = {
+        optimizer.kind.rpartition(".")[2] for optimizer in at.seen.optimizers if not optimizer.fused
+    }
     if len(kinds) != 1 or not isinstance(steps.func, ast.Attribute):
         raise Unsure("which optimizer it is cannot be seen")
     kind = kinds.pop()
@@ -137,14 +139,14 @@ def loader(at: FoundAt) -> tuple[Code, ast.Call]:
         Unsure: it cannot be told.
     """
     statement = at.statement
-    found: list[ast.Call] = []
+    result: list[ast.Call] = []
     if isinstance(statement, (ast.For, ast.AsyncFor)):
         for name in ast.walk(statement.iter):
             with suppress(Unsure):
                 if isinstance(name, (ast.Name, ast.Attribute)):
-                    found.append(made_by(at.code, name, *_LOADERS))
-    if len(found) == 1:
-        return at.code, found[0]
+                    result.append(made_by(at.code, name, *_LOADERS))
+    if len(result) == 1:
+        return at.code, result[0]
     return at.only_call(*_LOADERS)
 
 

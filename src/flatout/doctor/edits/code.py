@@ -112,12 +112,12 @@ class Code:
 
     def statements(self, line: int) -> list[ast.stmt]:
         """The innermost statements that a line is part of; of a compound one, its head."""
-        found = [
+        result = [
             node
             for node in ast.walk(self.tree)
             if isinstance(node, ast.stmt) and node.lineno <= line <= _end_of_head(node)
         ]
-        return [one for one in found if not any(self.is_within(other, one) for other in found)]
+        return [item for item in result if not any(self.is_within(other, item) for other in result)]
 
     def is_within(self, node: ast.AST, outer: ast.AST) -> bool:
         """Whether a node is a part of another."""
@@ -141,30 +141,30 @@ class Code:
 
     def above(self, node: ast.AST, *kinds: type[ast.AST]) -> ast.AST | None:
         """The innermost node of these kinds around one."""
-        found = self.parents.get(node)
-        while found is not None and not isinstance(found, kinds):
-            found = self.parents.get(found)
-        return found
+        result = self.parents.get(node)
+        while result is not None and not isinstance(result, kinds):
+            result = self.parents.get(result)
+        return result
 
     def function(self, node: ast.AST) -> ast.FunctionDef | ast.AsyncFunctionDef | ast.Module:
         """The function around a node, else the module."""
-        found = self.above(node, ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-        if isinstance(found, ast.Lambda):
+        result = self.above(node, ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+        if isinstance(result, ast.Lambda):
             raise Unsure("it is in a lambda")
-        if isinstance(found, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            return found
+        if isinstance(result, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            return result
         return self.tree
 
     def statement(self, node: ast.AST) -> ast.stmt:
         """The innermost statement around a node, or itself."""
-        found = node if isinstance(node, ast.stmt) else self.above(node, ast.stmt)
-        assert isinstance(found, ast.stmt)
-        return found
+        result = node if isinstance(node, ast.stmt) else self.above(node, ast.stmt)
+        assert isinstance(result, ast.stmt)
+        return result
 
     def block(self, statement: ast.stmt) -> list[ast.stmt]:
         """The statements among which one stands."""
         for _, value in ast.iter_fields(self.parents[statement]):
-            if isinstance(value, list) and any(one is statement for one in value):
+            if isinstance(value, list) and any(item is statement for item in value):
                 return value
         raise Unsure("it stands in no block")
 
@@ -263,10 +263,10 @@ class Code:
     def under(self, head: str, statements: Sequence[ast.stmt]) -> list[Change]:
         """Statements that follow one another, put under a head such as `with x:`."""
         first, last = statements[0], statements[-1]
-        if not all(self.has_own_lines(one) for one in statements):
+        if not all(self.has_own_lines(statement) for statement in statements):
             raise Unsure("another statement stands on its line")
         # More space at the beginning of a line would become part of such a text.
-        if any(_is_long_text(part) for one in statements for part in ast.walk(one)):
+        if any(_is_long_text(part) for statement in statements for part in ast.walk(statement)):
             raise Unsure("it has a text of several lines")
         indent, deeper = self.indent(first), self.deeper(first)
         changes = [self.before(first, head)]
@@ -303,8 +303,8 @@ class Code:
         if self.begin(last) - self.starts[last.lineno - 1] != len(space):
             return [(at, at, "".join(f", {each}" for each in words))]
         # It begins its line, and so do the new ones; what stands behind it stays with it.
-        comma, found = self.next_token(at)
-        is_comma = found == ","
+        comma, result = self.next_token(at)
+        is_comma = result == ","
         line_ends = self.starts[self.line_of(comma if is_comma else at)]
         if closes < line_ends:
             return [(at, at, "".join(f",{self.newline}{space}{each}" for each in words))]
@@ -363,7 +363,7 @@ def inside(statements: Sequence[ast.AST]) -> Iterator[ast.AST]:
 def first_line(statement: ast.stmt) -> int:
     """The line in which a statement begins, its decorators included."""
     decorators: list[ast.expr] = getattr(statement, "decorator_list", [])
-    return min([statement.lineno, *(one.lineno for one in decorators)])
+    return min([statement.lineno, *(decorator.lineno for decorator in decorators)])
 
 
 def name_of(func: ast.AST) -> str:

@@ -45,16 +45,16 @@ def _is_called_elsewhere_in(at: FoundAt, statement: ast.stmt) -> bool:
 
 def _evaluation(code: Code, statement: ast.stmt) -> ast.stmt:
     """The statement around a line that follows `model.eval()` in its block."""
-    found: ast.AST | None = statement
-    while isinstance(found, ast.stmt):
-        block = code.block(found)
-        before = block[: block.index(found)]
-        if any(_is_eval(one.value) for one in before if isinstance(one, ast.Expr)):
-            if _trains(list(ast.walk(found))):
+    result: ast.AST | None = statement
+    while isinstance(result, ast.stmt):
+        block = code.block(result)
+        before = block[: block.index(result)]
+        if any(_is_eval(item.value) for item in before if isinstance(item, ast.Expr)):
+            if _trains(list(ast.walk(result))):
                 raise Unsure("it trains too")
-            return found
-        found = code.above(found, ast.stmt)
-        if isinstance(found, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            return result
+        result = code.above(result, ast.stmt)
+        if isinstance(result, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             break
     raise Unsure("where the evaluation begins cannot be seen")
 
@@ -91,17 +91,17 @@ def eval_first(at: FoundAt) -> list[Edit]:
 
 def _without_gradients(code: Code, statement: ast.stmt) -> ast.stmt:
     """The `with torch.no_grad()` around a statement, or the function that has it over it."""
-    found: ast.AST | None = statement
-    while found is not None:
-        if isinstance(found, ast.With):
-            managers = [item.context_expr for item in found.items]
-            if any(_is_manager(one) for one in managers):
-                return found
-        if isinstance(found, ast.FunctionDef):
-            if any(_is_manager(one) for one in found.decorator_list):
-                return found
+    result: ast.AST | None = statement
+    while result is not None:
+        if isinstance(result, ast.With):
+            managers = [item.context_expr for item in result.items]
+            if any(_is_manager(manager) for manager in managers):
+                return result
+        if isinstance(result, ast.FunctionDef):
+            if any(_is_manager(item) for item in result.decorator_list):
+                return result
             break
-        found = code.above(found, ast.With, ast.FunctionDef)
+        result = code.above(result, ast.With, ast.FunctionDef)
     raise Unsure("where the evaluation begins cannot be seen")
 
 

@@ -40,8 +40,8 @@ def call_less(at: FoundAt) -> list[Edit]:
     With the assignments that it alone reads, and a counter of its own where no loop has one.
     """
     call, code = at.statement, at.code
-    first = next((one.first for one in at.seen.left_out if str(one.site) == at.finding.where), 0)
-    group = [one for one in code.block(call) if (first or call.lineno) <= one.lineno]
+    first = next((item.first for item in at.seen.left_out if str(item.site) == at.finding.where), 0)
+    group = [item for item in code.block(call) if (first or call.lineno) <= item.lineno]
     group = group[: group.index(call) + 1]
     try:
         return [code.edit(*code.under(f"if {_step(code, call)} % {EVERY} == 0:", group))]
@@ -83,7 +83,7 @@ def _only_tells(at: FoundAt, call: ast.Call) -> bool:
     receiver = call.func.value
     if call.func.attr not in _TELLS or (isinstance(receiver, ast.Name) and receiver.id == "self"):
         return False
-    return all(_keeps_nothing(one) for one in _methods(at.code, receiver, call.func.attr))
+    return all(_keeps_nothing(method) for method in _methods(at.code, receiver, call.func.attr))
 
 
 def _methods(code: Code, receiver: ast.expr, name: str) -> list[ast.FunctionDef]:
@@ -146,8 +146,8 @@ def _counter(loop: ast.For) -> str:
 def set_epoch(at: FoundAt) -> list[Edit]:
     """`sampler.set_epoch(epoch)` at the beginning of each epoch."""
     code = at.code
-    loops = [one for one in at.seen.loaders if str(one.site) == at.finding.where]
-    if not any(one.is_distributed for one in loops):
+    loops = [loader for loader in at.seen.loaders if str(loader.site) == at.finding.where]
+    if not any(loop.is_distributed for loop in loops):
         raise Unsure("no sampler of several ranks was seen")
     _, call = loader(at)
     sampler = next((word.value for word in call.keywords if word.arg == "sampler"), None)
@@ -183,17 +183,17 @@ def _is_made_in(loop: ast.For, name: str) -> bool:
 
 def _iterated(code: Code, loop: ast.For) -> str:
     """The DataLoader that a loop goes through, as it is written."""
-    found = []
+    result = []
     for node in ast.walk(loop.iter):
         if isinstance(node, (ast.Name, ast.Attribute)):
             try:
                 made_by(code, node, "DataLoader")
             except Unsure:
                 continue
-            found.append(ast.unparse(node))
-    if len(found) != 1:
+            result.append(ast.unparse(node))
+    if len(result) != 1:
         raise Unsure("which DataLoader it is cannot be seen")
-    return found[0]
+    return result[0]
 
 
 def share_samples(at: FoundAt) -> list[Edit]:

@@ -86,7 +86,7 @@ def _must_stay(code: Code, value: ast.Call, rest: Sequence[ast.stmt], target: st
 def _known(code: Code) -> set[str]:
     """Names of modules and functions that are imported, or Python's own, and never assigned."""
     imports = [n for n in ast.walk(code.tree) if isinstance(n, (ast.Import, ast.ImportFrom))]
-    found = {
+    result = {
         alias.asname or alias.name.partition(".")[0] for node in imports for alias in node.names
     }
     stores = {
@@ -97,7 +97,7 @@ def _known(code: Code) -> set[str]:
     defined = {
         n.name for n in ast.walk(code.tree) if isinstance(n, (*_FUNCTIONS[:2], ast.ClassDef))
     }
-    return (found | set(dir(builtins))) - stores - defined
+    return (result | set(dir(builtins))) - stores - defined
 
 
 def _root(func: ast.expr) -> str:

@@ -40,12 +40,12 @@ def autocast(at: FoundAt) -> list[Edit]:
         raise Unsure("something casts already, or torch has another name")
     block = code.block(first)
     rest = block[block.index(first) :]
-    ends = [n for n, one in enumerate(rest) if _called(one) & set(_ENDS)]
+    ends = [n for n, item in enumerate(rest) if _called(item) & set(_ENDS)]
     under = rest[: ends[0]] if ends else []
     losses = {
         call.func.value.id
-        for one in rest
-        for call in inside([one])
+        for item in rest
+        for call in inside([item])
         if isinstance(call, ast.Call)
         and isinstance(call.func, ast.Attribute)
         and call.func.attr == "backward"
@@ -53,13 +53,13 @@ def autocast(at: FoundAt) -> list[Edit]:
     }
     assigned = {
         node.id
-        for one in under
-        for node in inside([one])
+        for item in under
+        for node in inside([item])
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
     }
     if not under or len(losses) != 1 or not losses <= assigned:
         raise Unsure("where forward and loss end cannot be seen")
-    if any(_called(one) & set(_LEAVES) for one in under):
+    if any(_called(item) & set(_LEAVES) for item in under):
         raise Unsure("numbers leave torch in between")
     device = at.seen.device.partition(":")[0]
     return [code.edit(*code.under(f'with torch.autocast("{device}", torch.bfloat16):', under))]
@@ -75,14 +75,14 @@ def save_bare(at: FoundAt) -> list[Edit]:
     if any(name_of(call) == "load_state_dict" for call in ast.walk(code.tree)):
         raise Unsure("the file loads what it saves")
     attribute = "_orig_mod" if "_orig_mod." in at.finding.what else "module"
-    found = []
+    result = []
     wrappers = _WRAPPERS[attribute]
     for call in code.calls(at.line):
         if name_of(call.func) == "state_dict" and isinstance(call.func, ast.Attribute):
             made = values(code, call.func.value)[-1:]
             if any(isinstance(v, ast.Call) and name_of(v.func) in wrappers for v in made):
-                found.append(call.func.value)
-    if len(found) != 1:
+                result.append(call.func.value)
+    if len(result) != 1:
         raise Unsure("which model is wrapped cannot be seen")
-    end = code.outer_end(found[0])
+    end = code.outer_end(result[0])
     return [code.edit((end, end, f".{attribute}"))]

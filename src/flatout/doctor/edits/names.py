@@ -75,16 +75,16 @@ def is_imported(code: Code, name: str) -> bool:
 
 def _assigned(scope: ast.AST, name: str) -> list[ast.expr]:
     """What a name is bound to in a scope, in order."""
-    found: list[tuple[int, ast.expr]] = []
+    result: list[tuple[int, ast.expr]] = []
     for node in inside(getattr(scope, "body", [])):
         if isinstance(node, ast.Assign):
             pairs = [pair for target in node.targets for pair in _pairs(target, node.value)]
             same = [v for t, v in pairs if isinstance(t, ast.Name) and t.id == name]
-            found += [(node.lineno, value) for value in same]
+            result += [(node.lineno, value) for value in same]
             targets: list[ast.AST] = [t for t, _ in pairs if not isinstance(t, ast.Name)]
         elif isinstance(node, ast.AnnAssign):
             if isinstance(node.target, ast.Name) and node.target.id == name and node.value:
-                found.append((node.lineno, node.value))
+                result.append((node.lineno, node.value))
             continue
         elif isinstance(node, (ast.Global, ast.Nonlocal)) and name in node.names:
             raise Unsure(f"{name} is shared with other functions")
@@ -93,7 +93,7 @@ def _assigned(scope: ast.AST, name: str) -> list[ast.expr]:
         bound = (n for t in targets for n in ast.walk(t) if isinstance(n, ast.Name))
         if any(n.id == name and isinstance(n.ctx, ast.Store) for n in bound):
             raise Unsure(f"what {name} is cannot be seen")
-    return [value for _, value in sorted(found, key=lambda one: one[0])]
+    return [value for _, value in sorted(result, key=lambda value: value[0])]
 
 
 def _pairs(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
@@ -101,7 +101,7 @@ def _pairs(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr]]
     if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
         both = [*target.elts, *value.elts]
         if len(target.elts) == len(value.elts) and not any(
-            isinstance(one, ast.Starred) for one in both
+            isinstance(item, ast.Starred) for item in both
         ):
             return list(zip(target.elts, value.elts, strict=True))
     return [(target, value)]
@@ -155,12 +155,12 @@ def _of_attribute(code: Code, name: ast.Attribute) -> list[ast.expr]:
     if not (isinstance(name.value, ast.Name) and name.value.id == "self" and owner):
         raise Unsure(f"what {ast.unparse(name)} is cannot be seen")
     words = ast.unparse(name)
-    found: list[ast.expr] = []
+    result: list[ast.expr] = []
     for node in ast.walk(owner):
         targets = node.targets if isinstance(node, ast.Assign) else []
         if any(ast.unparse(target) == words for target in targets):
             assert isinstance(node, ast.Assign)
-            found.append(node.value)
-    if not found:
+            result.append(node.value)
+    if not result:
         raise Unsure(f"what {words} is cannot be seen")
-    return found
+    return result

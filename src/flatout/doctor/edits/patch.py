@@ -27,11 +27,11 @@ def diff(edits: Iterable[Edit], root: Path) -> str:
     Raises:
         FlatoutError: a file has changed, lies elsewhere, or two edits change the same words.
     """
-    found = {}
+    result = {}
     for file, some in by_file(edits).items():
         source = Source.read(file)
-        found[file] = source.encode(), source.with_edits(some).encode()
-    return of_files(found, root)
+        result[file] = source.encode(), source.with_edits(some).encode()
+    return of_files(result, root)
 
 
 def of_files(files: Mapping[str, tuple[bytes, bytes]], root: Path) -> str:

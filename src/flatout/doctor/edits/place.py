@@ -33,17 +33,17 @@ class FoundAt:
     line: int
 
     @classmethod
-    def of(cls, finding: Finding, seen: Observation) -> FoundAt:
+    def of(cls, finding: Finding, observation: Observation) -> FoundAt:
         """The line that a finding names, else the one where the optimizer steps.
 
         Raises:
             Unsure: there is neither.
         """
-        steps = [str(optimizer.site) for optimizer in seen.optimizers if optimizer.site]
+        steps = [str(optimizer.site) for optimizer in observation.optimizers if optimizer.site]
         file, _, line = (finding.where or next(iter(steps), "")).rpartition(":")
         if not (file and line.isdigit()):
             raise Unsure("it has no place in the code")
-        return cls(finding, seen, file, int(line))
+        return cls(finding, observation, file, int(line))
 
     @cached_property
     def code(self) -> Code:
@@ -54,8 +54,10 @@ class FoundAt:
         """
         code = Code.of(self.file)
         line = "".join(code.lines[self.line - 1 : self.line]).strip()
-        here = [one for one in sites(self.seen) if (one.file, one.line) == (self.file, self.line)]
-        if any(one.code not in ("", line) for one in here):
+        here = [
+            site for site in sites(self.seen) if (site.file, site.line) == (self.file, self.line)
+        ]
+        if any(item.code not in ("", line) for item in here):
             raise Unsure("the file has changed since")
         return code
 
@@ -66,10 +68,10 @@ class FoundAt:
         Raises:
             Unsure: there are several, or none.
         """
-        found = self.code.statements(self.line)
-        if len(found) != 1:
-            raise Unsure(f"{len(found)} statements stand on the line")
-        return found[0]
+        result = self.code.statements(self.line)
+        if len(result) != 1:
+            raise Unsure(f"{len(result)} statements stand on the line")
+        return result[0]
 
     def call(self, *names: str) -> ast.Call:
         """The only call of these names on the line.
@@ -77,10 +79,10 @@ class FoundAt:
         Raises:
             Unsure: there are several, or none.
         """
-        found = [call for call in self.code.calls(self.line) if name_of(call.func) in names]
-        if len(found) != 1:
-            raise Unsure(f"{len(found)} calls of {names[0]} stand on the line")
-        return found[0]
+        result = [call for call in self.code.calls(self.line) if name_of(call.func) in names]
+        if len(result) != 1:
+            raise Unsure(f"{len(result)} calls of {names[0]} stand on the line")
+        return result[0]
 
     def codes(self) -> list[Code]:
         """This file and all others of the user's that were seen at work."""
@@ -92,10 +94,10 @@ class FoundAt:
         Raises:
             Unsure: there are several, or none.
         """
-        found = [(code, call) for code in self.codes() for call in calls_of(code, *names)]
-        if len(found) != 1:
-            raise Unsure(f"there are {len(found)} calls of {names[0]}")
-        return found[0]
+        result = [(code, call) for code in self.codes() for call in calls_of(code, *names)]
+        if len(result) != 1:
+            raise Unsure(f"there are {len(result)} calls of {names[0]}")
+        return result[0]
 
     def seen_call(self, *kinds: str) -> Call:
         """What was observed of the calls on the line.
@@ -115,10 +117,10 @@ class FoundAt:
             Unsure: it cannot be told from other things that are called.
         """
         functions = [call.func for call in self.code.calls(self.line)]
-        found = {ast.unparse(func): func for func in functions if self._may_be_model(func)}
-        if len(found) != 1:
+        result = {ast.unparse(func): func for func in functions if self._may_be_model(func)}
+        if len(result) != 1:
             raise Unsure("which of the calls is the model's cannot be seen")
-        return next(iter(found.values()))
+        return next(iter(result.values()))
 
     def _may_be_model(self, func: ast.expr) -> bool:
         if isinstance(func, ast.Attribute):
@@ -150,15 +152,17 @@ class FoundAt:
         return all(isinstance(v, ast.Call) and name_of(v.func).endswith("Loss") for v in made)
 
 
-def sites(seen: Observation) -> list[Site]:
+def sites(observation: Observation) -> list[Site]:
     """The places of the user's code that were seen at work."""
-    found = [call.site for call in seen.calls]
-    found += [one for loader in seen.loaders for one in (loader.site, loader.dataset_site) if one]
-    found += [optimizer.site for optimizer in seen.optimizers if optimizer.site]
-    found += [model.site for model in seen.models if model.site]
-    return found
+    result = [call.site for call in observation.calls]
+    result += [
+        one for loader in observation.loaders for one in (loader.site, loader.dataset_site) if one
+    ]
+    result += [optimizer.site for optimizer in observation.optimizers if optimizer.site]
+    result += [model.site for model in observation.models if model.site]
+    return result
 
 
-def files(seen: Observation) -> set[str]:
+def files(observation: Observation) -> set[str]:
     """The files of the user's whose lines were seen at work."""
-    return {site.file for site in sites(seen) if os.path.isfile(site.file)}
+    return {site.file for site in sites(observation) if os.path.isfile(site.file)}

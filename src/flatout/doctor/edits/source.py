@@ -98,31 +98,31 @@ class Source:
         starts = [0]
         for line in lines:
             starts.append(starts[-1] + len(line))
-        found = sorted({_narrowed(self._change(edit, lines, starts)) for edit in edits})
-        for before, after in pairwise(found):
+        result = sorted({_narrowed(self._change(edit, lines, starts)) for edit in edits})
+        for before, after in pairwise(result):
             if after[0] < before[1] or _compete(before, after):
                 raise FlatoutError(
                     "two edits change the same words",
                     where=f"{self.file}:{bisect_right(starts, after[0])}",
                     do="apply them one at a time",
                 )
-        return found
+        return result
 
     def _change(
         self, edit: Edit, lines: Sequence[str], starts: Sequence[int]
     ) -> tuple[int, int, str, str]:
         """Where an edit begins, ends, what it finds there, and what it puts there."""
         first, last = edit.line - 1, edit.line - 1 + _line_ends(edit.before)
-        found = "".join(lines[first : last + 1]) if 0 <= first <= last < len(lines) else ""
-        end = lines[last][len(lines[last].rstrip("\r\n")) :] if found else ""
-        if not found or found.removesuffix(end) != edit.before:
+        result = "".join(lines[first : last + 1]) if 0 <= first <= last < len(lines) else ""
+        end = lines[last][len(lines[last].rstrip("\r\n")) :] if result else ""
+        if not result or result.removesuffix(end) != edit.before:
             raise FlatoutError(
-                f"the file has changed: expected {edit.before.strip()!r}, found {found.strip()!r}",
+                f"the file has changed: expected {edit.before.strip()!r}, found {result.strip()!r}",
                 where=f"{self.file}:{edit.line}",
                 do="run flatout doctor again",
             )
         after = edit.after + end if edit.after else ""
-        return starts[first], starts[last + 1], found, after
+        return starts[first], starts[last + 1], result, after
 
 
 def _line_ends(text: str) -> int:
@@ -131,28 +131,30 @@ def _line_ends(text: str) -> int:
 
 def _narrowed(change: tuple[int, int, str, str]) -> tuple[int, int, str]:
     """Without the words that stay, so that two edits may change one line in different places."""
-    begin, end, found, after = change
-    head = _in_common(found, after)
-    tail = _in_common(found[head:][::-1], after[head:][::-1])
+    begin, end, result, after = change
+    head = _in_common(result, after)
+    tail = _in_common(result[head:][::-1], after[head:][::-1])
     return begin + head, end - tail, after[head : len(after) - tail]
 
 
-def _in_common(one: str, other: str) -> int:
+def _in_common(value: str, other: str) -> int:
     """How many letters both begin with."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+    return sum(
+        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(value, other, strict=False))
+    )
 
 
-def _compete(one: tuple[int, int, str], other: tuple[int, int, str]) -> bool:
+def _compete(value: tuple[int, int, str], other: tuple[int, int, str]) -> bool:
     """Whether both put lines in at one place, where their order would matter."""
-    is_same_place = one[0] == one[1] == other[0] == other[1]
-    return is_same_place and ("\n" in one[2] or "\n" in other[2])
+    is_same_place = value[0] == value[1] == other[0] == other[1]
+    return is_same_place and ("\n" in value[2] or "\n" in other[2])
 
 
 def by_file(edits: Iterable[Edit]) -> dict[str, list[Edit]]:
     """The edits of each file, in order; two names of one file are one."""
     names: dict[str, str] = {}
-    found: dict[str, list[Edit]] = {}
+    result: dict[str, list[Edit]] = {}
     for edit in edits:
         file = names.setdefault(os.path.realpath(edit.file), edit.file)
-        found.setdefault(file, []).append(edit)
-    return found
+        result.setdefault(file, []).append(edit)
+    return result

@@ -23,7 +23,7 @@ def load(path: Path) -> tuple[Edit, ...]:
         FlatoutError: it is no such file.
     """
     try:
-        edits = tuple(Edit(**one) for one in json.loads(path.read_text(encoding="utf-8")))
+        edits = tuple(Edit(**item) for item in json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise FlatoutError(f"the edits cannot be read: {error.strerror}", where=str(path)) from None
     except (ValueError, TypeError) as error:

@@ -24,7 +24,7 @@ def detach(at: FoundAt) -> list[Edit]:
     nodes = list(inside(function.body))
     backwards = [n for n in nodes if isinstance(n, ast.Call) and name_of(n.func) in _BACKWARD]
     losses = {_operand(call).id for call in backwards}
-    kept = [one for node in nodes for one in _kept(code, node, losses)]
+    kept = [item for node in nodes for item in _kept(code, node, losses)]
     if not kept:
         raise Unsure("where a graph is kept cannot be seen")
     edits = []
@@ -228,10 +228,10 @@ def index_select(at: FoundAt) -> list[Edit]:
     changes = []
     for line, column, end_line, end_column in places:
         here = (line, column, end_line, end_column)
-        found = [node for node in code.heads(at.line) if _place_of(node) == here]
-        if len(found) != 1 or not isinstance(found[0], ast.Subscript):
+        nodes = [node for node in code.heads(at.line) if _place_of(node) == here]
+        if len(nodes) != 1 or not isinstance(nodes[0], ast.Subscript):
             raise Unsure("what was indexed cannot be seen")
-        changes += _as_method(code, found[0])
+        changes += _as_method(code, nodes[0])
     if not changes:
         raise Unsure("whether rows are picked was not seen")
     return [code.edit(*changes)]

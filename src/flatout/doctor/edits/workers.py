@@ -13,7 +13,7 @@ from flatout.doctor.finding import Edit
 def seed_each(at: FoundAt) -> list[Edit]:
     """Constant seeds in worker_init_fn to torch's, which differs in each worker."""
     code = at.code
-    drawn = {one.worker_draws for one in at.seen.loaders if one.worker_draws}
+    drawn = {loader.worker_draws for loader in at.seen.loaders if loader.worker_draws}
     if drawn - {"torch", "random", "numpy"}:
         raise Unsure("the generator is the dataset's own")
     named = [
@@ -36,5 +36,6 @@ def seed_each(at: FoundAt) -> list[Edit]:
     if not seeds:
         raise Unsure("no seed is the same for all workers here")
     return [
-        code.edit((code.begin(one), code.end(one), "torch.initial_seed() % 2**32")) for one in seeds
+        code.edit((code.begin(seed), code.end(seed), "torch.initial_seed() % 2**32"))
+        for seed in seeds
     ]

@@ -79,10 +79,10 @@ class Bench:
         Raises:
             FlatoutError: it cannot be started here.
         """
-        one = Against(
+        against = Against(
             self._job(cure), self._folder, self._until, most_steps=self._most_steps, is_renewed=True
         )
-        return closing(one)
+        return closing(against)
 
     def measure(
         self,
@@ -119,7 +119,8 @@ class Bench:
             precision=precision,
             pace_s=pace_s,
             epoch_steps=self._round,
-            in_epochs=any(one.in_epochs for one in cure.settings) and self._round is not None,
+            in_epochs=any(setting.in_epochs for setting in cure.settings)
+            and self._round is not None,
             settles=fills and self.epoch_steps is None,
             counts_between=counts_between(cure),
             lives=lives,
@@ -134,11 +135,11 @@ class Bench:
         )
         self.start_s = max(self.start_s, pair.a.started_s)
         if pair.blocks:
-            one = pair.blocks[0]
-            block_s = one.whole_step_s * (one.steps + pair.dropped)
+            block = pair.blocks[0]
+            block_s = block.whole_step_s * (block.steps + pair.dropped)
             self._block_s = block_s if self._block_s == _SHORTEST_S else min(block_s, self._block_s)
         self.held = pair.held
-        self.refused += [one for one in pair.refused if one not in self.refused]
+        self.refused += [item for item in pair.refused if item not in self.refused]
         return pair
 
     def _job(self, cure: Cure) -> Any:

@@ -83,73 +83,73 @@ def cures_of(verdict: Verdict, allow: Parity) -> list[Cure]:
     Those that need the user's OK come behind those that do not, and compiling, which takes longest,
     at the end; else the order is that of the findings: by the most that each can return.
     """
-    seen = verdict.observations[0]
-    found: dict[Any, Cure] = {}
+    observation = verdict.observations[0]
+    result: dict[Any, Cure] = {}
     for finding in verdict.findings:
         if finding.kind != "slow" or not (finding.recipe or finding.edits):
             continue
-        cure = _cure(finding, seen)
+        cure = _cure(finding, observation)
         key = cure.fields or cure.edits
-        found[key] = _joined(found[key], cure) if key in found else cure
-    cures = [_with_values(cure, verdict) for cure in found.values()]
+        result[key] = _joined(result[key], cure) if key in result else cure
+    cures = [_with_values(cure, verdict) for cure in result.values()]
     return sorted(cures, key=lambda cure: (_COMPILE in cure.recipe, cure.parity > allow))
 
 
-def _cure(finding: Finding, seen: Observation) -> Cure:
+def _cure(finding: Finding, observation: Observation) -> Cure:
     words = _edit_words((finding.name,), finding.edits)
     if finding.recipe:
-        words = _recipe_words(finding.recipe, seen)
-    parity = _parity(finding, seen)
+        words = _recipe_words(finding.recipe, observation)
+    parity = _parity(finding, observation)
     return Cure(
         names=(finding.name,),
         words=words,
         recipe=dict(finding.recipe),
         edits=finding.edits,
         parity=parity,
-        same_input=_same_input(finding.recipe, parity, seen),
+        same_input=_same_input(finding.recipe, parity, observation),
         own_edits=() if finding.recipe else finding.edits,
     )
 
 
-def _joined(one: Cure, other: Cure) -> Cure:
+def _joined(cure: Cure, other: Cure) -> Cure:
     """One cure for two findings; where they ask for different values both are tried."""
-    more = () if other.recipe == one.recipe else (other,)
-    edits = tuple(dict.fromkeys((*one.edits, *other.edits)))
-    parity = max(one.parity, other.parity)
-    names = tuple(dict.fromkeys((*one.names, *other.names)))
-    same_input = max(one.same_input, other.same_input)
+    more = () if other.recipe == cure.recipe else (other,)
+    edits = tuple(dict.fromkeys((*cure.edits, *other.edits)))
+    parity = max(cure.parity, other.parity)
+    names = tuple(dict.fromkeys((*cure.names, *other.names)))
+    same_input = max(cure.same_input, other.same_input)
     return replace(
-        one,
+        cure,
         names=names,
         edits=edits,
         parity=parity,
         same_input=same_input,
-        others=(*one.others, *more),
+        others=(*cure.others, *more),
     )
 
 
-def _parity(finding: Finding, seen: Observation) -> Parity:
+def _parity(finding: Finding, observation: Observation) -> Parity:
     said = Parity.from_words(finding.parity) if finding.parity else Parity.EXACT
-    return max(said, _of_recipe(finding.recipe, seen))
+    return max(said, _of_recipe(finding.recipe, observation))
 
 
-def _of_recipe(recipe: Mapping[str, Any], seen: Observation) -> Parity:
-    facts = _facts(seen)
+def _of_recipe(recipe: Mapping[str, Any], observation: Observation) -> Parity:
+    facts = _facts(observation)
     return max((of_change(n, None, v, facts) for n, v in recipe.items()), default=Parity.EXACT)
 
 
-def _same_input(recipe: Mapping[str, Any], parity: Parity, seen: Observation) -> Parity:
+def _same_input(recipe: Mapping[str, Any], parity: Parity, observation: Observation) -> Parity:
     """What a Recipe may change beyond the input; all that it may, where it is none of the input."""
     rest = {name: value for name, value in recipe.items() if not SETTINGS[name].of_input}
-    return parity if len(rest) == len(recipe) else _of_recipe(rest, seen)
+    return parity if len(rest) == len(recipe) else _of_recipe(rest, observation)
 
 
-def _facts(seen: Observation) -> ModelFacts:
-    layers = {layer for model in seen.models for layer in model.layers}
+def _facts(observation: Observation) -> ModelFacts:
+    layers = {layer for model in observation.models for layer in model.layers}
     return ModelFacts(
         batch_coupled=any("BatchNorm" in layer for layer in layers),
         draws_random=any("Drop" in layer for layer in layers),
-        device=seen.device.partition(":")[0],
+        device=observation.device.partition(":")[0],
         # No one knows: what both sides of a trial show counts later.
         draws_random_in_input=True,
     )
@@ -157,12 +157,15 @@ def _facts(seen: Observation) -> ModelFacts:
 
 def _with_values(cure: Cure, verdict: Verdict) -> Cure:
     """A number of workers or threads is a guess: others are tried beside it."""
-    seen = verdict.observations[0]
+    observation = verdict.observations[0]
     field_, *more = cure.recipe or [""]
     trial = SETTINGS[field_].trial if field_ and not more else None
     if trial is None or trial.others is None:
         return cure
-    before, values = SETTINGS[field_].written(seen), trial.others(seen.usable_cpus or 1)
+    before, values = (
+        SETTINGS[field_].written(observation),
+        trial.others(observation.usable_cpus or 1),
+    )
     tried = [cure.recipe[field_], *(other.recipe[field_] for other in cure.others)]
     values = [v for v in dict.fromkeys([*tried, *values]) if v != before][:_MOST_VALUES]
     tries: list[Cure] = []
@@ -181,24 +184,24 @@ def _beside_threads(cure: Cure, verdict: Verdict) -> Cure | None:
 
     None where there is nothing to change.
     """
-    seen = verdict.observations[0]
-    workers, cpus = cure.recipe.get("input.workers"), seen.usable_cpus or 1
+    observation = verdict.observations[0]
+    workers, cpus = cure.recipe.get("input.workers"), observation.usable_cpus or 1
     threads = max(1, cpus - (workers or 0))
-    if workers is None or seen.device != "cpu" or (seen.threads or 0) <= threads:
+    if workers is None or observation.device != "cpu" or (observation.threads or 0) <= threads:
         return None
     return _changed(cure, {**cure.recipe, "process.threads": threads}, verdict)
 
 
 def _changed(cure: Cure, change: Mapping[str, Any], verdict: Verdict) -> Cure:
     """The same cure with other values, and with the edits that say the same."""
-    seen = verdict.observations[0]
-    parity = max(cure.parity, _of_recipe(change, seen))
+    observation = verdict.observations[0]
+    parity = max(cure.parity, _of_recipe(change, observation))
     return replace(
         cure,
         recipe=dict(change),
-        words=_recipe_words(change, seen),
+        words=_recipe_words(change, observation),
         parity=parity,
-        same_input=_same_input(change, parity, seen),
+        same_input=_same_input(change, parity, observation),
         edits=tuple(
             dict.fromkeys(
                 edit
@@ -211,12 +214,12 @@ def _changed(cure: Cure, change: Mapping[str, Any], verdict: Verdict) -> Cure:
     )
 
 
-def _recipe_words(recipe: Mapping[str, Any], seen: Observation) -> str:
-    return ", ".join(_field_words(name, value, seen) for name, value in recipe.items())
+def _recipe_words(recipe: Mapping[str, Any], observation: Observation) -> str:
+    return ", ".join(_field_words(name, value, observation) for name, value in recipe.items())
 
 
-def _field_words(name: str, value: Any, seen: Observation) -> str:
-    before = SETTINGS[name].written(seen)
+def _field_words(name: str, value: Any, observation: Observation) -> str:
+    before = SETTINGS[name].written(observation)
     if before is not None:
         return f"{name.partition('.')[2]} {before} to {value}"
     return phrase(name, value)

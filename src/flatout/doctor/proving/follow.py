@@ -22,15 +22,15 @@ def brought_about(verdict: Verdict, pair: Pair) -> list[Finding]:
         verdict: of the script as it is.
         pair: of a trial of a cure. Its B is looked at.
     """
-    seen = verdict.observations[0]
+    observation = verdict.observations[0]
     blocks = [block for block in pair.blocks if block.side == "b"]
     # A job that trains with Flatout decides about its memory itself.
-    if not blocks or seen.framework == "flatout":
+    if not blocks or observation.framework == "flatout":
         return []
     faults = sum(block.faults for block in blocks) / sum(block.steps for block in blocks)
     steps_ms = [block.step_s * 1e3 for block in blocks]
     try:
         # Its lanes are those of a slower step.
-        return look(replace(seen, page_faults=faults, step_ms=steps_ms, lanes_ms={}))
+        return look(replace(observation, page_faults=faults, step_ms=steps_ms, lanes_ms={}))
     except NoSignal:
         return []

@@ -100,11 +100,11 @@ def compare(
 def same_batches(a: Showed, b: Showed) -> bool | None:
     """Whether both saw the same samples in the same order; None if unknown."""
     pairs = [
-        (found, b.batches[loader]) for loader, found in a.batches.items() if loader in b.batches
+        (value, b.batches[loader]) for loader, value in a.batches.items() if loader in b.batches
     ]
     if not pairs:
         return None
-    return all(one[: len(other)] == other[: len(one)] for one, other in pairs)
+    return all(item[: len(other)] == other[: len(item)] for item, other in pairs)
 
 
 def is_same_data(a: Showed, b: Showed) -> bool:
@@ -113,7 +113,7 @@ def is_same_data(a: Showed, b: Showed) -> bool:
         return False
     pairs = [list(zip(a.contents[name], b.contents[name], strict=False)) for name in a.contents]
     return all(
-        found and all(one is not None and one == other for one, other in found) for found in pairs
+        pair and all(item is not None and item == other for item, other in pair) for pair in pairs
     )
 
 

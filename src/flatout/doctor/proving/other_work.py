@@ -32,20 +32,20 @@ class OtherWork:
         cpus = sum(took.values()) / wall
         if cpus < _WORTH:
             return ""
-        pid, _ = max(took, key=lambda one: took[one])
+        pid, _ = max(took, key=lambda value: took[value])
         return f"other processes took {rounded(cpus, 2)} CPUs meanwhile, most of it {_named(pid)}"
 
 
 def _seconds() -> dict[tuple[int, float], float]:
     """CPU seconds of each process that can be seen, by its number and start."""
-    found = {}
+    result = {}
     for process in psutil.process_iter():
         try:
             times = process.cpu_times()
-            found[process.pid, process.create_time()] = times.user + times.system
+            result[process.pid, process.create_time()] = times.user + times.system
         except psutil.Error:
             continue  # it has ended, or may not be looked at
-    return found
+    return result
 
 
 def _named(pid: int) -> str:

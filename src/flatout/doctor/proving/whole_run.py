@@ -23,28 +23,34 @@ def steps_at_all(verdict: Verdict) -> int | None:
     return verdict.steps if verdict.ended == "done" and verdict.steps else None
 
 
-def epoch_steps(seen: Observation) -> int | None:
+def epoch_steps(observation: Observation) -> int | None:
     """Steps of an epoch, where one loader of known length gives all batches that are trained on."""
-    loaders = [loader for loader in seen.loaders if loader.in_training and loader.batches]
+    loaders = [loader for loader in observation.loaders if loader.in_training and loader.batches]
     # A script may make a new loader for each epoch.
-    if not loaders or len({(one.site, one.length, one.batch_size) for one in loaders}) > 1:
+    if (
+        not loaders
+        or len({(loader.site, loader.length, loader.batch_size) for loader in loaders}) > 1
+    ):
         return None
-    batches = _batches(loaders[0], seen.world_size)
-    if batches is None or not seen.optimizers:
+    batches = _batches(loaders[0], observation.world_size)
+    if batches is None or not observation.optimizers:
         return None
-    epochs, taken = sum(one.epochs for one in loaders), sum(one.batches for one in loaders)
+    epochs, taken = (
+        sum(loader.epochs for loader in loaders),
+        sum(loader.batches for loader in loaders),
+    )
     # A loop may break off before the end of an epoch.
     if not (epochs - 1) * batches <= taken <= epochs * batches:
         return None
-    backwards = max(1.0, max(optimizer.backwards for optimizer in seen.optimizers))
+    backwards = max(1.0, max(optimizer.backwards for optimizer in observation.optimizers))
     if backwards % 1:
         return None
     return math.ceil(batches / backwards)
 
 
-def evaluated_every(seen: Observation) -> int | None:
+def evaluated_every(observation: Observation) -> int | None:
     """Steps from one evaluation to the next; None if not known, or they are not as many."""
-    every = {model.evaluated_every for model in seen.models if model.evaluated_every}
+    every = {model.evaluated_every for model in observation.models if model.evaluated_every}
     return every.pop() if len(every) == 1 else None
 
 
@@ -88,7 +94,7 @@ def _default(script: Path, names: Sequence[str]) -> int | None:
     for call in ast.walk(tree):
         if not isinstance(call, ast.Call) or getattr(call.func, "attr", "") != "add_argument":
             continue
-        if not any(isinstance(one, ast.Constant) and one.value in names for one in call.args):
+        if not any(isinstance(arg, ast.Constant) and arg.value in names for arg in call.args):
             continue
         for keyword in call.keywords:
             value = getattr(keyword.value, "value", None)

@@ -88,7 +88,7 @@ def start(begin: Callable[[], tuple[int, Any]], kinds: int, folder: Path) -> Apa
             os.waitpid(init, 0)
         raise
     script, *listening = descriptors
-    services = [socket.socket(fileno=one) for one in listening]
+    services = [socket.socket(fileno=item) for item in listening]
     return Apart(init, number, script, said["said"], services, here)
 
 
@@ -102,8 +102,8 @@ def _understood(told: bytes) -> dict[str, Any]:
 def _number_of(descriptor: int) -> int:
     """The number, as it is here, of the process of a pidfd."""
     with open(f"/proc/self/fdinfo/{descriptor}") as fields:
-        found = dict(line.split(":", 1) for line in fields)
-    return int(found["Pid"])
+        result = dict(line.split(":", 1) for line in fields)
+    return int(result["Pid"])
 
 
 def _make(
@@ -142,11 +142,11 @@ def _be_init(
             namespaces.mount_own_proc()
         services = own_network.begin(machine) if machine is not None else []
         script, said = begin()
-        descriptors = [os.pidfd_open(script), *(one.fileno() for one in services)]
+        descriptors = [os.pidfd_open(script), *(service.fileno() for service in services)]
         socket.send_fds(line, [json.dumps({"said": said}).encode()], descriptors)
         os.close(descriptors[0])
-        for one in services:
-            one.close()
+        for service in services:
+            service.close()
         if line.recv(_MESSAGE):  # until this process reaps it, its number is its own
             _tell(line, {"exit": _ended(script)})
     except BaseException as error:

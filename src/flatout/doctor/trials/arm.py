@@ -94,8 +94,8 @@ class Showed:
         self.losses += said.get("losses", [])
         self.applied = said.get("applied", self.applied)
         self.left = said.get("left", self.left)
-        for loader, found in said.get("batches", {}).items():
-            self.batches.setdefault(loader, []).extend(found)
+        for loader, value in said.get("batches", {}).items():
+            self.batches.setdefault(loader, []).extend(value)
         for loader, read in said.get("contents", {}).items():
             self.contents.setdefault(loader, []).extend(read)
 
@@ -265,8 +265,8 @@ class Arm:
 
     def refused(self) -> list[dict[str, str]]:
         """What the script was not allowed to do: {"kind", "what", "where"}."""
-        found = [*self._refused, *self.process.refused()]
-        return [json.loads(line) for line in dict.fromkeys(json.dumps(one) for one in found)]
+        result = [*self._refused, *self.process.refused()]
+        return [json.loads(line) for line in dict.fromkeys(json.dumps(item) for item in result)]
 
     def close(self) -> None:
         """End it, and remove what it has written."""

@@ -84,7 +84,7 @@ def _refuse_outside(path: Any, writable: tuple[str, ...], note: str) -> None:
         return
     text = os.path.abspath(os.fsdecode(path))
     if text.startswith("file:") or any(
-        text == one or text.startswith(one + "/") for one in writable
+        text == item or text.startswith(item + "/") for item in writable
     ):
         return
     _refuse("write", f"a trial must not change {text}, and nothing has redirected it", note)
@@ -114,8 +114,8 @@ def is_of_this_machine(name: str) -> bool:
 def _addresses() -> frozenset[str]:
     import psutil
 
-    found = psutil.net_if_addrs().values()
-    return frozenset(one.address.partition("%")[0] for some in found for one in some)
+    result = psutil.net_if_addrs().values()
+    return frozenset(item.address.partition("%")[0] for some in result for item in some)
 
 
 def _refuse(kind: str, what: str, note: str) -> None:

@@ -44,10 +44,10 @@ def restrict_writes(folders: Sequence[Path]) -> bool:
     Returns:
         whether the kernel can: if not, nothing has changed.
     """
-    found = version()
-    if not found:
+    result = version()
+    if not result:
         return False
-    handled = _CHANGES | (_REFER if found >= 2 else 0) | (_TRUNCATE if found >= 3 else 0)
+    handled = _CHANGES | (_REFER if result >= 2 else 0) | (_TRUNCATE if result >= 3 else 0)
     return _restrict([handled], folders)
 
 

@@ -56,7 +56,9 @@ def mount_own_proc() -> None:
     Raises:
         OSError: it is not allowed.
     """
-    below = [one for one in mounted() if one.startswith("/proc/") and one != _MOUNTED_WHEN_OPENED]
+    below = [
+        item for item in mounted() if item.startswith("/proc/") and item != _MOUNTED_WHEN_OPENED
+    ]
     kept = [(name, os.open(name, os.O_PATH)) for name in below if os.path.exists(name)]
     mount("proc", "/proc", "proc", 0)
     for name, descriptor in kept:

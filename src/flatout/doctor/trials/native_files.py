@@ -54,12 +54,12 @@ def real(path: str) -> str:
         if part == "..":
             at = os.path.dirname(at)
             continue
-        one = os.path.join(at, part)
-        if is_link(one) and followed < 40:
+        result = os.path.join(at, part)
+        if is_link(result) and followed < 40:
             followed += 1
-            target = native.readlink(one)
+            target = native.readlink(result)
             parts[:0] = target.split("/")
             at = "/" if target.startswith("/") else at
         else:
-            at = one
+            at = result
     return at

@@ -106,20 +106,20 @@ def find_sends(script: Path) -> list[Sends]:
 
     A file that cannot be read or parsed counts as one that sends nothing: Python will say so.
     """
-    found: list[Sends] = []
-    waiting, seen = [script], {script.resolve()}
-    while waiting and len(seen) <= _MOST_FILES:
+    sends: list[Sends] = []
+    waiting, result = [script], {script.resolve()}
+    while waiting and len(result) <= _MOST_FILES:
         file = waiting.pop(0)
         try:
             tree = ast.parse(file.read_bytes())
         except (OSError, ValueError, SyntaxError):
             continue
-        found += _in_tree(tree, str(file))
+        sends += _in_tree(tree, str(file))
         for other in _imported(tree, file, script.parent):
-            if other.resolve() not in seen:
-                seen.add(other.resolve())
+            if other.resolve() not in result:
+                result.add(other.resolve())
                 waiting.append(other)
-    return found
+    return sends
 
 
 def _in_tree(tree: ast.Module, file: str) -> list[Sends]:
@@ -134,7 +134,7 @@ def _in_tree(tree: ast.Module, file: str) -> list[Sends]:
             what = f"names a place beyond this machine, {node.value}" if remote else ""
         if what and isinstance(node, (ast.Call, ast.Constant)):
             places[node.lineno, what] = Sends(file, node.lineno, what)
-    return sorted(places.values(), key=lambda one: one.line)
+    return sorted(places.values(), key=lambda value: value.line)
 
 
 def _of_call(call: ast.Call, names: dict[str, str]) -> str:
@@ -206,6 +206,6 @@ def _imported(tree: ast.Module, file: Path, root: Path) -> Iterator[Path]:
             continue
         for base, name in modules:
             path = base.joinpath(*name.split("."))
-            for one in (path.with_suffix(".py"), path / "__init__.py"):
-                if one.is_file():
-                    yield one
+            for item in (path.with_suffix(".py"), path / "__init__.py"):
+                if item.is_file():
+                    yield item

@@ -49,7 +49,7 @@ def enter(upper: Path, passes: Sequence[Path] = (), *, as_user: bool | None = No
     real = [(path, os.open(path, os.O_PATH)) for path in passes]
     mounted = _mounted()
     # The one that holds the writes comes last: then they can no longer be reached by name.
-    wanted = sorted(_to_cover(mounted), key=lambda one: _holds(one, os.path.realpath(upper)))
+    wanted = sorted(_to_cover(mounted), key=lambda value: _holds(value, os.path.realpath(upper)))
     covered = [folder for folder in wanted if _cover(folder, upper)]
     if not any(_holds(folder, os.path.realpath(here)) for folder in covered):
         raise FlatoutError(f"{here} cannot be overlaid")
@@ -69,10 +69,10 @@ def enter(upper: Path, passes: Sequence[Path] = (), *, as_user: bool | None = No
 
 def _to_cover(mounted: Sequence[str]) -> list[str]:
     """Returns the folders to cover, of which none holds another: as few as possible."""
-    found = [folder for mount in mounted for folder in _without_mounts(mount, set(mounted))]
-    if len(found) > _MOST:
-        raise FlatoutError(f"{len(found)} folders would have to be covered")
-    return found
+    result = [folder for mount in mounted for folder in _without_mounts(mount, set(mounted))]
+    if len(result) > _MOST:
+        raise FlatoutError(f"{len(result)} folders would have to be covered")
+    return result
 
 
 def _without_mounts(folder: str, mounted: set[str]) -> Iterator[str]:

@@ -50,9 +50,9 @@ class Machine:
 
 def of_this_machine(folder: Path) -> Machine:
     """As it is now, in this process' network."""
-    found = [one.address for some in psutil.net_if_addrs().values() for one in some]
+    result = [item.address for some in psutil.net_if_addrs().values() for item in some]
     addresses = []
-    for text in found:
+    for text in result:
         with suppress(ValueError):  # of hardware, or of one link
             address = ipaddress.ip_address(text)
             if not (address.is_loopback or address.is_link_local):
@@ -61,17 +61,17 @@ def of_this_machine(folder: Path) -> Machine:
 
 
 def _services() -> list[tuple[str, int]]:
-    found = []
+    result = []
     for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         with suppress(OSError):
             for line in Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]:
                 _, local, _, state = line.split()[:4]
                 if state == _LISTENS:
                     address, port = _address_of(local, family)
-                    found.append((address.removeprefix("::ffff:"), port))
+                    result.append((address.removeprefix("::ffff:"), port))
                     if address == "::":  # as a rule it takes what comes to the other kind, too
-                        found.append(("0.0.0.0", port))
-    return list(dict.fromkeys(found))[:_MOST_SERVICES]
+                        result.append(("0.0.0.0", port))
+    return list(dict.fromkeys(result))[:_MOST_SERVICES]
 
 
 def _address_of(text: str, family: int) -> tuple[str, int]:
@@ -107,7 +107,7 @@ def begin(machine: Machine) -> list[socket.socket]:
     for name in os.environ:
         if name.endswith("_SOCKET_IFNAME"):  # where gloo, NCCL and others are told to listen
             os.environ[name] = _LOOPBACK
-    return [one for one in map(_listening, machine.services) if one is not None]
+    return [item for item in map(_listening, machine.services) if item is not None]
 
 
 def _add4(control: socket.socket, name: str, address: str) -> None:
@@ -129,16 +129,16 @@ def _name_itself(machine: Machine) -> None:
 
 def _listening(where: tuple[str, int]) -> socket.socket | None:
     family = socket.AF_INET6 if ":" in where[0] else socket.AF_INET
-    one = socket.socket(family)
+    result = socket.socket(family)
     try:
         if family == socket.AF_INET6:
-            one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        one.bind(where)
-        one.listen()
+            result.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        result.bind(where)
+        result.listen()
     except OSError:
-        one.close()
+        result.close()
         return None
-    return one
+    return result
 
 
 def meets_elsewhere(command: Sequence[str], variables: Mapping[str, str] = os.environ) -> str:
@@ -148,8 +148,8 @@ def meets_elsewhere(command: Sequence[str], variables: Mapping[str, str] = os.en
         name, _, value = option.partition("=")
         if name in _MEETING:
             places.append(value or after)
-    hosts = [_host(one) for one in places]
-    return next((one for one in hosts if not is_of_this_machine(one)), "")
+    hosts = [_host(place) for place in places]
+    return next((host for host in hosts if not is_of_this_machine(host)), "")
 
 
 def _host(place: str) -> str:

@@ -187,7 +187,7 @@ class Against:
             own = replace(terms, floor=0.0)
             pair.cpu = _from_whole_quadruples(pair.blocks, lambda block: block.cpu_step_s, own)
         sides = [self._a, *([other] if other is not None else [])]
-        pair.refused = [one for side in sides for one in side.refused()]
+        pair.refused = [item for side in sides for item in side.refused()]
         pair.a = self._a.showed
         pair.b = other.showed if other is not None else Showed()
         pair.seconds = time.monotonic() - began

@@ -83,7 +83,7 @@ class Process:
         how = {
             "folder": str(folder),
             "temporary": str(temporary),
-            "passes": [os.path.realpath(one) for one in (temporary, *passes)],
+            "passes": [os.path.realpath(item) for item in (temporary, *passes)],
             "command": list(job.command),
             "apart": apart,
         }
@@ -92,7 +92,7 @@ class Process:
             said = self._start({**how, "is_redirected": tried}, variables)
             if "cannot" not in said:
                 self.pid, self.held = int(said["pid"]), str(said["held"])
-                self.lacks = [str(one) for one in said["lacks"]]
+                self.lacks = [str(item) for item in said["lacks"]]
                 return
             self._close()
         raise FlatoutError(f"a trial cannot begin: {said['cannot']}")

@@ -154,10 +154,10 @@ def content_of(batch: Any, begun: int = 0) -> int | None:
     if isinstance(batch, dict):
         batch = [part for item in batch.items() for part in item]
     if isinstance(batch, (list, tuple)):
-        found: int | None = zlib.crc32(str(len(batch)).encode(), begun)
+        result: int | None = zlib.crc32(str(len(batch)).encode(), begun)
         for part in batch:
-            found = None if found is None else content_of(part, found)
-        return found
+            result = None if result is None else content_of(part, result)
+        return result
     if batch is None or isinstance(batch, (bool, int, float, str, bytes)):
         return zlib.crc32(repr(batch).encode(), begun)
     try:

@@ -54,8 +54,8 @@ def _patch_open(view: View) -> None:
                 path = view.to_write(path, keep=not flags & os.O_TRUNC)
             else:
                 path = view.to_read(path)
-        found: int = native_files.native.open(path, flags, mode, dir_fd=dir_fd)
-        return found
+        result: int = native_files.native.open(path, flags, mode, dir_fd=dir_fd)
+        return result
 
     builtins.open = io.open = opened
     os.open = os_open
@@ -85,7 +85,7 @@ def _patch_reading(view: View) -> None:
         if isinstance(path, int):
             return native_files.native.listdir(path)
         names = view.listed("." if path is None else path)
-        return [os.fsencode(one) for one in names] if isinstance(path, bytes) else names
+        return [os.fsencode(name) for name in names] if isinstance(path, bytes) else names
 
     def scandir(path: Name = None) -> Any:
         if isinstance(path, int):
@@ -152,7 +152,7 @@ def _patch_moving(view: View) -> None:
         native = getattr(native_files.native, name)
 
         def move(src: Name, dst: Name, **options: Any) -> None:
-            if any(one is not None for one in options.values()):
+            if any(option is not None for option in options.values()):
                 native(src, dst, **options)
                 return
             if not view.exists(src):

@@ -18,8 +18,8 @@ def relay(services: Sequence[socket.socket]) -> NoReturn:
     Each connection goes on to the same address and port in this process' own network.
     """
     waiting = selectors.DefaultSelector()
-    for one in services:
-        waiting.register(one, selectors.EVENT_READ)
+    for service in services:
+        waiting.register(service, selectors.EVENT_READ)
     while True:
         for key, _ in waiting.select():
             assert isinstance(key.fileobj, socket.socket)
@@ -31,8 +31,8 @@ def relay(services: Sequence[socket.socket]) -> NoReturn:
 def _join(inside: socket.socket) -> None:
     with suppress(OSError), inside, socket.socket(inside.family) as outside:
         outside.connect(inside.getsockname())
-        for one in (inside, outside):
-            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for item in (inside, outside):
+            item.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         back = threading.Thread(target=_copy, args=(outside, inside), daemon=True)
         back.start()
         _copy(inside, outside)

@@ -72,8 +72,8 @@ def left() -> list[Path]:
     """Folders of trials whose process is gone."""
     if not is_made(trials_folder()):
         return []
-    found = [one for one in sorted(trials_folder().iterdir()) if _NAME.fullmatch(one.name)]
-    return [one for one in found if not is_alive(one)]
+    result = [item for item in sorted(trials_folder().iterdir()) if _NAME.fullmatch(item.name)]
+    return [item for item in result if not is_alive(item)]
 
 
 def is_alive(folder: Path) -> bool:
@@ -125,13 +125,13 @@ def _is_of(temporary: Path, folder: Path) -> bool:
 
 def _owner(folder: Path) -> dict[str, Any]:
     try:
-        found = json.loads((folder / "owner.json").read_text())
+        data = json.loads((folder / "owner.json").read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return data if isinstance(data, dict) else {}
 
 
 def _began(pid: int) -> int:
     """When a process was started, in the kernel's ticks: tells it from a later one of its pid."""
-    found = state_and_start(pid)
-    return -1 if found is None or found[0] in "ZX" else found[1]
+    result = state_and_start(pid)
+    return -1 if result is None or result[0] in "ZX" else result[1]

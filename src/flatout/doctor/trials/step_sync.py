@@ -161,5 +161,5 @@ def _queued_batches() -> int:
     import gc
 
     kind = loader._MultiProcessingDataLoaderIter
-    alive = [one for one in gc.get_objects() if isinstance(one, kind)]
-    return max((one._num_workers * (one._prefetch_factor or 1) for one in alive), default=0)
+    alive = [item for item in gc.get_objects() if isinstance(item, kind)]
+    return max((item._num_workers * (item._prefetch_factor or 1) for item in alive), default=0)

@@ -124,12 +124,12 @@ def _started(how: dict[str, Any]) -> _Script:
             continue
         begin = functools.partial(_begun, how, kinds)
         try:
-            one = apart.start(begin, kinds, Path(how["temporary"]))
+            result = apart.start(begin, kinds, Path(how["temporary"]))
         except OSError:
             continue
-        _relay(one.services)
-        held, lacks = one.said
-        return _Script(one.init, one.script, held, lacks, one)
+        _relay(result.services)
+        held, lacks = result.said
+        return _Script(result.init, result.script, held, lacks, result)
     pid, (held, lacks) = _begun(how, 0)
     return _Script(pid, pid, held, lacks)
 
@@ -169,8 +169,8 @@ def _relay(services: list[socket.socket]) -> None:
             relay(services)
         finally:
             os._exit(0)
-    for one in services:
-        one.close()
+    for service in services:
+        service.close()
 
 
 def _obey(script: _Script) -> None:
@@ -207,22 +207,22 @@ def _obey(script: _Script) -> None:
 
 def _reap(root: int) -> int | None:
     """Takes leave of the children that have ended; returns this one's exit code if it has."""
-    found = None
+    result = None
     with suppress(ChildProcessError):
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 break
             if pid == root:
-                found = os.waitstatus_to_exitcode(status)
-    return found
+                result = os.waitstatus_to_exitcode(status)
+    return result
 
 
 def _signal_all(number: int) -> None:
     """Sends a signal to all that this process has begun, also to what is begun meanwhile."""
     reached: set[tuple[int, float]] = set()
     while True:
-        below = {(one.pid, one.create_time()): one for one in _below()}
+        below = {(item.pid, item.create_time()): item for item in _below()}
         new = below.keys() - reached
         if not new:
             return
@@ -233,12 +233,12 @@ def _signal_all(number: int) -> None:
 
 
 def _below() -> list[psutil.Process]:
-    return [one for one in psutil.Process().children(recursive=True) if _lives(one)]
+    return [item for item in psutil.Process().children(recursive=True) if _lives(item)]
 
 
-def _lives(one: psutil.Process) -> bool:
+def _lives(value: psutil.Process) -> bool:
     try:
-        return bool(one.status() != psutil.STATUS_ZOMBIE)
+        return bool(value.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 

@@ -93,13 +93,13 @@ class View:
         return end
 
     def _copy(self, path: str, copy: str, keep: bool) -> None:
-        found = native.lstat(path)
-        mode = stat.S_IMODE(found.st_mode)
-        if stat.S_ISDIR(found.st_mode):
+        result = native.lstat(path)
+        mode = stat.S_IMODE(result.st_mode)
+        if stat.S_ISDIR(result.st_mode):
             native.mkdir(copy, mode | 0o700)
-        elif stat.S_ISLNK(found.st_mode):
+        elif stat.S_ISLNK(result.st_mode):
             native.symlink(native.readlink(path), copy)
-        elif stat.S_ISREG(found.st_mode):
+        elif stat.S_ISREG(result.st_mode):
             if not native.access(path, os.W_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
             with native_open(copy, "wb") as target:
@@ -107,7 +107,7 @@ class View:
                     with native_open(path, "rb") as source:
                         shutil.copyfileobj(source, target, 1 << 20)
             native.chmod(copy, mode)
-            native.utime(copy, ns=(found.st_atime_ns, found.st_mtime_ns))
+            native.utime(copy, ns=(result.st_atime_ns, result.st_mtime_ns))
 
     def copy_tree(self, name: Name) -> str:
         """A whole folder or file, to be moved: all of it is copied."""
@@ -152,7 +152,7 @@ class View:
             names.update(dict.fromkeys(native.listdir(copy)))
         if not self._is_gone(path) and exists(path):
             theirs = native.listdir(path)
-            names.update((one, None) for one in theirs if not self._is_gone(f"{path}/{one}"))
+            names.update((their, None) for their in theirs if not self._is_gone(f"{path}/{their}"))
         if not names and not exists(copy):
             native.listdir(self.to_read(name))  # raises what there is to say
         return list(names)
@@ -172,9 +172,9 @@ class View:
         while not exists(self._files + folder):
             missing.append(folder)
             folder = os.path.dirname(folder)
-        for one in reversed(missing):
+        for item in reversed(missing):
             with suppress(FileExistsError):
-                native.mkdir(self._files + one)
+                native.mkdir(self._files + item)
 
     def _has_parent(self, path: str) -> bool:
         parent = os.path.dirname(path)
@@ -198,7 +198,7 @@ class View:
     def _is_passed(self, path: str) -> bool:
         if path.startswith("/dev/shm/"):  # files may lie here; shared memory has no Python path
             return False
-        return any(path == one or path.startswith(one + "/") for one in self._passes)
+        return any(path == item or path.startswith(item + "/") for item in self._passes)
 
     def _any_gone(self) -> bool:
         """Reads what this process or another one of the trial has deleted since."""
