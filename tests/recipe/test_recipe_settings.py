@@ -29,6 +29,8 @@ EXPECTED = [
     ("compute.compile", "off", "on", NOTHING, Parity.TOLERANT),
     ("compute.compile", "off", "on", DRAWS, Parity.REDRAWN),
     ("compute.capture", "off", "on", COUPLED, Parity.TOLERANT),
+    ("compute.cuda_graph", "off", "on", DRAWS, Parity.EXACT),
+    ("compute.cudnn_benchmark", "off", "on", NOTHING, Parity.TOLERANT),
     ("compute.matmul_precision", "highest", "high", NOTHING, Parity.TOLERANT),
     ("compute.deterministic", False, True, NOTHING, Parity.TOLERANT),
     ("memory.micro_batch", "whole", 8, NOTHING, Parity.TOLERANT),

@@ -1,3 +1,5 @@
+from flatout.devices.fp32_matmul import keep_matmul_precision as keep_matmul_precision
+from flatout.devices.fp32_matmul import matmul_precision as matmul_precision
 from flatout.devices.gpu_use import GpuMeter as GpuMeter
 from flatout.devices.gpu_use import GpuUse as GpuUse
 from flatout.devices.inventory import Inventory as Inventory

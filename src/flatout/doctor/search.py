@@ -59,6 +59,7 @@ class ScriptFacts:
 
     # Not observed.
     has_tf32_units = may_be_slower_in_bf16 = has_fused_norms = has_large_tables = False
+    can_graph = has_cudnn_choices = False
 
     def __init__(self, seen: Observation) -> None:
         convolutions = [model for model in seen.models if model.has_convolutions]

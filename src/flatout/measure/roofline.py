@@ -52,6 +52,7 @@ _KNOWN = (
     "compute.fused_optimizer",
     "compute.compile",
     "compute.capture",
+    "compute.cuda_graph",
 )
 # No operator is expected to run at less than this part of the best rates.
 _FAR = 5.0
@@ -188,6 +189,8 @@ def _of_lane(
     calls = sum(of["calls"] for of in kinds.values())
     if settings.get("compute.capture") == "on":
         calls = int(lane == "forward")  # one for the whole step
+    elif settings.get("compute.cuda_graph") == "on" and not is_update:
+        calls = int(lane == "forward")  # one for both passes
     elif settings.get("compute.compile") == "on" and not is_update:
         calls = 1
     dispatch = calls / rates["nodes_per_s" if lane == "backward" else "calls_per_s"]

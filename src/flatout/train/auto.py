@@ -43,6 +43,7 @@ _RATES_S, _RATES_SHARE = 3.0, 0.01
 # Why nothing is tried where steps are long, or others keep the machine busy.
 _KEPT_FIRST = "what frozen layers give is kept from the start, and no settings are tried before"
 _TOO_SLOW = "a few samples take too long to look at other settings before the first step"
+GRAPH = "compute.cuda_graph"
 # Why a step is not compiled as a whole.
 _DRAWS = "the model draws random numbers"
 # The reason of a setting that is still being measured, and where that came to no end.
@@ -200,6 +201,9 @@ def _checked(
     captures = requested.get(CAPTURE) == "auto" and of_change(CAPTURE, "off", "on", facts) <= allow
     if captures and facts.draws_random:
         captures, check.dropped[CAPTURE] = False, _DRAWS
+    graphs = stepper.cuda_graphs
+    if graphs is not None and (why := graphs.objection(check.compute, (batch,))):
+        check.dropped[GRAPH] = why
     counts = _counts(requested, batch, facts, allow)
     if not (options or threads or compiles or captures or any(counts)):
         return None, ""
@@ -460,8 +464,13 @@ class _Job:
         ).outgrow(batch)
         self.has_gpu = device.type == "cuda"
         self.could_use_bf16 = _has_bf16_units(device)
-        self.has_tf32_units = self.has_gpu and torch.cuda.get_device_capability(device) >= (8, 0)
+        is_plain = switch.now.matmul_precision == "highest"
+        self.has_tf32_units = is_plain and self.has_gpu and _is_ampere(device)
         self.has_convolutions = uses_convolution(switch.model)
+        self.has_cudnn_choices = (
+            self.has_gpu and self.has_convolutions and switch.now.cudnn_benchmark == "off"
+        )
+        self.can_graph = self.has_gpu and place().world_size == 1
         self.may_be_slower_in_bf16 = (
             device.type == "cpu" and self.could_use_bf16 and may_be_slower_in_bf16(switch.model)
         )
@@ -491,9 +500,14 @@ def _options(
     return sorted(options, key=lambda option: (-votes[option.field], _ORDER.get(option.field, 9)))
 
 
+def _is_ampere(device: torch.device) -> bool:
+    """Or newer: with units for TF32 and bf16."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def _has_bf16_units(device: torch.device) -> bool:
     if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (8, 0)
+        return _is_ampere(device)
     instructions = fingerprint().as_dict().get("instructions", ())
     return any(name in instructions for name in ("amx_bf16", "avx512_bf16", "bf16"))
 

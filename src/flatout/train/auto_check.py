@@ -17,6 +17,7 @@ from torch import nn
 
 from flatout.console import first_line
 from flatout.data import Batch
+from flatout.data.randomness import same_state
 from flatout.errors import OutOfMemory
 from flatout.measure import finish_device
 from flatout.models import adapter_of
@@ -56,7 +57,7 @@ class FirstCheck:
         clock: returns seconds.
 
     Attributes:
-        plain, budget: as given.
+        compute, plain, budget: as given.
         dropped: fields that cannot be used, and why.
         slower: by field, how many times as long the few samples took; "together" for all at once.
         few_s: seconds that these took under plain settings; None where they were not timed.
@@ -72,7 +73,7 @@ class FirstCheck:
         budget: Budget,
         clock: Callable[[], float],
     ) -> None:
-        self._stepper, self._compute, self.plain = stepper, compute, plain
+        self._stepper, self.compute, self.plain = stepper, compute, plain
         self.budget, self._clock = budget, clock
         self._whole = batch
         self._few = batch.rows(0, max(min(_FEWEST, batch.size), batch.size // _PART))
@@ -94,7 +95,7 @@ class FirstCheck:
         model = self._stepper.switch.model
         dropouts = [m for m in model.modules() if type(m) is nn.Dropout and m.p > 0]
         handles = [m.register_forward_pre_hook(watch) for m in dropouts]
-        before = torch.get_rng_state()
+        before = random_state()
         try:
             with untouched(model), torch.no_grad():
                 try:
@@ -105,7 +106,7 @@ class FirstCheck:
                     # A model may take batches of one size only.
                     self._few = self._whole
                     self._first_s = self._timed(partial(self._stepper.look, self._few, self._run))
-                drawn = not torch.equal(torch.get_rng_state(), before)
+                drawn = not same_state(before, random_state())
         finally:
             for handle in handles:
                 handle.remove()
@@ -115,7 +116,7 @@ class FirstCheck:
 
     def _run(self, pieces: list[Batch]) -> None:
         for piece in pieces:
-            self._compute(piece)
+            self.compute(piece)
 
     def time_forward(self, looked_s: float = 0.0) -> None:
         """Tell the budget about what a step takes, by a forward pass of the whole batch.
@@ -254,7 +255,7 @@ class FirstCheck:
         parity = of_change(option.field, "plain", option.value, facts)
         if parity is Parity.REDRAWN:
             return ""  # other random numbers give other gradients
-        share = _difference(plain, gradients)
+        share = difference(plain, gradients)
         if parity is Parity.EXACT and not all(map(_equal, plain, gradients)):
             return "" if self._is_plain_again(plain, share) else "would change the result"
         most = _HALF_ROUNDING if option.setting == "precision" else _ROUNDING
@@ -268,7 +269,7 @@ class FirstCheck:
             return False
         self._stepper.use(self.plain)
         again = self._gradients(self._few)
-        return 0 < share <= _AS_PLAIN * _difference(plain, again)
+        return 0 < share <= _AS_PLAIN * difference(plain, again)
 
     def _own_rounding(self, plain: Gradients) -> float:
         """What may be rounding where plain gradients are rounded themselves, as by TF32's 10 bits.
@@ -281,7 +282,7 @@ class FirstCheck:
             self._stepper.use(self.plain.but(matmul_precision="highest"))
             with torch.backends.cudnn.flags(allow_tf32=False):
                 exact = self._gradients(self._few)
-            self._rounding = _AS_PLAIN * _difference(exact, plain)
+            self._rounding = _AS_PLAIN * difference(exact, plain)
         return self._rounding
 
     def _few_as(self, settings: Settings) -> Batch:
@@ -329,7 +330,7 @@ class FirstCheck:
         with nullcontext() if keyed is None else keyed.step(0), stepper.switch.autocast():
             if keyed is not None:
                 keyed.at(0, batch.size)
-            value = self._compute(batch)
+            value = self.compute(batch)
         loss: torch.Tensor = value[0] if isinstance(value, tuple) else value
         return loss
 
@@ -382,8 +383,9 @@ def _equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     return torch.equal(*(g.to_dense() if g.is_sparse else g for g in (a, b)))
 
 
-def _difference(plain: Gradients, others: Gradients) -> float:
-    """The norm of what differs, as a share of the norm of all plain gradients."""
+def difference(plain: Gradients, others: Gradients) -> float:
+    """The norm of what differs, as a share of the norm of all plain gradients; the losses before
+    them do not count."""
     differing = norm = 0.0
     for a, b in zip(plain[1:], others[1:], strict=True):
         if a is None or b is None:

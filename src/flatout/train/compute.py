@@ -88,12 +88,16 @@ class ModelCompute:
         feed(self.metrics, output, self._prepare(batch), False)
 
     @property
+    def own(self) -> Callable[[Any, Any], Value] | None:
+        """The loss where it is a function of one's own, none of torch's."""
+        own = self._loss.own
+        places = (type(own).__module__, getattr(own, "__module__", None) or "")
+        return None if any(place.startswith("torch.nn.") for place in places) else own
+
+    @property
     def hindrance(self) -> str:
         """Why `traced` may depend on more than tensors and modules; "" where it does not."""
-        own = self._loss.own
-        if own is None or type(own).__module__.startswith("torch.nn."):
-            return ""
-        return f"the loss {self._loss.name} is a function of one's own"
+        return "" if self.own is None else f"the loss {self._loss.name} is a function of one's own"
 
     @property
     def modules(self) -> list[nn.Module]:

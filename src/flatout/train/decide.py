@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from flatout.data import Batch
-from flatout.devices import PingPong, find_ping_pong
+from flatout.devices import PingPong, find_ping_pong, keep_matmul_precision
 from flatout.errors import FlatoutError, ModelError
 from flatout.models import adapter_of, facts_of
 from flatout.recipe import (
@@ -40,6 +40,7 @@ from flatout.strategies import (
 from flatout.train import auto, device_data
 from flatout.train.auto import Decision
 from flatout.train.checks import MISFITS, check_first_batch
+from flatout.train.cuda_graph import CudaGraphs
 from flatout.train.frozen_precision import Planned
 from flatout.train.loop_state import LoopState
 from flatout.train.micro_batch import estimate_pieces
@@ -80,6 +81,11 @@ def make_stepper(
     )
     stepper.switch.splits_tables = splits_tables(loop.requested)
     _note_undo(loop, stepper)
+    is_asked = loop.requested.compute.cuda_graph == "on"
+    if is_asked or loop.device.type == "cuda":
+        graphs = CudaGraphs(stepper, loop.note, is_asked)
+        stepper.cuda_graphs = graphs
+        loop.undo.callback(graphs.close)
     asked = loop.requested.world
     apart = asked.staleness != "sync" or asked.spare_workers > 0
     alone = asked.strategy in ("local_sgd", "staged") or apart
@@ -167,7 +173,8 @@ def samples_of(batches: Sequence[Batch]) -> float:
 def _note_undo(loop: LoopState, stepper: Stepper) -> None:
     """What a script expects to find as it was: its model's code and torch's global settings."""
     undo = loop.undo.callback
-    undo(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+    undo(keep_matmul_precision())
+    undo(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
     undo(
         torch.use_deterministic_algorithms,
         torch.are_deterministic_algorithms_enabled(),

@@ -34,6 +34,7 @@ _KNOWN = {
         "compute.fused_optimizer",
         "compute.compile",
         "compute.capture",
+        "compute.cuda_graph",
     )
 }
 _OPTIONS: tuple[dict[str, Any], ...] = (
@@ -103,9 +104,11 @@ class Explanation:
 
     @property
     def is_captured(self) -> bool:
-        """Whether the median step was made by one compiled graph, which has no lanes."""
+        """Whether the median step was made by a graph, which has no lanes."""
         took = self.history.get("steady_lanes_s") or {}
-        return self.settings.get("compute.capture") == "on" and not took.get("backward")
+        graphs = ("compute.capture", "compute.cuda_graph")
+        is_on = any(self.settings.get(field) == "on" for field in graphs)
+        return is_on and not took.get("backward")
 
     @cached_property
     def lanes(self) -> list[Lane]:
@@ -277,7 +280,7 @@ class Explanation:
             )
         if self.is_captured:
             yield from _wrapped(
-                "steps ran as one compiled graph, which is measured as a whole and called once", 2
+                "steps ran as one graph, which is measured as a whole and called once", 2
             )
         if self.rates["spread"] > ROUGH:
             yield from _wrapped(

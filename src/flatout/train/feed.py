@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from flatout.data import (
+    ArraySource,
     Batch,
     Claims,
     FeatureRows,
@@ -154,8 +155,11 @@ class Feed:
             kept = () if rows is None else (rows,)  # a source of arrays keeps none
             iterator = part.claimed(epoch, self.claims, *kept)  # type: ignore[attr-defined]
         whole = getattr(part, "_whole", part)
-        is_ahead = not isinstance(whole, Pipeline) or whole.prefetches is not None
-        if not is_ahead and self._copies:
+        # A thread brings batches to the device where no code of the user's runs in it.
+        comes_ahead = isinstance(whole, Pipeline) and whole.prefetches is None
+        if type(part) is ArraySource and features is None and self.claims is None:
+            comes_ahead = part.data.device.type == "cpu"
+        if comes_ahead and self._copies:
             iterator = prefetch(iterator, self.device)
         return iterator
 

@@ -300,7 +300,8 @@ def _takes(model: nn.Module, batch: Batch) -> bool:
 
 def _source(x: Any, y: Any, loop: Loop, **options: Any) -> Source:
     asked = loop.requested.input
-    is_pinned = asked.pin_memory != "off"
+    # Without a copy to a device pinned memory would only begin to use one.
+    is_pinned = asked.pin_memory != "off" and loop.requested.world.device != "cpu"
     return as_source(x, y, seed=loop.seed, workers=asked.workers, pin_memory=is_pinned, **options)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatout.devices import allocator, threads
+from flatout.devices import allocator, matmul_precision, threads
 from flatout.models import (
     FORMATS,
     find_rewrites,
@@ -139,6 +139,11 @@ class Switch:
     torch = torch
     allocator = allocator
     set_threads = staticmethod(threads.set_threads)
+    matmul_precision = staticmethod(matmul_precision)
+
+    def benchmark_cudnn(self, wanted: bool) -> None:
+        """Whether cuDNN tries its algorithms out."""
+        torch.backends.cudnn.benchmark = wanted
 
     @property
     def memory_format(self) -> str:

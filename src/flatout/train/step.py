@@ -78,6 +78,24 @@ class Done(NamedTuple):
     optimizer: int
 
 
+class MakesCudaGraphs(Protocol):
+    """Makes steps as CUDA graphs; cuda_graph.py says what these are.
+
+    Attributes:
+        why: why no step is recorded; "" while it may be.
+    """
+
+    why: str
+
+    def __call__(
+        self, eager: Callable[[], Done], compute: Any, batches: Sequence[Batch], step: int
+    ) -> Done:
+        """Make a step, by a graph where there is one."""
+
+    def objection(self, compute: Any, batches: Sequence[Batch]) -> str:
+        """Why a step is none that a graph could make; "" where nothing is known."""
+
+
 class MakesGraphs(Protocol):
     """Makes steps as one compiled graph; capture.py says what these are.
 
@@ -130,6 +148,7 @@ class Stepper:
         may_split: whether a batch is taken again in smaller pieces where memory runs out.
         capture: makes steps as one compiled graph where settings say so; None where none can.
         lanes: puts events between the parts of a step, on a device that runs behind the host.
+        cuda_graphs: makes steps as CUDA graphs where settings say so; None where none can.
         joint: the turn of all optimizers together.
         turn: that of the present step, or the latest.
         turns: all that there were, by the places of their optimizers.
@@ -166,6 +185,8 @@ class Stepper:
         self._captures = False
         self.capture: MakesGraphs | None = None
         self.lanes: DeviceLanes | None = None
+        self._records = False
+        self.cuda_graphs: MakesCudaGraphs | None = None
 
     def use(self, settings: Settings) -> None:
         """Switch to other settings before the next step."""
@@ -178,6 +199,7 @@ class Stepper:
             self.strategy.renew()
         self._use_autocast = settings.precision != "fp32"
         self._captures = settings.capture == "on"
+        self._records = settings.cuda_graph == "on"
         self.strategy.micro_batches = settings.micro_batches
         for turn in self.turns.values():
             turn.update.refresh()
@@ -263,10 +285,10 @@ class Stepper:
         self.turn = turn or self.joint
         if self.lanes is not None:
             self.lanes.begin()
-        if not self._captures or self.capture is None or self.turn is not self.joint:
+        makes = self.capture if self._captures else self.cuda_graphs if self._records else None
+        if makes is None or self.turn is not self.joint:
             return self._eager(compute, batches, step)
-        eager = partial(self._eager, compute, batches, step)
-        return self.capture(eager, compute, batches, step)
+        return makes(partial(self._eager, compute, batches, step), compute, batches, step)
 
     def _eager(self, compute: Compute, batches: Sequence[Batch], step: int) -> Done:
         """One operator after another."""
@@ -293,15 +315,19 @@ class Stepper:
         else:
             with self.dropout.step(step):
                 found = self._gradients(compute, batches, step)
+        return self.finish(found, step)
+
+    def finish(self, found: _Found, step: int) -> Done:
+        """Let the optimizers step: weights change, and the step is no longer taken again."""
         start = clock()
-        # Here weights change: an error is no longer a reason to take the step again.
         with self._at_rates_of(step):
             self._update()
         self.stopping = self.strategy.after_step() or self.stopping
-        self._mark("optimizer")
+        self.mark("optimizer")
         return Done(*found, clock() - start)
 
-    def _mark(self, lane: str) -> None:
+    def mark(self, lane: str) -> None:
+        """What the device has been asked since the mark before is of this lane."""
         if self.lanes is not None:
             self.lanes.mark(lane)
 
@@ -326,7 +352,7 @@ class Stepper:
             for rows in self.switch.rows.values():
                 rows.merge()
             sums = strategy.finish()
-            self._mark("sync")
+            self.mark("sync")
             self.stopping = bool(sums.votes)
             waited = log.waited - waited
             self._divide(self._samples_of(batches), sums.weight)
@@ -401,9 +427,9 @@ class Stepper:
         start = clock()
         loss, weight = mean_of_value(self._forward(compute, batch), batch.size)
         middle = clock()
-        self._mark("forward")
+        self.mark("forward")
         self._backward(loss)
-        self._mark("backward")
+        self.mark("backward")
         return _Part(loss.detach(), weight, middle - start, clock() - middle, True)
 
     def _sums(self, compute: Compute, pieces: Sequence[Batch], samples: float) -> _Part:
@@ -422,12 +448,12 @@ class Stepper:
             total = total + part.detach() / piece.copies
             weight = weight + part_weight / piece.copies
             middle, waited = clock(), log.waited
-            self._mark("forward")
+            self.mark("forward")
             if number == len(pieces):
                 vote = float(self.wants_to_stop)
                 self.strategy.arm(Sums(total, weight, vote), samples, self.scaler)
             self._backward(part / (samples * piece.copies))
-            self._mark("backward")
+            self.mark("backward")
             forward += middle - start - (waited - begun)
             backward += clock() - middle - (log.waited - waited)
         assert torch.is_tensor(total)

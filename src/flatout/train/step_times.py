@@ -207,11 +207,20 @@ class _Steps:
 @contextmanager
 def _alone(stepper: Stepper) -> Iterator[Stepper]:
     """Within, steps are of this rank alone."""
-    names = ("world", "samples", "strategy", "capture", "_norms", "_moves", "may_split")
+    names = (
+        "world",
+        "samples",
+        "strategy",
+        "capture",
+        "cuda_graphs",
+        "_norms",
+        "_moves",
+        "may_split",
+    )
     kept = {name: getattr(stepper, name) for name in names}
     across = stepper.joint.update.across
     stepper.world, stepper.samples, stepper.strategy = ONE, 0.0, Strategy()
-    stepper.capture = stepper._norms = stepper._moves = None
+    stepper.capture = stepper.cuda_graphs = stepper._norms = stepper._moves = None
     stepper.may_split, stepper.joint.update.across = False, None
     try:
         yield stepper

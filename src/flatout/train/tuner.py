@@ -200,20 +200,22 @@ class Tuner:
         finish_device()
         seconds = self._clock() - began + prepared_s
         self._last = number
-        if is_tried and (why := self._not_captured(settings)):
+        if is_tried and (without := self._without_graph(settings)):
             self._span(number, self.search.best)
-            self._next(lambda: self._blocks.throw(Failed(why)), number)
+            self._next(lambda: self._blocks.throw(Failed(without[1])), number)
             return done
         self._span(number, settings)
         self._count(seconds, batches, turn, number)
         return done
 
-    def _not_captured(self, settings: Settings | ByLength) -> str:
-        """Why steps that were to be one graph were made eagerly; "" where they were not."""
-        capture = self._stepper.capture
-        if capture is None or isinstance(settings, ByLength) or settings.capture != "on":
-            return ""
-        return capture.why
+    def _without_graph(self, settings: Settings | ByLength) -> tuple[str, str] | None:
+        """The setting by which steps were to be graphs, and why they were not; None where not."""
+        makers = {"capture": self._stepper.capture, "cuda_graph": self._stepper.cuda_graphs}
+        for name, makes in makers.items():
+            is_on = not isinstance(settings, ByLength) and getattr(settings, name) == "on"
+            if is_on and makes is not None and makes.why:
+                return name, makes.why
+        return None
 
     def _again(self, run: Callable[[], Done], turn: Turn, number: int, why: str) -> Done:
         """The step once more under the best settings; those that were tried are not."""
@@ -386,14 +388,15 @@ class Tuner:
             if self.is_pending:
                 self._look_at = number + 1
 
-    def _part_with_capture(self) -> None:
-        """Where steps that were chosen to be one graph no longer are."""
+    def _part_with_graph(self) -> None:
+        """Where steps that were chosen to be graphs no longer are."""
         search = self.search
-        if why := self._not_captured(search.best):
-            search.dropped["compute.capture"] = why
-            search.best = search.best.but(capture="off")
+        if without := self._without_graph(search.best):
+            name, why = without
+            search.dropped[f"compute.{name}"] = why
+            search.best = search.best.but(**{name: "off"})
             self._use(search.best)
-            self._note(f"compute.capture: steps run eagerly: {why}")
+            self._note(f"compute.{name}: steps run eagerly: {why}")
             self.of_capture = True
             self._settle(self)
 
@@ -429,7 +432,7 @@ class Tuner:
     def _look(self, seconds: float, batches: Sequence[Batch], turn: Turn, number: int) -> None:
         """Whether what was measured still holds."""
         self._look_at = number + self._look_every
-        self._part_with_capture()
+        self._part_with_graph()
         search, values = self.search, _values(batches)
         known, split = search.step_s.get(search.best), search.by_length
         factor = 1.0

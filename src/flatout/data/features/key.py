@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from flatout.devices import matmul_precision
+
 # Of how rows are kept, and of whatever else of Flatout decides about their bytes.
 VERSION = 1
 _LIBRARIES = ("torch", "keras", "numpy", "pillow")
@@ -60,7 +62,7 @@ def _versions() -> dict[str, str]:
 def _arithmetic() -> list[Any]:
     """Process-wide switches of torch under which the same layers give other numbers."""
     return [
-        torch.get_float32_matmul_precision(),
+        matmul_precision(),
         torch.backends.cudnn.allow_tf32,
         torch.backends.mkldnn.enabled,
         torch.backends.cpu.get_cpu_capability(),

@@ -164,6 +164,43 @@ class Compute(Section):
         words="captured step",
         live=Live(switches="once"),
     )
+    cuda_graph: Switch = setting(
+        "auto",
+        "Forward and backward of a step as one CUDA graph, on one rank: a GPU gets all their "
+        "kernels in one call, where a small model's step is mostly calls. The update follows as "
+        "ever. The graph is recorded for each shape of batches that comes again, of up to four; "
+        "its gradients are compared with those of a step without it once, and where code of the "
+        "step waits for the GPU or draws random numbers on the CPU, steps run without.",
+        plain="off",
+        # The same kernels on the same numbers, and the same random numbers.
+        parity=Parity.EXACT,
+        words="CUDA graph",
+        trial=Trial(
+            "on", lambda job: job.can_graph, why="one call for many kernels", by_size=False
+        ),
+        live=Live(in_passes=False),
+    )
+    cudnn_benchmark: Switch = setting(
+        "auto",
+        "cuDNN tries the algorithms of a convolution out for each new shape, and takes the fastest "
+        "(torch.backends.cudnn.benchmark).",
+        plain="off",
+        # Other algorithms add up in another order.
+        parity=Parity.TOLERANT,
+        words="cuDNN benchmark",
+        trial=Trial(
+            "on",
+            lambda job: job.has_cudnn_choices,
+            why="faster algorithms for these shapes",
+            by_size=False,
+        ),
+        live=Live(
+            lambda at, value: at.benchmark_cudnn(value == "on"),
+            now=lambda at: "on" if at.torch.backends.cudnn.benchmark else "off",
+            switches="seldom",
+        ),
+        unmeasured=lambda at: (at.now.cudnn_benchmark, "plain"),
+    )
     matmul_precision: Literal["auto", "highest", "high", "medium"] = setting(
         "auto",
         "How precisely fp32 matrix products are computed (torch.set_float32_matmul_precision).",
@@ -173,7 +210,7 @@ class Compute(Section):
         trial=Trial("high", lambda job: job.has_tf32_units, why="TF32 units are there"),
         live=Live(
             lambda at, value: at.torch.set_float32_matmul_precision(value),
-            now=lambda at: at.torch.get_float32_matmul_precision(),
+            now=lambda at: at.matmul_precision(),
         ),
         unmeasured=lambda at: (at.now.matmul_precision, "plain"),
         cure=_set_matmul_precision,

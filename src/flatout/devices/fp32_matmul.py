@@ -1,0 +1,42 @@
+"""The precision of fp32 matrix products: torch has a setting for all backends, and newer ones.
+
+A script that sets one of the newer, as in `torch.backends.cuda.matmul.fp32_precision = "tf32"`,
+leaves torch's own `get_float32_matmul_precision` without an answer: it raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+def matmul_precision() -> str:
+    """Returns "highest", "high" or "medium", by whichever setting a script has used."""
+    import torch
+
+    try:
+        precision: str = torch.get_float32_matmul_precision()
+        return precision
+    except RuntimeError:
+        return "high" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "highest"
+
+
+def keep_matmul_precision() -> Callable[[], None]:
+    """Returns what puts the present precision of each backend back."""
+    import torch
+
+    before = [(own, own.fp32_precision) for own in _by_backend(torch)]
+    if not before:  # torch before 2.9
+        precision = torch.get_float32_matmul_precision()
+        return lambda: torch.set_float32_matmul_precision(precision)
+
+    def put_back() -> None:
+        for own, precision in before:
+            own.fp32_precision = precision
+
+    return put_back
+
+
+def _by_backend(torch: Any) -> list[Any]:
+    own = (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))
+    return [one for one in own if hasattr(one, "fp32_precision")]

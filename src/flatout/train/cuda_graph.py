@@ -1,0 +1,332 @@
+"""Forward and backward of a step as one CUDA graph: one call in place of one for each kernel.
+
+A graph is recorded from a step as it is: the same kernels, on the same numbers, with the random
+numbers that the step would have drawn. A batch is copied to where the graph reads it, gradients lie
+where it writes them, and what follows the backward runs as ever: clipping, the gate, the optimizer
+at its rates.
+
+Nothing of Python runs again in it. So before it is recorded the step is made without a trace, where
+waiting for the GPU and random numbers of the CPU are noticed, and with its gradients those of the
+graph are compared. A step before which something of the model has changed is made without it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from time import perf_counter_ns as clock
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils._pytree import tree_map_only
+
+from flatout.console import first_line
+from flatout.data import Batch, randomness
+from flatout.train.auto_check import difference
+from flatout.train.capture_graph import (
+    ModuleWatch,
+    Unfit,
+    check_model,
+    tensors_of,
+)
+from flatout.train.compute import ModelCompute
+from flatout.train.function_watch import FunctionWatch
+from flatout.train.settings import Settings
+from flatout.train.snapshot import untouched
+from flatout.train.step import Done, Stepper, mean_of_value
+
+# Kept at once; of other shapes and settings the one that was used longest ago goes.
+_MOST_GRAPHS = 4
+# A model that changes so often is not recorded again.
+_MOST_CHANGES = 3
+# Gradients are the same but for the order of sums where they differ by this share of their norm.
+_ROUNDING = 0.01
+_FAILURES = (Unfit, RuntimeError)
+
+_Key = tuple[Settings, tuple[Any, ...]]
+
+
+class CudaGraphs:
+    """Makes steps by recorded graphs, where settings say so.
+
+    Args:
+        stepper: makes all others.
+        note: gets what the user should know.
+        is_asked: whether the user has asked for it, and hears why it is not done.
+
+    Attributes:
+        why: why no step is recorded; "" while it may be.
+    """
+
+    def __init__(self, stepper: Stepper, note: Callable[[str], None], is_asked: bool) -> None:
+        self._stepper, self._note, self._is_asked = stepper, note, is_asked
+        self.why = ""
+        self._graphs: dict[_Key, Recorded] = {}
+        # Of shapes that came before: a lone last batch is not worth a graph.
+        self._seen: set[tuple[Any, ...]] = set()
+        self._latest: Settings | None = None
+        self._changes = 0
+        self._place: _Place | None = None
+
+    def __call__(
+        self, eager: Callable[[], Done], compute: Any, batches: Sequence[Batch], step: int
+    ) -> Done:
+        """Make a step, by a graph where there is one."""
+        if self.why or _get_current_dispatch_mode() is not None:  # its operators are counted
+            return eager()
+        key = (self._stepper.switch.now, shape_of(batches))
+        recorded = self._graphs.pop(key, None)
+        if recorded is not None and recorded.is_current():
+            self._graphs[key] = recorded  # the latest stands last
+            self._latest = key[0]
+            return recorded.step(batches[0], step)
+        if recorded is not None and key[0] == self._latest:
+            self._changes += 1
+        self._latest = key[0]
+        done = eager()
+        with self._giving_up():
+            if self._changes > _MOST_CHANGES:
+                raise Unfit("the model changes again and again")
+            if self._is_worth(key[1]):
+                self._record(key, compute, batches)
+        return done
+
+    def _is_worth(self, shape: tuple[Any, ...]) -> bool:
+        """The first shape of all, and others when they come again."""
+        is_worth = not self._seen or shape in self._seen
+        self._seen.add(shape)
+        return is_worth
+
+    def _record(self, key: _Key, compute: Any, batches: Sequence[Batch]) -> None:
+        if why := self.objection(compute, batches):
+            raise Unfit(why)
+        while len(self._graphs) >= _MOST_GRAPHS:
+            del self._graphs[next(iter(self._graphs))]
+        self._place = self._place or _Place(self._stepper.switch.device)
+        self._graphs[key] = Recorded(self._stepper, compute, batches[0], self._place)
+
+    def objection(self, compute: Any, batches: Sequence[Batch]) -> str:
+        """Why a step is none that a graph could make; "" where nothing is known."""
+        stepper, now = self._stepper, self._stepper.switch.now
+        if stepper.switch.device.type != "cuda" or stepper.world.size > 1:
+            return "that is for one rank on a CUDA device"
+        if not isinstance(compute, ModelCompute):
+            return "that is for a Trainer's loss of one output"
+        if len(batches) > 1 or stepper.pieces > 1 or isinstance(stepper.micro_batch, int):
+            return "a step is made of several batches or micro-batches"
+        if any(batch.kept is not None or batch.padding for batch in batches):
+            return "samples come from what frozen layers gave, or fill a batch up"
+        if stepper.dropout is not None or stepper.scaler is not None:
+            return "dropout by sample and the scaled loss of fp16 are not recorded"
+        for name, value in {"activation_checkpointing": "off", "touched_rows": "off"}.items():
+            if getattr(now, name) != value:
+                return f"{name} is on"
+        try:
+            watches_of(stepper, compute)
+        except Unfit as unfit:
+            return str(unfit)
+        return ""
+
+    @contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        """Within, what fails ends the recording and never the run."""
+        try:
+            yield
+        except _FAILURES as error:
+            self.close()
+            self.why = first_line(error)
+            if self._is_asked:
+                self._note(f"compute.cuda_graph: steps run without: {self.why}")
+
+    def close(self) -> None:
+        """Let go of the graphs and their memory."""
+        self._graphs.clear()
+        self._place = None
+
+
+def shape_of(batches: Sequence[Batch]) -> tuple[Any, ...]:
+    """What tells batches apart that a graph takes from those that it does not."""
+    return tuple(
+        (*tensor.shape, *tensor.stride(), tensor.dtype)
+        for batch in batches
+        for tensor in tensors_of(batch)
+    )
+
+
+def watches_of(stepper: Stepper, compute: ModelCompute) -> list[ModuleWatch | FunctionWatch]:
+    """What tells whether the code of a step has changed.
+
+    Raises:
+        Unfit: it may change unseen, or do more than compute.
+    """
+    model, parameters = stepper.switch.model, stepper.joint.update.parameters
+    check_model(model)
+    own = {p for p in model.parameters() if p.requires_grad}
+    if not own <= set(parameters):
+        raise Unfit("the optimizer's parameters are not those of the model that train")
+    if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in own):
+        raise Unfit("a parameter has hooks")
+    if (loss := compute.own) is None:
+        return [ModuleWatch(compute.modules)]
+    try:
+        of_loss = FunctionWatch(loss)
+    except ValueError as error:
+        raise Unfit(f"the loss is a function of one's own: {error}") from error
+    return [ModuleWatch([*compute.modules, *of_loss.modules]), of_loss]
+
+
+class _Place:
+    """Where graphs are recorded: a stream and memory that they share, since one runs at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.pool = torch.cuda.graph_pool_handle()
+
+
+class Recorded:
+    """A graph of the steps on batches of one shape.
+
+    Args:
+        stepper: whose forward and backward it has.
+        compute: forward and loss of a batch.
+        batch: like which others are.
+        place: where it is recorded.
+
+    Raises:
+        Unfit, RuntimeError: the step cannot be recorded, or the graph computes something else.
+    """
+
+    def __init__(
+        self, stepper: Stepper, compute: ModelCompute, batch: Batch, place: _Place
+    ) -> None:
+        self._stepper, self._compute = stepper, compute
+        self._watches = watches_of(stepper, compute)
+        model = stepper.switch.model
+        self._own = [*model.parameters(), *model.buffers()]
+        self._lie = [tensor.data_ptr() for tensor in self._own]
+        self._parameters = list(stepper.joint.update.parameters)
+        self._batch = batch.with_tensors(torch.clone)._replace(indices=None)
+        self._inputs = tensors_of(self._batch)
+        self._graph = torch.cuda.CUDAGraph()
+        here = torch.cuda.current_stream(stepper.switch.device)
+        place.stream.wait_stream(here)
+        try:
+            with torch.cuda.stream(place.stream):
+                wanted = self._rehearsed()
+                self._record(place)
+                self._compare(wanted)
+        finally:
+            here.wait_stream(place.stream)
+            stepper.joint.update.forget()
+
+    def _passes(self) -> tuple[torch.Tensor, torch.Tensor | float, Any]:
+        """Forward and backward: loss, its weight, and the output; gradients are in place."""
+        switch = self._stepper.switch
+        with switch.autocast():
+            value, output = self._compute.traced(self._batch)
+        loss, weight = mean_of_value(value, self._batch.size)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach(), weight, tree_map_only(torch.Tensor, torch.Tensor.detach, output)
+
+    def _rehearsed(self) -> list[torch.Tensor | None]:
+        """Loss and gradients of the step, made without a trace.
+
+        Raises:
+            Unfit: it waits for the device, or draws on the CPU.
+        """
+        with untouched(self._stepper.switch.model), _waits() as waits:
+            before = randomness.random_state()
+            loss = self._passes()[0]
+            draws = not randomness.same_state(before, randomness.random_state())
+        if waits:
+            raise Unfit(f"{waits[0]} waits for the GPU")
+        if draws:
+            raise Unfit("the step draws random numbers on the CPU")
+        return [loss, *self._taken()]
+
+    def _taken(self) -> list[torch.Tensor | None]:
+        """The gradients, which parameters have no longer."""
+        found = [p.grad for p in self._parameters]
+        self._stepper.joint.update.forget()
+        return found
+
+    def _record(self, place: _Place) -> None:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # the graph has memory of its own
+        # Other threads go on: they bring batches to the device.
+        self._graph.capture_begin(pool=place.pool, capture_error_mode="thread_local")
+        try:
+            self._loss, self._weight, self._output = self._passes()
+        except BaseException:
+            with suppress(RuntimeError):
+                self._graph.capture_end()
+            _end_recording()
+            raise
+        self._graph.capture_end()
+        self._gradients = [
+            (p, g) for p, g in zip(self._parameters, self._taken(), strict=True) if g is not None
+        ]
+
+    def _compare(self, wanted: list[torch.Tensor | None]) -> None:
+        with untouched(self._stepper.switch.model):
+            self._graph.replay()
+        found = dict(self._gradients)
+        share = difference(wanted, [self._loss, *map(found.get, self._parameters)])
+        if not share <= _ROUNDING:
+            raise Unfit(f"gradients would differ by {share:.0%}: more than rounding")
+
+    def is_current(self) -> bool:
+        """Whether the step is still the one that was recorded."""
+        return (
+            all(watch.holds() for watch in self._watches)
+            and self._parameters == self._stepper.joint.update.parameters
+            and [tensor.data_ptr() for tensor in self._own] == self._lie
+        )
+
+    def step(self, batch: Batch, number: int) -> Done:
+        """Make a step on a batch of the graph's shape."""
+        self._stepper.joint.update.begin()
+        start = clock()
+        torch._foreach_copy_(self._inputs, tensors_of(batch))
+        self._graph.replay()
+        self._stepper.mark("forward")
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        # The next step writes to the same places.
+        loss, weight = self._loss.clone(), self._weight
+        weight = weight.clone() if torch.is_tensor(weight) else weight
+        if self._compute.metrics:
+            output = tree_map_only(torch.Tensor, torch.Tensor.clone, self._output)
+            self._compute.feed(output, batch)
+        return self._stepper.finish((loss, weight, clock() - start, 0, 0), number)
+
+
+@contextmanager
+def _waits() -> Iterator[list[str]]:
+    """Within, the lines are listed that wait for the device."""
+    lines: list[str] = []
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield lines
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    for one in found:
+        if "synchronizing CUDA operation" in str(one.message):
+            lines.append(f"{Path(one.filename).name}:{one.lineno}")
+        else:
+            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+
+
+def _end_recording() -> None:
+    """A recording that failed leaves torch's generator within it: one that succeeds ends that."""
+    graph = torch.cuda.CUDAGraph()
+    with suppress(RuntimeError):
+        graph.capture_begin(capture_error_mode="thread_local")
+        torch.zeros(1, device="cuda")
+        graph.capture_end()

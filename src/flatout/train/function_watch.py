@@ -1,0 +1,103 @@
+"""Whether a user's function still computes what it did: where its code reads nothing else.
+
+A recorded step does not run Python again. So the names that the code of a loss reads, and what
+those of its own functions read in turn, are kept, and compared before each step.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Iterator
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from flatout.data import is_library
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+class FunctionWatch:
+    """Watches what a function reads beside its arguments.
+
+    Args:
+        function: of the user.
+
+    Attributes:
+        modules: that it calls.
+
+    Raises:
+        ValueError: it reads something that may change unseen; says what.
+    """
+
+    def __init__(self, function: Any) -> None:
+        self.modules: list[nn.Module] = []
+        self._known: list[tuple[Any, str, Any]] = []
+        self._seen: set[int] = set()
+        self._look("it", function)
+
+    def holds(self) -> bool:
+        """Whether all that it reads is what it was."""
+        return all(_read(holder, name) is value for holder, name, value in self._known)
+
+    def _look(self, name: str, value: Any) -> None:
+        if id(value) in self._seen or _stays(value):
+            return
+        self._seen.add(id(value))
+        if isinstance(value, nn.Module):
+            self.modules += value.modules()
+        elif isinstance(value, (tuple, frozenset)):
+            for part in value:
+                self._look(name, part)
+        elif isinstance(value, FunctionType):
+            self._look_into(value)
+        else:
+            raise ValueError(f"it reads {name}, a {type(value).__name__}, which may change unseen")
+
+    def _look_into(self, function: FunctionType) -> None:
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        defaults = {**(function.__kwdefaults__ or {})}
+        found: list[tuple[Any, str]] = [(cell, name) for name, cell in cells]
+        found += [(function.__globals__, n) for n in _names(function.__code__)]
+        for name, value in [*defaults.items(), ("a default", function.__defaults__ or ())]:
+            self._look(name, value)
+        for holder, name in found:
+            value = _read(holder, name)
+            self._known.append((holder, name, value))
+            self._look(name, value)
+
+
+def _stays(value: Any) -> bool:
+    """Whether nothing of it changes but by another value under its name; a tensor is read anew."""
+    if isinstance(value, ModuleType):
+        return is_library(_Named(value.__name__))
+    is_code = isinstance(value, type) or callable(value)
+    return isinstance(value, (*_PLAIN, torch.Tensor)) or (
+        is_code and not isinstance(value, nn.Module) and is_library(value)
+    )
+
+
+class _Named:
+    """A module as `is_library` asks about it."""
+
+    def __init__(self, name: str) -> None:
+        self.__module__ = name
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Global names that the code may read, and that of functions within it."""
+    yield from code.co_names
+    for part in code.co_consts:
+        if isinstance(part, CodeType):
+            yield from _names(part)
+
+
+def _read(holder: Any, name: str) -> Any:
+    if isinstance(holder, dict):  # attributes stand among the names, too
+        return holder.get(name, getattr(builtins, name, None))
+    try:
+        return holder.cell_contents
+    except ValueError:
+        return None
