@@ -22,16 +22,15 @@ def matmul_precision() -> str:
 
 
 def keep_matmul_precision() -> Callable[[], None]:
-    """Returns what puts the present precision of each backend back."""
+    """Returns what puts the present precision back, of all backends and of each."""
     import torch
 
-    before = [(own, own.fp32_precision) for own in _by_backend(torch)]
-    if not before:  # torch before 2.9
-        precision = torch.get_float32_matmul_precision()
-        return lambda: torch.set_float32_matmul_precision(precision)
+    of_all = matmul_precision()
+    of_each = [(own, own.fp32_precision) for own in _by_backend(torch)]
 
     def put_back() -> None:
-        for own, precision in before:
+        torch.set_float32_matmul_precision(of_all)
+        for own, precision in of_each:
             own.fp32_precision = precision
 
     return put_back
