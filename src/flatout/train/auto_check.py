@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from flatout.console import first_line
-from flatout.data import Batch
-from flatout.data.randomness import same_state
+from flatout.data import Batch, same_state
 from flatout.errors import OutOfMemory
 from flatout.measure import finish_device
 from flatout.models import adapter_of
