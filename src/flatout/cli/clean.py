@@ -38,9 +38,9 @@ def clean(
     if as_json:
         import json
 
-        gone = [str(entry.path) for entry in removed]
-        said = {"kept": [entry.as_dict() for entry in entries], "removed": gone}
-        typer.echo(json.dumps({"folder": str(cache_folder()), **said}, indent=2))
+        paths = [str(entry.path) for entry in removed]
+        answer = {"kept": [entry.as_dict() for entry in entries], "removed": paths}
+        typer.echo(json.dumps({"folder": str(cache_folder()), **answer}, indent=2))
     elif is_agreed:
         typer.echo(printable(f"removed {size_words(sum(entry.bytes for entry in removed))}"))
     if is_agreed and len(removed) < len(free):

@@ -122,9 +122,9 @@ def _steps(
         optimizer.step()
         scheduler.step()
         total += loss.item() * len(labels)
-        ended = perf_counter()
-        yield ended - began
-        began = ended
+        end = perf_counter()
+        yield end - began
+        began = end
 
 
 def _accuracy(model: nn.Module, test: tuple[Tensor, Tensor], device: torch.device) -> float:

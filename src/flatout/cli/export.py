@@ -86,10 +86,10 @@ def export(
         typer.echo(printable("\n".join(f"  {line}" for line in done.kept)))
     typer.echo(printable(f"read {done.source}"))
     if is_keras_file(checkpoint):
-        held = (
+        wrapper = (
             f"{done.stripped[0]}, which held the model as a layer" if done.stripped else "nothing"
         )
-        typer.echo(printable(f"taken off: {held}"))
+        typer.echo(printable(f"taken off: {wrapper}"))
     else:
         typer.echo(printable(f"taken off names: {' '.join(done.stripped) or 'nothing'}"))
     if done.left_out:

@@ -223,9 +223,9 @@ def _submit(name: str, asked: Asked, *, dry_run: bool, yes: bool, as_json: bool)
         _print_json(jobs, to, artifacts, [submission.id for submission in sent])
     for submission in [] if as_json else sent:
         id = submission.id
-        said = f"submitted {id} {submission.words}".rstrip()
+        line = f"submitted {id} {submission.words}".rstrip()
         ways = f"flatout jobs · flatout logs {id} -f · flatout cancel {id}"
-        _say(f"{said} · {ways}")
+        _say(f"{line} · {ways}")
 
 
 def _agrees(name: str, jobs: int) -> bool:
@@ -270,13 +270,13 @@ def _print_written(jobs: list[Job], artifacts: list[Artifact]) -> None:
 
 def _priced(price: Price, jobs: list[Job]) -> str:
     """What it costs, and at most where it has a time limit."""
-    said = f"{price.per_hour:g} {price.currency} for each node and hour"
+    words = f"{price.per_hour:g} {price.currency} for each node and hour"
     time_s = jobs[0].time_s
     if time_s is None:
-        return said
+        return words
     runs = len(jobs) * max(1, len(jobs[0].seeds))
     most = price.words(runs * price.of(jobs[0].nodes, time_s))
-    return f"{said}: {most} at most, each time it starts"
+    return f"{words}: {most} at most, each time it starts"
 
 
 def _print_all(jobs: list[Job], to: Target, artifacts: list[list[Artifact]], as_json: bool) -> None:
@@ -309,7 +309,7 @@ def _print_json(
 
     from flatout.submit import facts_of
 
-    said = [
+    answer = [
         {
             "id": ids[number] if ids else None,
             "folder": str(job.folder),
@@ -319,7 +319,7 @@ def _print_json(
         }
         for number, job in enumerate(jobs)
     ]
-    typer.echo(json.dumps(said[0] if len(said) == 1 else {"jobs": said}, indent=2))
+    typer.echo(json.dumps(answer[0] if len(answer) == 1 else {"jobs": answer}, indent=2))
 
 
 def _add_targets() -> None:

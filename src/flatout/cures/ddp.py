@@ -62,10 +62,10 @@ class Search:
         torch = self._torch
         is_whole = not unused and not module._comm_hooks
         device = next(module.parameters()).device
-        told = torch.tensor(int(is_whole), device=device)
+        flag = torch.tensor(int(is_whole), device=device)
         distributed = torch.distributed
-        _all_reduce(distributed, told, distributed.ReduceOp.MIN, module.process_group)
-        if not int(told):
+        _all_reduce(distributed, flag, distributed.ReduceOp.MIN, module.process_group)
+        if not int(flag):
             words = unused or "a parameter on another rank"
             why = "has a hook for what is sent" if module._comm_hooks else f"{words} is unused"
             leave(SEARCH, why)

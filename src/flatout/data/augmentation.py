@@ -100,8 +100,8 @@ class Augmentation:
     def __str__(self) -> str:
         """As it was written, such as "flip='horizontal', rotate=90"."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
-        told = {name: value for name, value in given.items() if value not in (None, 0)}
-        return ", ".join(f"{name}={value!r}" for name, value in told.items())
+        options = {name: value for name, value in given.items() if value not in (None, 0)}
+        return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
     @property
     def variants(self) -> int | None:

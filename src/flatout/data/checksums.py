@@ -250,10 +250,10 @@ def unsealed(text: str) -> dict[str, Any]:
         raise ValueError("it is nested too deeply") from error
     if not isinstance(words, dict):
         raise ValueError("it holds no object")
-    told = words.get("checksum")
-    if told is not None:
-        blank = text.replace(f'"checksum": "{told}"', f'"checksum": "{_BLANK}"', 1)
-        if f"{crc32c(blank.encode()):08x}" != told:
+    checksum = words.get("checksum")
+    if checksum is not None:
+        blank = text.replace(f'"checksum": "{checksum}"', f'"checksum": "{_BLANK}"', 1)
+        if f"{crc32c(blank.encode()):08x}" != checksum:
             raise ValueError("it is damaged: it differs from its own checksum")
     return words
 
@@ -325,9 +325,9 @@ def shared() -> tuple[str, dict[Key, tuple[int, int]]]:
         return f"/proc/{board.pid}/fd/{board.file}", dict(board.places)
 
 
-def adopt(told: tuple[str, dict[Key, tuple[int, int]]]) -> None:
-    """Share the marks of the process that `told` of them; without them, compare alone."""
-    path, places = told
+def adopt(message: tuple[str, dict[Key, tuple[int, int]]]) -> None:
+    """Share the marks of the process that sent `message`; without it, compare alone."""
+    path, places = message
     with _lock:
         if path.startswith(f"/proc/{os.getpid()}/"):
             return

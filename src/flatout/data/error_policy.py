@@ -74,8 +74,8 @@ class ErrorPolicy:
             return []
         alike: dict[str, list[str]] = {}
         for where, what in self._told:  # what differs in the value found alone is said once
-            told = alike.setdefault(what.partition(", found ")[0], [])
-            told.append(where if told else f"{where} {what}")
+            places = alike.setdefault(what.partition(", found ")[0], [])
+            places.append(where if places else f"{where} {what}")
         words = [
             first + (f" (and alike {', '.join(rest)})" if rest else "")
             for first, *rest in alike.values()

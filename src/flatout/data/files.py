@@ -364,7 +364,7 @@ def _copy(
 ) -> None:
     # Several processes may want the same file at the same time: each writes its own, one wins.
     beside = target.with_name(unfinished.new_name())
-    done, said = 0, time.monotonic()
+    done, reported = 0, time.monotonic()
     try:
         with open_original() as original, open(beside, "wb", opener=private) as copy:
             content = _unpacked(original, name) if unpack else original
@@ -378,8 +378,8 @@ def _copy(
                         f"flatout.data.unpack({name!r}, most=BYTES)",
                     )
                 copy.write(piece)
-                if time.monotonic() - said > _QUIET_S:
-                    said = time.monotonic()
+                if time.monotonic() - reported > _QUIET_S:
+                    reported = time.monotonic()
                     say(f"bringing {name} into the cache: {done / 1e6:,.0f} MB")
             copy.flush()
             os.fsync(copy.fileno())

@@ -369,7 +369,7 @@ def _read_piece(file: File, whole: Bytes, start: int) -> None:
 
 
 def index_of(
-    held: _FileBytes,
+    file: _FileBytes,
     decoder: Decoder,
     policy: ErrorPolicy,
     look: bool,
@@ -378,7 +378,7 @@ def index_of(
     """The index of files, from the cache or built now.
 
     Args:
-        held: the files' bytes.
+        file: the files' bytes.
         decoder: finds rows in them.
         policy: what to do about bad rows.
         look: whether every row is surveyed.
@@ -387,7 +387,7 @@ def index_of(
     words = [
         f"{_VERSION} {look} {policy.skip} {policy.max_errors}",
         decoder.schema.dumps(),
-        *(f"{file.path} {file.mtime_ns} {content_words(file)}" for file in held.files),
+        *(f"{file.path} {file.mtime_ns} {content_words(file)}" for file in file.files),
     ]
     digest = hashlib.sha256("\n".join(words).encode()).hexdigest()[:24]
     path = cache_folder() / "index" / f"{digest}.npz"
@@ -395,9 +395,9 @@ def index_of(
     with suppress(Exception):
         loaded = _load(path)
         ends = loaded.starts + loaded.sizes
-        if not len(ends) or (loaded.starts.min() >= 0 and ends.max() <= held.size):
+        if not len(ends) or (loaded.starts.min() >= 0 and ends.max() <= file.size):
             return loaded
-    index = _build(held, decoder, policy, look, say)
+    index = _build(file, decoder, policy, look, say)
     _save(index, path)
     return index
 
@@ -415,7 +415,7 @@ def survey_files(
 def _build(
     held: _FileBytes, decoder: Decoder, policy: ErrorPolicy, look: bool, say: Callable[[str], None]
 ) -> Index:
-    said = time.monotonic()
+    reported = time.monotonic()
     parts: list[Index] = []
     with Pool(usable_cpus()) as pool:
         for at, file in enumerate(held.files):
@@ -423,8 +423,8 @@ def _build(
             for piece, buffer, place in held.pieces(at, decoder):
                 part = _part(held, decoder, policy, look, piece, buffer, base + place, pool)
                 parts.append(part)
-                if time.monotonic() - said > _QUIET_S:
-                    said = time.monotonic()
+                if time.monotonic() - reported > _QUIET_S:
+                    reported = time.monotonic()
                     done = (base + place + piece.consumed) / max(1, held.size)
                     say(f"indexing {file.name}: {done:.0%} of {size_words(held.size)}")
     names = parts[0].lengths if parts else {}
@@ -438,7 +438,7 @@ def _build(
 
 
 def _part(
-    held: _FileBytes,
+    file: _FileBytes,
     decoder: Decoder,
     policy: ErrorPolicy,
     look: bool,
@@ -454,7 +454,7 @@ def _part(
     text = getattr(decoder, "text", True)
 
     def where(row: int, byte: int) -> str:
-        return held.where(base + byte, text=text)
+        return file.where(base + byte, text=text)
 
     def survey(first: int) -> Any:
         own = slice(first, first + _SURVEYED)

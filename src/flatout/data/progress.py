@@ -34,11 +34,11 @@ def progress(what: str, total: int | None, show: bool = True) -> Iterator[Told]:
     if not show:
         yield lambda done, words: None
         return
-    shown = _Shown(what, total)
+    bar = _Shown(what, total)
     try:
-        yield shown.tell
+        yield bar.tell
     finally:
-        shown.close()
+        bar.close()
 
 
 class _Shown:

@@ -309,10 +309,10 @@ def _read(given: str | os.PathLike[str] | dict[str, Any], format: str) -> Schema
 def _shown(value: Any) -> str:
     """A value in an error, not endlessly long."""
     try:
-        shown = repr(value)
+        text = repr(value)
     except RecursionError:
         return "something nested deeply"
-    return shown if len(shown) <= _SHOWN else shown[:_SHOWN] + "..."
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 
 
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -332,12 +332,12 @@ def _send_sharers_along(
     homes: dict[nn.Module, tuple[torch.device, str]], target: torch.device
 ) -> None:
     """Gives a module the home of a pinned one that it shares a parameter or buffer with."""
-    held: dict[int, torch.device] = {}
+    home_of: dict[int, torch.device] = {}
     for module, (home, _) in homes.items():
         if home != target:
-            held |= {id(tensor): home for tensor in _own(module)}
+            home_of |= {id(tensor): home for tensor in _own(module)}
     for module, (home, _) in homes.items():
-        shared = [held[id(tensor)] for tensor in _own(module) if id(tensor) in held]
+        shared = [home_of[id(tensor)] for tensor in _own(module) if id(tensor) in home_of]
         if home == target and shared:
             homes[module] = shared[0], "shares a parameter with a pinned module"
 

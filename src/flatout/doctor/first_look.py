@@ -162,24 +162,24 @@ def _begun(
 
 def _watched(subject: Subject, until: float, met: list[int], verbose: bool) -> int | None:
     """Waits for its end, or ends it; returns the exit code, None where the end came from here."""
-    shown = 0
+    lines_shown = 0
     while not met and time.monotonic() < until:
         has_ended = subject.has_ended(_LOOKS_EVERY_S)
         if verbose:
-            shown += _show(subject.printed, shown)
+            lines_shown += _show(subject.printed, lines_shown)
         if has_ended:
             return subject.code
     subject.interrupt()
     subject.has_ended(_INTERRUPTED_WITHIN_S)
     if verbose:
-        _show(subject.printed, shown)
+        _show(subject.printed, lines_shown)
     return None
 
 
-def _show(printed: Path, shown: int) -> int:
+def _show(printed: Path, lines_shown: int) -> int:
     """Shows what it has printed since; returns how many bytes that were."""
     with printed.open("rb") as file:
-        file.seek(shown)
+        file.seek(lines_shown)
         new = file.read()
     sys.stderr.write(new.decode("utf-8", errors="replace"))
     sys.stderr.flush()

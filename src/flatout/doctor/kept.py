@@ -74,11 +74,11 @@ def remove(some: Iterable[Kept]) -> list[Kept]:
         those that are gone.
     """
     used = _used(cache_folder())
-    gone = []
+    removed = []
     for item in some:
         if not _is_used(item.kind, item.path, used) and _removed(item):
-            gone.append(item)
-    return gone
+            removed.append(item)
+    return removed
 
 
 def not_marked() -> list[Path]:

@@ -131,8 +131,8 @@ def _gpu_without_cuda(facts: Facts) -> Finding | None:
 
 @_check("gpu hidden")
 def _hidden_gpus(facts: Facts) -> Finding | None:
-    gpus, shown = facts.machine.nvml.gpus, facts.machine.cuda
-    if not gpus or shown or "CUDA_VISIBLE_DEVICES" not in facts.environ:
+    gpus, devices = facts.machine.nvml.gpus, facts.machine.cuda
+    if not gpus or devices or "CUDA_VISIBLE_DEVICES" not in facts.environ:
         return None
     value = facts.environ["CUDA_VISIBLE_DEVICES"]
     return Finding(
@@ -144,8 +144,8 @@ def _hidden_gpus(facts: Facts) -> Finding | None:
 
 @_check("gpu busy")
 def _busy_gpus(facts: Facts) -> Finding | None:
-    shown = {device.uuid for device in facts.machine.cuda}
-    busy = [gpu for gpu in facts.machine.nvml.gpus if gpu.uuid in shown and gpu.processes]
+    visible = {device.uuid for device in facts.machine.cuda}
+    busy = [gpu for gpu in facts.machine.nvml.gpus if gpu.uuid in visible and gpu.processes]
     if not busy:
         return None
     gpu = busy[0]

@@ -125,12 +125,12 @@ class InPlace:
         # Without reaping: as long as it is not reaped, no one else gets its number.
         until = time.monotonic() + within_s
         how = os.WEXITED | os.WNOWAIT | os.WNOHANG
-        while (ended := os.waitid(os.P_PID, self._script.pid, how)) is None:
+        while (status := os.waitid(os.P_PID, self._script.pid, how)) is None:
             if time.monotonic() > until:
                 return False
             time.sleep(0.02)
-        exited = ended.si_code == os.CLD_EXITED
-        self.code = ended.si_status if exited else -ended.si_status
+        exited = status.si_code == os.CLD_EXITED
+        self.code = status.si_status if exited else -status.si_status
         return True
 
     def interrupt(self) -> None:

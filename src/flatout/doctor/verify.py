@@ -200,9 +200,9 @@ def _whole_run(what: Sequence[str], cure: Cure, seed: int) -> tuple[WholeRun, Cu
         )
         try:
             process.hear()
-        except Ended as ended:
+        except Ended as error:
             if process.exit != 0:
-                raise FlatoutError(f"{cure.words}, seed {seed}: {ended.what}") from None
+                raise FlatoutError(f"{cure.words}, seed {seed}: {error.what}") from None
         finally:
             process.end()
         seconds = time.monotonic() - began

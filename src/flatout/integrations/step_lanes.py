@@ -133,9 +133,9 @@ def words(timeline: Timeline, hidden: dict[str, str]) -> list[str]:
         return ["no step was seen"]
     lanes = timeline.lanes()
     whole = sum(lanes.values())
-    shown = {lane: ms for lane, ms in lanes.items() if ms >= 0.02 * whole}
-    parts = [f"{lane} {rounded(ms)}" for lane, ms in shown.items()]
-    other = whole - sum(shown.values())
+    lanes_shown = {lane: ms for lane, ms in lanes.items() if ms >= 0.02 * whole}
+    parts = [f"{lane} {rounded(ms)}" for lane, ms in lanes_shown.items()]
+    other = whole - sum(lanes_shown.values())
     if other > 0.0005 * whole:
         parts.append(f"other {rounded(other)}")
     critical = max(lanes, key=lanes.__getitem__)

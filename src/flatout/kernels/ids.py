@@ -109,22 +109,22 @@ class IdNumbers:
         """All that it holds."""
         if not self._uses_c:
             return self._items
-        held = self._slots[self._slots[:, 1] != 0]
-        packed = held[:, 1].view(np.uint64)
+        slots = self._slots[self._slots[:, 1] != 0]
+        packed = slots[:, 1].view(np.uint64)
         fields = (packed >> _BITS).astype(np.int64)
         numbers = (packed & np.uint64(_LARGEST)).astype(np.int64)
-        order = np.lexsort((held[:, 0], fields))
-        return Items(fields[order], held[order, 0], numbers[order])
+        order = np.lexsort((slots[:, 0], fields))
+        return Items(fields[order], slots[order, 0], numbers[order])
 
     def _grow(self) -> None:
-        held = self._slots[self._slots[:, 1] != 0]
+        slots = self._slots[self._slots[:, 1] != 0]
         self._slots, self.count = _slots(2 * len(self._slots)), 0
-        packed = held[:, 1].view(np.uint64)
+        packed = slots[:, 1].view(np.uint64)
         fields = (packed >> _BITS).astype(np.int64)
         numbers = (packed & np.uint64(_LARGEST)).astype(np.int64)
         for field in np.unique(fields):
             own = fields == field
-            ids = np.ascontiguousarray(held[own, 0])
+            ids = np.ascontiguousarray(slots[own, 0])
             key = np.array([field])
             _, self.count = _c.add(self._slots, ids, key, numbers[own], 0, self.count)
 

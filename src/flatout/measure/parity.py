@@ -144,8 +144,8 @@ def _check_names(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
 
 
 def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:5]) or "none"
-    return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown
+    words = ", ".join(names[:5]) or "none"
+    return f"{words} and {len(names) - 5} more" if len(names) > 5 else words
 
 
 def _flat(name: str, a: Any, b: Any) -> tuple[Any, Any]:

@@ -110,10 +110,10 @@ def weights_counted(
     trained = [p for p in model.parameters() if p.requires_grad]
     states = [state for o in optimizers for state in o.state.values()]
     # A count of steps is no state of each weight.
-    held = [t for state in states for t in tensors_in(state) if t.dim()]
+    tensors = [t for state in states for t in tensors_in(state) if t.dim()]
     return {
         "bytes": sum(map(_bytes, trained)),
-        "state_bytes": sum(map(_bytes, held)),
+        "state_bytes": sum(map(_bytes, tensors)),
         "tensors": len(trained),
     }
 

@@ -114,10 +114,10 @@ class TorchModel:
         state = self.module.state_dict()
         own = own_names(self.module, state)
         # What another rank has is on the meta device here.
-        held = {name: value for name, value in state.items() if not value.is_meta}
+        values = {name: value for name, value in state.items() if not value.is_meta}
         self.module.load_state_dict(
-            {name: sharded_like(weights[own[name]], value) for name, value in held.items()},
-            strict=len(held) == len(state),
+            {name: sharded_like(weights[own[name]], value) for name, value in values.items()},
+            strict=len(values) == len(state),
         )
 
     def parameters(self) -> list[torch.Tensor]:

@@ -36,13 +36,13 @@ def _wrapped(model: nn.Module) -> set[str]:
     # Only where something was compiled is torch's compiler imported.
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     compiled = (dynamo.OptimizedModule,) if dynamo is not None else ()
-    held: set[str] = set()
+    parameters: set[str] = set()
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, (DataParallel, DistributedDataParallel)):
-            held.add(f"{path}.module".lstrip("."))
+            parameters.add(f"{path}.module".lstrip("."))
         elif isinstance(module, compiled):
-            held.add(f"{path}._orig_mod".lstrip("."))
-    return held
+            parameters.add(f"{path}._orig_mod".lstrip("."))
+    return parameters
 
 
 def _without(name: str, levels: set[str]) -> str:

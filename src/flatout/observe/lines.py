@@ -90,8 +90,8 @@ class Lines:
                 within = stack.within if stack.trainer else ""
                 key = (*stack.line.site, stack.trainer, within)
                 self._of[key].add(stack, self._ms_per_ns)
-        told = sum(of.ms for of in self._of.values())
-        self.explained = min(1.0, told / max(sum(ms.values()), 1e-9))
+        total_ms = sum(of.ms for of in self._of.values())
+        self.explained = min(1.0, total_ms / max(sum(ms.values()), 1e-9))
 
     def told(self) -> list[Line]:
         """Those that take most, first."""

@@ -227,10 +227,10 @@ def _chain_of(dataset: Any) -> Iterator[Any]:
 
 def _entries(dataset: Any) -> int:
     """How many entries the containers have that a dataset holds itself."""
-    held = (
+    values = (
         value for part in _chain_of(dataset) for value in getattr(part, "__dict__", {}).values()
     )
-    return sum(len(item) for item in held if isinstance(item, (list, dict, set)))
+    return sum(len(item) for item in values if isinstance(item, (list, dict, set)))
 
 
 def stages_of(dataset: Any) -> list[str] | None:

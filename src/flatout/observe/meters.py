@@ -62,13 +62,13 @@ class Meters:
     def _pages(self) -> tuple[int, int]:
         """Pages of resident memory, and those of them that are of files or shared."""
         try:
-            told = os.pread(self._statm, 100, 0).split()
-            return int(told[1]), int(told[2])
+            fields = os.pread(self._statm, 100, 0).split()
+            return int(fields[1]), int(fields[2])
         except (OSError, ValueError, IndexError):
             # The script has closed all files that it knows nothing of, as daemons do.
             self._statm = _statm()
-            told = os.pread(self._statm, 100, 0).split()
-            return int(told[1]), int(told[2])
+            fields = os.pread(self._statm, 100, 0).split()
+            return int(fields[1]), int(fields[2])
 
     def grown_mb(self) -> float:
         """By how much memory grows steadily, after the first steps, in which it fills."""
@@ -84,10 +84,10 @@ class Meters:
             job = _job()
             # One of them is the thread that asks.
             self._runnable.append(max(0, _runnable_threads(job) - 1) / self.usable_cpus)
-            step, held = self._watch.lanes.steps, held_mb(job)
-            if held is not None:
-                self._job.append((step, held[0]))
-                self._swapped.append(held[1])
+            step, megabytes = self._watch.lanes.steps, held_mb(job)
+            if megabytes is not None:
+                self._job.append((step, megabytes[0]))
+                self._swapped.append(megabytes[1])
 
     def fill(self, observation: Observation) -> None:
         """Puts what was seen into an Observation."""
@@ -136,21 +136,21 @@ def _job() -> list[int]:
 
 def held_mb(job: list[int]) -> tuple[float, float] | None:
     """Memory of no file, and what of it lies in swap; None where the kernel does not say."""
-    held = {"RssAnon": 0, "VmSwap": 0}
+    sizes = {"RssAnon": 0, "VmSwap": 0}
     for pid in job:
         try:
             status = Path(f"/proc/{pid}/status").read_text()
         except OSError:
             continue  # it has ended
-        told = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
-        if not held.keys() <= told.keys():
-            if "VmRSS" in told:
+        lines = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+        if not sizes.keys() <= lines.keys():
+            if "VmRSS" in lines:
                 return None
             continue  # it has ended, but no one has asked for its exit code
-        for name in held:
-            held[name] += int(told[name].split()[0])
-    swapped = held["VmSwap"] / 2**10
-    return held["RssAnon"] / 2**10 + swapped, swapped
+        for name in sizes:
+            sizes[name] += int(lines[name].split()[0])
+    swapped = sizes["VmSwap"] / 2**10
+    return sizes["RssAnon"] / 2**10 + swapped, swapped
 
 
 def _runnable_threads(job: list[int]) -> int:

@@ -63,8 +63,8 @@ class MetricHooks:
                 return original(*args, **kwargs)
             finally:
                 self._is_inside = False
-                told = name or ", ".join(type(metric).__name__ for metric in args[0].metrics)
-                if told:
-                    calls.note("metric", perf_counter_ns() - began, detail={"name": told})
+                names = name or ", ".join(type(metric).__name__ for metric in args[0].metrics)
+                if names:
+                    calls.note("metric", perf_counter_ns() - began, detail={"name": names})
 
         return metric

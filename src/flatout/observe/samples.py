@@ -61,8 +61,8 @@ class Samples:
 
 def samples_of(dataset: Any) -> Samples | None:
     """Those that a dataset holds as one tensor or array; None for any other."""
-    held, picked = _behind_subsets(dataset)
-    table = _table_in(held)
+    inner, picked = _behind_subsets(dataset)
+    table = _table_in(inner)
     return None if table is None else samples_in(table, picked)
 
 

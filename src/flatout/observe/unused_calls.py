@@ -244,15 +244,15 @@ class _Conditions(ast.NodeTransformer):
 
 def _read_in(nodes: list[ast.AST], text: str) -> bool:
     """Whether an expression is used in them, and not only told or given something."""
-    told: set[int] = set()
+    receivers: set[int] = set()
     seen: set[int] = set()
     for node in (part for root in nodes for part in ast.walk(root)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             func = node.value.func
             if isinstance(func, ast.Attribute):
-                told.add(id(func.value))
+                receivers.add(id(func.value))
         elif isinstance(node, ast.Assign):
-            told |= {
+            receivers |= {
                 id(target.value) for target in node.targets if isinstance(target, ast.Subscript)
             }
         elif (
@@ -261,7 +261,7 @@ def _read_in(nodes: list[ast.AST], text: str) -> bool:
             and ast.unparse(node) == text
         ):
             seen.add(id(node))
-    return not seen <= told
+    return not seen <= receivers
 
 
 def _loads(nodes: Iterable[ast.AST]) -> Counter[str]:

@@ -243,8 +243,8 @@ def _probe_worker(module: Any, path: Path) -> None:
             def tell() -> None:
                 draws.look()
                 if probe.is_done or probe.batches in _TOLD:
-                    told = {**probe.as_dict(), "random": draws.states}
-                    path.write_text(json.dumps(told), encoding="utf-8")
+                    record = {**probe.as_dict(), "random": draws.states}
+                    path.write_text(json.dumps(record), encoding="utf-8")
 
             probe = Probe(tell)
             result.append((probe, Looker(probe)))
@@ -258,39 +258,39 @@ def _probe_worker(module: Any, path: Path) -> None:
 def gather(folder: Path, loader: int) -> list[dict[str, Any]]:
     """What the workers of a loader have told, in the order in which they began."""
     paths = sorted(folder.glob(f"loader-{loader}-*.json"), key=lambda path: path.stat().st_ctime)
-    told = []
+    records = []
     for path in paths:
         try:
-            told.append(json.loads(path.read_text(encoding="utf-8")))
+            records.append(json.loads(path.read_text(encoding="utf-8")))
         except ValueError:
             continue  # its writer was ended meanwhile
         finally:
             path.unlink()
-    return told
+    return records
 
 
-def fill(facts: Loader, told: list[dict[str, Any]]) -> None:
+def fill(facts: Loader, records: list[dict[str, Any]]) -> None:
     """Puts what one or more processes have seen of their loader into its facts."""
-    batches = sum(part["batches"] for part in told)
+    batches = sum(part["batches"] for part in records)
     if not batches:
         return
     for lane in ("read", "decode", "transform", "collate"):
-        ms = sum(part["lanes_ms"][lane] * part["batches"] for part in told)
+        ms = sum(part["lanes_ms"][lane] * part["batches"] for part in records)
         facts.lanes_ms[lane] = ms / batches
-    samples = sum(part["samples"] for part in told)
+    samples = sum(part["samples"] for part in records)
     if samples:
-        facts.opens_per_sample = sum(part["opens"] for part in told) / samples
-    facts.sample_bytes = next((p["sample_bytes"] for p in told if p["sample_bytes"]), None)
-    looked = [part["files"] for part in told if part["files"] is not None]
+        facts.opens_per_sample = sum(part["opens"] for part in records) / samples
+    facts.sample_bytes = next((p["sample_bytes"] for p in records if p["sample_bytes"]), None)
+    looked = [part["files"] for part in records if part["files"] is not None]
     if looked:
         facts.open_files = sorted({(path, size) for files in looked for path, size in files})
     lines: dict[Site, float] = {}
-    for part in told:
+    for part in records:
         for file, line, share in part["lines"]:
             site = read(Site(file, line))
             lines[site] = lines.get(site, 0.0) + share * part["batches"] / batches
     facts.hot = sorted(lines.items(), key=lambda value: -value[1])[:_LINES]
-    of_workers = [part["random"] for part in told if "random" in part][: facts.num_workers]
+    of_workers = [part["random"] for part in records if "random" in part][: facts.num_workers]
     have_drawn = [states for states in of_workers if len(states) > 1]
     if have_drawn and len(have_drawn) == facts.num_workers:
         facts.worker_draws, facts.worker_hashes = drawn_alike(of_workers)

@@ -179,10 +179,10 @@ class _TorchRule:
         state = self._optimizer.state[self._weight]
 
         def half(name: str) -> torch.Tensor:
-            held: torch.Tensor | None = state.get(f"{name}{_LOWER}")
-            if held is None:
-                held = state[f"{name}{_LOWER}"] = torch.zeros_like(self._weight)
-            return held
+            tensor: torch.Tensor | None = state.get(f"{name}{_LOWER}")
+            if tensor is None:
+                tensor = state[f"{name}{_LOWER}"] = torch.zeros_like(self._weight)
+            return tensor
 
         first, second = (half(name) if name else None for name in self._names)
         return Lower(half("weight"), first, second)
@@ -193,13 +193,13 @@ class _TorchRule:
         if self.name != "sgd" and "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32)
         for name in filter(None, names):
-            held = state.get(name)
-            if held is None or not held.is_contiguous() or held.dtype is not dtype:
+            value = state.get(name)
+            if value is None or not value.is_contiguous() or value.dtype is not dtype:
                 # Written at once: the system would give page after page to the steps that come
                 # first.
                 is_large = self._weight.is_cpu and dtype is torch.float32
                 fresh = huge_pages.empty(shape) if is_large else torch.empty_like(self._weight)
-                state[name] = fresh.zero_() if held is None else fresh.copy_(held)
+                state[name] = fresh.zero_() if value is None else fresh.copy_(value)
         first, second = (state[name] if name else None for name in names)
         return first, second
 

@@ -283,8 +283,8 @@ class RowShards:
         """
         assert self.ahead is not None
         is_so, parts = self.ahead.changed_for(dealt)
-        _, said, come = self._say(number, 0, parts, _AS_FORETOLD if is_so else _OTHERWISE)
-        if any(item != _AS_FORETOLD for item in said):
+        _, messages, come = self._say(number, 0, parts, _AS_FORETOLD if is_so else _OTHERWISE)
+        if any(item != _AS_FORETOLD for item in messages):
             self.ahead.drop(wrong=True)
             return False
         fetched = self.ahead.patch(come)
@@ -332,14 +332,14 @@ class RowShards:
         each, come = self.world.exchange(note, parts, "lookups in sharded tables")
         if any(theirs != number for theirs, *_ in each):
             names = dict(enumerate(tuple(weight.shape) for weight in self._tables))
-            said = ", ".join(
+            reads = ", ".join(
                 f"rank {rank} reads {names.get(theirs, 'no more')}"
                 for rank, (theirs, *_) in enumerate(each)
             )
             raise ModelError(
                 "ranks look up rows of tables in different orders or not equally often, which "
                 "world.tables=sharded cannot wait for",
-                where=said,
+                where=reads,
                 do="look up the same tables in each forward, whatever the samples are, or train "
                 "with world.tables=replicated",
             )
@@ -415,11 +415,11 @@ class RowShards:
             if self._rates is not None:
                 with self._rates():
                     order = ahead.foretell(self._deal_ids)
-        _, said, _ = self._say(_NO_MORE, 0, [[] for _ in range(self.world.size)], order)
+        _, messages, _ = self._say(_NO_MORE, 0, [[] for _ in range(self.world.size)], order)
         self._takes_lookups = False
         if ahead is not None:
             ahead.drop()
-            if order and all(item == order for item in said):
+            if order and all(item == order for item in messages):
                 ahead.begin(self._all_asked)
 
     def _deal_ids(self, number: int, ids: torch.Tensor) -> Dealt:

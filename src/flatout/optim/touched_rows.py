@@ -647,8 +647,8 @@ class TouchedRows:
             if values is not None and values.is_cpu:
                 huge_pages.move(values)
         count = count or 0
-        begun = [item.steps for item in self._kept if item.steps and item.rule.shares(rule)]
-        fresh = [steps for steps in begun if steps.base == steps.now == count]
+        steps = [item.steps for item in self._kept if item.steps and item.rule.shares(rule)]
+        fresh = [steps for steps in steps if steps.base == steps.now == count]
         kept.begin(state, fresh[0] if fresh else Steps(rule.name, count, _ROOM))
 
     def _restart(self, steps: Steps) -> None:

@@ -51,29 +51,29 @@ def warnings_of(
         batch: samples of one optimizer step, of all ranks; None where it is not known.
         steps_per_epoch: optimizer steps, or None.
     """
-    said = []
+    warnings = []
     if scale is not None and scale.changes:
         if scale.rule.rule == "linear" and is_adaptive(optimizer):
-            said.append(
+            warnings.append(
                 f"the linear rule was found for SGD; for {name_of(optimizer)} theory and "
                 "experiments speak for 'sqrt' (Malladi et al. 2022)"
             )
         times = batch / scale.rule.reference_batch if batch else 1.0
         if times > _TIMES_TRIED:
-            said.append(
+            warnings.append(
                 f"the batch is {times:.4g} times the one that the learning rate was found with; "
                 f"rules were tried up to {_TIMES_TRIED} times (Goyal et al. 2017), and beyond, "
                 f"accuracy fell: {_CHECK}"
             )
         if times > _TIMES_USUAL and not isinstance(optimizer, Lars | Lamb):
-            said += _beyond(GOYAL, batch, steps_per_epoch)
+            warnings += _beyond(GOYAL, batch, steps_per_epoch)
     if isinstance(optimizer, Lars | Lamb):
         tried = LARS if isinstance(optimizer, Lars) else LAMB
-        said += _beyond(tried, batch, steps_per_epoch) or [
+        warnings += _beyond(tried, batch, steps_per_epoch) or [
             f"{name_of(optimizer)} is for very large batches; it was tried up to {tried.batch:,} "
             f"samples ({tried.source}), and larger batches may generalize worse: {_CHECK}"
         ]
-    return said
+    return warnings
 
 
 def is_adaptive(optimizer: torch.optim.Optimizer) -> bool:

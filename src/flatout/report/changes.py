@@ -139,11 +139,11 @@ def show(changes: Changes, console: Console) -> None:
 
 
 def _colored(diff: str) -> Text:
-    shown = Text()
+    text = Text()
     for line in diff.encode("utf-8", "surrogateescape").decode(errors="replace").splitlines(True):
         style = next((style for start, style in _COLORS.items() if line.startswith(start)), "")
-        shown.append(line, style)
-    return shown
+        text.append(line, style)
+    return text
 
 
 def write(changes: Changes, allow: Parity, console: Console) -> None:

@@ -33,9 +33,9 @@ def lane_bars(rank: Observation, of_several: bool, width: int) -> Iterator[Text]
     step = sum(known[name] for name in STEP)
     begin = (f"rank {rank.rank} " if of_several else "") + f"step {rounded(step, 2)} ms  "
     for least in _SHOWN:
-        shown = {name: value for name, value in known.items() if value >= least * step}
+        lanes = {name: value for name, value in known.items() if value >= least * step}
         for names in ({}, _SHORT):
-            words = _words(known, shown, names, step)
+            words = _words(known, lanes, names, step)
             # The bars take what the words leave of the line.
             room = width - len(begin) - len(" | ".join(words).replace("{}", ""))
             if min(room, _BAR) >= _LEAST_BAR:
@@ -43,17 +43,17 @@ def lane_bars(rank: Observation, of_several: bool, width: int) -> Iterator[Text]
         else:
             continue
         break
-    columns = max(len(shown), min(_BAR, room))
-    longest = sum(shown.values())
-    bars = [_bar(value / longest * (columns - len(shown))) for value in shown.values()]
+    columns = max(len(lanes), min(_BAR, room))
+    longest = sum(lanes.values())
+    bars = [_bar(value / longest * (columns - len(lanes))) for value in lanes.values()]
     yield Text(begin + " | ".join(words).format(*bars))
 
 
 def _words(
-    known: Mapping[str, float], shown: Mapping[str, float], names: Mapping[str, str], step: float
+    known: Mapping[str, float], lanes: Mapping[str, float], names: Mapping[str, str], step: float
 ) -> list[str]:
-    other = sum(value for name, value in known.items() if name not in shown)
-    words = [f"{names.get(name, name)} {{}} {rounded(ms, 2)}" for name, ms in shown.items()]
+    other = sum(value for name, value in known.items() if name not in lanes)
+    words = [f"{names.get(name, name)} {{}} {rounded(ms, 2)}" for name, ms in lanes.items()]
     return words + ([f"other {rounded(other, 2)}"] if other >= _TOLD * step else [])
 
 

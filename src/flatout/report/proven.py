@@ -196,8 +196,8 @@ def effect(proof: Proof) -> str:
     samples = {True: "same samples", False: "other samples", None: ""}[proof.same_batches]
     parity = f"{proof.parity}: {proof.loss}" if proof.parity and proof.loss else proof.parity
     # Of what changes no bit, the samples need no words.
-    told = [samples if proof.parity != "bit-identical" else "", parity or proof.loss]
-    words = ", ".join(filter(None, told))
+    parts = [samples if proof.parity != "bit-identical" else "", parity or proof.loss]
+    words = ", ".join(filter(None, parts))
     # Why something is prescribed that did not win alone.
     return "; ".join(filter(None, [words, proof.reason]))
 
@@ -205,11 +205,11 @@ def effect(proof: Proof) -> str:
 def reasons(proof: Proof) -> str:
     """A cure that is not prescribed, with what was measured and why."""
     measured = "" if proof.trial is None else f"{proof.trial.ratio:.2f}x"
-    said = [] if proof.reason.startswith(measured) else [measured]
-    why = ", ".join(part for part in (*said, proof.reason) if part)
+    reasons = [] if proof.reason.startswith(measured) else [measured]
+    why = ", ".join(part for part in (*reasons, proof.reason) if part)
     return f"{proof.words}: {why}" if why else proof.words
 
 
 def _refused(prescription: Prescription) -> list[str]:
-    told = [f"{item['what']} ({short(item['where'])})" for item in prescription.refused]
-    return list(dict.fromkeys(told))
+    refused = [f"{item['what']} ({short(item['where'])})" for item in prescription.refused]
+    return list(dict.fromkeys(refused))

@@ -275,14 +275,14 @@ def lives_of(folder: Path, problems: list[str] | None = None) -> list[Life]:
         problems: gets a line where the history is damaged.
     """
     began: dict[str, Mapping[str, Any]] = {}
-    ended: dict[str, Mapping[str, Any]] = {}
+    lives: dict[str, Mapping[str, Any]] = {}
     for line in _lines(folder / RUNS, [] if problems is None else problems):
         kind, key = line.get("event"), str(line.get("id"))
         if kind == "began":
             began[key] = line
         elif kind == "ended":
-            ended[key] = line
-    return [Life(line, ended.get(key)) for key, line in began.items()]
+            lives[key] = line
+    return [Life(line, lives.get(key)) for key, line in began.items()]
 
 
 def _profile(folder: Path, problems: list[str]) -> Profile | None:

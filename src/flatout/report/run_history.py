@@ -62,26 +62,26 @@ class Row:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data."""
-        ended = dict(self.life.ended or {})
-        took = ended["time"] - self.began if "time" in ended else None
+        end = dict(self.life.ended or {})
+        took = end["time"] - self.began if "time" in end else None
         for name in ("event", "id", "time"):
-            ended.pop(name, None)
+            end.pop(name, None)
         known = {name: v for name, v in self.life.began.items() if name not in ("event", "time")}
-        return {"run": self.run, "began": self.began, "seconds": took, **known, **ended} | {
+        return {"run": self.run, "began": self.began, "seconds": took, **known, **end} | {
             "state": self.life.state
         }
 
     def cells(self) -> list[str]:
         """A line of the table."""
-        ended = self.life.ended or {}
-        rate, took = ended.get("samples_per_s"), ended.get("time")
+        end = self.life.ended or {}
+        rate, took = end.get("samples_per_s"), end.get("time")
         figure = self.figure
         return [
             self.run,
             datetime.fromtimestamp(self.began).strftime("%m-%d %H:%M"),
             self.life.state,
             "" if not isinstance(took, int | float) else duration(max(0.0, took - self.began)),
-            str(ended.get("steps", "")),
+            str(end.get("steps", "")),
             count_words(rate) if isinstance(rate, int | float) else "",
             "" if figure is None else f"{figure[0]} {rounded(figure[1], 4)}",
         ]
@@ -138,11 +138,11 @@ class RunHistory:
         for header in ("took", "steps", "samples/s"):
             table.add_column(header, justify="right", no_wrap=True)
         table.add_column("", no_wrap=True)
-        shown = self.rows[-SHOWN:]
-        for row in shown:
+        rows = self.rows[-SHOWN:]
+        for row in rows:
             table.add_row(*map(Text, row.cells()))
         yield table
-        if len(shown) < len(self.rows):
+        if len(rows) < len(self.rows):
             yield Text(f"the newest of {counted(len(self.rows), 'run')}; --json has all", "dim")
 
 

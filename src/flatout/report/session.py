@@ -200,8 +200,8 @@ def _agreed(asked: Asked, look: FirstLook, cures: list[Cure], console: Console) 
     console.print()
     if not look.held:  # it ran in place: what contains trials is not known yet
         with suppress(FlatoutError):  # no trial can begin, and that is said then
-            held, lacks = containment(asked.what)
-            look = replace(look, held=held, lacks=lacks)
+            contains, lacks = containment(asked.what)
+            look = replace(look, held=contains, lacks=lacks)
     for line in terms(asked.what, look, cures, asked.budget_s, 2 * asked.seeds):
         console.print(line)
     return bool(asked.proves) or agreed(len(cures))
@@ -285,8 +285,8 @@ def _print_json(
     treated: _Treated,
     compared: Compared | None,
 ) -> None:
-    ended = "failed" if look.failed else "no steps"
-    nothing = {"command": asked.what, "ended": ended, "findings": []}
+    reason = "failed" if look.failed else "no steps"
+    nothing = {"command": asked.what, "ended": reason, "findings": []}
     told_of = {
         "exit_code": look.exit_code,
         "interrupted_by": look.interrupted_by,

@@ -120,7 +120,7 @@ class Lanes:
         if not whole:
             yield Text("no step was recorded")
             return
-        shown = {name: ms for name, ms in self.lanes.items() if ms >= 0.02 * whole}
+        lanes = {name: ms for name, ms in self.lanes.items() if ms >= 0.02 * whole}
         block = "#" if options.ascii_only else "█"
         parts = [
             Text.assemble(
@@ -128,9 +128,9 @@ class Lanes:
                 (block * max(1, round(self.blocks * ms / whole)), "cyan"),
                 f" {rounded(ms)}",
             )
-            for name, ms in shown.items()
+            for name, ms in lanes.items()
         ]
-        other = whole - sum(shown.values())
+        other = whole - sum(lanes.values())
         if other > 0.0005 * whole:
             parts.append(Text(f"other {rounded(other)}"))
         line = Text(f"step {rounded(whole)} ms ")

@@ -128,7 +128,7 @@ class RunningJob:
         }
 
 
-def together(told: Sequence[Mapping[str, Any]]) -> Sample:
+def together(snapshots: Sequence[Mapping[str, Any]]) -> Sample:
     """What was seen of one job at one moment on its nodes, each as `Sample.as_dict` gives it.
 
     Their clocks may differ: times are shifted by what each has told as now.
@@ -136,7 +136,7 @@ def together(told: Sequence[Mapping[str, Any]]) -> Sample:
     ranks: dict[int, RankNow] = {}
     gpus = []
     now = time.time()
-    for node in told:
+    for node in snapshots:
         shift = now - node["time"]
         for job in node["jobs"]:
             # By number, since two nodes of one machine see one another's ranks.

@@ -37,8 +37,8 @@ class RunWeights:
 
     def words(self) -> str:
         """As a line: which, where, score."""
-        held = " (held by EarlyStopping)" if self.weights is not None else ""
-        return f"{self.which}  {self.checkpoint}{held}  {self.score or 'no score'}"
+        source = " (held by EarlyStopping)" if self.weights is not None else ""
+        return f"{self.which}  {self.checkpoint}{source}  {self.score or 'no score'}"
 
 
 def kept_in(folder: Folder) -> list[RunWeights]:
@@ -64,8 +64,8 @@ def kept_in(folder: Folder) -> list[RunWeights]:
         if not watcher:
             return [RunWeights("last", newest, "")]
         is_newest = (watcher["best_epoch"], 0) == (state.get("epoch"), state.get("step_in_epoch"))
-        held = None if is_newest else dict(watcher["weights"])
-        best = RunWeights("best", newest, _figure(watcher, watcher["best"]), held)
+        weights = None if is_newest else dict(watcher["weights"])
+        best = RunWeights("best", newest, _figure(watcher, watcher["best"]), weights)
     if best.checkpoint == newest and best.weights is None:
         return [best]
     logs = _mapping(extra.get("logs"))

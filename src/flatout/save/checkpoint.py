@@ -400,9 +400,9 @@ class Checkpoints:
     def _remove(self, name: str) -> None:
         """Delete a checkpoint so that, killed half-way, what is left does not count as one."""
         if self._folder.renames:
-            gone = unfinished.new_name()
-            if self._folder.exists(name) and self._folder.rename_folder(name, gone):
-                self._folder.remove(gone)
+            unfinished_name = unfinished.new_name()
+            if self._folder.exists(name) and self._folder.rename_folder(name, unfinished_name):
+                self._folder.remove(unfinished_name)
         else:
             self._folder.child(name).remove(MANIFEST)
             self._folder.remove(name)

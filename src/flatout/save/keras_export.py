@@ -213,10 +213,10 @@ class KerasFile:
 
     def _take_off_wrapper(self, config: dict[str, Any]) -> None:
         """Cut slices and joins out, so that the outer model is inputs and the real one alone."""
-        held = _held_in(config)
-        if held is None:
+        layer = _held_in(config)
+        if layer is None:
             return
-        outer, inner = config["config"], held["config"]["name"]
+        outer, inner = config["config"], layer["config"]["name"]
         self.wrapper, self._inner = outer["name"], inner
         came_from = {
             layer["config"]["name"]: _origins(layer["inbound_nodes"])[0]
@@ -229,8 +229,8 @@ class KerasFile:
             for layer in outer["layers"]
             if layer["class_name"] not in ("Lambda", "Concatenate")
         ]
-        held["inbound_nodes"] = held["inbound_nodes"][:1]
-        for origin in _origins(held["inbound_nodes"]):
+        layer["inbound_nodes"] = layer["inbound_nodes"][:1]
+        for origin in _origins(layer["inbound_nodes"]):
             if origin[0] in came_from:
                 origin[:3] = came_from[origin[0]][:3]
         if joins:
@@ -247,9 +247,9 @@ class KerasFile:
             with h5py.File(local, "r+") as file:
                 file.attrs["model_config"] = json.dumps(self._config)
                 if self._inner is not None:
-                    held = file["model_weights"]
-                    held.attrs["layer_names"] = [
-                        name for name in _names(held, "layer_names") if name == self._inner
+                    group = file["model_weights"]
+                    group.attrs["layer_names"] = [
+                        name for name in _names(group, "layer_names") if name == self._inner
                     ]
             return local
         with (

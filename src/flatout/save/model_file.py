@@ -91,18 +91,20 @@ def _open_one(folder: Folder, name: str) -> tuple[dict[str, Tensor], dict[str, s
 
 def _open_several(folder: Folder, index: str) -> tuple[dict[str, Tensor], dict[str, str], bool]:
     """What an index lists, of the files beside it."""
-    held = _weight_map(folder, index)
+    file_by_name = _weight_map(folder, index)
     tensors: dict[str, Tensor] = {}
     metadata: dict[str, str] = {}
     own = True
-    for file in sorted(set(held.values())):
+    for file in sorted(set(file_by_name.values())):
         weights, described, is_own = _open_one(folder, file)
-        missing = [name for name, of in held.items() if of == file and name not in weights]
+        missing = [name for name, of in file_by_name.items() if of == file and name not in weights]
         if missing:
             raise CheckpointError(
                 f"{missing[0]!r} is not in it, though {index} says so", where=folder.where(file)
             )
-        tensors |= {name: tensor for name, tensor in weights.items() if held.get(name) == file}
+        tensors |= {
+            name: tensor for name, tensor in weights.items() if file_by_name.get(name) == file
+        }
         metadata |= described
         own = own and is_own
     return dict(sorted(tensors.items())), metadata, own
@@ -110,8 +112,8 @@ def _open_several(folder: Folder, index: str) -> tuple[dict[str, Tensor], dict[s
 
 def _weight_map(folder: Folder, index: str) -> dict[str, str]:
     try:
-        held = json.loads(folder.read(index))["weight_map"]
-        files = set(held.values())
+        file_by_name = json.loads(folder.read(index))["weight_map"]
+        files = set(file_by_name.values())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"expected JSON with a weight_map of names to files: {error}", where=folder.where(index)
@@ -122,7 +124,7 @@ def _weight_map(folder: Folder, index: str) -> dict[str, str]:
                 f"expected names of safetensors files beside it, found {file!r}",
                 where=folder.where(index),
             )
-    return dict(held)
+    return dict(file_by_name)
 
 
 def encode(

@@ -68,13 +68,13 @@ class Pieces:
 
     def index(self, weights: Mapping[str, Tensor]) -> bytes:
         """Which of all weights is in which file."""
-        held = {
+        file_by_name = {
             name: file_of("model", rank, self._world.size, "safetensors")
             for rank, names in enumerate(shares(weights, self._world.size))
             for name in names
         }
         total = sum(map(_bytes_of, weights.values()))
-        text = {"metadata": {"total_size": total}, "weight_map": dict(sorted(held.items()))}
+        text = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_by_name.items()))}
         return json.dumps(text, indent=1, ensure_ascii=False).encode()
 
     def tell(self, mark: str, files: Mapping[str, Written]) -> None:
@@ -94,12 +94,12 @@ class Pieces:
         files: dict[str, Written] = {}
         # All are heard before one's failure is raised, so that no one writes any more by then.
         heard = [(r, self._hear(f"{mark}/{r}", r)) for r in range(1, self._world.size)]
-        for rank, told in heard:
-            if "error" in told:
+        for rank, message in heard:
+            if "error" in message:
                 raise LostPiece(
-                    f"rank {rank} could not write its part of the checkpoint: {told['error']}"
+                    f"rank {rank} could not write its part of the checkpoint: {message['error']}"
                 )
-            files |= {name: Written(*written) for name, written in told["files"].items()}
+            files |= {name: Written(*written) for name, written in message["files"].items()}
         return files
 
     def give_up(self, after_s: float) -> None:
@@ -111,9 +111,9 @@ class Pieces:
         while time.monotonic() < min(self._until, began + _PATIENCE_S):
             try:
                 if self._store.check([key]):
-                    told = json.loads(self._store.get(key))
+                    message = json.loads(self._store.get(key))
                     self._store.delete_key(key)
-                    return told
+                    return message
             except RuntimeError as error:  # the one who keeps the store has ended
                 raise LostPiece(f"rank {rank} cannot be heard any more: {error}") from error
             time.sleep(_LOOK_EVERY_S)

@@ -28,8 +28,8 @@ def check_replicas(model: nn.Module, world: World, when: str, *, every: int = 1)
     """
     if world.size == 1:
         return
-    held = adapter_of(model).replicated()
-    own = {name: digest_of(tensor) for name, tensor in held.items() if not tensor.is_meta}
+    tensors = adapter_of(model).replicated()
+    own = {name: digest_of(tensor) for name, tensor in tensors.items() if not tensor.is_meta}
     digests = world.gather(own, f"comparison of the replicas, {when}")
     names = [set(of_rank) for of_rank in digests]
     for rank, theirs in enumerate(names):

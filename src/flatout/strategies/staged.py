@@ -576,11 +576,11 @@ class Staged(Strategy):
         if not self._stages or error is not None:
             return
         del self._model.forward
-        for name, held in list(self._model.named_parameters()):
-            result = self._fetched(held, self._owners[name], kept=True)
+        for name, value in list(self._model.named_parameters()):
+            result = self._fetched(value, self._owners[name], kept=True)
             if name in self._elsewhere:
                 self._elsewhere[name].data = result
-                self._elsewhere[name].requires_grad_(held.requires_grad)
+                self._elsewhere[name].requires_grad_(value.requires_grad)
         for name, buffer in self._model.named_buffers():
             buffer.copy_(self._fetched(buffer, self._owners[name], kept=True))
         for name, own in self._elsewhere.items():

@@ -181,9 +181,9 @@ def _gpus(recipe: Recipe | ResolvedRecipe | None, devices: int | None) -> int:
 def _measured_on(recipe: Recipe | ResolvedRecipe | None) -> str | None:
     if not isinstance(recipe, ResolvedRecipe):
         return None
-    told = recipe.machine
-    parts = [str(told.get("cpu", "")), f"{told['cpus']} CPUs" if "cpus" in told else ""]
-    parts += [*map(str, told.get("gpus", ())), f"torch {told.get('torch', '')}"]
+    machine = recipe.machine
+    parts = [str(machine.get("cpu", "")), f"{machine['cpus']} CPUs" if "cpus" in machine else ""]
+    parts += [*map(str, machine.get("gpus", ())), f"torch {machine.get('torch', '')}"]
     return ", ".join(filter(None, parts))
 
 

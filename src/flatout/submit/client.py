@@ -35,8 +35,8 @@ class Answer:
         lines = [line for line in (self.errors or self.output).splitlines() if line.strip()]
         if not lines:
             return "it said nothing" if self.code is not None else "it took too long"
-        _, _, said = lines[-1].rpartition("error: ")
-        return said.strip()
+        _, _, message = lines[-1].rpartition("error: ")
+        return message.strip()
 
 
 def need(name: str, package: str) -> str:

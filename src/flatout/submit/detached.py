@@ -96,8 +96,8 @@ def stop(name: str) -> str:
 def told(text: str) -> JobState:
     """What `ask` has printed."""
     word, *pairs = text.split() or [""]
-    told = {name: int(n) for name, _, n in (pair.partition("=") for pair in pairs) if n.isdigit()}
-    ran, left, code = told.get("ran"), told.get("left"), told.get("code")
+    fields = {name: int(n) for name, _, n in (pair.partition("=") for pair in pairs) if n.isdigit()}
+    ran, left, code = fields.get("ran"), fields.get("left"), fields.get("code")
     if word in ("running", "stopping"):
         eta = "" if left is None else clock(left)
         return JobState(State(word), since_s=ran, left_s=left, eta=eta)

@@ -158,8 +158,8 @@ def mount_of(path: str | os.PathLike[str], table: str | None = None) -> Mount:
 def is_seen(path: str | os.PathLike[str], shared: Iterable[str] = ()) -> bool:
     """Whether nodes see a path: it lies on a network file system, or the user says so."""
     real = os.path.realpath(path)
-    said = any(_is_within(real, os.path.realpath(item)) for item in shared)
-    return said or mount_of(real).is_network
+    is_shared = any(_is_within(real, os.path.realpath(item)) for item in shared)
+    return is_shared or mount_of(real).is_network
 
 
 def look_at(

@@ -142,12 +142,12 @@ class Kubernetes:
         except cluster.error as error:
             if error.status >= _BROKEN:
                 raise Unanswered(f"the API server has failed: {_said(error)}") from error
-            said = f"the job's code was not taken: {_said(error)}"
+            problem = f"the job's code was not taken: {_said(error)}"
             try:  # or its pods would wait for ever
                 cluster.delete(made["kind"], space, job.name)
             except (cluster.error, cluster.lost) as left:
-                raise Unanswered(f"{said}, and the job could not be deleted") from left
-            raise NotSent(said) from error
+                raise Unanswered(f"{problem}, and the job could not be deleted") from left
+            raise NotSent(problem) from error
         return Sent(
             f"{space}/{job.name}", f"(kubectl get {_KINDS[made['kind']].plural} {job.name})"
         )
@@ -448,14 +448,14 @@ def _conditions(manifest: Manifest) -> list[Manifest]:
 
 
 def _words(condition: Manifest) -> str:
-    said = condition.get("message") or condition.get("reason") or ""
-    return f"{condition['type']} ({said})" if said else str(condition["type"])
+    message = condition.get("message") or condition.get("reason") or ""
+    return f"{condition['type']} ({message})" if message else str(condition["type"])
 
 
 def _train_job_state(manifest: Manifest) -> JobState:
     status = manifest.get("status", {})
-    told = status.get("trainerStatus") or {}
-    eta, left_s = _eta(told), told.get("estimatedRemainingSeconds")
+    trainer = status.get("trainerStatus") or {}
+    eta, left_s = _eta(trainer), trainer.get("estimatedRemainingSeconds")
     conditions = {condition["type"]: condition for condition in _conditions(manifest)}
     if "Complete" in conditions:
         return JobState(State.succeeded, _words(conditions["Complete"]), exit_code=0)
@@ -475,14 +475,14 @@ def _train_job_state(manifest: Manifest) -> JobState:
 
 def _exit_code(pods: list[Any], container: str) -> int | None:
     """That of the container which failed first."""
-    ended = [
+    terminated = [
         one.state.terminated
         for pod in pods
         for one in (pod.status and pod.status.container_statuses) or ()
         if one.name == container and one.state and one.state.terminated
     ]
     failed = sorted(
-        (status for status in ended if status.exit_code),
+        (status for status in terminated if status.exit_code),
         key=lambda status: str(status.finished_at or ""),
     )
     return int(failed[0].exit_code) if failed else None
@@ -502,13 +502,13 @@ def _since_s(pods: list[Any]) -> float | None:
     return float((last - min(status.start_time for status in own)).total_seconds())
 
 
-def _eta(told: Manifest) -> str:
+def _eta(manifest: Manifest) -> str:
     """What the run itself has told, which kubectl shows as well."""
     parts = []
-    if "estimatedRemainingSeconds" in told:
-        parts.append(clock(told["estimatedRemainingSeconds"]))
-    if "progressPercentage" in told:
-        parts.append(f"{told['progressPercentage']}% done")
+    if "estimatedRemainingSeconds" in manifest:
+        parts.append(clock(manifest["estimatedRemainingSeconds"]))
+    if "progressPercentage" in manifest:
+        parts.append(f"{manifest['progressPercentage']}% done")
     return ", ".join(parts)
 
 

@@ -96,8 +96,8 @@ class Ledger:
             return []
         for line in lines:
             try:
-                said = json.loads(line)
-                entry = Entry(**{k: v for k, v in said.items() if k in names})
+                data = json.loads(line)
+                entry = Entry(**{k: v for k, v in data.items() if k in names})
             except (ValueError, TypeError, AttributeError):  # torn by a full disk
                 continue
             entries[entry.key] = entry

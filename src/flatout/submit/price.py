@@ -74,8 +74,8 @@ class Cost:
     to_come: float | None
 
     def __str__(self) -> str:
-        said = self.price.words(self.so_far)
+        words = self.price.words(self.so_far)
         if self.to_come == 0.0:
-            return f"cost {said}"
+            return f"cost {words}"
         rest = "" if self.to_come is None else f", about {self.price.words(self.to_come)} to come"
-        return f"cost {said} so far{rest}"
+        return f"cost {words} so far{rest}"

@@ -314,8 +314,8 @@ def _state(found: dict[str, Any]) -> JobState:
     state = _BY_STATUS.get(status) or _BY_STEP.get(step, State.starting)
     if status == "Stopped" and step in ("MaxRuntimeExceeded", "MaxWaitTimeExceeded"):
         state = State.failed
-    told = found.get("SecondaryStatusTransitions") or [{}]
-    why = found.get("FailureReason") or told[-1].get("StatusMessage") or ""
+    transitions = found.get("SecondaryStatusTransitions") or [{}]
+    why = found.get("FailureReason") or transitions[-1].get("StatusMessage") or ""
     words = f"{status} / {step}" if step and step != status else status
     code = 0 if state == State.succeeded else None
     if (told_code := re.search(r"exit code: (\d+)", why)) is not None:
@@ -326,7 +326,7 @@ def _state(found: dict[str, Any]) -> JobState:
         exit_code=code,
         since_s=found.get("TrainingTimeInSeconds"),
         paid_s=found.get("BillableTimeInSeconds"),
-        starts=1 + sum(item.get("Status") == "Restarting" for item in told),
+        starts=1 + sum(item.get("Status") == "Restarting" for item in transitions),
     )
 
 

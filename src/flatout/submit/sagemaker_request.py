@@ -192,32 +192,32 @@ def _is_channel(option: str) -> bool:
 def _channel(name: str, text: str) -> Channel:
     """Of `s3://bucket/day,mode=Pipe,split=host,wrap=recordio,shuffle=1`."""
     uri, *settings = text.split(",")
-    said = dict.fromkeys(("mode", "split", "wrap", "shuffle"), "")
+    fields = dict.fromkeys(("mode", "split", "wrap", "shuffle"), "")
     for setting in settings:
         key, equals, value = setting.partition("=")
-        if key not in said or not equals:
+        if key not in fields or not equals:
             raise SubmitError(
                 f"expected mode=, split=, wrap= or shuffle= behind the URI, found {setting!r}",
                 where=f"--option {_CHANNEL}{name}",
             )
-        said[key] = value
+        fields[key] = value
     wrong = [
-        f"{key}={said[key]!r}: expected {', '.join(allowed)}"
+        f"{key}={fields[key]!r}: expected {', '.join(allowed)}"
         for key, allowed in (("mode", _MODES), ("split", ("host",)), ("wrap", ("recordio",)))
-        if said[key] and said[key] not in allowed
+        if fields[key] and fields[key] not in allowed
     ]
     if not uri.startswith("s3://"):
         wrong.append(f"expected s3://bucket/prefix, found {uri!r}")
-    if said["shuffle"] and not said["shuffle"].isdigit():
-        wrong.append(f"shuffle={said['shuffle']!r}: expected a seed")
+    if fields["shuffle"] and not fields["shuffle"].isdigit():
+        wrong.append(f"shuffle={fields['shuffle']!r}: expected a seed")
     refuse(wrong, where=f"--option {_CHANNEL}{name}")
     return Channel(
         name,
         uri,
-        mode=said["mode"] or "File",
-        by_host=bool(said["split"]),
-        wrap="RecordIO" if said["wrap"] else "",
-        shuffle=int(said["shuffle"]) if said["shuffle"] else None,
+        mode=fields["mode"] or "File",
+        by_host=bool(fields["split"]),
+        wrap="RecordIO" if fields["wrap"] else "",
+        shuffle=int(fields["shuffle"]) if fields["shuffle"] else None,
     )
 
 

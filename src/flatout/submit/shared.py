@@ -65,9 +65,9 @@ def told_by_nodes(
         SubmitError: it does not end well.
     """
     nodes = facts_in(folder)["nodes"]
-    with tempfile.TemporaryDirectory(prefix=".told-", dir=folder) as told:
-        script = f'exec "$@" > {shlex.quote(told)}/"{_NODE}"'
+    with tempfile.TemporaryDirectory(prefix=".told-", dir=folder) as reports:
+        script = f'exec "$@" > {shlex.quote(reports)}/"{_NODE}"'
         answer = ask([*launcher(nodes), "sh", "-c", script, "sh", *command])
         if answer.code != 0:
             raise SubmitError(f"its nodes do not answer: {answer.last_words}", where=str(folder))
-        return [(Path(told) / str(node)).read_text() for node in range(nodes)]
+        return [(Path(reports) / str(node)).read_text() for node in range(nodes)]

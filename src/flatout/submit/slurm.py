@@ -107,14 +107,14 @@ class Slurm:
         need("sbatch", "SLURM's client, Debian's slurm-client")
         # sbatch itself tries for some time to reach the controller.
         answer = ask(["sbatch", "--test-only", str(job.folder / SCRIPT)])
-        said = answer.last_words.removeprefix("allocation failure: ")
+        message = answer.last_words.removeprefix("allocation failure: ")
         if _is_unanswered(answer):
             raise SubmitError(
-                f"SLURM does not answer: {said}",
+                f"SLURM does not answer: {message}",
                 where=f"nothing was sent: {job.folder}",
                 do="try again when sinfo answers",
             )
-        return [] if answer.code == 0 else [said]
+        return [] if answer.code == 0 else [message]
 
     def send(self, job: Job, key: str) -> Sent:
         """Hand the script to sbatch."""
@@ -146,9 +146,9 @@ class Slurm:
         answer = ask(command, tries=2, again=_is_unanswered)
         if _is_unanswered(answer):
             raise SubmitError(f"SLURM does not answer: {answer.last_words}")
-        told = [_told(line) for line in answer.output.splitlines() if line.startswith("JobId=")]
-        if answer.code == 0 and told:
-            return _together([_state(item, folder) for item in told])
+        answers = [_told(line) for line in answer.output.splitlines() if line.startswith("JobId=")]
+        if answer.code == 0 and answers:
+            return _together([_state(item, folder) for item in answers])
         return _remembered(folder, id)
 
     def logs(self, id: str, folder: Path, *, follow: bool) -> Iterator[str]:
@@ -377,24 +377,24 @@ def _told(line: str) -> dict[str, str]:
     return dict(re.findall(r"(\w+(?:/\w+)?)=(\S*)", line))
 
 
-def _state(told: dict[str, str], folder: Path) -> JobState:
-    word = told.get("JobState", "")
+def _state(answer: dict[str, str], folder: Path) -> JobState:
+    word = answer.get("JobState", "")
     state = _BY_STATE.get(word, State.lost)
-    starts = int(told.get("Restarts", "0")) + 1
+    starts = int(answer.get("Restarts", "0")) + 1
     if state is State.queued and starts > 1:
         state = State.requeued
-    reason = told.get("Reason", "None")
-    code, _, signal = told.get("ExitCode", "0:0").partition(":")
-    eta = re.match(r"flatout:\w*:((\d+)min)", told.get("Comment", ""))
-    task = told.get("ArrayTaskId", "")
-    since_s = _seconds(told.get("RunTime", ""))
+    reason = answer.get("Reason", "None")
+    code, _, signal = answer.get("ExitCode", "0:0").partition(":")
+    eta = re.match(r"flatout:\w*:((\d+)min)", answer.get("Comment", ""))
+    task = answer.get("ArrayTaskId", "")
+    since_s = _seconds(answer.get("RunTime", ""))
     return JobState(
         state=state,
         words=word if reason == "None" else f"{word} ({reason})",
         exit_code=(128 + int(signal) if int(signal or 0) else int(code))
         if state.is_final
         else None,
-        nodes=tuple(filter(None, [told.get("NodeList", "").replace("(null)", "")])),
+        nodes=tuple(filter(None, [answer.get("NodeList", "").replace("(null)", "")])),
         since_s=since_s,
         paid_s=(since_s or 0.0) + _earlier_s(folder, task if task.isdigit() else "", starts),
         left_s=60.0 * int(eta[2]) if eta else None,
@@ -420,11 +420,11 @@ def _together(states: list[JobState]) -> JobState:
     order = list(State)
     first = min(states, key=lambda value: (value.state.is_final, -order.index(value.state)))
     counts = {item: sum(each.state is item for each in states) for item in State}
-    said = ", ".join(f"{n} {value}" for value, n in counts.items() if n)
+    words = ", ".join(f"{n} {value}" for value, n in counts.items() if n)
     failed = [state.exit_code for state in states if state.exit_code]
     return JobState(
         state=first.state,
-        words=said,
+        words=words,
         exit_code=failed[0] if failed else first.exit_code,
         nodes=tuple(sorted({node for state in states for node in state.nodes})),
         since_s=max((state.since_s or 0 for state in states), default=None),

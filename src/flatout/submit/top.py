@@ -36,9 +36,9 @@ class TopOfJob(Top):
             SubmitError: the nodes cannot be looked into.
         """
         entry = self._entry
-        told = self._target.top(entry.id, Path(entry.folder), entry.key)
+        processes = self._target.top(entry.id, Path(entry.folder), entry.key)
         try:
-            return together([json.loads(item) for item in told])
+            return together([json.loads(item) for item in processes])
         except (ValueError, LookupError, TypeError) as error:
             raise SubmitError(
                 f"expected what flatout top --json prints, found {error!r}",

@@ -69,7 +69,7 @@ class Seen:
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         entry, state = self.entry, self.state
-        said: dict[str, Any] = {
+        data: dict[str, Any] = {
             "id": entry.id,
             "target": entry.target,
             "name": entry.name,
@@ -78,7 +78,7 @@ class Seen:
             "state": None if state is None else str(state.state),
         }
         if state is not None:
-            said |= {
+            data |= {
                 "words": state.words,
                 "exit_code": state.exit_code,
                 "nodes": list(state.nodes),
@@ -87,12 +87,12 @@ class Seen:
                 "starts": state.starts,
             }
         if self.cost is not None:
-            said["cost"] = {
+            data["cost"] = {
                 "currency": self.cost.price.currency,
                 "so_far": self.cost.so_far,
                 "to_come": self.cost.to_come,
             }
-        return said | ({"trouble": self.trouble} if self.trouble else {})
+        return data | ({"trouble": self.trouble} if self.trouble else {})
 
     def last_words(self) -> list[str]:
         """The traceback of the rank that failed, or else the last lines of a job that did not end

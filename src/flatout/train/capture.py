@@ -107,14 +107,14 @@ class Compiling:
             "TMPDIR": str(self._folder),
         }
         module = "flatout.train.capture_child"
-        with open(self._folder / "said", "wb") as said:
+        with open(self._folder / "said", "wb") as file:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", module, str(self._folder), str(os.getpid())],
                 env=variables,
                 bufsize=0,
                 stdin=subprocess.PIPE,
-                stdout=said,
-                stderr=said,
+                stdout=file,
+                stderr=file,
             )
 
     def done(self) -> Path | None:
@@ -140,8 +140,8 @@ class Compiling:
         return self._target
 
     def _last_words(self, status: int) -> str:
-        said = (self._folder / "said").read_text(errors="replace")
-        errors = re.findall(r"^[\w.]+: .+", said, re.MULTILINE)
+        text = (self._folder / "said").read_text(errors="replace")
+        errors = re.findall(r"^[\w.]+: .+", text, re.MULTILINE)
         return errors[-1] if errors else f"the process ended with status {status}"
 
     @property
@@ -344,9 +344,9 @@ class Program:
             for tensor, own in zip(self._rates, rates, strict=True):
                 tensor.copy_(torch.tensor(own, dtype=torch.float64))
 
-    def _inputs(self, held: Tensors, batch: Batch, step: int) -> Tensors:
+    def _inputs(self, tensors: Tensors, batch: Batch, step: int) -> Tensors:
         self._set_rates(step)
-        return [*held, *self._rates, *tensors_of(batch)]
+        return [*tensors, *self._rates, *tensors_of(batch)]
 
     def __call__(self, batch: Batch, step: int) -> Done | None:
         """Make a step; None where an id or label is out of range, and nothing was changed."""

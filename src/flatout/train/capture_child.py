@@ -53,10 +53,10 @@ def _guard(folder: Path, parent: int) -> None:
     while os.getppid() == parent:
         if not select.select([0], [], [], 1.0)[0]:
             continue
-        told = os.read(0, 1)
-        if told not in (HOLD, GO_ON):
+        data = os.read(0, 1)
+        if data not in (HOLD, GO_ON):
             break
-        os.killpg(worker.pid, signal.SIGSTOP if told == HOLD else signal.SIGCONT)
+        os.killpg(worker.pid, signal.SIGSTOP if data == HOLD else signal.SIGCONT)
     os.killpg(worker.pid, signal.SIGKILL)
     remove(folder)
     os._exit(1)

@@ -74,13 +74,13 @@ class Graph(NamedTuple):
 
     def digest(self, *facts: Any) -> str:
         """24 hex digits that differ where what is compiled may."""
-        told = [
+        parts = [
             self.code,
             self.inputs,
             facts,
             *((k, v.tolist()) for k, v in self.constants.items()),
         ]
-        return hashlib.sha256(repr(told).encode()).hexdigest()[:24]
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
 
 
 class Places(NamedTuple):

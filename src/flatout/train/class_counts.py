@@ -98,10 +98,10 @@ def balanced_weights(counts: Counts) -> dict[int, float]:
 def balanced_words(counts: Counts, names: Sequence[str] | None) -> str:
     """Such as "class_weight balanced: cat 0.62 (812 samples), dog 2.6 (193 samples)"."""
     weights = balanced_weights(counts)
-    told = [
+    words = [
         f"{names[number] if names and number < len(names) else number} {rounded(weight)} "
         f"({counted(counts[number], 'sample')})"
         for number, weight in list(weights.items())[:_TOLD]
     ]
     more = f" and {len(counts) - _TOLD:,} more" if len(counts) > _TOLD else ""
-    return f"class_weight balanced: {', '.join(told)}{more}"
+    return f"class_weight balanced: {', '.join(words)}{more}"

@@ -138,8 +138,8 @@ def draw_confusion(matrix: Matrix, classes: Sequence[str], path: str | Path) -> 
     figure = figure_of(figsize=(side + 1, side), layout="constrained")
     axes = figure.subplots()
     shares = [[count / max(1, sum(row)) for count in row] for row in matrix]
-    shown = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
-    figure.colorbar(shown, label="share of the true class", shrink=0.8)
+    image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    figure.colorbar(image, label="share of the true class", shrink=0.8)
     axes.set(xlabel="predicted", ylabel="true", title="confusion of the latest validation")
     if len(names) <= _NUMBERED:
         axes.set_xticks(range(len(names)), names, rotation=45, ha="right")

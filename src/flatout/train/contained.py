@@ -73,7 +73,7 @@ class Child:
 
     def told(self, patience_s: float) -> Told:
         """What it tells in so many seconds; then it is no more."""
-        deadline, said, is_late = time.monotonic() + patience_s, b"", False
+        deadline, data, is_late = time.monotonic() + patience_s, b"", False
         while True:
             left = max(0.0, deadline - time.monotonic())
             if not select.select([self._reads], [], [], left)[0]:
@@ -82,10 +82,10 @@ class Child:
             part = os.read(self._reads, 65_536)
             if not part:
                 break
-            said += part
+            data += part
         status = self.end()
-        if said and not is_late:
-            return Told(*json.loads(said))
+        if data and not is_late:
+            return Told(*json.loads(data))
         if is_late:
             return Told(None, TIME)
         # The kernel ends those with SIGKILL for whom there is no memory.
@@ -127,11 +127,11 @@ def _tell(run: Callable[[], Any], most: int | None, writes: int) -> None:
     try:
         if most is not None:
             _limit(most)
-        said = (run(), "")
+        answer = (run(), "")
     except BaseException as error:
         is_memory = isinstance(error, OutOfMemory) or is_out_of_memory(error)
-        said = (None, MEMORY if is_memory else f"{type(error).__name__}: {first_line(error)}")
-    data = memoryview(json.dumps(said).encode())
+        answer = (None, MEMORY if is_memory else f"{type(error).__name__}: {first_line(error)}")
+    data = memoryview(json.dumps(answer).encode())
     while data:
         data = data[os.write(writes, data) :]
 

@@ -144,15 +144,15 @@ class EvaluateGraph:
 
     def _form_of(self, leaves: list[Any], spec: Any) -> _Form | None:
         """What is known of calls like this one; None where they are made eagerly."""
-        told: list[Any] = []
+        parts: list[Any] = []
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
-                told.append((tuple(leaf.shape), leaf.stride(), leaf.dtype))
+                parts.append((tuple(leaf.shape), leaf.stride(), leaf.dtype))
             elif isinstance(leaf, PLAIN_TYPES):
-                told.append((type(leaf), leaf))
+                parts.append((type(leaf), leaf))
             else:
                 return None
-        key = (*self._context, told, spec)
+        key = (*self._context, parts, spec)
         for form in self._forms:
             if form.key == key:
                 return form
@@ -528,8 +528,8 @@ class _Made:
 
     def compiled(self, *, behind: bool) -> Compiling:
         """A child that compiles it."""
-        held = sum(math.prod(shape) * dtype.itemsize for shape, _, dtype in self.graph.inputs)
-        if held > _SHARE * available_bytes():
+        size = sum(math.prod(shape) * dtype.itemsize for shape, _, dtype in self.graph.inputs)
+        if size > _SHARE * available_bytes():
             raise Unfit("the weights once more would take too much of the free memory")
         return Compiling(self.graph, self.digest, BEHIND if behind else BESIDE)
 

@@ -48,10 +48,10 @@ def _draw_lanes(explanation: Explanation, axes: Axes) -> None:
     places = range(len(lanes))
     axes.barh(places, [1e3 * lane.took_s for lane in lanes], 0.8, color="0.85", label="took")
     left = [0.0] * len(lanes)
-    shown = [
+    kinds = [
         k for k in KINDS if any(lane.kinds.get(k, 0.0) > 0.01 * lane.least_s for lane in lanes)
     ]
-    for kind in shown:
+    for kind in kinds:
         widths = [1e3 * lane.kinds.get(kind, 0.0) for lane in lanes]
         color = f"C{KINDS.index(kind) % 10}" if kind != "dispatch" else "0.3"
         axes.barh(places, widths, 0.4, left=left, color=color, label=kind.replace("_", " "))

@@ -95,11 +95,11 @@ class Fit:
         self.state = FitState(trainer, history, epochs, steps, batch_size)
         self.loop.planned_epochs = epochs
         shows = progress is not False and self.loop.world.is_first
-        shown = progress if isinstance(progress, Progress) else Progress()
-        self.callbacks = [*callbacks, shown] if shows else callbacks
+        bar = progress if isinstance(progress, Progress) else Progress()
+        self.callbacks = [*callbacks, bar] if shows else callbacks
         if self.loop.world.is_first:
-            told = [*remaining.asked_for(), *train_job_status.asked_for()]
-            self.callbacks = [*self.callbacks, *told]
+            reporters = [*remaining.asked_for(), *train_job_status.asked_for()]
+            self.callbacks = [*self.callbacks, *reporters]
         self.loop.shows_notes = any(isinstance(callback, Progress) for callback in self.callbacks)
         self.signals = StopSignals()
         self._asked: list[float | None] = []
@@ -500,8 +500,8 @@ class Fit:
         end_section(loop)
         self._count_steps()
         own = [self._asked, self.signals.received, state.stop_reason, self._are_others_back(0.0)]
-        told = loop.world.gather(own, "what ranks ask for")
-        asked, signals, reasons, backs = zip(*told, strict=True)
+        requests = loop.world.gather(own, "what ranks ask for")
+        asked, signals, reasons, backs = zip(*requests, strict=True)
         self._asked = [score for scores in asked for score in scores]
         state.stop_reason = next((reason for reason in reasons if reason is not None), None)
         if self._asked or (self._save_every and not state.step % self._save_every):

@@ -113,16 +113,16 @@ def _inside(value: Any, deep: int) -> Iterator[Any]:
     """An object, or the kind of a container, and what it holds; of a long one how much."""
     if isinstance(value, ReferenceType):  # of weights, in a recurrent layer
         value = value()
-    held: list[Any] = []
+    tensors: list[Any] = []
     is_container = isinstance(value, (Mapping, list, tuple, deque, Set))
     if is_container:
-        held = [*value, *value.values()] if isinstance(value, Mapping) else list(value)
+        tensors = [*value, *value.values()] if isinstance(value, Mapping) else list(value)
     elif not isinstance(value, (torch.Tensor, nn.Module, type, *PLAIN_TYPES)):
         own = getattr(value, "__dict__", {})
-        held = [*own, *own.values()]
-    if not deep or len(held) > _LONG:
-        yield from (value, len(held))
+        tensors = [*own, *own.values()]
+    if not deep or len(tensors) > _LONG:
+        yield from (value, len(tensors))
         return
     yield type(value) if is_container else value
-    for item in held:
+    for item in tensors:
         yield from _inside(item, deep - 1)

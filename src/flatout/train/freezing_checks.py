@@ -23,8 +23,8 @@ def freezing_lines(model: nn.Module, optimizer: Any) -> Iterator[str]:
         )
     if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, KerasOptimizer):
         return
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if missing := not_stepped(model, held):
+    grouped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if missing := not_stepped(model, grouped):
         yield (
             f"the optimizer misses parameters that require gradients: {listed(missing)}; they "
             "stay as they are: give them to it, or freeze them with flatout.freeze"

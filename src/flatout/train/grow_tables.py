@@ -113,9 +113,9 @@ def check_memory(
 
 
 def _states(optimizer: Any, weight: Tensor) -> int:
-    held = optimizer.state.get(weight) if optimizer is not None else None
-    if held:
-        return sum(torch.is_tensor(v) and v.shape == weight.shape for v in held.values())
+    state = optimizer.state.get(weight) if optimizer is not None else None
+    if state:
+        return sum(torch.is_tensor(v) and v.shape == weight.shape for v in state.values())
     return _STATES.get(type(optimizer).__name__, 2)
 
 

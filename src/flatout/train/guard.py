@@ -183,11 +183,11 @@ def _bad_rows(tensor: torch.Tensor) -> list[int]:
 def _samples(batch: Batch, rows: list[int]) -> str:
     known = batch.indices is not None
     numbers = [int(batch.indices[row]) for row in rows] if batch.indices is not None else rows
-    shown = ", ".join(map(str, numbers[:_SHOWN]))
+    words = ", ".join(map(str, numbers[:_SHOWN]))
     more = f", ... ({len(numbers)} in all)" if len(numbers) > _SHOWN else ""
     kind = "sample" if known else "row"
     return (
-        f"{kind}{'s' if len(numbers) > 1 else ''} {shown}{more}{'' if known else ' of the batch'}"
+        f"{kind}{'s' if len(numbers) > 1 else ''} {words}{more}{'' if known else ' of the batch'}"
     )
 
 

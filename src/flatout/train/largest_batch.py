@@ -323,10 +323,10 @@ class Steps:
     def _in_child(self, size: int) -> Try:
         began = time.monotonic()
         patience = _PATIENCE_S if self._seconds else _FIRST_PATIENCE_S
-        told = Child(lambda: self._step(size), self.limit).told(patience)
+        answer = Child(lambda: self._step(size), self.limit).told(patience)
         seconds = time.monotonic() - began
         self._seconds = self._seconds or seconds
-        return Try(size, told.why, round(seconds, 4))
+        return Try(size, answer.why, round(seconds, 4))
 
     def _here(self, size: int, snapshot: Snapshot) -> Try:
         began, why = time.monotonic(), ""

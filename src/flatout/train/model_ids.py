@@ -103,10 +103,10 @@ class ModelIds:
     ) -> ModelIds:
         maps: dict[str, IdMap] = {}
         try:
-            for name, told in header["columns"].items():
+            for name, facts in header["columns"].items():
                 own = {key: t.numpy() for key, t in tensors.items() if key.startswith(f"{name}.")}
                 arrays = {key.removeprefix(f"{name}."): array for key, array in own.items()}
-                maps[name] = IdMap.of_data(name, told, arrays)
+                maps[name] = IdMap.of_data(name, facts, arrays)
             sizes = {str(name): int(size) for name, size in header["sizes"].items()}
             return cls(maps, {name: str(header["tables"][name]) for name in sizes}, sizes)
         except DataError as error:

@@ -150,12 +150,12 @@ class Tables:
 
     def _whole_words(self) -> str:
         reasons = Counter(self.whole.values())
-        said = []
+        parts = []
         for why, count in reasons.most_common(_SHOWN):
             name = next(name for name, value in self.whole.items() if value == why)
-            said.append(f"{name if count == 1 else counted(count, 'table')} ({why})")
-        left = len(reasons) - len(said)
-        return ", ".join(said) + (
+            parts.append(f"{name if count == 1 else counted(count, 'table')} ({why})")
+        left = len(reasons) - len(parts)
+        return ", ".join(parts) + (
             f", and others for {counted(left, 'other reason')}" if left else ""
         )
 

@@ -99,9 +99,9 @@ class _Look(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._of = (batch, source)
-        held = dict((*model.named_parameters(), *model.named_buffers()))
-        own = own_names(model, list(held))
-        self._names = {id(tensor): own[name] for name, tensor in held.items()} | dict(tables)
+        tensors = dict((*model.named_parameters(), *model.named_buffers()))
+        own = own_names(model, list(tensors))
+        self._names = {id(tensor): own[name] for name, tensor in tensors.items()} | dict(tables)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -84,21 +84,21 @@ class Worst(list[WorstSample]):
         Raises:
             FlatoutError: the samples are no images, or matplotlib is missing.
         """
-        shown = [
+        samples = [
             (s, image) for s, image in zip(self, self._images, strict=True) if image is not None
         ]
-        if not shown:
+        if not samples:
             raise FlatoutError(
                 "these samples are no images", do="look at the table, or at `as_dict()`"
             )
         figure_of = figure_class()
-        columns = min(_COLUMNS, len(shown))
-        lines = math.ceil(len(shown) / columns)
+        columns = min(_COLUMNS, len(samples))
+        lines = math.ceil(len(samples) / columns)
         figure = figure_of(figsize=(2.4 * columns, 2.8 * lines), layout="constrained")
         fields = figure.subplots(lines, columns, squeeze=False).ravel()
         for field in fields:
             field.axis("off")
-        for field, (sample, image) in zip(fields, shown, strict=False):
+        for field, (sample, image) in zip(fields, samples, strict=False):
             pixels = _pixels(image)
             field.imshow(pixels, cmap="gray" if pixels.ndim == 2 else None)
             share = "" if sample.probability is None else f" {sample.probability:.0%}"

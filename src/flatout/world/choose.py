@@ -119,20 +119,20 @@ def fastest(speeds: Sequence[Speed]) -> Speed:
 def _measure(command: Sequence[str], ranks: int) -> float:
     """Steps a second of a script that is ended as soon as it has told them."""
     with tempfile.TemporaryDirectory(prefix="flatout-ranks-") as folder:
-        told, output = Path(folder) / "steps", Path(folder) / "output"
+        steps_file, output = Path(folder) / "steps", Path(folder) / "output"
         with output.open("wb") as out:
             process = psutil.Popen(
                 list(command),
-                env={**unlaunched(os.environ), RANK_TRIAL: str(told)},
+                env={**unlaunched(os.environ), RANK_TRIAL: str(steps_file)},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
             )
             try:
-                ended = _until(told, process)
+                ended = _until(steps_file, process)
             finally:
                 _end(process)
-        if told.exists() and (rate := float(told.read_text())) > 0:
+        if steps_file.exists() and (rate := float(steps_file.read_text())) > 0:
             return rate
         words = output.read_text(errors="replace").strip().splitlines()[-15:]
         what = f"ended with exit code {process.returncode}" if ended else "went on without an end"

@@ -118,9 +118,9 @@ class Mailbox:
                 os.close(own.file)  # all others have met this rank since they opened it
             file = _file(size)
             own = boxes[self._own] = _mapped(os.getpid(), file, size)
-            told = self._told[self._own]
-            told[2 * self._turn] = file
-            told[2 * self._turn + 1] = size
+            header = self._told[self._own]
+            header[2 * self._turn] = file
+            header[2 * self._turn + 1] = size
         return own
 
     def _of(self, rank: int) -> _Box:

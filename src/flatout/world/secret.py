@@ -49,8 +49,8 @@ def admit(peer: socket.socket) -> bool:
     """
     own = token_bytes(_NONCE)
     peer.sendall(_GREETING + own)
-    said = _receive(peer, _NONCE + _PROOF)
-    theirs, proof = said[:_NONCE], said[_NONCE:]
+    answer = _receive(peer, _NONCE + _PROOF)
+    theirs, proof = answer[:_NONCE], answer[_NONCE:]
     if not hmac.compare_digest(proof, _proof(b"enter", own, theirs)):
         peer.sendall(_NO)
         return False
@@ -67,14 +67,14 @@ def enter(gate: socket.socket) -> None:
         OSError: it is gone, or has no time for this one now.
     """
     try:
-        said = _receive(gate, len(_GREETING) + _NONCE)
+        greeting = _receive(gate, len(_GREETING) + _NONCE)
     except TimeoutError:
         raise Stranger("it does not greet as Flatout does") from None
-    if not said:
+    if not greeting:
         raise ConnectionError("it has closed the connection")  # too many come at once
-    if not said.startswith(_GREETING):
+    if not greeting.startswith(_GREETING):
         raise Stranger("it does not greet as Flatout does")
-    theirs, own = said[len(_GREETING) :], token_bytes(_NONCE)
+    theirs, own = greeting[len(_GREETING) :], token_bytes(_NONCE)
     gate.sendall(own + _proof(b"enter", theirs, own))
     answer = _receive(gate, 1)
     if not answer:

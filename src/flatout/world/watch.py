@@ -153,8 +153,8 @@ class RankWatch:
         """Where a rank last said that it stands; None where it has said nothing."""
         if self._board is None:
             return self._get(f"stand/{rank}")
-        told = self._board.read(rank)
-        return None if told is None else json.loads(told)
+        record = self._board.read(rank)
+        return None if record is None else json.loads(record)
 
     def _stand(self) -> Stand:
         log = self._log

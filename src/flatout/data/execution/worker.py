@@ -84,11 +84,11 @@ class Worker:
                 self._receive()
                 self.ready, doing = True, what
             self._pipe.send(task)
-            made, error, told = self._receive()
+            made, error, trace = self._receive()
         except (EOFError, OSError) as lost:
             raise self._death(doing) from lost
         if error is not None:
-            raise error from _InWorker(told)
+            raise error from _InWorker(trace)
         batch: Batch = made
         return batch
 
@@ -146,16 +146,16 @@ def _answer(pipe: Any, maker: Any, task: tuple[Any, ...]) -> None:
     except (BrokenPipeError, ConnectionResetError):
         raise
     except Exception as error:
-        told = traceback.format_exc()
-        send(pipe, (None, _sendable(error, told), told))
+        trace = traceback.format_exc()
+        send(pipe, (None, _sendable(error, trace), trace))
 
 
-def _sendable(error: Exception, told: str) -> Exception:
+def _sendable(error: Exception, trace: str) -> Exception:
     """The error, or one that says the same where it cannot be sent."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
-        return DataError(f"a worker process failed:\n{told}")
+        return DataError(f"a worker process failed:\n{trace}")
     return error
 
 

@@ -74,12 +74,12 @@ def _adopted(words: str) -> Files | None:
     """The files of the process that has written this, if it lives and has not closed them."""
     opened: list[int] = []
     with suppress(OSError, ValueError, TypeError, KeyError):
-        told = json.loads(words)
-        now = state_and_start(told["pid"])
-        if now is None or now[1] != told["start"][1]:
+        data = json.loads(words)
+        now = state_and_start(data["pid"])
+        if now is None or now[1] != data["start"][1]:
             return None
-        for number, inode in told["files"]:
-            opened.append(os.open(f"/proc/{told['pid']}/fd/{number}", os.O_RDWR | os.O_CLOEXEC))
+        for number, inode in data["files"]:
+            opened.append(os.open(f"/proc/{data['pid']}/fd/{number}", os.O_RDWR | os.O_CLOEXEC))
             if os.fstat(opened[-1]).st_ino != inode:
                 raise ValueError
         rows, log = opened

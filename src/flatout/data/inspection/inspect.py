@@ -310,11 +310,11 @@ def _skipped(notes: Sequence[str]) -> tuple[_Skipped, list[str]]:
     result = _Skipped(0, "")
     others = []
     for note in dict.fromkeys(notes):
-        told = re.fullmatch(r"([\d,]+) bad rows? skipped: (.*)", note, re.DOTALL)
-        if told is None:
+        match = re.fullmatch(r"([\d,]+) bad rows? skipped: (.*)", note, re.DOTALL)
+        if match is None:
             others.append(note)
         else:
-            result = _Skipped(int(told[1].replace(",", "")), told[2])
+            result = _Skipped(int(match[1].replace(",", "")), match[2])
     return result, others
 
 

@@ -125,15 +125,15 @@ class CsvDecoder:
         if column is None:
             return row, f"expected a row of CSV, found: {words}"
         name = self.names[int(column[1])]
-        told = repr(value[1]) if value else words.rpartition(": ")[2]
+        value_words = repr(value[1]) if value else words.rpartition(": ")[2]
         type = self._types[name]
         if is_date(type):
             expected = f"a date as {self.schema.options['dates'][name]!r}"
         else:
             expected = "text" if type == pa.string() else np.dtype(type.to_pandas_dtype()).name
         if value and not re.search(r"\d", value[1]):
-            told += f" (missing=[{told}, ...] takes it for a missing value)"
-        return row, f"column {name!r}: expected {expected}, found {told}"
+            value_words += f" (missing=[{value_words}, ...] takes it for a missing value)"
+        return row, f"column {name!r}: expected {expected}, found {value_words}"
 
     def _first_torn(self, buffer: Bytes, starts: Numbers, ends: Numbers) -> int:
         """The first row that is not one row to pyarrow, by halving."""

@@ -109,8 +109,8 @@ def has_header(rows: Sequence[Sequence[str]], decimal: str, missing: Sequence[st
     above: list[str] = []
     for column, name in enumerate(rows[0]):
         below = [row[column] for row in rows[1:] if column < len(row)]
-        held = [field for field in below if field.strip() not in missing]
-        if not held or not all(map(is_number, held)) or name.strip() in missing:
+        fields = [field for field in below if field.strip() not in missing]
+        if not fields or not all(map(is_number, fields)) or name.strip() in missing:
             continue
         if not is_number(name):
             return True

@@ -135,7 +135,7 @@ def _fetch_one(url: str, place: Path, digest: str, say: Callable[[str], None]) -
 def _pieces(url: str, say: Callable[[str], None]) -> Iterator[bytes]:
     """The bytes at `url`, all of them."""
     by_hand = "check the network, pass url= of a mirror, or put the file there by hand"
-    got, said = 0, time.monotonic()
+    got, reported = 0, time.monotonic()
     try:
         with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
             size = answer.headers.get("Content-Length")
@@ -145,8 +145,8 @@ def _pieces(url: str, say: Callable[[str], None]) -> Iterator[bytes]:
             while piece := answer.read1(_PIECE):
                 got += len(piece)
                 yield piece
-                if time.monotonic() - said > _QUIET_S:
-                    said = time.monotonic()
+                if time.monotonic() - reported > _QUIET_S:
+                    reported = time.monotonic()
                     whole = "" if wanted is None else f" of {wanted / 1e6:.1f}"
                     say(f"  {got / 1e6:.1f}{whole} MB")
     except urllib.error.HTTPError as error:

@@ -132,13 +132,13 @@ def _words(
     names: Sequence[str] | None, labels: npt.NDArray[np.int64], counts: Numbers, each: int
 ) -> str:
     """Such as "balance: 2 classes x 900 rows an epoch: cat 900 x 1, dog 100 x 9"."""
-    told = [
+    words = [
         f"{_name(names, label)} {count:,} x {rounded(each / count)}"
         for label, count in zip(labels[:_TOLD].tolist(), counts[:_TOLD].tolist(), strict=True)
     ]
     more = f" and {len(labels) - _TOLD:,} more" if len(labels) > _TOLD else ""
     kinds = counted(len(labels), "class", "classes")
-    return f"balance: {kinds} x {each:,} rows an epoch: {', '.join(told)}{more}"
+    return f"balance: {kinds} x {each:,} rows an epoch: {', '.join(words)}{more}"
 
 
 def _name(names: Sequence[str] | None, label: Any) -> str:

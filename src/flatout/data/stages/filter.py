@@ -38,12 +38,12 @@ class Filter(Function):
     def choose(self, plan: Plan) -> None:
         """One pass over all rows."""
         kept, total = [], len(plan.numbers)
-        buffers, costs, said = Buffers(), Costs(), time.monotonic()
+        buffers, costs, reported = Buffers(), Costs(), time.monotonic()
         for start in range(0, total, _CHUNK):
             block = plan.samples.make(plan.numbers[start : start + _CHUNK], buffers, 0, costs)
             kept.append(block.numbers[self._wanted(block, plan.samples)])
-            if time.monotonic() - said > _QUIET_S:
-                said = time.monotonic()
+            if time.monotonic() - reported > _QUIET_S:
+                reported = time.monotonic()
                 looked_at = f"looked at {start + len(block):,} of {total:,}"
                 plan.say(f"filter {name_of(self.function)}: {looked_at}")
         plan.numbers = np.concatenate(kept)

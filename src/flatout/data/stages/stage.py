@@ -121,16 +121,16 @@ class Stage:
 
     def __str__(self) -> str:
         """As it was written, but for what it leaves open: "shuffle(seed=1)", "batch(64)"."""
-        told = []
+        arguments = []
         for each in fields(self):
             value = getattr(self, each.name)
             if callable(value):
-                told.append(name_of(value))
+                arguments.append(name_of(value))
             elif each.name in ("size", "times", "where", "fraction"):
-                told.append(repr(value))
+                arguments.append(repr(value))
             elif value != each.default:
-                told.append(f"{each.name}={value!r}")
-        return f"{self.name}({', '.join(told)})"
+                arguments.append(f"{each.name}={value!r}")
+        return f"{self.name}({', '.join(arguments)})"
 
     def resume_words(self) -> str | None:
         """What a resume compares; None where batches hold the same without it."""

@@ -51,12 +51,12 @@ def look(observation: Observation) -> list[Finding]:
 
 
 def _on_gpu(observation: Observation) -> list[Finding]:
-    held, peak, total = (
+    memory_mb, peak, total = (
         observation.device_held_mb,
         observation.device_peak_mb,
         observation.device_total_mb,
     )
-    if held is None or peak is None or total is None:
+    if memory_mb is None or peak is None or total is None:
         raise NoSignal("the GPU's memory was not seen")
     if observation.device_failures:
         what = (
@@ -65,15 +65,15 @@ def _on_gpu(observation: Observation) -> list[Finding]:
         return [
             _found("danger", f"{what}: those batches may be lost", _SMALLER, _site(observation))
         ]
-    if peak <= held:
+    if peak <= memory_mb:
         raise NoSignal("what a batch takes of the GPU's memory was not seen")
-    times = (total - held) / (peak - held)
+    times = (total - memory_mb) / (peak - memory_mb)
     if times < _ROOM:
         return []
     return [
         _found(
             "note",
-            f"a batch takes {peak - held:,.0f} MB of the GPU's {total:,.0f} MB: one about "
+            f"a batch takes {peak - memory_mb:,.0f} MB of the GPU's {total:,.0f} MB: one about "
             f"{times:.0f} times as large would fit",
             "where samples per second still rise, a larger batch, with a learning rate for it",
             _site(observation),

@@ -19,10 +19,10 @@ def look(observation: Observation) -> Findings:
         if not observation.lines:
             raise NoSignal("the lines that steps spend their time in were not seen")
         return
-    told = {str(call.site) for call in calls(observation, "print", "log", "save")}
+    named_sites = {str(call.site) for call in calls(observation, "print", "log", "save")}
     for call in observation.left_out:
         low, middle, high = call.ms()
-        if not call.is_proven or not is_worth(observation, middle) or str(call.site) in told:
+        if not call.is_proven or not is_worth(observation, middle) or str(call.site) in named_sites:
             continue
         share = middle / max(call.measured.step_ms, 1e-9)
         yield Finding(

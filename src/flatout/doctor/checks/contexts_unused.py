@@ -13,7 +13,7 @@ def look(observation: Observation) -> Findings:
     """Whether there are contexts on GPUs where torch has never held a byte."""
     if observation.gpu_memory_mb is None:
         raise NoSignal("torch computes on no GPU here")
-    empty = [gpu for gpu, held in observation.gpu_memory_mb.items() if not held]
+    empty = [gpu for gpu, megabytes in observation.gpu_memory_mb.items() if not megabytes]
     if not empty:
         return
     counts = [call.site for call in observation.calls if call.kind == "device_count"]

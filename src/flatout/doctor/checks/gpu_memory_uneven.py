@@ -19,21 +19,21 @@ _LEAST_MB = 512
 @rank_check()
 def look(observations: Sequence[Observation]) -> Findings:
     """Whether the peaks of all ranks, added up by GPU, differ much."""
-    held: dict[str, dict[int, float]] = {}
+    used_mb: dict[str, dict[int, float]] = {}
     for rank in observations:
         if rank.gpu_memory_mb is None:
             raise NoSignal("torch computes on no GPU here")
         for gpu, mb in rank.gpu_memory_mb.items():
             if mb:
-                held.setdefault(gpu, {})[rank.rank] = mb
-    if len(held) < 2:
+                used_mb.setdefault(gpu, {})[rank.rank] = mb
+    if len(used_mb) < 2:
         raise NoSignal("the job computes on fewer than two GPUs")
-    sums = {gpu: sum(of_ranks.values()) for gpu, of_ranks in held.items()}
+    sums = {gpu: sum(of_ranks.values()) for gpu, of_ranks in used_mb.items()}
     fullest = max(sums, key=lambda gpu: sums[gpu])
     usual = median(mb for gpu, mb in sums.items() if gpu != fullest)
     if sums[fullest] < max(_MUCH_MORE * usual, usual + _LEAST_MB):
         return
-    ranks = held[fullest]
+    ranks = used_mb[fullest]
     by = f" by ranks {', '.join(map(str, ranks))}" if len(ranks) > 1 else ""
     calls = [
         call.site for rank in observations for call in rank.calls if call.kind == "data_parallel"

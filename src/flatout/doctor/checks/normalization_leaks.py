@@ -15,18 +15,18 @@ def look(observation: Observation) -> Findings:
         scaling = part.scaling
         if scaling is None:
             continue
-        told = (
+        words = (
             f"{scaling.by} {'was' if scaling.off is None else 'were'} fitted on "
             f"{scaling.samples:,} samples, {scaling.held_out:,} of which are only evaluated"
         )
         if scaling.off is not None and scaling.off_training is not None:
-            told += (
+            words += (
                 f": the mean of all is 0 (off by {scaling.off:.0e}), that of training alone is "
                 f"off by {scaling.off_training:.0e}"
             )
         yield Finding(
             kind="danger",
-            what=told,
+            what=words,
             do="split first; fit on the training samples, and use the same figures for the others",
             where=at(scaling.site or part.site),
             parity="changes learning",

@@ -129,8 +129,8 @@ def _joined(cure: Cure, other: Cure) -> Cure:
 
 
 def _parity(finding: Finding, observation: Observation) -> Parity:
-    said = Parity.from_words(finding.parity) if finding.parity else Parity.EXACT
-    return max(said, _of_recipe(finding.recipe, observation))
+    parity = Parity.from_words(finding.parity) if finding.parity else Parity.EXACT
+    return max(parity, _of_recipe(finding.recipe, observation))
 
 
 def _of_recipe(recipe: Mapping[str, Any], observation: Observation) -> Parity:

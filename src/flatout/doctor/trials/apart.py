@@ -47,10 +47,10 @@ class Apart:
 
     def status(self) -> int:
         """The script's exit code, -N where signal N ended it; once init has ended."""
-        told = b""  # without a word init itself was killed, maybe before it has heard the last one
+        data = b""  # without a word init itself was killed, maybe before it has heard the last one
         with self._line, suppress(ConnectionResetError):
-            told = self._line.recv(_MESSAGE)
-        return int(json.loads(told)["exit"]) if told else -signal.SIGKILL
+            data = self._line.recv(_MESSAGE)
+        return int(json.loads(data)["exit"]) if data else -signal.SIGKILL
 
 
 def start(begin: Callable[[], tuple[int, Any]], kinds: int, folder: Path) -> Apart:
@@ -78,8 +78,8 @@ def start(begin: Callable[[], tuple[int, Any]], kinds: int, folder: Path) -> Apa
     try:
         init = int(_understood(here.recv(_MESSAGE))["init"])
         here.send(b"go")
-        told, descriptors, _, _ = socket.recv_fds(here, _MESSAGE, _MOST_DESCRIPTORS)
-        said = _understood(told)
+        data, descriptors, _, _ = socket.recv_fds(here, _MESSAGE, _MOST_DESCRIPTORS)
+        message = _understood(data)
         number = _number_of(descriptors[0])
         here.send(b"known")
     except OSError:
@@ -89,14 +89,14 @@ def start(begin: Callable[[], tuple[int, Any]], kinds: int, folder: Path) -> Apa
         raise
     script, *listening = descriptors
     services = [socket.socket(fileno=item) for item in listening]
-    return Apart(init, number, script, said["said"], services, here)
+    return Apart(init, number, script, message["said"], services, here)
 
 
-def _understood(told: bytes) -> dict[str, Any]:
-    said = dict(json.loads(told)) if told else {"cannot": "it was killed"}
-    if "cannot" in said:
-        raise OSError(said["cannot"])
-    return said
+def _understood(data: bytes) -> dict[str, Any]:
+    message = dict(json.loads(data)) if data else {"cannot": "it was killed"}
+    if "cannot" in message:
+        raise OSError(message["cannot"])
+    return message
 
 
 def _number_of(descriptor: int) -> int:
@@ -141,9 +141,9 @@ def _be_init(
         if kinds & namespaces.PROCESSES:
             namespaces.mount_own_proc()
         services = own_network.begin(machine) if machine is not None else []
-        script, said = begin()
+        script, message = begin()
         descriptors = [os.pidfd_open(script), *(service.fileno() for service in services)]
-        socket.send_fds(line, [json.dumps({"said": said}).encode()], descriptors)
+        socket.send_fds(line, [json.dumps({"said": message}).encode()], descriptors)
         os.close(descriptors[0])
         for service in services:
             service.close()

@@ -89,14 +89,14 @@ class Showed:
     warm_s: float = 0.0
     warm_steps: int = 0
 
-    def add(self, said: dict[str, Any]) -> None:
+    def add(self, message: dict[str, Any]) -> None:
         """What a message of the process says of it."""
-        self.losses += said.get("losses", [])
-        self.applied = said.get("applied", self.applied)
-        self.left = said.get("left", self.left)
-        for loader, value in said.get("batches", {}).items():
+        self.losses += message.get("losses", [])
+        self.applied = message.get("applied", self.applied)
+        self.left = message.get("left", self.left)
+        for loader, value in message.get("batches", {}).items():
             self.batches.setdefault(loader, []).extend(value)
-        for loader, read in said.get("contents", {}).items():
+        for loader, read in message.get("contents", {}).items():
             self.contents.setdefault(loader, []).extend(read)
 
 
@@ -182,12 +182,12 @@ class Arm:
 
     def meet(self) -> None:
         """Wait for the script's first step."""
-        said = self._heard("its first step")
-        self.queue = int(said["queue"])
+        message = self._heard("its first step")
+        self.queue = int(message["queue"])
         self._seen.started_s = time.monotonic() - self._began
-        self._seen.first_s = float(said.get("first_s", 0.0))
+        self._seen.first_s = float(message.get("first_s", 0.0))
         self._done = 1
-        self._take(said)
+        self._take(message)
         self._stop()
 
     def warm_up(self, dropped: int) -> None:
@@ -241,25 +241,25 @@ class Arm:
         assert self._connection is not None
         self._watched(self.process.go)
         self._connection.sendall(f"{dropped} {steps}\n".encode())
-        said = self._heard(f"the end of a block of {dropped + steps} steps")
+        message = self._heard(f"the end of a block of {dropped + steps} steps")
         self._stop()
         names = ("steps", "began", "ended", "between", "faults", "cpu")
-        figures = (int(said[name]) for name in names)
+        figures = (int(message[name]) for name in names)
         block = Block(self.name, *figures)
-        self._done = int(said["done"])
-        self._take(said)
+        self._done = int(message["done"])
+        self._take(message)
         self.step_s = block.step_s
         self._expected_s = block.whole_step_s * (dropped + steps)
         for refused in self.process.refused():
             if refused["kind"] == "write":
                 self.has_ended = True
                 raise Ended(f"{refused['what']} ({refused['where']})")
-        return block, int(said["resumed"])
+        return block, int(message["resumed"])
 
-    def _take(self, said: dict[str, Any]) -> None:
+    def _take(self, message: dict[str, Any]) -> None:
         """Keeps what the longest life of it has shown."""
-        self._seen.add(said)
-        self.is_full = said.get("is_full", True)
+        self._seen.add(message)
+        self.is_full = message.get("is_full", True)
         if len(self._seen.losses) >= len(self.showed.losses):
             self.showed = self._seen
 

@@ -24,14 +24,14 @@ REFUSED = "refused"
 
 def begin() -> None:
     """Contain this process as its environment says."""
-    said = os.environ.get(VARIABLE)
-    if said is None:
+    variable = os.environ.get(VARIABLE)
+    if variable is None:
         return
     from pathlib import Path
 
     from flatout.doctor.trials import guard
 
-    how = json.loads(said)
+    how = json.loads(variable)
     writable = None
     if how["is_redirected"]:
         from flatout.doctor.trials import redirect

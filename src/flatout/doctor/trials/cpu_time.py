@@ -17,8 +17,8 @@ def cpu_ns() -> int:
     Of live children the kernel counts in ticks of 10 ms. Where it does not list them, or not at
     all, they are left out.
     """
-    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    own = time.process_time_ns() + int((ended.ru_utime + ended.ru_stime) * 1e9)
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    own = time.process_time_ns() + int((children.ru_utime + children.ru_stime) * 1e9)
     return own + sum(map(_of, _below(os.getpid())))
 
 

@@ -178,9 +178,9 @@ class Against:
                 if reason:
                     raise Ended(reason)
                 self._measure(pair, other, terms, until)
-        except Ended as ended:
+        except Ended as error:
             of = "a" if other is None or (self._a.has_ended and not other.has_ended) else "b"
-            pair.reason = f"{of}: {ended.what}"
+            pair.reason = f"{of}: {error.what}"
             pair.result = _from_whole_quadruples(pair.blocks, partial(_time_of, terms=terms), terms)
         if all(block.cpu for block in pair.blocks):
             # What is known of the noise of wall time says nothing of this one's.

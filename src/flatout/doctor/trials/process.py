@@ -89,13 +89,13 @@ class Process:
         }
         variables = {**os.environ, **offline(temporary), **job.variables}
         for tried in [False, True] if is_redirected is None else [is_redirected]:
-            said = self._start({**how, "is_redirected": tried}, variables)
-            if "cannot" not in said:
-                self.pid, self.held = int(said["pid"]), str(said["held"])
-                self.lacks = [str(item) for item in said["lacks"]]
+            reply = self._start({**how, "is_redirected": tried}, variables)
+            if "cannot" not in reply:
+                self.pid, self.held = int(reply["pid"]), str(reply["held"])
+                self.lacks = [str(item) for item in reply["lacks"]]
                 return
             self._close()
-        raise FlatoutError(f"a trial cannot begin: {said['cannot']}")
+        raise FlatoutError(f"a trial cannot begin: {reply['cannot']}")
 
     def _start(self, how: dict[str, Any], variables: Mapping[str, str]) -> dict[str, Any]:
         with open(self.printed, "wb") as output:
@@ -156,9 +156,9 @@ class Process:
         with suppress(BrokenPipeError):  # it has ended; what it said last is read below
             self._supervisor.stdin.write(word.encode() + b"\n")
             self._supervisor.stdin.flush()
-        said = self._heard(time.monotonic() + _ANSWERS_WITHIN_S)
-        if said.get("did") != word:
-            self.exit = said.get("exit")
+        reply = self._heard(time.monotonic() + _ANSWERS_WITHIN_S)
+        if reply.get("did") != word:
+            self.exit = reply.get("exit")
             raise Ended(self._why())
 
     def _heard(self, until: float) -> dict[str, Any]:

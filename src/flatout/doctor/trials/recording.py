@@ -143,10 +143,10 @@ class Record:
         if count > _MOST or not isinstance(index, (list, tuple)) or not index or index[0] is None:
             return
         try:
-            shown = array("q", index[:_INDICES]).tobytes()
+            indices = array("q", index[:_INDICES]).tobytes()
         except (TypeError, OverflowError):  # a sampler of other keys than numbers
-            shown = repr(index[:_INDICES]).encode()
-        self._batches.setdefault(loader, []).append(zlib.crc32(shown))
+            indices = repr(index[:_INDICES]).encode()
+        self._batches.setdefault(loader, []).append(zlib.crc32(indices))
 
 
 def content_of(batch: Any, begun: int = 0) -> int | None:

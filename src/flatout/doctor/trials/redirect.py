@@ -98,8 +98,8 @@ def _patch_reading(view: View) -> None:
     def getcwdb() -> bytes:
         return os.fsencode(view.here())
 
-    told = ("stat", "lstat", "access", "readlink", "chdir", "listxattr", "getxattr", "statvfs")
-    for name in told:
+    names = ("stat", "lstat", "access", "readlink", "chdir", "listxattr", "getxattr", "statvfs")
+    for name in names:
         setattr(os, name, on_read(name))
     os.listdir = listdir
     os.scandir = scandir

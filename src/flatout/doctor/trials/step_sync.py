@@ -68,12 +68,12 @@ class StepSync:
             "faults": page_faults() - self._faults,
             "cpu": cpu_ns() - self._cpu,
         }
-        said: dict[str, Any] = (
+        message: dict[str, Any] = (
             {"steps": steps, "done": self._done, **times, **spent}
             if steps
             else {"queue": _queued_batches(), "pid": self._pid}
         )
-        self._connection.sendall(json.dumps(said | _more()).encode() + b"\n")
+        self._connection.sendall(json.dumps(message | _more()).encode() + b"\n")
         self._wait()
 
     def _wait(self) -> None:

@@ -128,10 +128,10 @@ def _started(how: dict[str, Any]) -> _Script:
         except OSError:
             continue
         _relay(result.services)
-        held, lacks = result.said
-        return _Script(result.init, result.script, held, lacks, result)
-    pid, (held, lacks) = _begun(how, 0)
-    return _Script(pid, pid, held, lacks)
+        contains, lacks = result.said
+        return _Script(result.init, result.script, contains, lacks, result)
+    pid, (contains, lacks) = _begun(how, 0)
+    return _Script(pid, pid, contains, lacks)
 
 
 def _begun(how: dict[str, Any], kinds: int) -> tuple[int, tuple[str, list[str]]]:
@@ -142,8 +142,8 @@ def _begun(how: dict[str, Any], kinds: int) -> tuple[int, tuple[str, list[str]]]
         lacks.append("orphans")
     if not kinds & namespaces.NETWORK:
         lacks.append("ranks" if own_network.meets_elsewhere(how["command"]) else "network")
-    held = _restrict(how)
-    return _start(how["command"]), (held, lacks)
+    contains = _restrict(how)
+    return _start(how["command"]), (contains, lacks)
 
 
 def _start(command: list[str]) -> int:
@@ -175,10 +175,10 @@ def _relay(services: list[socket.socket]) -> None:
 
 def _obey(script: _Script) -> None:
     asked = os.fdopen(0, "rb", buffering=0)
-    ended = os.pidfd_open(script.root)
+    descriptor = os.pidfd_open(script.root)
     waiting = b""
     while True:
-        ready, _, _ = select.select([asked.fileno(), ended], [], [], 1.0)
+        ready, _, _ = select.select([asked.fileno(), descriptor], [], [], 1.0)
         status = _reap(script.root)
         if status is not None:
             if script.apart is not None:

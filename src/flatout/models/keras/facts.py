@@ -86,8 +86,8 @@ def _layer_words(layer: Any, numbers: dict[str, str]) -> str:
     ]
     if any(nodes):  # which layers feed which
         words += f" graph {digest_of(json.dumps(_plain(nodes, numbers), sort_keys=True))[:8]}"
-    told = {k: v for k, v in _plain(config, numbers).items() if not k.endswith("_initializer")}
-    words += f"({', '.join(f'{name}={_short(value)}' for name, value in told.items())})"
+    options = {k: v for k, v in _plain(config, numbers).items() if not k.endswith("_initializer")}
+    words += f"({', '.join(f'{name}={_short(value)}' for name, value in options.items())})"
     return words if is_library(type(layer)) else f"{words} code {code_digest(layer)[:8]}"
 
 

@@ -75,8 +75,8 @@ class KerasOptimizer(torch.optim.Optimizer):
 
     def drives(self, optimizer: Any, variables: Sequence[Any]) -> bool:
         """Whether this is that optimizer over these variables: `compile` may have come between."""
-        held = {*map(id, self._variables)}
-        return optimizer is self.keras and {*map(id, variables)} == held and not self._late
+        driven = {*map(id, self._variables)}
+        return optimizer is self.keras and {*map(id, variables)} == driven and not self._late
 
     def hold(self, values: Sequence[torch.Tensor], model: Any, lr: float | None) -> None:
         """Hold variables that do not train yet; `begin` lets Keras know of those that do.
@@ -97,8 +97,8 @@ class KerasOptimizer(torch.optim.Optimizer):
         by_value = {id(variable._value): variable for variable in (*self._variables, *late)}
         groups = self.param_groups
         if lr is None:
-            held = {id(p) for group in groups for p in group["params"]}
-            groups[0]["params"] += [v._value for v in late if id(v._value) not in held]
+            grouped = {id(p) for group in groups for p in group["params"]}
+            groups[0]["params"] += [v._value for v in late if id(v._value) not in grouped]
         else:
             for group in groups:
                 group["params"] = [p for p in group["params"] if id(p) not in moved]

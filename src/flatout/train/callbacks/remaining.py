@@ -57,16 +57,16 @@ class Remaining(Callback):
 
     def _write(self, state: FitState, now: float, *, ended: bool = False) -> None:
         done = 1.0 if ended else done_part(state)
-        gone = done - self._from
-        remaining = (now - self._began) * (1 - done) / gone if gone > 0 else None
-        said = {
+        gained = done - self._from
+        remaining = (now - self._began) * (1 - done) / gained if gained > 0 else None
+        data = {
             "progress": round(done, 4),
             "remaining_s": None if remaining is None else round(remaining),
             "epoch": min(state.epoch + 1, state.epochs),
             "epochs": state.epochs,
         }
         with suppress(OSError), atomic_write(self.path) as file:
-            file.write(json.dumps(said) + "\n")
+            file.write(json.dumps(data) + "\n")
 
 
 def asked_for() -> list[Callback]:

@@ -109,9 +109,9 @@ def _hand_over(
 ) -> None:
     """Let the optimizer hold the parameters, where a rate is given in a group of their own."""
     groups = optimizer.param_groups
-    held = {id(p) for group in groups for p in group["params"]}
+    grouped = {id(p) for group in groups for p in group["params"]}
     if lr is None:
-        own = [p for p in waiting if id(p) not in held]
+        own = [p for p in waiting if id(p) not in grouped]
     else:
         own = list(waiting)
         moved = {id(p) for p in own}

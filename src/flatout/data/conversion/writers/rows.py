@@ -51,9 +51,9 @@ def is_there(target: Path, settings: dict[str, Any], overwrite: bool) -> bool:
                 where=str(target),
                 do="move it elsewhere, or choose another target",
             )
-    begun = _begun(target)
-    if begun not in (None, settings) and not overwrite:
-        raise _refusal(target, begun, settings, "was begun here")
+    state = _begun(target)
+    if state not in (None, settings) and not overwrite:
+        raise _refusal(target, state, settings, "was begun here")
     return False
 
 
