@@ -3,8 +3,9 @@
     python bench/delayed_links.py --mbit 1000 --delay-ms 5 NAMESPACE=ADDRESS ...
 
 What netem does, where the kernel has none: each namespace has a tun device, whose packets this
-process reads. A packet leaves when those before it have left at the rate, arrives after the delay
-besides, and is dropped where 100 ms of others stand before it. It says "ready" when the links are
+process reads. A packet leaves when those before it have left at the rate, and arrives after the
+delay besides, when those before it have arrived at the rate, too; it is dropped where 100 ms of
+others stand before it. It says "ready" when the links are
 up, and runs until it is ended.
 """
 
@@ -38,11 +39,13 @@ class Link:
 
     Args:
         tun: what is sent there can be read of it, and what is written there arrives.
-        free: when all that it has taken has left, on the monotonic clock.
+        sent: when all that it has sent has left, on the monotonic clock.
+        received: when all that comes to it has arrived, but for the delay.
     """
 
     tun: int
-    free: float = 0.0
+    sent: float = 0.0
+    received: float = 0.0
 
 
 def main() -> None:
@@ -90,10 +93,12 @@ def carry(links: dict[bytes, Link], bytes_per_s: float, delay: float) -> None:
                 packet = os.read(tun, _MOST_BYTES)
                 # An IPv4 header has its destination there; others, such as IPv6, go nowhere.
                 to = links.get(packet[16:20]) if packet[0] >> 4 == 4 else None
-                if to is None or link.free - now > _QUEUED_S:
+                if to is None or max(link.sent, to.received) - now > _QUEUED_S:
                     continue
-                link.free = max(now, link.free) + len(packet) / bytes_per_s
-                heapq.heappush(on_the_way, (link.free + delay, next(number), to.tun, packet))
+                takes = len(packet) / bytes_per_s
+                link.sent = max(now, link.sent) + takes
+                to.received = max(link.sent, to.received + takes)
+                heapq.heappush(on_the_way, (to.received + delay, next(number), to.tun, packet))
 
 
 if __name__ == "__main__":

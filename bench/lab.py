@@ -3,10 +3,10 @@
     with lab(3, mbit=1000, delay_ms=0.5) as hosts:
         subprocess.run([*on_host(hosts[0]), "ip", "addr"])
 
-What each host sends is held to the rate and comes after the delay, so that a message takes twice
-the delay there and back. Without a delay the hosts are on a bridge, and the kernel's tbf holds them
-to the rate; with one `delayed_links.py` carries each packet, as not every kernel has netem. Needs
-root, and `ip` and `tc` of iproute2.
+What each host sends, and what it receives, is held to the rate; it comes after the delay, so that a
+message takes twice the delay there and back. Without a delay the hosts are on a bridge, and the
+kernel's tbf holds them to the rate; with one `delayed_links.py` carries each packet, as not every
+kernel has netem. Needs root, and `ip` and `tc` of iproute2.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def lab(count: int, mbit: float, delay_ms: float = 0.0) -> Iterator[list[Host]]:
 
     Args:
         count: how many.
-        mbit: Mbit/s that each sends at most.
+        mbit: Mbit/s that each sends at most, and receives.
         delay_ms: of what each sends.
     """
     own = f"flatout-lab-{os.getpid()}"
@@ -78,6 +78,7 @@ def _bridged(hosts: Sequence[Host], mbit: float) -> Iterator[None]:
             burst = max(32_768, int(mbit * 125))
             rate = ("rate", f"{mbit}mbit", "burst", f"{burst}b", "latency", "100ms")
             _call("tc", "-n", host.name, "qdisc", "add", "dev", LINK, "root", "tbf", *rate)
+            _call("tc", "qdisc", "add", "dev", cable, "root", "tbf", *rate)
         yield
     finally:
         subprocess.run(["ip", "link", "del", bridge], capture_output=True)

@@ -46,8 +46,11 @@ def test_collectives_move_what_they_must():
     assert collectives.power_sgd(100 * MB, 4, 4, LINK)[0] < 0.3 * ring[0]
     for one in (collectives.ring, collectives.to_one, collectives.shared):
         assert one(100 * MB, 1, LINK)[0] == 0
-    # 3/4 added up in a ring, gathered on one, and two turns of a tree; four owners have less each.
-    for owners, moved in ((1, 0.75 * 2 + 2), (4, 0.75 * 1.25 + 0.75)):
+    # Two children at once, and then the child of one of them.
+    turns = [collectives.broadcast_turns(ranks) for ranks in (1, 2, 3, 4, 5, 8, 16)]
+    assert turns == [0, 1, 2, 3, 4, 6, 10]
+    # 3/4 added up in a ring, gathered on one, and a tree; four owners have less each.
+    for owners, moved in ((1, 0.75 * 2 + 3), (4, 0.75 * 1.25 + 0.75)):
         served = collectives.reduce_and_broadcast(100 * MB, 4, owners, LINK)
         assert served[0] == pytest.approx(8e-4 + 0.1 * moved + 0.0075)
     one = collectives.reduce_and_broadcast(100 * MB, 4, 1, LINK)

@@ -3,6 +3,8 @@
 import http.server
 import json
 import re
+import shutil
+import subprocess
 import threading
 import urllib.parse
 from dataclasses import replace
@@ -32,6 +34,66 @@ KINDS = {
     "configmaps": "ConfigMap",
     "secrets": "Secret",
 }
+# What the server has, by where: plural, kind.
+RESOURCES = {
+    "api/v1": [("configmaps", "ConfigMap"), ("secrets", "Secret")],
+    "apis/trainer.kubeflow.org/v1alpha1": [("trainjobs", "TrainJob")],
+    "apis/kubeflow.org/v1": [("pytorchjobs", "PyTorchJob")],
+}
+
+
+def discovered(path):
+    """What the server tells of itself, as clients ask before they send; None for another path."""
+    at = path.strip("/")
+    groups = [one.removeprefix("apis/") for one in RESOURCES if one.startswith("apis/")]
+    match at.split("/"):
+        case ["version"]:
+            return {"major": "1", "minor": "32", "gitVersion": "v1.32.0"}
+        case ["api"]:
+            return {"kind": "APIVersions", "versions": ["v1"]}
+        case ["apis"]:
+            named = [
+                {"name": one.split("/")[0], "versions": [version_of(one)],
+                 "preferredVersion": version_of(one)}
+                for one in groups
+            ]  # fmt: skip
+            return {"kind": "APIGroupList", "apiVersion": "v1", "groups": named}
+        case ["openapi", "v3"]:
+            return {
+                "paths": {one: {"serverRelativeURL": f"/openapi/v3/{one}"} for one in RESOURCES}
+            }
+        case ["openapi", "v3", *rest] if "/".join(rest) in RESOURCES:
+            return openapi("/".join(rest))
+    if at not in RESOURCES:
+        return None
+    listed = [
+        {"name": plural, "kind": kind, "namespaced": True, "singularName": kind.lower(),
+         "verbs": ["get", "list", "create", "patch", "delete"]}
+        for plural, kind in RESOURCES[at]
+    ]  # fmt: skip
+    group = at.removeprefix("apis/").removeprefix("api/")
+    return {"kind": "APIResourceList", "groupVersion": group, "resources": listed}
+
+
+def version_of(group_version):
+    return {"groupVersion": group_version, "version": group_version.split("/")[1]}
+
+
+def openapi(at):
+    """That fields are validated by the server, where a client asks for it."""
+    group, version = at.split("/")[1:] if at.startswith("apis/") else ("", "v1")
+    paths = {}
+    for plural, kind in RESOURCES[at]:
+        whose = {"group": group, "version": version, "kind": kind}
+        asked = [{"name": "fieldValidation", "in": "query", "schema": {"type": "string"}}]
+        paths[f"/{at}/namespaces/{{namespace}}/{plural}/{{name}}"] = {
+            "patch": {
+                "x-kubernetes-group-version-kind": whose,
+                "parameters": asked,
+                "responses": {},
+            }
+        }
+    return {"openapi": "3.0.0", "info": {"title": "here", "version": "1"}, "paths": paths}
 
 
 class ApiServer(http.server.ThreadingHTTPServer):
@@ -40,6 +102,7 @@ class ApiServer(http.server.ThreadingHTTPServer):
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
         self.objects, self.posts, self.logs = {}, [], {}
+        self.asked = []  # of each object that was sent, what the client asked for
         # By plural: an HTTP status in its place, "dropped" or "broken" after it was kept, once.
         self.fail = {}
         self.forbidden = set()  # plurals that no one may read
@@ -56,6 +119,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_POST(self):
         at, query = self.where()
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append((at["plural"], query))
         space, plural = at["space"], at["plural"]
         key = (space, plural, body["metadata"]["name"])
         refused = self.server.refusal(KINDS[plural], body)
@@ -79,6 +143,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self):
         at, query = self.where()
+        if (told := discovered(urllib.parse.urlsplit(self.path).path)) is not None:
+            return self.answer(200, told)
         if at is None:
             return self.status(404, "404 page not found")
         if at["log"]:
@@ -385,3 +451,27 @@ def test_a_server_that_does_not_answer(cluster, tmp_path):
         to.check(job)
     with pytest.raises(NotSent, match="not reached"):
         to.send(job, "key")
+
+
+@pytest.mark.long
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not here")
+@pytest.mark.parametrize("api", ["trainjob", "pytorchjob"])
+def test_kubectl_applies_what_was_written(api, cluster, tmp_path):
+    """By hand, as the page says, with every field checked by the server."""
+    job = a_job(tmp_path, nodes=2, options={"api": api})
+    write(job, target_of("kubernetes"))
+    applied = ["kubectl", "apply", "--validate=strict", "-f", str(job.folder / "job.yaml")]
+    for more in (["--dry-run=server"], []):
+        done = subprocess.run([*applied, *more], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        assert job.name in done.stdout
+    assert ("team", f"{api}s", job.name) in cluster.objects
+    sent = [query for plural, query in cluster.asked if plural == f"{api}s"]
+    assert all(query["fieldValidation"] == ["Strict"] for query in sent)
+    path = job.folder / "job.yaml"
+    path.write_text(path.read_text().replace("\nspec:", "\nspec:\n  typo: 3", 1))
+    cluster.objects.clear()
+    done = subprocess.run(applied, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert "is invalid" in done.stderr
+    assert ("team", f"{api}s", job.name) not in cluster.objects

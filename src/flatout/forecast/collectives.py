@@ -9,7 +9,7 @@ MPICH", 2005, and of each reduction's own file in `flatout/strategies/reductions
 
 from __future__ import annotations
 
-from math import ceil, log2
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -109,7 +109,7 @@ def reduce_and_broadcast(bytes: float, ranks: int, owners: int, link: Link) -> F
     """Each owner's share is added up on it, and then goes from it to all, as gloo does it.
 
     A reduction is a ring's first half, whose pieces the owner gathers; a broadcast is a binomial
-    tree, of log2(p) turns with all of the share in each. Owners send at once, each on its link.
+    tree, see `broadcast_turns`. Owners send at once, each on its link.
 
     Args:
         bytes: of all shares.
@@ -119,11 +119,28 @@ def reduce_and_broadcast(bytes: float, ranks: int, owners: int, link: Link) -> F
     """
     if ranks == 1:
         return np.zeros_like(link.alpha)
-    turns, share = ceil(log2(ranks)), (ranks - 1) / ranks
+    share = (ranks - 1) / ranks
     gathered = share * (1 + 1 / owners)
-    given = max(turns / owners, share)
-    messages = 2 * (ranks - 1) + turns
+    given = max(broadcast_turns(ranks) / owners, share)
+    messages = 2 * (ranks - 1) + (ranks - 1).bit_length()
     return messages * link.alpha + bytes * ((gathered + given) * link.beta + share * link.gamma)
+
+
+@cache
+def broadcast_turns(ranks: int) -> int:
+    """How many times as long as one message a broadcast takes, in gloo's binomial tree.
+
+    A rank that has the data sends it to all its children at once, so that they share its link and
+    get it together. Of 2^k ranks that makes k (k + 1) / 2.
+    """
+
+    def last_below(rank: int, has_it: int) -> int:
+        below = range(rank.bit_length(), ranks.bit_length())
+        children = [rank + (1 << bit) for bit in below if rank + (1 << bit) < ranks]
+        arrives = has_it + len(children)
+        return max([has_it, *(last_below(child, arrives) for child in children)])
+
+    return last_below(0, 0)
 
 
 def fullest_server(

@@ -256,9 +256,15 @@ def _job(first: Profile, last: Profile, settings: Mapping[str, Any], notes: list
         tables=tables,
         sync_every=values.get("world.sync_every", 32),
         fragments=values.get("world.fragments", 1),
-        averaged=last.communication.get("bytes_per_average", 0.0),
+        averaged=_averaged(first, last),
         spread=Spread(None if _steps_apart(first) else first.steps.step_ms),
     )
+
+
+def _averaged(first: Profile, last: Profile) -> float:
+    """The bytes that local SGD averages at a time; 0 where no run tells."""
+    found = (one.communication.get("bytes_per_average") for one in (last, first))
+    return float(next((bytes for bytes in found if bytes), 0.0))
 
 
 def _backward(profile: Profile) -> float:

@@ -160,7 +160,8 @@ class Profile:
         input: `bytes_per_sample` as batches hold it, `samples_per_s` that the input could give,
             `stages_ms` per batch of one thread, `threads`, `processes`, `waited` (a share).
         communication: `reduction`; `buckets`, each with `bytes` and `ready_ms` after the backward
-            began; `sparse_bytes_per_step` that this rank sent; of local SGD `bytes_per_average`.
+            began; `sparse_bytes_per_step` that this rank sent; `bytes_per_average`, of
+            local SGD and of a run of one rank, which would send as many there.
         steps: of rank 0.
         ranks: each of those that told; of one that was killed the first alone.
         epochs: `epoch` (from 1), `step`, `samples` and `at_s` (seconds) since this process began

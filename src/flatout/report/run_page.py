@@ -207,7 +207,7 @@ def _traffic(profile: Profile) -> Iterator[tuple[str, str]]:
         yield "gradients", f"{words}after the backward began, by {sent.get('reduction')}"
     if sparse := sent.get("sparse_bytes_per_step"):
         yield "sparse rows", f"{size_words(sparse)} a step from this rank"
-    if averaged := sent.get("bytes_per_average"):
+    if (averaged := sent.get("bytes_per_average")) and "reduction" in sent:
         yield "averages", f"{size_words(averaged)} each, by {sent.get('reduction')}"
 
 

@@ -2,6 +2,7 @@ from flatout.strategies.async_server import AsyncParameterServer as AsyncParamet
 from flatout.strategies.ddp import Ddp as Ddp
 from flatout.strategies.fsdp import Fsdp as Fsdp
 from flatout.strategies.local_sgd import LocalSgd as LocalSgd
+from flatout.strategies.local_sgd import bytes_per_average as bytes_per_average
 from flatout.strategies.parameter_server import ParameterServer as ParameterServer
 from flatout.strategies.rank_rng import rank_rng as rank_rng
 from flatout.strategies.reductions import Beside as Beside

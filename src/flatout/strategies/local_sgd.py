@@ -94,7 +94,7 @@ class LocalSgd(Strategy):
         self._stepped = parameters
         if self.since:
             return
-        weights = self._weights()
+        weights = _trained(self._optimizers)
         self._anchors = [weight.detach().clone() for weight in weights]
         if self._outer:  # there may be more weights than there were
             self._velocities += map(torch.zeros_like, self._anchors[len(self._velocities) :])
@@ -117,29 +117,11 @@ class LocalSgd(Strategy):
         number, rest = divmod(self.since, self._every // self._fragments.count)
         if rest:
             return False
-        weights = self._weights()
+        weights = _trained(self._optimizers)
         stops = self._fragments.receive(weights, self._move)
         self._fragments.send(number, weights, self._anchors, self._vote)
         self._vote = 0.0
         return stops
-
-    def _weights(self) -> Tensors:
-        """What the optimizers train, in one order on all ranks."""
-        return [p for o in self._optimizers for g in o.param_groups for p in g["params"]]
-
-    def _states(self) -> Tensors:
-        """What optimizers keep of these, and the model's other weights, such as statistics."""
-        trained = self._weights()
-        known = {parameter.data_ptr() for parameter in trained}
-        others = [w for w in weights_of(self._model).values() if w.data_ptr() not in known]
-        kept = [
-            value
-            for optimizer in self._optimizers
-            for parameter in trained
-            for _, value in sorted(optimizer.state.get(parameter, {}).items())
-            if torch.is_tensor(value)
-        ]
-        return [*others, *kept]
 
     @torch.no_grad()
     def meet(self) -> bool:
@@ -147,12 +129,12 @@ class LocalSgd(Strategy):
         if not self.since:
             return False
         self.since = 0
-        weights = self._weights()
+        weights = _trained(self._optimizers)
         stops = self._fragments.receive(weights, self._move) if self._fragments else False
         votes = sum(self._world.gather(self._vote, "ranks that want to stop"))
         self._vote = 0.0
         self._mean_changes(weights)
-        self._mean(self._states())
+        self._mean(_kept_beside(self._model, self._optimizers))
         self._anchors = []
         return stops or bool(votes)
 
@@ -197,8 +179,7 @@ class LocalSgd(Strategy):
         """The bytes that are averaged at a time; of fragments it is not known."""
         if self._fragments:
             return {}
-        sent = [*_messages(self._weights()), *_messages(self._states())]
-        return {"bytes_per_average": sum(dtype.itemsize * _length_of(p) for dtype, p in sent)}
+        return {"bytes_per_average": bytes_per_average(self._model, self._optimizers)}
 
     def state_dict(self) -> dict[str, Any]:
         """What the next meeting needs besides the weights; the ranks have met."""
@@ -211,6 +192,37 @@ class LocalSgd(Strategy):
     def close(self, error: BaseException | None = None) -> None:
         """End the reduction."""
         self.reduction.close()
+
+
+def bytes_per_average(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> int:
+    """What a rank sends of itself when all weights are averaged, with all that goes along.
+
+    Args:
+        model: that is trained.
+        optimizers: that train it, with the states that they have by now.
+    """
+    sent = [*_messages(_trained(optimizers)), *_messages(_kept_beside(model, optimizers))]
+    return sum(dtype.itemsize * _length_of(parts) for dtype, parts in sent)
+
+
+def _trained(optimizers: Sequence[torch.optim.Optimizer]) -> Tensors:
+    """What the optimizers train, in one order on all ranks."""
+    return [p for o in optimizers for g in o.param_groups for p in g["params"]]
+
+
+def _kept_beside(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Tensors:
+    """What optimizers keep of these, and the model's other weights, such as statistics."""
+    trained = _trained(optimizers)
+    known = {parameter.data_ptr() for parameter in trained}
+    others = [w for w in weights_of(model).values() if w.data_ptr() not in known]
+    kept = [
+        value
+        for optimizer in optimizers
+        for parameter in trained
+        for _, value in sorted(optimizer.state.get(parameter, {}).items())
+        if torch.is_tensor(value)
+    ]
+    return [*others, *kept]
 
 
 def _messages(tensors: Tensors) -> Iterator[tuple[torch.dtype, Tensors]]:
@@ -230,9 +242,10 @@ def _parts_in(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor
 
 
 def _length_of(parts: Tensors) -> int:
-    """Of the bucket that they travel in: a power of two, so that there are few of them."""
+    """Of the bucket that they travel in: at most an eighth more, so that there are few of them."""
     used = sum(map(len, parts))
-    return max(_LEAST, 1 << (used - 1).bit_length())
+    step = 1 << max(0, used.bit_length() - 4)
+    return max(_LEAST, -(-used // step) * step)
 
 
 def _grouped(parts: Tensors) -> Iterator[Tensors]:

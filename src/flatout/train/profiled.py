@@ -24,7 +24,8 @@ from torch import nn
 from flatout.data import Batch, Pipeline, files_read
 from flatout.measure import LANES, RankProfile, Steps, Use, fingerprint, median_of
 from flatout.measure.profile import QUANTILES
-from flatout.models import adapter_of
+from flatout.models import KerasOptimizer, adapter_of
+from flatout.strategies import bytes_per_average
 from flatout.train.history import json_safe
 from flatout.train.loop_state import LoopState
 from flatout.train.resume import source_state
@@ -290,9 +291,11 @@ def input_facts(loop: LoopState) -> dict[str, Any]:
 
 
 def communication(loop: LoopState) -> dict[str, Any]:
-    """What ranks send each other in a step; empty where there is one."""
+    """What ranks send each other in a step; of one what local SGD would have it send."""
     if loop.world.size == 1:
-        return {}
+        if any(isinstance(optimizer, KerasOptimizer) for optimizer in loop.optimizers):
+            return {}
+        return {"bytes_per_average": bytes_per_average(loop.model, loop.optimizers)}
     assert loop.resolved is not None
     return {
         "reduction": loop.resolved.world.reduction,
