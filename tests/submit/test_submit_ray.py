@@ -20,6 +20,7 @@ from world_ranks import free_port
 import flatout
 from flatout.submit import Ledger
 from flatout.submit.code import CodeArchive
+from flatout.submit.ray import _words
 from flatout.submit.sending import send, write
 from flatout.submit.states import State
 from flatout.submit.target import target_of
@@ -218,6 +219,37 @@ def test_one_yes_is_one_job_though_the_job_server_does_not_answer(how, tmp_path,
         server.awake.set()
         server.shutdown()
     assert [one["submission_id"] for one in server.jobs] == [sent.id] == [made.name]
+
+
+# What Ray says of jobs that fail, by its own names for the errors.
+FAILED = [
+    (
+        "JOB_ENTRYPOINT_COMMAND_ERROR",
+        "Job entrypoint command failed with exit code 1, last available logs (truncated to 20,000 "
+        "chars):\nTraceback (most recent call last):\n  File ...\n\x1b[31mValueError: no\x1b[0m\n",
+        "FAILED (its driver ended with exit code 1: ValueError: no)",
+    ),
+    (
+        "JOB_SUPERVISOR_ACTOR_START_FAILURE",
+        "Failed to start supervisor actor a: 'x'. Full traceback:\nTraceback (most recent call "
+        "last):\n  File ...\nRuntimeError: no port\n",
+        "FAILED (its driver was not started: RuntimeError: no port)",
+    ),
+    ("RUNTIME_ENV_SETUP_FAILURE", "", "FAILED (a node could not lay out the job's folder)"),
+    ("SOMETHING_NEW", "it broke", "FAILED (it broke)"),
+    (None, None, "FAILED"),
+]
+
+
+@pytest.mark.parametrize(("error", "message", "words"), FAILED)
+def test_failures_are_told_in_a_line(error, message, words):
+    pytest.importorskip("ray.job_submission")
+    from ray.job_submission import JobDetails
+
+    given = {"type": "SUBMISSION", "entrypoint": "python driver.py", "status": "FAILED"}
+    found = JobDetails(**given, error_type=error, message=message, driver_exit_code=1)
+    assert _words("FAILED", found) == words
+    assert _words("RUNNING", found) == "RUNNING"
 
 
 def plain(folder):

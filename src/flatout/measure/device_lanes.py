@@ -194,17 +194,17 @@ class DeviceLanes:
             at += gap
             self._spare.append(last)
         self._write(share)
-        found, event = dict.fromkeys(_MARKED, 0), step.first
+        lane_ns, event = dict.fromkeys(_MARKED, 0), step.first
         for lane, after in step.ends:
-            found[lane] += _ns(event, after)
+            lane_ns[lane] += _ns(event, after)
             self._spare.append(event)
             event = after
         input, copy, others, frozen = (
             int(share * ns) for ns in (step.input, step.copy, step.others, step.frozen)
         )
-        found["forward"] += frozen
-        found["sync"] += others
-        lanes = [input, copy, *found.values()]
+        lane_ns["forward"] += frozen
+        lane_ns["sync"] += others
+        lanes = [input, copy, *lane_ns.values()]
         end = at - input - copy - others - frozen + sum(lanes)
         self._row = [end - sum(lanes), *lanes, step.host, step.samples]
         self._before = (step.last, end, began + step.queueing)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from flatout.console import colorless
 from flatout.errors import SubmitError
 from flatout.submit.artifact import Artifact, refuse
 from flatout.submit.extras import require
@@ -38,6 +39,18 @@ _BY_STATUS = {
     "SUCCEEDED": State.succeeded,
     "FAILED": State.failed,
 }
+# Ray's own message of these is a traceback or names its actors: in plain words.
+_FAILURES = {
+    "RUNTIME_ENV_SETUP_FAILURE": "a node could not lay out the job's folder",
+    "JOB_SUPERVISOR_ACTOR_START_TIMEOUT": "no node had room for its driver in time",
+    "JOB_SUPERVISOR_ACTOR_START_FAILURE": "its driver was not started",
+    "JOB_SUPERVISOR_ACTOR_UNSCHEDULABLE": "no node may run its driver",
+    "JOB_SUPERVISOR_ACTOR_UNKNOWN_FAILURE": "the cluster lost it",
+    "JOB_SUPERVISOR_ACTOR_DIED": "the node that ran its driver is gone",
+    "JOB_ENTRYPOINT_COMMAND_START_ERROR": "its driver was not started",
+    "JOB_ENTRYPOINT_COMMAND_ERROR": "its driver ended with exit code {code}",
+}
+_MOST_WORDS = 160
 
 
 class Ray:
@@ -119,7 +132,7 @@ class Ray:
         left_s = _left_s(folder)
         return JobState(
             _BY_STATUS.get(status, State.lost),
-            f"{status} ({details.message})" if details.message else status,
+            _words(status, details),
             exit_code=details.driver_exit_code,
             since_s=None if details.start_time is None else (end - details.start_time) / 1000,
             left_s=left_s,
@@ -214,6 +227,21 @@ def _client(address: str) -> Any:
     return Client(address)
 
 
+def _words(status: str, details: Any) -> str:
+    """What a job's status says, in a line: why it has failed, and what was said last."""
+    if status == "PENDING":
+        return "PENDING (waits for room on a node)"
+    if status != "FAILED":
+        return status
+    error = getattr(details.error_type, "value", details.error_type)
+    why = _FAILURES.get(str(error), "").format(code=details.driver_exit_code)
+    last = colorless(_last_line(details.message or ""))
+    if len(last) > _MOST_WORDS:
+        last = f"{last[: _MOST_WORDS - 1]}…"
+    words = ": ".join(filter(None, (why, last)))
+    return f"{status} ({words})" if words else status
+
+
 def _problems(job: Job) -> list[str]:
     problems = []
     if job.is_auto and not job.has_measured_threads:
@@ -276,5 +304,9 @@ def _left_s(folder: Path) -> float | None:
 
 def _said(error: BaseException) -> str:
     """The last line that says something: Ray hands on whole tracebacks."""
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[-1].strip() if lines else type(error).__name__
+    return _last_line(str(error)) or type(error).__name__
+
+
+def _last_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[-1].strip() if lines else ""

@@ -221,7 +221,16 @@ def _gpu_of(device: torch.device) -> Any:
         return None
     found = torch.cuda.get_device_properties(device)
     uuid = str(getattr(found, "uuid", ""))
-    return GpuMeter(uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}").read
+    meter = GpuMeter(uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}")
+
+    def read() -> tuple[float | None, int | None]:
+        busy, used = meter.read()
+        if used is None:  # CUDA tells that where NVML does not
+            free, total = torch.cuda.mem_get_info(device)
+            used = total - free
+        return busy, used
+
+    return read
 
 
 def _ended(error: BaseException | None) -> tuple[State, str | None]:
