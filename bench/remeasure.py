@@ -77,12 +77,12 @@ def remeasure(script: Path, ranks: int, cures: Mapping[str, Any], *, seconds: fl
     """
     with tempfile.TemporaryDirectory(prefix="flatout-bench-") as folder:
         try:
-            a = _as_it_is(_copied(script, Path(folder, "as_it_is"), ()), ranks)
-            b = _cured(_copied(script, Path(folder, "cured"), cures["edits"]), ranks, cures)
+            a = as_it_is(script, Path(folder, "as_it_is"), ranks)
+            b = cured(script, Path(folder, "cured"), cures, ranks)
             epochs = _epochs(a, seconds)
             found = run_trial(
-                lambda: _epoch_s(a(epochs)),
-                lambda: _epoch_s(b(epochs)),
+                lambda: epoch_s(a(epochs)),
+                lambda: epoch_s(b(epochs)),
                 max_pairs=MOST,
                 min_pairs=LEAST,
                 precision=PRECISION,
@@ -95,13 +95,20 @@ def remeasure(script: Path, ranks: int, cures: Mapping[str, Any], *, seconds: fl
 Run = Callable[[int], list[float]]  # of so many epochs: when each told of itself, in seconds
 
 
-def _as_it_is(script: Path, ranks: int) -> Run:
+def as_it_is(script: Path, folder: Path, ranks: int = 1) -> Run:
+    """Runs a copy of the script, in a folder that is made for it."""
+    return _run(_copied(script, folder, ()), ranks)
+
+
+def _run(script: Path, ranks: int) -> Run:
     return lambda epochs: _timed([*_python(ranks), str(script), "--epochs", str(epochs)], script)
 
 
-def _cured(script: Path, ranks: int, cures: Mapping[str, Any]) -> Run:
+def cured(script: Path, folder: Path, cures: Mapping[str, Any], ranks: int = 1) -> Run:
+    """Likewise, with cures: `recipe` and `edits`, as a Proof has them."""
+    script = _copied(script, folder, cures["edits"])
     if not cures["recipe"]:
-        return _as_it_is(script, ranks)
+        return _run(script, ranks)
     recipe = script.with_name("flatout.toml")
     toml.dump(Recipe().replace(cures["recipe"]), recipe)
     if ranks > 1:
@@ -136,13 +143,13 @@ def _copied(script: Path, folder: Path, edits: Sequence[Mapping[str, Any]]) -> P
 def _epochs(run: Run, seconds: float) -> int:
     """How many epochs a run must have, so that those that are measured take so long."""
     for epochs in LENGTHS:
-        each = _epoch_s(run(epochs))
+        each = epoch_s(run(epochs))
         if each * (epochs - BEFORE) >= min(1.0, seconds):
             break
     return BEFORE + max(FEWEST, ceil(seconds / each))
 
 
-def _epoch_s(told: Sequence[float]) -> float:
+def epoch_s(told: Sequence[float]) -> float:
     """Seconds from one epoch's line to the next; the first epoch is left out."""
     if len(told) < BEFORE + FEWEST:
         raise NotMeasured(f"of {len(told)} epochs that were told, too few to be measured")

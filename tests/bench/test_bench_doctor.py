@@ -295,9 +295,9 @@ def test_what_is_outside_of_epochs_drops_out():
     epochs = remeasure._epochs(run, seconds=4)
     assert lengths == [4, 12]  # the first whose epochs take a second
     assert epochs == 42
-    assert remeasure._epoch_s(run(epochs)) == pytest.approx(0.1)
+    assert remeasure.epoch_s(run(epochs)) == pytest.approx(0.1)
     with pytest.raises(remeasure.NotMeasured, match="of 3 epochs that were told, too few"):
-        remeasure._epoch_s([1.0, 2.0, 3.0])
+        remeasure.epoch_s([1.0, 2.0, 3.0])
 
 
 @pytest.mark.slow

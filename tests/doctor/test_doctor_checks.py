@@ -174,6 +174,8 @@ def evaluating(**changes):
 
 NO_LOSS = {"loss_looks": 0, "in_losses": []}
 NO_STEPS = {"steps": 0, "step_ms": []}
+PINNED = {"in_training": True, "pin_memory": True}
+MADE = Site(HERE.file, HERE.line, "weights = torch.ones(10).to(device)")
 TABLE = {"layers": {"Embedding": 1}}
 SHAPES = {"inputs": [("[64, 31] float32", 40), ("[64, 32] float32", 30), ("[64, 33] float32", 30)]}
 KMP = {"KMP_AFFINITY": "compact", "KMP_INIT_AT_FORK": "FALSE"}
@@ -295,6 +297,27 @@ ROWS = {
         gpu_job(lanes={"copy": 2.0}, loader={"pin_memory": True}),
         gpu_job(lanes={"copy": None}),
         cost=2.0,
+    ),
+    "copy_blocks": Row(
+        gpu_job(calls=[call("to_device", 2.0, pinned=True)], loader=PINNED),
+        gpu_job(
+            calls=[call("to_device", 2.0, pinned=True, non_blocking=True)],
+            loader=PINNED,
+        ),
+        gpu_job(**NO_STEPS),
+        cost=2.0,
+    ),
+    "made_on_host": Row(
+        gpu_job(calls=[replace(call("to_device", 2.0), site=MADE)]),
+        gpu_job(calls=[call("to_device", 2.0)]),
+        gpu_job(**NO_STEPS),
+        cost=2.0,
+    ),
+    "tf32_off": Row(
+        gpu_job(matmul_precision="highest", bf16_units="GPU"),
+        gpu_job(matmul_precision="high", bf16_units="GPU"),
+        gpu_job(bf16_units="GPU"),
+        cost=9.5 * 7 / 8,
     ),
     "retained_graph": Row(
         job(memory_mb=[500.0 + 10 * at for at in range(20)], graph_nodes=[(24, 200), (96, 900)],

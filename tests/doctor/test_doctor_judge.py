@@ -9,7 +9,7 @@ from flatout.devices.inventory import inventory
 from flatout.doctor.critical import critical
 from flatout.doctor.finding import Finding
 from flatout.doctor.judge import _is_tuned, judge
-from flatout.observe import Ablation, Call, Loader, Model, Observation, Optimizer, Site
+from flatout.observe import Ablation, Call, DeviceTime, Loader, Model, Observation, Optimizer, Site
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +100,50 @@ def test_no_cure_returns_more_than_taking_its_lane_out(machine):
 def test_forward_and_backward_are_one_cause():
     found = critical([rank(input=40.0, forward=30.0, backward=30.0)])
     assert (found.lanes, found.where) == (("forward", "backward"), "train.py:50")
+
+
+def on_gpu(busy_ms, **lanes):
+    seen = rank(**lanes)
+    seen.device = "cuda:0"
+    seen.device_time = DeviceTime(5, busy_ms, {"forward": 0.4 * busy_ms, "backward": 0.6 * busy_ms})
+    return seen
+
+
+def test_where_the_gpu_is_the_limit_that_is_said_whatever_the_host_waits_in():
+    found = critical([on_gpu(38.0, copy=30.0, forward=4.0, backward=6.0)])
+    assert found.lanes == ("backward", "forward")
+    assert found.words.startswith("the GPU computes 38 ms of a step of 40 ms: it is the limit")
+    assert found.share == pytest.approx(0.95)
+
+
+@pytest.mark.parametrize(
+    ("lanes", "words"),
+    [
+        ({"input": 30.0, "forward": 8.0}, "the GPU waits for input"),
+        ({"host": 30.0, "forward": 8.0}, "the GPU waits for Python between the steps"),
+        ({"backward": 30.0, "forward": 8.0}, "the GPU waits for the host, which takes longer"),
+    ],
+)
+def test_where_the_gpu_waits_it_is_said_for_what(lanes, words):
+    found = critical([on_gpu(5.0, **lanes)])
+    assert found.words.startswith(words)
+    assert "it computes 5 ms of a step of" in found.words
+
+
+def test_what_the_host_waits_in_is_worth_nothing_where_the_gpu_is_the_limit(machine):
+    seen = on_gpu(39.8, copy=20.0, host=16.0, forward=2.0, backward=2.0)
+    seen.loaders[0].pin_memory = False
+    seen.calls.append(Call("item", Site("train.py", 90), 50, 50 * 15e-3, 50))
+    names = {found.name: found.kind for found in judge([seen], machine).findings}
+    assert "memory_not_pinned" not in names
+    assert names["item_each_step"] == "note"
+
+    waits = on_gpu(5.0, copy=20.0, host=16.0, forward=2.0, backward=2.0)
+    waits.loaders[0].pin_memory = False
+    waits.calls.append(Call("item", Site("train.py", 90), 50, 50 * 15e-3, 50))
+    names = {found.name: found.kind for found in judge([waits], machine).findings}
+    assert names["memory_not_pinned"] == names["item_each_step"] == "slow"
+    assert "tf32_off" not in names  # nor what makes it compute faster
 
 
 def test_a_dear_call_between_the_steps_is_named():

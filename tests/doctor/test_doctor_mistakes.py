@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
 SCRIPTS = (
     "accumulation_undivided", "accumulation_undivided_raw", "activation_twice", "called_twice",
-    "clip_scaled", "clip_useless", "debugging_left_on",
+    "clip_scaled", "clip_useless", "debugging_left_on", "encoder_without_grad",
     "history_grows", "labels_sorted", "layers_in_list", "loss_broadcast", "nan_hidden",
     "normalization_by_hand", "normalization_leaks", "optimizer_extreme", "parameters_unreached",
     "recurrent_by_step", "sampler_repeats", "saved_each_step", "schedule_forgotten",

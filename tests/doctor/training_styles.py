@@ -3,6 +3,7 @@
 python training_styles.py NAME
 """
 
+import contextlib
 import copy
 import sys
 
@@ -680,6 +681,20 @@ class Steps(nn.Module):
         for at in range(series.shape[1]):
             state = self.cell(*self.step(series, at, state))
         return self.out(state)
+
+
+@style
+def a_layer_that_rests_at_first():
+    body, head = torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)
+    model = torch.nn.Sequential(body, head)
+    rests = STEPS > 10
+
+    def loss():
+        with torch.no_grad() if rests else contextlib.nullcontext():
+            hidden = body(x)
+        return functional.cross_entropy(head(hidden), y)
+
+    train(model, loss)
 
 
 @style

@@ -3,6 +3,7 @@
 import torch
 
 from flatout.observe.models import Models
+from flatout.observe.tables import _rows
 from flatout.observe.watch import Watch
 
 
@@ -32,3 +33,12 @@ def test_inputs_are_looked_at_the_more_seldom_the_more_calls_there_were():
     for _ in range(1100):
         model(torch.zeros(5))
     assert len(watch.models[0].shapes) == 2  # never given up
+
+
+def test_looking_at_rows_of_a_batch_keeps_nothing_for_backward():
+    saved = []
+    batch = torch.randn(16, 8, requires_grad=True) * 2
+    keep = torch.autograd.graph.saved_tensors_hooks(lambda one: saved.append(one), lambda one: one)
+    with keep:
+        assert _rows(batch) is not None
+    assert not saved  # checkpointing runs forward again, and counts what was saved

@@ -12,6 +12,7 @@ import pytest
 from report_prescriptions import prescription
 from report_verdicts import LANES, finding, observation, verdict
 
+from flatout.observe import Ablation, DeviceTime, Lapse, LeftOut, Site
 from flatout.report.page import duration, page, sentence
 from flatout.report.pictures import MOST_RANKS, forest, histogram, lane_bars, lane_rows
 
@@ -347,3 +348,25 @@ def test_a_dark_browser_gets_a_dark_page(tmp_path):
         False,
         True,
     ]
+
+
+def test_the_page_shows_what_was_left_out_cut_and_done_on_the_gpu():
+    call = LeftOut(
+        Site("track.py", 34), "tracker.log", Ablation(1.5, 1.45, 1.55, 0.02, 4, 6.0, 4.0)
+    )
+    noise = LeftOut(Site("a.py", 1), "noise", Ablation(1.01, 0.98, 1.04, 0.02, 4))
+    gpu = DeviceTime(5, 38.0, {"forward": 12.0, "backward": 25.0}, 0.75, 0.25)
+    gpu.kernels = [(HOSTILE, 9.5)]
+    seen = observation(
+        left_out=[call, noise],
+        lapse=Lapse(6.0, 12, 2, ["validation", "checkpoint"], [("train.py:40", 6, 23_438)]),
+        device_time=gpu,
+    )
+    parsed = Parsed(page(verdict(observations=[seen])))
+    assert "tracker.log (...) costs 2 ms a step [1.86, 2.13]" in parsed.words
+    assert "noise" not in parsed.words
+    assert "2 epochs ended early" in parsed.words
+    assert "validation, checkpoint. No time above comes from it." in parsed.words
+    assert "train.py:40 6 of 23,438 batches" in parsed.words
+    assert "busy 38 ms a step (forward 12, backward 25, copies 1)." in parsed.words
+    assert not [tag for tag, _ in parsed.tags if tag in ("script", "img")]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import Any
 
-from flatout.doctor.checks.signals import HUNGRY, is_gpu, ms
+from flatout.doctor.checks.signals import HUNGRY, busy_share, is_gpu, ms, whole_ms
 from flatout.doctor.taken_out import without
-from flatout.measure import LANES
+from flatout.measure import LANES, STEP_LANES
 from flatout.observe import Call, Line, Loader, Observation, Site
 
 _TOGETHER = (
@@ -28,6 +29,15 @@ _TOGETHER = (
 
 _MUCH = 0.2
 """Share of a lane that a line has to take to stand for it."""
+
+_LIMIT = 0.75
+"""Share of a step in which the GPU has to be busy to be the limit."""
+
+BETWEEN = ("evaluation", "saving")
+"""Lanes between the steps."""
+
+_KERNEL = 32
+"""Letters of a kernel's name that are told."""
 
 _ONCE, _ALL_OF_IT, _FEWEST = 0.5, 1.05, 20
 """Shares of Python's time between which a single step has taken it by something done once, and how
@@ -61,6 +71,8 @@ class Critical:
 
 def critical(ranks: Sequence[Observation]) -> Critical | None:
     """Returns what the steps wait for; None where no lane was seen."""
+    if len(ranks) == 1 and (limit := _of_gpu(ranks[0])) is not None:
+        return limit
     slowest = _straggler(ranks)
     if slowest is not None:
         return _of_straggler(slowest, [rank for rank in ranks if rank is not slowest])
@@ -75,8 +87,40 @@ def critical(ranks: Sequence[Observation]) -> Critical | None:
     taken = sum(lanes[name] for name in largest)
     most = max(ranks, key=lambda rank: _sum(rank, largest))
     words, site = _explained(largest, most)
-    words += without(largest, most) + once[1]
+    words += _gpu_waits(largest, most) + without(largest, most) + once[1]
     return Critical(largest, taken, taken / whole, words, str(site or ""))
+
+
+def _of_gpu(rank: Observation) -> Critical | None:
+    """Where the GPU itself is the limit; None where it waits, or no one saw what it did.
+
+    The host's lanes then say where it waited for the GPU.
+    """
+    time = rank.device_time
+    busy = busy_share(rank)
+    if (
+        time is None
+        or busy is None
+        or busy < _LIMIT
+        or _sum(rank, BETWEEN) > _sum(rank, STEP_LANES)
+    ):
+        return None
+    step = whole_ms(rank)
+    names = [lane for lane, ms_ in time.lanes_ms.items() if ms_]
+    lanes = tuple(sorted(names, key=lambda lane: -time.lanes_ms[lane])) or ("forward",)
+    dearest = f", of it {ms(time.kernels[0][1])} in {_kernel(time.kernels[0][0])}"
+    words = (
+        f"the GPU computes {ms(time.busy_ms)} of a step of {ms(step)}: it is the limit, and where "
+        f"the host takes long it waits for it{dearest if time.kernels else ''}"
+    )
+    site = next((model.site for model in rank.models if model.site is not None), None)
+    return Critical(lanes, time.busy_ms, min(1.0, busy), words, str(site or ""))
+
+
+def _kernel(name: str) -> str:
+    """The name of a kernel without its types and arguments, as far as it tells them apart."""
+    plain = re.sub(r"<.*|\(.*", "", name.removeprefix("void ")).rpartition("::")[2]
+    return plain[:_KERNEL] + ("..." if len(plain) > _KERNEL else "")
 
 
 def _once(rank: Observation) -> tuple[float, str]:
@@ -124,6 +168,16 @@ def _of_straggler(slowest: Observation, others: Sequence[Observation]) -> Critic
     )
 
 
+def _gpu_waits(lanes: tuple[str, ...], rank: Observation) -> str:
+    """What the GPU does meanwhile, where that was seen."""
+    time = rank.device_time
+    if time is None:
+        return ""
+    if lanes == ("copy",) and time.to_device_ms < 0.5 * _sum(rank, lanes):
+        return f"; copying takes the GPU {ms(time.to_device_ms)}, the rest is the wait for its turn"
+    return f"; it computes {ms(time.busy_ms)} of a step of {ms(whole_ms(rank))}"
+
+
 def _explained(lanes: tuple[str, ...], rank: Observation) -> tuple[str, Site | None]:
     device = "GPU" if is_gpu(rank) else "model"
     if lanes == ("input",):
@@ -131,6 +185,9 @@ def _explained(lanes: tuple[str, ...], rank: Observation) -> tuple[str, Site | N
     if lanes == ("host",):
         return _host(rank)
     hot = dearest_line(rank, lanes)
+    waits = _GPU_WORDS.get(lanes) if rank.device_time is not None else None
+    if waits is not None:
+        return waits, hot.site if hot is not None else _begins(lanes, rank)
     if hot is not None and lanes == ("forward", "backward"):
         named = f": {hot.within}" if hot.within else ""
         return _WORDS[lanes].format(device=device) + named, hot.site
@@ -162,6 +219,13 @@ _WORDS = {
     ("saving",): "writing checkpoints takes the largest part",
     ("gc",): "Python's garbage collection takes the largest part",
     ("idle",): "most time passes outside of all that was seen",
+}
+
+_GPU_WORDS = {
+    ("forward", "backward"): "the GPU waits for the host, which takes longer to call the "
+    "operators of forward and backward than the GPU to run them",
+    ("optimizer",): "the GPU waits for the host, which takes longer to call the operators of the "
+    "optimizer than the GPU to run them",
 }
 
 _PARTS = {
@@ -199,13 +263,14 @@ def dearest_line(rank: Observation, lanes: Sequence[str]) -> Line | None:
 
 def _host(rank: Observation) -> tuple[str, Site | None]:
     hot = dearest_line(rank, ("host",))
+    words = "Python between the steps takes the largest part"
+    if rank.device_time is not None:
+        words = "the GPU waits for Python between the steps"
     if hot is not None:
-        words = "Python between the steps takes the largest part"
         named = f"{hot.trainer}'s {hot.within}" if hot.trainer else hot.words or "this line"
         return f"{words}: {named}, {ms(hot.lanes_ms['host'])} of it", hot.site
     timed: list[Call] = [call for call in rank.calls if call.seconds and call.kind != "backward"]
     dearest = max(timed, key=lambda call: call.seconds or 0.0, default=None)
-    words = "Python between the steps takes the largest part"
     if dearest is None:
         return words, None
     cost = 1e3 * (dearest.seconds or 0.0) / max(1, rank.steps)

@@ -20,7 +20,7 @@ from time import monotonic, perf_counter_ns
 from typing import Any
 
 from flatout.atomic_file import atomic_write
-from flatout.measure import finish_device
+from flatout.measure import STEP_LANES, finish_device
 from flatout.observe.lanes import EVALUATION, SAVING
 from flatout.observe.observation import Ablation, LeftOut, Observation, Site
 from flatout.observe.rewriting import Rewriting
@@ -281,7 +281,7 @@ def worth_trying(seen: Observation, watch: Watch) -> list[str]:
         found.append("input")
     if 1e3 * told / seen.steps >= _WORTH * step_ms or Log(watch).has_summaries:
         found.append("log")
-    reads = [call for call in seen.calls if call.kind == "item"]
+    reads = [call for call in seen.calls if call.kind in ("item", "tolist", "cpu")]
     if seen.device.startswith("cuda") and any(2 * call.steps > seen.steps for call in reads):
         found.append("item")
     if seen.world_size > 1 and summing(watch):
@@ -291,7 +291,7 @@ def worth_trying(seen: Observation, watch: Watch) -> list[str]:
 
 def plan(lane: str, seen: Observation, budget_s: float) -> Planned | None:
     """How many steps to try without a lane, in so many seconds; None where they are too long."""
-    step_s = max(median(seen.step_ms) / 1e3, 1e-6)
+    step_s = usual_step_s(seen)
     queue = 0
     if lane == "input":
         queue = max(
@@ -307,6 +307,17 @@ def plan(lane: str, seen: Observation, budget_s: float) -> Planned | None:
         steps = max(queue + 1, _FEWEST_STEPS)
         pairs = min(2, int(budget_s / (4 * (dropped + steps) * step_s)))
     return Planned(lane, dropped, steps, pairs) if pairs >= 2 else None
+
+
+def usual_step_s(seen: Observation) -> float:
+    """Seconds of a step.
+
+    On a GPU most steps may only queue work, for which a few wait: there it is their mean.
+    """
+    usual = median(seen.step_ms)
+    if seen.device.startswith("cuda"):
+        usual = max(usual, sum(seen.lanes_ms.get(lane) or 0.0 for lane in STEP_LANES))
+    return max(usual / 1e3, 1e-6)
 
 
 def judged(a: Sequence[float], b: Sequence[float]) -> Ablation | None:

@@ -108,9 +108,10 @@ def _work() -> Callable[[], Any]:
     """A small training step that no hook sees, and that draws no random number."""
     torch = sys.modules["torch"]
     functional, grad = torch.nn.functional, torch.autograd.grad
-    inner = torch.ones(16, 16, requires_grad=True)
-    outer = torch.ones(4, 16, requires_grad=True)
-    rows, classes = torch.ones(64, 16), torch.zeros(64, dtype=torch.long)
+    inner = torch.ones(16, 16, requires_grad=True, device="cpu")
+    outer = torch.ones(4, 16, requires_grad=True, device="cpu")
+    rows = torch.ones(64, 16, device="cpu")
+    classes = torch.zeros(64, dtype=torch.long, device="cpu")
 
     def step() -> None:
         hidden = functional.relu(functional.linear(rows, inner))
@@ -245,7 +246,7 @@ def _of_call(file: str) -> float:
 
 
 def _copy_ns() -> float:
-    tensor = sys.modules["torch"].ones(1)
+    tensor = sys.modules["torch"].ones(1, device="cpu")
     hooked = copying(_first, Watch())
     return _extra_ns(lambda: hooked(tensor, "cpu"), lambda: _first(tensor, "cpu"))
 

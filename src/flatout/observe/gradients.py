@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from flatout.hooks import is_anything_compiled
 from flatout.observe.model_facts import local
+from flatout.observe.no_grad import no_grad_above
+from flatout.observe.observation import Site
 from flatout.observe.optimizers import SeenOptimizer
 from flatout.observe.watch import Watch
 
@@ -45,6 +48,7 @@ class Gradients:
         self._with: set[int] = set()  # had a gradient in some look
         self._looks: dict[int, int] = {}  # of each optimizer, in which any tensor had one
         self._called: set[int] = set()  # parameters of layers that were called with gradients
+        self._off: dict[int, Site | None] = {}  # and without: the line that switches them off
         self._end_listening()
 
     def _backward_begins(self, tensors: Any) -> None:
@@ -98,8 +102,13 @@ class Gradients:
                     self._handles.append(inner.register_forward_pre_hook(self._is_called))
 
     def _is_called(self, module: Any, args: Any) -> None:
-        if self._torch.is_grad_enabled() and module.training:
-            self._called |= {id(one) for one in module._parameters.values() if one is not None}
+        own = {id(one) for one in module._parameters.values() if one is not None}
+        if not module.training:
+            return
+        if self._torch.is_grad_enabled():
+            self._called |= own
+        elif own - self._off.keys():
+            self._off |= dict.fromkeys(own, no_grad_above(sys._getframe(1)))
 
     def _end_listening(self) -> None:
         for handle in self._handles:
@@ -124,6 +133,10 @@ class Gradients:
             facts.unreached = [_named(one, names) for one in without if id(one) in names][:_NAMED]
             facts.orphans = [_named(one, names) for one in without if id(one) not in names][:_NAMED]
             facts.cut = self._cut({id(one) for one in without})
+            off = [one for one in without if self._off.get(id(one)) and id(one) in names]
+            off = [one for one in off if id(one) not in self._called]
+            facts.without_grad = [_named(one, names) for one in off][:_NAMED]
+            facts.no_grad_site = self._off[id(off[0])] if off else None
 
     def _cut(self, without: set[int]) -> list[str]:
         """Names of the first parameters of a model, where these layers are called and the loss

@@ -18,7 +18,7 @@ from flatout.observe.numbers import Numbers
 from flatout.observe.observation import Model, Site
 from flatout.observe.padding import Padding
 from flatout.observe.pools import look_at_pools
-from flatout.observe.replicas import look_at_replica
+from flatout.observe.replicas import look_at_replica, random_bytes
 from flatout.observe.sites import here
 from flatout.observe.watch import Watch
 
@@ -64,7 +64,7 @@ class SeenModel(Called):
         """Whether this call gives what the last one has given."""
         tensors = [one for one in given if torch.is_tensor(one)]
         is_known = len(tensors) == len(given) > 0
-        state = hash(torch.get_rng_state().numpy().tobytes())
+        state = hash(random_bytes(torch))
         now = (lanes.steps, lanes.backwards, state, [one._version for one in tensors])
         last, self._last = self._last, (now, [ref(one) for one in tensors]) if is_known else None
         self.facts.repeats_of += 1

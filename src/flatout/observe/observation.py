@@ -64,7 +64,8 @@ class Call:
     Attributes:
         kind: what was called: "item", "tolist", "cpu", "numpy", "print", "log", "save",
             "empty_cache", "zero_grad", "backward", "gc", "index" (a batch by advanced indexing),
-            "metric", "device_count" (or torch.cuda.init), "data_parallel", "ddp", "set_epoch",
+            "metric", "to_device" (a copy from the host), "device_count" (or torch.cuda.init),
+            "data_parallel", "ddp", "set_epoch",
             "no_sync", "threads", "setenv" (of an OpenMP library), "round_trip" (back to a device),
             "optimizer" (one is made), "clip" (gradients), "switch" (something is set for all of
             torch).
@@ -221,6 +222,8 @@ class Optimizer:
         unreached: names and shapes of its tensors that train and never had one, of models that
             were called.
         orphans: shapes of those of them that belong to no model that was called.
+        without_grad: those of layers that were called to train, always where gradients are switched
+            off, by the line no_grad_site.
         cut: names of the first parameters of a model, of layers that are called with gradients
             but get none, where all later ones do.
     """
@@ -246,6 +249,8 @@ class Optimizer:
     gradient_looks: int = 0
     unreached: list[str] = field(default_factory=list)
     orphans: list[str] = field(default_factory=list)
+    without_grad: list[str] = field(default_factory=list)
+    no_grad_site: Site | None = None
     cut: list[str] = field(default_factory=list)
 
 
@@ -494,6 +499,31 @@ class Ablation:
 
 
 @dataclass
+class DeviceTime:
+    """What a GPU did in a step, as torch's profiler has seen it in some.
+
+    Attributes:
+        steps: that were profiled.
+        busy_ms: per step in which anything ran on it; what ran at the same time counts once.
+        lanes_ms: of kernels, by the lane in which the host has queued them: "forward" (all that is
+            in neither of the others), "backward", "optimizer".
+        to_device_ms, to_host_ms: of copies from and to the host.
+        is_pageable: whether any of those to the device came from memory that is not pinned.
+        kernels: the names of those that take most, with ms per step, the longest first.
+        launches: kernels and copies per step.
+    """
+
+    steps: int
+    busy_ms: float
+    lanes_ms: dict[str, float] = field(default_factory=dict)
+    to_device_ms: float = 0.0
+    to_host_ms: float = 0.0
+    is_pageable: bool = False
+    kernels: list[tuple[str, float]] = field(default_factory=list)
+    launches: float = 0.0
+
+
+@dataclass
 class LeftOut:
     """A call whose value is not used and that left the training alone, and a step without it.
 
@@ -571,6 +601,7 @@ class Observation:
         device_held_mb, device_peak_mb, device_total_mb: of the GPU: held by tensors between steps,
             at the most, and there is.
         device_failures: how often it had no memory left.
+        device_time: what the GPU did in a step; None where that was not profiled.
         backbones: on a CPU, modules that nothing trains and that steps call on samples.
         tables: that batches are rows of, where no DataLoader gives them.
         loss_looks: how many graphs of losses were looked at, and what was found in_losses.
@@ -594,6 +625,7 @@ class Observation:
         gpus: names of the GPUs that torch could use here, whether the script does or not.
         bf16_units: what computes in bf16 on the device at hand, such as "AMX-bf16"; "" for nothing.
         available_mb: memory that the job could still take.
+        matmul_precision: torch.get_float32_matmul_precision(), at the last step.
         cudnn_benchmark: torch.backends.cudnn.benchmark, at the last step.
         ended: "done", "stopped" (enough was seen), "failed", "no steps"; "running" in what is
             written meanwhile, and stays of a script that was killed.
@@ -637,6 +669,7 @@ class Observation:
     device_peak_mb: float | None = None
     device_total_mb: float | None = None
     device_failures: int | None = None
+    device_time: DeviceTime | None = None
     calls: list[Call] = field(default_factory=list)
     loaders: list[Loader] = field(default_factory=list)
     optimizers: list[Optimizer] = field(default_factory=list)
@@ -660,6 +693,7 @@ class Observation:
     gpus: list[str] | None = None
     bf16_units: str | None = None
     available_mb: float | None = None
+    matmul_precision: str | None = None
     cudnn_benchmark: bool | None = None
     ended: str = "done"
     error: str = ""

@@ -64,6 +64,7 @@ def observation(
     torch: Any = sys.modules.get("torch")
     if steps:
         seen.cudnn_benchmark = bool(torch.backends.cudnn.benchmark)
+        seen.matmul_precision = str(torch.get_float32_matmul_precision())
     evaluated = [model.evaluated_at for model in list(watch.models) if model.evaluated_at]
     seen.evaluation_site = read(evaluated[0]) if evaluated else None
     if steps and not is_live:

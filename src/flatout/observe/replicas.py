@@ -30,6 +30,14 @@ def look_at_replica(module: Any, facts: Model) -> None:
     facts.first_gradients = number_of(gradients)
 
 
+def random_bytes(torch: Any) -> bytes:
+    """The state of torch's random numbers, of the GPUs in use too: no kernel is waited for."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_initialized():
+        states += torch.cuda.get_rng_state_all()
+    return b"".join(state.cpu().numpy().tobytes() for state in states)
+
+
 def has_peers() -> bool:
     """Whether this process has joined a group of several ranks."""
     distributed: Any = sys.modules.get("torch.distributed")

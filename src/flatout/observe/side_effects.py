@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any
 
 from flatout.observe.observation import Observation
-from flatout.observe.replicas import number_of
+from flatout.observe.replicas import number_of, random_bytes
 from flatout.observe.rewriting import Rewriting
 from flatout.observe.unused_calls import CALLS
 from flatout.observe.watch import Watch
@@ -175,9 +175,7 @@ def _facts(tensors: list[Any]) -> tuple[list[tuple[int, int]], int]:
 
 
 def _random_states(torch: Any) -> str:
-    parts = [torch.get_rng_state().numpy().tobytes(), repr(random.getstate()).encode()]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        parts += [state.cpu().numpy().tobytes() for state in torch.cuda.get_rng_state_all()]
+    parts = [random_bytes(torch), repr(random.getstate()).encode()]
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
         parts.append(repr(numpy.random.get_state()[1:]).encode())

@@ -33,6 +33,7 @@ from flatout.observe.backward import watch_backward
 from flatout.observe.compiles import Compiles
 from flatout.observe.cost import added_us_per_step
 from flatout.observe.device_memory import DeviceMemory
+from flatout.observe.device_time import DeviceSteps
 from flatout.observe.exit_hooks import watch_exits
 from flatout.observe.graphs import Graphs
 from flatout.observe.keras import watch_keras
@@ -137,6 +138,7 @@ class Observer:
         self._workers = self._path.with_name(f".workers-{self._place.rank}")
         self._workers.mkdir(exist_ok=True)
         self._observed: Observation | None = None
+        self._profiled: DeviceSteps | None = None
         self._ablations: Ablations | None = None
         self._lapse: TimeLapse | None = None
         self._loops = Loops(self.watch.lanes)
@@ -284,6 +286,12 @@ class Observer:
         self._observed = copy.deepcopy(self._whole("stopped"))
         self.watch.lanes.thread = thread
         write(self._path, self._observed)
+        self._profiled = DeviceSteps(sys.modules["torch"], self.watch)
+        self._profiled.begin(self._observed, self._take_out)
+
+    def _take_out(self) -> None:
+        """Lanes and calls, and then epochs end early."""
+        assert self._observed is not None
         if self._lapse is not None:
             self.watch.then = self._begin_lapse
         if self._ablations is not None:
@@ -322,6 +330,8 @@ class Observer:
         lanes = self.watch.lanes
         lanes.end()
         lanes.thread = 0
+        if self._profiled is not None:
+            self._profiled.end()
         if self._ablations is not None:
             self._ablations.end()
             seen.ablations = self._ablations.results()

@@ -240,7 +240,7 @@ def _summaries() -> list[tuple[Any, str]]:
 
 
 class Items:
-    """Waiting for a device in order to read a number: its line gets the number that it got last.
+    """Waiting for a device in order to read from it: the line gets what it got last.
 
     Args:
         watch: whose thread it is.
@@ -250,14 +250,14 @@ class Items:
     def __init__(self, watch: Watch, device: str = "cuda") -> None:
         self._lanes = watch.lanes
         self._device = device
-        self._values: dict[tuple[int, int], tuple[CodeType, Any]] = {}
+        self._values: dict[tuple[Any, ...], tuple[CodeType, Any]] = {}
         self._hooks: list[Hook] = []
 
     def take_out(self) -> None:
         """From now on."""
         tensor: Any = sys.modules["torch"].Tensor
         if not self._hooks:
-            names = ("item", "__float__")
+            names = ("item", "__float__", "tolist", "cpu")
             self._hooks = [wrap(tensor, name, "ablation", self._held) for name in names]
 
     def put_back(self) -> None:
@@ -274,7 +274,8 @@ class Items:
             if tensor.device.type != device or get_ident() != lanes.thread:
                 return original(tensor)
             frame = sys._getframe(1)
-            key = (id(frame.f_code), frame.f_lasti)
+            # The last batch of an epoch may be smaller.
+            key = (id(frame.f_code), frame.f_lasti, tensor.shape)
             if key not in values:
                 values[key] = (frame.f_code, original(tensor))
             return values[key][1]

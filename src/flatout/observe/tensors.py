@@ -20,6 +20,8 @@ _OTHERS = (OPTIMIZER, INPUT)
 # Counting calls may take so much of the time, or of a step, at so much for each of them. That is
 # weighed after so many steps, and again after twice as many.
 _MOST_SHARE, _MOST_NS, _CALL_NS, _WEIGHED = 0.004, 2_000, 1_000, 25
+# Steps in which copies are asked from what memory they come.
+_ASKED = 8
 # What each method is told as.
 _SYNCS = {
     "item": "item",
@@ -130,6 +132,12 @@ def copying(original: Any, watch: Watch, trips: RoundTrips | None = None) -> Any
     """A method that may copy to another device, with its time."""
     lanes, calls = watch.lanes, watch.calls
 
+    def how(tensor: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        if lanes.steps >= _ASKED:  # the driver is asked where memory lies
+            return {}
+        is_async = kwargs.get("non_blocking", False) is True or True in args[1:]
+        return {"pinned": tensor.is_pinned(), "non_blocking": is_async}
+
     def to(self: Any, *args: Any, **kwargs: Any) -> Any:
         current = lanes.current
         if current in _OTHERS or get_ident() != lanes.thread:
@@ -144,6 +152,8 @@ def copying(original: Any, watch: Watch, trips: RoundTrips | None = None) -> Any
         lanes.shift(took, current, HOST if to_host else COPY)
         if to_host:
             calls.note("cpu", took, detail={"by": "to"})
+        elif self.device.type == "cpu":
+            calls.note("to_device", took, detail=how(self, args, kwargs))
         if trips is not None and trips.is_open:
             if to_host:
                 trips.went(value)

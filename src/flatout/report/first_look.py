@@ -129,6 +129,7 @@ class FirstLookReport:
             yield Text(note)
         for rank in ranks[:_RANKS]:
             yield from lane_bars(rank, len(ranks) > 1, width)
+            yield from _on_gpu(rank)
         if len(ranks) > _RANKS:
             yield Text(f"{len(ranks) - _RANKS} more ranks: --page or --json")
         found = self.verdict.critical
@@ -399,6 +400,16 @@ def short(where: str) -> str:
         return where
     relative = os.path.relpath(file)
     return f"{relative if len(relative) < len(file) else file}:{line}"
+
+
+def _on_gpu(rank: Observation) -> Iterator[Text]:
+    """One line: what the GPU did in a step, of which the lanes above tell the host's side."""
+    time = rank.device_time
+    if time is None:
+        return
+    parts = {**time.lanes_ms, "copies": time.to_device_ms + time.to_host_ms}
+    told = [f"{name} {rounded(ms, 2)}" for name, ms in parts.items() if ms >= _TOLD * time.busy_ms]
+    yield Text(f"GPU busy {rounded(time.busy_ms, 2)} ms a step: {', '.join(told)}")
 
 
 def _taken_out(ranks: Sequence[Observation]) -> Iterator[RenderableType]:

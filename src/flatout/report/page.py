@@ -89,6 +89,12 @@ def page(verdict: Mapping[str, Any]) -> str:
         lane_words=LANE_WORDS,
         critical={"where": "", **(verdict.get("critical") or {"words": ""})},
         unseen=sorted({lane for of in lanes.values() for lane, ms in of.items() if ms is None}),
+        left_out=[
+            (str(one.site), one.words, *one.ms())
+            for rank in ranks
+            for one in rank.left_out
+            if one.is_proven
+        ],
         slowest=slowest,
         steps=histogram(slowest.step_ms) if slowest else None,
         trials=trials,

@@ -8,9 +8,11 @@ from statistics import median
 from flatout.doctor.checks.check import NoSignal, check
 from flatout.doctor.checks.signals import (
     SLOW_RATE,
+    WAITS,
     arithmetic_rate,
     at,
     batches_per_step,
+    busy_share,
     is_gpu,
     lane,
     models,
@@ -48,6 +50,12 @@ def look(seen: Observation) -> list[Finding]:
     if share(seen, lane(seen, "forward", "backward", "optimizer")) < _COMPUTES:
         return []
     model = models(seen)[0]
+    busy = busy_share(seen)
+    if busy is not None:
+        if busy >= WAITS:
+            return []
+        time = f"the GPU computes {ms(busy * whole)} of a step of {ms(whole)}, and waits for the "
+        return [_found(f"{time}host to call the next operators the rest", _site(seen))]
     by_size = _last_and_whole(seen)
     if by_size is not None:
         left, last = by_size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flatout.doctor.checks.check import Findings, check
-from flatout.doctor.checks.signals import at, is_worth, lane, models, ms
+from flatout.doctor.checks.signals import at, compute_ms, is_worth, models, ms
 from flatout.doctor.edits.models import channels_last
 from flatout.doctor.finding import Finding
 from flatout.observe import Model, Observation
@@ -15,7 +15,7 @@ def look(seen: Observation) -> Findings:
     convolutional = [model for model in models(seen) if _convolves_images(model)]
     if not convolutional:
         return
-    cost = lane(seen, "forward", "backward")
+    cost = compute_ms(seen, "forward", "backward")
     if not is_worth(seen, cost):
         return
     for model in convolutional:

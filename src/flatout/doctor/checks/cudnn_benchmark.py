@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flatout.doctor.checks.check import Findings, NoSignal, check
-from flatout.doctor.checks.signals import at, is_gpu, is_worth, lane, models
+from flatout.doctor.checks.signals import at, compute_ms, is_gpu, is_worth, models
 from flatout.doctor.finding import Finding
 from flatout.observe import Model, Observation
 
@@ -19,7 +19,7 @@ def look(seen: Observation) -> Findings:
         return
     if seen.cudnn_benchmark is None:
         raise NoSignal("torch.backends.cudnn.benchmark was not seen")
-    cost = lane(seen, "forward", "backward")
+    cost = compute_ms(seen, "forward", "backward")
     if seen.cudnn_benchmark or not is_worth(seen, cost):
         return
     for model in convolutional:

@@ -7,9 +7,9 @@ from flatout.doctor.checks.signals import (
     SLOW_RATE,
     arithmetic_rate,
     at,
+    compute_ms,
     is_gpu,
     is_worth,
-    lane,
     models,
     ms,
     whole_ms,
@@ -36,7 +36,7 @@ def look(seen: Observation) -> Findings:
     units = [name for name in _FASTER if name in seen.bf16_units]
     if not units:
         return
-    compute = lane(seen, "forward", "backward")
+    compute = compute_ms(seen, "forward", "backward")
     cost = _arithmetic(seen, trained) * compute * (1 - 1 / max(_FASTER[name] for name in units))
     if not is_worth(seen, cost):
         return

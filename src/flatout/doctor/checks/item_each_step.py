@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from flatout.doctor.checks.check import check
-from flatout.doctor.checks.signals import calls, cost_ms, is_each_step, is_gpu, kind_of, ms
+from flatout.doctor.checks.signals import (
+    calls,
+    cost_ms,
+    is_each_step,
+    is_gpu,
+    kind_of,
+    ms,
+    returned_ms,
+)
 from flatout.doctor.edits import tensors
 from flatout.doctor.finding import Finding
 from flatout.observe import Call, Observation
@@ -15,16 +23,16 @@ _KINDS = ("item", "tolist", "cpu", "numpy")
 def look(seen: Observation) -> list[Finding]:
     """Which lines wait for the device in most steps."""
     return [
-        _found(seen, call, cost_ms(seen, call))
+        _found(seen, call, cost_ms(seen, call), returned_ms(seen, cost_ms(seen, call)))
         for call in calls(seen, *_KINDS)
         if is_each_step(seen, call)
     ]
 
 
-def _found(seen: Observation, call: Call, cost: float | None) -> Finding:
+def _found(seen: Observation, call: Call, own: float | None, cost: float | None) -> Finding:
     often = call.count / seen.steps
     times = f"{often:.0f} times" if often >= 1.5 else "once"
-    waits = f" and waits {ms(cost)}" if cost is not None else ""
+    waits = f" and waits {ms(own)}" if own is not None else ""
     return Finding(
         kind=kind_of(seen, cost),
         what=f".{call.kind}() is called {times} in each step{waits}: the host stands still until "
@@ -33,5 +41,5 @@ def _found(seen: Observation, call: Call, cost: float | None) -> Finding:
         where=str(call.site),
         cost_ms=cost,
         parity="bit-identical",
-        recipe={"script.host_syncs": "deferred"} if is_gpu(seen) else {},
+        recipe={"script.host_syncs": "deferred"} if is_gpu(seen) and call.kind == "item" else {},
     )

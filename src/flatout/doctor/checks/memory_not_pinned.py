@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from flatout.doctor.checks.check import Findings, NoSignal, check
-from flatout.doctor.checks.signals import at, is_gpu, is_worth, lane, ms, training_loaders
+from flatout.doctor.checks.signals import (
+    at,
+    is_gpu,
+    is_worth,
+    lane,
+    ms,
+    returned_ms,
+    training_loaders,
+)
 from flatout.doctor.edits import arguments
 from flatout.doctor.finding import Finding
 from flatout.observe import Observation
@@ -18,6 +26,10 @@ def look(seen: Observation) -> Findings:
     if all(loader.pin_memory is None for loader in loaders):
         raise NoSignal("whether the loader pins its memory was not seen")
     copy = lane(seen, "copy")
+    # The host waits there for all that the GPU still has to do before.
+    if seen.device_time is not None:
+        hidden = returned_ms(seen, copy) or 0.0
+        copy = min(copy, max(hidden, seen.device_time.to_device_ms))
     if not is_worth(seen, copy):
         return
     for loader in loaders:

@@ -16,7 +16,8 @@ def look(seen: Observation) -> Findings:
     """Which tensors of an optimizer train, and had no gradient after any step that was looked at.
 
     It is a danger where layers at the front are called with gradients and all that come after
-    them learn: their result was cut off the graph. What is at the end may be left unused.
+    them learn: their result was cut off the graph. So it is where layers in train mode are always
+    called under no_grad. What is at the end may be left unused.
     """
     known = [one for one in seen.optimizers if one.gradient_looks >= _LOOKS]
     if not known:
@@ -24,6 +25,8 @@ def look(seen: Observation) -> Findings:
     for optimizer in known:
         if optimizer.cut:
             yield _cut(optimizer)
+        elif optimizer.without_grad:
+            yield _without_grad(optimizer)
         elif optimizer.unreached or optimizer.orphans:
             yield _unreached(optimizer)
 
@@ -37,6 +40,21 @@ def _cut(optimizer: Optimizer) -> Finding:
         do="look between these layers and the next for detach(), .data, numpy() or torch.tensor(), "
         "which cut the graph",
         where=at(optimizer.site),
+        parity="changes learning",
+    )
+
+
+def _without_grad(optimizer: Optimizer) -> Finding:
+    names = optimizer.without_grad
+    site = optimizer.no_grad_site
+    return Finding(
+        kind="danger",
+        what=f"gradients are switched off here for layers in train mode that the optimizer holds: "
+        f"{len(names)} parameters had no gradient in all {optimizer.gradient_looks} steps that "
+        f"were looked at: {few(names)}",
+        do="call them outside of no_grad; or, where they are meant to stay, put them into eval() "
+        "and leave them out of the optimizer",
+        where=at(site or optimizer.site),
         parity="changes learning",
     )
 

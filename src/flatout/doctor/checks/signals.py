@@ -30,6 +30,8 @@ SLOW_RATE = 2e9
 """FLOP per second below which a step on a CPU is no arithmetic: one core multiplies matrices at ten
 times that rate, so the time goes to calling operators."""
 
+WAITS = 0.5
+"""Share of a step in which a GPU is busy, below which it waits for the host most of the time."""
 
 _NAMED = 3
 
@@ -218,6 +220,34 @@ def at(site: Site | None) -> str:
 def is_gpu(seen: Observation) -> bool:
     """Whether the model computes on one."""
     return seen.device.startswith("cuda")
+
+
+def busy_share(seen: Observation) -> float | None:
+    """Share of a step in which the GPU computes or copies; None where no one saw it."""
+    time = seen.device_time
+    return None if time is None else share(seen, time.busy_ms)
+
+
+def compute_ms(seen: Observation, *lanes: str) -> float:
+    """Ms per step that the device computes for these of forward, backward and optimizer.
+
+    On a CPU these are the lanes themselves. Where a GPU waits for the host more than it computes,
+    computing faster gives nothing back.
+    """
+    time = seen.device_time
+    if time is None:
+        return lane(seen, *lanes)
+    if (busy_share(seen) or 0.0) < WAITS:
+        return 0.0
+    return sum(time.lanes_ms.get(name, 0.0) for name in lanes)
+
+
+def returned_ms(seen: Observation, cost: float | None) -> float | None:
+    """Of what the host takes, the most per step that is not hidden behind what a GPU computes."""
+    time = seen.device_time
+    if cost is None or time is None:
+        return cost
+    return min(cost, max(0.0, whole_ms(seen) - time.busy_ms))
 
 
 def has_batch_norm(found: Iterable[Model]) -> bool:

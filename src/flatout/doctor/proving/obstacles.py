@@ -36,6 +36,13 @@ def _other_jobs(ranks: Sequence[Observation]) -> str:
 
 def _no_room(ranks: Sequence[Observation]) -> str:
     """Two copies of the script live at the same time."""
+    for rank in ranks:
+        peak, there_is = rank.device_peak_mb, rank.device_total_mb
+        if peak and there_is and 2 * peak > there_is:
+            return (
+                f"two copies of the script need about {2 * peak / 1024:.1f} GiB of {rank.device}, "
+                f"and it has {there_is / 1024:.1f} GiB"
+            )
     needed = 2 * sum(max(rank.memory_mb, default=0.0) for rank in ranks) * 2**20
     free = available_bytes()
     if needed <= free:

@@ -1,0 +1,43 @@
+"""Batches lie in pinned memory, and the host waits for each copy to the GPU all the same."""
+
+from __future__ import annotations
+
+from flatout.doctor.checks.check import Findings, check
+from flatout.doctor.checks.signals import (
+    calls,
+    cost_ms,
+    is_each_step,
+    is_gpu,
+    is_worth,
+    ms,
+    returned_ms,
+)
+from flatout.doctor.edits import devices
+from flatout.doctor.finding import Finding
+from flatout.observe import Observation
+
+
+@check(edit=devices.do_not_block)
+def look(seen: Observation) -> Findings:
+    """Which lines copy from pinned memory without non_blocking, in most steps."""
+    found = calls(seen, "to_device")
+    # What a loader pins is new in each batch: no one writes to it while it is copied.
+    if not is_gpu(seen) or not any(one.in_training and one.pin_memory for one in seen.loaders):
+        return
+    for call in found:
+        is_blocking = call.detail.get("pinned") and not call.detail.get("non_blocking")
+        own = cost_ms(seen, call)
+        cost = returned_ms(seen, own)
+        if own is None or not is_blocking or not is_each_step(seen, call):
+            continue
+        if not is_worth(seen, cost):
+            continue
+        yield Finding(
+            kind="slow",
+            what=f"the copy to the GPU comes from pinned memory, and the host waits for it all the "
+            f"same, with all that the GPU has to do before: {ms(own)} per step",
+            do=".to(device, non_blocking=True): the GPU does first what was queued first",
+            where=str(call.site),
+            cost_ms=cost,
+            parity="bit-identical",
+        )

@@ -1,0 +1,50 @@
+"""A tensor is made on the host in each step, and copied to the GPU by the same line."""
+
+from __future__ import annotations
+
+import re
+
+from flatout.doctor.checks.check import Findings, check
+from flatout.doctor.checks.signals import (
+    calls,
+    cost_ms,
+    is_each_step,
+    is_gpu,
+    kind_of,
+    ms,
+    returned_ms,
+)
+from flatout.doctor.edits import devices
+from flatout.doctor.finding import Finding
+from flatout.observe import Call, Observation
+
+_CONSTANT = ("zeros", "ones", "full", "arange", "eye", "empty", "linspace")
+_DRAWN = ("rand", "randn", "randint", "randperm")
+_MAKES = re.compile(rf"\btorch\.({'|'.join((*_CONSTANT, *_DRAWN))})\(.*\)\.(to|cuda)\(")
+
+
+@check(edit=devices.on_device)
+def look(seen: Observation) -> Findings:
+    """Which lines do so in most steps."""
+    found = calls(seen, "to_device")
+    if not is_gpu(seen):
+        return
+    for call in found:
+        made = _MAKES.search(call.site.code)
+        if made is not None and is_each_step(seen, call):
+            yield _found(seen, call, made[1], made[0])
+
+
+def _found(seen: Observation, call: Call, made: str, words: str) -> Finding:
+    own = cost_ms(seen, call)
+    cost = returned_ms(seen, own)
+    takes = "" if own is None else f" ({ms(own)} for the copy)"
+    return Finding(
+        kind=kind_of(seen, cost),
+        what=f"torch.{made} makes a tensor on the host in each step, which is then copied to the "
+        f"GPU{takes}: the host waits there for all that the GPU still has to do",
+        do=f"torch.{made}(..., device=device)",
+        where=str(call.site),
+        cost_ms=cost,
+        parity="redrawn" if made in _DRAWN else "bit-identical",
+    )

@@ -1,0 +1,45 @@
+"""Matrix products are computed in full fp32, though the GPU has units for TF32."""
+
+from __future__ import annotations
+
+from flatout.doctor.checks.check import Findings, NoSignal, check
+from flatout.doctor.checks.signals import at, compute_ms, is_gpu, is_worth, models
+from flatout.doctor.finding import Finding
+from flatout.observe import Observation
+
+_FASTER = 8.0
+"""How many times the peak of TF32 is that of fp32 on a GPU with such units, at most."""
+
+_PLAIN = "highest"
+
+
+@check()
+def look(seen: Observation) -> Findings:
+    """Whether a model in fp32 on a GPU leaves its TF32 units idle. A CPU has none."""
+    if not is_gpu(seen):
+        return
+    trained = models(seen)
+    if seen.matmul_precision is None or seen.bf16_units is None:
+        raise NoSignal("torch's precision of matrix products was not seen")
+    # A GPU with units for bf16 has those for TF32 too.
+    if seen.matmul_precision != _PLAIN or not seen.bf16_units:
+        return
+    if any("16" in dtype for optimizer in seen.optimizers for dtype in optimizer.dtypes):
+        return
+    cost = compute_ms(seen, "forward", "backward") * (1 - 1 / _FASTER)
+    if not is_worth(seen, cost):
+        return
+    for model in trained:
+        # cuDNN's convolutions take TF32 unasked.
+        if not model.autocast and any("Conv" not in layer for layer in model.layers):
+            yield Finding(
+                kind="slow",
+                what="matrix products are computed in full fp32, while this GPU has units for "
+                "TF32: same range, 10 bits after the point in place of 23",
+                do='torch.set_float32_matmul_precision("high")',
+                where=at(model.site),
+                cost_ms=cost,
+                is_estimate=True,  # what does not multiply matrices takes as long
+                parity="rounding",
+                recipe={"compute.matmul_precision": "high"},
+            )

@@ -1,0 +1,193 @@
+"""What a GPU does in a step, by torch's profiler, for some steps of which no time is kept.
+
+The host only queues work on a GPU, so that its lanes say where it waited, and not for what. The
+profiler notes when each kernel and each copy ran, and when the host queued it: what ran belongs to
+the lane in which it was queued.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from time import time_ns
+from typing import Any, NamedTuple
+
+from flatout.hooks import Hook, wrap
+from flatout.observe.ablation import usual_step_s
+from flatout.observe.observation import DeviceTime, Observation
+from flatout.observe.watch import Watch
+
+# Steps that are profiled: as many as that take this long.
+_FEWEST, _MOST, _SECONDS = 3, 20, 0.5
+# The first step pays for setting the profiler up.
+_WARM = 1
+# Kernels that are named.
+_NAMED = 5
+_TO_DEVICE, _TO_HOST, _PAGEABLE = "Memcpy HtoD", "Memcpy DtoH", "Pageable"
+_COPY = "Memcpy"
+
+
+class Ran(NamedTuple):
+    """A kernel or a copy: its name, when it ran, and when it was queued, in ns since the epoch."""
+
+    name: str
+    began: int
+    ended: int
+    queued: int
+
+
+class DeviceSteps:
+    """Profiles some steps of a script that trains on a GPU.
+
+    Args:
+        torch: the module.
+        watch: that of the observation, which has ended.
+    """
+
+    def __init__(self, torch: Any, watch: Watch) -> None:
+        self._torch, self._watch = torch, watch
+        self._profiler: Any = None
+        self._hooks: list[Hook] = []
+        self._handles: list[Any] = []
+        self._marks: list[tuple[int, str]] = []
+        self._steps = 0
+
+    def begin(self, seen: Observation, then: Callable[[], None]) -> None:
+        """Profiles the next steps, fills them in, and calls `then`; at the end of a step."""
+        if not (seen.device.startswith("cuda") and self._torch.cuda.is_initialized()):
+            then()
+            return
+        self._steps = min(max(math.ceil(_SECONDS / usual_step_s(seen)), _FEWEST), _MOST)
+        at, first = self._watch.at, self._watch.lanes.steps + 1
+        at(first, lambda: self._try(self._start, seen))
+        at(first + _WARM, self._mark_begin)
+        at(first + _WARM + self._steps, lambda: self._try(self._stop, seen))
+        at(first + _WARM + self._steps, then)
+
+    def _try(self, look: Callable[[Observation], None], seen: Observation) -> None:
+        try:
+            look(seen)
+        except Exception as error:  # of the profiler, which needs more than CUDA does
+            self.end()
+            seen.notes.append(f"device: torch's profiler has failed: {error!r}")
+
+    def _start(self, seen: Observation) -> None:
+        self._mark()
+        profiler = self._torch.profiler
+        self._torch.cuda.synchronize()
+        self._profiler = profiler.profile(activities=[profiler.ProfilerActivity.CUDA])
+        self._profiler.start()
+
+    def _mark(self) -> None:
+        """Notes when which lane begins."""
+        torch, marks = self._torch, self._marks
+
+        def around(original: Any) -> Any:
+            def backward(*args: Any, **kwargs: Any) -> Any:
+                marks.append((time_ns(), "backward"))
+                try:
+                    return original(*args, **kwargs)
+                finally:
+                    marks.append((time_ns(), "forward"))
+
+            return backward
+
+        module = torch.optim.optimizer
+        self._hooks.append(wrap(torch.autograd, "backward", "ablation", around))
+        self._handles += [
+            module.register_optimizer_step_pre_hook(
+                lambda *_: marks.append((time_ns(), "optimizer"))
+            ),
+            module.register_optimizer_step_post_hook(
+                lambda *_: marks.append((time_ns(), "forward"))
+            ),
+        ]
+
+    def _mark_begin(self) -> None:
+        self._torch.cuda.synchronize()
+        self._marks.append((time_ns(), "forward"))
+
+    def _stop(self, seen: Observation) -> None:
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            return
+        self._torch.cuda.synchronize()
+        ended = time_ns()
+        self.end()
+        profiler.stop()
+        began = next((ns for ns, lane in self._marks if lane == "forward"), 0)
+        ran = [one for one in _ran(profiler.profiler.kineto_results) if began <= one.began < ended]
+        if ran:
+            seen.device_time = device_time(ran, self._marks, self._steps)
+        else:
+            seen.notes.append("device: torch's profiler has seen no kernel of the GPU")
+
+    def end(self) -> None:
+        """Takes the marks off."""
+        for hook in self._hooks:
+            hook.remove()
+        for handle in self._handles:
+            handle.remove()
+        self._hooks.clear()
+        self._handles.clear()
+
+
+def _ran(results: Any) -> Iterable[Ran]:
+    """Kernels and copies of the GPU, with what of the host has queued them."""
+    events = results.events()
+    on_gpu = [event for event in events if _is_on_gpu(event)]
+    queued = {event.correlation_id(): event.start_ns() for event in events if not _is_on_gpu(event)}
+    for event in on_gpu:
+        began = event.start_ns()
+        at = queued.get(event.correlation_id(), began)
+        yield Ran(event.name(), began, began + event.duration_ns(), at)
+
+
+def _is_on_gpu(event: Any) -> bool:
+    return str(event.device_type()).endswith("CUDA") and event.duration_ns() > 0
+
+
+def device_time(ran: Sequence[Ran], marks: Sequence[tuple[int, str]], steps: int) -> DeviceTime:
+    """What a GPU did in a step.
+
+    Args:
+        ran: in these steps.
+        marks: from when on, in ns since the epoch, the host has queued what belongs to which lane.
+        steps: how many.
+    """
+    kernels: Counter[str] = Counter()
+    lanes: Counter[str] = Counter(dict.fromkeys(("forward", "backward", "optimizer"), 0))
+    copies: Counter[str] = Counter()
+    times = [ns for ns, _ in marks]
+    for one in ran:
+        ns = one.ended - one.began
+        if one.name.startswith((_TO_DEVICE, _TO_HOST)):
+            copies[one.name[: len(_TO_DEVICE)]] += ns
+        else:
+            at = bisect_right(times, one.queued) - 1
+            lanes[marks[at][1] if at >= 0 else "forward"] += ns
+        if not one.name.startswith(_COPY):
+            kernels[one.name] += ns
+    per_ms = 1e6 * steps
+    to_device = [one for one in ran if one.name.startswith(_TO_DEVICE)]
+    return DeviceTime(
+        steps=steps,
+        busy_ms=_busy_ns(ran) / per_ms,
+        lanes_ms={lane: ns / per_ms for lane, ns in lanes.items()},
+        to_device_ms=copies[_TO_DEVICE] / per_ms,
+        to_host_ms=copies[_TO_HOST] / per_ms,
+        is_pageable=any(_PAGEABLE in one.name for one in to_device),
+        kernels=[(name, ns / per_ms) for name, ns in kernels.most_common(_NAMED)],
+        launches=len(ran) / steps,
+    )
+
+
+def _busy_ns(ran: Iterable[Ran]) -> int:
+    """In which anything ran: what ran at the same time counts once."""
+    busy = until = 0
+    for one in sorted(ran, key=lambda one: one.began):
+        busy += max(0, one.ended - max(one.began, until))
+        until = max(until, one.ended)
+    return busy

@@ -1,0 +1,76 @@
+"""Where a call is made without gradients for certain: within `with torch.no_grad():`, as written.
+
+One that a condition chooses, as where a backbone is to rest in the first steps, is none of these.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+from functools import lru_cache
+from types import FrameType
+
+from flatout.observe.observation import Site
+from flatout.observe.sites import is_users
+
+_SWITCHES_OFF = frozenset(("no_grad", "inference_mode"))
+# The user's functions that are asked, from the inside.
+_LEVELS = 8
+
+
+def no_grad_above(frame: FrameType | None) -> Site | None:
+    """The line that switches gradients off for the call in this frame; None where none does so
+    whatever happens."""
+    levels = 0
+    while frame is not None and levels < _LEVELS:
+        if is_users(frame.f_code.co_filename):
+            levels += 1
+            line = _switched_off(frame.f_code.co_filename, frame.f_lineno)
+            if line is not None:
+                return Site(frame.f_code.co_filename, line)
+        frame = frame.f_back
+    return None
+
+
+@lru_cache(maxsize=64)
+def _blocks(file: str) -> tuple[tuple[int, int, int], ...]:
+    """First and last line of each block without gradients, and the line that says so."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return ()
+    chosen = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and node.orelse
+        for inner in ast.walk(node)
+    }
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.With, ast.AsyncWith)) and node not in chosen:
+            switches = [item.context_expr for item in node.items]
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            switches = node.decorator_list
+        else:
+            continue
+        found += [
+            (node.body[0].lineno, node.end_lineno or node.lineno, one.lineno)
+            for one in switches
+            if _is_off(one)
+        ]
+    return tuple(found)
+
+
+def _is_off(node: ast.expr) -> bool:
+    """Whether this is torch.no_grad() or its like, called with nothing that could be false."""
+    if isinstance(node, ast.Call):
+        if node.args or node.keywords:
+            return False
+        node = node.func
+    name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+    return name in _SWITCHES_OFF
+
+
+def _switched_off(file: str, line: int) -> int | None:
+    found = [(begin, at) for begin, end, at in _blocks(file) if begin <= line <= end]
+    return max(found)[1] if found else None
