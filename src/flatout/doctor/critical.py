@@ -39,6 +39,9 @@ BETWEEN = ("evaluation", "saving")
 _KERNEL = 32
 """Letters of a kernel's name that are told."""
 
+_OF_TEMPLATE = re.compile(r"[Kk]ernel\d?|device_kernel")
+"""Names that all kernels of a library share."""
+
 _ONCE, _ALL_OF_IT, _FEWEST = 0.5, 1.05, 20
 """Shares of Python's time between which a single step has taken it by something done once, and how
 many steps have to be seen for that. More than all of it was no time of Python's."""
@@ -108,10 +111,10 @@ def _of_gpu(rank: Observation) -> Critical | None:
     step = whole_ms(rank)
     names = [lane for lane, ms_ in time.lanes_ms.items() if ms_]
     lanes = tuple(sorted(names, key=lambda lane: -time.lanes_ms[lane])) or ("forward",)
-    dearest = f", of it {ms(time.kernels[0][1])} in {_kernel(time.kernels[0][0])}"
+    dearest = [f" ({ms(took)} of it in {_kernel(name)})" for name, took in time.kernels[:1]]
     words = (
-        f"the GPU computes {ms(time.busy_ms)} of a step of {ms(step)}: it is the limit, and where "
-        f"the host takes long it waits for it{dearest if time.kernels else ''}"
+        f"the GPU computes {ms(time.busy_ms)} of a step of {ms(step)}{''.join(dearest)}: it is the "
+        "limit, and where the host takes long it waits for the GPU"
     )
     site = next((model.site for model in rank.models if model.site is not None), None)
     return Critical(lanes, time.busy_ms, min(1.0, busy), words, str(site or ""))
@@ -120,6 +123,8 @@ def _of_gpu(rank: Observation) -> Critical | None:
 def _kernel(name: str) -> str:
     """The name of a kernel without its types and arguments, as far as it tells them apart."""
     plain = re.sub(r"<.*|\(.*", "", name.removeprefix("void ")).rpartition("::")[2]
+    if _OF_TEMPLATE.fullmatch(plain):  # which it is stands in its first type
+        plain = re.split(r"[<>,( ]", name.partition("<")[2])[0].rpartition("::")[2]
     return plain[:_KERNEL] + ("..." if len(plain) > _KERNEL else "")
 
 
