@@ -7,7 +7,6 @@ FLATOUT_GPU_TESTS_ON=cpu, only what holds there too is asked.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -90,10 +89,10 @@ CLEAN = (
     + """
 def main():
     torch.backends.cudnn.benchmark = True
-    x = torch.rand(4096, 3, 64, 64)
+    x = torch.rand(4096, 3, 32, 32)
     data = TensorDataset(x, torch.randint(0, 10, (4096,)))
     loader = DataLoader(
-        data, batch_size=256, shuffle=True, pin_memory=True, num_workers=2,
+        data, batch_size=128, shuffle=True, pin_memory=True, num_workers=2,
         persistent_workers=True, drop_last=True,
     )
     model = convnet(64).to(DEVICE, memory_format=torch.channels_last)
@@ -162,7 +161,7 @@ class Slow(Dataset):
 
 
 def main():
-    model = convnet().to(DEVICE)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 10)).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for epoch in range(1000):
         for x, y in DataLoader(Slow(), batch_size=64):
@@ -271,7 +270,7 @@ def test_each_planted_pitfall_is_named_at_its_line(written, is_gpu):
     if not is_gpu:
         return
     assert seen.device == "cuda:0"
-    for name in ("empty_cache", "host_round_trip"):
+    for name in ("empty_cache", "host_round_trip", "made_on_host"):
         found = [one for one in verdict.findings if one.name == name]
         assert [int(one.where.rpartition(":")[2]) for one in found] == [marked(script, name)], told(
             verdict
@@ -307,12 +306,6 @@ def test_a_script_that_the_host_limits_is_told_so(written, is_gpu):
         assert not lines_of(verdict, "fp32_slow"), told(verdict)
 
 
-def test_a_script_that_input_limits_is_told_so(written, is_gpu):
-    verdict, _ = looked(written(INPUT_BOUND))
-    device = "GPU" if is_gpu else "model"
-    assert f"the {device} waits for input" in verdict.critical.words, told(verdict)
-
-
 def test_a_model_left_on_the_cpu_is_named(written, is_gpu):
     verdict, _ = looked(written(LEFT_ON_CPU))
     assert bool(lines_of(verdict, "gpu_unused")) == is_gpu, told(verdict)
@@ -337,39 +330,29 @@ def test_observing_changes_no_weight(written, tmp_path, device):
     assert not [note for note in observed.notes if "failed" in note], observed.notes
 
 
-def test_a_proven_cure_keeps_the_loss_and_flatout_run_applies_it(written, is_gpu, monkeypatch):
+def test_a_script_that_input_limits_is_told_so_and_cured(written, is_gpu, monkeypatch):
     # Other tests use the same GPU on purpose.
     monkeypatch.setattr(obstacles, "gpu_use", list)
     script = written(INPUT_BOUND)
-    verdict, _ = looked(script, 2)
+    verdict, _ = looked(script, 1.5)
+    device = "GPU" if is_gpu else "model"
+    assert f"the {device} waits for input" in verdict.critical.words, told(verdict)
     workers = [one for one in verdict.findings if one.name == "workers_zero"]
     assert workers, told(verdict)
     lines: list[str] = []
     given = prove(
         Verdict(verdict.observations, {}, None, workers, [], []),
         [script.name],
-        budget_s=24,
+        budget_s=26,
         allow=Parity.REDRAWN,
         told=lines.append,
     )
     (proof,) = given.proofs
     words = "\n".join([*lines, f"{proof}", given.stopped])
     assert proof.trial is not None, words
+    assert proof.same_batches is True, words
     if is_gpu:
         assert proof.outcome == "prescribed", words
-        assert proof.same_batches is True, words
-    cured = script.read_text().replace("range(1000)", "range(1)").replace("200_000", "640")
-    script.write_text(cured)
-    settings = [f"--set={name}={value}" for name, value in workers[0].recipe.items()]
-    done = subprocess.run(
-        [*RUN, *settings, script.name],
-        capture_output=True,
-        text=True,
-        timeout=40,
-        env={**os.environ, "NO_COLOR": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    assert f"workers={workers[0].recipe['input.workers']}" in done.stdout + done.stderr
 
 
 def test_numbers_of_the_gpu_are_deferred_by_flatout_run(written, is_gpu, tmp_path):
@@ -379,7 +362,7 @@ def test_numbers_of_the_gpu_are_deferred_by_flatout_run(written, is_gpu, tmp_pat
         .replace("torch.save(model", "print(sum(losses))\ntorch.save(model")
     )
 
-    def run(*command: str, name: str) -> str:
+    def run(*command: str, name: str) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
             [*command, script.name, name],
             capture_output=True,
@@ -387,9 +370,9 @@ def test_numbers_of_the_gpu_are_deferred_by_flatout_run(written, is_gpu, tmp_pat
             timeout=50,
         )
         assert done.returncode == 0, done.stderr
-        return done.stdout + done.stderr
+        return done
 
-    plain = run(sys.executable, name="plain.pt").split()[-1]
+    plain = run(sys.executable, name="plain.pt")
     cured = run(*RUN, "--set=script.host_syncs=deferred", name="cured.pt")
-    assert plain in cured
-    assert ("fetched when they are used" in cured) == is_gpu, cured
+    assert plain.stdout.strip() in cured.stdout
+    assert ("fetched when they are used" in cured.stdout + cured.stderr) == is_gpu, cured

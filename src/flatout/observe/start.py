@@ -286,7 +286,7 @@ class Observer:
         self._observed = copy.deepcopy(self._whole("stopped"))
         self.watch.lanes.thread = thread
         write(self._path, self._observed)
-        self._profiled = DeviceSteps(sys.modules["torch"], self.watch)
+        self._profiled = DeviceSteps(sys.modules.get("torch"), self.watch)
         self._profiled.begin(self._observed, self._take_out)
 
     def _take_out(self) -> None:
