@@ -15,7 +15,6 @@ from typing import TypeAlias
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from flatout.devices import Inventory, at_start
@@ -187,7 +186,7 @@ class FirstLookReport:
             return
         yield Text(f"WHERE IT GOES; {explained:.0%} explained", style="bold")
         for line in lines:
-            yield row(
+            yield Row(
                 f"{rounded(line.ms, 2)} ms", "bold cyan", _line_words(line, width - _LABEL - 1)
             )
 
@@ -198,7 +197,7 @@ class FirstLookReport:
         """
         for danger in self.verdict.dangers:
             told = _told(danger) if lines != 0 else _told(danger)[:1]
-            yield row("DANGER", "bold red", *told, most=1 if lines == 0 else lines)
+            yield Row("DANGER", "bold red", *told, most=1 if lines == 0 else lines)
 
     def _slow(self) -> list[Finding]:
         return [finding for finding in self.verdict.findings if finding.kind == "slow"]
@@ -214,7 +213,7 @@ class FirstLookReport:
         if shown:
             yield Text(could_be_tried(shown, len(self._slow()) - len(shown)), style="bold")
         for finding in shown:
-            yield row(_bound(finding), "bold yellow", *_told(finding), most=lines)
+            yield Row(_bound(finding), "bold yellow", *_told(finding), most=lines)
 
     def _in_full(self) -> Iterator[RenderableType]:
         slow = self._slow()
@@ -222,12 +221,12 @@ class FirstLookReport:
             yield Text("")
             yield Text(could_be_tried(slow, 0), style="bold")
         for finding in slow:
-            yield row(_bound(finding), "bold yellow", *_told(finding))
+            yield Row(_bound(finding), "bold yellow", *_told(finding))
         notes = [finding for finding in self.verdict.findings if finding.kind == "note"]
         for note in notes:
             place = f"{short(note.where)} " if note.where else ""
             cost = "" if note.cost_ms is None else "too little to matter here: "
-            yield row("left alone", "bold", f"{cost}{place}{note.what}")
+            yield Row("left alone", "bold", f"{cost}{place}{note.what}")
 
     def _checks(self) -> Iterator[RenderableType]:
         if not self.verdict.steps:
@@ -275,7 +274,7 @@ def _fitting(
     if len(shown) < fewest:
         return []
     hidden = len(choices[-1]) - len(shown)
-    return [*shown, row("", "bold", f"{hidden} more {of}: --verbose")]
+    return [*shown, Row("", "bold", f"{hidden} more {of}: --verbose")]
 
 
 def cut(text: str, width: int, lines: int = 1) -> str:
@@ -456,23 +455,29 @@ def _added(verdict: Verdict) -> str:
     return f"{rounded(us, 2)} us per step" + (f" ({share:.1%})" if share >= _TOLD else "")
 
 
-@dataclass(frozen=True)
-class _Cut:
-    """A line that is cut off where it takes more lines than these in the columns that it gets."""
+class Row:
+    """Lines beside a label, without blanks behind them.
 
-    text: str
-    lines: int
+    Args:
+        label, style: on the left, and how it is shown.
+        lines: wrapped at the columns that are left.
+        width: of the label.
+        most: the first line is cut to so many, and the others to one.
+    """
+
+    def __init__(
+        self, label: str, style: str, *lines: str, width: int = _LABEL, most: int | None = None
+    ) -> None:
+        self._label, self._style, self._lines = label, style, lines
+        self._width, self._most = width, most
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Text(cut(self.text, options.max_width, self.lines))
-
-
-def row(label: str, style: str, *lines: str, width: int = _LABEL, most: int | None = None) -> Table:
-    """Lines beside a label; with `most`, the first cut to so many lines and the others to one."""
-    table = Table.grid(padding=(0, 1))
-    table.add_column(width=width, style=style, no_wrap=True)
-    table.add_column()
-    for number, line in enumerate(lines):
-        short_line = _Cut(line, 1 if number else most) if most else Text(line)
-        table.add_row(label if not number else "", short_line)
-    return table
+        begin = Text.assemble((f"{self._label:{self._width}.{self._width}} ", self._style))
+        room = max(1, options.max_width - self._width - 1)
+        for number, line in enumerate(self._lines):
+            if self._most:
+                line = cut(line, room, 1 if number else self._most)
+            for wrapped in Text(line).wrap(console, room):
+                wrapped.rstrip()
+                yield begin + wrapped
+                begin = Text(" " * (self._width + 1))

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from flatout.doctor import Outcome, Prescription, Proof, Verdict, is_searched, under_torchrun
 from flatout.measure import TrialResult
-from flatout.report.first_look import commands, row, short
+from flatout.report.first_look import Row, commands, short
 from flatout.words import clock, counted, duration, rounded
 
 _LABEL = 13
@@ -57,13 +57,13 @@ class ProvenReport:
         yield from self._others()
         for danger in self.verdict.dangers:
             place = f"{short(danger.where)} " if danger.where else ""
-            yield row("DANGER", "bold red", f"{place}{danger.what}", width=_LABEL)
+            yield Row("DANGER", "bold red", f"{place}{danger.what}", width=_LABEL)
         if self.prescription.noise:
-            yield row("noise", "bold", self.prescription.noise, width=_LABEL)
+            yield Row("noise", "bold", self.prescription.noise, width=_LABEL)
         if self.prescription.refused:
-            yield row("refused", "bold", "; ".join(_refused(self.prescription)), width=_LABEL)
+            yield Row("refused", "bold", "; ".join(_refused(self.prescription)), width=_LABEL)
         if self.prescription.stopped:
-            yield row("stopped", "bold", self.prescription.stopped, width=_LABEL)
+            yield Row("stopped", "bold", self.prescription.stopped, width=_LABEL)
         yield from self._whole_run()
         yield from self._next()
 
@@ -110,7 +110,7 @@ class ProvenReport:
             some = [proof for proof in self.prescription.proofs if proof.outcome == outcome]
             style = "bold yellow" if outcome == "needs your OK" else "bold"
             for number, proof in enumerate(some):
-                yield row("" if number else outcome, style, reasons(proof), width=_LABEL)
+                yield Row("" if number else outcome, style, reasons(proof), width=_LABEL)
 
     def _whole_run(self) -> Iterator[RenderableType]:
         given = self.prescription
