@@ -1,13 +1,23 @@
 """Which node this is: from the command, or what a cluster has set."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 
 from flatout.errors import WorldError
 from flatout.world import nodes as nodes_module
 from flatout.world.cpus import own_cpus
-from flatout.world.nodes import Nodes, asked_for, checked, launched_nodes, nodes
+from flatout.world.nodes import (
+    Nodes,
+    asked_for,
+    check_devices,
+    checked,
+    launched_nodes,
+    nodes,
+)
+from flatout.world.world import _gpus
 
 KUBEFLOW = {
     "PET_NNODES": "2",
@@ -144,3 +154,42 @@ def test_cpus_are_shared_out():
     assert [cpu for part in parts for cpu in part] == cpus
     assert {len(part) for part in parts} == {2, 3}
     assert [own_cpus([4, 5], rank, 3) for rank in range(3)] == [[4], [5], [4]]
+
+
+@pytest.mark.parametrize(
+    ("device", "refused"),
+    [
+        ("auto", "3 ranks were asked for, but this node has 1 GPU"),
+        ("cuda", "3 ranks were asked for, but this node has 1 GPU"),
+        ("cpu", "3 ranks were asked for, but this node has 2 CPUs"),
+        ("cuda:0", "3 ranks were asked for, but this node has 2 CPUs"),
+    ],
+)
+def test_ranks_have_gpus_unless_told_otherwise(device, refused, monkeypatch):
+    monkeypatch.setattr("flatout.devices.inventory", lambda: SimpleNamespace(cuda=("a GPU",)))
+    monkeypatch.setattr("flatout.measure.usable_cpus", lambda: 2)
+    monkeypatch.setenv("FLATOUT_SET", json.dumps([f"world.device={device}"]))
+    with pytest.raises(WorldError) as error:
+        check_devices(3)
+    assert error.value.what == refused
+    assert ("world.device=cpu" in error.value.do) == ("GPU" in refused)
+    if "CPU" in refused:
+        check_devices(2)
+
+
+def test_channels_know_which_ranks_have_one_gpu(monkeypatch):
+    def given(device):
+        return SimpleNamespace(uuid=f"uuid of {device}")
+
+    def gpus(*devices):
+        store = dist.HashStore()
+        for rank, device in enumerate(devices[1:], 1):
+            store.set(f"gpu-{rank}", str(given(device).uuid) if device != "cpu" else "")
+        return _gpus(store, 0, len(devices), devices[0])
+
+    monkeypatch.setattr("torch.cuda.get_device_properties", given)
+    assert gpus("cpu", "cpu") == []
+    assert gpus("cuda:0", "cuda:1") == ["uuid of cuda:0", "uuid of cuda:1"]
+    assert len({*gpus("cuda:0", "cuda:0", "cuda:1")}) == 2
+    with pytest.raises(WorldError, match="rank 1 runs on a CPU, and rank 0 on a GPU"):
+        gpus("cuda:0", "cpu", "cuda:1")

@@ -103,8 +103,7 @@ def run(
     """
     from flatout.world import asked_for
 
-    is_auto = devices == "auto"
-    where = asked_for(1 if is_auto else _count(devices), nodes, node_rank, rendezvous)
+    is_auto, ranks = devices == "auto", _count(devices)
     if not is_module and not Path(script).exists():
         raise typer.BadParameter(f"{script}: no such script (-m runs a module)")
     file = file_of(script, is_module=is_module)
@@ -119,6 +118,7 @@ def run(
     if settings:
         variables["FLATOUT_SET"] = _after_inherited(settings)
     os.environ.update(variables)
+    where = asked_for(ranks, nodes, node_rank, rendezvous)
     what = [*(["-m"] if is_module else []), script, *(args or [])]
     if is_auto and where.rank == 0:
         ranks = _measured(what, file, dry_run)
@@ -174,9 +174,11 @@ class _Job:
 
 
 def _count(devices: str | None) -> int | None:
-    """Returns how many ranks are asked for; None where that is open."""
+    """Returns how many ranks are asked for; None where that is open, 1 before it is measured."""
     if devices is None:
         return None
+    if devices == "auto":
+        return 1
     if not (devices.isascii() and devices.isdigit() and int(devices) > 0):
         raise typer.BadParameter(
             f"--devices: expected a whole number above 0, or auto; found {devices!r}"

@@ -33,7 +33,7 @@ from torch import nn
 
 from flatout.strategies.parameter_server import gathered_states, share_words
 from flatout.strategies.server import Push, Server, Share, rates_of
-from flatout.strategies.server_layout import Layout, numbers_of, place_of
+from flatout.strategies.server_layout import Layout, numbers_of, place_of, state_beside
 from flatout.strategies.server_link import CLAIM, CLOSE, END, MEET, PULL, PUSH, REST, TICK, Link
 from flatout.strategies.server_refusals import check_served, check_spare
 from flatout.strategies.server_spare import SpareServer
@@ -58,13 +58,17 @@ class _Way(NamedTuple):
     Attributes:
         up: gradients of the server's share.
         down: its weights.
+        up_here: the same gradients beside the parameters; `up` itself where these are on the CPU.
+        down_here: and the weights.
         cuts: of each parameter of which it has some, the number, and which of its numbers.
-        ups: where these lie in `up`.
-        downs: and in `down`.
+        ups: where these lie in `up_here`.
+        downs: and in `down_here`.
     """
 
     up: torch.Tensor
     down: torch.Tensor
+    up_here: torch.Tensor
+    down_here: torch.Tensor
     cuts: list[tuple[int, slice]]
     ups: list[torch.Tensor]
     downs: list[torch.Tensor]
@@ -112,6 +116,7 @@ class AsyncParameterServer(Strategy):
         self._servers, self._staleness, self._spare, self._say = servers, staleness, spare, say
         self._layouts: list[Layout] = []
         self._ways: list[dict[int, _Way]] = []
+        self._is_on_cpu = all(parameter.is_cpu for parameter in model.parameters())
         self._server: Server | None = None
         self._links: dict[int, Link] = {}
         self._ends: dict[int, Link] = {}
@@ -186,10 +191,15 @@ class AsyncParameterServer(Strategy):
             up, down = torch.zeros(2, length, dtype=layout.parameters[0].dtype)
         else:
             up, down = link.up[:length], link.down[:length]
+        device = layout.parameters[0].device
+        # To and from a GPU in one piece.
+        up_here, down_here = up.to(device), down.to(device)
         numbers = range(len(layout.parameters))
         cuts = [(n, cut) for n in numbers if (cut := layout.piece(n, server)).stop > cut.start]
-        pieces = [layout.pieces(memory, server) for memory in (up, down)]
-        return _Way(up, down, cuts, *([own[n] for n, _ in cuts] for own in pieces))
+        pieces = [layout.pieces(memory, server) for memory in (up_here, down_here)]
+        return _Way(
+            up, down, up_here, down_here, cuts, *([own[n] for n, _ in cuts] for own in pieces)
+        )
 
     def _words_of(self, place: int) -> int:
         groups = self._optimizers[place].param_groups
@@ -296,7 +306,13 @@ class AsyncParameterServer(Strategy):
             there = [(up, own[cut]) for up, own, cut in found if own is not None]
             if there:
                 torch._foreach_copy_([up for up, _ in there], [own for _, own in there])
+            if way.up_here is not way.up:
+                way.up.copy_(way.up_here)
         used = [gradient is not None for gradient in gradients]
+        # On a GPU no one has waited for the check.
+        ups = [] if self._is_on_cpu else [way.up for way in self._ways[place].values()]
+        if not all(bool(torch.isfinite(up).all()) for up in ups):
+            used = []
         rates = [rate for group in optimizer.param_groups for rate in rates_of(group)]
         is_apart = self._before_section is None
         self._steps += is_apart
@@ -348,6 +364,8 @@ class AsyncParameterServer(Strategy):
         """The weights that came become the model's."""
         own = [numbers_of(p) for p in self._layouts[place].parameters]
         for way in self._ways[place].values():
+            if way.down_here is not way.down:
+                way.down_here.copy_(way.down)
             torch._foreach_copy_([own[n][cut] for n, cut in way.cuts], way.downs)
 
     def after_step(self) -> bool:
@@ -548,7 +566,8 @@ class AsyncParameterServer(Strategy):
             for optimizer, layout in zip(self._optimizers, self._layouts, strict=True):
                 states = self.state_of(optimizer, kept=True)["state"]
                 for number, state in states.items():
-                    optimizer.state[layout.parameters[number]] = state
+                    whole = layout.parameters[number]
+                    optimizer.state[whole] = state_beside(optimizer, whole, state)
         if self._is_serving:
             words = self._words(END)
             for link in self._links.values():

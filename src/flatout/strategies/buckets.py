@@ -31,7 +31,7 @@ class Bucket:
         self.name = name
         first = self.parameters[0]
         sizes = [p.numel() for p in self.parameters]
-        self.flat = reduction.memory(number, sum(sizes) + more, first.dtype)
+        self.flat = reduction.memory(number, sum(sizes) + more, first.dtype, first.device)
         self.more = self.flat[sum(sizes) :]
         self.views: list[torch.Tensor] = []
         start = 0

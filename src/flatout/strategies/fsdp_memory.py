@@ -30,15 +30,16 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int | None:
     total = 0.0
     try:
         for group in optimizer.param_groups:
-            parameter = nn.Parameter(torch.zeros(_TRIED))
-            parameter.grad = torch.zeros(_TRIED)
+            device = group["params"][0].device  # some options hold there alone
+            parameter = nn.Parameter(torch.zeros(_TRIED, device=device))
+            parameter.grad = torch.zeros(_TRIED, device=device)
             options = {**group, "params": [parameter]}
             tried = type(optimizer)([options], lr=float(group["lr"]))  # type: ignore[call-arg]
             tried.step()
             kept = [v for v in tried.state[parameter].values() if torch.is_tensor(v) and v.dim()]
             share = sum(value.nbytes for value in kept) / parameter.nbytes
             total += share * sum(p.nbytes for p in group["params"] if p.requires_grad)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, IndexError):
         return None
     return round(total)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -67,8 +67,28 @@ def check_layout(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) 
             f"world.strategy=fsdp wants all weights that train in one dtype: {words}",
             do=f"convert the model, as with model.float(), or {_DDP}",
         )
+    check_one_device("world.strategy=fsdp", named)
     for optimizer in optimizers:
         check_elementwise("world.strategy=fsdp", optimizer, set(named.values()))
+
+
+def check_one_device(strategy: str, named: Mapping[str, nn.Parameter]) -> None:
+    """Refuse a model that a rank has on several devices.
+
+    Args:
+        strategy: for the message.
+        named: the model's parameters.
+
+    Raises:
+        ModelError: it is such.
+    """
+    places = {str(parameter.device): name for name, parameter in named.items()}
+    if len(places) > 1:
+        words = ", ".join(f"{name} is on {device}" for device, name in places.items())
+        raise ModelError(
+            f"{strategy} wants all weights of a rank on one device: {words}",
+            do=f"leave out flatout.pin, or {_DDP}",
+        )
 
 
 def refusal_of(parameter: nn.Parameter) -> str:

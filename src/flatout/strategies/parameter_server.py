@@ -23,6 +23,7 @@ from flatout.strategies.server_layout import (
     numbers_of,
     part_of_state,
     place_of,
+    state_beside,
     whole_state,
 )
 from flatout.strategies.server_refusals import check_served
@@ -101,7 +102,7 @@ class ParameterServer(Strategy):
                 nn.Parameter(numbers_of(p)[piece], requires_grad=p.requires_grad)
                 for p, piece in zip(own, pieces, strict=True)
             ]
-            flat = torch.zeros(layout.length, dtype=own[0].dtype)
+            flat = torch.zeros(layout.length, dtype=own[0].dtype, device=own[0].device)
             sums = [
                 flat[start + piece.start : start + piece.stop]
                 for start, piece in zip(layout.starts, pieces, strict=True)
@@ -146,10 +147,13 @@ class ParameterServer(Strategy):
     def finish(self) -> Sums:
         """Add up the losses, and on each server the gradients of its share."""
         trained = [p for served in self._turn for p in served.layout.parameters]
-        numbers = torch.zeros(_USED + len(trained), dtype=torch.float64)
-        numbers[:_USED] = torch.tensor([float(number) for number in self._own])
-        numbers[_USED:] = torch.tensor([float(p.grad is not None) for p in trained])
-        waiting = [self._world.sum(numbers, "sum of the losses", later=True)]
+        used = [float(p.grad is not None) for p in trained]
+        numbers = torch.zeros(_USED + len(trained), dtype=torch.float64, device=trained[0].device)
+        for place, number in enumerate(self._own):
+            numbers[place] = number
+        numbers[_USED:] = torch.tensor(used, dtype=numbers.dtype)
+        losses = self._world.sum(numbers, "sum of the losses", later=True)
+        waiting = [losses]
         for served in self._turn:
             _gather_gradients(served)
             for server in self._ranges:
@@ -160,11 +164,16 @@ class ParameterServer(Strategy):
         for later in waiting:
             assert later is not None
             self._world.until(later)
-        used = iter(numbers[_USED:].tolist())
+        # What this rank has used is used. Only where something is missing must it know more.
+        if not all(used):
+            assert losses is not None
+            with self._world.within(losses):
+                used = numbers[_USED:].tolist()
+        each = iter(used)
         for served in self._turn:
             for part, own in zip(served.parts, served.sums, strict=True):
                 # Where no rank has a gradient, there is none.
-                is_used = next(used) > 0
+                is_used = next(each) > 0
                 part.grad = own if len(part) and is_used else None
         total, weight, votes = numbers[:_USED]
         return Sums(total, weight, votes)
@@ -225,7 +234,7 @@ class ParameterServer(Strategy):
                 optimizer.state.pop(part, None)
             _exchange(optimizer, dict(zip(served.parts, own, strict=True)))
             for number, values in state["state"].items():
-                optimizer.state[own[number]] = values
+                optimizer.state[own[number]] = state_beside(optimizer, own[number], values)
         self._served.clear()
 
 

@@ -46,7 +46,7 @@ class Push(NamedTuple):
 
 
 class Share:
-    """What a server has of an optimizer's parameters.
+    """What a server has of an optimizer's parameters, in the memory of its CPU.
 
     Args:
         optimizer: of the job; one like it steps the share.
@@ -69,7 +69,10 @@ class Share:
         ]
         part_of = dict(zip(layout.parameters, self._parts, strict=True))
         groups = [
-            {**group, "params": [part_of[p] for p in group["params"]]}
+            # What "capturable" wants is for GPUs alone.
+            {**group, "params": [part_of[p] for p in group["params"]], "capturable": False}
+            if group.get("capturable")
+            else {**group, "params": [part_of[p] for p in group["params"]]}
             for group in optimizer.param_groups
         ]
         self._optimizer = type(optimizer)(groups, lr=float(groups[0]["lr"]))  # type: ignore[call-arg]
@@ -94,7 +97,8 @@ class Share:
             piece, whole = self._layout.piece(number, self._server), self._layout.parameters[number]
             if piece.stop > piece.start:
                 self._optimizer.state[self._parts[number]] = {
-                    name: part_of_state(value, whole, piece) for name, value in state.items()
+                    name: _on_cpu(part_of_state(value, whole, piece))
+                    for name, value in state.items()
                 }
 
     def states(self) -> dict[int, dict[str, Any]]:
@@ -265,6 +269,10 @@ def rates_of(group: Mapping[str, Any]) -> list[float]:
     """What schedules change of a parameter group: its rate, and its momentum or first beta."""
     momentum = group["betas"][0] if "betas" in group else group.get("momentum", math.nan)
     return [float(group["lr"]), float(momentum)]
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.cpu() if torch.is_tensor(value) else value
 
 
 def _set_rates(group: dict[str, Any], rate: float, momentum: float) -> None:

@@ -106,3 +106,20 @@ def whole_state(
                 found[name] = torch.empty_like(whole, dtype=value.dtype, device="cpu")
             numbers_of(found[name])[piece].copy_(value)
     return found
+
+
+def state_beside(
+    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, state: dict[str, Any]
+) -> dict[str, Any]:
+    """A parameter's state where its optimizer wants it: beside the parameter.
+
+    Counts of steps stay on the CPU, but for kernels that read them on a GPU.
+    """
+    group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+    reads_there = group.get("fused") or group.get("capturable")
+    return {
+        name: value.to(parameter.device)
+        if torch.is_tensor(value) and (value.dim() or reads_there)
+        else value
+        for name, value in state.items()
+    }

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from flatout.errors import ModelError, WorldError
-from flatout.strategies.fsdp_refusals import check_elementwise, refusal_of
+from flatout.strategies.fsdp_refusals import check_elementwise, check_one_device, refusal_of
 from flatout.strategies.server_layout import is_dense
 
 _NAME = "world.strategy=parameter_server"
@@ -23,6 +23,7 @@ def check_served(
         ModelError: naming what, and what to do instead.
         WorldError: there are more servers than ranks, or than numbers to step.
     """
+    check_one_device(_NAME, dict(model.named_parameters()))
     names = {parameter: name for name, parameter in model.named_parameters()}
     for optimizer in optimizers:
         check_elementwise(_NAME, optimizer, set(names))
@@ -31,8 +32,6 @@ def check_served(
             why = refusal_of(parameter)
             if not why and not is_dense(parameter):
                 why = "has gaps in its memory"
-            if not why and parameter.device.type != "cpu":
-                why = f"lies on {parameter.device}: servers step weights of CPUs"
             if why:
                 raise ModelError(
                     f"{_NAME} cannot share out {names[parameter]}, which {why}",

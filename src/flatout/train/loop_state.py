@@ -29,7 +29,7 @@ from flatout.train.evaluate_graph import EvaluateGraph
 from flatout.train.feed import Feed
 from flatout.train.large_batch import as_rule
 from flatout.train.micro_batch import Parts
-from flatout.train.rank_device import device_here
+from flatout.train.rank_device import join_on
 from flatout.train.rank_trial import is_trial
 from flatout.train.requested import requested_here
 from flatout.train.settings import Settings, Switch
@@ -37,7 +37,7 @@ from flatout.train.step import Stepper
 from flatout.train.stragglers import Pace
 from flatout.train.tuner import Tuner
 from flatout.train.turn import Turn
-from flatout.world import ONE, World, join, restarts, share_cpus
+from flatout.world import ONE, World, restarts, share_cpus
 
 Scheduler = Any  # torch's schedulers share no base class that covers ReduceLROnPlateau
 
@@ -164,11 +164,14 @@ class LoopState:
         Raises:
             WorldError: they do not come.
         """
-        device, asked = device_here(self.requested.world)[0].type, self.requested.world
-        world = join(device, asked.timeout, asked.patience)
+        world = join_on(self.requested.world)
         if not world.is_first:
             self.say = lambda line: None
-        if device == "cpu":
+        if world.shares_gpus:
+            self.say(
+                "ranks share a GPU, which NCCL refuses: they add up through gloo, by way of the CPU"
+            )
+        if world.device == "cpu":
             share_cpus(world, self.requested.process)
         return world
 

@@ -26,6 +26,7 @@ import torch
 
 from flatout.errors import ModelError, WorldError
 from flatout.models import load_weights
+from flatout.recipe import Recipe, ResolvedRecipe, effective
 from flatout.train.history import History
 from flatout.train.model_ids import make_room
 from flatout.train.signals import is_interactive
@@ -41,11 +42,12 @@ _RESTARTS = 3
 _LAST_CHARACTERS = 2_000
 
 
-def check_ranks_asked(devices: int) -> None:
+def check_ranks_asked(devices: int, recipe: Recipe | ResolvedRecipe | None) -> None:
     """Refuse a number of ranks that cannot be had here.
 
     Args:
         devices: ranks on this node; 1 takes those that were started, if any.
+        recipe: what the Trainer was given.
 
     Raises:
         WorldError: with the command that starts as many.
@@ -71,7 +73,7 @@ def check_ranks_asked(devices: int) -> None:
             "scripts again behind their user's back",
             do=f"flatout run --devices {devices} {script}",
         )
-    check_devices(devices)
+    check_devices(devices, effective(recipe).world.device)
 
 
 def on_ranks(fit: F) -> F:

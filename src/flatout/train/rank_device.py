@@ -6,11 +6,13 @@ import torch
 
 from flatout.devices import resolve_device
 from flatout.errors import DeviceError
-from flatout.recipe import World
+from flatout.recipe import World as Asked
+from flatout.words import counted
+from flatout.world import Place, World, join
 from flatout.world.place import place
 
 
-def device_here(asked: World) -> tuple[torch.device, str]:
+def device_here(asked: Asked) -> tuple[torch.device, str]:
     """The device, and why it is this one.
 
     Args:
@@ -24,9 +26,38 @@ def device_here(asked: World) -> tuple[torch.device, str]:
         found = torch.cuda.device_count()
         if found >= here.local_world_size:
             name = f"cuda:{here.local_rank}"
+        elif found == 1:
+            # Some launchers let each rank see its own GPU alone: `join_on` asks whether this is so.
+            name = "cuda:0"
         elif found or (name == "cuda" and asked.placement == "strict"):
-            raise DeviceError(
-                f"{here.local_world_size} ranks on this node, but {found} GPUs",
-                do="start as many ranks as there are GPUs, or --set world.device=cpu",
-            )
+            raise _too_few(here, found)
     return resolve_device(name, asked.placement == "strict")
+
+
+def join_on(asked: Asked) -> World:
+    """The World of this process, each of whose ranks has its device.
+
+    Args:
+        asked: the section of the Recipe.
+
+    Raises:
+        DeviceError: two ranks have one GPU, which was not asked for by its number.
+        WorldError: the other ranks do not come.
+    """
+    device, _ = device_here(asked)
+    here = place()
+    if device.type == "cuda" and here.world_size > 1:
+        # Random states, streams and what torch.distributed makes are those of the current device.
+        torch.cuda.set_device(device)
+    world = join(str(device), asked.timeout, asked.patience)
+    if world.shares_gpus and asked.device in ("auto", "cuda"):
+        raise _too_few(here, torch.cuda.device_count())
+    return world
+
+
+def _too_few(here: Place, gpus: int) -> DeviceError:
+    return DeviceError(
+        f"{here.local_world_size} ranks on this node, but {counted(gpus, 'GPU')}",
+        do="start as many ranks as there are GPUs, or --set world.device=cpu; world.device=cuda:0 "
+        "lets ranks share the first GPU, which is slower than one rank",
+    )

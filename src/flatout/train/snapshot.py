@@ -30,7 +30,9 @@ def set_random_state(state: dict[str, Any]) -> None:
     """Put back what `random_state` gave."""
     randomness.set_random_state(state)
     if "cuda" in state and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.set_rng_state_all(state["cuda"])
+        # Where there were other GPUs, those that both have.
+        for device, one in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
+            torch.cuda.set_rng_state(one, device)
 
 
 @contextmanager

@@ -587,8 +587,11 @@ class Stepper:
         # In float64, so that a float64 model keeps its digits.
         factor = samples / _not_zero(weight, torch.float64)
         gradients = [p.grad for p in self.update.parameters if p.grad is not None]
-        if gradients:
-            torch._foreach_mul_(gradients, factor)
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for gradient in gradients:
+            by_device.setdefault(gradient.device, []).append(gradient)
+        for device, own in by_device.items():
+            torch._foreach_mul_(own, factor.to(device) if torch.is_tensor(factor) else factor)
 
     def look(self, batch: Batch, at: Callable[[list[Batch]], _T]) -> _T:
         """What `at` gives for the pieces in which a step would run the batch, before any step.

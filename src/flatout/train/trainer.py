@@ -136,7 +136,7 @@ class Trainer:
         devices: int = 1,
         say: Callable[[str], None] = say,
     ) -> None:
-        check_ranks_asked(devices)
+        check_ranks_asked(devices, recipe)
         self.devices = devices
         given: dict[str, Any] = {
             "loss": loss,

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flatout.errors import WorldError
+from flatout.words import counted
 from flatout.world.place import launched
 
 _PORT = 29500
@@ -84,8 +85,13 @@ def asked_for(
     return checked(found)
 
 
-def check_devices(ranks: int) -> None:
+def check_devices(ranks: int, device: str | None = None) -> None:
     """Refuse more ranks than devices: they would share one, which is slower than fewer ranks.
+
+    Args:
+        ranks: on this node.
+        device: world.device as it is asked for; None as `flatout run` was told. Where it is the
+            CPU, or one GPU by its number that ranks are to share, CPUs count.
 
     Raises:
         WorldError: there are fewer GPUs, or without any fewer CPUs.
@@ -95,13 +101,31 @@ def check_devices(ranks: int) -> None:
     from flatout.devices import inventory
     from flatout.measure import usable_cpus
 
+    asked = _device_asked() if device is None else device
     gpus = len(inventory().cuda)
-    have, kind = (gpus, "GPUs") if gpus else (usable_cpus(), "CPUs and no GPU")
+    if gpus and asked in ("auto", "cuda"):
+        have, words = gpus, counted(gpus, "GPU")
+        otherwise = (
+            ", or --set world.device=cpu to train on its CPUs; world.device=cuda:0 lets ranks "
+            "share that GPU, which is slower"
+        )
+    else:
+        have, otherwise = usable_cpus(), ""
+        words = counted(have, "CPU") + ("" if gpus else " and no GPU")
     if ranks > have:
         raise WorldError(
-            f"{ranks} ranks were asked for, but this node has {have} {kind}",
-            do=f"pass --devices {have} or less",
+            f"{ranks} ranks were asked for, but this node has {words}",
+            do=f"pass --devices {have} or less{otherwise}",
         )
+
+
+def _device_asked() -> str:
+    """What `flatout run` was given as world.device; "auto" where nothing was."""
+    if not (os.environ.get("FLATOUT_RECIPE") or os.environ.get("FLATOUT_SET")):
+        return "auto"
+    from flatout.recipe import effective
+
+    return effective().world.device
 
 
 def nodes(environ: Mapping[str, str] | None = None) -> Nodes:

@@ -80,6 +80,9 @@ class Later(NamedTuple):
         self.work.wait()
 
 
+_shares_gpus = False  # in the channel that is open
+
+
 class World:
     """The ranks of a job.
 
@@ -89,7 +92,7 @@ class World:
     Args:
         place: of this rank.
         timeout_s: how long a collective may take, in seconds.
-        device: "cpu" or "cuda", where tensors lie that ranks add up.
+        device: where tensors lie that ranks add up, such as "cpu" or "cuda:0".
 
     Attributes:
         rank: of this process, from 0.
@@ -97,6 +100,7 @@ class World:
         ids: of each rank the number by which it was started.
         place: with nodes and local ranks, as they were started.
         collectives: the collectives so far.
+        shares_gpus: whether two ranks have one GPU: then gloo adds up, for NCCL refuses that.
     """
 
     def __init__(self, place: Place, timeout_s: float = TIMEOUT_S, *, device: str = "cpu") -> None:
@@ -106,6 +110,7 @@ class World:
         self.rank = place.rank
         self.size = place.world_size
         self.ids = tuple(range(place.world_size))
+        self.shares_gpus = _shares_gpus
 
     @property
     def is_first(self) -> bool:
@@ -436,7 +441,8 @@ def join(device: str = "cpu", timeout_s: float = TIMEOUT_S, patience_s: float = 
     """The World of this process: with the ranks beside it that a launcher has started, if any.
 
     Args:
-        device: "cpu" or "cuda", where tensors lie that ranks add up.
+        device: where tensors lie that ranks add up, such as "cpu" or "cuda:0", which is the
+            current one.
         timeout_s: how long a collective may take, in seconds.
         patience_s: after how long in one a rank says who is missing, in seconds.
 
@@ -494,11 +500,37 @@ def _close_channels() -> None:
 
 
 def _open_channel(store: Any, rank: int, size: int, device: str, timeout: timedelta) -> None:
+    global _shares_gpus
     import torch.distributed as dist
 
-    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    gpus = _gpus(store, rank, size, device)
+    _shares_gpus = len({*gpus}) < len(gpus)
+    # gloo by itself takes CUDA's tensors, too.
+    backend = "cpu:gloo,cuda:nccl" if gpus and not _shares_gpus else "gloo"
     dist.init_process_group(backend, store=store, world_size=size, rank=rank, timeout=timeout)
     check_channel(rank, size)
+
+
+def _gpus(store: Any, rank: int, size: int, device: str) -> list[str]:
+    """The GPU of each rank; none where all are on CPUs.
+
+    Raises:
+        WorldError: some are on CPUs.
+    """
+    own = ""
+    if device.startswith("cuda"):
+        import torch
+
+        own = str(torch.cuda.get_device_properties(device).uuid)
+    store.set(f"gpu-{rank}", own)
+    found = [one.decode() for one in store.multi_get([f"gpu-{n}" for n in range(size)])]
+    if any(found) and not all(found):
+        other = next(n for n, gpu in enumerate(found) if gpu)
+        raise WorldError(
+            f"rank {found.index('')} runs on a CPU, and rank {other} on a GPU",
+            do="--set world.device=cpu, or see why there is no GPU: flatout doctor on that node",
+        )
+    return found if any(found) else []
 
 
 def _store_of(store: Any, name: str = "") -> Any:

@@ -29,7 +29,7 @@ class Pending:
         self._run = run
         self._ended = Event()
         self._error: BaseException | None = None
-        self._on_gpu = device.type == "cuda"
+        self._device, self._on_gpu = device, device.type == "cuda"
         # On a GPU the work waits for what was computed up to here, and who waits for the work does.
         self._begun = torch.cuda.current_stream(device).record_event() if self._on_gpu else None
         self._done: Any = None
@@ -65,7 +65,7 @@ class Pending:
         if self._error is not None:
             raise self._error
         if self._done is not None:
-            torch.cuda.current_stream().wait_event(self._done)
+            torch.cuda.current_stream(self._device).wait_event(self._done)
 
 
 class Beside:
@@ -102,9 +102,11 @@ class Beside:
         """Whether other numbers may travel with the gradients."""
         return self.reduction.is_exact
 
-    def memory(self, number: int, length: int, dtype: torch.dtype) -> torch.Tensor:
-        """Zeros for a bucket's gradients."""
-        return self.reduction.memory(number, length, dtype, self.device)
+    def memory(
+        self, number: int, length: int, dtype: torch.dtype, device: torch.device | None = None
+    ) -> torch.Tensor:
+        """Zeros for a bucket's gradients, where these lie; None: as most do."""
+        return self.reduction.memory(number, length, dtype, device or self.device)
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank keeps for later steps; between steps."""

@@ -44,6 +44,12 @@ def check_reduction(asked: Asked, world: World, say: Callable[[str], None]) -> N
             "strategy=local_sgd sends none",
             do="take world.compression=bf16, or average more rarely: world.sync_every",
         )
+    if world.shares_gpus and (asked.reduction == "ring" or asked.compression in ("fp16", "bf16")):
+        raise WorldError(
+            f"reduction={asked.reduction} with compression={asked.compression} sends from rank to "
+            "rank, and these share a GPU, where NCCL refuses that and gloo cannot",
+            do="give each rank a GPU of its own, or leave out both settings",
+        )
     if world.size == 1:
         if asked.compression != "off" or asked.reduction not in ("auto", "all_reduce"):
             say("one rank has no gradients to add up: reduction and compression change nothing")
