@@ -101,15 +101,17 @@ class CutFeatures(KeptSamples):
         from flatout.train.frozen_choice import FeatureOption as Option
         from flatout.train.frozen_choice import choose
 
-        few = _rows(inputs, slice(_MEASURED))
+        # On a GPU a few samples take as long as a batch.
+        few = _rows(inputs, slice(_MEASURED)) if self._device.type == "cpu" else inputs
         count = len(_leaves(few)[0])
-        naming_s, _ = timed(partial(sample_names, *_leaves(few)))
+        naming_s, _ = timed(partial(sample_names, *_leaves(few)), self._device)
         options, rest_s = [], 0.0
         for cut in cuts:
-            prefix_s, features = timed(partial(cut.prefix, few))
+            prefix_s, features = timed(partial(cut.prefix, few), self._device)
             cut.rest(features)
-            rest_s, _ = timed(partial(cut.rest, features))
-            read_s = cut.bytes_per_sample / read_rate(self._where, samples * cut.bytes_per_sample)
+            rest_s, _ = timed(partial(cut.rest, features), self._device)
+            whole = samples * cut.bytes_per_sample
+            read_s = cut.bytes_per_sample / read_rate(self._where, whole, self._device)
             options.append(
                 Option(
                     cut.name,
@@ -181,7 +183,9 @@ class CutFeatures(KeptSamples):
         rows = []
         if there.any():
             with torch.inference_mode(False), torch.no_grad():
-                rows = [one.to(self._device) for one in kept.store.get(places[there])]
+                rows = [
+                    one.to(self._device, non_blocking=True) for one in kept.store.get(places[there])
+                ]
         if there.all() and made is None:
             return Features(rows)
         missing = torch.from_numpy(np.flatnonzero(~there)).to(self._device)
@@ -213,7 +217,7 @@ class CutFeatures(KeptSamples):
             "autocast": repr(self._form[1]),
             "device": self._device.type,
         }
-        return self._begin("", parts, cut.tensors, facts), made
+        return self._begin("", parts, cut.tensors, facts, self._device), made
 
 
 def _hooked(model: Any) -> str | None:

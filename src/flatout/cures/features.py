@@ -197,7 +197,7 @@ class Features(KeptSamples):
             return given
         with self._torch.inference_mode(False), self._torch.no_grad():
             (rows,) = kept.store.get(places)
-            rows = rows.to(batch.device)
+            rows = rows.to(batch.device, non_blocking=True)
         if given is None and not self._unchecked:
             return rows
         given = self._computed(original, batch) if given is None else given
@@ -263,7 +263,8 @@ class Features(KeptSamples):
             channels_last=is_last and not given.is_contiguous(),
         )
         part: Any = self._part()
-        return self._begin(mode, [form], tensors_of(part), {"layers": layers_of(part)})
+        facts = {"layers": layers_of(part)}
+        return self._begin(mode, [form], tensors_of(part), facts, given.device)
 
 
 def random_states(device: Any) -> list[Any]:

@@ -17,15 +17,14 @@ from flatout.data import NAMES_VERSION, NamedStore, RowPart, feature_key
 FIELD = "script.features"
 # So many batches are computed though all of them is kept.
 _CHECKED = 4
-# They may differ by so much of the largest number: other batches round otherwise.
-_SAME = {"float32": 1e-4, "float64": 1e-8}
-_SAME_IN_HALF = 2e-2
 # A dataset that has given so many more new samples than it has changes them at random. Batches that
 # a loader gave ahead may be counted as another dataset's.
 _TOO_MANY, _AHEAD = 1.25, 64
 # Where it is not known how many there are, the share of what is free that may be filled before one
 # comes again.
 _UNPROVEN = 0.25
+# Of a device's free memory, what rows may take: a script that runs out of it ends.
+_DEVICE_SHARE = 0.2
 # After so many changes of the weights with no sample that came again between them.
 _CHANGES = 3
 # So many names of samples are remembered that are not kept.
@@ -109,7 +108,9 @@ class KeptSamples:
         if self._changes == _CHANGES:
             self._end(f"the weights of {self._name} change while it trains")
 
-    def _begin(self, mode: Any, parts: list[RowPart], tensors: Any, facts: Any) -> Kept:
+    def _begin(
+        self, mode: Any, parts: list[RowPart], tensors: Any, facts: Any, device: Any
+    ) -> Kept:
         """Open the rows of a mode.
 
         Args:
@@ -117,9 +118,14 @@ class KeptSamples:
             parts: of a row.
             tensors: of the layers, by name.
             facts: what else they compute by.
+            device: of the layers.
         """
         facts = {**facts, "mode": repr(mode), "names": NAMES_VERSION}
         store = NamedStore.open(feature_key(tensors, facts), parts, self._where)
+        if device.type == "cuda":
+            dataset = self._now.dataset
+            expected = 0 if dataset is None else dataset.samples or 0
+            store.lie_on(device, len(parts), expected, share=_DEVICE_SHARE)
         store.say = lambda line: leave(FIELD, line.removeprefix("features: "))
         self._kept[mode] = kept = Kept(store, parts, store.kept)
         fill(is_full=False)
@@ -208,8 +214,10 @@ class KeptSamples:
 
     def _check(self, given: Sequence[Any], kept: Sequence[Any]) -> None:
         """Compare a batch's features as they were computed with those that were kept."""
+        from flatout.models import is_near
+
         self._unchecked = max(0, self._unchecked - 1)
-        if not all(map(_is_near, given, kept)):
+        if not all(map(is_near, given, kept)):
             self._end(f"what {self._name} gives for a sample depends on the rest of its batch")
 
     def _end(self, why: str) -> None:
@@ -217,12 +225,3 @@ class KeptSamples:
         self._is_over = True
         self._forget()
         fill(is_full=True)
-
-
-def _is_near(given: Any, kept: Any) -> bool:
-    if not given.is_floating_point() or not given.numel():
-        return bool((given == kept).all())
-    name = str(given.dtype).removeprefix("torch.")
-    largest = float(given.abs().max())
-    apart = float((given.double() - kept.double()).abs().max())
-    return apart <= _SAME.get(name, _SAME_IN_HALF) * largest

@@ -36,8 +36,10 @@ from flatout.data.execution.turns import Turns as Turns
 from flatout.data.execution.unchanged import Attributes as Attributes
 from flatout.data.execution.worker_tuner import Workers as Workers
 from flatout.data.explanation import Explanation as Explanation
+from flatout.data.features.device_rows import features_give_way as features_give_way
 from flatout.data.features.key import feature_key as feature_key
 from flatout.data.features.named_store import NamedStore as NamedStore
+from flatout.data.features.room import device_room as device_room
 from flatout.data.features.row_log import RowPart as RowPart
 from flatout.data.features.sample_names import NAMES_VERSION as NAMES_VERSION
 from flatout.data.features.sample_names import sample_names as sample_names

@@ -23,6 +23,7 @@ from flatout.models.frozen.kept_input import KeptInput as KeptInput
 from flatout.models.frozen.kept_input import KeptInputs as KeptInputs
 from flatout.models.frozen.kept_input import autocast_now as autocast_now
 from flatout.models.frozen.kept_input import is_called_with as is_called_with
+from flatout.models.frozen.near import is_near as is_near
 from flatout.models.fused_norms import fused_norms_of as fused_norms_of
 from flatout.models.keras.batch_norm import has_own_moments as has_own_moments
 from flatout.models.keras.batch_norm import is_keras_norm as is_keras_norm

@@ -97,6 +97,7 @@ class EvaluatedFeatures:
             yield self._features.rows.completed(part, rows, cut)
         finally:
             undo()
+            rows.store.wait()
             if rows.store.kept:
                 self._features.rows.hold(rows)
 

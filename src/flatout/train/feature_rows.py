@@ -152,7 +152,7 @@ class ModelRows:
         if store is None:
             names = None if named is None else named.names
             store = FeatureStore.open(key, samples.slots, [*parts, *beside], where, names=names)
-            self._know(store, name)
+            self._know(store, name, len(parts), samples.slots)
         assert isinstance(store, FeatureStore)
         if named is not None:
             files: Any = ReplacedFiles(named, samples.variants, store)
@@ -167,7 +167,7 @@ class ModelRows:
         store = self._held.get(name)
         if store is None:
             store = NamedStore.open(name, parts, self.where, expected=samples.slots)
-            self._know(store, name)
+            self._know(store, name, len(parts), samples.slots)
         assert isinstance(store, NamedStore)
         return NamedRows(samples, store, len(parts))
 
@@ -182,7 +182,9 @@ class ModelRows:
         }
         return feature_key(cut.tensors, facts)
 
-    def _know(self, store: FeatureStore | NamedStore, name: Any) -> None:
+    def _know(self, store: FeatureStore | NamedStore, name: Any, parts: int, expected: int) -> None:
+        if self._loop.device.type == "cuda":
+            store.lie_on(self._loop.device, parts, expected)
         store.say, store.say_full = self._loop.tell, self._tell_full
         self._names[store] = name
 
@@ -194,6 +196,7 @@ class ModelRows:
 
     def hold(self, rows: FeatureRows | NamedRows) -> None:
         """Keep what is in memory for evaluations, as long as not many others come."""
+        rows.store.wait()
         name = self._names[rows.store]
         self._held.pop(name, None)
         self._held[name] = rows.store
@@ -256,7 +259,7 @@ class ModelRows:
         missing = torch.from_numpy(np.flatnonzero(~there))
         inputs = batch.inputs
         if batch.kept is None and there.any():
-            at = missing.to(self._loop.device)
+            at = missing.to(self._loop.device, non_blocking=True)
             inputs = map_tensors(lambda tensor: tensor.index_select(0, at), inputs)
         made = self._computed(cut, inputs, len(missing), alone=batch.size == 1)
         _keep(batch, rows, slots, missing, made)
@@ -280,7 +283,7 @@ class ModelRows:
         missing = np.flatnonzero(~there)
         inputs = batch.inputs
         if there.any():
-            at = torch.from_numpy(missing).to(self._loop.device)
+            at = torch.from_numpy(missing).to(self._loop.device, non_blocking=True)
             inputs = map_tensors(lambda tensor: tensor.index_select(0, at), inputs)
         made = self._computed(cut, inputs, len(missing), alone=batch.size == 1)
         own = [names[at] for at in missing.tolist() if at < batch.samples]

@@ -40,13 +40,13 @@ from flatout.recipe import Choice as RecipeChoice
 from flatout.recipe import Parity
 from flatout.train.compute import call as call_model
 from flatout.train.evaluated_features import EvaluatedFeatures
-from flatout.train.feature_costs import making_s, read_rate, room, timed
+from flatout.train.feature_costs import is_made_beside, making_s, read_rate, room, timed
 from flatout.train.feature_rows import ModelRows
 from flatout.train.frozen_candidates import agreed_cuts
 from flatout.train.frozen_choice import Choice, FeatureOption, choose
 from flatout.train.given_inputs import GivenInputs
 from flatout.train.loop_state import LoopState
-from flatout.train.named_rows import NamedRows, samples_of
+from flatout.train.named_rows import NamedRows, NamedSamples, samples_of
 from flatout.train.sent_rows import SentRows
 from flatout.train.snapshot import untouched
 from flatout.train.watch_calls import Calls
@@ -145,6 +145,9 @@ class FrozenFeatures:
         """
         self._source, self._trains, self._restarts = source, True, False
         self._given.begin(part, epoch)
+        for _, rows in self._of_source.values():
+            if rows is not None:
+                rows.store.wait()
         if self._cut is None and not self.may_keep:
             return False
         can_look = isinstance(samples_of(source), Numbered) or isinstance(source, Pipeline)
@@ -390,30 +393,37 @@ class FrozenFeatures:
         loop, samples = self._loop, samples_of(source)
         assert not isinstance(samples, str)
         hosts, stays = loop.world.place.nodes, stays_with_rank(source)
-        options, rest_s, made_s, named_s = [], 0.0, 0.0, 0.0
-        if isinstance(samples, Numbered):
-            made_s = making_s(source, loop.device)
-        else:  # they are made in any case
-            named_s, names = timed(partial(sample_names, *tensors_in(batch.inputs)))
+        options, step_s, made_s, named_s = [], 0.0, 0.0, 0.0
+        beside = is_made_beside(source, loop.device)
+        if isinstance(samples, NamedSamples):  # they are made in any case
+            named_s, names = timed(partial(sample_names, *tensors_in(batch.inputs)), loop.device)
             named_s /= len(names)
+        elif beside or loop.device.type == "cpu":
+            made_s = making_s(source)
         with untouched(self._model), torch.no_grad(), loop.autocast():
             for cut in cuts:
                 # As many samples as it was found with, so that they are not the first ones.
                 measured = batch.rows(0, _MEASURED) if loop.device.type == "cpu" else batch
-                prefix_s, features = timed(partial(cut.prefix, measured.inputs))
+                prefix_s, features = timed(partial(cut.prefix, measured.inputs), loop.device)
                 self.rows.look_at(cut, measured.inputs, features)
                 rows = self.rows.open(source, cut)
                 assert rows is not None
                 self._opened[cut.name] = rows
                 filled = rows.store.kept / samples.slots
                 cut.rest(features)
-                rest_s, _ = timed(partial(cut.rest, features))
-                rest_s /= measured.size
+                rest_s, _ = timed(partial(cut.rest, features), loop.device)
+                prefix_s, live_s = prefix_s / measured.size, passes * rest_s / measured.size
                 size, store = cut.bytes_per_sample, rows.store
-                read_s = named_s + size / read_rate(store.where, samples.slots * size)
+                rate_here = read_rate(store.where, samples.slots * size, loop.device)
+                saved_s, read_s = prefix_s + made_s, named_s + size / rate_here
+                plain_s = saved_s + live_s
+                if beside:  # the longer one counts, of making or reading and of computing
+                    plain_s = max(made_s, prefix_s + live_s)
+                    saved_s, read_s = plain_s - max(read_s, live_s), 0.0
+                step_s = max(step_s, plain_s)
                 option = FeatureOption(
                     cut.name,
-                    saved_s=prefix_s / measured.size + made_s,
+                    saved_s=saved_s,
                     bytes=size,
                     variants=samples.variants,
                     read_s=read_s,
@@ -424,7 +434,6 @@ class FrozenFeatures:
                     sent_s=size / rate + 2 * read_s if rate else inf,  # it is read there, kept here
                 )
                 options.append(option)
-        step_s = max(option.saved_s for option in options) + passes * rest_s
         return choose(options, source.samples or samples.slots // samples.variants, left, step_s)
 
     def opened(self, name: str) -> Rows:
@@ -451,16 +460,20 @@ class FrozenFeatures:
         pixels, decoding_s = cached
         (raw,) = source.peek(1)
         decoding_s /= usable_cpus()
-        few = batch.rows(0, _MEASURED)
+        few = batch.rows(0, _MEASURED) if loop.device.type == "cpu" else batch
         with untouched(self._model), torch.no_grad(), loop.autocast():
             call = adapter_of(self._model).called(training=True)
-            forward_s, _ = timed(partial(call_model, call, few.inputs))
+            forward_s, _ = timed(partial(call_model, call, few.inputs), loop.device)
         size = sum(tensor.nbytes for tensor in tensors_in(raw.inputs)) // raw.size
         where = "memory" if size * source.samples <= room("memory") else "disk"
         rate = read_rate(where, size * source.samples)
-        option = FeatureOption("decoded pixels", decoding_s, size, 1, size / rate, room(where))
+        step_s = 3 * forward_s / few.size
+        plain_s, saved_s, read_s = decoding_s + step_s, decoding_s, size / rate
+        if is_made_beside(source, loop.device):
+            plain_s = max(decoding_s, step_s)
+            saved_s, read_s = plain_s - max(read_s, step_s), 0.0
+        option = FeatureOption("decoded pixels", saved_s, size, 1, read_s, room(where))
         left = None if loop.planned_epochs is None else loop.planned_epochs - epoch
-        plain_s = decoding_s + 3 * forward_s / few.size
         choice = choose([option], source.samples, left, plain_s)
         if choice.kept is None or choice.share < 1:
             return False

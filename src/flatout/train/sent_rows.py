@@ -157,7 +157,7 @@ def _packed(store: FeatureStore, slots: Numbers) -> list[torch.Tensor]:
     slots = slots[store.has(slots)] if len(slots) else slots
     if not len(slots):
         return []
-    parts = [part.contiguous() for part in store.get(slots)]
+    parts = [part.cpu().contiguous() for part in store.get(slots)]
     return [torch.tensor([len(slots)]), torch.from_numpy(slots), *parts]
 
 

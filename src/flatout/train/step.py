@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from flatout.data import Batch, tensors_in
+from flatout.data import Batch, features_give_way, tensors_in
 from flatout.errors import DataError, FlatoutError, OutOfMemory
 from flatout.measure import DeviceLanes
 from flatout.models import SampleDropout, adapter_of, is_batch_coupled
@@ -614,7 +614,10 @@ class Stepper:
         forget_frames(error)
         self.update.forget()
         if self.switch.device.type == "cuda":
+            gave_way = features_give_way()
             torch.cuda.empty_cache()
+            if gave_way:  # rows of features lay there that are elsewhere, too
+                return
         largest = max(batch.size for batch in batches)
         # Before the first step the ranks do not compute together, but those of them will.
         world = self.world if self._norms is None else self._norms.ranks

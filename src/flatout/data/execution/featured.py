@@ -151,7 +151,9 @@ def joined_rows(kept: Tensor, made: Tensor | None, there: npt.NDArray[np.bool_])
     """
     if made is None:
         return kept
-    at = torch.from_numpy(there).to(kept.device)
     joined = kept.new_empty((len(there), *kept.shape[1:]))
-    joined[at], joined[~at] = kept, made
+    # By their numbers: a device would be waited for to count the rows of a mask.
+    for which, rows in ((there, kept), (~there, made)):
+        at = torch.from_numpy(np.flatnonzero(which)).to(kept.device, non_blocking=True)
+        joined.index_copy_(0, at, rows)
     return joined

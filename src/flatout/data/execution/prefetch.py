@@ -33,6 +33,9 @@ class _Copier:
         """Begin to copy; called by the thread that reads ahead."""
         if self._stream is None:
             return _Copied(batch.with_tensors(torch.clone), None)
+        if any(tensor.device == self._device for tensor in batch.tensors()):
+            # Such as rows of features, which were gathered there on the stream of now.
+            self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         with self._stream:
             copied = batch.with_tensors(self._copy)
             event = self._stream.record_event()

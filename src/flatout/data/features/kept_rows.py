@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from threading import RLock
 from typing import Literal, NamedTuple
 
@@ -13,9 +13,12 @@ import torch
 from flatout.cache_folder import cache_folder
 from flatout.console import say_as_is
 from flatout.data.block import Numbers
+from flatout.data.buffers import Buffers
+from flatout.data.features.device_rows import DeviceRows
 from flatout.data.features.files import disk_files, has_rows, memory_files
 from flatout.data.features.key import VERSION
-from flatout.data.features.room import disk_room, memory_room
+from flatout.data.features.later import Later
+from flatout.data.features.room import DEVICE_SHARE, disk_room, memory_room
 from flatout.data.features.row_log import Files, Names, RowLog, RowPart
 from flatout.words import counted, size_words
 
@@ -68,6 +71,9 @@ class KeptRows:
         self.is_full = False
         self._until_looked = 0
         self._lock = RLock()
+        self._later = Later()
+        self._on_device: DeviceRows | None = None
+        self._parts_there = 0  # so many parts of a row, the first ones, lie on the device too
         self._take_over(self._log.kept())
         self._most = len(self._log) + opened.free // self._log.stride
 
@@ -81,9 +87,36 @@ class KeptRows:
         """What these rows take."""
         return self.kept * self._log.stride
 
+    def lie_on(
+        self, device: torch.device, parts: int, expected: int, share: float = DEVICE_SHARE
+    ) -> None:
+        """Have rows on a device too, as far as its memory goes: there a batch of them is read.
+
+        Args:
+            device: no CPU.
+            parts: of a row, the first ones that are wanted there.
+            expected: how many rows there will be; 0 where that is not known.
+            share: of the memory that is free there, what they may take.
+        """
+        if self._on_device is None:
+            self._on_device = DeviceRows(self._log.parts[:parts], device, expected, share)
+            self._parts_there = parts
+
     def _take_over(self, places: Numbers) -> None:
         """Note what these rows of the log are of."""
         raise NotImplementedError
+
+    def _read(self, places: Numbers, buffers: Buffers | None) -> list[torch.Tensor]:
+        """Rows at places in the log: on the device where all of them lie there, or on the CPU."""
+        if self._on_device is None:
+            return self._log.read(places, buffers)
+        rows, rest = self._on_device.take(places), slice(self._parts_there, None)
+        if rows is not None:
+            return [*rows, *self._log.read(places, buffers, rest)]
+        read = self._log.read(places, buffers)
+        self._on_device.put(places, read)
+        rows = self._on_device.take(places)
+        return read if rows is None else [*rows, *read[rest]]
 
     def _keep(
         self,
@@ -91,25 +124,53 @@ class KeptRows:
         values: Sequence[torch.Tensor],
         at: Numbers,
         places_now: Callable[[], Numbers],
+        keys: Sequence[Hashable],
     ) -> None:
         """Keep rows while there is room; those that are there already stay as they are.
+
+        What comes from a device is written by a thread.
 
         Args:
             names: of the rows, each once.
             values: a tensor for each part of a row.
             at: which row of these each name has.
             places_now: gives each name's place in the log, -1 without one.
+            keys: what rows are asked for by, for each name.
         """
         if self.is_full or not len(names):
             return
+        if all(value.device.type == "cpu" for value in values):
+            self._write(names, values, at, places_now)
+            return
+        chosen, every = [_rows_of(value, at) for value in values], np.arange(len(at))
+        there = [] if self._on_device is None else chosen[: self._parts_there]
+        # What the model does with them next may be done in place.
+        there = [value.clone() for value in there]
+        self._later.write(
+            keys, chosen, lambda copies: self._write(names, copies, every, places_now, there)
+        )
+
+    def _write(
+        self,
+        names: Names,
+        values: Sequence[torch.Tensor],
+        at: Numbers,
+        places_now: Callable[[], Numbers],
+        there: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """Write what `_keep` is given, with the same on the device where it is to lie there."""
         try:
             with self._log.alone():
                 self._take_over(self._log.refresh())
                 new = np.flatnonzero(places_now() < 0)
                 new = new[: self._room_for(len(new))]
-                if len(new):
-                    chosen = [_rows_of(value, at[new]) for value in values]
-                    self._take_over(self._log.append(names[new], chosen))
+                if not len(new):
+                    return
+                chosen = [_rows_of(value, at[new]) for value in values]
+                places = self._log.append(names[new], chosen)
+                if self._on_device is not None and there:
+                    self._on_device.put(places, [_rows_of(value, at[new]) for value in there])
+                self._take_over(places)
         except OSError as error:
             self._stop(f"nothing more can be kept: {error.strerror or error}")
 
@@ -138,13 +199,19 @@ class KeptRows:
             f"computed again{which}"
         )
 
+    def wait(self) -> None:
+        """Wait until all that was put is written."""
+        self._later.wait()
+
     def flush(self) -> None:
         """Make what is kept on the disk last through a power cut; a kill loses nothing of it."""
+        self.wait()
         if self.where == "disk":
             self._log.flush()
 
     def close(self) -> None:
         """Let go of it; what was given stays valid."""
+        self.wait()
         self._log.close()
 
 
@@ -203,4 +270,5 @@ def _files(name: str, where: str) -> tuple[Files, str]:
 def _rows_of(value: torch.Tensor, at: Numbers) -> torch.Tensor:
     if len(at) == len(value) and (at == np.arange(len(at))).all():
         return value.detach()
-    return value.detach().index_select(0, torch.from_numpy(at).to(value.device))
+    index = torch.from_numpy(at).to(value.device, non_blocking=True)
+    return value.detach().index_select(0, index)

@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-from flatout.devices import matmul_precision
-
 # Of how rows are kept, and of whatever else of Flatout decides about their bytes.
 VERSION = 1
 _LIBRARIES = ("torch", "keras", "numpy", "pillow")
@@ -36,7 +34,12 @@ def feature_key(tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -
         sums = pool.map(_sum_of, tensors.values())
         for name, words in sorted(zip(tensors, sums, strict=True)):
             digest.update(json.dumps([name, words]).encode())
-    everything = {"facts": dict(facts), "libraries": _versions(), "arithmetic": _arithmetic()}
+    everything = {
+        "facts": dict(facts),
+        "libraries": _versions(),
+        "arithmetic": _arithmetic(),
+        "devices": sorted({_kind_of(tensor.device) for tensor in tensors.values()}),
+    }
     digest.update(json.dumps(everything, sort_keys=True).encode())
     return digest.hexdigest()[:32]
 
@@ -61,9 +64,21 @@ def _versions() -> dict[str, str]:
 
 def _arithmetic() -> list[Any]:
     """Process-wide switches of torch under which the same layers give other numbers."""
+    own: Any = torch.backends
     return [
-        matmul_precision(),
-        torch.backends.cudnn.allow_tf32,
-        torch.backends.mkldnn.enabled,
-        torch.backends.cpu.get_cpu_capability(),
+        # What sets all of them at once cannot be asked where they differ.
+        own.cuda.matmul.fp32_precision,
+        own.cudnn.conv.fp32_precision,
+        own.mkldnn.matmul.fp32_precision,
+        own.mkldnn.conv.fp32_precision,
+        own.mkldnn.enabled,
+        own.cpu.get_cpu_capability(),
     ]
+
+
+def _kind_of(device: torch.device) -> str:
+    """Another kind of GPU has other kernels, which round otherwise."""
+    if device.type != "cuda":
+        return device.type
+    version = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    return f"{torch.cuda.get_device_name(device)}, cuDNN {version}"

@@ -59,6 +59,7 @@ class NamedStore(KeptRows):
         """
         places = self._places_now(names)
         if (places < 0).any():
+            self._later.wait(names)
             self._take_over(self._log.refresh())
             places = self._places_now(names)
         there = np.flatnonzero(places >= 0)
@@ -76,9 +77,10 @@ class NamedStore(KeptRows):
         """Rows at places that `places` gave.
 
         Returns:
-            a tensor on the CPU for each part of a row, of shape (count, ...), in this order.
+            a tensor for each part of a row, of shape (count, ...), in this order: on the CPU, or on
+            the device that rows lie on.
         """
-        return self._log.read(places, buffers)
+        return self._read(places, buffers)
 
     def put(self, names: Sequence[bytes], values: Sequence[torch.Tensor]) -> None:
         """Keep rows while there is room; those that are there already stay as they are.
@@ -97,7 +99,7 @@ class NamedStore(KeptRows):
             first.setdefault(name, at)
         packed = np.frombuffer(b"".join(first), np.uint64).reshape(-1, 2)
         which = np.array([*first.values()], np.int64)
-        self._keep(packed, values, which, lambda: self._places_now([*first]))
+        self._keep(packed, values, which, lambda: self._places_now([*first]), [*first])
 
     def discard(self) -> None:
         """Close it, and remove what is kept on the disk: no one will ask for it."""

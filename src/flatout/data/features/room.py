@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 
+import torch
+
 from flatout.cache_folder import cache_folder
 from flatout.measure import available_bytes
 
 # Of the free memory, what a store may take where no one said how much.
 _SHARE = 0.5
+DEVICE_SHARE = 0.4
+"""Of the memory that is free on a device, what features may take: what a step needs may grow."""
 # What stays free for others; of a small disk, a part of it.
 _MEMORY_RESERVE = 512 << 20
 _DISK_RESERVE, _DISK_PART = 1 << 30, 20
@@ -29,3 +33,11 @@ def disk_room() -> int:
     whole = found.f_blocks * found.f_frsize
     reserve = min(_DISK_RESERVE, whole // _DISK_PART)
     return max(0, found.f_bavail * found.f_frsize - reserve)
+
+
+def device_room(device: torch.device, share: float = DEVICE_SHARE) -> int:
+    """Bytes of a device's memory that features may take."""
+    if device.type != "cuda":
+        return memory_room(share)
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free * share)

@@ -175,23 +175,29 @@ class RowLog:
         starts = (places * self.stride).tolist()
         return [crc32c(rows[start : start + self.stride]) for start in starts]
 
-    def read(self, places: Numbers, buffers: Buffers | None = None) -> list[torch.Tensor]:
+    def read(
+        self, places: Numbers, buffers: Buffers | None = None, which: slice = slice(None)
+    ) -> list[torch.Tensor]:
         """Rows that are whole, a tensor for each part, in this order.
 
         Args:
             places: int64 of shape (count,).
             buffers: where their memory comes from.
+            which: of the parts.
 
         Raises:
             EOFError: something else has cut the file.
         """
+        parts, offsets = self.parts[which], self._offsets[which]
+        if not parts:
+            return []
         rows = np.frombuffer(self._mapped_for(places, self._is_large), np.uint8)
-        widths = [part.width for part in self.parts]
+        widths = [part.width for part in parts]
         pool = buffers or self._buffers
         rooms = [pool.empty((len(places), width), np.uint8) for width in widths]
-        pieces = [one for one in zip(self._offsets, widths, rooms, strict=True) if one[1]]
+        pieces = [one for one in zip(offsets, widths, rooms, strict=True) if one[1]]
         lines.split_rows(rows.reshape(-1, self.stride), places, pieces)
-        return [_as_tensor(*one) for one in zip(rooms, self.parts, strict=True)]
+        return [_as_tensor(*one) for one in zip(rooms, parts, strict=True)]
 
     def _mapped_for(self, places: Numbers, is_cold: bool) -> mmap.mmap:
         """The file, of which these rows are to be read.

@@ -83,6 +83,7 @@ class FeatureStore(KeptRows):
         """
         places = self._places[slots]
         if (places < 0).any():
+            self._later.wait(slots.tolist())
             self._take_over(self._log.refresh())
             places = self._places[slots]
         there: npt.NDArray[np.bool_] = places >= 0
@@ -115,7 +116,8 @@ class FeatureStore(KeptRows):
                 again that no tensor shows any longer.
 
         Returns:
-            a tensor on the CPU for each part of a row, of shape (count, ...), in this order.
+            a tensor for each part of a row, of shape (count, ...), in this order: on the CPU, or on
+            the device that rows lie on.
 
         Raises:
             KeyError: a slot has no row.
@@ -124,7 +126,7 @@ class FeatureStore(KeptRows):
         places = self._places[slots]
         if (places < 0).any():
             raise KeyError(f"slot {int(slots[places < 0][0])} has no row")
-        return self._log.read(places, buffers)
+        return self._read(places, buffers)
 
     def put(self, slots: Numbers, values: Sequence[torch.Tensor]) -> None:
         """Keep rows while there is room; those that are there already stay as they are.
@@ -140,7 +142,8 @@ class FeatureStore(KeptRows):
         """
         slots, first = np.unique(np.asarray(slots, np.int64), return_index=True)
         slots, first = slots[~self._left[slots]], first[~self._left[slots]]
-        self._keep(self._names[slots], values, first, lambda: self._places[slots])
+        names = self._names[slots]
+        self._keep(names, values, first, lambda: self._places[slots], slots.tolist())
 
     def leave(self, slots: Numbers) -> None:
         """Neither give nor keep rows of these slots any more: their samples are others by now."""

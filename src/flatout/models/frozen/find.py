@@ -17,6 +17,7 @@ from flatout.console import first_line
 from flatout.models.frozen.calls import call_with, is_keras, parts_of, taking_part
 from flatout.models.frozen.cut import Cut, forward_of
 from flatout.models.frozen.form import Form
+from flatout.models.frozen.near import is_near
 from flatout.models.frozen.places import Places
 from flatout.models.frozen.plan import plan_prefix, plan_rest
 from flatout.models.frozen.recording import (
@@ -31,9 +32,6 @@ from flatout.models.frozen.stand_in import StandIn, Uncut
 
 # So many samples of a batch are looked at.
 _SAMPLES = 4
-# In other places of a batch, and in smaller ones, results may differ by so much of the largest.
-_SAME = {torch.float64: 1e-8, torch.float32: 1e-4}
-_SAME_IN_HALF = 2e-2
 # So many modules may be found that cannot be looked into.
 _ATTEMPTS = 8
 # Of what is kept in several places, so many are named.
@@ -435,13 +433,7 @@ def _near(form: Form, own: torch.Tensor, few: torch.Tensor, count: int) -> bool:
 
 
 def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if is_same(a, b) or not a.is_floating_point() or not a.numel():
-        return is_same(a, b)
-    share = _SAME.get(a.dtype, _SAME_IN_HALF)
-    if a.dtype not in _SAME:
-        a, b = a.float(), b.float()
-    apart = float(torch.linalg.vector_norm(a - b, torch.inf))
-    return apart <= share * float(torch.linalg.vector_norm(a, torch.inf))
+    return is_same(a, b) or (a.dtype == b.dtype and is_near(a, b))
 
 
 def _words(event: Event) -> str:

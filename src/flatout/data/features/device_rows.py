@@ -1,0 +1,118 @@
+"""Rows of kept features that also lie on a device, so that batches of them are gathered there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from threading import RLock
+from weakref import WeakSet
+
+import numpy as np
+import torch
+
+from flatout.data.block import Numbers
+from flatout.data.features.room import device_room
+from flatout.data.features.row_log import RowPart
+
+# Where it is not known how many rows there will be, there is memory for so many, and where it is,
+# for this share more, such as those of a validation.
+_UNKNOWN, _MORE = 4096, 0.25
+
+
+class DeviceRows:
+    """Rows on a device, by their places in a log; those for which there is no memory are not.
+
+    Memory is taken when the first row comes. Several threads may call at once, on streams that
+    wait for the device's default one.
+
+    Args:
+        parts: of a row.
+        device: where they lie.
+        expected: how many there will be; 0 where that is not known.
+        share: of the memory that is free there, what they may take.
+    """
+
+    def __init__(
+        self, parts: Sequence[RowPart], device: torch.device, expected: int, share: float
+    ) -> None:
+        self._parts, self._device, self._share = parts, device, share
+        self._most = int(expected * (1 + _MORE)) or _UNKNOWN
+        self._tables: list[torch.Tensor] | None = None
+        self._at = np.empty(0, np.int64)  # by place in the log, -1 without a row
+        self._count = 0
+        self._lock = RLock()
+        _on_devices.add(self)
+
+    def put(self, places: Numbers, values: Sequence[torch.Tensor]) -> None:
+        """Take rows over while there is memory.
+
+        Args:
+            places: in the log, each once.
+            values: a tensor for each part, with a row for each place, on any device.
+        """
+        with self._lock:
+            new = np.flatnonzero(self._at_of(places) < 0)
+            tables = self._taken() if len(new) else []
+            new = new[: self._most - self._count]
+            if not len(new):
+                return
+            at = np.arange(self._count, self._count + len(new))
+            self._count += len(new)
+            whole = len(new) == len(places)
+            for table, part, value in zip(tables, self._parts, values, strict=True):
+                rows = value if whole else value[torch.from_numpy(new).to(value.device)]
+                rows = rows.detach().to(self._device, non_blocking=True)
+                rows = rows.permute(0, 2, 3, 1) if part.channels_last else rows
+                table[at[0] : at[-1] + 1].copy_(rows)
+            self._at[places[new]] = at
+
+    def take(self, places: Numbers) -> list[torch.Tensor] | None:
+        """These rows, a tensor on the device for each part; None where one of them is not there."""
+        with self._lock:
+            at = self._at_of(places)
+            if self._tables is None or (at < 0).any():
+                return None
+            index = torch.from_numpy(at).to(self._device, non_blocking=True)
+            rows = [table.index_select(0, index) for table in self._tables]
+        pairs = zip(rows, self._parts, strict=True)
+        return [one.permute(0, 3, 1, 2) if part.channels_last else one for one, part in pairs]
+
+    def give_way(self) -> int:
+        """Let go of all rows, and take no more; returns the bytes that are free for others then."""
+        with self._lock:
+            freed = sum(table.nbytes for table in self._tables or ())
+            self._tables, self._most = None, 0
+            self._at, self._count = np.empty(0, np.int64), 0
+            return freed
+
+    def _at_of(self, places: Numbers) -> Numbers:
+        if len(places) and (last := int(places.max())) >= len(self._at):
+            grown = np.full(2 * (last + 1), -1, np.int64)
+            grown[: len(self._at)] = self._at
+            self._at = grown
+        return self._at[places]
+
+    def _taken(self) -> list[torch.Tensor]:
+        """The memory of all rows, as much of it as there is room for."""
+        if self._tables is None:
+            stride = sum(part.width for part in self._parts)
+            self._most = min(self._most, device_room(self._device, self._share) // max(1, stride))
+            try:
+                self._tables = [self._table(part) for part in self._parts]
+            except torch.OutOfMemoryError:  # others were faster
+                self._tables, self._most = None, 0
+        return self._tables or []
+
+    def _table(self, part: RowPart) -> torch.Tensor:
+        shape = part.shape
+        if part.channels_last:
+            channels, *size = shape
+            shape = (*size, channels)
+        return torch.empty((self._most, *shape), dtype=part.dtype, device=self._device)
+
+
+_on_devices: WeakSet[DeviceRows] = WeakSet()
+
+
+def features_give_way() -> int:
+    """Let go of all rows on devices, where memory runs out there; returns their bytes."""
+    return sum(rows.give_way() for rows in list(_on_devices))

@@ -1,0 +1,78 @@
+"""Rows that a device gives are written by a thread, while the device computes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import BoundedSemaphore
+from typing import Any
+
+import torch
+
+# So many batches of rows may wait for the disk; each lies in pinned memory meanwhile.
+_WAITING = 4
+
+
+class Later:
+    """Writes rows in their order, each batch of them once its device has given it."""
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+        self._room = BoundedSemaphore(_WAITING)
+        self._latest: Future[None] | None = None
+        self._waiting: set[Hashable] = set()
+        self._error: BaseException | None = None
+
+    def write(
+        self,
+        names: Collection[Hashable],
+        values: Sequence[torch.Tensor],
+        write: Callable[[list[torch.Tensor]], None],
+    ) -> None:
+        """Have rows written; what is done to the values after this changes none of them.
+
+        Args:
+            names: of the rows, each once.
+            values: a tensor for each part.
+            write: does it, given their copies on the CPU.
+        """
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, "flatout-features")
+        self._room.acquire()
+        copies = [_copied(value) for value in values]
+        devices = {value.device for value in values if value.device.type != "cpu"}
+        events = [torch.accelerator.current_stream(one).record_event() for one in devices]
+        self._waiting.update(names)
+        self._latest = self._pool.submit(self._run, [*names], copies, events, write)
+
+    def _run(self, names: list[Hashable], copies: list[Any], events: list[Any], write: Any) -> None:
+        try:
+            for event in events:
+                event.synchronize()
+            write(copies)
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._waiting.difference_update(names)
+            self._room.release()
+
+    def wait(self, names: Collection[Hashable] | None = None) -> None:
+        """Wait until all is written, or what is known by one of these names.
+
+        Raises:
+            Exception: what has kept some of it from being written.
+        """
+        if self._latest is None or (names is not None and self._waiting.isdisjoint(names)):
+            return
+        self._latest.result()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+
+def _copied(value: torch.Tensor) -> torch.Tensor:
+    value = value.detach()
+    if value.device.type == "cpu":
+        return value.clone()
+    pinned = torch.empty_like(value, device="cpu", pin_memory=True)
+    return pinned.copy_(value, non_blocking=True)
