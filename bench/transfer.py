@@ -1,6 +1,7 @@
 """VGG16 with its last block trained on a folder of JPEGs, under Flatout and under its peers.
 
     python bench/transfer.py [--restarts 3] [--only flatout torch-bf16] [--json [FILE]]
+    python bench/transfer.py --device cuda --restarts 1 --images 512 --epochs 8 --loss-steps 0
 
 256 images of 512x496 in four class folders, shrunk to 224x224; all of VGG16 is frozen but its last
 block, and behind it stand Flatten and Dense 4; batch 32, Adam, two threads. Peers compute the
@@ -9,6 +10,8 @@ frozen layers in each epoch. The first epoch counts from the start of its proces
 flatout-second-run is a process after another one with its own learning rate and the same cache.
 flatout-disk begins each epoch without its store in the page cache, as if that were too small.
 The losses are of images of 64x64.
+
+On a GPU the peers are PyTorch loops whose DataLoader has 8 workers and pins its memory.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from typing import Any
 from sklearn.datasets import load_sample_images
 
 from convnet import tell
-from flatout.measure import bootstrap_ratio, compare_curves, fingerprint
+from flatout.measure import bootstrap_ratio, compare_curves, fingerprint, usable_cpus
 from input_data import write_cut
 from limits import matmul_flops_per_s
 from restarts import (
@@ -48,7 +51,10 @@ from transfer_job import BATCH, live_flops
 FLATOUT, AGAIN, PLAIN = "flatout", "flatout-again", "torch-fp32"
 SECOND, MEMORY, DISK = "flatout-second-run", "flatout-memory", "flatout-disk"
 HEAD, PLAIN_HEAD = "flatout-head", "torch-head"
-OWN = (FLATOUT, AGAIN, SECOND, MEMORY, DISK, HEAD)
+IN_BF16 = "flatout-bf16"
+OWN = (FLATOUT, AGAIN, SECOND, MEMORY, DISK, HEAD, IN_BF16)
+# Of peers on a GPU.
+WORKERS = 8
 IMAGES, SIDE, THREADS = 256, 224, 2
 EPOCHS = 5  # of the run that counts as a whole
 LOSS_STEPS, LOSS_SIDE = 200, 64
@@ -88,6 +94,24 @@ def peers(images: Path, size: int, own_epochs: int, epochs: int) -> list[Peer]:
             for backend in ("torch", "tensorflow")
         ]
     return chosen
+
+
+def peers_on_gpu(images: Path, size: int, own_epochs: int, epochs: int, threads: int) -> list[Peer]:
+    """Likewise, on a GPU."""
+    shared = ("--images", str(images), "--size", str(size), "--threads", str(threads))
+    shared = (*shared, "--device", "cuda", "--workers", str(WORKERS))
+    given = (*shared, "--epochs", str(own_epochs))
+    others = (*shared, "--epochs", str(epochs))
+    ways = {FLATOUT: (), SECOND: ("--runs-before", "1"), IN_BF16: ("--compute-in", "bf16")}
+    own = [
+        Peer(name, "transfer_flatout.py", (*given, *way), ("torch", "flatout"))
+        for name, way in ways.items()
+    ]
+    plain = [
+        Peer(f"torch-{precision}", "transfer_plain.py", (*others, "--precision", precision))
+        for precision in ("fp32", "bf16")
+    ]
+    return [*own, *plain]
 
 
 def make_images(folder: Path, count: int) -> None:
@@ -134,6 +158,39 @@ def key_of(
     return Key(name, bootstrap_ratio(seconds(rows[slower]), seconds(rows[faster])), **more)
 
 
+def gpu_keys(rows: dict[str, Row]) -> list[Key]:
+    """Keys on a GPU, which nothing is asked of."""
+
+    def first(row: Row) -> list[float]:
+        return row.first_seconds
+
+    def later(row: Row) -> list[float]:
+        return row.seconds
+
+    best, best_run = best_peer(rows, later), best_peer(rows, run_seconds)
+    own = min((FLATOUT, IN_BF16), key=lambda name: median(rows[name].seconds or [1e9]))
+    note = f"{own} against"
+    return [
+        key_of(rows, "later_epochs_vs_plain", PLAIN, FLATOUT),
+        key_of(rows, "later_epochs_vs_best_peer", best, own, note=f"{note} {best}"),
+        key_of(rows, "first_epoch_vs_plain", PLAIN, FLATOUT, first),
+        key_of(
+            rows,
+            "five_epochs_vs_best_peer",
+            best_run,
+            own,
+            run_seconds,
+            note=f"{note} {best_run}, from the start of the process",
+        ),
+        Key(
+            "second_run_first_epoch_vs_later",
+            bootstrap_ratio(rows[SECOND].seconds, rows[SECOND].first_seconds)
+            if rows[SECOND].measured
+            else f"{SECOND}: {rows[SECOND].reason}",
+        ),
+    ]
+
+
 def speed_keys(rows: dict[str, Row], has_amx: bool) -> list[Key]:
     def later(row: Row) -> list[float]:
         return row.seconds
@@ -175,12 +232,12 @@ def speed_keys(rows: dict[str, Row], has_amx: bool) -> list[Key]:
     ]
 
 
-def limit_key(rows: dict[str, Row], size: int) -> Key:
+def limit_key(rows: dict[str, Row], size: int, threads: int, device: str) -> Key:
     """What later epochs compute a second, over what a matmul does."""
     name = "live_flops_vs_matmul"
     if not rows[FLATOUT].measured:
         return Key(name, rows[FLATOUT].reason)
-    most = matmul_flops_per_s(THREADS)
+    most = matmul_flops_per_s(threads, device)
     flops = live_flops(size) * BATCH / median(rows[FLATOUT].seconds)
     note = f"{flops / 1e9:,.0f} of {most / 1e9:,.0f} GFLOP/s, whole steps"
     return Key(name, flops / most, note=note)
@@ -240,12 +297,13 @@ def read_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_arguments(parser, restarts=3)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--images", type=positive, default=IMAGES, help="JPEGs in an epoch")
     parser.add_argument("--size", type=positive, default=SIDE, help="a multiple of 32")
     parser.add_argument("--epochs", type=positive, default=4, help="of Flatout after the first")
     parser.add_argument("--peer-epochs", type=positive, default=1, help="of peers after the first")
     parser.add_argument("--loss-steps", type=int, default=LOSS_STEPS, help="0: no losses")
-    names = [peer.name for peer in peers(Path(), 32, 1, 1)]
+    names = {peer.name for peer in (*peers(Path(), 32, 1, 1), *peers_on_gpu(Path(), 32, 1, 1, 1))}
     parser.add_argument("--only", nargs="+", default=(), choices=names, metavar="PEER")
     return parser.parse_args()
 
@@ -263,25 +321,29 @@ def remarks(rows: dict[str, Row]) -> Sequence[str]:
 def main() -> int:
     arguments = read_arguments()
     end_peers_on_sigterm()
+    on_gpu = arguments.device == "cuda"
+    threads = usable_cpus() if on_gpu else THREADS
     keys: list[Key] = []
     with tempfile.TemporaryDirectory(prefix="flatout-bench-") as folder:
         os.environ["FLATOUT_CACHE"] = f"{folder}/cache"  # the machine is measured now
         images = Path(folder, "images")
         make_images(images, arguments.images)
-        chosen = peers(images, arguments.size, arguments.epochs, arguments.peer_epochs)
+        asked = (images, arguments.size, arguments.epochs, arguments.peer_epochs)
+        chosen = peers_on_gpu(*asked, threads) if on_gpu else peers(*asked)
         rows = run_in_turn(chosen, restarts=arguments.restarts, only=arguments.only, tell=tell)
         if arguments.loss_steps:
             keys = loss_keys(images, arguments.images, arguments.loss_steps)
-        keys.append(limit_key(rows, arguments.size))
+        keys.append(limit_key(rows, arguments.size, threads, arguments.device))
     has_amx = "amx_bf16" in fingerprint().instructions
+    speeds = gpu_keys(rows) if on_gpu else speed_keys(rows, has_amx)
     results = Results(
         title=f"VGG16's last block, {arguments.images} JPEGs to "
-        f"{arguments.size}x{arguments.size}, batch {BATCH}, threads: {THREADS}; epochs after the "
+        f"{arguments.size}x{arguments.size}, batch {BATCH}, threads: {threads}; epochs after the "
         f"first; restarts of each: {arguments.restarts}",
         headers=["", "images/s", "fastest .. slowest", "time / flatout's", "", ""],
         lines=lines_of(rows, FLATOUT, images_per_second),
         remarks=remarks(rows),
-        keys=[*speed_keys(rows, has_amx), *keys],
+        keys=[*speeds, *keys],
         data={"rows": rows_as_data(rows, FLATOUT), "versions": versions(chosen)},
     )
     return finish(results, arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -17,6 +18,9 @@ class Stamps:
         self.readings: list[float] = []
 
     def mark(self) -> None:
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
         self.readings.append(time.perf_counter())
 
     def epoch_seconds(self) -> list[float]:

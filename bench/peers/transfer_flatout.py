@@ -66,6 +66,7 @@ def run_before(out: Path) -> None:
 def main() -> None:
     parser = transfer_job.parser()
     parser.add_argument("--where", choices=["auto", "memory", "disk"], default="auto")
+    parser.add_argument("--compute-in", choices=["auto", "bf16"], default="auto")
     parser.add_argument("--cold", action="store_true", help="the store's pages leave memory")
     parser.add_argument("--runs-before", type=int, default=0, help="with the same cache folder")
     arguments = parser.parse_args()
@@ -78,9 +79,14 @@ def main() -> None:
 
     images = flatout.data.images(arguments.images, size=arguments.size).shuffle(seed=1)
     model = transfer_torch.model(arguments.size, arguments.head_only)
-    recipe = None
-    if arguments.where != "auto":
-        recipe = flatout.Recipe(input={"features": arguments.where})
+    compute = {"precision": arguments.compute_in}
+    if arguments.compute_in == "bf16":
+        compute["memory_format"] = "channels_last"
+    recipe = flatout.Recipe(
+        input={"features": arguments.where},
+        compute=compute,
+        world={"device": arguments.device},
+    )
     said: list[str] = []
     stamps = Stamps()
     clock = Clock(stamps, cache if arguments.cold else None)

@@ -29,6 +29,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--head-only", action="store_true", help="train nothing but the Dense")
     parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--workers", type=int, default=1, help="processes of a DataLoader")
     parser.add_argument("--lr", type=float, default=LEARNING_RATE)
     return parser
 
