@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import flatout
 from flatout.data import RowPart, sample_names
+from flatout.data.features.device_rows import features_give_way
 from flatout.data.features.named_store import NamedStore
 from flatout.data.features.sample_names import hashed
 from flatout.models import Cut
@@ -192,6 +193,19 @@ def test_another_trainer_evaluates_by_rows_on_the_disk(device, computed):
     computed.append(0)
     trainer.evaluate(data)
     assert computed[-1] < SAMPLES
+
+
+def test_rows_lie_on_the_device_until_memory_runs_out_there(device):
+    freed = []
+
+    class GiveWay(flatout.Callback):
+        def on_epoch_end(self, state):
+            freed.append(features_give_way())
+
+    plain = fitted(device, "off")
+    ours = fitted(device, "memory", callbacks=[GiveWay()])
+    assert (sum(freed) > 0) == (device.type == "cuda")
+    check_alike(ours, plain, 1e-2)
 
 
 def looped(device, where, data):
@@ -405,13 +419,17 @@ def test_rows_come_back_as_they_were_put(device, dtype):
     rows = torch.randint(0, 200, (12, 5, 4, 4)).to(device, dtype)
     part = RowPart((5, 4, 4), dtype, channels_last=True)
     store = NamedStore.open(f"rows of {dtype}", [part], "memory")
-    given = rows.to(memory_format=torch.channels_last)
+    given = rows.clone(memory_format=torch.channels_last)
     names = sample_names(given)
+    if device.type == "cuda":
+        store.lie_on(device, parts=1, expected=12)
     store.put(names, [given])
+    given.zero_()  # as an operator in place does
     places = store.places(names[::-1])
     assert (places >= 0).all()
     (found,) = store.get(places)
-    assert torch.equal(found.to(device), rows.flip(0))
+    assert found.device.type == device.type
+    assert torch.equal(found, rows.flip(0))
 
 
 def test_samples_have_the_same_names_on_each_device(device):
