@@ -46,11 +46,12 @@ class DeviceRows:
         """Take rows over while there is memory.
 
         Args:
-            places: in the log, each once.
+            places: in the log.
             values: a tensor for each part, with a row for each place, on any device.
         """
         with self._lock:
-            new = np.flatnonzero(self._at_of(places) < 0)
+            _, firsts = np.unique(places, return_index=True)
+            new = np.sort(firsts[self._at_of(places[firsts]) < 0])
             tables = self._taken() if len(new) else []
             new = new[: self._most - self._count]
             if not len(new):

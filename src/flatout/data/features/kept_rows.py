@@ -114,7 +114,7 @@ class KeptRows:
         if rows is not None:
             return [*rows, *self._log.read(places, buffers, rest)]
         read = self._log.read(places, buffers)
-        self._on_device.put(places, read)
+        self._on_device.put(places, read[: self._parts_there])
         rows = self._on_device.take(places)
         return read if rows is None else [*rows, *read[rest]]
 
