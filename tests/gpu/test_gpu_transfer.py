@@ -18,7 +18,7 @@ from flatout.data.features.named_store import NamedStore
 from flatout.data.features.sample_names import hashed
 from flatout.models import Cut
 from flatout.recipe import Recipe
-from flatout.train import features
+from flatout.train import features, frozen_choice
 from flatout.train.frozen_choice import Choice
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(60)]
@@ -402,7 +402,7 @@ def test_a_keras_application(device, computed):
 
 def test_what_pays_is_measured(device, monkeypatch):
     """A frozen part of many layers before a small head, and no one says what to choose."""
-    monkeypatch.undo()
+    monkeypatch.setattr(features, "choose", frozen_choice.choose)
     torch.manual_seed(0)
     layers = [part for _ in range(8) for part in (nn.Conv2d(64, 64, 3, padding=1), nn.ReLU())]
     body = nn.Sequential(nn.Conv2d(3, 64, 3), *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())

@@ -5,6 +5,7 @@ import pytest
 import torch
 from PIL import Image
 from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 from train_frozen import fitted, frozen, images, watched_cuts, written
 from train_jobs import figures, quiet, same
 
@@ -175,6 +176,47 @@ def test_what_is_evaluated_again_is_kept(made):
     assert counts[1] >= 50 > 20 > counts[2] >= counts[3]
     x[3] += 1
     assert trainer.evaluate((x, y)) == plain.evaluate((x, y))
+
+
+def loader(samples=None):
+    return DataLoader(TensorDataset(*images()) if samples is None else samples, 10)
+
+
+def test_what_a_loader_gives_again_is_kept(made):
+    trainer, plain = evaluated("memory"), evaluated("off")
+    expected, outputs = plain.evaluate(loader()), plain.predict(loader())
+    counts = []
+    for _ in range(4):
+        del made[:]
+        assert trainer.evaluate(loader()) == expected
+        counts.append(computed(made))
+    assert counts[0] == 0  # not even looked for
+    assert counts[1] >= 50 > 20 > counts[2] >= counts[3]
+    del made[:]
+    assert torch.equal(trainer.predict(loader()), outputs)
+    assert computed(made) < 20
+
+
+class Drawn(Dataset):
+    """Samples that are others each time."""
+
+    def __len__(self):
+        return 50
+
+    def __getitem__(self, number):
+        x, y = (part[number] for part in images())
+        return x + torch.rand(()), y
+
+
+def test_what_a_loader_changes_at_random_is_evaluated_as_it_comes(made, tmp_path, monkeypatch):
+    monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "cache"))
+    trainer, plain = evaluated("disk"), evaluated("off")
+    for seed in range(5):
+        torch.manual_seed(seed)
+        expected = plain.evaluate(loader(Drawn()))
+        torch.manual_seed(seed)
+        assert trainer.evaluate(loader(Drawn())) == expected
+    assert not list((tmp_path / "cache" / "features").glob("*/"))
 
 
 def test_off_few_samples_and_exact_bits_look_for_nothing(made):

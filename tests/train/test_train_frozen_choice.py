@@ -2,6 +2,7 @@
 
 import pytest
 
+from flatout.train.feature_costs import Costs
 from flatout.train.frozen_choice import FeatureOption, choose
 
 GB = 10**9
@@ -19,6 +20,17 @@ def test_the_fastest_cut_wins_though_another_is_later():
     assert found.pays_from == 2
     assert found.later_s == pytest.approx(0.012)
     assert found.whole_bytes == 10**9
+
+
+def test_of_what_is_made_beside_the_device_the_longer_counts():
+    by_cpus = Costs(made=0.03, prefix=0.01, live=0.002, read=0.001, is_beside=True)
+    assert (by_cpus.plain_s, by_cpus.read_s) == (0.03, 0)
+    assert by_cpus.saved_s == pytest.approx(0.028)
+    assert by_cpus._replace(read=0.02).saved_s == pytest.approx(0.01)
+    assert by_cpus._replace(read=0.04).saved_s == 0
+    alone = by_cpus._replace(is_beside=False)
+    assert (alone.plain_s, alone.read_s) == pytest.approx((0.042, 0.001))
+    assert alone.saved_s == pytest.approx(0.04)
 
 
 def test_a_single_epoch_keeps_nothing_unless_all_is_there():

@@ -21,7 +21,8 @@ from flatout.data import (
     Numbered,
     RowPart,
     Source,
-    numbered,
+    sample_names,
+    tensors_in,
 )
 from flatout.models import Cut, Cuts
 from flatout.recipe import Parity
@@ -29,7 +30,7 @@ from flatout.train.feature_rows import ModelRows, forms_of
 from flatout.train.frozen_candidates import agreed_cuts
 from flatout.train.frozen_choice import Choice
 from flatout.train.loop_state import LoopState
-from flatout.train.named_rows import NamedRows
+from flatout.train.named_rows import NamedRows, NamedSamples, samples_of
 from flatout.train.snapshot import untouched
 from flatout.words import counted
 
@@ -72,6 +73,7 @@ class EvaluatedFeatures:
         self._looked, self._cuts = Cuts(), list[Cut]()
         self._forms: list[RowPart] = []  # of the inputs that they are for
         self._times: Counter[str] = Counter()  # that each data were evaluated
+        self._named: dict[str, NamedRows] = {}  # by content and cut
         self._said: set[str] = set()
 
     @contextmanager
@@ -94,24 +96,40 @@ class EvaluatedFeatures:
         cut, rows = found
         undo = cut.apply()
         try:
-            yield self._features.rows.completed(part, rows, cut)
+            if isinstance(rows, NamedRows):
+                # Of what is made already: a loader that is asked again draws again.
+                epoch = self._times[content_of(rows.samples)]
+                yield self._features.rows.completed_of(made, rows, cut, epoch)
+            else:
+                yield self._features.rows.completed(part, rows, cut)
         finally:
             undo()
             rows.store.wait()
-            if rows.store.kept:
+            if isinstance(rows, NamedRows) and rows.is_random:
+                self._features.rows.release(rows)
+            elif rows.store.kept:
                 self._features.rows.hold(rows)
 
     def _may_have(self, source: Source) -> bool:
         """Whether it is worth a look; all ranks say the same."""
         if self._loop.allow < Parity.TOLERANT or not self._features.may_keep:
             return False
-        return isinstance(numbered(source), Numbered) and (source.samples or 0) >= _WORTH
+        return not isinstance(samples_of(source), str) and (source.samples or 0) >= _WORTH
 
-    def _found(self, source: Source, first: Batch | None) -> tuple[Cut, FeatureRows] | None:
+    def _content_of(self, source: Source) -> str:
+        """What tells data from others; of samples that are known by their bytes, how many."""
+        samples = samples_of(source)
+        assert not isinstance(samples, str)
+        if isinstance(samples, Numbered):
+            return self._features.rows.content_of(source, samples)
+        return content_of(samples)
+
+    def _found(
+        self, source: Source, first: Batch | None
+    ) -> tuple[Cut, FeatureRows | NamedRows] | None:
         """The cut that is used, and its rows; None where all is computed."""
-        rows, world, samples = self._features.rows, self._loop.world, numbered(source)
-        assert isinstance(samples, Numbered)
-        content = rows.content_of(source, samples)
+        rows, world = self._features.rows, self._loop.world
+        content = self._content_of(source)
         try:
             self._times[content] += 1
             known = world.from_first(rows.known())
@@ -149,9 +167,9 @@ class EvaluatedFeatures:
     def _name(self, source: Source, cuts: list[Cut], batch: Batch, known: list[list[int]]) -> str:
         """Of the cut that is used: the one that has the most rows, else what pays; "" for none."""
         rows = self._features.rows
-        content = rows.contents[source]
+        content = self._content_of(source)
         opened = {c.name: self._open(source, c, batch) for c in cuts if c.place in known}
-        kept = {name: one.store.kept for name, one in opened.items() if one is not None}
+        kept = {name: _kept(one, batch) for name, one in opened.items() if one is not None}
         most = max(kept, key=lambda name: kept[name], default="")
         if kept.get(most):
             self._say(content, f"features: kept {most} of {counted(kept[most], 'sample')}")
@@ -169,15 +187,19 @@ class EvaluatedFeatures:
         self._say(content, f"features: {choice.words(where, rows.precision(cut))}")
         return cut.name
 
-    def _open(self, source: Source, cut: Cut, batch: Batch) -> FeatureRows | None:
+    def _open(self, source: Source, cut: Cut, batch: Batch) -> FeatureRows | NamedRows | None:
         rows = self._features.rows
         with untouched(self._model), torch.no_grad(), self._loop.autocast():
             few = batch.rows(0, 2).inputs
             rows.look_at(cut, few, cut.prefix(few))
         found = rows.open(source, cut, batch)
-        if not isinstance(found, FeatureRows):
-            return None
-        if found.store.kept:
+        if isinstance(found, NamedRows):
+            name = f"{content_of(found.samples)} {cut.name}"
+            before = self._named.get(name, found)
+            if before.is_random:
+                return None
+            found = self._named[name] = before if before.store is found.store else found
+        if found is not None and found.store.kept:
             rows.hold(found)
         return found
 
@@ -185,6 +207,19 @@ class EvaluatedFeatures:
         if content not in self._said:
             self._said.add(content)
             self._loop.say(line)
+
+
+def content_of(samples: NamedSamples) -> str:
+    """What these samples are counted under."""
+    return f"{samples.slots} samples by their bytes"
+
+
+def _kept(rows: FeatureRows | NamedRows, batch: Batch) -> int:
+    """How many rows there are; 0 where those of samples by their bytes are of other data."""
+    if isinstance(rows, NamedRows):
+        places = rows.store.places(sample_names(*tensors_in(batch.inputs)))
+        return rows.store.kept if (places >= 0).any() else 0
+    return rows.store.kept
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,6 +39,43 @@ def timed(run: Callable[[], Any], device: torch.device = _CPU) -> tuple[float, A
         finish_device()
         seconds.append(time.perf_counter() - began)
     return min(seconds[-3:]), given
+
+
+class Costs(NamedTuple):
+    """Seconds of a sample.
+
+    Attributes:
+        made: to read and decode it.
+        prefix: in the frozen layers before a cut.
+        live: in what is behind it, forward and backward.
+        read: to read a row in place of both.
+        is_beside: whether samples are made, and rows read, while the device computes: the longer
+            one counts then.
+    """
+
+    made: float
+    prefix: float
+    live: float
+    read: float
+    is_beside: bool
+
+    @property
+    def plain_s(self) -> float:
+        """Where nothing is kept."""
+        computed = self.prefix + self.live
+        return max(self.made, computed) if self.is_beside else self.made + computed
+
+    @property
+    def saved_s(self) -> float:
+        """Of these, where a row is kept, before what reading it adds."""
+        if self.is_beside:
+            return max(0.0, self.plain_s - max(self.read, self.live))
+        return self.made + self.prefix
+
+    @property
+    def read_s(self) -> float:
+        """What reading adds, or writing."""
+        return 0.0 if self.is_beside else self.read
 
 
 def is_made_beside(source: Source, device: torch.device) -> bool:

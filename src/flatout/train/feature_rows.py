@@ -203,6 +203,11 @@ class ModelRows:
         while len(self._held) > _HELD:
             del self._held[next(iter(self._held))]
 
+    def release(self, rows: NamedRows) -> None:
+        """Let go of rows of samples that do not come again."""
+        self._held.pop(self._names[rows.store], None)
+        rows.drop()
+
     def content_of(self, source: Source, samples: Numbered) -> str:
         """What tells a source's samples from all others; "only ..." where no other run finds it."""
         if source not in self.contents:
@@ -217,7 +222,8 @@ class ModelRows:
 
         Not where samples are known by their files: these are looked at when rows are asked for.
         """
-        if self._named.get(self.contents[source]) is None:
+        content = self.contents.get(source)
+        if content is not None and self._named.get(content) is None:
             del self.contents[source]
 
     def _named_of(self, content: str, samples: Numbered) -> NamedSlots | None:
@@ -302,7 +308,13 @@ class ModelRows:
             cut: at which they are kept.
         """
         made = batches_of(part, 0, 0, None if isinstance(rows, NamedRows) else rows)
-        return (self.complete(self._loop.ready(batch), rows, cut, 0) for batch in made)
+        return self.completed_of(made, rows, cut, 0)
+
+    def completed_of(
+        self, made: Iterator[Batch], rows: FeatureRows | NamedRows, cut: Cut, epoch: int
+    ) -> Iterator[Batch]:
+        """The same of batches that are made already; `epoch` as `complete` takes it."""
+        return (self.complete(self._loop.ready(batch), rows, cut, epoch) for batch in made)
 
     def _computed(self, cut: Cut, inputs: Any, samples: int, *, alone: bool) -> Features:
         """What the frozen layers give, now."""

@@ -40,7 +40,14 @@ from flatout.recipe import Choice as RecipeChoice
 from flatout.recipe import Parity
 from flatout.train.compute import call as call_model
 from flatout.train.evaluated_features import EvaluatedFeatures
-from flatout.train.feature_costs import is_made_beside, making_s, read_rate, room, timed
+from flatout.train.feature_costs import (
+    Costs,
+    is_made_beside,
+    making_s,
+    read_rate,
+    room,
+    timed,
+)
 from flatout.train.feature_rows import ModelRows
 from flatout.train.frozen_candidates import agreed_cuts
 from flatout.train.frozen_choice import Choice, FeatureOption, choose
@@ -412,26 +419,29 @@ class FrozenFeatures:
                 filled = rows.store.kept / samples.slots
                 cut.rest(features)
                 rest_s, _ = timed(partial(cut.rest, features), loop.device)
-                prefix_s, live_s = prefix_s / measured.size, passes * rest_s / measured.size
                 size, store = cut.bytes_per_sample, rows.store
-                rate_here = read_rate(store.where, samples.slots * size, loop.device)
-                saved_s, read_s = prefix_s + made_s, named_s + size / rate_here
-                plain_s = saved_s + live_s
-                if beside:  # the longer one counts, of making or reading and of computing
-                    plain_s = max(made_s, prefix_s + live_s)
-                    saved_s, read_s = plain_s - max(read_s, live_s), 0.0
-                step_s = max(step_s, plain_s)
+                read_s = size / read_rate(store.where, samples.slots * size, loop.device)
+                costs = Costs(
+                    made_s,
+                    prefix_s / measured.size,
+                    passes * rest_s / measured.size,
+                    named_s + read_s,
+                    beside,
+                )
+                step_s = max(step_s, costs.plain_s)
                 option = FeatureOption(
                     cut.name,
-                    saved_s=saved_s,
+                    saved_s=costs.saved_s,
                     bytes=size,
                     variants=samples.variants,
-                    read_s=read_s,
+                    read_s=costs.read_s,
                     room=room(store.where),
                     filled=min(1.0, filled * (hosts if stays else 1)),
                     hosts=hosts,
                     stays=stays,
-                    sent_s=size / rate + 2 * read_s if rate else inf,  # it is read there, kept here
+                    sent_s=size / rate + 2 * costs.read
+                    if rate
+                    else inf,  # it is read there, kept here
                 )
                 options.append(option)
         return choose(options, source.samples or samples.slots // samples.variants, left, step_s)
@@ -467,14 +477,12 @@ class FrozenFeatures:
         size = sum(tensor.nbytes for tensor in tensors_in(raw.inputs)) // raw.size
         where = "memory" if size * source.samples <= room("memory") else "disk"
         rate = read_rate(where, size * source.samples)
-        step_s = 3 * forward_s / few.size
-        plain_s, saved_s, read_s = decoding_s + step_s, decoding_s, size / rate
-        if is_made_beside(source, loop.device):
-            plain_s = max(decoding_s, step_s)
-            saved_s, read_s = plain_s - max(read_s, step_s), 0.0
+        beside = is_made_beside(source, loop.device)
+        costs = Costs(decoding_s, 0, 3 * forward_s / few.size, size / rate, beside)
+        saved_s, read_s = costs.saved_s, costs.read_s
         option = FeatureOption("decoded pixels", saved_s, size, 1, read_s, room(where))
         left = None if loop.planned_epochs is None else loop.planned_epochs - epoch
-        choice = choose([option], source.samples, left, plain_s)
+        choice = choose([option], source.samples, left, costs.plain_s)
         if choice.kept is None or choice.share < 1:
             return False
         self._pixels, self._restarts = pixels, True

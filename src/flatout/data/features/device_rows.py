@@ -49,7 +49,7 @@ class DeviceRows:
             places: in the log.
             values: a tensor for each part, with a row for each place, on any device.
         """
-        with self._lock:
+        with self._lock, torch.inference_mode(False):
             _, firsts = np.unique(places, return_index=True)
             new = np.sort(firsts[self._at_of(places[firsts]) < 0])
             tables = self._taken() if len(new) else []
@@ -68,7 +68,7 @@ class DeviceRows:
 
     def take(self, places: Numbers) -> list[torch.Tensor] | None:
         """These rows, a tensor on the device for each part; None where one of them is not there."""
-        with self._lock:
+        with self._lock, torch.inference_mode(False):
             at = self._at_of(places)
             if self._tables is None or (at < 0).any():
                 return None
