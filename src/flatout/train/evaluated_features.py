@@ -74,6 +74,7 @@ class EvaluatedFeatures:
         self._forms: list[RowPart] = []  # of the inputs that they are for
         self._times: Counter[str] = Counter()  # that each data were evaluated
         self._named: dict[str, NamedRows] = {}  # by content and cut
+        self._random: set[str] = set()  # contents of which no sample came again
         self._said: set[str] = set()
 
     @contextmanager
@@ -106,6 +107,7 @@ class EvaluatedFeatures:
             undo()
             rows.store.wait()
             if isinstance(rows, NamedRows) and rows.is_random:
+                self._random.add(content_of(rows.samples))
                 self._features.rows.release(rows)
             elif rows.store.kept:
                 self._features.rows.hold(rows)
@@ -114,7 +116,11 @@ class EvaluatedFeatures:
         """Whether it is worth a look; all ranks say the same."""
         if self._loop.allow < Parity.TOLERANT or not self._features.may_keep:
             return False
-        return not isinstance(samples_of(source), str) and (source.samples or 0) >= _WORTH
+        samples = samples_of(source)
+        is_random = isinstance(samples, NamedSamples) and content_of(samples) in self._random
+        if is_random and self._loop.world.size == 1:  # ranks notice it apart
+            return False
+        return not isinstance(samples, str) and (source.samples or 0) >= _WORTH
 
     def _content_of(self, source: Source) -> str:
         """What tells data from others; of samples that are known by their bytes, how many."""
