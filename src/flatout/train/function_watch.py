@@ -36,7 +36,7 @@ class FunctionWatch:
         self.modules: list[nn.Module] = []
         self._known: list[tuple[Any, str, Any]] = []
         self._seen: set[int] = set()
-        self._look("it", function)
+        self._look("itself", function)
 
     def holds(self) -> bool:
         """Whether all that it reads is what it was."""

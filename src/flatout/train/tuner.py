@@ -163,11 +163,12 @@ class Tuner:
             self._started = self._clock()
             self._first = number
         if not self.is_searching:
-            began = self._clock()
             if self.search.by_length is not None:
                 self._use(self.search.by_length, batches)
             if number < self._look_at:
                 return run()
+            finish_device()  # which may still be at the steps before
+            began = self._clock()
             done = run()
             finish_device()
             seconds = self._clock() - began + prepared_s
@@ -181,6 +182,7 @@ class Tuner:
         if is_tried:
             self._moving.keep()
         self._stepper.may_split = not (is_tried and self._world.size == 1)
+        finish_device()
         began = self._clock()
         if isinstance(settings, ByLength):
             self._use(settings, batches)
@@ -195,10 +197,10 @@ class Tuner:
             return self._again(run, turn, number, why)
         finally:
             self._stepper.may_split = True
-        if is_tried and turn.update.gated and turn.update.was_bad():
-            return self._again(run, turn, number, "gave NaN")
         finish_device()
         seconds = self._clock() - began + prepared_s
+        if is_tried and turn.update.gated and turn.update.was_bad():
+            return self._again(run, turn, number, "gave NaN")
         self._last = number
         if is_tried and (without := self._without_graph(settings)):
             self._span(number, self.search.best)
