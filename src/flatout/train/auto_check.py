@@ -151,7 +151,10 @@ class FirstCheck:
         with self._leaving_no_trace():
             plain, plain_s = self._passes(self.plain)
             self.few_s = plain_s
+            alike = self._alike(in_passes, plain, plain_s, facts) if self.starts_cold else []
             for option in in_passes:
+                if option in alike:
+                    continue
                 settings = self.plain.but(**{option.setting: option.value})
                 self._look_at(option, settings, plain, plain_s, facts)
             rest = [one for one in in_passes if one.field not in self.dropped]
@@ -219,6 +222,28 @@ class FirstCheck:
         self._stepper.update.forget()
         forward, backward = (max(taken / batch.size, 1e-9) for taken in (forward, backward))
         return gradients, forward, backward
+
+    def _alike(
+        self, options: list[Option], plain: Gradients, plain_s: float, facts: ModelFacts
+    ) -> list[Option]:
+        """Those that round, without precision, where a look at all at once speaks against none.
+
+        On a GPU each look loads kernels, which takes longer than the look itself.
+        """
+        of_parity = {one: of_change(one.field, "plain", one.value, facts) for one in options}
+        some = [
+            option
+            for option, parity in of_parity.items()
+            if parity is Parity.TOLERANT and option.setting != "precision"
+        ]
+        if len(some) < 2:
+            return []
+        try:
+            gradients, seconds = self._passes(self._under(some))
+        except Exception:
+            return []  # each alone shows which
+        is_fine = seconds <= _FAR_SLOWER * plain_s and all(map(_is_finite, gradients))
+        return some if is_fine and not self._differ(some[0], plain, gradients, facts) else []
 
     def _under(self, options: Sequence[Option]) -> Settings:
         return self.plain.but(**{option.setting: option.value for option in options})

@@ -603,8 +603,8 @@ class Search:
 
     def _affords_pair(self, challenger: Settings | ByLength) -> bool:
         """Whether there is time for two more blocks under settings that are tried."""
-        excess = max(0.0, self.step_s[challenger] - self.step_s[self.best])
-        return self.budget.pays_for(2 * self._count(challenger) * excess)
+        excess = self.step_s[challenger] - self.step_s[self.best]
+        return excess <= 0 or self.budget.pays_for(2 * self._count(challenger) * excess)
 
     def _note(
         self, off: Settings, on: Settings | ByLength, first: int, result: TrialResult
