@@ -197,23 +197,27 @@ def test_accumulated_batches_are_one_large_batch(device):
     check_close(ours, theirs, 1e-5)
 
 
-def test_a_loop_of_ones_own_is_the_loop_by_hand(device):
+@pytest.mark.parametrize("captured", ["off", "on"])
+def test_a_loop_of_ones_own_is_the_loop_by_hand(device, captured):
     x, y = data()
     ours, theirs, ours_with, theirs_with = pair(lambda: network(**DROPS), device)
     torch.manual_seed(7)
     by_hand(theirs, theirs_with, x, y, device)
     torch.manual_seed(7)
     source = flatout.data.as_source((x, y), batch_size=32)
-    loop = flatout.Loop(recipe=recipe(device), allow="exact", say=quiet)
+    asked = recipe(device, cuda_graph=captured)
+    loop = flatout.Loop(recipe=asked, allow="exact", say=quiet)
 
     def compute(batch):
-        assert batch.inputs.device == device
         return F.cross_entropy(ours(batch.inputs), batch.targets)
 
     loop.prepare(ours, ours_with, data=source, compute=compute)
     for _ in loop.epochs(2):
         for batch in loop.batches(source):
+            assert batch.inputs.device == device
             loop.step(compute, batch)
+    if device.type == "cuda" and captured == "on":
+        assert loop.stepper.cuda_graphs.why == ""
     loop.close()
     check_same(ours, theirs)
 
@@ -252,7 +256,8 @@ def test_validation_callbacks_and_weights_of_samples(device):
     assert history.history["val_loss"][-1] == pytest.approx(job.evaluate((x, y))["loss"], rel=1e-3)
 
 
-def test_a_keras_model_trains_on_the_device(device):
+@pytest.mark.parametrize("captured", ["off", "on"])
+def test_a_keras_model_trains_on_the_device(device, captured):
     keras = pytest.importorskip("keras")
     if keras.backend.backend() != "torch":
         pytest.skip("Keras runs on another backend")
@@ -267,10 +272,14 @@ def test_a_keras_model_trains_on_the_device(device):
     )
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.Adam(0.02), loss=loss, metrics=["accuracy"])
-    job = flatout.Trainer(model, say=quiet, recipe=recipe(device))
+    said = []
+    job = flatout.Trainer(model, say=said.append, recipe=recipe(device, cuda_graph=captured))
     history = job.fit(x.numpy(), y.numpy(), batch_size=32, epochs=6, verbose=0)
     assert history.history["loss"][-1] < 0.9 * history.history["loss"][0]
     assert model.trainable_variables[0].value.device == device
+    right = (job.predict(x.numpy()).argmax(1) == y.numpy()).mean()
+    assert history.history["accuracy"][-1] == pytest.approx(right, abs=0.1)
+    print(captured, said, history.notes)  # whether its steps can be CUDA graphs
     assert job.predict(x.numpy()).shape == (len(x), CLASSES)
 
 

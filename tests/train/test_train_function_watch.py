@@ -61,6 +61,22 @@ def test_tensors_are_read_again_and_modules_are_told():
     assert watch.modules == [inner]
 
 
+def counts(output, target):
+    global CALLS
+    CALLS = 1
+    return output.mean()
+
+
+def shows(output, target):
+    print("here")
+    return output.mean()
+
+
+def keeps(output, target):
+    output.kept = target
+    return output.mean()
+
+
 class Loss:
     def __call__(self, output, target):
         return (output - target).abs().mean()
@@ -70,6 +86,9 @@ class Loss:
     ("loss", "words"),
     [
         (of_options, "it reads OPTIONS, a dict, which may change unseen"),
+        (counts, "it writes to CALLS"),
+        (shows, "it calls print"),
+        (keeps, "it writes to kept"),
         (Loss(), "it reads itself, a Loss, which may change unseen"),
     ],
 )

@@ -79,6 +79,7 @@ def watched(compute: Callable[[Batch], _T]) -> Callable[[Batch], _T]:
         with no_broadcast_within(batch):
             return compute(batch)
 
+    within.__wrapped__ = compute  # type: ignore[attr-defined]
     return within
 
 

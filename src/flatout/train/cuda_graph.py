@@ -17,14 +17,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import perf_counter_ns as clock
+from types import FunctionType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_map_only
 
 from flatout.console import first_line
 from flatout.data import Batch, randomness
+from flatout.models import KerasJob
 from flatout.train.auto_check import difference
 from flatout.train.capture_graph import (
     ModuleWatch,
@@ -34,6 +37,7 @@ from flatout.train.capture_graph import (
 )
 from flatout.train.compute import ModelCompute
 from flatout.train.function_watch import FunctionWatch
+from flatout.train.losses import Value
 from flatout.train.settings import Settings
 from flatout.train.snapshot import untouched
 from flatout.train.step import Done, Stepper, mean_of_value
@@ -75,11 +79,13 @@ class CudaGraphs:
         self, eager: Callable[[], Done], compute: Any, batches: Sequence[Batch], step: int
     ) -> Done:
         """Make a step, by a graph where there is one."""
-        if self.why or _get_current_dispatch_mode() is not None:  # its operators are counted
+        # A first step may be watched, and its operators are counted.
+        is_watched = hasattr(compute, "__wrapped__") or _get_current_dispatch_mode() is not None
+        if self.why or is_watched:
             return eager()
         key = (self._stepper.switch.now, shape_of(batches))
         recorded = self._graphs.pop(key, None)
-        if recorded is not None and recorded.is_current():
+        if recorded is not None and recorded.is_current(compute):
             self._graphs[key] = recorded  # the latest stands last
             self._latest = key[0]
             return recorded.step(batches[0], step)
@@ -113,8 +119,9 @@ class CudaGraphs:
         stepper, now = self._stepper, self._stepper.switch.now
         if stepper.switch.device.type != "cuda" or stepper.world.size > 1:
             return "that is for one rank on a CUDA device"
-        if not isinstance(compute, ModelCompute):
-            return "that is for a Trainer's loss of one output"
+        of_step = computed(compute, stepper.switch.model)
+        if of_step is None:
+            return "that is for a Trainer's loss of one output, or a function of a Loop"
         if len(batches) > 1 or stepper.pieces > 1 or isinstance(stepper.micro_batch, int):
             return "a step is made of several batches or micro-batches"
         if any(batch.kept is not None or batch.padding for batch in batches):
@@ -125,7 +132,7 @@ class CudaGraphs:
             if getattr(now, name) != value:
                 return f"{name} is on"
         try:
-            watches_of(stepper, compute)
+            watches_of(stepper, of_step)
         except Unfit as unfit:
             return str(unfit)
         return ""
@@ -156,7 +163,36 @@ def shape_of(batches: Sequence[Batch]) -> tuple[Any, ...]:
     )
 
 
-def watches_of(stepper: Stepper, compute: ModelCompute) -> list[ModuleWatch | FunctionWatch]:
+class OwnCompute:
+    """A function of one's own as the compute of a Loop: forward and loss of a batch."""
+
+    metrics = ()
+
+    def __init__(self, own: Callable[[Batch], Value], model: nn.Module) -> None:
+        self.own, self.modules = own, list(model.modules())
+
+    def traced(self, batch: Batch) -> tuple[Value, Any]:
+        """The loss; nothing else is known of it."""
+        return self.own(batch), None
+
+    def feed(self, output: Any, batch: Batch) -> None:
+        """It has no metrics."""
+
+
+Computed = ModelCompute | KerasJob | OwnCompute
+
+
+def computed(compute: Any, model: nn.Module) -> Computed | None:
+    """What the forward and loss of a step are; None where they cannot be looked into."""
+    if isinstance(compute, ModelCompute):
+        return compute
+    if isinstance(compute, FunctionType):
+        return OwnCompute(compute, model)
+    job = getattr(compute, "__self__", None)
+    return job if isinstance(job, KerasJob) else None
+
+
+def watches_of(stepper: Stepper, compute: Computed) -> list[ModuleWatch | FunctionWatch]:
     """What tells whether the code of a step has changed.
 
     Raises:
@@ -174,7 +210,7 @@ def watches_of(stepper: Stepper, compute: ModelCompute) -> list[ModuleWatch | Fu
     try:
         of_loss = FunctionWatch(loss)
     except ValueError as error:
-        raise Unfit(f"the loss is a function of one's own: {error}") from error
+        raise Unfit(f"of the function {loss.__name__}: {error}") from error
     return [ModuleWatch([*compute.modules, *of_loss.modules]), of_loss]
 
 
@@ -199,12 +235,12 @@ class Recorded:
         Unfit, RuntimeError: the step cannot be recorded, or the graph computes something else.
     """
 
-    def __init__(
-        self, stepper: Stepper, compute: ModelCompute, batch: Batch, place: _Place
-    ) -> None:
-        self._stepper, self._compute = stepper, compute
-        self._watches = watches_of(stepper, compute)
+    def __init__(self, stepper: Stepper, compute: Any, batch: Batch, place: _Place) -> None:
         model = stepper.switch.model
+        of_step = computed(compute, model)
+        assert of_step is not None
+        self._stepper, self._given, self._compute = stepper, compute, of_step
+        self._watches = watches_of(stepper, of_step)
         self._own = [*model.parameters(), *model.buffers()]
         self._lie = [tensor.data_ptr() for tensor in self._own]
         self._parameters = list(stepper.joint.update.parameters)
@@ -278,18 +314,27 @@ class Recorded:
         if not share <= _ROUNDING:
             raise Unfit(f"gradients would differ by {share:.0%}: more than rounding")
 
-    def is_current(self) -> bool:
+    def is_current(self, compute: Any) -> bool:
         """Whether the step is still the one that was recorded."""
         return (
-            all(watch.holds() for watch in self._watches)
+            compute == self._given  # methods are made again each time
+            and all(watch.holds() for watch in self._watches)
             and self._parameters == self._stepper.joint.update.parameters
             and [tensor.data_ptr() for tensor in self._own] == self._lie
         )
+
+    def _fed(self) -> Any:
+        """The output, which metrics may keep; those of Keras copy what they keep."""
+        if isinstance(self._compute, KerasJob):
+            return self._output
+        return tree_map_only(torch.Tensor, torch.Tensor.clone, self._output)
 
     def step(self, batch: Batch, number: int) -> Done:
         """Make a step on a batch of the graph's shape."""
         self._stepper.joint.update.begin()
         start = clock()
+        if isinstance(self._compute, KerasJob):
+            self._compute.step_begins()
         torch._foreach_copy_(self._inputs, tensors_of(batch))
         self._graph.replay()
         self._stepper.mark("forward")
@@ -299,8 +344,7 @@ class Recorded:
         loss, weight = self._loss.clone(), self._weight
         weight = weight.clone() if torch.is_tensor(weight) else weight
         if self._compute.metrics:
-            output = tree_map_only(torch.Tensor, torch.Tensor.clone, self._output)
-            self._compute.feed(output, batch)
+            self._compute.feed(self._fed(), batch)
         return self._stepper.finish((loss, weight, clock() - start, 0, 0), number)
 
 

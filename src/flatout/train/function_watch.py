@@ -7,6 +7,7 @@ those of its own functions read in turn, are kept, and compared before each step
 from __future__ import annotations
 
 import builtins
+import dis
 from collections.abc import Iterator
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -16,6 +17,9 @@ from torch import nn
 
 from flatout.data import is_library
 
+# What a function does with these is seen by others, once for each call.
+_ACTS = (print, open, input, next, setattr, delattr, exec, eval)
+_WRITES = frozenset(["STORE_GLOBAL", "STORE_ATTR", "STORE_SUBSCR", "DELETE_ATTR", "DELETE_SUBSCR"])
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
@@ -29,7 +33,8 @@ class FunctionWatch:
         modules: that it calls.
 
     Raises:
-        ValueError: it reads something that may change unseen; says what.
+        ValueError: it reads something that may change unseen, or does something that others see;
+            says what.
     """
 
     def __init__(self, function: Any) -> None:
@@ -57,6 +62,8 @@ class FunctionWatch:
             raise ValueError(f"it reads {name}, a {type(value).__name__}, which may change unseen")
 
     def _look_into(self, function: FunctionType) -> None:
+        if written := _written(function.__code__):
+            raise ValueError(f"it writes to {written}")
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         defaults = {**(function.__kwdefaults__ or {})}
         found: list[tuple[Any, str]] = [(cell, name) for name, cell in cells]
@@ -65,6 +72,8 @@ class FunctionWatch:
             self._look(name, value)
         for holder, name in found:
             value = _read(holder, name)
+            if any(value is act for act in _ACTS):
+                raise ValueError(f"it calls {name}")
             self._known.append((holder, name, value))
             self._look(name, value)
 
@@ -84,6 +93,15 @@ class _Named:
 
     def __init__(self, name: str) -> None:
         self.__module__ = name
+
+
+def _written(code: CodeType) -> str:
+    """What the code writes to beside its own variables, or a function within it; "" for nothing."""
+    for step in dis.get_instructions(code):
+        is_outer = step.opname == "STORE_DEREF" and step.argval in code.co_freevars
+        if is_outer or step.opname in _WRITES:
+            return str(step.argval) if step.argval is not None else "an element of something"
+    return next(filter(None, (_written(c) for c in code.co_consts if isinstance(c, CodeType))), "")
 
 
 def _names(code: CodeType) -> Iterator[str]:

@@ -67,8 +67,7 @@ class KerasJob:
         Of several ranks' parts it is such that the mean over all their samples is the whole
         batch's.
         """
-        if self._slow is not None and self._training:
-            self._slow.step_begins()
+        self.step_begins()
         world = self._together()
         if world.size > 1:
             return self._compute_part(batch, world)
@@ -77,6 +76,29 @@ class KerasJob:
             self._update(*given)
             self._tell(given)
         return _of_samples(loss, batch)
+
+    # For a step whose forward is recorded once and run again.
+    own, metrics = None, True
+
+    @property
+    def modules(self) -> list[torch.nn.Module]:
+        """All that the model is made of."""
+        return list(self._model.modules())
+
+    def step_begins(self) -> None:
+        """Let metrics that may be slow be timed beside steps."""
+        if self._slow is not None and self._training:
+            self._slow.step_begins()
+
+    def traced(self, batch: Batch) -> tuple[Value, Any]:
+        """The loss of a batch, of a rank alone, and what metrics take."""
+        loss, given = self._forward(batch)
+        return _of_samples(loss, batch), given
+
+    def feed(self, given: Any, batch: Batch) -> None:
+        """Let the metrics take it."""
+        self._update(*given)
+        self._tell(given)
 
     def _tell(self, given: _Given) -> None:
         if self._also is not None:
