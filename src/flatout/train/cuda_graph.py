@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import perf_counter_ns as clock
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -179,7 +179,7 @@ class OwnCompute:
         """It has no metrics."""
 
 
-Computed = ModelCompute | KerasJob | OwnCompute
+Computed: TypeAlias = ModelCompute | KerasJob | OwnCompute
 
 
 def computed(compute: Any, model: nn.Module) -> Computed | None:
@@ -210,7 +210,8 @@ def watches_of(stepper: Stepper, compute: Computed) -> list[ModuleWatch | Functi
     try:
         of_loss = FunctionWatch(loss)
     except ValueError as error:
-        raise Unfit(f"of the function {loss.__name__}: {error}") from error
+        name = getattr(loss, "__name__", type(loss).__name__)
+        raise Unfit(f"of the function {name}: {error}") from error
     return [ModuleWatch([*compute.modules, *of_loss.modules]), of_loss]
 
 
