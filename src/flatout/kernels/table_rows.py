@@ -13,8 +13,9 @@ state and the steps' learning rates alone:
 A table of bfloat16 with lower halves beside it (Split-SGD of Kalamkar et al. 2020) is stepped as
 the float32 numbers that both make, bit for bit.
 
-Tables on a CPU are stepped by the C extension, others by torch's operators. Where the extension is
-absent, `available` says no, and the optimizer takes all rows.
+Tables on a CPU are stepped by the C extension, others by Triton kernels, or by torch's operators
+where there is no Triton or it fails. There nothing that is done as rows are read waits for the
+device. Where the extension is absent, `available` says no, and the optimizer takes all rows.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from copy import copy
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from flatout.kernels import absent, table_rows_operators
+from flatout.kernels import absent, table_rows_operators, triton_rows
 from flatout.kernels.openmp import team
 from flatout.kernels.table import Table
 
@@ -53,6 +54,11 @@ def available() -> bool:
 
 def _by_extension(tensor: torch.Tensor) -> bool:
     return tensor.is_cpu
+
+
+def is_deferred(table: torch.Tensor) -> bool:
+    """Whether what is read of a table is known to its device alone, for which no one waits."""
+    return not _by_extension(table)
 
 
 class Groups(NamedTuple):
@@ -156,7 +162,7 @@ def sum_rows(values: torch.Tensor, groups: Groups) -> torch.Tensor:
     if values.dtype is torch.bfloat16:
         return sum_rows(values.float(), groups).to(values.dtype)
     if not _by_extension(values):
-        return table_rows_operators.sum_rows(values, groups.places, groups.starts)
+        return _sums(values, groups.places, groups.starts)
     values = values.contiguous()
     out = torch.empty(len(groups.rows), values.shape[1])
     _c.sum_rows(
@@ -169,6 +175,80 @@ def sum_rows(values: torch.Tensor, groups: Groups) -> torch.Tensor:
         *team(),
     )
     return out
+
+
+class Read(NamedTuple):
+    """A gradient of a table on a device, as it was read.
+
+    Attributes:
+        ids: int64 of shape (places,), of which several may be the same.
+        values: of shape (places, width).
+        size: how many rows the table has.
+    """
+
+    ids: torch.Tensor
+    values: torch.Tensor
+    size: int
+
+
+def sum_tables(
+    reads: Sequence[Read], bad: torch.Tensor
+) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], bool]:
+    """The rows of several tables on one device, rising, and the sum of the values of each.
+
+    One sort does for all of them, and the host waits for the device once.
+
+    Args:
+        reads: of which several may have the same ids.
+        bad: of `known_ids`.
+
+    Returns:
+        rows and values of each table, and whether an id was bad.
+    """
+    sorted_reads = table_rows_operators.SortedReads([(one.ids, one.size) for one in reads], bad)
+    sums: list[tuple[torch.Tensor, torch.Tensor]] = [(bad, bad)] * len(reads)
+    alike: dict[tuple[int, torch.dtype], list[int]] = {}
+    for number, one in enumerate(reads):
+        alike.setdefault((one.values.shape[1], one.values.dtype), []).append(number)
+    for (_, dtype), numbers in alike.items():
+        # In the order of the lists of ids, of which each is read once, all are one.
+        lists = [sorted_reads.numbers[number] for number in numbers]
+        if lists == list(range(len(sorted_reads.rows))):
+            values = [reads[number].values for number in numbers]
+            whole = values[0] if len(values) == 1 else torch.cat(values)
+            joint = _sums(whole, sorted_reads.places, sorted_reads.starts).to(dtype)
+            parts = list(torch.split(joint, sorted_reads.counts))
+        else:
+            parts = [
+                _sums(reads[number].values, *sorted_reads.own(of)).to(dtype)
+                for number, of in zip(numbers, lists, strict=True)
+            ]
+        for number, of, part in zip(numbers, lists, parts, strict=True):
+            sums[number] = sorted_reads.rows[of], part
+    return sums, sorted_reads.is_bad
+
+
+def known_ids(ids: torch.Tensor, size: int, bad: torch.Tensor) -> torch.Tensor:
+    """Ids as int64, and others that are there in the place of those that a table has no row for.
+
+    Args:
+        ids: whole numbers of shape (places,).
+        size: how many rows the table has.
+        bad: int64 of shape (1,), becomes 1 where there is such an id.
+    """
+    return table_rows_operators.known_ids(ids, size, bad)
+
+
+def _sums(values: torch.Tensor, places: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    """float32 sums on a device."""
+    kernels = triton_rows.kernels_for(values.device)
+    if kernels is not None and kernels.takes(values.shape[1]):
+        try:
+            sums: torch.Tensor = kernels.sum_rows(values, places, starts)
+            return sums
+        except Exception as error:
+            triton_rows.give_up(error)
+    return table_rows_operators.sum_rows(values.float(), places, starts)
 
 
 def in_float32(number: float) -> float:
@@ -221,6 +301,8 @@ class Steps:
     def __init__(self, rule: str, base: int, room: int) -> None:
         self.rule, self._room = RULES[rule], room
         self._followed: tuple[tuple[int, int, Step], Steps] | None = None
+        self._mirrors: dict[torch.device, _Mirror] = {}
+        self._told: dict[int, tuple[Table, torch.Tensor]] = {}
         self._steps = torch.zeros(room + 1, _COLUMNS, dtype=torch.float64)
         self._missed = torch.zeros(room + 1, _OF_MISSED, dtype=torch.float64)
         self.restart(base)
@@ -231,7 +313,6 @@ class Steps:
         self._logs = (0.0, 0.0, 0.0)
         self._nothing_decays = True
         self._horizon = 0
-        self._passed: tuple[tuple[int, bool], table_rows_operators.Passed] | None = None
         self._steps[0].zero_()
         self._pass()
 
@@ -251,6 +332,7 @@ class Steps:
         self._horizon = max(self._horizon, self._horizon_of(step))
         numbers = (*step[:6], *self._logs_then, *map(float, step[6:]))
         self._steps[self.now + 1 - self.base] = torch.tensor(numbers, dtype=torch.float64)
+        self._changed(self.now + 1)
 
     def _horizon_of(self, step: Step) -> int:
         if self.rule == RULES["sgd"] and step.decay:
@@ -268,7 +350,7 @@ class Steps:
         if self._followed is None or self._followed[0] != made:
             result = copy(self)
             result._steps, result._missed = self._steps.clone(), self._missed.clone()
-            result._passed = None
+            result._mirrors, result._told = {}, {}
             result.write(step)
             result.advance()
             self._followed = made, result
@@ -283,6 +365,12 @@ class Steps:
     def _pass(self) -> None:
         addresses = (self._steps.data_ptr(), self._missed.data_ptr())
         _c.pass_step(*addresses, self.base, self.now, self._horizon, self.rule)
+        self._changed(max(self.base, self.now - self._horizon))
+
+    def _changed(self, step: int) -> None:
+        """Numbers of this step, or of those behind it, are others."""
+        for mirror in self._mirrors.values():
+            mirror.first = min(mirror.first, step - self.base)
 
     def bring(self, table: Table, rows: torch.Tensor | None) -> None:
         """Bring rows to `now`.
@@ -294,33 +382,102 @@ class Steps:
         if _by_extension(table.weights):
             self._call([_addresses(table, rows, None)])
         else:
-            self._by_operators().bring(table, rows)
+            self._on_device([Change(table, rows, None)])
+
+    def bring_ids(self, table: Table, ids: torch.Tensor, bad: torch.Tensor) -> torch.Tensor:
+        """Bring the rows of ids to `now`, on a device.
+
+        Args:
+            table: whose rows.
+            ids: whole numbers of shape (places,), of which several may be the same.
+            bad: as that of `known_ids`.
+
+        Returns:
+            as `known_ids`.
+        """
+        device = table.weights.device
+        kernels = triton_rows.kernels_for(device)
+        if len(ids) and kernels is not None and kernels.takes(table.weights.shape[1]):
+            ids = ids.contiguous()
+            known = torch.empty(ids.shape, dtype=torch.int64, device=device)
+            try:
+                there = self._described(kernels, table)
+                mirror = self._on(device)
+                kernels.bring_ids(table, there, ids, known, bad, *mirror, **self._numbers())
+                return known
+            except Exception as error:
+                triton_rows.give_up(error)
+        known = known_ids(ids, len(table.last), bad)
+        self._by_operators(device).bring(table, known)
+        return known
+
+    def _described(self, kernels: Any, table: Table) -> torch.Tensor:
+        """What kernels are told of a table that is read."""
+        address = table.weights.data_ptr()
+        told = self._told.get(address)
+        if told is None or told[0] is not table:
+            told = self._told[address] = table, kernels.describe(table)
+        return told[1]
 
     def apply(self, changes: Sequence[Change]) -> None:
         """Bring rows of tables to `now`, and make the step that was written."""
-        self._call(
-            [_addresses(*change) for change in changes if _by_extension(change.table.weights)]
-        )
-        for table, rows, gradients in changes:
-            if not _by_extension(table.weights):
-                step = self._steps[self.now + 1 - self.base]
-                self._by_operators().apply(table, rows, gradients, step)
+        self._call([_addresses(*one) for one in changes if _by_extension(one.table.weights)])
+        others = [one for one in changes if not _by_extension(one.table.weights)]
+        for device in dict.fromkeys(one.table.weights.device for one in others):
+            self._on_device([one for one in others if one.table.weights.device == device])
 
-    def _by_operators(self) -> table_rows_operators.Passed:
+    def _on_device(self, changes: Sequence[Change]) -> None:
+        """On one device, all with gradients or none."""
+        device = changes[0].table.weights.device
+        kernels = triton_rows.kernels_for(device)
+        left = list(changes)
+        if kernels is not None:
+            for own in kernels.launches(changes):
+                try:
+                    kernels.step_rows(own, *self._on(device), **self._numbers())
+                except Exception as error:
+                    triton_rows.give_up(error)
+                    break
+                done = set(map(id, own))
+                left = [one for one in left if id(one) not in done]
+        for table, rows, gradients in left:
+            if gradients is None:
+                self._by_operators(device).bring(table, rows)
+            else:
+                assert rows is not None
+                step = self._steps[self.now + 1 - self.base]
+                self._by_operators(device).apply(table, rows, gradients, step)
+
+    def _numbers(self) -> dict[str, Any]:
+        """Of the steps, as kernels take them."""
+        is_stepwise = not self._nothing_decays and self.rule != RULES["sgd"]
+        numbers = {"rule": self.rule, "base": self.base, "now": self.now}
+        return {**numbers, "is_stepwise": is_stepwise}
+
+    def _on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """The steps, with that which was written, and those behind each, on a device."""
+        mirror = self._mirrors.get(device)
+        if mirror is None:
+            there = (torch.empty_like(one, device=device) for one in (self._steps, self._missed))
+            mirror = self._mirrors[device] = _Mirror(*there)
+        end = min(self.now + 2 - self.base, len(self._steps))
+        if mirror.first < end:
+            mirror.steps[mirror.first : end] = self._steps[mirror.first : end]
+            mirror.missed[mirror.first : end] = self._missed[mirror.first : end]
+            mirror.first = len(self._steps)
+        return mirror.steps, mirror.missed
+
+    def _by_operators(self, device: torch.device) -> table_rows_operators.Passed:
         """What was made until now; the same object for all tables of a step."""
-        made = self.now, self._nothing_decays
-        if self._passed is None or self._passed[0] != made:
+        mirror, made = self._on(device), (self.now, self._nothing_decays)
+        held = self._mirrors[device]
+        if held.passed is None or held.passed[0] != made:
             count = self.now - self.base + 1
             passed = table_rows_operators.Passed(
-                self._steps[:count],
-                self._missed[:count],
-                rule=self.rule,
-                is_stepwise=not self._nothing_decays,
-                base=self.base,
-                now=self.now,
+                self._steps[:count], self._missed[:count], *mirror, **self._numbers()
             )
-            self._passed = made, passed
-        return self._passed[1]
+            held.passed = made, passed
+        return held.passed[1]
 
     def _call(self, tables: list[_Addresses]) -> None:
         addresses = (self._steps.data_ptr(), self._missed.data_ptr())
@@ -333,13 +490,21 @@ class Change(NamedTuple):
 
     Attributes:
         table: whose rows.
-        rows: int64, each once, contiguous.
-        gradients: float32 of shape (rows, width), contiguous.
+        rows: int64, each once, contiguous; None for all, of which none has a gradient.
+        gradients: float32 of shape (rows, width), contiguous; None where rows are but brought.
     """
 
     table: Table
-    rows: torch.Tensor
-    gradients: torch.Tensor
+    rows: torch.Tensor | None
+    gradients: torch.Tensor | None
+
+
+class _Mirror:
+    """Steps where a table is, of which those from `first` on are to be sent."""
+
+    def __init__(self, steps: torch.Tensor, missed: torch.Tensor) -> None:
+        self.steps, self.missed, self.first = steps, missed, 0
+        self.passed: tuple[tuple[int, bool], table_rows_operators.Passed] | None = None
 
 
 def _addresses(

@@ -1,4 +1,4 @@
-"""What `table_rows` does, by torch's operators, for tables on a GPU.
+"""What `table_rows` does, by torch's operators, for tables on a GPU without Triton.
 
 The same formulas as in _table_rows.c. Rows that have missed few steps are brought by the closed
 form too, and nothing depends on the order in which a device's threads run.
@@ -6,6 +6,9 @@ form too, and nothing depends on the order in which a device's threads run.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -41,19 +44,116 @@ def group(ids: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor, tor
     return rows, places, starts
 
 
+def known_ids(ids: torch.Tensor, size: int, bad: torch.Tensor) -> torch.Tensor:
+    """As `table_rows.known_ids`."""
+    ids = ids.to(torch.int64)
+    known = ids.clamp(0, size - 1)
+    bad.logical_or_((known != ids).any())
+    return known
+
+
+class SortedReads:
+    """The ids that several tables were read by, sorted together.
+
+    Args:
+        reads: int64 ids of shape (places,), and how many rows the table has.
+        bad: as that of `known_ids`.
+
+    Attributes:
+        numbers: of each read, which list of ids it has; several may have the same.
+        rows: of each list, its rows, each once and rising.
+        counts: how many these are.
+        places: all places of all lists, in the order of their rows.
+        starts: where the places of each row begin, and their end.
+        is_bad: whether `bad` was set.
+    """
+
+    def __init__(self, reads: Sequence[tuple[torch.Tensor, int]], bad: torch.Tensor) -> None:
+        lists: dict[tuple[int, int, int], tuple[torch.Tensor, int]] = {}
+        self.numbers = []
+        for ids, size in reads:
+            key = ids.data_ptr(), len(ids), size
+            lists.setdefault(key, (ids, size))
+            self.numbers.append(list(lists).index(key))
+        lengths, sizes = [len(ids) for ids, _ in lists.values()], [n for _, n in lists.values()]
+        shifts, ends = _laid_out(tuple(lengths), tuple(sizes), bad.device)
+        ids = torch.cat([ids for ids, _ in lists.values()])
+        keys = (ids if shifts is None else ids + shifts).to(_narrowest(sum(sizes)))
+        keys, self.places = keys.sort(stable=True)
+        is_first = torch.ones_like(keys, dtype=torch.bool)
+        torch.ne(keys[1:], keys[:-1], out=is_first[1:])
+        numbers = is_first.cumsum(0)
+        # What the host has to know, in one message.
+        *until, is_bad = torch.cat([_or_zero(numbers, ends), bad]).tolist()
+        self.is_bad = bool(is_bad)
+        self.counts = [end - start for start, end in zip([0, *until], until, strict=False)]
+        places = torch.arange(1, until[-1] + 1, device=bad.device)
+        starts = torch.searchsorted(numbers, places)
+        self.starts = torch.cat([starts, starts.new_full((1,), len(keys))])
+        rows = keys[starts].long()
+        if shifts is not None:
+            rows -= shifts[self.places[starts]]
+        self.rows = torch.split(rows, self.counts)
+        self._lengths = lengths
+
+    def own(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Places and starts of one list, as if it were the only one."""
+        place, row = sum(self._lengths[:number]), sum(self.counts[:number])
+        places = self.places[place : place + self._lengths[number]] - place
+        return places, self.starts[row : row + self.counts[number] + 1] - place
+
+
+@lru_cache(maxsize=8)
+def _laid_out(
+    lengths: tuple[int, ...], sizes: tuple[int, ...], device: torch.device
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """What is added to each id so that tables lie behind one another, and where lists end."""
+    ends = torch.tensor(lengths, device=device).cumsum(0)
+    if len(lengths) == 1:
+        return None, ends
+    shifts = torch.tensor([0, *accumulate(sizes)][:-1], device=device)
+    each = torch.tensor(lengths, device=device)
+    return shifts.repeat_interleave(each, output_size=sum(lengths)), ends
+
+
+def _narrowest(rows: int) -> torch.dtype:
+    """A sort takes as long as its numbers have bytes."""
+    return torch.int32 if rows < 1 << 31 else torch.int64
+
+
+def _or_zero(numbers: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """How many rows there are before each of these places."""
+    return torch.cat([numbers.new_zeros(1), numbers])[ends]
+
+
+def compacted(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows, each once and rising, behind which the first one fills up; and of each id its place.
+
+    Args:
+        ids: int64 of shape (places,), as many as rows are given back.
+    """
+    keys, places = ids.sort(stable=True)
+    numbers = torch.cat([keys.new_zeros(min(1, len(keys))), (keys[1:] != keys[:-1]).cumsum(0)])
+    rows = keys[:1].expand(len(keys)).clone()
+    rows[numbers] = keys
+    return rows, torch.empty_like(places).scatter_(0, places, numbers)
+
+
 def sum_rows(values: torch.Tensor, places: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
     """As `table_rows.sum_rows`."""
     if not len(places):
-        return values.new_empty(0, values.shape[1])
-    return torch.segment_reduce(values[places], "sum", offsets=starts, axis=0)
+        return values.new_zeros(len(starts) - 1, values.shape[1])
+    return torch.segment_reduce(values[places], "sum", offsets=starts, axis=0, unsafe=True)
 
 
 class Passed:
     """The steps that were made, where the rows of a table are.
 
     Args:
-        steps: float64 of shape (steps, numbers), of which row 0 is that of `base`.
+        steps: float64 of shape (steps, numbers), of which row 0 is that of `base`, on the host.
         missed: float64 of shape (steps, numbers): what those behind each step do to a row.
+        steps_there: the same where the tables are; there may be more.
+        missed_there: the same there.
         rule: the number of one of `table_rows.RULES`.
         is_stepwise: whether steps are replayed one by one, as weight decay in gradients takes.
         base: number of the step at which all rows were.
@@ -64,6 +164,8 @@ class Passed:
         self,
         steps: torch.Tensor,
         missed: torch.Tensor,
+        steps_there: torch.Tensor,
+        missed_there: torch.Tensor,
         *,
         rule: int,
         is_stepwise: bool,
@@ -71,14 +173,14 @@ class Passed:
         now: int,
     ) -> None:
         self._rule, self._base, self._now = rule, base, now
-        self._steps, self._missed = steps, missed
+        self._steps, self._there = steps, (steps_there, missed_there)
         is_far = missed[:, _REST] > _NEAR * missed[:, _SIZE]
         self._is_far = is_far if rule == _ADAM else torch.zeros_like(is_far)
-        self._is_stepwise = is_stepwise and rule != _SGD
-        self._on: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._any_far = bool(self._is_far.any())
+        self._is_stepwise = is_stepwise
 
     def bring(self, table: Table, rows: torch.Tensor | None) -> None:
-        """Bring rows to `now`; all of them where there is None."""
+        """Bring rows, of which several may be the same, to `now`; all where there is None."""
         if rows is not None:
             self._bring(table, rows)
             return
@@ -107,7 +209,7 @@ class Passed:
             self._replay(table, rows, last)
             return
         at = last - self._base
-        if bool(self._is_far.any()):
+        if self._any_far:
             is_far = self._is_far.to(at.device)[at]
             self._replay(table, rows[is_far], last[is_far])
             rows, at = rows[~is_far], at[~is_far]
@@ -126,7 +228,7 @@ class Passed:
 
     def _closed(self, table: Table, rows: torch.Tensor, at: torch.Tensor) -> _Held:
         weights, first, second = _read(table, rows)
-        steps, missed = self._tensors(at.device)
+        steps, missed = self._there
         passed, now = missed[at], steps[self._now - self._base]
         grown = torch.exp2(now - steps[at])  # of the sums of logarithms
         upto = steps[passed[:, _UPTO].long() - self._base, _KEEP_LOGS]
@@ -200,11 +302,6 @@ class Passed:
         if self._rule == _SGD and by["nesterov"]:
             moved = by["scale"] * gradient + by["first"] * first
         return kept - by["rate"] * moved, first, second
-
-    def _tensors(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        if device not in self._on:
-            self._on[device] = self._steps.to(device), self._missed.to(device)
-        return self._on[device]
 
     @staticmethod
     def _write(table: Table, rows: torch.Tensor, held: _Held) -> None:

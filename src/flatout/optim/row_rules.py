@@ -159,6 +159,9 @@ class _TorchRule:
 
     def detach(self) -> None:
         """Its gradients are dense by then."""
+        state = self._optimizer.state.get(self._weight, {})
+        if "step" in state and self._group.get("fused"):
+            state["step"] = state["step"].to(self._weight.device)
 
     @property
     def _names(self) -> tuple[str | None, str | None]:
@@ -190,8 +193,9 @@ class _TorchRule:
     def state(self) -> State:
         state, shape = self._optimizer.state[self._weight], self._weight.shape
         names, dtype = self._names, self._weight.dtype
-        if self.name != "sgd" and "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
+        if self.name != "sgd":
+            # On the host, where reading it waits for no device: a fused kernel has it elsewhere.
+            state["step"] = state.get("step", torch.zeros((), dtype=torch.float32)).cpu()
         for name in filter(None, names):
             value = state.get(name)
             if value is None or not value.is_contiguous() or value.dtype is not dtype:

@@ -22,6 +22,7 @@ from flatout.devices import huge_pages
 from flatout.kernels import Change, Dealt, Groups, Lower, Step, Steps, Table, table_rows
 from flatout.models import Lookup, table_weight, unwatch_table, watch_table
 from flatout.optim.by_row import ByRow
+from flatout.optim.device_reads import DeviceReads
 from flatout.optim.row_rules import RowRule, State, clip_rows, name_of, rules_of, why_dense
 from flatout.optim.row_shards import RowShards
 
@@ -76,6 +77,7 @@ class KeptTable:
             float32 numbers, of which the rule has the lower ones.
         rule: by which its optimizer steps it.
         grouped: of ids that were read since the last step, their rows.
+        reads: of ids of tables that are not on a CPU.
         shards: where rows lie on several ranks while they train; None where each has all.
     """
 
@@ -84,12 +86,14 @@ class KeptTable:
         weight: nn.Parameter,
         rule: RowRule,
         grouped: Grouped,
+        reads: DeviceReads,
         shards: RowShards | None = None,
     ) -> None:
         self.weight, self.rule, self.shards = weight, rule, shards
+        self.is_deferred = table_rows.is_deferred(weight)
         self.steps: Steps | None = None
         self.table: Table | None = None
-        self._grouped = grouped
+        self._grouped, self._reads = grouped, reads
         self._size = len(weight)
         self._state: State = (None, None)  # of the optimizer, of all rows
         self._lower: Lower | None = None
@@ -133,6 +137,8 @@ class KeptTable:
         """Bring the rows of ids up to date; None of ids that are none: torch says it."""
         if ids.is_floating_point():
             return None
+        if self.is_deferred:
+            return self._reads.lookup(self, ids)
         dealt: Dealt | None = None
         if self.shards is not None and self.is_spread:
             dealt = self.shards.foretold(self.weight, ids)
@@ -152,6 +158,14 @@ class KeptTable:
         """Whether rows may have missed steps."""
         steps = self.steps
         return steps is not None and self.table is not None and steps.now > self._settled
+
+    def brought(self) -> tuple[Steps, Table] | None:
+        """Through which steps rows are to be brought before they are read; None: they are."""
+        if not self._is_behind:
+            return None
+        assert self.steps is not None
+        assert self.table is not None
+        return self.steps, self.table
 
     def _bring(self, rows: torch.Tensor) -> None:
         """Rows, each once, up to date."""
@@ -517,11 +531,10 @@ class TouchedRows:
         shards = None if self.by_optimizer else shards
         self._optimizer, self.shards = optimizer, shards
         self.left: dict[torch.Tensor, str] = {}
-        self._grouped = Grouped()
+        self._grouped, self._reads = Grouped(), DeviceReads()
+        read = self._grouped, self._reads
         self._kept = [
-            KeptTable(
-                weight, rule, self._grouped, shards if shards and shards.takes(weight) else None
-            )
+            KeptTable(weight, rule, *read, shards if shards and shards.takes(weight) else None)
             for weight, rule in rules_of(optimizer, weights)
         ]
         self._undo: list[Callable[[], Any]] = []
@@ -566,9 +579,19 @@ class TouchedRows:
 
     def merge(self) -> None:
         """Make each sparse gradient one with every row once, before ranks add it up."""
-        for kept in self._kept:
-            if kept.weight.grad is not None and kept.weight.grad.is_sparse:
+        self._gather(
+            [k for k in self._kept if k.weight.grad is not None and k.weight.grad.is_sparse]
+        )
+
+    def _gather(self, tables: Iterable[KeptTable]) -> None:
+        deferred = []
+        for kept in tables:
+            if kept.is_deferred:
+                deferred.append(kept)
+            else:
                 kept.gather()
+        if deferred:
+            self._reads.gather(deferred)
 
     def gather(self) -> bool:
         """Make each table's gradient one with every row once.
@@ -581,12 +604,11 @@ class TouchedRows:
             kept.detach()
             self._kept.remove(kept)
             self.left[kept.weight] = self._why_left(kept)
-        for kept in self._kept:
-            kept.gather()
+        self._gather(self._kept)
         return bool(whole)
 
     def _why_left(self, kept: KeptTable) -> str:
-        read = self._grouped.rows_of(len(kept.weight))
+        read = (self._reads if kept.is_deferred else self._grouped).rows_of(len(kept.weight))
         return why_read_whole(self._optimizer, kept.weight, kept.weight.grad, read)
 
     def step(self) -> None:
@@ -595,6 +617,7 @@ class TouchedRows:
         A table without a gradient is left as it is, as torch's and Keras' optimizers do.
         """
         self._grouped.forget()
+        self._reads.forget()
         if self.shards is not None:
             self.shards.wait()
         if not self.by_optimizer:
