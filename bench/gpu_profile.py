@@ -29,7 +29,8 @@ from results import Key, Results, add_arguments, finish
 
 SETTINGS = {
     "compute": {"precision": "fp32", "memory_format": "contiguous", "rewrites": "off",
-                "fused_optimizer": "off", "compile": "off", "capture": "off"},
+                "fused_optimizer": "off", "compile": "off", "capture": "off",
+                "cuda_graph": "off"},
     "memory": {"micro_batch": "whole"},
     "input": {"features": "off"},
     "save": {"every": 1_000_000},  # not after each epoch

@@ -28,6 +28,7 @@ PLAIN = {
         "fused_optimizer": "off",
         "compile": "off",
         "capture": "off",
+        "cuda_graph": "off",
     },
     "memory": {"micro_batch": "whole"},
     "input": {"features": "off"},
