@@ -37,6 +37,11 @@ def size_words(size: float) -> str:
     return f"{size:,.0f} bytes"
 
 
+def memory_words(size: float) -> str:
+    """Bytes of memory in the units it is sold in, such as "64 MiB" or "22.0 GiB"."""
+    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.0f} MiB"
+
+
 def is_currency(text: str) -> bool:
     """Whether it is a code of ISO 4217, such as USD: three capital letters."""
     return len(text) == 3 and text.isascii() and text.isalpha() and text.isupper()

@@ -82,7 +82,10 @@ def test_files_come_whole_and_only_once(server, tmp_path):
     folder = tmp_path / "deep" / "data"
     said = get(server, folder)
     assert contents(folder) == BODIES
-    assert said == [f"fetching {server.url}/a.gz (0.5 MB)", f"fetching {server.url}/b.gz (0.0 MB)"]
+    assert said == [
+        f"fetching {server.url}/a.gz (500.0 kB)",
+        f"fetching {server.url}/b.gz (6 bytes)",
+    ]
     assert get(server, folder) == []
     assert server.asked == ["a.gz", "b.gz"]
 

@@ -46,5 +46,5 @@ def test_shared_memory_that_is_too_small_is_named(tmp_path, given):
     command = [sys.executable, "job.py", given]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert "/dev/shm, through which loader workers hand over their batches" in done.stdout, done
-    assert "it has 1 MB" in done.stdout
+    assert "it has 1 MiB" in done.stdout
     assert "--shm-size" in done.stdout

@@ -17,6 +17,7 @@ from flatout.data import Attributes
 from flatout.devices import read_shm
 from flatout.hooks import wrap
 from flatout.observe import is_users
+from flatout.words import memory_words
 
 WORKERS, PIN, PERSISTENT = "input.workers", "input.pin_memory", "script.persistent_workers"
 # Batches on their way from workers lie in shared memory; containers often have 64 MB, and a batch
@@ -106,8 +107,8 @@ class Loaders:
             return ""
         shm = read_shm()
         if shm is None or shm.free < _SHARED_LEAST:
-            free = 0 if shm is None else shm.free
-            return f"/dev/shm has {free / 1e6:.0f} MB, too small for batches from workers"
+            free = memory_words(0 if shm is None else shm.free)
+            return f"/dev/shm has {free}, too small for batches from workers"
         context = given["multiprocessing_context"]
         method = context if isinstance(context, str) else multiprocessing.get_start_method()
         if method != "fork" and not _is_guarded():

@@ -380,7 +380,7 @@ def _copy(
                 copy.write(piece)
                 if time.monotonic() - reported > _QUIET_S:
                     reported = time.monotonic()
-                    say(f"bringing {name} into the cache: {done / 1e6:,.0f} MB")
+                    say(f"bringing {name} into the cache: {size_words(done)}")
             copy.flush()
             os.fsync(copy.fileno())
         _name_it(beside, target)

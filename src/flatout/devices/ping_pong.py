@@ -13,6 +13,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from flatout.words import memory_words
+
 if TYPE_CHECKING:
     import torch
 
@@ -37,7 +39,7 @@ class PingPong(NamedTuple):
     @property
     def words(self) -> str:
         """One line for people."""
-        size = f"{self.bytes / 2**20:.1f} MiB" if self.bytes >= 2**20 else f"{self.bytes} bytes"
+        size = memory_words(self.bytes) if self.bytes >= 2**20 else f"{self.bytes} bytes"
         often = "" if self.times == 1 else f" {self.times} times"
         return (
             f"{size} left {self.device} at {self.left} and came back at {self.returned}{often}"

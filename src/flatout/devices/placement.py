@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 from flatout.devices.ping_pong import PingPong, find_ping_pong
 from flatout.errors import DeviceError
+from flatout.words import memory_words
 
 if TYPE_CHECKING:
     import torch
@@ -98,7 +99,7 @@ def _most_free(free: Sequence[int | None]) -> tuple[str, str]:
     index = next(i for i, amount in enumerate(free) if (amount or 0) >= _EQUALLY_FREE * most)
     if not most:
         return "cuda:0", f"the first of {len(free)} CUDA devices"
-    return f"cuda:{index}", f"most free memory of {len(free)}: {most / 2**30:.1f} GiB"
+    return f"cuda:{index}", f"most free memory of {len(free)}: {memory_words(most)}"
 
 
 def _usable_cuda() -> tuple[list[int | None], str]:

@@ -6,6 +6,7 @@ from flatout.devices.cpus import Cpus
 from flatout.devices.gpus import Gpu, GpuProcess, MigDevice
 from flatout.devices.inventory import Inventory
 from flatout.devices.memory import Memory, Shm
+from flatout.words import memory_words
 
 # The units that make bf16 worth trying on a CPU.
 _BF16_UNITS = {"amx_bf16": "AMX-bf16", "avx512_bf16": "AVX512-bf16", "bf16": "Arm bf16"}
@@ -59,10 +60,10 @@ def _ram_words(memory: Memory) -> str:
 def _shm_words(shm: Shm | None) -> str:
     if shm is None:
         return "no /dev/shm: loader workers cannot hand over batches"
-    size = f"{_gib(shm.total)} GiB" if shm.total >= 2**30 else f"{shm.total // 2**20} MiB"
+    size = memory_words(shm.total)
     if not shm.too_small_for_workers:
         return f"/dev/shm {size}"
-    return f"/dev/shm {size}, {shm.free // 2**20} MiB free: too small for workers"
+    return f"/dev/shm {size}, {memory_words(shm.free)} free: too small for workers"
 
 
 def _gpu_name(device: Gpu | MigDevice, numbers: dict[str, int]) -> str:

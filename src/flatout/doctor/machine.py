@@ -18,7 +18,7 @@ from flatout import keras_import
 from flatout.cache_folder import cache_folder
 from flatout.devices import Inventory, inventory
 from flatout.doctor.finding import Finding
-from flatout.words import counted
+from flatout.words import counted, memory_words
 
 # What caches, checkpoints and logs of a job take at least.
 _SMALL_DISK = 2 * 2**30
@@ -46,9 +46,7 @@ def kmp_words(names: Sequence[str]) -> str:
 
 def shm_words(free: float) -> str:
     """Says what so many free bytes of /dev/shm are for."""
-    return (
-        f"/dev/shm has {free / 2**20:,.0f} MiB free, through which loader workers hand over batches"
-    )
+    return f"/dev/shm has {memory_words(free)} free, through which loader workers hand over batches"
 
 
 @dataclass(frozen=True)
@@ -149,7 +147,7 @@ def _busy_gpus(facts: Facts) -> Finding | None:
     if not busy:
         return None
     gpu = busy[0]
-    used = f"{(gpu.memory_used or 0) / 2**30:.1f} GiB"
+    used = memory_words(gpu.memory_used or 0)
     who = ", ".join(str(process.pid) for process in gpu.processes)
     return Finding(
         "note",
@@ -211,7 +209,7 @@ def _memory(facts: Facts) -> Finding | None:
         return None
     return Finding(
         "danger",
-        f"{memory.available / 2**30:.1f} of {total / 2**30:.1f} GiB of memory are free",
+        f"{memory_words(memory.available)} of {memory_words(total)} of memory are free",
         "end what takes it, or expect jobs to be killed",
     )
 
@@ -292,6 +290,6 @@ def _disk(facts: Facts) -> Finding | None:
         return None
     return Finding(
         "danger",
-        f"{free / 2**30:.1f} GiB are free on the disk of {facts.cache}",
+        f"{memory_words(free)} are free on the disk of {facts.cache}",
         "make room, or set FLATOUT_CACHE to another disk",
     )

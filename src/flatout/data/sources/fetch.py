@@ -21,6 +21,7 @@ from flatout import unfinished
 from flatout.atomic_file import atomic_write
 from flatout.console import say_as_is
 from flatout.errors import DataError, as_data_error
+from flatout.words import size_words
 
 _TIMEOUT_S = 30.0
 _PIECE = 1 << 20
@@ -140,15 +141,15 @@ def _pieces(url: str, say: Callable[[str], None]) -> Iterator[bytes]:
         with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
             size = answer.headers.get("Content-Length")
             wanted = None if size is None else int(size)
-            say(f"fetching {url}" + ("" if wanted is None else f" ({wanted / 1e6:.1f} MB)"))
+            say(f"fetching {url}" + ("" if wanted is None else f" ({size_words(wanted)})"))
             # What has come so far: a slow line shows that it moves.
             while piece := answer.read1(_PIECE):
                 got += len(piece)
                 yield piece
                 if time.monotonic() - reported > _QUIET_S:
                     reported = time.monotonic()
-                    whole = "" if wanted is None else f" of {wanted / 1e6:.1f}"
-                    say(f"  {got / 1e6:.1f}{whole} MB")
+                    whole = "" if wanted is None else f" of {size_words(wanted)}"
+                    say(f"  {size_words(got)}{whole}")
     except urllib.error.HTTPError as error:
         raise DataError(
             f"expected a file, found {error.code} {error.reason}", where=url, do=by_hand

@@ -33,6 +33,7 @@ from flatout.data.sources.dataset_source import DatasetSource
 from flatout.data.sources.whole_batches import WholeBatches, same_batch
 from flatout.devices import read_shm
 from flatout.measure import usable_cpus
+from flatout.words import memory_words
 
 # So many batches are watched for random draws before a thread may make them.
 _WATCHED = 32
@@ -219,7 +220,7 @@ class TunedDatasetSource(DatasetSource):
         shm = read_shm()
         needed = _SHM_LEAST + _ON_THEIR_WAY * workers * self._batch_bytes
         if shm is None or shm.free < needed:
-            return f"/dev/shm has {0 if shm is None else shm.free / 1e6:,.0f} MB free, too little"
+            return f"/dev/shm has {memory_words(0 if shm is None else shm.free)} free, too little"
         return ""
 
     @cached_property

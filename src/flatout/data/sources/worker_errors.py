@@ -7,6 +7,7 @@ from typing import Any
 
 from flatout.devices import read_shm
 from flatout.errors import DataError
+from flatout.words import memory_words
 
 # How torch says that a worker could not hand over a batch: by SIGBUS within it, or an error.
 _NO_ROOM = ("Bus error", "No space left on device", "unable to allocate shared memory")
@@ -34,7 +35,7 @@ def refuse_small_shm(error: Exception) -> None:
     if not isinstance(error, RuntimeError) or not any(words in str(error) for words in _NO_ROOM):
         return
     shm = read_shm()
-    size = "there is none" if shm is None else f"it has {shm.total / 1e6:,.0f} MB"
+    size = "there is none" if shm is None else f"it has {memory_words(shm.total)}"
     raise DataError(
         f"/dev/shm, through which loader workers hand over their batches, is too small: {size}",
         do="enlarge it (docker run --shm-size=2g), or use fewer workers or smaller batches",

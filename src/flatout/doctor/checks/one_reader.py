@@ -17,6 +17,7 @@ from flatout.doctor.checks.signals import (
 )
 from flatout.doctor.finding import Finding
 from flatout.observe import Loader, Observation
+from flatout.words import size_words
 
 _MUCH = 0.5
 """Share of the loader's time from which on it is reading that holds it up."""
@@ -49,7 +50,7 @@ def _found(loader: Loader, parts: int, gives_back: float) -> Finding:
     ((path, size),) = loader.open_files or [("", 0)]
     return Finding(
         kind="slow",
-        what=f"one process reads one file, {Path(path).name} of {size / 2**20:,.0f} MB: "
+        what=f"one process reads one file, {Path(path).name} of {size_words(size)}: "
         f"{ms(loader.lanes_ms['read'])} a batch, for which the model waits",
         do=f"split it into {parts} files or ranges, one for each of {parts} workers: every "
         f"{parts}th batch in each keeps the order",

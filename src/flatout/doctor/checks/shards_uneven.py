@@ -9,6 +9,7 @@ from flatout.doctor.checks.check import Findings, NoSignal, rank_check
 from flatout.doctor.checks.signals import at, has_peers
 from flatout.doctor.finding import Finding
 from flatout.observe import Observation
+from flatout.words import memory_words
 
 _UNEVEN = 1.25
 """Of the mean, from which on a rank has too much: whole layers never divide to the byte."""
@@ -29,8 +30,8 @@ def look(observations: Sequence[Observation]) -> Findings:
     fullest = observations[sizes.index(max(sizes))]
     yield Finding(
         kind="note",
-        what=f"rank {fullest.rank} steps {max(sizes) / 2**20:,.1f} MiB of parameters, the "
-        f"ranks {mean / 2**20:,.1f} MiB in the mean: the others wait while it updates them, "
+        what=f"rank {fullest.rank} steps {memory_words(max(sizes))} of parameters, the "
+        f"ranks {memory_words(mean)} in the mean: the others wait while it updates them, "
         "and its memory is full first",
         do="share out by bytes: the largest parameter first, each to the rank that has least; "
         "split tables that are larger than a rank's part",

@@ -9,6 +9,7 @@ from flatout.doctor.checks.signals import at
 from flatout.doctor.finding import Finding
 from flatout.doctor.machine import SHM_DO, shm_words
 from flatout.observe import Loader, Observation
+from flatout.words import memory_words
 
 _MIB = 2**20
 
@@ -43,8 +44,8 @@ def _found(loader: Loader, needed: int, free: float) -> Finding:
     return Finding(
         kind="danger",
         what=f"{shm_words(free)}, and {loader.num_workers} workers that prefetch "
-        f"{loader.prefetch_factor} batches of {(loader.batch_bytes or 0) / _MIB:,.1f} MiB each "
-        f"need up to {needed / _MIB:,.0f} MiB: they die with a bus error when it is full",
+        f"{loader.prefetch_factor} batches of {memory_words(loader.batch_bytes or 0)} each "
+        f"need up to {memory_words(needed)}: they die with a bus error when it is full",
         do=f"{SHM_DO}; fewer workers, or a smaller prefetch_factor, need less",
         where=at(loader.site),
         parity="bit-identical",
