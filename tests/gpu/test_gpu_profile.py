@@ -107,20 +107,19 @@ def test_a_profile_tells_the_device_its_use_and_its_memory(tmp_path, device, mon
 def test_lanes_are_those_of_the_device(tmp_path, device):
     if device.type == "cpu":
         pytest.skip("a CPU is not behind")
-    model = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(8)))
-    x = torch.randn(8192, 4096)
-    trainer = flatout.Trainer(
-        model, loss="mse", recipe=recipe(device), run=tmp_path / "run", say=quiet
-    )
-    history = trainer.fit((x, x), batch_size=4096, epochs=12, progress=False)
-    # A product of 4096 x 4096 takes the device far longer than the host needs to queue it: what
+    model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(4)))
+    x = torch.randn(16384, 2048)
+    settings = recipe(device, save={"every": 1_000_000})  # not after each epoch
+    trainer = flatout.Trainer(model, loss="mse", recipe=settings, run=tmp_path / "run", say=quiet)
+    history = trainer.fit((x, x), batch_size=2048, epochs=12, progress=False)
+    # A product of 2048 x 2048 takes the device far longer than the host needs to queue it: what
     # comes back is twice what went forward, whatever the host's clock says.
     ms = history.lanes()
     assert 1.5 < ms["backward"] / ms["forward"] < 3.0
     took = Profile.read(tmp_path / "run").epochs
-    whole = (took[-1]["at_s"] - took[1]["at_s"]) * 1e3 / (2 * 10)
-    rows = history.timeline.rows()[4:, 1:].sum(axis=1) / 1e6
-    assert rows.mean() == pytest.approx(whole, rel=0.25)
+    whole = (took[-1]["at_s"] - took[1]["at_s"]) * 1e3 / (8 * 10)
+    rows = history.timeline.rows()[16:, 1:].sum(axis=1) / 1e6
+    assert rows.mean() == pytest.approx(whole, rel=0.35)
 
 
 def _waits(device, run, monkeypatch):
@@ -130,7 +129,7 @@ def _waits(device, run, monkeypatch):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     source = arrays(*data()).batch(32)
     compute = lambda batch: nn.functional.cross_entropy(model(batch.inputs), batch.targets)  # noqa: E731
-    model, optimizer = loop.prepare(model, optimizer, compute=compute, data=source)
+    loop.prepare(model, optimizer)  # nothing is measured
     if loop._recording is not None:
         loop._recording._use._every_ns = 1  # look after each step
         loop._recording._use.due = 0
