@@ -1,0 +1,212 @@
+"""DeepFM on one GPU: what a step costs by the rows of its tables, against loops written by hand.
+
+    python bench/click_gpu.py [--rows 1 10] [--fields-apart] [--json [FILE]]
+
+The job is that of bench/click.py: 39 fields, 32 factors, layers 128-64-32, skewed ids, batches of
+4,096 in fp32. By hand the samples lie on the device and no step waits for it: a dense fused Adam,
+and sparse gradients with SparseAdam for the tables and a fused Adam for the rest, which learns
+something else. Flatout: a Trainer with `compute.touched_rows` on, and one with nothing set. All in
+one process; each runs twice, in the order A B C D D C B A, and the faster half of its windows
+counts. Then the weights after some steps by rows are compared with those of a dense Adam.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent / "peers"))
+
+import click_job
+import torch
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+import flatout
+from flatout.recipe import World
+from results import Key, Results, add_json_argument, finish, positive
+
+ROWS, DEFAULT, DENSE, SPARSE = "flatout rows", "flatout default", "fused Adam", "SparseAdam"
+ARMS = (DENSE, SPARSE, DEFAULT, ROWS)
+MILLION, BATCH, BATCHES, WARM_UP, WINDOWS = 1_000_000, 4096, 40, 2, 3
+FACTORS = 32
+Data = tuple[torch.Tensor, torch.Tensor]
+
+
+def now(device: str) -> float:
+    """The time when the device has done all that it was asked."""
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def model_of(rows: int, a: argparse.Namespace, *, sparse: bool = False) -> torch.nn.Module:
+    given = argparse.Namespace(rows=rows, factors=a.factors, fields_apart=a.fields_apart)
+    return click_job.model(given, sparse=sparse).to(a.device)
+
+
+def by_hand(arm: str, rows: int, data: Data, a: argparse.Namespace) -> list[float]:
+    """Seconds of a step in each window of a pass over the samples."""
+    (ids, clicks), sparse = data, arm == SPARSE
+    model = model_of(rows, a, sparse=sparse)
+    tables = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+    rest = [p for p in model.parameters() if not sparse or p not in tables]
+    optimizers: list[Any] = [torch.optim.Adam(rest, lr=click_job.LEARNING_RATE, fused=True)]
+    if sparse:
+        optimizers.append(torch.optim.SparseAdam(list(tables), lr=click_job.LEARNING_RATE))
+    windows = []
+    for _ in range(WARM_UP + WINDOWS):
+        start = now(a.device)
+        for places in torch.randperm(len(ids), device=ids.device).split(BATCH):
+            loss = binary_cross_entropy_with_logits(model(ids[places]), clicks[places])
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        windows.append((now(a.device) - start) / BATCHES)
+    return windows[WARM_UP:]
+
+
+class Clock(flatout.Callback):
+    """The time at the end of each epoch."""
+
+    def __init__(self, device: str) -> None:
+        self.device, self.times = device, [now(device)]
+
+    def on_epoch_end(self, state: Any) -> None:
+        self.times.append(now(self.device))
+
+
+def by_flatout(arm: str, rows: int, data: Data, a: argparse.Namespace) -> list[float]:
+    """The same of a Trainer, whose first epochs find out what is fast."""
+    model = model_of(rows, a)
+    compute = {"touched_rows": "on", "precision": "fp32"} if arm == ROWS else {}
+    trainer = flatout.Trainer(
+        model,
+        loss="binary_cross_entropy",
+        optimizer=torch.optim.Adam(model.parameters(), lr=click_job.LEARNING_RATE),
+        recipe=flatout.Recipe(compute=compute, world=World(device=a.device)),
+        say=a.said.append,
+    )
+    clock, epochs = Clock(a.device), a.warm_up + WINDOWS
+    history = trainer.fit(*data, batch_size=BATCH, epochs=epochs, callbacks=[clock], progress=False)
+    assert history.recipe is not None
+    a.words[arm, rows] = history.recipe.summary()
+    ends = list(zip(clock.times, clock.times[1:], strict=False))[-WINDOWS:]
+    return [(end - start) / BATCHES for start, end in ends]
+
+
+def measure(rows: int, a: argparse.Namespace) -> dict[str, float]:
+    """The median seconds of a step of each arm, of the faster half of its windows."""
+    made = click_job.made_up(BATCH * BATCHES, rows, 1)
+    data = torch.from_numpy(made.ids).to(a.device), torch.from_numpy(made.clicks).to(a.device)
+    windows: dict[str, list[float]] = {arm: [] for arm in ARMS}
+    for arm in (*ARMS, *reversed(ARMS)):
+        run: Callable[..., list[float]] = by_flatout if arm in (ROWS, DEFAULT) else by_hand
+        windows[arm] += run(arm, rows, data, a)
+        gc.collect()
+        if a.device.startswith("cuda"):
+            torch.cuda.empty_cache()
+        print(f"{rows:,} {arm}: {min(windows[arm]) * 1e3:.3f} ms", file=sys.stderr, flush=True)
+    return {arm: median(sorted(found)[: len(found) // 2]) for arm, found in windows.items()}
+
+
+def difference(a: argparse.Namespace) -> float:
+    """Of weights after 200 steps by rows to those of torch's dense Adam: the norm over the norm."""
+    made = click_job.made_up(256 * 40, 20_000, 1)
+    data = torch.from_numpy(made.ids), torch.from_numpy(made.clicks)
+    weights = []
+    for touched_rows in ("off", "on"):
+        given = argparse.Namespace(**{**vars(a), "factors": 8})
+        model = model_of(20_000, given)
+        start = {name: one.clone() for name, one in model.state_dict().items()}
+        trainer = flatout.Trainer(
+            model,
+            loss="binary_cross_entropy",
+            optimizer=torch.optim.Adam(model.parameters(), lr=click_job.LEARNING_RATE),
+            recipe=flatout.Recipe(
+                compute={"touched_rows": touched_rows, "precision": "fp32"},
+                world=World(device=a.device),
+            ),
+            allow="exact",
+            say=lambda line: None,
+        )
+        trainer.fit(*data, batch_size=256, epochs=5, shuffle=False, progress=False)
+        weights.append({name: one.clone() for name, one in model.state_dict().items()})
+    dense, ours = weights
+    return max(
+        float((ours[name] - value).norm() / (value - start[name]).norm())
+        for name, value in dense.items()
+        if value.is_floating_point()
+    )
+
+
+def keys(found: dict[int, dict[str, float]], a: argparse.Namespace) -> list[Key]:
+    made = []
+    for rows, step_s in found.items():
+        name = f"{rows // MILLION}m"
+        dense, best = step_s[DENSE], step_s[ROWS]
+        made += [
+            Key(f"gpu_{name}_vs_fused_adam", dense / best, note="by rows"),
+            Key(f"gpu_{name}_vs_sparse_adam", step_s[SPARSE] / best, note="by rows"),
+            Key(f"gpu_{name}_default_vs_fused_adam", dense / step_s[DEFAULT]),
+        ]
+    if len(found) == 2:
+        few, many = (step_s[ROWS] for step_s in found.values())
+        made.append(Key("gpu_ten_million_vs_one_million", many / few, at_most=1.3, note="a step"))
+    made.append(Key("gpu_dense_equal", difference(a), at_most=1e-5, note="after 200 steps"))
+    return made
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_json_argument(parser)
+    parser.add_argument("--check", action="store_true", help="exit 1 if a key is not met")
+    parser.add_argument("--rows", type=positive, nargs="+", default=[1, 10], help="in millions")
+    parser.add_argument("--factors", type=positive, default=FACTORS)
+    parser.add_argument("--fields-apart", action="store_true", help="two tables for each field")
+    parser.add_argument("--warm-up", type=positive, default=6, help="Flatout's epochs before")
+    parser.add_argument("--device", default="cuda:0", help="cpu tries the bench itself")
+    a = parser.parse_args()
+    a.said, a.words = [], {}
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["FLATOUT_CACHE"] = folder
+        found = {millions * MILLION: measure(millions * MILLION, a) for millions in a.rows}
+        made = keys(found, a)
+    name = torch.cuda.get_device_name() if a.device.startswith("cuda") else "a CPU"
+    tables = "a table for each field" if a.fields_apart else "all fields in one table"
+    results = Results(
+        title=f"DeepFM on {name}, {BATCH:,} samples of 39 fields a step, {a.factors} factors, "
+        f"{tables}",
+        headers=["rows", "", "ms a step", "samples/s", f"time / {ROWS}'s", "chosen"],
+        lines=[
+            [
+                f"{rows:,}",
+                arm,
+                f"{1e3 * seconds:.3f}",
+                f"{BATCH / seconds:,.0f}",
+                f"{seconds / step_s[ROWS]:.2f}",
+                a.words.get((arm, rows), ""),
+            ]
+            for rows, step_s in found.items()
+            for arm, seconds in step_s.items()
+        ],
+        remarks=list(dict.fromkeys(a.said)),
+        keys=made,
+        data={"rows": {str(rows): step_s for rows, step_s in found.items()}},
+    )
+    return finish(results, a)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
