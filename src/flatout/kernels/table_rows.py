@@ -462,8 +462,9 @@ class Steps:
             mirror = self._mirrors[device] = _Mirror(*there)
         end = min(self.now + 2 - self.base, len(self._steps))
         if mirror.first < end:
-            mirror.steps[mirror.first : end] = self._steps[mirror.first : end]
-            mirror.missed[mirror.first : end] = self._missed[mirror.first : end]
+            # The driver has taken them when it returns, and lets the device go on meanwhile.
+            for there, here in ((mirror.steps, self._steps), (mirror.missed, self._missed)):
+                there[mirror.first : end].copy_(here[mirror.first : end], non_blocking=True)
             mirror.first = len(self._steps)
         return mirror.steps, mirror.missed
 

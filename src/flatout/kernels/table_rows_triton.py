@@ -103,7 +103,7 @@ def step_rows(
     """
     told, programs = _told([(one.table, one.rows, one.gradients) for one in parts])
     kind, first = _kind(parts[0].table), parts[0]
-    tables = torch.tensor(told, dtype=torch.int64).to(steps.device)
+    tables = torch.tensor(told, dtype=torch.int64).to(steps.device, non_blocking=True)
     unread = tables
     if not programs:
         return
