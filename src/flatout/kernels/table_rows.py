@@ -61,6 +61,11 @@ def is_deferred(table: torch.Tensor) -> bool:
     return not _by_extension(table)
 
 
+def is_fast_on(device: torch.device) -> bool:
+    """Whether kernels step rows there, and not torch's operators one after another."""
+    return device.type == "cpu" or triton_rows.kernels_for(device) is not None
+
+
 class Groups(NamedTuple):
     """The places at which each row of a table is used.
 

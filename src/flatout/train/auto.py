@@ -18,6 +18,7 @@ import torch
 from flatout.data import Batch
 from flatout.devices import allocator
 from flatout.errors import OutOfMemory
+from flatout.kernels import table_rows
 from flatout.measure import ROUGH, TrialResult, fingerprint, known_rates, machine_rates, usable_cpus
 from flatout.models import find_rewrites, fused_norms_of, may_be_slower_in_bf16, uses_convolution
 from flatout.recipe import SETTINGS, Choice, ModelFacts, Parity, Recipe, ResolvedRecipe, of_change
@@ -441,13 +442,14 @@ def _rows_at_once(requested: Recipe, stepper: Stepper, batch: Batch, allow: Pari
     Not one dense gradient of such a table is made, nor waited for.
     """
     field = "compute.touched_rows"
-    on_cpu = stepper.switch.device.type == "cpu"
-    if requested.get(field) != "auto" or allow < Parity.TOLERANT or not on_cpu:
+    device = stepper.switch.device
+    is_open = requested.get(field) == "auto" and allow >= Parity.TOLERANT
+    if not is_open or not table_rows.is_fast_on(device):
         return {}
     if stepper.switch.now.touched_rows == "on":  # another job of the same run
         return {field: _choice("on", "as before", Parity.TOLERANT)}
     tables = Tables.of(stepper.switch.model, stepper.switch.optimizers)
-    if not tables.outgrow(batch, surely=True):
+    if not tables.outgrow(batch, surely=True, on_gpu=device.type == "cuda"):
         return {}
     return {field: _choice("on", tables.share_words(batch), Parity.TOLERANT)}
 
@@ -457,7 +459,7 @@ class _Job:
 
     def __init__(self, switch: Switch, batch: Batch) -> None:
         device = switch.device
-        # On a GPU steps by rows wait for the device, and are made only where they are asked for.
+        # On a GPU steps by rows wait for the device, and pay for very large tables alone.
         may_step_rows = device.type == "cpu" and switch.now.touched_rows == "off"
         self.has_large_tables = may_step_rows and Tables.of(
             switch.model, switch.optimizers
