@@ -463,8 +463,8 @@ class Steps:
         """The steps, with that which was written, and those behind each, on a device."""
         mirror = self._mirrors.get(device)
         if mirror is None:
-            there = (torch.empty_like(one, device=device) for one in (self._steps, self._missed))
-            mirror = self._mirrors[device] = _Mirror(*there)
+            both = (torch.empty_like(one, device=device) for one in (self._steps, self._missed))
+            mirror = self._mirrors[device] = _Mirror(*both)
         end = min(self.now + 2 - self.base, len(self._steps))
         if mirror.first < end:
             # The driver has taken them when it returns, and lets the device go on meanwhile.

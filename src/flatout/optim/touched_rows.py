@@ -11,6 +11,7 @@ are added up in the order of the samples, so that results do not depend on the n
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -546,6 +547,7 @@ class TouchedRows:
 
     def attach(self) -> None:
         """Read, from now on, rows that are up to date, and get sparse gradients."""
+        _leave_invariants()
         for kept in self._kept:
             kept.attach()
         self._undo = [
@@ -679,6 +681,15 @@ class TouchedRows:
             if kept.steps is steps:
                 kept.bring_all()
         steps.restart(steps.now)
+
+
+def _leave_invariants() -> None:
+    """Let torch leave sparse gradients unchecked, as it does by itself, of which 2.11 warns."""
+    checks = torch.sparse.check_sparse_tensor_invariants
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if not checks.is_enabled():  # type: ignore[no-untyped-call]
+            checks.disable()  # type: ignore[no-untyped-call]
 
 
 def why_read_whole(
