@@ -749,7 +749,7 @@ def test_garbage_of_a_late_import_is_none_of_each_step():
 ESTIMATES = {
     "garbage_each_step", "memory_returned", "retained_graph", "shapes_recompile",
     "no_sync_missing", "one_reader", "zero_grad_zeros", "workers_restarted", "host_round_trip",
-    "fp32_slow", "workers_zero", "history_grows",
+    "fp32_slow", "workers_zero", "history_grows", "tf32_off",
 }  # fmt: skip
 
 
