@@ -684,6 +684,17 @@ class Steps(nn.Module):
 
 
 @style
+def ranked_by_all_pairs():
+    model = network(1)
+
+    def loss():
+        scores = model(x).squeeze(1)
+        return functional.softplus(scores[:, None] - scores).mean()
+
+    train(model, loss)
+
+
+@style
 def a_layer_that_rests_at_first():
     body, head = torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)
     model = torch.nn.Sequential(body, head)

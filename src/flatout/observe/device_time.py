@@ -8,9 +8,11 @@ the lane in which it was queued.
 from __future__ import annotations
 
 import math
+import sys
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from time import time_ns
 from typing import Any, NamedTuple
 
@@ -20,7 +22,7 @@ from flatout.observe.observation import DeviceTime, Observation
 from flatout.observe.watch import Watch
 
 # Steps that are profiled: as many as that take this long.
-_FEWEST, _MOST, _SECONDS = 3, 20, 0.5
+_FEWEST, _MOST, _SECONDS = 2, 20, 0.5
 # The first step pays for setting the profiler up.
 _WARM = 1
 # Kernels that are named.
@@ -41,18 +43,23 @@ class Ran(NamedTuple):
 class DeviceSteps:
     """Profiles some steps of a script that trains on a GPU.
 
+    To be made when torch has been loaded: an optimizer's hooks cannot be changed while it steps.
+
     Args:
         torch: the module.
-        watch: that of the observation, which has ended.
+        watch: that of the observation, which will have ended then.
     """
 
     def __init__(self, torch: Any, watch: Watch) -> None:
         self._torch, self._watch = torch, watch
         self._profiler: Any = None
-        self._hooks: list[Hook] = []
-        self._handles: list[Any] = []
+        self._hook: Hook | None = None
         self._marks: list[tuple[int, str]] = []
         self._steps = 0
+        if torch.backends.cuda.is_built():
+            module = sys.modules["torch.optim.optimizer"]  # torch.optim itself hides it
+            module.register_optimizer_step_pre_hook(lambda *_: self._mark("optimizer"))
+            module.register_optimizer_step_post_hook(lambda *_: self._mark("forward"))
 
     def begin(self, seen: Observation, then: Callable[[], None]) -> None:
         """Profiles the next steps, fills them in, and calls `then`; at the end of a step."""
@@ -74,40 +81,31 @@ class DeviceSteps:
             seen.notes.append(f"device: torch's profiler has failed: {error!r}")
 
     def _start(self, seen: Observation) -> None:
-        self._mark()
+        self._hook = wrap(self._torch.autograd, "backward", "ablation", self._around)
         profiler = self._torch.profiler
         self._torch.cuda.synchronize()
         self._profiler = profiler.profile(activities=[profiler.ProfilerActivity.CUDA])
         self._profiler.start()
 
-    def _mark(self) -> None:
-        """Notes when which lane begins."""
-        torch, marks = self._torch, self._marks
+    def _around(self, original: Any) -> Any:
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            self._mark("backward")
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._mark("forward")
 
-        def around(original: Any) -> Any:
-            def backward(*args: Any, **kwargs: Any) -> Any:
-                marks.append((time_ns(), "backward"))
-                try:
-                    return original(*args, **kwargs)
-                finally:
-                    marks.append((time_ns(), "forward"))
+        return backward
 
-            return backward
-
-        module = torch.optim.optimizer
-        self._hooks.append(wrap(torch.autograd, "backward", "ablation", around))
-        self._handles += [
-            module.register_optimizer_step_pre_hook(
-                lambda *_: marks.append((time_ns(), "optimizer"))
-            ),
-            module.register_optimizer_step_post_hook(
-                lambda *_: marks.append((time_ns(), "forward"))
-            ),
-        ]
+    def _mark(self, lane: str) -> None:
+        """From now on what the host queues belongs to this lane."""
+        if self._hook is not None:
+            self._marks.append((time_ns(), lane))
 
     def _mark_begin(self) -> None:
         self._torch.cuda.synchronize()
-        self._marks.append((time_ns(), "forward"))
+        self._marks.clear()
+        self._mark("forward")
 
     def _stop(self, seen: Observation) -> None:
         profiler, self._profiler = self._profiler, None
@@ -117,7 +115,7 @@ class DeviceSteps:
         ended = time_ns()
         self.end()
         profiler.stop()
-        began = next((ns for ns, lane in self._marks if lane == "forward"), 0)
+        began = self._marks[0][0] if self._marks else 0
         ran = [one for one in _ran(profiler.profiler.kineto_results) if began <= one.began < ended]
         if ran:
             seen.device_time = device_time(ran, self._marks, self._steps)
@@ -125,13 +123,14 @@ class DeviceSteps:
             seen.notes.append("device: torch's profiler has seen no kernel of the GPU")
 
     def end(self) -> None:
-        """Takes the marks off."""
-        for hook in self._hooks:
-            hook.remove()
-        for handle in self._handles:
-            handle.remove()
-        self._hooks.clear()
-        self._handles.clear()
+        """Profiles and marks no more, wherever the script has ended."""
+        profiler, self._profiler = self._profiler, None
+        if profiler is not None:
+            with suppress(Exception):
+                profiler.stop()
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
 
 
 def _ran(results: Any) -> Iterable[Ran]:

@@ -323,18 +323,17 @@ def _shape(node: Any) -> tuple[int, ...]:
 def _pairs(torch: Any, node: Any, name: str, parent: Any) -> Iterator[_Found]:
     """An output that was broadcast against its target: [N, 1] and [N] make N x N differences."""
     tracked = [child for child, _ in node.next_functions if child is not None]
-    if len(tracked) != 1:
-        return  # both depend on parameters: pairs on purpose
-    source = tracked[0]
     full = tuple(node._saved_self.shape) if name in _DISTANCES else _shape(node)
-    if len(full) != 2 or full[0] != full[1] or full[0] < 2:
+    if len(full) != 2 or full[0] != full[1] or full[0] < 2 or len(tracked) not in (1, 2):
         return
-    if source.name() == "ExpandBackward0":
-        shape = tuple(int(size) for size in source._saved_self_sym_sizes)
-        source = source.next_functions[0][0]
-    else:
-        shape = _shape(source)
     rows = full[0]
+    shape, source = _unexpanded(tracked[0])
+    if len(tracked) == 2:  # both depend on parameters: pairs may be meant, where one was shaped
+        others, other = _unexpanded(tracked[1])
+        is_plain = not any(one is not None and one.name() in _SHAPED for one in (source, other))
+        if is_plain and {shape, others} == {(rows, 1), (rows,)}:
+            yield _Found("pairs", node, {"output": list(shape), "target": list(others)})
+        return
     if shape not in ((rows, 1), (rows,)):
         return
     target = (rows,) if shape == (rows, 1) else (rows, 1)
@@ -346,6 +345,13 @@ def _pairs(torch: Any, node: Any, name: str, parent: Any) -> Iterator[_Found]:
         is_broadcast = not explicit and _is_outer(torch, parent, shape)
     if is_broadcast:
         yield _Found("pairs", node, {"output": list(shape), "target": list(target)})
+
+
+def _unexpanded(node: Any) -> tuple[tuple[int, ...], Any]:
+    """What a node gives, before it was expanded: its shape, and the node that gives it."""
+    if node.name() != "ExpandBackward0":
+        return _shape(node), node
+    return tuple(int(size) for size in node._saved_self_sym_sizes), node.next_functions[0][0]
 
 
 def _is_outer(torch: Any, parent: Any, shape: tuple[int, ...]) -> bool:

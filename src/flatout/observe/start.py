@@ -196,6 +196,8 @@ class Observer:
         self._models = Models(torch, self.watch)
         self._device = DeviceMemory(torch, self.watch)
         self._models.search()
+        if self._asked.ablate:
+            self._profiled = DeviceSteps(torch, self.watch)
 
     def _in_child(self) -> None:
         self.watch.lanes.thread = 0  # of no thread: what a forked process does is not this rank's
@@ -286,8 +288,10 @@ class Observer:
         self._observed = copy.deepcopy(self._whole("stopped"))
         self.watch.lanes.thread = thread
         write(self._path, self._observed)
-        self._profiled = DeviceSteps(sys.modules.get("torch"), self.watch)
-        self._profiled.begin(self._observed, self._take_out)
+        if self._profiled is None:
+            self._take_out()
+        else:
+            self._profiled.begin(self._observed, self._take_out)
 
     def _take_out(self) -> None:
         """Lanes and calls, and then epochs end early."""
