@@ -32,6 +32,8 @@ EXPECTED = {
     "input_slow": ("workers_zero", "starvation", "map_per_sample"),
     "item_each_step": ("item_each_step", "tf32_off", "fp32_slow", "optimizer_unfused"),
 }
+# Steps of an epoch of each.
+STEPS = {"fp32_convnet": 16, "input_slow": 100, "item_each_step": 64}
 GRACE_S = 90.0
 
 
@@ -86,7 +88,8 @@ def visit(name: str, asked: argparse.Namespace) -> Told:
             told.prescribed = together["words"]
             told.promised = together["trial"]["ratio"]
             try:
-                told.gained = whole_runs(script, Path(folder), together, asked.run_seconds)
+                epochs = BEFORE + max(FEWEST, ceil(asked.run_seconds / epoch_of(name, said)))
+                told.gained = whole_runs(script, Path(folder), together, epochs)
             except NotMeasured as error:
                 told.reason = str(error)
     return told
@@ -105,11 +108,15 @@ def tell(told: Told, said: Mapping[str, Any]) -> None:
     )  # fmt: skip
 
 
-def whole_runs(script: Path, folder: Path, cures: Mapping[str, Any], seconds: float) -> float:
+def epoch_of(name: str, said: Mapping[str, Any]) -> float:
+    """Seconds of an epoch, as the steps of the first look were."""
+    step_ms = sum(ms or 0.0 for ms in said["observations"][0]["lanes_ms"].values())
+    return max(STEPS[name] * step_ms / 1e3, 1e-3)
+
+
+def whole_runs(script: Path, folder: Path, cures: Mapping[str, Any], epochs: int) -> float:
     """Times as fast an epoch is with the cures, in a run each."""
     a, b = as_it_is(script, folder / "as_it_is"), cured(script, folder / "cured", cures)
-    few = BEFORE + FEWEST
-    epochs = BEFORE + max(FEWEST, ceil(seconds / epoch_s(a(few))))
     return epoch_s(a(epochs)) / epoch_s(b(epochs))
 
 

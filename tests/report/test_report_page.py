@@ -363,7 +363,7 @@ def test_the_page_shows_what_was_left_out_cut_and_done_on_the_gpu():
         device_time=gpu,
     )
     parsed = Parsed(page(verdict(observations=[seen])))
-    assert "tracker.log (...) costs 2 ms a step [1.86, 2.13]" in parsed.words
+    assert "tracker.log(...) costs 2 ms a step [1.86, 2.13]" in parsed.words
     assert "noise" not in parsed.words
     assert "2 epochs ended early" in parsed.words
     assert "validation, checkpoint. No time above comes from it." in parsed.words
