@@ -76,6 +76,14 @@ def test_rows_without_room_are_read_from_the_log(store, reads, monkeypatch):
     assert reads == [0, 2, 0, 2, 0]
 
 
+def test_rows_that_left_the_device_come_again(store, reads):
+    check(store, [1, 2])
+    store.leave_device()
+    check(store, [2, 1])
+    check(store, [1, 2])
+    assert reads == [0, 0, 2]
+
+
 def test_rows_give_way_where_memory_runs_out(store, reads):
     check(store, [1, 2])
     assert features_give_way() > 0

@@ -195,8 +195,12 @@ class ModelRows:
             self._loop.tell(line)
 
     def hold(self, rows: FeatureRows | NamedRows) -> None:
-        """Keep what is in memory for evaluations, as long as not many others come."""
+        """Keep what is in memory for evaluations, as long as not many others come.
+
+        A device's memory is free for others meanwhile.
+        """
         rows.store.wait()
+        rows.store.leave_device()
         name = self._names[rows.store]
         self._held.pop(name, None)
         self._held[name] = rows.store

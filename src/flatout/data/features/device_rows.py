@@ -35,7 +35,7 @@ class DeviceRows:
         self, parts: Sequence[RowPart], device: torch.device, expected: int, share: float
     ) -> None:
         self._parts, self._device, self._share = parts, device, share
-        self._most = int(expected * (1 + _MORE)) or _UNKNOWN
+        self._wanted = self._most = int(expected * (1 + _MORE)) or _UNKNOWN
         self._tables: list[torch.Tensor] | None = None
         self._at = np.empty(0, np.int64)  # by place in the log, -1 without a row
         self._count = 0
@@ -77,13 +77,19 @@ class DeviceRows:
         pairs = zip(rows, self._parts, strict=True)
         return [one.permute(0, 3, 1, 2) if part.channels_last else one for one, part in pairs]
 
-    def give_way(self) -> int:
-        """Let go of all rows, and take no more; returns the bytes that are free for others then."""
+    def release(self) -> int:
+        """Let go of all rows, until others are put; returns the bytes that are free then."""
         with self._lock:
             freed = sum(table.nbytes for table in self._tables or ())
-            self._tables, self._most = None, 0
+            self._tables, self._most = None, self._wanted
             self._at, self._count = np.empty(0, np.int64), 0
             return freed
+
+    def give_way(self) -> int:
+        """Let go of all rows, and take no more; returns the bytes that are free then."""
+        with self._lock:
+            self._wanted = 0
+            return self.release()
 
     def _at_of(self, places: Numbers) -> Numbers:
         if len(places) and (last := int(places.max())) >= len(self._at):

@@ -199,6 +199,11 @@ class KeptRows:
             f"computed again{which}"
         )
 
+    def leave_device(self) -> None:
+        """Free what rows take on the device, until they are asked for again."""
+        if self._on_device is not None:
+            self._on_device.release()
+
     def wait(self) -> None:
         """Wait until all that was put is written."""
         self._later.wait()
