@@ -19,9 +19,9 @@ def step_flops(model: torch.nn.Module, inputs: torch.Tensor) -> int:
     return int(counter.get_total_flops())
 
 
-def matmul_flops_per_s(threads: int, device: str = "cpu") -> float:
+def matmul_flops_per_s(threads: int) -> float:
     """What a large matmul reaches in the precision that is fastest here."""
-    found = machine_rates(device, threads)["flops_per_s"].values()
+    found = machine_rates("cpu", threads)["flops_per_s"].values()
     return float(max(rates["matmul"]["forward"] for rates in found))
 
 

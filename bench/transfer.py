@@ -232,12 +232,12 @@ def speed_keys(rows: dict[str, Row], has_amx: bool) -> list[Key]:
     ]
 
 
-def limit_key(rows: dict[str, Row], size: int, threads: int, device: str) -> Key:
+def limit_key(rows: dict[str, Row], size: int) -> Key:
     """What later epochs compute a second, over what a matmul does."""
     name = "live_flops_vs_matmul"
     if not rows[FLATOUT].measured:
         return Key(name, rows[FLATOUT].reason)
-    most = matmul_flops_per_s(threads, device)
+    most = matmul_flops_per_s(THREADS)
     flops = live_flops(size) * BATCH / median(rows[FLATOUT].seconds)
     note = f"{flops / 1e9:,.0f} of {most / 1e9:,.0f} GFLOP/s, whole steps"
     return Key(name, flops / most, note=note)
@@ -333,7 +333,8 @@ def main() -> int:
         rows = run_in_turn(chosen, restarts=arguments.restarts, only=arguments.only, tell=tell)
         if arguments.loss_steps:
             keys = loss_keys(images, arguments.images, arguments.loss_steps)
-        keys.append(limit_key(rows, arguments.size, threads, arguments.device))
+        if not on_gpu:
+            keys.append(limit_key(rows, arguments.size))
     has_amx = "amx_bf16" in fingerprint().instructions
     speeds = gpu_keys(rows) if on_gpu else speed_keys(rows, has_amx)
     results = Results(

@@ -151,8 +151,7 @@ def test_the_next_run_finds_the_rows_and_so_does_another_head(device, computed):
     fitted(device, "disk")
     fresh = len(computed)
     fitted(device, "disk", counts=computed)
-    other = network()
-    other[7:] = nn.Sequential(nn.Linear(256, 3))
+    other = nn.Sequential(*network()[:7], nn.Linear(256, 3))
     fitted(device, "disk", model=other, counts=computed)
     assert max(computed[fresh:]) < SAMPLES  # a few to look at
     with torch.no_grad():
@@ -296,7 +295,7 @@ def test_flipped_images_of_a_folder(device, computed, tmp_path, where):
 
 def test_crops_at_random_keep_no_features(device, tmp_path):
     folder = photographs(tmp_path / "photos")
-    data = flatout.data.images(folder, size=20).augment(random_crop=16)
+    data = flatout.data.images(folder, size=20).augment(crop=16)
     _, history = fitted(device, "memory", data.normalize(0.5, 0.5).batch(BATCH))
     assert history.features["kept"] is None
     assert np.isfinite(losses(history)).all()
