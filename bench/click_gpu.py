@@ -35,7 +35,7 @@ from results import Key, Results, add_json_argument, finish, positive
 
 ROWS, DEFAULT, DENSE, SPARSE = "flatout rows", "flatout default", "fused Adam", "SparseAdam"
 ARMS = (DENSE, SPARSE, DEFAULT, ROWS)
-MILLION, BATCH, BATCHES, WARM_UP, WINDOWS = 1_000_000, 4096, 40, 2, 3
+MILLION, BATCH, WARM_UP, WINDOWS = 1_000_000, 4096, 2, 3
 FACTORS = 32
 Data = tuple[torch.Tensor, torch.Tensor]
 
@@ -49,7 +49,8 @@ def now(device: str) -> float:
 
 def model_of(rows: int, a: argparse.Namespace, *, sparse: bool = False) -> torch.nn.Module:
     given = argparse.Namespace(rows=rows, factors=a.factors, fields_apart=a.fields_apart)
-    return click_job.model(given, sparse=sparse).to(a.device)
+    with torch.device(a.device):  # a CPU would draw the numbers of large tables for seconds
+        return click_job.model(given, sparse=sparse).to(a.device)
 
 
 def by_hand(arm: str, rows: int, data: Data, a: argparse.Namespace) -> list[float]:
@@ -71,7 +72,7 @@ def by_hand(arm: str, rows: int, data: Data, a: argparse.Namespace) -> list[floa
             loss.backward()
             for optimizer in optimizers:
                 optimizer.step()
-        windows.append((now(a.device) - start) / BATCHES)
+        windows.append((now(a.device) - start) / a.batches)
     return windows[WARM_UP:]
 
 
@@ -101,12 +102,12 @@ def by_flatout(arm: str, rows: int, data: Data, a: argparse.Namespace) -> list[f
     assert history.recipe is not None
     a.words[arm, rows] = history.recipe.summary()
     ends = list(zip(clock.times, clock.times[1:], strict=False))[-WINDOWS:]
-    return [(end - start) / BATCHES for start, end in ends]
+    return [(end - start) / a.batches for start, end in ends]
 
 
 def measure(rows: int, a: argparse.Namespace) -> dict[str, float]:
     """The median seconds of a step of each arm, of the faster half of its windows."""
-    made = click_job.made_up(BATCH * BATCHES, rows, 1)
+    made = click_job.made_up(BATCH * a.batches, rows, 1)
     data = torch.from_numpy(made.ids).to(a.device), torch.from_numpy(made.clicks).to(a.device)
     windows: dict[str, list[float]] = {arm: [] for arm in ARMS}
     for arm in (*ARMS, *reversed(ARMS)):
@@ -174,6 +175,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="exit 1 if a key is not met")
     parser.add_argument("--rows", type=positive, nargs="+", default=[1, 10], help="in millions")
     parser.add_argument("--factors", type=positive, default=FACTORS)
+    parser.add_argument("--batches", type=positive, default=40, help="in an epoch")
     parser.add_argument("--fields-apart", action="store_true", help="two tables for each field")
     parser.add_argument("--warm-up", type=positive, default=6, help="Flatout's epochs before")
     parser.add_argument("--device", default="cuda:0", help="cpu tries the bench itself")
