@@ -517,3 +517,42 @@ def test_a_keras_table_is_stepped_by_rows(device):
         found.append([np.asarray(one) for one in model.get_weights()])
     for wanted, ours in zip(*found, strict=True):
         assert np.linalg.norm(ours - wanted) <= 2e-5 * np.linalg.norm(wanted)
+
+
+OUTSIDE = """
+import sys, torch, flatout
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.ids, self.head = nn.Embedding(50, 4), nn.Linear(12, 1)
+
+    def forward(self, ids):
+        return self.head(self.ids(ids).flatten(1))
+
+ids = torch.randint(0, 50, (640, 3))
+trainer = flatout.Trainer(Model(), loss="mse", say=lambda line: None)
+if sys.argv[1] == "fit":
+    ids[500, 1] = 50
+trainer.fit(ids, torch.rand(640, 1), batch_size=32, epochs=1, shuffle=False, progress=False)
+ids[500, 1] = 50
+trainer.evaluate(ids, torch.rand(640, 1))
+"""
+
+
+@pytest.mark.parametrize("when", ["fit", "evaluate"])
+def test_an_id_that_torch_finds_on_the_device_is_told_in_words(when, tmp_path, device):
+    done = subprocess.run(
+        [sys.executable, "-c", OUTSIDE, when],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "FLATOUT_CACHE": str(tmp_path / "cache")},
+        timeout=50,
+        check=False,
+    )
+    assert done.returncode == 1
+    said = "DataError: a kernel on the GPU found an index" if device.type == "cuda" else "DataError"
+    assert said in done.stderr, done.stderr
+    assert "ids" in done.stderr

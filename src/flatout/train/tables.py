@@ -18,6 +18,9 @@ from flatout.train.broadcast import uncompiled
 from flatout.train.micro_batch import is_out_of_memory
 from flatout.train.snapshot import untouched
 
+# What CUDA says where a kernel has found an index that is outside.
+_ASSERT = "device-side assert"
+
 
 @contextmanager
 def ids_checked(model: nn.Module, batch: Batch, source: Source | None) -> Iterator[None]:
@@ -89,6 +92,31 @@ def explain_ids(
             raise found from error
         except Exception:
             return
+
+
+@contextmanager
+def device_asserts_explained(model: nn.Module) -> Iterator[None]:
+    """Say in words that a kernel of a GPU has found an index that is outside.
+
+    Of tables that are stepped by rows ids are looked at before (optim/device_reads.py). Where a
+    kernel of torch's finds one, the process can use the GPU no more, and it tells not which.
+
+    Raises:
+        DataError: in the place of torch's error.
+    """
+    try:
+        yield
+    except Exception as error:
+        if _ASSERT not in str(error):
+            raise
+        names = [name for name, _, _ in adapter_of(model).tables()]
+        raise DataError(
+            "a kernel on the GPU found an index that is outside of its tensor: an id that an "
+            "embedding table has no row for, or a label that is no class",
+            where=f"the embedding tables are {', '.join(names)}" if names else None,
+            do="run it again with world.device=cpu, where the first such sample is named; this "
+            "process can use the GPU no more",
+        ) from error
 
 
 class _Look(TorchFunctionMode):

@@ -47,6 +47,7 @@ from flatout.train.signature import (
     words_of,
 )
 from flatout.train.snapshot import random_state, set_random_state
+from flatout.train.tables import device_asserts_explained
 from flatout.train.worst import Worst, worst
 from flatout.words import rounded
 from flatout.world import World
@@ -320,10 +321,11 @@ class Trainer:
         self.history.largest_batch = self.loop.largest_batch
         # A rank that comes back comes to the first fit of its script.
         self._fit.may_take_back = _fits == 0
-        try:
-            self._fit.run()
-        finally:
-            objective.end()
+        with device_asserts_explained(self.model):
+            try:
+                self._fit.run()
+            finally:
+                objective.end()
         if self._fit.takes_back:
             self.world().take_back()
             self._folder = self.loop.run
@@ -635,7 +637,8 @@ class Trainer:
                 self.loop.say(f"input: {words}")
         before, self.loop.feed.inputs = self.loop.feed.inputs, self._inputs(signature, result)
         try:
-            yield result
+            with device_asserts_explained(self.model):
+                yield result
         finally:
             self.loop.feed.inputs = before
 
