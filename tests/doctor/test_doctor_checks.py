@@ -1031,6 +1031,21 @@ def epochs_with_last(ms):
     return job(step_ms=steps, loader={"length": 19 * 64 + 20, "epochs": 5})
 
 
+def test_a_generator_that_draws_in_train_mode_is_a_note():
+    layers = {"BatchNorm1d": 1}
+    gan = job(model={"evaluated_in_train_mode": HERE, "layers": layers})
+    gan.loaders[0].in_training = True
+    (found,) = look_of("eval_missing")(gan)
+    assert found.kind == "danger"
+    gan.models.append(replace(gan.models[0], evaluated_in_train_mode=None))
+    gan.optimizers.append(gan.optimizers[0])
+    (found,) = look_of("eval_missing")(gan)
+    assert (found.kind, found.what.partition(":")[0]) == ("note", "draws samples without eval()")
+    gan.loaders.append(replace(gan.loaders[0], in_training=False))
+    (found,) = look_of("eval_missing")(gan)
+    assert found.kind == "danger"
+
+
 def test_the_last_batch_tells_whether_a_step_depends_on_its_samples():
     look = look_of("batch_too_small")
     (found,) = look(epochs_with_last(9.5))

@@ -6,7 +6,16 @@ from flatout.doctor.checks.check import Findings, check
 from flatout.doctor.checks.signals import layers_of_two_modes, models
 from flatout.doctor.edits import evaluation
 from flatout.doctor.finding import Finding
-from flatout.observe import Observation
+from flatout.observe import Model, Observation
+
+
+def _draws_only(observation: Observation, model: Model) -> bool:
+    """Whether it is one of several that train against each other, as a GAN's generator, and is
+    called on no data that were held out: many let its BatchNorm see the batch that is drawn."""
+    is_one_of_several = len(observation.models) > 1 and len(observation.optimizers) > 1
+    has_dropout = any("Drop" in layer for layer in model.layers)
+    is_on_data = any(not one.in_training for one in observation.inputs)
+    return is_one_of_several and not has_dropout and not is_on_data
 
 
 @check(edit=evaluation.eval_first)
@@ -14,9 +23,11 @@ def look(observation: Observation) -> Findings:
     """Where a model is evaluated in train mode, though that changes what it computes."""
     for model in models(observation):
         if model.evaluated_in_train_mode:
+            draws = _draws_only(observation, model)
+            verb = "draws samples" if draws else "validates"
             yield Finding(
-                kind="danger",
-                what=f"validates without eval(): {layers_of_two_modes(model)} as in training",
+                kind="note" if draws else "danger",
+                what=f"{verb} without eval(): {layers_of_two_modes(model)} as in training",
                 do="model.eval() before the evaluation, model.train() after it",
                 where=str(model.evaluated_in_train_mode),
                 parity="changes learning",
