@@ -112,7 +112,7 @@ def on_gpu(busy_ms, **lanes):
 def test_where_the_gpu_is_the_limit_that_is_said_whatever_the_host_waits_in():
     found = critical([on_gpu(38.0, copy=30.0, forward=4.0, backward=6.0)])
     assert found.lanes == ("backward", "forward")
-    assert found.words.startswith("the GPU computes 38 ms of a step of 40 ms: it is the limit")
+    assert found.words.startswith("the GPU computes for 95% of a step of 40 ms: it is the limit")
     assert found.share == pytest.approx(0.95)
 
 
@@ -127,7 +127,7 @@ def test_where_the_gpu_is_the_limit_that_is_said_whatever_the_host_waits_in():
 def test_where_the_gpu_waits_it_is_said_for_what(lanes, words):
     found = critical([on_gpu(5.0, **lanes)])
     assert found.words.startswith(words)
-    assert "it computes 5 ms of a step of" in found.words
+    assert f"it computes for {5 / sum(lanes.values()):.0%} of a step of" in found.words
 
 
 def test_what_the_host_waits_in_is_worth_nothing_where_the_gpu_is_the_limit(machine):

@@ -295,7 +295,7 @@ def test_a_script_that_the_gpu_limits_is_told_so(written, is_gpu):
     code = GPU_BOUND if is_gpu else GPU_BOUND.replace("4096", "64").replace("8192", "64")
     verdict, _ = looked(written(code))
     if is_gpu:
-        assert "the GPU computes" in verdict.critical.words, told(verdict)
+        assert "the GPU computes for" in verdict.critical.words, told(verdict)
     assert not lines_of(verdict, "memory_not_pinned"), told(verdict)
 
 

@@ -111,13 +111,13 @@ def _of_gpu(rank: Observation) -> Critical | None:
     step = whole_ms(rank)
     names = [lane for lane, ms_ in time.lanes_ms.items() if ms_]
     lanes = tuple(sorted(names, key=lambda lane: -time.lanes_ms[lane])) or ("forward",)
-    dearest = [f" ({ms(took)} of it in {_kernel(name)})" for name, took in time.kernels[:1]]
+    dearest = [f" ({ms(took)} in {_kernel(name)})" for name, took in time.kernels[:1]]
     words = (
-        f"the GPU computes {ms(time.busy_ms)} of a step of {ms(step)}{''.join(dearest)}: it is the "
+        f"the GPU computes for {busy:.0%} of a step of {ms(step)}{''.join(dearest)}: it is the "
         "limit, and where the host takes long it waits for the GPU"
     )
     site = next((model.site for model in rank.models if model.site is not None), None)
-    return Critical(lanes, time.busy_ms, min(1.0, busy), words, str(site or ""))
+    return Critical(lanes, busy * step, busy, words, str(site or ""))
 
 
 def _kernel(name: str) -> str:
@@ -180,7 +180,7 @@ def _gpu_waits(lanes: tuple[str, ...], rank: Observation) -> str:
         return ""
     if lanes == ("copy",) and time.to_device_ms < 0.5 * _sum(rank, lanes):
         return f"; copying takes the GPU {ms(time.to_device_ms)}, the rest is the wait for its turn"
-    return f"; it computes {ms(time.busy_ms)} of a step of {ms(whole_ms(rank))}"
+    return f"; it computes for {busy_share(rank) or 0:.0%} of a step of {ms(whole_ms(rank))}"
 
 
 def _explained(lanes: tuple[str, ...], rank: Observation) -> tuple[str, Site | None]:

@@ -119,6 +119,7 @@ class DeviceSteps:
         ran = [one for one in _ran(profiler.profiler.kineto_results) if began <= one.began < ended]
         if ran:
             seen.device_time = device_time(ran, self._marks, self._steps)
+            seen.device_time.step_ms = (ended - began) / 1e6 / self._steps
         else:
             seen.notes.append("device: torch's profiler has seen no kernel of the GPU")
 

@@ -511,6 +511,7 @@ class DeviceTime:
         is_pageable: whether any of those to the device came from memory that is not pinned.
         kernels: the names of those that take most, with ms per step, the longest first.
         launches: kernels and copies per step.
+        step_ms: what a step took while it was profiled, which is longer where the host is slow.
     """
 
     steps: int
@@ -521,6 +522,7 @@ class DeviceTime:
     is_pageable: bool = False
     kernels: list[tuple[str, float]] = field(default_factory=list)
     launches: float = 0.0
+    step_ms: float = 0.0
 
 
 @dataclass

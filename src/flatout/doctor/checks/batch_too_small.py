@@ -54,8 +54,8 @@ def look(seen: Observation) -> list[Finding]:
     if busy is not None:
         if busy >= WAITS:
             return []
-        time = f"the GPU computes {ms(busy * whole)} of a step of {ms(whole)}, and waits for the "
-        return [_found(f"{time}host to call the next operators the rest", _site(seen))]
+        time = f"the GPU computes for {busy:.0%} of a step of {ms(whole)}, and else waits for the "
+        return [_found(f"{time}host to call the next operators", _site(seen))]
     by_size = _last_and_whole(seen)
     if by_size is not None:
         left, last = by_size

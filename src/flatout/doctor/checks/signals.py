@@ -225,7 +225,11 @@ def is_gpu(seen: Observation) -> bool:
 def busy_share(seen: Observation) -> float | None:
     """Share of a step in which the GPU computes or copies; None where no one saw it."""
     time = seen.device_time
-    return None if time is None else share(seen, time.busy_ms)
+    if time is None:
+        return None
+    # Another job on the GPU may have made steps longer before or meanwhile, not what it computes.
+    steps_ms = [step for step in (whole_ms(seen), time.step_ms) if step]
+    return min(1.0, time.busy_ms / max(min(steps_ms, default=0.0), 1e-9))
 
 
 def compute_ms(seen: Observation, *lanes: str) -> float:
@@ -244,10 +248,10 @@ def compute_ms(seen: Observation, *lanes: str) -> float:
 
 def returned_ms(seen: Observation, cost: float | None) -> float | None:
     """Of what the host takes, the most per step that is not hidden behind what a GPU computes."""
-    time = seen.device_time
-    if cost is None or time is None:
+    busy = busy_share(seen)
+    if cost is None or busy is None:
         return cost
-    return min(cost, max(0.0, whole_ms(seen) - time.busy_ms))
+    return min(cost, (1 - busy) * whole_ms(seen))
 
 
 def has_batch_norm(found: Iterable[Model]) -> bool:
