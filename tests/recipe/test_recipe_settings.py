@@ -11,6 +11,14 @@ COUPLED = ModelFacts(batch_coupled=True)
 
 EXPECTED = [
     ("compute.precision", "fp32", "bf16", DRAWS, Parity.TOLERANT),
+    (
+        "compute.precision",
+        "fp32",
+        "bf16",
+        ModelFacts(draws_random=True, device="cuda:0"),
+        Parity.REDRAWN,
+    ),
+    ("compute.precision", "fp32", "bf16", ModelFacts(device="cuda:0"), Parity.TOLERANT),
     ("compute.fp32_operators", "off", "on", DRAWS, Parity.TOLERANT),
     ("compute.memory_format", "contiguous", "channels_last", NOTHING, Parity.TOLERANT),
     ("compute.memory_format", "contiguous", "channels_last", DRAWS, Parity.REDRAWN),
@@ -187,6 +195,7 @@ def test_which_settings_a_live_model_is_switched_to():
     live = {field: SETTINGS[field].live for field in those("live")}
     assert {f: one.switches for f, one in live.items() if one.switches != "step"} == {
         "compute.memory_format": "seldom",
+        "compute.cudnn_benchmark": "seldom",
         "compute.compile": "once",
         "compute.capture": "once",
         "compute.cudnn_benchmark": "seldom",

@@ -1218,6 +1218,7 @@ def test_what_is_taken_where_nothing_is_measured(monkeypatch):
         "process.threads": (torch.get_num_threads(), "torch's own"),
         "input.workers": (0, "plain, until batches are waited for"),
         "input.pin_memory": ("off", "no GPU"),
+        "input.on_device": ("off", "no GPU"),
         "world.device": ("cpu", "asked for"),
     }
     for field in FIELDS:

@@ -45,6 +45,7 @@ _RATES_S, _RATES_SHARE = 3.0, 0.01
 _KEPT_FIRST = "what frozen layers give is kept from the start, and no settings are tried before"
 _TOO_SLOW = "a few samples take too long to look at other settings before the first step"
 GRAPH = "compute.cuda_graph"
+_REDRAWS = 'would draw other random numbers, as for dropout: allow="redrawn" permits it'
 # Why a step is not compiled as a whole.
 _DRAWS = "the model draws random numbers"
 # The reason of a setting that is still being measured, and where that came to no end.
@@ -157,6 +158,8 @@ def resolve(
         if why_not:
             say(f"auto: {start.summary()}; {why_not}")
         return Decision(start)
+    if stepper.switch.device.type == "cuda" and search.dropped.get("compute.precision") == _REDRAWS:
+        say(f"auto: bf16 is not tried: it {_REDRAWS}")  # the largest gain that most models have
     return Decision(start, search, facts, key)
 
 
@@ -205,6 +208,7 @@ def _checked(
     graphs = stepper.cuda_graphs
     if graphs is not None and (why := graphs.objection(check.compute, (batch,))):
         check.dropped[GRAPH] = why
+    check.dropped |= _redrawn(requested, stepper, batch, facts, allow)
     counts = _counts(requested, batch, facts, allow)
     if not (options or threads or compiles or captures or any(counts)):
         return None, ""
@@ -490,16 +494,40 @@ def _options(
 
     What earlier jobs on this machine have chosen comes first.
     """
-    job, votes = _Job(stepper.switch, batch), auto_cache.chosen_here()
-    options = [
+    votes = auto_cache.chosen_here()
+    fitting = _fitting(requested, stepper, batch)
+    options = [one for one in fitting if _parity(one, facts) <= allow]
+    return sorted(options, key=lambda option: (-votes[option.field], _ORDER.get(option.field, 9)))
+
+
+def _fitting(requested: Recipe, stepper: Stepper, batch: Batch) -> list[Option]:
+    """Options that are open in the request and fit model and machine."""
+    job = _Job(stepper.switch, batch)
+    return [
         Option(field, trial)
         for field in _MEASURED
         if (trial := SETTINGS[field].trial) is not None
         and requested.get(field) == "auto"
         and trial.fits(job)
-        and of_change(field, "plain", trial.value, facts) <= allow
     ]
-    return sorted(options, key=lambda option: (-votes[option.field], _ORDER.get(option.field, 9)))
+
+
+def _parity(option: Option, facts: ModelFacts) -> Parity:
+    return of_change(option.field, "plain", option.value, facts)
+
+
+def _redrawn(
+    requested: Recipe, stepper: Stepper, batch: Batch, facts: ModelFacts, allow: Parity
+) -> dict[str, str]:
+    """Fields that are not tried because what is drawn at random would fall elsewhere, and why."""
+    if allow is not Parity.TOLERANT:
+        return {}
+    fields = [
+        option.field
+        for option in _fitting(requested, stepper, batch)
+        if _parity(option, facts) is Parity.REDRAWN
+    ]
+    return dict.fromkeys(fields, _REDRAWS)
 
 
 def _is_ampere(device: torch.device) -> bool:

@@ -259,7 +259,7 @@ class ArraySource:
             claims: of the rank.
         """
         order, cuts = self._order(epoch), cuts_of(self.plan, claims.parts)
-        on_device = order.to(self.data.device)
+        on_device = self._on_device(order)
         take_inputs, take_targets, take_weight = self._take
         for place in count(claims.used):
             claim = claims.at(place)
@@ -278,10 +278,16 @@ class ArraySource:
             return torch.from_numpy(self.plan.order(epoch))
         return order
 
+    def _on_device(self, order: Tensor) -> Tensor:
+        """The order where the data are; a step that is still computed there is not waited for."""
+        if self.data.device.type == "cuda":
+            order = order.pin_memory()
+        return order.to(self.data.device, non_blocking=True)
+
     def _gathered(self, order: Tensor, first: int) -> Iterator[Batch]:
         take_inputs, take_targets, take_weight = self._take
         size, used = self.plan.batch_size, self.plan.used
-        on_device = order.to(self.data.device)
+        on_device = self._on_device(order)
         together = size * self._together
         for begin in range(first, used, together):
             end = min(begin + together, used)
