@@ -195,7 +195,6 @@ def test_which_settings_a_live_model_is_switched_to():
     live = {field: SETTINGS[field].live for field in those("live")}
     assert {f: one.switches for f, one in live.items() if one.switches != "step"} == {
         "compute.memory_format": "seldom",
-        "compute.cudnn_benchmark": "seldom",
         "compute.compile": "once",
         "compute.capture": "once",
         "compute.cudnn_benchmark": "seldom",
