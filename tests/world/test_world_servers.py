@@ -117,9 +117,10 @@ def test_two_servers_step_as_the_optimizer_itself(make):
             )
 
 
-@pytest.mark.parametrize("changes", [3, 12])
-def test_parts_that_are_stepped_as_one_are_stepped_as_ever(changes):
+@pytest.mark.parametrize(("changes", "most"), [(3, 100), (12, 100), (3, 4), (3, 1)])
+def test_parts_that_are_joined_and_cut_are_stepped_as_ever(changes, most, monkeypatch):
     """While it changes which weights have gradients, and where states are asked for on the way."""
+    monkeypatch.setattr("flatout.strategies.server_runs._MOST_NUMBERS", most)
     torch.manual_seed(0)
     weights = [nn.Parameter(torch.randn(size)) for size in (3, 1, 4, 1, 5)]
     groups = [{"params": weights[:3]}, {"params": weights[3:], "weight_decay": 0.1}]
@@ -128,6 +129,9 @@ def test_parts_that_are_stepped_as_one_are_stepped_as_ever(changes):
     share.take_weights()
     for step in range(24):
         kind = step * changes // 24
+        if step == 1:
+            sizes = [p.numel() for g in share._optimizer.param_groups for p in g["params"]]
+            assert max(sizes) <= most
         used = [(number + kind) % (kind + 2) > 0 for number in range(5)]
         gradient = torch.randn(14)
         for weight, piece, is_used in zip(

@@ -1,20 +1,21 @@
-"""Steps small parts of a server's share that are neighbors as one tensor.
+"""Steps a server's share in pieces of one size, whatever the tensors are that it has parts of.
 
-An optimizer spends some time on each tensor, however small it is. Servers with as many bytes would
-take unlike times where some have a few large tensors, and others many small ones.
+An optimizer spends some time on each tensor, however small it is, and passes over a large one
+several times, which is slow once it is no longer in the processor's cache. Servers with as many
+bytes would take unlike times where some have a few large tensors, and others many small ones. So
+parts that are neighbors are stepped as one tensor, and what is long is cut.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-# What a run has at most: an optimizer passes over it several times, which is cheap while it is in
-# the processor's cache.
+# What is stepped as one tensor at most.
 _MOST_NUMBERS = 1 << 18
 # Where it changes more often which parameters have gradients, each part is stepped by itself.
 _MOST_CHANGES = 8
@@ -25,13 +26,18 @@ class _Run(NamedTuple):
 
     Attributes:
         parts: of one parameter group.
-        whole: all of them, in their memory; the part itself where it is one.
-        place: where they lie in the share.
+        pieces: of their memory, as the optimizer has them; the part itself where it is one.
+        places: where these lie in the share.
     """
 
     parts: list[nn.Parameter]
-    whole: nn.Parameter
-    place: slice
+    pieces: list[nn.Parameter]
+    places: list[slice]
+
+    @property
+    def is_part(self) -> bool:
+        """Whether it is a part as it is."""
+        return self.pieces[0] is self.parts[0]
 
 
 class Runs:
@@ -69,42 +75,49 @@ class Runs:
         if not self._runs:
             self._join()
         for run in self._runs:
-            run.whole.grad = gradient[run.place]
+            for piece, place in zip(run.pieces, run.places, strict=True):
+                piece.grad = gradient[place]
         self._optimizer.step()
 
     def split(self) -> None:
         """Let each part have its own state again, until the next step."""
         state = self._optimizer.state
         for run in self._runs:
-            run.whole.grad = None
-            if len(run.parts) > 1 and (whole := state.pop(run.whole, None)):
-                for part in run.parts:
-                    first = self._start_of[part] - run.place.start
-                    state[part] = _slice(whole, slice(first, first + len(part)))
+            for piece in run.pieces:
+                piece.grad = None
+            own = [] if run.is_part else [state.pop(piece, None) for piece in run.pieces]
+            if not all(own) or not own:
+                continue
+            whole = _cat(own)
+            for part in run.parts:
+                first = self._start_of[part] - run.places[0].start
+                state[part] = _slice(whole, slice(first, first + len(part)))
         self._runs.clear()
         for group, parts in zip(self._optimizer.param_groups, self._groups, strict=True):
             group["params"][:] = parts
 
     def _join(self) -> None:
-        state, most = self._optimizer.state, self._changes <= _MOST_CHANGES
+        state, may_join = self._optimizer.state, self._changes <= _MOST_CHANGES
         for group, parts in zip(self._optimizer.param_groups, self._groups, strict=True):
             runs: list[list[nn.Parameter]] = []
-            length = 0
             for part in parts:
                 if not (len(part) and self._used[self._number_of[part]]):
                     continue
-                length += len(part)
-                is_short = most and length <= _MOST_NUMBERS
-                if runs and is_short and self._goes_on(runs[-1][-1], part):
+                if runs and may_join and self._goes_on(runs[-1][-1], part):
                     runs[-1].append(part)
                 else:
                     runs.append([part])
-                    length = len(part)
-            joined = [self._run(run) for run in runs]
+            joined = [self._run(run, may_join) for run in runs]
             for run in joined:
-                if len(run.parts) > 1 and state.get(run.parts[0]):
-                    state[run.whole] = _cat([state.pop(part) for part in run.parts])
-            group["params"][:] = [run.whole for run in joined]
+                if not run.is_part and state.get(run.parts[0]):
+                    whole, start = (
+                        _cat([state.pop(part) for part in run.parts]),
+                        run.places[0].start,
+                    )
+                    for piece, place in zip(run.pieces, run.places, strict=True):
+                        own = slice(place.start - start, place.stop - start)
+                        state[piece] = _slice(whole, own)
+            group["params"][:] = [piece for run in joined for piece in run.pieces]
             self._runs += joined
 
     def _goes_on(self, before: nn.Parameter, part: nn.Parameter) -> bool:
@@ -113,10 +126,14 @@ class Runs:
         is_next = self._start_of[part] == self._start_of[before] + len(before)
         return is_next and _scalars(state.get(before)) == _scalars(state.get(part))
 
-    def _run(self, parts: list[nn.Parameter]) -> _Run:
+    def _run(self, parts: list[nn.Parameter], may_cut: bool) -> _Run:
         first, last = self._start_of[parts[0]], self._start_of[parts[-1]] + len(parts[-1])
-        whole = parts[0] if len(parts) == 1 else nn.Parameter(self._values[first:last])
-        return _Run(parts, whole, slice(first, last))
+        count = -(-(last - first) // _MOST_NUMBERS) if may_cut else 1
+        bounds = [first + (last - first) * n // count for n in range(count + 1)]
+        places = [slice(start, stop) for start, stop in pairwise(bounds)]
+        if len(parts) == count == 1:
+            return _Run(parts, parts, places)
+        return _Run(parts, [nn.Parameter(self._values[place]) for place in places], places)
 
 
 def _is_whole(value: Any) -> bool:

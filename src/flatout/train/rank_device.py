@@ -23,14 +23,14 @@ def device_here(asked: Asked) -> tuple[torch.device, str]:
     """
     here, name = place(), asked.device
     if here.local_world_size > 1 and name in ("auto", "cuda"):
-        found = torch.cuda.device_count()
-        if found >= here.local_world_size:
+        gpus = torch.cuda.device_count()
+        if gpus >= here.local_world_size:
             name = f"cuda:{here.local_rank}"
-        elif found == 1:
+        elif gpus == 1:
             # Some launchers let each rank see its own GPU alone: `join_on` asks whether this is so.
             name = "cuda:0"
-        elif found or (name == "cuda" and asked.placement == "strict"):
-            raise _too_few(here, found)
+        elif gpus or (name == "cuda" and asked.placement == "strict"):
+            raise _too_few(here, gpus)
     return resolve_device(name, asked.placement == "strict")
 
 

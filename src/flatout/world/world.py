@@ -523,14 +523,14 @@ def _gpus(store: Any, rank: int, size: int, device: str) -> list[str]:
 
         own = str(torch.cuda.get_device_properties(device).uuid)
     store.set(f"gpu-{rank}", own)
-    found = [one.decode() for one in store.multi_get([f"gpu-{n}" for n in range(size)])]
-    if any(found) and not all(found):
-        other = next(n for n, gpu in enumerate(found) if gpu)
+    each = [one.decode() for one in store.multi_get([f"gpu-{n}" for n in range(size)])]
+    if any(each) and not all(each):
+        other = next(n for n, gpu in enumerate(each) if gpu)
         raise WorldError(
-            f"rank {found.index('')} runs on a CPU, and rank {other} on a GPU",
+            f"rank {each.index('')} runs on a CPU, and rank {other} on a GPU",
             do="--set world.device=cpu, or see why there is no GPU: flatout doctor on that node",
         )
-    return found if any(found) else []
+    return each if any(each) else []
 
 
 def _store_of(store: Any, name: str = "") -> Any:
