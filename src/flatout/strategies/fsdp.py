@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from flatout.errors import ModelError
 from flatout.models import own_names, sharded_like, whole
 from flatout.strategies.blocks import blocks_of
-from flatout.strategies.fsdp_comms import AllGatherOf, ReduceScatterOf
+from flatout.strategies.fsdp_comms import AllGatherOf, ReduceScatterOf, add_up_unused
 from flatout.strategies.fsdp_memory import Held, expected_words, state_bytes, taken_words
 from flatout.strategies.fsdp_refusals import check_layout
 from flatout.strategies.fsdp_undo import take_off
@@ -146,7 +146,7 @@ class Fsdp(Strategy):
             # Sums, which are divided by the weight of all losses.
             block.set_gradient_divide_factor(1.0)
             block.set_force_sum_reduction_for_comms(True)
-            block.set_reduce_scatter_unused_params(True, recurse=False)
+            add_up_unused(block)
             name = own_names(self._model, [names[block]])[names[block]] or "the model"
             block.set_custom_all_gather(AllGatherOf(self._world, f"weights of {name}"))
             block.set_custom_reduce_scatter(ReduceScatterOf(self._world, f"gradients of {name}"))

@@ -606,6 +606,8 @@ class Fit:
         state.history.epochs.append(logs)
         self._take_notes()
         self._call("on_epoch_end")
+        reasons = loop.world.gather(state.stop_reason, "whether a rank wants to stop")
+        state.stop_reason = next((reason for reason in reasons if reason is not None), None)
         loop.finish_epoch(logs)
         state.step_in_epoch = 0
         self.job.reset()

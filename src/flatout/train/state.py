@@ -82,8 +82,8 @@ class FitState:
     def stop(self, reason: str) -> None:
         """End training after this step; the reason is kept in the History.
 
-        All ranks call it after the same step. Where they step alone (`world.strategy=local_sgd`),
-        one may call it by itself: all end when they meet.
+        All ranks call it after the same step. At the end of an epoch one may call it by itself, and
+        where ranks step alone (`world.strategy=local_sgd`) also in between: all end when they meet.
         """
         self.stop_reason = reason
 

@@ -198,7 +198,8 @@ class _Agent(LocalElasticAgent):
     """
 
     def __init__(self, spec: WorkerSpec, rendezvous: Rendezvous, logs: LogsSpecs) -> None:
-        super().__init__(spec, logs_specs=logs, shutdown_timeout=_LAST_WORDS_S)
+        super().__init__(spec, logs_specs=logs)
+        self._shutdown_timeout = _LAST_WORDS_S
         self._nodes = rendezvous
         # Ranks of this node that this agent has ended, since another one has failed.
         self._ended_here: set[int] = set()
@@ -212,6 +213,17 @@ class _Agent(LocalElasticAgent):
     def kill(self) -> None:
         """End ranks that still run."""
         self._shutdown(signal.SIGKILL, _SOON_S)
+
+    def _shutdown(
+        self,
+        death_sig: signal.Signals = signal.SIGTERM,
+        timeout: int | None = None,
+        **_: object,
+    ) -> None:
+        # Agents of torch 2.11 and 2.12 cannot be told how long to wait.
+        if self._pcontext is not None:
+            self._pcontext.close(death_sig, self._shutdown_timeout if timeout is None else timeout)
+        super()._shutdown(death_sig)
 
     def _invoke_run(self, role: str = "default") -> RunResult:
         try:
