@@ -360,26 +360,32 @@ class Draws(nn.Module):
         return self.inner(x) * float(np.random.rand() < 2)
 
 
-def graphed(device, make, *, captured="on", **options):
+def graphed(device, make, *, captured="on", fused="off", **options):
     """A fit whose steps are to be CUDA graphs, with dropout; the same without."""
     x, y = data()
     model = make()
     torch.manual_seed(5)
     given = {"optimizer": adam(model), "metrics": ["accuracy"], **options}
-    job = trainer(model, device, recipe=recipe(device, cuda_graph=captured), **given)
+    asked = recipe(device, cuda_graph=captured, fused_optimizer=fused)
+    job = trainer(model, device, recipe=asked, **given)
     history = job.fit((x, y), batch_size=32, epochs=4, progress=False)
     return model, history, job
 
 
-@pytest.mark.parametrize("clip", [None, 0.5])
-def test_steps_as_cuda_graphs_are_the_same_bits_with_dropout(device, clip):
+@pytest.mark.parametrize("fused", ["off", "on"])
+@pytest.mark.parametrize("every", ["step", "epoch", ""])
+def test_steps_as_cuda_graphs_are_the_same_bits_with_dropout(device, every, fused):
+    """Rates that change in each step, between epochs, or never, where the update is recorded."""
+
     def cycle(optimizer):
         return lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=20)
 
     def make():
         return network(**DROPS)
 
-    options = {"scheduler": cycle, "schedule_every": "step", "clip_norm": clip}
+    options = {"clip_norm": 0.5 if fused == "on" else None, "fused": fused}
+    if every:
+        options |= {"scheduler": cycle, "schedule_every": every}
     ours, history, job = graphed(device, make, **options)
     if device.type == "cuda":
         assert not job.loop.stepper.cuda_graphs.why

@@ -174,8 +174,12 @@ def places_of(model: nn.Module, update: Update) -> Places:
     )
 
 
-def check_model(model: nn.Module) -> None:
+def check_model(model: nn.Module, *, compiled: bool = False) -> None:
     """Refuse a model whose code may do more than its graph would.
+
+    Args:
+        model: to look at, with all its parts.
+        compiled: whether it may be compiled itself.
 
     Raises:
         Unfit: for hooks, compiled parts, and tensors in attributes.
@@ -186,7 +190,7 @@ def check_model(model: nn.Module) -> None:
         which = f"{name or 'the model'} ({type(module).__name__})"
         if any(getattr(module, hooks) for hooks in _HOOKS):
             raise Unfit(f"{which} has hooks")
-        if is_compiled(module):
+        if is_compiled(module) and not (compiled and module is model):
             raise Unfit(f"{which} is compiled already")
         if any(torch.is_tensor(value) for value in vars(module).values()):
             raise Unfit(f"{which} keeps a tensor that is neither a parameter nor a buffer")

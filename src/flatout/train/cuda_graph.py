@@ -1,20 +1,22 @@
-"""Forward and backward of a step as one CUDA graph: one call in place of one for each kernel.
+"""Steps as CUDA graphs: one call in place of one for each kernel.
 
 A graph is recorded from a step as it is: the same kernels, on the same numbers, with the random
-numbers that the step would have drawn. A batch is copied to where the graph reads it, gradients lie
-where it writes them, and what follows the backward runs as ever: clipping, the gate, the optimizer
-at its rates.
+numbers that the step would have drawn. A batch is copied to where the graph reads it. Of a small
+model with a fused optimizer at constant rates the update is part of it (cuda_graph_update.py);
+else gradients lie where the graph writes them, and what follows the backward runs as ever:
+clipping, the gate, the optimizer at its rates.
 
 Nothing of Python runs again in it. So before it is recorded the step is made without a trace, where
-waiting for the GPU and random numbers of the CPU are noticed, and with its gradients those of the
-graph are compared. A step before which something of the model has changed is made without it.
+waiting for the GPU and random numbers of the CPU are noticed, and with what came of it the graph is
+compared. A step before which something of the model has changed is made without it.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from operator import is_
 from pathlib import Path
 from time import perf_counter_ns as clock
 from types import FunctionType
@@ -36,6 +38,7 @@ from flatout.train.capture_graph import (
     tensors_of,
 )
 from flatout.train.compute import ModelCompute
+from flatout.train.cuda_graph_update import RecordedUpdate, rates_of
 from flatout.train.function_watch import FunctionWatch
 from flatout.train.losses import Value
 from flatout.train.settings import Settings
@@ -60,20 +63,25 @@ class CudaGraphs:
         stepper: makes all others.
         note: gets what the user should know.
         is_asked: whether the user has asked for it, and hears why it is not done.
-
-    Attributes:
-        why: why no step is recorded; "" while it may be.
     """
 
     def __init__(self, stepper: Stepper, note: Callable[[str], None], is_asked: bool) -> None:
         self._stepper, self._note, self._is_asked = stepper, note, is_asked
-        self.why = ""
+        self._whys: dict[Settings, str] = {}
         self._graphs: dict[_Key, Recorded] = {}
         # Of shapes that came before: a lone last batch is not worth a graph.
         self._seen: set[tuple[Any, ...]] = set()
         self._latest: Settings | None = None
         self._changes = 0
         self._place: _Place | None = None
+        # Until rates have changed they are taken to be constant.
+        self._rates: list[dict[str, Any]] | None = None
+        self._rates_move = False
+
+    @property
+    def why(self) -> str:
+        """Why no step is recorded under the present settings; "" while it may be."""
+        return self._whys.get(self._stepper.switch.now, "")
 
     def __call__(
         self, eager: Callable[[], Done], compute: Any, batches: Sequence[Batch], step: int
@@ -89,16 +97,20 @@ class CudaGraphs:
             self._graphs[key] = recorded  # the latest stands last
             self._latest = key[0]
             return recorded.step(batches[0], step)
-        if recorded is not None and key[0] == self._latest:
+        if recorded is not None and key[0] == self._latest and not self._moved_rates():
             self._changes += 1
         self._latest = key[0]
         done = eager()
         with self._giving_up():
             if self._changes > _MOST_CHANGES:
+                self._graphs.clear()
                 raise Unfit("the model changes again and again")
             if self._is_worth(key[1]):
                 self._record(key, compute, batches)
         return done
+
+    def _moved_rates(self) -> bool:
+        return self._rates is not None and self._rates != rates_of(self._stepper)
 
     def _is_worth(self, shape: tuple[Any, ...]) -> bool:
         """The first shape of all, and others when they come again."""
@@ -112,7 +124,12 @@ class CudaGraphs:
         while len(self._graphs) >= _MOST_GRAPHS:
             del self._graphs[next(iter(self._graphs))]
         self._place = self._place or _Place(self._stepper.switch.device)
-        self._graphs[key] = Recorded(self._stepper, compute, batches[0], self._place)
+        rates = rates_of(self._stepper)
+        self._rates_move |= self._rates is not None and rates != self._rates
+        self._rates = rates
+        moves = self._rates_move or self._stepper.lr_scale is not None
+        update = None if moves else RecordedUpdate.of(self._stepper.joint.update)
+        self._graphs[key] = Recorded(self._stepper, compute, batches[0], self._place, update)
 
     def objection(self, compute: Any, batches: Sequence[Batch]) -> str:
         """Why a step is none that a graph could make; "" where nothing is known."""
@@ -143,10 +160,9 @@ class CudaGraphs:
         try:
             yield
         except _FAILURES as error:
-            self.close()
-            self.why = first_line(error)
-            if self._is_asked:
-                self._note(f"compute.cuda_graph: steps run without: {self.why}")
+            why = self._whys[self._stepper.switch.now] = first_line(error)
+            if self._is_asked and list(self._whys.values()).count(why) == 1:
+                self._note(f"compute.cuda_graph: steps run without: {why}")
 
     def close(self) -> None:
         """Let go of the graphs and their memory."""
@@ -199,7 +215,7 @@ def watches_of(stepper: Stepper, compute: Computed) -> list[ModuleWatch | Functi
         Unfit: it may change unseen, or do more than compute.
     """
     model, parameters = stepper.switch.model, stepper.joint.update.parameters
-    check_model(model)
+    check_model(model, compiled=stepper.switch.now.compile == "on")
     own = {p for p in model.parameters() if p.requires_grad}
     if not own <= set(parameters):
         raise Unfit("the optimizer's parameters are not those of the model that train")
@@ -231,12 +247,21 @@ class Recorded:
         compute: forward and loss of a batch.
         batch: like which others are.
         place: where it is recorded.
+        update: that is part of it; None where it follows.
 
     Raises:
         Unfit, RuntimeError: the step cannot be recorded, or the graph computes something else.
     """
 
-    def __init__(self, stepper: Stepper, compute: Any, batch: Batch, place: _Place) -> None:
+    def __init__(
+        self,
+        stepper: Stepper,
+        compute: Any,
+        batch: Batch,
+        place: _Place,
+        update: RecordedUpdate | None,
+    ) -> None:
+        self._update = update
         model = stepper.switch.model
         of_step = computed(compute, model)
         assert of_step is not None
@@ -245,13 +270,16 @@ class Recorded:
         self._own = [*model.parameters(), *model.buffers()]
         self._lie = [tensor.data_ptr() for tensor in self._own]
         self._parameters = list(stepper.joint.update.parameters)
+        self._gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._moved = [*model.buffers(), *([] if update is None else self._parameters)]
         self._batch = batch.with_tensors(torch.clone)._replace(indices=None)
         self._inputs = tensors_of(self._batch)
         self._graph = torch.cuda.CUDAGraph()
         here = torch.cuda.current_stream(stepper.switch.device)
         place.stream.wait_stream(here)
         try:
-            with torch.cuda.stream(place.stream):
+            kept = nullcontext() if update is None else update.put_back()
+            with torch.cuda.stream(place.stream), kept:
                 wanted = self._rehearsed()
                 self._record(place)
                 self._compare(wanted)
@@ -277,6 +305,8 @@ class Recorded:
         with untouched(self._stepper.switch.model), _waits() as waits:
             before = randomness.random_state()
             loss = self._passes()[0]
+            if self._update is not None:
+                self._update.rehearse()
             draws = not randomness.same_state(before, randomness.random_state())
         if waits:
             raise Unfit(f"{waits[0]} waits for the GPU")
@@ -297,6 +327,8 @@ class Recorded:
         self._graph.capture_begin(pool=place.pool, capture_error_mode="thread_local")
         try:
             self._loss, self._weight, self._output = self._passes()
+            if self._update is not None:
+                self._update.make()
         except BaseException:
             with suppress(RuntimeError):
                 self._graph.capture_end()
@@ -310,6 +342,11 @@ class Recorded:
     def _compare(self, wanted: list[torch.Tensor | None]) -> None:
         with untouched(self._stepper.switch.model):
             self._graph.replay()
+        if self._update is not None:
+            share = self._update.share()
+            if not share <= _ROUNDING:
+                raise Unfit(f"weights would differ by {share:.0%}: more than rounding")
+            return
         found = dict(self._gradients)
         share = difference(wanted, [self._loss, *map(found.get, self._parameters)])
         if not share <= _ROUNDING:
@@ -320,7 +357,8 @@ class Recorded:
         return (
             compute == self._given  # methods are made again each time
             and all(watch.holds() for watch in self._watches)
-            and self._parameters == self._stepper.joint.update.parameters
+            and _are_same(self._parameters, self._stepper.joint.update.parameters)
+            and (self._update is None or self._update.is_current())
             and [tensor.data_ptr() for tensor in self._own] == self._lie
         )
 
@@ -339,6 +377,7 @@ class Recorded:
         torch._foreach_copy_(self._inputs, tensors_of(batch))
         self._graph.replay()
         self._stepper.mark("forward")
+        torch.autograd.graph.increment_version(self._moved)
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         # The next step writes to the same places.
@@ -346,7 +385,15 @@ class Recorded:
         weight = weight.clone() if torch.is_tensor(weight) else weight
         if self._compute.metrics:
             self._compute.feed(self._fed(), batch)
+        if self._update is not None:
+            self._update.tell()
+            self._stepper.mark("optimizer")
+            return Done(loss, weight, clock() - start, 0, 0, 0)
         return self._stepper.finish((loss, weight, clock() - start, 0, 0), number)
+
+
+def _are_same(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    return len(some) == len(others) and all(map(is_, some, others))
 
 
 @contextmanager

@@ -79,13 +79,11 @@ class Done(NamedTuple):
 
 
 class MakesCudaGraphs(Protocol):
-    """Makes steps as CUDA graphs; cuda_graph.py says what these are.
+    """Makes steps as CUDA graphs; cuda_graph.py says what these are."""
 
-    Attributes:
-        why: why no step is recorded; "" while it may be.
-    """
-
-    why: str
+    @property
+    def why(self) -> str:
+        """Why no step is recorded under the present settings; "" while it may be."""
 
     def __call__(
         self, eager: Callable[[], Done], compute: Any, batches: Sequence[Batch], step: int

@@ -212,12 +212,12 @@ class Tuner:
 
     def _without_graph(self, settings: Settings | ByLength) -> tuple[str, str] | None:
         """The setting by which steps were to be graphs, and why they were not; None where not."""
+        if isinstance(settings, ByLength):
+            return None
         makers = {"capture": self._stepper.capture, "cuda_graph": self._stepper.cuda_graphs}
-        for name, makes in makers.items():
-            is_on = not isinstance(settings, ByLength) and getattr(settings, name) == "on"
-            if is_on and makes is not None and makes.why:
-                return name, makes.why
-        return None
+        whys = {name: makes.why for name, makes in makers.items() if makes is not None}
+        on = (name for name, why in whys.items() if why and getattr(settings, name) == "on")
+        return next(((name, whys[name]) for name in on), None)
 
     def _again(self, run: Callable[[], Done], turn: Turn, number: int, why: str) -> Done:
         """The step once more under the best settings; those that were tried are not."""

@@ -174,10 +174,11 @@ class Compute(Section):
     cuda_graph: Switch = setting(
         "auto",
         "Forward and backward of a step as one CUDA graph, on one rank: a GPU gets all their "
-        "kernels in one call, where a small model's step is mostly calls. The update follows as "
-        "ever. The graph is recorded for each shape of batches that comes again, of up to four; "
-        "its gradients are compared with those of a step without it once, and where code of the "
-        "step waits for the GPU or draws random numbers on the CPU, steps run without.",
+        "kernels in one call, where a small model's step is mostly calls. The update of a small "
+        "model with a fused optimizer at constant rates is part of it. The graph is recorded for "
+        "each shape of batches that comes again, of up to four, and compared with a step without "
+        "it once; where code of the step waits for the GPU or draws random numbers on the CPU, "
+        "steps run without.",
         plain="off",
         # The same kernels on the same numbers, and the same random numbers.
         parity=Parity.EXACT,
