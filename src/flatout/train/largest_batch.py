@@ -297,7 +297,7 @@ class Steps:
         # All have looked before the first takes any.
         if loop.device.type == "cuda":
             torch.cuda.empty_cache()
-            free = torch.cuda.mem_get_info(loop.device)[0]
+            free = _free_on_gpu(loop.device)
         else:
             free = available_bytes() // here
         loop.world.gather(free, "how much memory is free")
@@ -311,13 +311,13 @@ class Steps:
             return
         device = self._loop.device
         snapshot = Snapshot(self._objective.model, self._loop.optimizers)
-        total = torch.cuda.mem_get_info(device)[1]
+        before, total = _allowed(device), torch.cuda.mem_get_info(device)[1]
         room = torch.cuda.memory_reserved(device) + self.limit
-        torch.cuda.set_per_process_memory_fraction(min(1.0, room / total), device)
+        torch.cuda.set_per_process_memory_fraction(min(before, room / total), device)
         try:
             yield lambda size: self._here(size, snapshot)
         finally:
-            torch.cuda.set_per_process_memory_fraction(1.0, device)
+            torch.cuda.set_per_process_memory_fraction(before, device)
             self._objective.end()
 
     def _in_child(self, size: int) -> Try:
@@ -369,3 +369,18 @@ class Steps:
             del beside
         finally:
             stepper.switch.release()
+
+
+def _free_on_gpu(device: torch.device) -> int:
+    """Bytes that this process may still take: what is free, within the share that it allows itself.
+
+    Its allocator has given back what it did not use.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    own = int(_allowed(device) * total) - torch.cuda.memory_reserved(device)
+    return min(free, max(0, own))
+
+
+def _allowed(device: torch.device) -> float:
+    """The share of a GPU's memory that the user lets this process take."""
+    return float(torch.cuda.get_per_process_memory_fraction(device))

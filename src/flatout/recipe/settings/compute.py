@@ -206,6 +206,8 @@ class Compute(Section):
             lambda at, value: at.benchmark_cudnn(value == "on"),
             now=lambda at: "on" if at.torch.backends.cudnn.benchmark else "off",
             switches="seldom",
+            # What it chooses is right, and trying it on a few samples takes a second.
+            in_passes=False,
         ),
         unmeasured=lambda at: (at.now.cudnn_benchmark, "plain"),
     )
