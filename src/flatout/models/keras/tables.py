@@ -79,8 +79,9 @@ def why_whole(layer: Any, model: Any) -> str:
     weight = variable._value
     if not isinstance(weight, nn.Parameter):
         return "its weight is no parameter"
-    if not (weight.is_cpu and weight.dtype is torch.float32 and weight.is_contiguous()):
-        return "it is not float32 on the CPU"
+    is_placed = weight.device.type in ("cpu", "cuda") and weight.is_contiguous()
+    if weight.dtype is not torch.float32 or not is_placed:
+        return "it is not float32 on a CPU or GPU"
     others = [
         other.name
         for other in modules_of(model)

@@ -117,8 +117,8 @@ class Compute(Section):
     )
     touched_rows: Switch = setting(
         "auto",
-        "Tables of embeddings (`nn.Embedding`, `nn.EmbeddingBag`, Keras' `Embedding`, float32; on "
-        "a GPU those of torch's modules) are stepped by the rows that a batch has used, by Adam, "
+        "Tables of embeddings (`nn.Embedding`, `nn.EmbeddingBag`, Keras' `Embedding`, float32) "
+        "are stepped by the rows that a batch has used, by Adam, "
         "AdamW, SGD, RMSprop and Adagrad, each as torch or Keras computes it. A row is brought "
         "through the steps that it missed before it is read, and all rows are before code reads a "
         "whole table, so the result is that of the dense optimizer. A table that the loss reads "
