@@ -513,7 +513,11 @@ def test_a_keras_table_is_stepped_by_rows(device):
         recipe = flatout.Recipe(compute={"touched_rows": touched_rows, "precision": "fp32"})
         trainer = flatout.Trainer(model, recipe=recipe, say=lambda line: None, allow="exact")
         (ids, _), wanted = clicks()
-        trainer.fit(ids.numpy(), wanted.numpy()[:, None], batch_size=32, epochs=2, verbose=0)
+        history = trainer.fit(
+            ids.numpy(), wanted.numpy()[:, None], batch_size=32, epochs=2, verbose=0
+        )
+        is_by_rows = any("touched rows only" in note for note in history.notes)
+        assert is_by_rows is (touched_rows == "on"), history.notes
         found.append([np.asarray(one) for one in model.get_weights()])
     for wanted, ours in zip(*found, strict=True):
         assert np.linalg.norm(ours - wanted) <= 2e-5 * np.linalg.norm(wanted)

@@ -118,14 +118,14 @@ class Compute(Section):
     touched_rows: Switch = setting(
         "auto",
         "Tables of embeddings (`nn.Embedding`, `nn.EmbeddingBag`, Keras' `Embedding`, float32) "
-        "are stepped by the rows that a batch has used, by Adam, "
-        "AdamW, SGD, RMSprop and Adagrad, each as torch or Keras computes it. A row is brought "
-        "through the steps that it missed before it is read, and all rows are before code reads a "
-        "whole table, so the result is that of the dense optimizer. A table that the loss reads "
-        "whole is stepped whole; where it does so for L2, a line names the `weight_decay` that is "
-        "the same but for clipping. `auto`: on a CPU, taken where tables have many more rows than "
-        "a batch has ids, tried where they have more; on a GPU with Triton, taken for tables "
-        "of 134 million numbers and more.",
+        "are stepped by the rows that a batch has used, by Adam, AdamW, SGD, RMSprop and Adagrad, "
+        "each as torch or Keras computes it. A row is brought through the steps that it missed "
+        "before it is read, and all rows are before code reads a whole table, so the result is "
+        "that of the dense optimizer. A table that the loss reads whole is stepped whole; where it "
+        "does so for L2, a line names the `weight_decay` that is the same but for clipping. "
+        "`auto`: on a CPU, taken where tables have many more rows than a batch has ids, tried "
+        "where they have more; on a GPU with Triton, taken for tables of 134 million numbers and "
+        "more.",
         plain="off",
         parity=Parity.TOLERANT,
         words="touched rows only",
