@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
 import socket
@@ -201,7 +202,7 @@ def job(loop: LoopState) -> dict[str, str]:
     for number, optimizer in enumerate(loop.optimizers, 1):
         words = type(optimizer).__name__
         for group in loop.job.get("options", [[]] * number)[number - 1][:1]:
-            shown = [f"{name}={_short(value)}" for name, value in group.items() if _is_shown(value)]
+            shown = [f"{name}={value}" for name, value in _given(optimizer, group).items()]
             words += f"({', '.join(shown)})"
         facts[f"optimizer {number}"] = words
     with suppress(OSError):
@@ -321,10 +322,22 @@ def _speed_of(interface: str | None) -> int | None:
     return None
 
 
+def _given(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, Any]:
+    """The rate, and the options that someone has given; what schedulers keep there is none."""
+    taken = inspect.signature(type(optimizer)).parameters
+    given = {}
+    for name, value in group.items():
+        option = tuple(value) if isinstance(value, list) else value
+        is_given = name in taken and option != taken[name].default
+        if _is_shown(option) and (name == "lr" or is_given):
+            given[name] = _short(option)
+    return given
+
+
 def _short(value: Any) -> Any:
     """Numbers that were computed, such as the first rate of a schedule, without their rounding."""
     return float(f"{value:.7g}") if isinstance(value, float) else value
 
 
 def _is_shown(value: Any) -> bool:
-    return isinstance(value, int | float | str) or value is None
+    return isinstance(value, int | float | str | tuple)
