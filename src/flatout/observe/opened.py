@@ -44,7 +44,7 @@ def note_opened(file: Path) -> None:
     def look() -> None:
         pause = threading.Event()
         while not pause.wait(_LOOK_EVERY_S):
-            for path in _held():
+            for path in _held_files():
                 note(READ, path)
 
     sys.addaudithook(hook)
@@ -57,7 +57,7 @@ def _opens_to_write(mode: Any, flags: Any) -> bool:
     return bool(isinstance(flags, int) and flags & _WRITING)
 
 
-def _held() -> list[str]:
+def _held_files() -> list[str]:
     """What is open for reading now, or mapped."""
     result = []
     for descriptor in os.listdir("/proc/self/fd"):

@@ -196,7 +196,7 @@ class FirstLookReport:
         With 0 lines it is one of what was found alone.
         """
         for danger in self.verdict.dangers:
-            told = _told(danger) if lines != 0 else _told(danger)[:1]
+            told = _finding_words(danger) if lines != 0 else _finding_words(danger)[:1]
             yield Row("DANGER", "bold red", *told, most=1 if lines == 0 else lines)
 
     def _slow(self) -> list[Finding]:
@@ -213,7 +213,7 @@ class FirstLookReport:
         if shown:
             yield Text(could_be_tried(shown, len(self._slow()) - len(shown)), style="bold")
         for finding in shown:
-            yield Row(_bound(finding), "bold yellow", *_told(finding), most=lines)
+            yield Row(_bound(finding), "bold yellow", *_finding_words(finding), most=lines)
 
     def _in_full(self) -> Iterator[RenderableType]:
         slow = self._slow()
@@ -221,7 +221,7 @@ class FirstLookReport:
             yield Text("")
             yield Text(could_be_tried(slow, 0), style="bold")
         for finding in slow:
-            yield Row(_bound(finding), "bold yellow", *_told(finding))
+            yield Row(_bound(finding), "bold yellow", *_finding_words(finding))
         notes = [finding for finding in self.verdict.findings if finding.kind == "note"]
         for note in notes:
             place = f"{short(note.where)} " if note.where else ""
@@ -293,7 +293,7 @@ def could_be_tried(slow: Sequence[Finding], hidden: int) -> str:
     return words + (f"; {hidden} more: --verbose" if hidden else "")
 
 
-def _told(finding: Finding) -> tuple[str, str]:
+def _finding_words(finding: Finding) -> tuple[str, str]:
     """What was found and where; and what to do, with what that does to the result."""
     place = f"{short(finding.where)} " if finding.where else ""
     of = f"  [{finding.parity}]" if finding.parity and finding.kind == "slow" else ""

@@ -406,8 +406,8 @@ class Comparison:
         result: list[str] = []
         for pair in self.pairs:
             result += [*pair.lines(), ""]
-        whence = dict.fromkeys(f"noise: {pair.noise_of}" for pair in self.pairs if pair.ratio)
-        for words in whence:
+        noises = dict.fromkeys(f"noise: {pair.noise_of}" for pair in self.pairs if pair.ratio)
+        for words in noises:
             result += wrap(words, _WIDTH, subsequent_indent="  ")
         for run in self.runs:
             result += run.problems

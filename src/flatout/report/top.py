@@ -140,13 +140,13 @@ def together(snapshots: Sequence[Mapping[str, Any]]) -> Sample:
         shift = now - node["time"]
         for job in node["jobs"]:
             # By number, since two nodes of one machine see one another's ranks.
-            ranks |= {item["rank"]: _told(item, shift) for item in job["ranks"]}
+            ranks |= {item["rank"]: _rank_now(item, shift) for item in job["ranks"]}
         for gpu in node["gpus"]:
             gpus.append(GpuUse(**{**gpu, "name": f"{gpu['name']} of {node['host']}"}))
     return Sample([RunningJob([ranks[n] for n in sorted(ranks)])] if ranks else [], None, gpus)
 
 
-def _told(value: Mapping[str, Any], shift_s: float) -> RankNow:
+def _rank_now(value: Mapping[str, Any], shift_s: float) -> RankNow:
     own = {name: value[name] for name in Rank.__dataclass_fields__}
     rank = Rank(**own)
     rank.started += shift_s

@@ -127,8 +127,8 @@ class Kubernetes:
                     do="give this one another --name",
                 ) from error
             if error.status >= _BROKEN:
-                raise Unanswered(f"the API server has failed: {_said(error)}") from error
-            raise NotSent(f"Kubernetes did not take the job: {_said(error)}") from error
+                raise Unanswered(f"the API server has failed: {_message(error)}") from error
+            raise NotSent(f"Kubernetes did not take the job: {_message(error)}") from error
         except cluster.lost as error:
             if isinstance(getattr(error, "reason", error), cluster.unreached):
                 raise NotSent(f"the API server was not reached: {error}") from error
@@ -141,8 +141,8 @@ class Kubernetes:
             raise Unanswered(f"the API server did not answer: {error}") from error
         except cluster.error as error:
             if error.status >= _BROKEN:
-                raise Unanswered(f"the API server has failed: {_said(error)}") from error
-            problem = f"the job's code was not taken: {_said(error)}"
+                raise Unanswered(f"the API server has failed: {_message(error)}") from error
+            problem = f"the job's code was not taken: {_message(error)}"
             try:  # or its pods would wait for ever
                 cluster.delete(made["kind"], space, job.name)
             except (cluster.error, cluster.lost) as left:
@@ -358,7 +358,7 @@ class _Cluster:
         try:
             ask()
         except self.error as error:
-            return _said(error)
+            return _message(error)
         return ""
 
     def is_missing(self, read: Callable[..., object], name: str, space: str) -> bool:
@@ -390,7 +390,7 @@ def _answered(where: str) -> Iterator[None]:
     try:
         yield
     except error as refused:
-        raise SubmitError(f"Kubernetes refuses: {_said(refused)}", where=where) from refused
+        raise SubmitError(f"Kubernetes refuses: {_message(refused)}", where=where) from refused
     except lost as silent:
         raise SubmitError(
             f"the API server does not answer: {silent}",
@@ -399,7 +399,7 @@ def _answered(where: str) -> Iterator[None]:
         ) from silent
 
 
-def _said(error: Any) -> str:
+def _message(error: Any) -> str:
     """What the API server said, without its wrapping."""
     body = getattr(error, "body", None)
     with suppress(ValueError, TypeError):

@@ -106,8 +106,8 @@ class Ray:
             )
         except (RuntimeError, ValueError, OSError) as error:
             if cluster.client.is_unanswered:
-                raise Unanswered(f"the job server did not answer: {_said(error)}") from error
-            raise NotSent(f"Ray did not take the job: {_said(error)}") from error
+                raise Unanswered(f"the job server did not answer: {_message(error)}") from error
+            raise NotSent(f"Ray did not take the job: {_message(error)}") from error
         return Sent(str(id), f"(ray job status {id})")
 
     def find(self, key: str, folder: Path) -> Sent | None:
@@ -196,7 +196,7 @@ class _Cluster:
 
     def _unreached(self, error: BaseException) -> SubmitError:
         return SubmitError(
-            f"Ray's job server does not answer: {_said(error)}",
+            f"Ray's job server does not answer: {_message(error)}",
             where=self._address,
             do="see that `ray status` answers there, or name it: --option address=http://HEAD:8265",
         )
@@ -302,7 +302,7 @@ def _left_s(folder: Path) -> float | None:
     return None if told is None else float(told)
 
 
-def _said(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     """The last line that says something: Ray hands on whole tracebacks."""
     return _last_line(str(error)) or type(error).__name__
 

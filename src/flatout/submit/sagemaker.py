@@ -99,15 +99,15 @@ class SageMaker:
         try:
             self._upload(cloud, job)
         except cloud.refused as error:
-            raise NotSent(f"S3 did not take the code: {_said(error)}") from error
+            raise NotSent(f"S3 did not take the code: {_message(error)}") from error
         except cloud.unknown as error:
             raise NotSent(f"the code did not come to S3: {error}") from error
         try:
             cloud.client("sagemaker", tries=1).create_training_job(**made)
         except cloud.refused as error:
             if error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0) >= 500:
-                raise Unanswered(f"AWS has failed: {_said(error)}") from error
-            raise NotSent(f"AWS did not take the job: {_said(error)}") from error
+                raise Unanswered(f"AWS has failed: {_message(error)}") from error
+            raise NotSent(f"AWS did not take the job: {_message(error)}") from error
         except cloud.unreached as error:
             raise NotSent(f"AWS was not reached: {error}") from error
         except cloud.lost as error:
@@ -214,7 +214,7 @@ class _Cloud:
         try:
             yield
         except self.refused as error:
-            raise SubmitError(f"AWS refuses: {_said(error)}") from error
+            raise SubmitError(f"AWS refuses: {_message(error)}") from error
         except (self.lost, *self.unreached) as error:
             raise SubmitError(f"AWS does not answer: {error}") from error
         except self.unknown as error:
@@ -225,7 +225,7 @@ class _Cloud:
         try:
             ask()
         except self.refused as error:
-            return _said(error)
+            return _message(error)
         return ""
 
 
@@ -330,6 +330,6 @@ def _state(found: dict[str, Any]) -> JobState:
     )
 
 
-def _said(error: Any) -> str:
+def _message(error: Any) -> str:
     result = error.response.get("Error", {})
     return f"{result.get('Code', 'refused')}: {result.get('Message', '')}"

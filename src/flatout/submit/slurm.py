@@ -146,7 +146,9 @@ class Slurm:
         answer = ask(command, tries=2, again=_is_unanswered)
         if _is_unanswered(answer):
             raise SubmitError(f"SLURM does not answer: {answer.last_words}")
-        answers = [_told(line) for line in answer.output.splitlines() if line.startswith("JobId=")]
+        answers = [
+            _state_words(line) for line in answer.output.splitlines() if line.startswith("JobId=")
+        ]
         if answer.code == 0 and answers:
             return _together([_state(item, folder) for item in answers])
         return _remembered(folder, id)
@@ -372,7 +374,7 @@ def _asked(command: list[str]) -> Answer:
     return answer
 
 
-def _told(line: str) -> dict[str, str]:
+def _state_words(line: str) -> dict[str, str]:
     """What `scontrol --oneliner show job` says. Only values before Command= have no spaces."""
     return dict(re.findall(r"(\w+(?:/\w+)?)=(\S*)", line))
 

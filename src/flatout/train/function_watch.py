@@ -79,7 +79,7 @@ class FunctionWatch:
 
 
 def _stays(value: Any) -> bool:
-    """Whether nothing of it changes but by another value under its name; a tensor is read anew."""
+    """Whether nothing of it changes but by another value under its name; a tensor is read again."""
     if isinstance(value, ModuleType):
         return is_library(_Named(value.__name__))
     is_code = isinstance(value, type) or callable(value)

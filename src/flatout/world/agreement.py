@@ -99,8 +99,8 @@ def disagreement(came: Sequence[Arrival]) -> WorldError | None:
             do="give each node its own --node-rank, from 0",
         )
     differing = [
-        f"{name}: {_told(first, name)} on node {first.node} ({first.host}), "
-        f"{_told(newest, name)} on node {newest.node} ({newest.host})"
+        f"{name}: {_value_of(first, name)} on node {first.node} ({first.host}), "
+        f"{_value_of(newest, name)} on node {newest.node} ({newest.host})"
         for name in dict.fromkeys([*first.facts, *newest.facts])
         if first.facts.get(name) != newest.facts.get(name)
         and (name, newest.facts.get(name)) != (RANKS, _OPEN)
@@ -114,5 +114,5 @@ def disagreement(came: Sequence[Arrival]) -> WorldError | None:
     return None
 
 
-def _told(arrival: Arrival, name: str) -> str:
+def _value_of(arrival: Arrival, name: str) -> str:
     return arrival.facts.get(name, "nothing")

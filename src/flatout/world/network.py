@@ -40,7 +40,7 @@ def listener(port: int) -> str:
 
 def is_here(host: str) -> bool:
     """Whether a name or address is one of this node's; so it is taken to be if no one knows it."""
-    result = _found(host)
+    result = _addresses_of(host)
     return not result or _is_own(result)
 
 
@@ -53,7 +53,7 @@ def listening_address(host: str) -> str:
     Raises:
         OSError: there is none.
     """
-    result = _found(host)
+    result = _addresses_of(host)
     if result and (host == "localhost" or host in result):  # an address, as it was given
         result = [item for item in result if _is_loopback(item)] or result
         if _is_loopback(result[0]):
@@ -76,7 +76,7 @@ def reached_at(host: str) -> str:
 
     On the host itself its name may lead to loopback, where nothing listens.
     """
-    result = _found(host)
+    result = _addresses_of(host)
     return listening_address(host) if result and _is_own(result) else host
 
 
@@ -94,7 +94,7 @@ def listen(address: str, port: int = 0) -> socket.socket:
     return socket.create_server((address, port), family=family, backlog=1024)
 
 
-def _found(host: str) -> list[str]:
+def _addresses_of(host: str) -> list[str]:
     """The addresses of a host; none where its name is not known."""
     try:
         return [str(item[4][0]) for item in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]

@@ -17,10 +17,10 @@ def look(observation: Observation) -> list[Finding]:
     cost = lane(observation, "forward", "backward")
     if not is_worth(observation, cost):
         return []
-    return [_found(model, cost) for model in swappable]
+    return [_finding(model, cost) for model in swappable]
 
 
-def _found(model: Model, cost: float) -> Finding:
+def _finding(model: Model, cost: float) -> Finding:
     activation, pooling = model.pool_after[0]
     more = f" and {len(model.pool_after) - 1} more" if len(model.pool_after) > 1 else ""
     return Finding(

@@ -33,7 +33,9 @@ def look(observation: Observation) -> list[Finding]:
     if observation.ended == "failed" and _OUT.search(observation.error):
         last = next(line for line in reversed(observation.error.splitlines()) if line.strip())
         return [
-            _found("danger", f"memory ran out: {last.strip()[:200]}", _SMALLER, _line(observation))
+            _finding(
+                "danger", f"memory ran out: {last.strip()[:200]}", _SMALLER, _line(observation)
+            )
         ]
     if is_gpu(observation):
         return _on_gpu(observation)
@@ -47,7 +49,7 @@ def look(observation: Observation) -> list[Finding]:
         else ""
     )
     what = f"{observation.swapped_mb:,.0f} MB of the job lie in swap{faults}"
-    return [_found("slow", what, f"fewer loader workers, or {_SMALLER}", _site(observation))]
+    return [_finding("slow", what, f"fewer loader workers, or {_SMALLER}", _site(observation))]
 
 
 def _on_gpu(observation: Observation) -> list[Finding]:
@@ -63,7 +65,7 @@ def _on_gpu(observation: Observation) -> list[Finding]:
             f"the GPU's memory ran out {observation.device_failures} times, and the script went on"
         )
         return [
-            _found("danger", f"{what}: those batches may be lost", _SMALLER, _site(observation))
+            _finding("danger", f"{what}: those batches may be lost", _SMALLER, _site(observation))
         ]
     if peak <= memory_mb:
         raise NoSignal("what a batch takes of the GPU's memory was not seen")
@@ -71,7 +73,7 @@ def _on_gpu(observation: Observation) -> list[Finding]:
     if times < _ROOM:
         return []
     return [
-        _found(
+        _finding(
             "note",
             f"a batch takes {peak - memory_mb:,.0f} MB of the GPU's {total:,.0f} MB: one about "
             f"{times:.0f} times as large would fit",
@@ -82,7 +84,7 @@ def _on_gpu(observation: Observation) -> list[Finding]:
     ]
 
 
-def _found(kind: Kind, what: str, do: str, where: str, parity: str = "rounding") -> Finding:
+def _finding(kind: Kind, what: str, do: str, where: str, parity: str = "rounding") -> Finding:
     return Finding(kind=kind, what=what, do=do, where=where, parity=parity)
 
 

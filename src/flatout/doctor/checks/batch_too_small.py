@@ -55,14 +55,14 @@ def look(seen: Observation) -> list[Finding]:
         if busy >= WAITS:
             return []
         time = f"the GPU computes for {busy:.0%} of a step of {ms(whole)}, and else waits for the "
-        return [_found(f"{time}host to call the next operators", _site(seen))]
+        return [_finding(f"{time}host to call the next operators", _site(seen))]
     by_size = _last_and_whole(seen)
     if by_size is not None:
         left, last = by_size
         if last < _AS_LONG * whole:
             return []
         what = f"the last batch of an epoch has {left} samples and takes {ms(last)}, a whole one"
-        return [_found(f"{what} {ms(whole)}", _site(seen))]
+        return [_finding(f"{what} {ms(whole)}", _site(seen))]
     mean, size = arithmetic_rate(seen, model), samples_per_call(seen)
     if is_gpu(seen) or mean is None or size is None:
         raise NoSignal("no batches of two sizes were seen, nor how much a step computes")
@@ -71,7 +71,7 @@ def look(seen: Observation) -> list[Finding]:
     if rate * _ROOM >= SLOW_RATE:
         return []
     what = f"a batch of {size} takes {ms(fast)} or more, at {rate / 1e6:,.0f} MFLOP/s or less"
-    return [_found(f"{what}: calling operators takes the time, not the samples", _site(seen))]
+    return [_finding(f"{what}: calling operators takes the time, not the samples", _site(seen))]
 
 
 def _last_and_whole(seen: Observation) -> tuple[int, float] | None:
@@ -103,7 +103,7 @@ def _site(seen: Observation) -> Site | None:
     return next((site for site in sites if site is not None), seen.models[0].site)
 
 
-def _found(what: str, site: Site | None) -> Finding:
+def _finding(what: str, site: Site | None) -> Finding:
     return Finding(
         kind="note",
         what=what,

@@ -26,7 +26,7 @@ def look(observations: Sequence[Observation]) -> Findings:
         part = -(-size // max(1, devices))
         parts = [min(part, size - start) for start in range(0, size, part)]
         parts += [0] * (devices - len(parts))
-        return _found(parts, wrapped[0].site, "GPUs")
+        return _finding(parts, wrapped[0].site, "GPUs")
     if len(observations) == 1:
         return []
     if not all(rank.models and rank.models[0].wrapper for rank in observations):
@@ -35,10 +35,10 @@ def look(observations: Sequence[Observation]) -> Findings:
     known = [size for size in sizes if size is not None]
     if len(known) < len(sizes):
         raise NoSignal("the sizes of the ranks' batches vary, or were not seen")
-    return _found(known, first.models[0].site, "ranks")
+    return _finding(known, first.models[0].site, "ranks")
 
 
-def _found(parts: list[int], site: Site | None, owners: str) -> Findings:
+def _finding(parts: list[int], site: Site | None, owners: str) -> Findings:
     least, most = min(parts), max(parts)
     if not parts or most < _UNEVEN * least or most == least:
         return

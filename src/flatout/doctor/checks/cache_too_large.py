@@ -48,7 +48,7 @@ def look(observation: Observation) -> list[Finding]:
     whole = _whole_mb(loader, each)
     if whole is None or whole <= observation.available_mb:
         return []
-    return [_found(loader, observation, each, whole)]
+    return [_finding(loader, observation, each, whole)]
 
 
 def _memory(observation: Observation, loader: Loader) -> tuple[list[int], list[float]]:
@@ -86,7 +86,7 @@ def _copies(loader: Loader) -> int:
     return max(1, loader.num_workers or 1) if loader.persistent_workers else 1
 
 
-def _found(loader: Loader, observation: Observation, each: float, whole: float) -> Finding:
+def _finding(loader: Loader, observation: Observation, each: float, whole: float) -> Finding:
     copies = _copies(loader)
     workers = f" in each of {copies} workers" if copies > 1 else ""
     swapped = (

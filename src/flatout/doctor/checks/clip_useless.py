@@ -18,13 +18,13 @@ def look(observation: Observation) -> Findings:
         norm = call.detail.get("norm")
         words = "" if norm is None else f"; their norm was {norm:,.4g}"
         if call.detail.get("is_late"):
-            yield _found(
+            yield _finding(
                 call,
                 "gradients are clipped after the step has used them, which changes nothing" + words,
                 "clip between backward() and step()",
             )
         elif (scale := call.detail.get("scale") or 1.0) > 1:
-            yield _found(
+            yield _finding(
                 call,
                 f"gradients are clipped to {call.detail['limit']:g} while the scaler has them "
                 f"multiplied by {scale:,.0f}{words}: nearly nothing is left of them",
@@ -32,5 +32,5 @@ def look(observation: Observation) -> Findings:
             )
 
 
-def _found(call: Call, what: str, do: str) -> Finding:
+def _finding(call: Call, what: str, do: str) -> Finding:
     return Finding(kind="danger", what=what, do=do, where=str(call.site), parity="changes learning")

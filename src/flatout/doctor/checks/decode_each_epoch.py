@@ -40,10 +40,10 @@ def look(observation: Observation) -> Findings:
             raise NoSignal("how much memory is free was not seen")
         if fits_in_memory(observation, size):
             most = cost if loader.is_iterable else making_ms(observation, loader)
-            yield _found(loader, most, size, observation.available_mb)
+            yield _finding(loader, most, size, observation.available_mb)
 
 
-def _found(loader: Loader, cost: float, size: float, free: float) -> Finding:
+def _finding(loader: Loader, cost: float, size: float, free: float) -> Finding:
     return Finding(
         kind="slow",
         what=f"decoding takes {ms(loader.lanes_ms['decode'])} a batch, in each epoch again; all "

@@ -23,13 +23,13 @@ def look(observation: Observation) -> list[Finding]:
         raise NoSignal("the numbers of the model were not looked at")
     # A step of the optimizer alone computes with its moments.
     findings = [
-        *_found(observation, trained, "the model", ("forward", "backward", "optimizer")),
-        *_found(observation, observation.optimizers, "the optimizer", ("optimizer",)),
+        *_finding(observation, trained, "the model", ("forward", "backward", "optimizer")),
+        *_finding(observation, observation.optimizers, "the optimizer", ("optimizer",)),
     ]
     return findings[:1]  # one setting cures all
 
 
-def _found(
+def _finding(
     observation: Observation,
     owners: Sequence[Model] | Sequence[Optimizer],
     of: str,

@@ -14,10 +14,12 @@ def look(observation: Observation) -> list[Finding]:
     """Where a model is evaluated with gradients enabled."""
     # In a time-lapse it was seen, but not how long it takes.
     evaluation = observation.lanes_ms.get("evaluation") or None
-    return [_found(model, evaluation) for model in models(observation) if model.evaluated_with_grad]
+    return [
+        _finding(model, evaluation) for model in models(observation) if model.evaluated_with_grad
+    ]
 
 
-def _found(model: Model, evaluation: float | None) -> Finding:
+def _finding(model: Model, evaluation: float | None) -> Finding:
     takes = "" if not evaluation else f"; evaluation takes {ms(evaluation)} per training step"
     return Finding(
         kind="slow",

@@ -21,7 +21,7 @@ def look(observation: Observation) -> list[Finding]:
         if is_each_step(observation, call) and _is_full(call)
     ]
     findings = [
-        _found(f"gc.collect() runs in each step{_takes(cost)}", "delete the call", site, cost)
+        _finding(f"gc.collect() runs in each step{_takes(cost)}", "delete the call", site, cost)
         for site, cost in ((str(call.site), cost_ms(observation, call)) for call in asked)
         if is_worth(observation, cost)
     ]
@@ -35,7 +35,7 @@ def look(observation: Observation) -> list[Finding]:
         "gc.freeze() after the model and the dataset are made, gc.disable() in training, and "
         "gc.collect() between epochs"
     )
-    return [_found(f"garbage collection takes {ms(pauses)} of each step", do, "", pauses)]
+    return [_finding(f"garbage collection takes {ms(pauses)} of each step", do, "", pauses)]
 
 
 def _is_full(call: Call) -> bool:
@@ -47,7 +47,7 @@ def _takes(cost: float | None) -> str:
     return "" if cost is None else f", which takes {ms(cost)}"
 
 
-def _found(what: str, do: str, where: str, cost: float | None) -> Finding:
+def _finding(what: str, do: str, where: str, cost: float | None) -> Finding:
     return Finding(
         kind="slow",
         what=what,

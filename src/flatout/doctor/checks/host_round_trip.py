@@ -15,13 +15,13 @@ def look(observation: Observation) -> list[Finding]:
         call for call in calls(observation, "round_trip") if is_each_step(observation, call)
     ]
     return (
-        [_found(observation, call, cost_ms(observation, call)) for call in round_trips]
+        [_finding(observation, call, cost_ms(observation, call)) for call in round_trips]
         if is_gpu(observation)
         else []
     )
 
 
-def _found(observation: Observation, call: Call, cost: float | None) -> Finding:
+def _finding(observation: Observation, call: Call, cost: float | None) -> Finding:
     way = "" if cost is None else f"; the way back alone takes {ms(cost)}"
     return Finding(
         kind=kind_of(observation, cost),

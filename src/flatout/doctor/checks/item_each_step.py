@@ -23,13 +23,13 @@ _KINDS = ("item", "tolist", "cpu", "numpy")
 def look(seen: Observation) -> list[Finding]:
     """Which lines wait for the device in most steps."""
     return [
-        _found(seen, call, cost_ms(seen, call), returned_ms(seen, cost_ms(seen, call)))
+        _finding(seen, call, cost_ms(seen, call), returned_ms(seen, cost_ms(seen, call)))
         for call in calls(seen, *_KINDS)
         if is_each_step(seen, call)
     ]
 
 
-def _found(seen: Observation, call: Call, own: float | None, cost: float | None) -> Finding:
+def _finding(seen: Observation, call: Call, own: float | None, cost: float | None) -> Finding:
     often = call.count / seen.steps
     times = f"{often:.0f} times" if often >= 1.5 else "once"
     waits = f" and waits {ms(own)}" if own is not None else ""

@@ -28,7 +28,7 @@ def look(observation: Observation) -> Findings:
     for loader in loaders:
         if _is_sorted(loader):
             classes, _, samples, _ = loader.label_runs or (0, 0, 0, 0)
-            yield _found(
+            yield _finding(
                 f"the {samples:,} samples lie sorted by their {classes} classes, and are taken in "
                 "that order",
                 at(loader.site),
@@ -38,7 +38,7 @@ def look(observation: Observation) -> Findings:
         if _is_pure(label):
             pure, batches = label.detail["of_one"], label.detail["batches"]
             kinds = len(label.detail["alone"])
-            yield _found(
+            yield _finding(
                 f"{pure} of {batches} batches that were looked at hold a single class of "
                 f"{label.detail['classes']}, {kinds} different ones in turn",
                 at(label.site),
@@ -56,7 +56,7 @@ def _is_pure(loss: InLoss) -> bool:
     return batches >= _BATCHES and pure >= _PURE * batches and len(loss.detail["alone"]) > 1
 
 
-def _found(what: str, where: str) -> Finding:
+def _finding(what: str, where: str) -> Finding:
     return Finding(
         kind="danger",
         what=f"{what}: each batch pulls the model to its own class, and it forgets the others",

@@ -32,10 +32,10 @@ def look(seen: Observation) -> Findings:
     for call in found:
         made = _MAKES.search(call.site.code)
         if made is not None and is_each_step(seen, call):
-            yield _found(seen, call, made[1], made[0])
+            yield _finding(seen, call, made[1], made[0])
 
 
-def _found(seen: Observation, call: Call, made: str, words: str) -> Finding:
+def _finding(seen: Observation, call: Call, made: str, words: str) -> Finding:
     own = cost_ms(seen, call)
     cost = returned_ms(seen, own)
     takes = "" if own is None else f" ({ms(own)} for the copy)"

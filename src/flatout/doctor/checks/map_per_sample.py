@@ -33,7 +33,7 @@ def look(observation: Observation) -> Findings:
         if _share(loader) >= _MUCH and share(observation, cost) >= HUNGRY:
             is_kept = not loader.is_iterable and fits_in_memory(observation, cached_mb(loader))
             most = making_ms(observation, loader) if is_kept else cost
-            yield _found(loader, most, is_kept=is_kept)
+            yield _finding(loader, most, is_kept=is_kept)
 
 
 def _share(loader: Loader) -> float:
@@ -43,7 +43,7 @@ def _share(loader: Loader) -> float:
     return loader.lanes_ms["transform"] / whole
 
 
-def _found(loader: Loader, cost: float, *, is_kept: bool) -> Finding:
+def _finding(loader: Loader, cost: float, *, is_kept: bool) -> Finding:
     each = loader.lanes_ms["transform"] / (loader.batch_size or 1)
     return Finding(
         kind="slow",

@@ -43,10 +43,10 @@ def look(observation: Observation) -> Findings:
         gives_back = cost * (1 - 1 / parts)
         # While the model waits, its own CPU is free.
         if len(loader.open_files) == 1 and share(observation, gives_back) >= HUNGRY:
-            yield _found(loader, parts, gives_back)
+            yield _finding(loader, parts, gives_back)
 
 
-def _found(loader: Loader, parts: int, gives_back: float) -> Finding:
+def _finding(loader: Loader, parts: int, gives_back: float) -> Finding:
     ((path, size),) = loader.open_files or [("", 0)]
     return Finding(
         kind="slow",

@@ -24,10 +24,10 @@ def look(observation: Observation) -> Findings:
         most = model.padding_share * (2 - model.padding_share)
         cost = most * lane(observation, "forward", "backward")
         if is_worth(observation, cost):
-            yield _found(observation, model, model.padding_share, cost)
+            yield _finding(observation, model, model.padding_share, cost)
 
 
-def _found(observation: Observation, model: Model, padding: float, cost: float) -> Finding:
+def _finding(observation: Observation, model: Model, padding: float, cost: float) -> Finding:
     loaders = [loader.site for loader in observation.loaders if loader.in_training]
     to = "the longest of each batch" if model.lengths > 1 else "one length for all"
     return Finding(

@@ -41,7 +41,7 @@ def look(observation: Observation) -> list[Finding]:
     optimizer = observation.optimizers[0]
     if _warms_up(optimizer):
         return []
-    return [_found(observation, optimizer, call) for call in multiplied]
+    return [_finding(observation, optimizer, call) for call in multiplied]
 
 
 def _multiplies(call: Call) -> bool:
@@ -89,7 +89,7 @@ def _warms_up(optimizer: Optimizer) -> bool:
     return max(most, target) > _RISES * first
 
 
-def _found(observation: Observation, optimizer: Optimizer, call: Call) -> Finding:
+def _finding(observation: Observation, optimizer: Optimizer, call: Call) -> Finding:
     name = optimizer.kind.rpartition(".")[2]
     is_adaptive = any(word in name.lower() for word in _ADAPTIVE)
     rule = f"; the linear rule was found for SGD, not for {name}" if is_adaptive else ""

@@ -21,7 +21,7 @@ def look(observations: Sequence[Observation]) -> list[Finding]:
     alike = list(zip(*[models(rank) for rank in observations], strict=False))
     if all(model.first_weights is None for of_ranks in alike for model in of_ranks):
         raise NoSignal("the first weights and gradients of the ranks were not seen")
-    return [_found(of_ranks) for of_ranks in alike if _differ(of_ranks)]
+    return [_finding(of_ranks) for of_ranks in alike if _differ(of_ranks)]
 
 
 def _differ(of_ranks: Sequence[Model]) -> bool:
@@ -32,7 +32,7 @@ def _differ(of_ranks: Sequence[Model]) -> bool:
     return any(len(weights) > 1 for weights in by_gradients.values())
 
 
-def _found(of_ranks: Sequence[Model]) -> Finding:
+def _finding(of_ranks: Sequence[Model]) -> Finding:
     weights = {model.first_weights for model in of_ranks}
     return Finding(
         kind="danger",

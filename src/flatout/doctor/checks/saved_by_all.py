@@ -31,14 +31,14 @@ def look(observations: Sequence[Observation]) -> list[Finding]:
             f"ranks {_listed(ranks)} write {path} in the same step: a reader may find the "
             "parts of two files in it"
         )
-        return [_found(observations, ranks, "danger", what)]
+        return [_finding(observations, ranks, "danger", what)]
     ranks, path = _shared(files, "contents")
     if ranks:
         what = (
             f"ranks {_listed(ranks)} each write a file with the same tensors, such as {path}: one "
             "of them would do"
         )
-        return [_found(observations, ranks, "note", what)]
+        return [_finding(observations, ranks, "note", what)]
     return []
 
 
@@ -58,7 +58,7 @@ def _listed(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
-def _found(
+def _finding(
     observations: Sequence[Observation], ranks: Sequence[int], kind: Kind, what: str
 ) -> Finding:
     last = next(rank for rank in observations if rank.rank == ranks[-1])

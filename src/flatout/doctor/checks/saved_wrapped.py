@@ -21,7 +21,7 @@ def look(observation: Observation) -> Findings:
     for prefix, attribute in _prefixes(trained):
         wrapped = [n for n in names if n.startswith(prefix) or f".{prefix}" in n]
         if wrapped:
-            yield _found(observation, wrapped[0], prefix, attribute)
+            yield _finding(observation, wrapped[0], prefix, attribute)
 
 
 def _prefixes(trained: Sequence[Model]) -> list[tuple[str, str]]:
@@ -34,7 +34,7 @@ def _prefixes(trained: Sequence[Model]) -> list[tuple[str, str]]:
     return result
 
 
-def _found(observation: Observation, name: str, prefix: str, attribute: str) -> Finding:
+def _finding(observation: Observation, name: str, prefix: str, attribute: str) -> Finding:
     saves = [call.site for call in observation.calls if call.kind == "save"]
     return Finding(
         kind="note",

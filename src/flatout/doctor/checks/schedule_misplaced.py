@@ -22,7 +22,7 @@ def look(observation: Observation) -> Findings:
     used = [schedule for schedule in observation.schedules if schedule.is_used]
     for item in used:
         if item.first_after == 0:
-            yield _found(
+            yield _finding(
                 "note",
                 f"{item.kind} was stepped before the optimizer: the first rate of the schedule is "
                 "left out",
@@ -38,7 +38,7 @@ def look(observation: Observation) -> Findings:
     if observation.tables and not epochs:
         epochs = int(observation.steps // max(epoch_steps(observation), 1.0))
     if used and not any(item.steps or item.in_lapse for item in used) and epochs >= _EPOCHS:
-        yield _found(
+        yield _finding(
             "danger",
             f"{epochs} epochs have begun, and {used[0].kind} was never stepped: the learning rate "
             "stays as it was",
@@ -54,7 +54,7 @@ def _of_each_batch(observation: Observation, schedule: Schedule) -> Finding | No
     if not is_each or schedule.ends_after is None or not length or schedule.ends_after >= length:
         return None
     is_past = schedule.steps >= schedule.ends_after
-    return _found(
+    return _finding(
         "danger" if is_past else "note",
         f"{schedule.kind} is stepped with each batch, and its rate is as good as nothing after "
         f"{schedule.ends_after:,} of an epoch's {length:,.0f} steps"
@@ -64,5 +64,5 @@ def _of_each_batch(observation: Observation, schedule: Schedule) -> Finding | No
     )
 
 
-def _found(kind: Kind, what: str, do: str, where: str) -> Finding:
+def _finding(kind: Kind, what: str, do: str, where: str) -> Finding:
     return Finding(kind=kind, what=what, do=do, where=where, parity="changes learning")

@@ -20,10 +20,10 @@ def look(observation: Observation) -> Findings:
         if len(loader.hashes) < 2:
             raise NoSignal("fewer than two epochs were seen")
         if len(set(loader.hashes)) == 1:
-            yield _found(loader)
+            yield _finding(loader)
 
 
-def _found(loader: Loader) -> Finding:
+def _finding(loader: Loader) -> Finding:
     cure = (
         "draw from seed + epoch, and call sampler.set_epoch(epoch) before each epoch"
         if loader.draws_order

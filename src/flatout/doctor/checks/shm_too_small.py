@@ -29,7 +29,7 @@ def look(observation: Observation) -> list[Finding]:
     if not sized:
         raise NoSignal("the size of the batches was not seen")
     free = observation.shm_free_mb * _MIB
-    return [_found(loader, needed, free) for loader, needed in sized if needed > free]
+    return [_finding(loader, needed, free) for loader, needed in sized if needed > free]
 
 
 def _on_its_way(loader: Loader) -> int:
@@ -40,7 +40,7 @@ def _on_its_way(loader: Loader) -> int:
     return batches * (loader.batch_bytes or 0)
 
 
-def _found(loader: Loader, needed: int, free: float) -> Finding:
+def _finding(loader: Loader, needed: int, free: float) -> Finding:
     return Finding(
         kind="danger",
         what=f"{shm_words(free)}, and {loader.num_workers} workers that prefetch "

@@ -30,10 +30,10 @@ def look(observation: Observation) -> Findings:
             raise NoSignal("which lines take the loader's time was not seen")
         parsing = [(site, part) for site, part in loader.hot if _PARSES.search(site.code)]
         if sum(part for _, part in parsing) >= _MUCH:
-            yield _found(loader, parsing, wait)
+            yield _finding(loader, parsing, wait)
 
 
-def _found(loader: Loader, parsing: list[tuple[Site, float]], wait: float) -> Finding:
+def _finding(loader: Loader, parsing: list[tuple[Site, float]], wait: float) -> Finding:
     part = min(1.0, sum(part for _, part in parsing))
     # The samples of an iterable dataset are kept in the process that trains only.
     is_kept = not (loader.is_iterable and loader.num_workers)

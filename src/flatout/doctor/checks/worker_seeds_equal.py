@@ -19,10 +19,10 @@ def look(observation: Observation) -> Findings:
         if states is None:
             raise NoSignal("the random state of the workers was not seen")
         if len(set(states)) < len(states):
-            yield _found(loader, states)
+            yield _finding(loader, states)
 
 
-def _found(loader: Loader, states: list[int]) -> Finding:
+def _finding(loader: Loader, states: list[int]) -> Finding:
     is_own = loader.worker_draws not in ("", "torch", "random", "numpy")
     cure = (
         "give each worker's copy another seed in worker_init_fn: "

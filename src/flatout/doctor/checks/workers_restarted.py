@@ -28,10 +28,10 @@ def look(observation: Observation) -> Findings:
         cost = max(0.0, sum(late)) / max(1, observation.steps)
         slow = sorted(loader.first_ms[1:])[len(late) // 2]
         if slow >= max(_STARTING_MS, _LATE * loader.wait_ms) and is_worth(observation, cost):
-            yield _found(loader, slow, cost)
+            yield _finding(loader, slow, cost)
 
 
-def _found(loader: Loader, slow: float, cost: float) -> Finding:
+def _finding(loader: Loader, slow: float, cost: float) -> Finding:
     return Finding(
         kind="slow",
         what=f"{loader.num_workers} workers start again in each epoch: its first batch takes "

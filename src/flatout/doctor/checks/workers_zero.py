@@ -24,10 +24,10 @@ def look(observation: Observation) -> list[Finding]:
     hidden = wait if is_gpu(observation) else wait * (1 - 1 / observation.usable_cpus)
     if share(observation, wait) < HUNGRY or share(observation, hidden) < HUNGRY / 2:
         return []
-    return [_found(observation, loader, wait, hidden) for loader in alone]
+    return [_finding(observation, loader, wait, hidden) for loader in alone]
 
 
-def _found(observation: Observation, loader: Loader, wait: float, hidden: float) -> Finding:
+def _finding(observation: Observation, loader: Loader, wait: float, hidden: float) -> Finding:
     cpus = observation.usable_cpus or 1
     workers = max(1, min(_MANY, cpus - 1))
     # Each worker of an IterableDataset would give all of its samples.
