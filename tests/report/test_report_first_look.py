@@ -120,7 +120,7 @@ def test_a_first_look_has_twenty_lines_of_whole_words_and_the_rest_is_verbose(wi
         text = shown(verdict, width=width, cures=cures)
         lines = text.splitlines()
         assert len(lines) <= MOST_LINES, text
-        assert all(len(line.rstrip()) <= width for line in lines)
+        assert all(len(line) <= width and line == line.rstrip() for line in lines)
         assert "DANGER     a/long/way/model.py:88 the optimizer holds" in text
         assert ": --verbose" in text
         assert "\nnext  flatout doctor " in text

@@ -93,11 +93,16 @@ class FirstLookReport:
         if self.is_last:
             tail += what_next(self.verdict.findings, self.what, self.cures)
         if self.verbose:
-            yield from (*head, *self._where_it_goes(len(self._lines()), width))
-            yield from (*self._dangers(), *self._in_full(), *self._checks(), *tail)
-            return
-        left = MOST_LINES - height(head) - height(tail)
-        yield from (*head, *self._middle(left, width, height), *tail)
+            middle = [*self._where_it_goes(len(self._lines()), width), *self._dangers()]
+            middle += [*self._in_full(), *self._checks()]
+        else:
+            left = MOST_LINES - height(head) - height(tail)
+            middle = list(self._middle(left, width, height))
+        for part in (*head, *middle, *tail):
+            if isinstance(part, Text) and not part.no_wrap:
+                yield from _lines_of(part, console, width)
+            else:
+                yield part
 
     def _middle(self, left: int, width: int, height: Height) -> Iterator[RenderableType]:
         """What fits into the lines that are left.
@@ -252,6 +257,13 @@ class FirstLookReport:
             yield Padding(Text(words, style="dim"), (0, 0, 0, 2))
         if self.lacks:
             yield Padding(Text(not_contained(self.lacks), style="dim"), (0, 0, 0, 2))
+
+
+def _lines_of(text: Text, console: Console, width: int) -> Iterator[Text]:
+    """The lines that a text takes, without the blanks at which it breaks."""
+    for line in text.wrap(console, width):
+        line.rstrip()
+        yield line
 
 
 def _fitting(
@@ -477,7 +489,6 @@ class Row:
         for number, line in enumerate(self._lines):
             if self._most:
                 line = cut(line, room, 1 if number else self._most)
-            for wrapped in Text(line).wrap(console, room):
-                wrapped.rstrip()
+            for wrapped in _lines_of(Text(line), console, room):
                 yield begin + wrapped
                 begin = Text(" " * (self._width + 1))
