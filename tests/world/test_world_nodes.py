@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from flatout.errors import WorldError
 from flatout.world import nodes as nodes_module
+from flatout.world.choose import candidates
 from flatout.world.cpus import own_cpus
 from flatout.world.nodes import (
     Nodes,
@@ -175,6 +176,7 @@ def test_ranks_have_gpus_unless_told_otherwise(device, refused, monkeypatch):
     assert ("world.device=cpu" in error.value.do) == ("GPU" in refused)
     if "CPU" in refused:
         check_devices(2)
+    assert candidates() == ([1, 2] if device == "cpu" else [1])
 
 
 def test_channels_know_which_ranks_have_one_gpu(monkeypatch):

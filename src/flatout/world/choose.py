@@ -24,6 +24,7 @@ from flatout.cache_folder import cache_folder, kind_folder, private
 from flatout.errors import WorldError
 from flatout.measure import fingerprint
 from flatout.words import counted, rounded
+from flatout.world.nodes import device_asked, devices_here
 from flatout.world.place import RANK_TRIAL, RANKS_TRIED, unlaunched
 
 # A script may load its data first, and decide its settings by measuring.
@@ -55,10 +56,8 @@ class Speed:
 
 def candidates() -> list[int]:
     """Numbers of ranks worth trying here: the powers of two, and one for each device."""
-    from flatout.devices import inventory
-    from flatout.measure import usable_cpus
-
-    most = len(inventory().cuda) or usable_cpus()
+    # Ranks that share a GPU are slower than one.
+    most = 1 if device_asked().startswith("cuda:") else devices_here()[0]
     return sorted({most, *(2**power for power in range(most.bit_length()) if 2**power <= most)})
 
 

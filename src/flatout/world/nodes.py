@@ -98,28 +98,45 @@ def check_devices(ranks: int, device: str | None = None) -> None:
     """
     if ranks == 1:
         return
-    from flatout.devices import inventory
-    from flatout.measure import usable_cpus
-
-    asked = _device_asked() if device is None else device
-    gpus = len(inventory().cuda)
-    if gpus and asked in ("auto", "cuda"):
-        have, words = gpus, counted(gpus, "GPU")
+    have, kind = devices_here(device)
+    if ranks <= have:
+        return
+    gpus, otherwise = kind == "GPU", ""
+    if gpus:
         otherwise = (
             ", or --set world.device=cpu to train on its CPUs; world.device=cuda:0 lets ranks "
-            "share that GPU, which is slower"
+            "share a GPU, which is slower"
         )
-    else:
-        have, otherwise = usable_cpus(), ""
-        words = counted(have, "CPU") + ("" if gpus else " and no GPU")
-    if ranks > have:
-        raise WorldError(
-            f"{ranks} ranks were asked for, but this node has {words}",
-            do=f"pass --devices {have} or less{otherwise}",
-        )
+    raise WorldError(
+        f"{ranks} ranks were asked for, but this node has {counted(have, kind)}"
+        + ("" if gpus or has_gpus() else " and no GPU"),
+        do=f"pass --devices {have} or less{otherwise}",
+    )
 
 
-def _device_asked() -> str:
+def devices_here(device: str | None = None) -> tuple[int, str]:
+    """How many ranks have a device each on this node, and of which kind: "GPU" or "CPU".
+
+    Args:
+        device: as for `check_devices`.
+    """
+    from flatout.measure import usable_cpus
+
+    if (device_asked() if device is None else device) in ("auto", "cuda") and has_gpus():
+        from flatout.devices import inventory
+
+        return len(inventory().cuda), "GPU"
+    return usable_cpus(), "CPU"
+
+
+def has_gpus() -> bool:
+    """Whether this node has any that CUDA shows."""
+    from flatout.devices import inventory
+
+    return bool(inventory().cuda)
+
+
+def device_asked() -> str:
     """What `flatout run` was given as world.device; "auto" where nothing was."""
     if not (os.environ.get("FLATOUT_RECIPE") or os.environ.get("FLATOUT_SET")):
         return "auto"
