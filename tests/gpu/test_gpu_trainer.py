@@ -742,6 +742,8 @@ def test_auto_tries_settings_of_a_gpu(device, tmp_path, monkeypatch):
         assert "memory.allocator" not in known
         assert "process.threads" not in known
         assert "compute.matmul_precision" in known
+        assert "compute.cuda_graph" in known
+        assert "compute.cudnn_benchmark" in known
 
 
 def test_the_rates_of_the_device(device, monkeypatch, tmp_path):

@@ -14,6 +14,7 @@ from time import perf_counter as clock
 from typing import Any
 
 import torch
+from torch import nn
 
 from flatout.data import Batch
 from flatout.devices import allocator
@@ -44,7 +45,9 @@ _RATES_S, _RATES_SHARE = 3.0, 0.01
 # Why nothing is tried where steps are long, or others keep the machine busy.
 _KEPT_FIRST = "what frozen layers give is kept from the start, and no settings are tried before"
 _TOO_SLOW = "a few samples take too long to look at other settings before the first step"
-GRAPH = "compute.cuda_graph"
+GRAPH, BENCHMARK = "compute.cuda_graph", "compute.cudnn_benchmark"
+# About what cuDNN takes to try the algorithms of a convolution and of its backward.
+_BENCHMARK_S = 0.1
 _REDRAWS = 'would draw other random numbers, as for dropout: allow="redrawn" permits it'
 # Why a step is not compiled as a whole.
 _DRAWS = "the model draws random numbers"
@@ -224,6 +227,9 @@ def _checked(
         if isinstance(error, OutOfMemory) or is_out_of_memory(error):
             raise
         return None, "the first step fails"  # the real first step will fail in the same way
+    tries = any(option.field == BENCHMARK for option in options)
+    if tries and not budget.pays_for(_BENCHMARK_S * _convolutions(stepper.switch.model)):
+        check.dropped[BENCHMARK] = "the run is too short to repay trying algorithms"
     search = Search(
         plain,
         [one for one in options if one.field not in check.dropped],
@@ -528,6 +534,11 @@ def _redrawn(
         if _parity(option, facts) is Parity.REDRAWN
     ]
     return dict.fromkeys(fields, _REDRAWS)
+
+
+def _convolutions(model: nn.Module) -> int:
+    """How many layers may be convolutions, of Keras too."""
+    return sum("Conv" in type(module).__name__ for module in model.modules())
 
 
 def _is_ampere(device: torch.device) -> bool:
