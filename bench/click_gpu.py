@@ -117,7 +117,7 @@ def measure(rows: int, a: argparse.Namespace) -> dict[str, float]:
         if a.device.startswith("cuda"):
             torch.cuda.empty_cache()
         print(f"{rows:,} {arm}: {min(windows[arm]) * 1e3:.3f} ms", file=sys.stderr, flush=True)
-    return {arm: median(sorted(found)[: len(found) // 2]) for arm, found in windows.items()}
+    return {arm: median(sorted(own)[: len(own) // 2]) for arm, own in windows.items()}
 
 
 def difference(a: argparse.Namespace) -> float:
@@ -150,9 +150,9 @@ def difference(a: argparse.Namespace) -> float:
     )
 
 
-def keys(found: dict[int, dict[str, float]], a: argparse.Namespace) -> list[Key]:
+def keys(by_size: dict[int, dict[str, float]], a: argparse.Namespace) -> list[Key]:
     made = []
-    for rows, step_s in found.items():
+    for rows, step_s in by_size.items():
         name = f"{rows // MILLION}m"
         dense, best = step_s[DENSE], step_s[ROWS]
         made += [
@@ -160,8 +160,8 @@ def keys(found: dict[int, dict[str, float]], a: argparse.Namespace) -> list[Key]
             Key(f"gpu_{name}_vs_sparse_adam", step_s[SPARSE] / best, note="by rows"),
             Key(f"gpu_{name}_default_vs_fused_adam", dense / step_s[DEFAULT]),
         ]
-    if len(found) == 2:
-        few, many = (step_s[ROWS] for step_s in found.values())
+    if len(by_size) == 2:
+        few, many = (step_s[ROWS] for step_s in by_size.values())
         made.append(Key("gpu_ten_million_vs_one_million", many / few, at_most=1.3, note="a step"))
     made.append(Key("gpu_dense_equal", difference(a), at_most=1e-5, note="after 200 steps"))
     return made
@@ -183,8 +183,8 @@ def main() -> int:
     a.said, a.words = [], {}
     with tempfile.TemporaryDirectory() as folder:
         os.environ["FLATOUT_CACHE"] = folder
-        found = {millions * MILLION: measure(millions * MILLION, a) for millions in a.rows}
-        made = keys(found, a)
+        by_size = {millions * MILLION: measure(millions * MILLION, a) for millions in a.rows}
+        made = keys(by_size, a)
     name = torch.cuda.get_device_name() if a.device.startswith("cuda") else "a CPU"
     tables = "a table for each field" if a.fields_apart else "all fields in one table"
     results = Results(
@@ -200,12 +200,12 @@ def main() -> int:
                 f"{seconds / step_s[ROWS]:.2f}",
                 a.words.get((arm, rows), ""),
             ]
-            for rows, step_s in found.items()
+            for rows, step_s in by_size.items()
             for arm, seconds in step_s.items()
         ],
         remarks=list(dict.fromkeys(a.said)),
         keys=made,
-        data={"rows": {str(rows): step_s for rows, step_s in found.items()}},
+        data={"rows": {str(rows): step_s for rows, step_s in by_size.items()}},
     )
     return finish(results, a)
 

@@ -119,7 +119,7 @@ def test_several_tables_end_as_under_the_dense_optimizer(make, device):
 
 @pytest.mark.parametrize("name", ["adam", "nesterov"])
 def test_rows_that_were_left_alone_for_long_are_where_the_dense_optimizer_has_them(name, device):
-    found = []
+    both = []
     for rows in (False, True):
         torch.manual_seed(0)
         model = nn.Embedding(ROWS, 8).to(device)
@@ -131,12 +131,12 @@ def test_rows_that_were_left_alone_for_long_are_where_the_dense_optimizer_has_th
             ids = torch.arange(ROWS // 2, device=device) if step < 3 else torch.tensor([7])
             model(ids.to(device)).sin().sum().backward()
             update()
-        seen = model(torch.arange(ROWS, device=device)).detach()
+        read = model(torch.arange(ROWS, device=device)).detach()
         for one in own.values():
             one.detach()
-        found.append((seen, model.weight.detach()))
-    (wanted, last), (seen, ours) = found
-    torch.testing.assert_close(seen, wanted, rtol=2e-5, atol=2e-6)
+        both.append((read, model.weight.detach()))
+    (wanted, last), (read, ours) = both
+    torch.testing.assert_close(read, wanted, rtol=2e-5, atol=2e-6)
     torch.testing.assert_close(ours, last, rtol=2e-5, atol=2e-6)
 
 
@@ -176,7 +176,7 @@ class Bags(nn.Module):
 
 @pytest.mark.parametrize("options", BAGS.values(), ids=BAGS)
 def test_bags_are_read_and_stepped_as_by_torch(options, device):
-    found = []
+    both = []
     for rows in (False, True):
         torch.manual_seed(0)
         model = Bags(options).to(device)
@@ -188,9 +188,9 @@ def test_bags_are_read_and_stepped_as_by_torch(options, device):
             ids = (torch.rand(8, 3, generator=generator) ** 2 * 40).long().to(device)
             model(ids).backward()
             update()
-        found.append({name: one.detach().clone() for name, one in model.named_parameters()})
-    for name, value in found[0].items():
-        torch.testing.assert_close(found[1][name], value, rtol=1e-4, atol=1e-5)
+        both.append({name: one.detach().clone() for name, one in model.named_parameters()})
+    for name, value in both[0].items():
+        torch.testing.assert_close(both[1][name], value, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["adam", "adamw", "nesterov", "rmsprop, momentum", "adagrad"])
@@ -214,9 +214,9 @@ def test_halves_of_bf16_are_stepped_as_their_float32_numbers(name, device):
         dense.step()
     for one in rows.values():
         one.detach()
-    found = joined(table.weight.detach(), optimizer.state[table.weight]["weight_lower_half"])
+    stepped = joined(table.weight.detach(), optimizer.state[table.weight]["weight_lower_half"])
     moved = (master - start.float()).norm()
-    assert (found - master).norm() <= 2e-5 * moved + 1e-6 * master.norm()
+    assert (stepped - master).norm() <= 2e-5 * moved + 1e-6 * master.norm()
 
 
 # -- a Trainer -----------------------------------------------------------------------------------
@@ -478,7 +478,7 @@ print(json.dumps({"losses": losses, "sums": sums}))
 def test_a_script_is_stepped_by_rows_with_the_same_result(tmp_path, device):
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
-    found = []
+    both = []
     for asked in ("off", "on"):
         program = "from flatout.cli.main import main; main()"
         command = [sys.executable, "-c", program, "run", "--set"]
@@ -492,8 +492,8 @@ def test_a_script_is_stepped_by_rows_with_the_same_result(tmp_path, device):
             check=False,
         )
         assert done.returncode == 0, done.stderr
-        found.append((json.loads(done.stdout.splitlines()[-1]), done.stderr))
-    (plain, _), (cured, told) = found
+        both.append((json.loads(done.stdout.splitlines()[-1]), done.stderr))
+    (plain, _), (cured, told) = both
     assert "applied: touched_rows" in told, told
     assert cured["losses"] == pytest.approx(plain["losses"], rel=1e-3, abs=1e-5)
     assert cured["sums"] == pytest.approx(plain["sums"], rel=1e-4)
@@ -501,7 +501,7 @@ def test_a_script_is_stepped_by_rows_with_the_same_result(tmp_path, device):
 
 def test_a_keras_table_is_stepped_by_rows(device):
     keras = pytest.importorskip("keras")
-    found = []
+    both = []
     for touched_rows in ("off", "on"):
         keras.utils.set_random_seed(0)
         layers = [keras.layers.Embedding(ROWS, 8), keras.layers.Flatten(), keras.layers.Dense(1)]
@@ -518,8 +518,8 @@ def test_a_keras_table_is_stepped_by_rows(device):
         )
         is_by_rows = any("touched rows only" in note for note in history.notes)
         assert is_by_rows is (touched_rows == "on"), history.notes
-        found.append([np.asarray(one) for one in model.get_weights()])
-    for wanted, ours in zip(*found, strict=True):
+        both.append([np.asarray(one) for one in model.get_weights()])
+    for wanted, ours in zip(*both, strict=True):
         assert np.linalg.norm(ours - wanted) <= 2e-5 * np.linalg.norm(wanted)
 
 
