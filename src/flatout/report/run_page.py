@@ -60,7 +60,7 @@ def run_page(runs: Sequence[SeenRun], comparison: Comparison | None = None) -> s
     return template("run.html.jinja").render(
         title=" and ".join(names),
         sentence=sentence(only) if only else "; ".join(pair.sentence for pair in pairs),
-        command=shlex.join(profile.command) if profile else "",
+        command=list(map(shlex.quote, profile.command)) if profile else [],
         soft=[line for run in runs for line in (*_soft(run), *run.problems)]
         if only
         else [line for run in runs for line in run.problems],
