@@ -18,6 +18,7 @@ from flatout.models import find_cuts
 from flatout.recipe import Recipe
 from flatout.train import auto, auto_budget, auto_check, feature_costs, frozen_precision
 from flatout.train import features as kept
+from flatout.train.capture_graph import ModuleWatch
 from flatout.train.explanation import Explanation
 
 
@@ -388,6 +389,19 @@ def test_a_layer_that_could_be_frozen_is_named(monkeypatch):
     model.stem.requires_grad_(False)
     _, history = fitted("memory", model=model)
     assert "more could be kept: stem.1 (BatchNorm2d)" in history.features["line"]
+
+
+def test_a_recorded_step_is_none_of_another_cut():
+    """Though what is kept may have the same shape."""
+    model = frozen()
+    cut = find_cuts(model, images()[0][:4]).cuts[0]
+    undo = cut.apply()
+    watch = ModuleWatch([model])
+    assert watch.holds()
+    undo()
+    assert not watch.holds()
+    cut.apply()
+    assert not watch.holds()
 
 
 def test_a_store_that_memory_cannot_hold_is_read_at_the_rate_of_the_disk(monkeypatch):

@@ -210,6 +210,8 @@ class ModuleWatch:
             own = vars(module)
             self._known += [(own, k, v) for k, v in own.items() if isinstance(v, PLAIN_TYPES)]
             self._known.append((own, "forward", own.get("forward")))
+            # Of a cut behind frozen layers: what is behind another one is another step.
+            self._known.append((own, "_call_impl", own.get("_call_impl")))
             for names in (module._modules, module._parameters, module._buffers):
                 self._known += [(names, k, v) for k, v in names.items()]
         self._trains = [(p, p.requires_grad) for m in modules for p in m.parameters(recurse=False)]
