@@ -45,8 +45,9 @@ from flatout.train.settings import Settings
 from flatout.train.snapshot import untouched
 from flatout.train.step import Done, Stepper, mean_of_value
 
-# Kept at once; of other shapes and settings the one that was used longest ago goes.
-_MOST_GRAPHS = 4
+# Kept at once, by shapes and settings: the one that was used longest ago goes. Batches of further
+# shapes run without.
+_MOST_GRAPHS = _MOST_SHAPES = 8
 # A model that changes so often is not recorded again.
 _MOST_CHANGES = 3
 # Gradients are the same but for the order of sums where they differ by this share of their norm.
@@ -71,6 +72,7 @@ class CudaGraphs:
         self._graphs: dict[_Key, Recorded] = {}
         # Of shapes that came before: a lone last batch is not worth a graph.
         self._seen: set[tuple[Any, ...]] = set()
+        self._shapes: set[tuple[Any, ...]] = set()
         self._latest: Settings | None = None
         self._changes = 0
         self._place: _Place | None = None
@@ -113,9 +115,15 @@ class CudaGraphs:
         return self._rates is not None and self._rates != rates_of(self._stepper)
 
     def _is_worth(self, shape: tuple[Any, ...]) -> bool:
-        """The first shape of all, and others when they come again."""
+        """The first shape of all, and some others when they come again."""
+        if shape in self._shapes:
+            return True
         is_worth = not self._seen or shape in self._seen
+        if len(self._shapes) == _MOST_SHAPES:
+            return False
         self._seen.add(shape)
+        if is_worth:
+            self._shapes.add(shape)
         return is_worth
 
     def _record(self, key: _Key, compute: Any, batches: Sequence[Batch]) -> None:

@@ -16,14 +16,15 @@ import torch
 from flatout.optim import Update
 from flatout.train.step import Stepper
 
+_OTHERS = ("params", "fused", "foreach")
 # What is copied to compare it. Of larger models the update is little of a step.
 _MOST_BYTES = 1 << 26
 
 
 def rates_of(stepper: Stepper) -> list[dict[str, Any]]:
-    """The options of each group of the optimizers."""
+    """The options of each group of the optimizers, but for which kernels it takes."""
     return [
-        {name: value for name, value in group.items() if name != "params"}
+        {name: value for name, value in group.items() if name not in _OTHERS}
         for part in stepper.joint.update.parts
         for group in part.optimizer.param_groups
     ]

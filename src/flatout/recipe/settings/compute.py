@@ -176,7 +176,7 @@ class Compute(Section):
         "Forward and backward of a step as one CUDA graph, on one rank: a GPU gets all their "
         "kernels in one call, where a small model's step is mostly calls. The update of a small "
         "model with a fused optimizer at constant rates is part of it. The graph is recorded for "
-        "each shape of batches that comes again, of up to four, and compared with a step without "
+        "each shape of batches that comes again, of up to eight, and compared with a step without "
         "it once; where code of the step waits for the GPU or draws random numbers on the CPU, "
         "steps run without.",
         plain="off",
