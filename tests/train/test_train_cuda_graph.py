@@ -8,6 +8,7 @@ from train_jobs import data, quiet
 import flatout
 from flatout.optim import Update, fuse
 from flatout.recipe import Compute, Recipe
+from flatout.train.cuda_graph import CudaGraphs
 from flatout.train.cuda_graph_update import RecordedUpdate
 
 
@@ -79,3 +80,15 @@ def test_without_a_gpu_steps_run_as_ever_and_who_asked_is_told(asked):
     history = trainer.fit(data(), batch_size=32, epochs=1, progress=False)
     words = "compute.cuda_graph: steps run without: that is for one rank on a CUDA device"
     assert history.notes == ([words] if asked == "on" else [])
+
+
+def test_the_first_shape_is_worth_a_graph_and_of_others_eight_that_come_again():
+    graphs = CudaGraphs(None, quiet, is_asked=False)
+    assert graphs._is_worth((32,))
+    assert not graphs._is_worth((6,))  # a ragged last batch, until the next epoch
+    assert graphs._is_worth((6,))
+    lengths = [(length,) for length in range(100, 120)]
+    assert not any(map(graphs._is_worth, lengths))
+    assert sum(map(graphs._is_worth, lengths)) == 6
+    assert sum(map(graphs._is_worth, lengths)) == 6
+    assert graphs._is_worth((32,))
