@@ -187,8 +187,7 @@ class _Summed:
             assert bucket.sending is not None
             self.world.until(bucket.sending)
             bucket.sending = None
-        if not self._rides:
-            self.world.until(last)
+        self.world.until_done(last)
         self._next = 0
         used = [item for bucket in self._buckets for item in bucket.used]
         with self.world.within(last):

@@ -102,7 +102,7 @@ class Fragments:
         if self._sent is None:
             return False
         (fragment, sent, mean), self._sent = self._sent, None
-        self._world.until(mean)
+        self._world.until_done(mean)
         values = fragment.flat.values
         for n, piece, own in zip(fragment.numbers, _pieces(values, sent), sent, strict=True):
             weights[n].add_(move(n, piece.view(own.shape)) - own)

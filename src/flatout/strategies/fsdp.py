@@ -222,7 +222,7 @@ class Fsdp(Strategy):
         numbers[_USED:] = torch.tensor(used, dtype=numbers.dtype)
         later = self._world.sum(numbers, "sum of the losses", later=True)
         assert later is not None
-        self._world.until(later)
+        self._world.until_done(later)
         # What this rank has used is used. Only where something is missing must it know more.
         if not all(used):
             with self._world.within(later):

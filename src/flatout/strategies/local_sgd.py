@@ -171,7 +171,7 @@ class LocalSgd(Strategy):
         flat.values[used:] = 0
         flat.values.div_(self._world.size)
         begun = self.reduction.begin(flat)
-        self._world.until(self._world.begun(begun, "mean of the ranks' weights"))
+        self._world.until_done(self._world.begun(begun, "mean of the ranks' weights"))
         for piece, part in zip(pieces, parts, strict=True):
             part.copy_(piece)
 

@@ -163,7 +163,7 @@ class ParameterServer(Strategy):
                     waiting.append(self._world.begun(work, f"gradients for server {server}"))
         for later in waiting:
             assert later is not None
-            self._world.until(later)
+            self._world.until_done(later)
         # What this rank has used is used. Only where something is missing must it know more.
         if not all(used):
             assert losses is not None
@@ -195,7 +195,7 @@ class ParameterServer(Strategy):
                     work = dist.broadcast(piece, src=server, async_op=True)
                     waiting.append(self._world.begun(work, f"weights of server {server}"))
         for later in waiting:
-            self._world.until(later)
+            self._world.until_done(later)
         for served in self._turn:
             parameters = [p.detach() for p in served.layout.parameters]
             torch._foreach_copy_(parameters, served.views)

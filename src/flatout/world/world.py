@@ -148,6 +148,18 @@ class World:
         with _together(self, later.number):
             later.work.wait()
 
+    def until_done(self, later: Later) -> None:
+        """Wait for what was begun, on the host too: NCCL lets the GPU alone wait.
+
+        So a rank that does not come is named, and waiting for it counts as such.
+        """
+        with _together(self, later.number):
+            later.work.wait()
+            if self.device.startswith("cuda"):
+                import torch
+
+                torch.cuda.current_stream(self.device).synchronize()
+
     def within(self, later: Later) -> AbstractContextManager[None]:
         """What happens inside belongs to a collective: on a GPU it is reading a sum that waits."""
         return _together(self, later.number)
