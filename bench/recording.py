@@ -4,7 +4,7 @@
 
 Comparing a fit with a run folder and one without could not resolve microseconds of a step, so the
 parts are timed directly, in a process each: the comparison with the clock after every step, a look
-at CPUs and memory beside two live child processes, and writing a Profile of 65,000 steps and 256
+at CPUs and memory beside two live child processes, and writing a Profile of `--steps` steps and 256
 looks. Over a run of an hour these come to so many microseconds of each of its steps.
 """
 
@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from results import Key, Results, add_arguments, finish
+from results import Key, Results, add_arguments, finish, positive
 from startup import median_interval
 
 SCRIPT = Path(__file__).parent / "peers" / "recording.py"
@@ -29,11 +29,15 @@ HOUR, WRITES = 3600, 4 + (3600 - 160) // 300
 LOOKS = 256 + 128 + 128 + 128
 
 
-def run() -> dict[str, float]:
+def run(steps: int) -> dict[str, float]:
     """Microseconds of a comparison, a look and a write, in a fresh process."""
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
-            [sys.executable, str(SCRIPT)], cwd=folder, capture_output=True, text=True, check=True
+            [sys.executable, str(SCRIPT), str(steps)],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=True,
         )
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -50,8 +54,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_arguments(parser, restarts=5)
+    parser.add_argument("--steps", type=positive, default=65_000, help="that a Profile holds")
     arguments = parser.parse_args()
-    rows: list[dict[str, Any]] = [run() for _ in range(arguments.restarts)]
+    rows: list[dict[str, Any]] = [run(arguments.steps) for _ in range(arguments.restarts)]
     steps = {ms: median_interval([per_step(row, ms) for row in rows]) for ms in STEPS_MS}
     results = Results(
         title=f"Microseconds; restarts: {arguments.restarts}",

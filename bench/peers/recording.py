@@ -1,4 +1,4 @@
-"""Times the parts of recording a run, in microseconds, as one line of JSON."""
+"""Times the parts of recording a run of so many steps, in microseconds, as one line of JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 
 import flatout
 
-STEPS, LOOKS, WRITES, CHECKS = 65_000, 300, 9, 200_000
+LOOKS, WRITES, CHECKS = 300, 9, 200_000
 
 
 def each(count: int, call: Callable[[], object]) -> float:
@@ -45,7 +45,7 @@ def main() -> None:
     loop = flatout.Loop(run="run", say=lambda line: None)
     model = nn.Linear(4, 2)
     loop.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for step in range(STEPS):
+    for step in range(int(sys.argv[1])):
         loop.timeline.record(step * 1_000_000, 1000, 10, 300_000, 500_000, 0, 100_000, 10, 32)
     recording = loop._recording
     assert recording is not None

@@ -123,7 +123,7 @@ def test_startup(tmp_path):
 
 
 def test_recording(tmp_path):
-    found = run_bench("recording.py", cwd=tmp_path)
+    found = run_bench("recording.py", "--steps", "640", cwd=tmp_path)
     assert found["keys"]["recording_use_us_per_step"] > 0
 
 

@@ -213,10 +213,10 @@ def _cures(asked: Recipe) -> dict[str, object]:
     from flatout.cures import wanted
     from flatout.devices import at_start
 
-    found = wanted(asked)
+    result = wanted(asked)
     # A script may set its number of threads itself once it runs.
     by_environment = set(at_start(asked)) - {"process.threads"}
-    return found if set(found) - by_environment else {}
+    return result if set(result) - by_environment else {}
 
 
 def _after_inherited(settings: list[str]) -> str:
@@ -232,26 +232,26 @@ def _recipe_here() -> Recipe:
     from flatout.measure import fingerprint
     from flatout.recipe import ResolvedRecipe, effective, from_file
 
-    found = from_file()
-    if isinstance(found, ResolvedRecipe):
+    result = from_file()
+    if isinstance(result, ResolvedRecipe):
         # The script takes its fingerprint when it is bound already, so this one is taken so too.
-        cpus = found.process.affinity
+        cpus = result.process.affinity
         if isinstance(cpus, tuple) and affinity() >= set(cpus):
             set_affinity(cpus)
-        here, differences = found.on_this_machine(fingerprint().as_dict())
+        here, differences = result.on_this_machine(fingerprint().as_dict())
         if not here:
             say_as_is(f"the Recipe is of another machine ({differences[0]}): auto decides again")
-            found = found.undecided()
+            result = result.undecided()
             reset_affinity()
-    return effective(file=found)
+    return effective(file=result)
 
 
 def _asked_anywhere() -> dict[str, object]:
     """Returns the fields that are asked for by name, whatever machine they were measured on."""
     from flatout.recipe import ResolvedRecipe, effective, from_file
 
-    found = from_file()
-    asked = found.request() if isinstance(found, ResolvedRecipe) else found
+    result = from_file()
+    asked = result.request() if isinstance(result, ResolvedRecipe) else result
     return dict(effective(file=asked).named())
 
 

@@ -177,10 +177,10 @@ def _command(target: str) -> Callable[..., None]:
             options=tuple(options or ()),
         )
         if look:
-            seen = inputs_seen(asked, Path.cwd())
+            result = inputs_seen(asked, Path.cwd())
             if not as_json:
-                _say(f"looked: it reads {', '.join(seen) or 'nothing but code'}")
-            asked = replace(asked, inputs=(*asked.inputs, *seen))
+                _say(f"looked: it reads {', '.join(result) or 'nothing but code'}")
+            asked = replace(asked, inputs=(*asked.inputs, *result))
         _submit(target, asked, dry_run=dry_run, yes=yes, as_json=as_json)
 
     return to_target

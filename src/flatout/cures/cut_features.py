@@ -83,9 +83,9 @@ class CutFeatures(KeptSamples):
         dataset = self._now.dataset
         samples = 1 if dataset is None or dataset.samples is None else max(1, dataset.samples)
         with untouched(model), torch.no_grad():
-            found = find_cuts(model, inputs, room(self._where) / samples)
-            self.why = found.hindrance
-            cut = self._best(found.cuts, inputs, samples) if found.cuts else None
+            result = find_cuts(model, inputs, room(self._where) / samples)
+            self.why = result.hindrance
+            cut = self._best(result.cuts, inputs, samples) if result.cuts else None
         if cut is None:
             return
         self._cut, self._form = cut, (_form_of(args, kwargs), autocast_now(self._device.type))
@@ -123,7 +123,7 @@ class CutFeatures(KeptSamples):
                 )
             )
         # Backward takes about twice as long as forward.
-        plain_s = max(one.saved_s for one in options) + 3 * rest_s / count
+        plain_s = max(option.saved_s for option in options) + 3 * rest_s / count
         choice = choose(options, samples, None, plain_s)
         if choice.kept is None:
             self.why = choice.why.removeprefix("nothing kept: ")
@@ -184,7 +184,8 @@ class CutFeatures(KeptSamples):
         if there.any():
             with torch.inference_mode(False), torch.no_grad():
                 rows = [
-                    one.to(self._device, non_blocking=True) for one in kept.store.get(places[there])
+                    item.to(self._device, non_blocking=True)
+                    for item in kept.store.get(places[there])
                 ]
         if there.all() and made is None:
             return Features(rows)
@@ -192,24 +193,24 @@ class CutFeatures(KeptSamples):
         if made is None:
             new = _computed(cut, _rows(inputs, missing))
         else:
-            new = Features(one[missing] for one in made)
+            new = Features(item[missing] for item in made)
             if is_checked:
                 at = torch.from_numpy(np.flatnonzero(there)).to(self._device)
-                self._check([one[at] for one in made], rows)
+                self._check([item[at] for item in made], rows)
         if len(missing) and not self._is_over:
             again = len(names) - len(missing)
             self._keep(kept, [names[at] for at in missing.tolist()], new, again)
         if made is not None:
             return made
         pairs = zip(rows, new, strict=True)
-        return Features(joined_rows(row, one, there) for row, one in pairs)
+        return Features(joined_rows(row, item, there) for row, item in pairs)
 
     def _opened(self, cut: Cut, inputs: Any) -> tuple[Kept, Features | None]:
         """The rows, and the batch's own where it had to be computed to know what a row holds."""
         if (kept := self._kept.get("")) is not None:
             return kept, None
         made = _computed(cut, inputs)
-        parts = [RowPart(tuple(one.shape[1:]), one.dtype) for one in made]
+        parts = [RowPart(tuple(item.shape[1:]), item.dtype) for item in made]
         words = [words_of(module, ("forward", "train")) for module in cut.modules]
         facts = {
             "cut": [cut.name, cut.calls],
@@ -249,14 +250,14 @@ def _inputs_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return None
     leaves = [*args, *kwargs.values()]
     is_batch = bool(leaves) and all(
-        type(one) is torch.Tensor
-        and one.layout is torch.strided
-        and one.dim() > 0
-        and one.numel() > 0
-        and not one.requires_grad
-        for one in leaves
+        type(leave) is torch.Tensor
+        and leave.layout is torch.strided
+        and leave.dim() > 0
+        and leave.numel() > 0
+        and not leave.requires_grad
+        for leave in leaves
     )
-    if not is_batch or len({(len(one), one.device) for one in leaves}) > 1:
+    if not is_batch or len({(len(leave), leave.device) for leave in leaves}) > 1:
         return None
     return kwargs or (args if len(args) > 1 else args[0])
 
@@ -264,7 +265,7 @@ def _inputs_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _form_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What the batches are alike in that a cut is for."""
     named = [*enumerate(args), *kwargs.items()]
-    return [(name, one.device, one.dtype, tuple(one.shape[1:])) for name, one in named]
+    return [(name, item.device, item.dtype, tuple(item.shape[1:])) for name, item in named]
 
 
 def _leaves(inputs: Any) -> list[Any]:
@@ -276,5 +277,5 @@ def _leaves(inputs: Any) -> list[Any]:
 def _rows(inputs: Any, at: Any) -> Any:
     """Some of the samples."""
     if isinstance(inputs, dict):
-        return {name: one[at] for name, one in inputs.items()}
-    return tuple(one[at] for one in inputs) if isinstance(inputs, tuple) else inputs[at]
+        return {name: value[at] for name, value in inputs.items()}
+    return tuple(item[at] for item in inputs) if isinstance(inputs, tuple) else inputs[at]

@@ -110,12 +110,12 @@ def keep_features(
                 parts.extend(_parts_of(module, where, now, cut.why))
         if cut.is_cut:
             return cut(module, args, kwargs, call)
-        opened = [one for one in parts if one.open()]
+        opened = [part for part in parts if part.open()]
         try:
             return call(module, *args, **kwargs)
         finally:
-            for one in opened:
-                one.close()
+            for item in opened:
+                item.close()
 
     return with_features
 

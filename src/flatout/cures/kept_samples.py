@@ -148,7 +148,7 @@ class KeptSamples:
             given: of them, a tensor for each part.
             again: how many more came with them that are there.
         """
-        forms = [(tuple(one.shape[1:]), one.dtype) for one in given]
+        forms = [(tuple(item.shape[1:]), item.dtype) for item in given]
         if forms != [(part.shape, part.dtype) for part in kept.parts]:
             return  # of another form than the first ones
         if self._is_random(kept, len(names), again):
@@ -174,12 +174,12 @@ class KeptSamples:
             return False
         # An item of a dataset may be several samples, so that the first pass has more of them.
         is_later = dataset.passes > 1
-        seen = self._given.setdefault(dataset.identity, _Given())
-        seen.new, seen.again = seen.new + new, seen.again + again
+        result = self._given.setdefault(dataset.identity, _Given())
+        result.new, result.again = result.new + new, result.again + again
         if not is_later:
-            seen.first += new + again
-        count = seen.first if dataset.samples is None else dataset.samples
-        if seen.again or not is_later or not count or seen.new <= _TOO_MANY * count + _AHEAD:
+            result.first += new + again
+        count = result.first if dataset.samples is None else dataset.samples
+        if result.again or not is_later or not count or result.new <= _TOO_MANY * count + _AHEAD:
             return False
         why = (
             f"{dataset.name} changes its {count:,} samples at random: none came again "

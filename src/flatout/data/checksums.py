@@ -303,8 +303,8 @@ _lock = Lock()
 
 def _own_board() -> _Board:
     # What a fork has taken over is known here too, but its parent alone gives out its places.
-    found = (board for board in _boards if board.own and board.pid == os.getpid())
-    board = next(found, None) or _Board(None, {})
+    result = (board for board in _boards if board.own and board.pid == os.getpid())
+    board = next(result, None) or _Board(None, {})
     if board not in _boards:
         _boards.append(board)
     return board

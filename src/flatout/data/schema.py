@@ -240,11 +240,11 @@ class Schema(BaseModel):
         """
         given = {name: (v,) if isinstance(v, Ids) else tuple(v) for name, v in columns.items()}
         self._check_names(given)
-        told = [
+        result = [
             {**c.model_dump(), "ids": [item.model_dump() for item in given.get(c.name, c.ids)]}
             for c in self.columns
         ]
-        return _read({**self.model_dump(), "columns": told}, self.format)
+        return _read({**self.model_dump(), "columns": result}, self.format)
 
     def dumps(self) -> str:
         """As TOML."""

@@ -38,4 +38,4 @@ def keep_matmul_precision() -> Callable[[], None]:
 
 def _by_backend(torch: Any) -> list[Any]:
     own = (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))
-    return [one for one in own if hasattr(one, "fp32_precision")]
+    return [item for item in own if hasattr(item, "fp32_precision")]

@@ -139,7 +139,7 @@ def _once(rank: Observation) -> tuple[float, str]:
     longest = max(steps)
     usual = median(steps)
     beyond = (longest - usual) / rank.steps
-    others = sum(max(0.0, one - usual) for one in steps) / rank.steps - beyond
+    others = sum(max(0.0, step - usual) for step in steps) / rank.steps - beyond
     pythons = _sum(rank, ("host", "gc"))  # an import makes much that is looked through for garbage
     is_pythons = _ONCE * pythons <= beyond <= _ALL_OF_IT * pythons
     if not (pythons and is_pythons) or beyond < others:
@@ -246,7 +246,7 @@ def _input(device: str, rank: Observation) -> tuple[str, Site | None]:
     trained = [loader for loader in rank.loaders if loader.in_training]
     if not trained:
         return words, None
-    loader: Loader = max(trained, key=lambda one: (one.wait_ms or 0.0) * one.batches)
+    loader: Loader = max(trained, key=lambda value: (value.wait_ms or 0.0) * value.batches)
     part = max(loader.lanes_ms, key=lambda name: loader.lanes_ms[name], default="")
     where = loader.hot[0][0] if loader.hot else loader.dataset_site or loader.site
     return words + (f": {_PARTS[part]}" if part in _PARTS else ""), where

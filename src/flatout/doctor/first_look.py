@@ -105,12 +105,12 @@ def first_look(
     began = time.monotonic()
     met: list[int] = []  # signals that would end this process: the one who waits looks there
     with scratch() as folder, asked_to_end(lambda number, _: met.append(number)):
-        seen = temporary_of(folder) / "seen"
-        seen.mkdir()
+        out = temporary_of(folder) / "seen"
+        out.mkdir()
         limits = ["--seconds", f"{seconds:g}", *(["--steps", str(steps)] if steps else [])]
-        noted = seen / "opened"
+        noted = out / "opened"
         limits += ["--opened", str(noted)] if opened else []
-        observe = ["-m", "flatout.observe.start", str(seen), *limits]
+        observe = ["-m", "flatout.observe.start", str(out), *limits]
         ablate_s = 0.0 if steps else _ABLATED * seconds
 
         def command(*more: str) -> list[str]:
@@ -119,7 +119,7 @@ def first_look(
 
         further = ["--ablate", f"{ablate_s:g}", "--lapse", f"{_LAPSE * seconds:g}"]
         ablating = command(*further) if ablate_s else command()
-        place = folder, seen, in_place
+        place = folder, out, in_place
         subject, uncontained = _begun(ablating, None if opened else command(), *place)
         try:
             until = began + seconds + ablate_s + starting_s
@@ -128,7 +128,7 @@ def first_look(
         finally:
             subject.end()
         return FirstLook(
-            observations=[_ended(rank, code) for rank in _read(seen)],
+            observations=[_ended(rank, code) for rank in _read(out)],
             exit_code=code,
             output=[] if verbose else _last_lines(subject.printed),
             seconds=time.monotonic() - began,

@@ -28,7 +28,9 @@ def is_searched(name: str) -> bool:
 
 def widened(verdict: Verdict) -> Verdict:
     """The verdict with a finding for each setting that could matter, behind those of the checks."""
-    known = {field for one in verdict.findings if one.kind == "slow" for field in one.recipe}
+    known = {
+        field for finding in verdict.findings if finding.kind == "slow" for field in finding.recipe
+    }
     more = [
         Finding(
             name=f"{_MARK}{field}",
@@ -61,25 +63,30 @@ class ScriptFacts:
     has_tf32_units = may_be_slower_in_bf16 = has_fused_norms = has_large_tables = False
     can_graph = has_cudnn_choices = False
 
-    def __init__(self, seen: Observation) -> None:
-        convolutions = [model for model in seen.models if model.has_convolutions]
-        self.cpus = seen.usable_cpus or 1
-        self.threads = seen.threads
-        self.workers = seen.workers
-        self.is_on_cpu = self.returns_memory = seen.device.startswith("cpu")
-        self.has_gpu = seen.device.startswith("cuda")
+    def __init__(self, observation: Observation) -> None:
+        convolutions = [model for model in observation.models if model.has_convolutions]
+        self.cpus = observation.usable_cpus or 1
+        self.threads = observation.threads
+        self.workers = observation.workers
+        self.is_on_cpu = self.returns_memory = observation.device.startswith("cpu")
+        self.has_gpu = observation.device.startswith("cuda")
         self.has_convolutions = any(not model.is_channels_last for model in convolutions)
-        self.has_rewrites = any(model.pool_after for model in seen.models)
-        self.can_compile = seen.framework == "torch" and not any(m.is_compiled for m in seen.models)
+        self.has_rewrites = any(model.pool_after for model in observation.models)
+        self.can_compile = observation.framework == "torch" and not any(
+            m.is_compiled for m in observation.models
+        )
         self.can_fuse = any(
-            not one.fused and one.kind.split(".")[-1] in _FUSED for one in seen.optimizers
+            not optimizer.fused and optimizer.kind.split(".")[-1] in _FUSED
+            for optimizer in observation.optimizers
         )
         self.could_use_bf16 = (
-            bool(seen.bf16_units)
-            and not any(model.autocast for model in seen.models)
-            and all("32" in dtype for one in seen.optimizers for dtype in one.dtypes)
+            bool(observation.bf16_units)
+            and not any(model.autocast for model in observation.models)
+            and all(
+                "32" in dtype for optimizer in observation.optimizers for dtype in optimizer.dtypes
+            )
         )
-        self.pins_memory = all(loader.pin_memory for loader in seen.loaders)
+        self.pins_memory = all(loader.pin_memory for loader in observation.loaders)
         self.restarts_workers = any(
-            loader.num_workers and not loader.persistent_workers for loader in seen.loaders
+            loader.num_workers and not loader.persistent_workers for loader in observation.loaders
         )

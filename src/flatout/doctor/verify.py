@@ -125,8 +125,8 @@ class Verified:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data."""
-        seen = {"difference": self.difference, "draws_alike": self.draws_alike}
-        return {**asdict(self), **seen, "words": self.words()}
+        result = {"difference": self.difference, "draws_alike": self.draws_alike}
+        return {**asdict(self), **result, "words": self.words()}
 
 
 def verify(

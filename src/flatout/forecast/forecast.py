@@ -228,8 +228,8 @@ class Side:
         """Of which hours and costs are."""
         if self.asked.epochs is not None:
             return self.asked.epochs
-        said = self.measured.first.job.get("epochs", "")
-        return int(said) if said.isdigit() else None
+        result = self.measured.first.job.get("epochs", "")
+        return int(result) if result.isdigit() else None
 
     def _seconds(self, rate: Spreading, shape: Shape) -> Spreading | None:
         """Of the epochs: steps, evaluation, which ranks share, saving, and the start."""

@@ -97,7 +97,7 @@ def read_runs(runs: Sequence[str], settings: Mapping[str, Any]) -> list[Measured
     """
     profiles: list[Profile] = []
     for run in runs:
-        if Path(run).resolve() in {Path(one).resolve() for one in runs[: len(profiles)]}:
+        if Path(run).resolve() in {Path(run).resolve() for run in runs[: len(profiles)]}:
             raise FlatoutError("a run is named twice", where=run, do="name each run once")
         profiles.append(_checked(Profile.read(run), run))
     for profile, run in zip(profiles, runs, strict=True):
@@ -105,7 +105,7 @@ def read_runs(runs: Sequence[str], settings: Mapping[str, Any]) -> list[Measured
     kinds: dict[tuple[str, ...], list[Profile]] = {}
     for profile in profiles:
         kinds.setdefault(_kind(profile), []).append(profile)
-    return [_measured(found, settings) for found in kinds.values()]
+    return [_measured(kind, settings) for kind in kinds.values()]
 
 
 def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
@@ -114,40 +114,44 @@ def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
     Raises:
         FlatoutError: one is none, has a bad value, or is not forecast.
     """
-    found = apply(Recipe(), settings).named()
-    for name, value in found.items():
+    result = apply(Recipe(), settings).named()
+    for name, value in result.items():
         if name not in _SETTINGS or value == "staged":
             raise FlatoutError(
                 f"{name}={value} is not forecast",
                 where=f"--set {name}={value}",
                 do=f"set one of {', '.join(_SETTINGS)}",
             )
-    return dict(found)
+    return dict(result)
 
 
 def sent_alone(network: Network, job: Job) -> list[Sent]:
     """Reductions that were timed between the hosts, of those that the model knows."""
-    found = []
-    for one in network.collectives:
-        if one.op != "all_reduce" or one.ranks == 1 or one.ranks % one.hosts:
+    result = []
+    for collective in network.collectives:
+        if (
+            collective.op != "all_reduce"
+            or collective.ranks == 1
+            or collective.ranks % collective.hosts
+        ):
             continue
-        reduction = one.reduction or job.reduction
+        reduction = collective.reduction or job.reduction
         if reduction not in ("all_reduce", "nccl", "shared", "ring", "to_one", "hierarchical"):
             continue
-        shape = Shape(one.hosts, one.ranks // one.hosts, job.batch)
-        seconds, noise = _median(one.seconds)
-        found.append(Sent(shape, reduction, one.bytes, seconds, max(0.03, noise)))  # type: ignore[arg-type]
-    return found
+        shape = Shape(collective.hosts, collective.ranks // collective.hosts, job.batch)
+        seconds, noise = _median(collective.seconds)
+        result.append(Sent(shape, reduction, collective.bytes, seconds, max(0.03, noise)))  # type: ignore[arg-type]
+    return result
 
 
 def use_of(profile: Profile) -> tuple[float | None, str]:
     """How busy what computes was, 0 to 1, and what it is; None where that is not known."""
-    found = mean_use(profile.ranks[0].use)
+    result = mean_use(profile.ranks[0].use)
     if _device(profile) == "cuda":
-        return found.get("gpu"), "GPU"
+        return result.get("gpu"), "GPU"
     ranks = int(profile.world["ranks_per_node"])
     cpus = profile.ranks[0].machine.get("cpus")
-    busy = found.get("cpus")
+    busy = result.get("cpus")
     return (None if busy is None or not cpus else min(1.0, busy * ranks / cpus)), "cores"
 
 
@@ -202,7 +206,7 @@ def _kind(profile: Profile) -> tuple[str, ...]:
 
 
 def _measured(found: Sequence[Profile], settings: Mapping[str, Any]) -> Measured:
-    profiles = sorted(found, key=lambda one: one.world["size"])
+    profiles = sorted(found, key=lambda value: value.world["size"])
     first, last = profiles[0], profiles[-1]
     device = _device(first)
     notes: list[str] = []
@@ -263,8 +267,8 @@ def _job(first: Profile, last: Profile, settings: Mapping[str, Any], notes: list
 
 def _averaged(first: Profile, last: Profile) -> float:
     """The bytes that local SGD averages at a time; 0 where no run tells."""
-    found = (one.communication.get("bytes_per_average") for one in (last, first))
-    return float(next((bytes for bytes in found if bytes), 0.0))
+    result = (item.communication.get("bytes_per_average") for item in (last, first))
+    return float(next((bytes for bytes in result if bytes), 0.0))
 
 
 def _backward(profile: Profile) -> float:
@@ -281,14 +285,14 @@ def _buckets(profile: Profile) -> tuple[Bucket, ...]:
     GPU it is said by the host, which is ahead.
     """
     backward = profile.ranks[0].lanes_ms.get("backward", 0.0)
-    found = [one for one in profile.communication.get("buckets", ()) if one["bytes"]]
+    result = [item for item in profile.communication.get("buckets", ()) if item["bytes"]]
     tells = _device(profile) == "cpu" and backward > 0
     return tuple(
         Bucket(
-            float(one["bytes"]),
-            min(1.0, one["ready_ms"] / backward) if tells else (place + 1) / len(found),
+            float(item["bytes"]),
+            min(1.0, item["ready_ms"] / backward) if tells else (place + 1) / len(result),
         )
-        for place, one in enumerate(found)
+        for place, item in enumerate(result)
     )
 
 
@@ -307,8 +311,10 @@ def _rows(profile: Profile) -> list[Row]:
             tried = Shape(1, int(count), batch / int(count))
             rows.append(Row(tried, 1 / rate * own, _TRIED_NOISE))
     # Of one rank with its part of the CPUs, and of ranks beside each other; nothing is sent.
-    apart = [(per_host, one.local_batch, one.seconds) for one in profile.step_times]
-    apart += [(one.ranks, one.local_batch, one.seconds) for one in profile.ranks_on_host]
+    apart = [
+        (per_host, step_time.local_batch, step_time.seconds) for step_time in profile.step_times
+    ]
+    apart += [(item.ranks, item.local_batch, item.seconds) for item in profile.ranks_on_host]
     for ranks, local_batch, seconds in apart:
         if seconds:
             took, spread = _median(seconds)

@@ -162,15 +162,15 @@ def _parse_fallback(
         for field in range(has_label + integers.shape[1] + categories.shape[1]):
             if field == len(fields):
                 raise Wrong(Bad.TOO_FEW_FIELDS, end)
-            found = fields[field]
+            result = fields[field]
             if field < has_label:
-                label = _integer(found, start, label_dtype, Bad.LABEL)
+                label = _integer(result, start, label_dtype, Bad.LABEL)
             elif field < has_label + integers.shape[1]:
-                number = _integer(found, start, integers.dtype, Bad.INTEGER) if found else None
+                number = _integer(result, start, integers.dtype, Bad.INTEGER) if result else None
                 numbers.append(missing_integer if number is None else number)
             else:
-                hashes.append(_category(found, start, buckets) if found else missing_category)
-            start += len(found) + 1
+                hashes.append(_category(result, start, buckets) if result else missing_category)
+            start += len(result) + 1
         if start <= end:
             raise Wrong(Bad.TOO_MANY_FIELDS, start - 1)
         return label, numbers, hashes

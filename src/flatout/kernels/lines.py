@@ -110,14 +110,16 @@ def index_lines(
         return index(text, start, stop, skip_blank, comment, white)
     cuts = list(_cuts(text, start, stop, parts))
     with ThreadPoolExecutor(parts) as pool:
-        found = list(
+        result = list(
             pool.map(
                 lambda first, last: index(text, first, last, skip_blank, comment, white),
                 cuts[:-1],
                 cuts[1:],
             )
         )
-    return np.concatenate([part[0] for part in found]), np.concatenate([part[1] for part in found])
+    return np.concatenate([part[0] for part in result]), np.concatenate(
+        [part[1] for part in result]
+    )
 
 
 def _cuts(text: Text, start: int, stop: int, parts: int) -> Iterator[int]:

@@ -210,11 +210,11 @@ def sum_tables(
     Returns:
         rows and values of each table, and whether an id was bad.
     """
-    sorted_reads = table_rows_operators.SortedReads([(one.ids, one.size) for one in reads], bad)
+    sorted_reads = table_rows_operators.SortedReads([(read.ids, read.size) for read in reads], bad)
     sums: list[tuple[torch.Tensor, torch.Tensor]] = [(bad, bad)] * len(reads)
     alike: dict[tuple[int, torch.dtype], list[int]] = {}
-    for number, one in enumerate(reads):
-        alike.setdefault((one.values.shape[1], one.values.dtype), []).append(number)
+    for number, item in enumerate(reads):
+        alike.setdefault((item.values.shape[1], item.values.dtype), []).append(number)
     for (_, dtype), numbers in alike.items():
         # In the order of the lists of ids, of which each is read once, all are one.
         lists = [sorted_reads.numbers[number] for number in numbers]
@@ -419,17 +419,19 @@ class Steps:
     def _described(self, kernels: Any, table: Table) -> torch.Tensor:
         """What kernels are told of a table that is read."""
         address = table.weights.data_ptr()
-        told = self._told.get(address)
-        if told is None or told[0] is not table:
-            told = self._told[address] = table, kernels.describe(table)
-        return told[1]
+        result = self._told.get(address)
+        if result is None or result[0] is not table:
+            result = self._told[address] = table, kernels.describe(table)
+        return result[1]
 
     def apply(self, changes: Sequence[Change]) -> None:
         """Bring rows of tables to `now`, and make the step that was written."""
-        self._call([_addresses(*one) for one in changes if _by_extension(one.table.weights)])
-        others = [one for one in changes if not _by_extension(one.table.weights)]
-        for device in dict.fromkeys(one.table.weights.device for one in others):
-            self._on_device([one for one in others if one.table.weights.device == device])
+        self._call(
+            [_addresses(*change) for change in changes if _by_extension(change.table.weights)]
+        )
+        others = [change for change in changes if not _by_extension(change.table.weights)]
+        for device in dict.fromkeys(item.table.weights.device for item in others):
+            self._on_device([item for item in others if item.table.weights.device == device])
 
     def _on_device(self, changes: Sequence[Change]) -> None:
         """On one device, all with gradients or none."""
@@ -444,7 +446,7 @@ class Steps:
                     triton_rows.give_up(error)
                     break
                 done = set(map(id, own))
-                left = [one for one in left if id(one) not in done]
+                left = [item for item in left if id(item) not in done]
         for table, rows, gradients in left:
             if gradients is None:
                 self._by_operators(device).bring(table, rows)
@@ -463,7 +465,7 @@ class Steps:
         """The steps, with that which was written, and those behind each, on a device."""
         mirror = self._mirrors.get(device)
         if mirror is None:
-            both = (torch.empty_like(one, device=device) for one in (self._steps, self._missed))
+            both = (torch.empty_like(item, device=device) for item in (self._steps, self._missed))
             mirror = self._mirrors[device] = _Mirror(*both)
         end = min(self.now + 2 - self.base, len(self._steps))
         if mirror.first < end:

@@ -101,9 +101,9 @@ def step_rows(
         base: number of the step at which all rows were.
         now: number of the last step.
     """
-    told, programs = _told([(one.table, one.rows, one.gradients) for one in parts])
+    result, programs = _told([(part.table, part.rows, part.gradients) for part in parts])
     kind, first = _kind(parts[0].table), parts[0]
-    tables = torch.tensor(told, dtype=torch.int64).to(steps.device, non_blocking=True)
+    tables = torch.tensor(result, dtype=torch.int64).to(steps.device, non_blocking=True)
     unread = tables
     if not programs:
         return
@@ -118,8 +118,8 @@ def step_rows(
 
 def describe(table: Table) -> torch.Tensor:
     """What `bring_ids` is told of a table, on its device: the same for all its reads."""
-    told, _ = _told([(table, None, None)])
-    return torch.tensor(told, dtype=torch.int64).to(table.last.device)
+    result, _ = _told([(table, None, None)])
+    return torch.tensor(result, dtype=torch.int64).to(table.last.device)
 
 
 def bring_ids(
@@ -182,15 +182,15 @@ def _told(
     parts: Sequence[tuple[Table, torch.Tensor | None, torch.Tensor | None]],
 ) -> tuple[list[list[int]], int]:
     """What is told of tables, and how many rows there are."""
-    told, start = [], 0
+    result, start = [], 0
     for table, rows, gradients in parts:
         lower = table.lower or (None, None, None)
         tensors = (table.weights, table.first, table.second, *lower, table.last, rows, gradients)
         (epsilon,) = struct.unpack("q", struct.pack("d", table.epsilon))
         length, width = table.weights.shape
-        told.append([*map(_address, tensors), start, length, width, epsilon])
+        result.append([*map(_address, tensors), start, length, width, epsilon])
         start += length if rows is None else len(rows)
-    return told, start
+    return result, start
 
 
 def _address(tensor: torch.Tensor | None) -> int:

@@ -69,10 +69,10 @@ def usable_cpus(root: Path = Path("/")) -> int:
 
 def _groups(controller: str, root: Path) -> Iterator[_Group]:
     """Yields the groups that bind this process for a controller, its own first, the mount last."""
-    found = _own_path(controller, root)
-    if found is None:
+    result = _own_path(controller, root)
+    if result is None:
         return
-    version, path = found
+    version, path = result
     mount = _mount(controller, version, path, root)
     if mount is None:
         return

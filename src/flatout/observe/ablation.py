@@ -117,16 +117,16 @@ class Ablations:
             self._plan.unlink(missing_ok=True)
         self._ready[place.rank].unlink(missing_ok=True)
 
-    def begin(self, seen: Observation) -> None:
+    def begin(self, observation: Observation) -> None:
         """The ordinary observation has ended with this; to be called at the end of a step."""
-        self._seen = seen
+        self._seen = observation
         if self._place.world_size > self._place.local_world_size:
             self.notes.append("ablations: none where the ranks lie on several machines")
             self._watch.enough()
             return
         self._until = monotonic() + _PATIENCE_S
         self._ready[self._place.rank].touch()
-        self._calls = [] if self._code is None else hot_calls(seen, self._code)
+        self._calls = [] if self._code is None else hot_calls(observation, self._code)
         if self._code is not None and self._calls:
             numbers = sorted({number for chain in self._calls for number in chain})
             self._effects = SideEffects(self._watch, self._code, numbers)
@@ -164,7 +164,7 @@ class Ablations:
             lanes += map(str, outermost(self._calls, self._effects.end()))
         planned = [plan(lane, self._seen, self._budget_s / len(lanes)) for lane in lanes]
         start = self._watch.lanes.steps + _AHEAD
-        found = [one for one in planned if one is not None]
+        result = [item for item in planned if item is not None]
         if self._is_compiled:
             self.notes.append("ablations: calls stay in: the script compiles functions")
         if self._effects is not None:
@@ -175,12 +175,12 @@ class Ablations:
             ]
         if not any(loader.in_training for loader in self._seen.loaders):
             self.notes.append("ablations: input stays in: its batches come from no DataLoader")
-        for lane, one in zip(lanes, planned, strict=True):
-            if one is None:
+        for lane, item in zip(lanes, planned, strict=True):
+            if item is None:
                 self.notes.append(f"ablations: steps are too long to try any without {lane}")
         with atomic_write(self._plan) as file:
-            file.write(json.dumps([start, [asdict(one) for one in found]]))
-        return start, found
+            file.write(json.dumps([start, [asdict(item) for item in result]]))
+        return start, result
 
     def _schedule(self, start: int, planned: Sequence[Planned]) -> None:
         """Notes at which steps what happens."""
@@ -193,13 +193,13 @@ class Ablations:
         else:
             self._until = math.inf  # the ranks must do the same
         at, step = self._watch.at, start
-        for one in planned:
-            blocks = _Blocks(one, self._lane(one.lane))
+        for item in planned:
+            blocks = _Blocks(item, self._lane(item.lane))
             self._blocks.append(blocks)
-            for side in one.pairs * "abba":
+            for side in item.pairs * "abba":
                 at(step, blocks.lane.take_out if side == "b" else blocks.lane.put_back)
-                at(step + one.dropped, partial(self._count_from, blocks))
-                step += one.dropped + one.steps
+                at(step + item.dropped, partial(self._count_from, blocks))
+                step += item.dropped + item.steps
                 at(step, partial(self._count_to, blocks, side))
             at(step, blocks.lane.put_back)
         at(step, self._watch.enough)
@@ -267,37 +267,39 @@ def _read(path: Path) -> tuple[int, list[Planned]] | None:
         start, planned = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    return start, [Planned(**one) for one in planned]
+    return start, [Planned(**item) for item in planned]
 
 
-def worth_trying(seen: Observation, watch: Watch) -> list[str]:
+def worth_trying(observation: Observation, watch: Watch) -> list[str]:
     """The lanes without which steps could be shorter."""
-    trained = [loader for loader in seen.loaders if loader.in_training]
-    step_ms = median(seen.step_ms)
-    told = sum(call.seconds or 0 for call in seen.calls if call.kind in ("print", "log"))
-    found = []
-    waits = (seen.lanes_ms.get("input") or 0.0) >= _WORTH * step_ms
+    trained = [loader for loader in observation.loaders if loader.in_training]
+    step_ms = median(observation.step_ms)
+    told = sum(call.seconds or 0 for call in observation.calls if call.kind in ("print", "log"))
+    result = []
+    waits = (observation.lanes_ms.get("input") or 0.0) >= _WORTH * step_ms
     if trained and (waits or any(loader.num_workers for loader in trained)):
-        found.append("input")
-    if 1e3 * told / seen.steps >= _WORTH * step_ms or Log(watch).has_summaries:
-        found.append("log")
-    reads = [call for call in seen.calls if call.kind in ("item", "tolist", "cpu")]
-    if seen.device.startswith("cuda") and any(2 * call.steps > seen.steps for call in reads):
-        found.append("item")
-    if seen.world_size > 1 and summing(watch):
-        found.append("sync")
-    return found
+        result.append("input")
+    if 1e3 * told / observation.steps >= _WORTH * step_ms or Log(watch).has_summaries:
+        result.append("log")
+    reads = [call for call in observation.calls if call.kind in ("item", "tolist", "cpu")]
+    if observation.device.startswith("cuda") and any(
+        2 * call.steps > observation.steps for call in reads
+    ):
+        result.append("item")
+    if observation.world_size > 1 and summing(watch):
+        result.append("sync")
+    return result
 
 
-def plan(lane: str, seen: Observation, budget_s: float) -> Planned | None:
+def plan(lane: str, observation: Observation, budget_s: float) -> Planned | None:
     """How many steps to try without a lane, in so many seconds; None where they are too long."""
-    step_s = usual_step_s(seen)
+    step_s = usual_step_s(observation)
     queue = 0
     if lane == "input":
         queue = max(
-            (one.num_workers or 0) * (one.prefetch_factor or 1)
-            for one in seen.loaders
-            if one.in_training
+            (loader.num_workers or 0) * (loader.prefetch_factor or 1)
+            for loader in observation.loaders
+            if loader.in_training
         )
     dropped = queue + _WARM_STEPS
     wanted_s = min(max(budget_s / (4 * _PAIRS), _SHORTEST_S), _LONGEST_S)
@@ -309,14 +311,14 @@ def plan(lane: str, seen: Observation, budget_s: float) -> Planned | None:
     return Planned(lane, dropped, steps, pairs) if pairs >= 2 else None
 
 
-def usual_step_s(seen: Observation) -> float:
+def usual_step_s(observation: Observation) -> float:
     """Seconds of a step.
 
     On a GPU most steps may only queue work, for which a few wait: there it is their mean.
     """
-    usual = median(seen.step_ms)
-    if seen.device.startswith("cuda"):
-        usual = max(usual, sum(seen.lanes_ms.get(lane) or 0.0 for lane in STEP_LANES))
+    usual = median(observation.step_ms)
+    if observation.device.startswith("cuda"):
+        usual = max(usual, sum(observation.lanes_ms.get(lane) or 0.0 for lane in STEP_LANES))
     return max(usual / 1e3, 1e-6)
 
 
@@ -343,15 +345,15 @@ def judged(a: Sequence[float], b: Sequence[float]) -> Ablation | None:
     )
 
 
-def from_lanes(seen: Observation) -> dict[str, Ablation]:
+def from_lanes(observation: Observation) -> dict[str, Ablation]:
     """Evaluation and saving lie between the steps: what falls away without them is known."""
-    whole = sum(ms or 0.0 for ms in seen.lanes_ms.values())
-    found = {}
+    whole = sum(ms or 0.0 for ms in observation.lanes_ms.values())
+    result = {}
     for lane in ("evaluation", "saving"):
-        ms = seen.lanes_ms.get(lane) or 0.0
+        ms = observation.lanes_ms.get(lane) or 0.0
         if whole > ms > _WORTH * whole:
             ratio = whole / (whole - ms)
-            found[lane] = Ablation(
+            result[lane] = Ablation(
                 ratio, ratio, ratio, step_ms=whole, without_ms=whole - ms, returns_ms=ms
             )
-    return found
+    return result

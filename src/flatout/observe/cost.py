@@ -44,7 +44,7 @@ def added_us_per_step(watch: Watch, aside_seconds: float) -> float:
         aside_seconds: of a CPU, that writing and looking at lines have taken.
     """
     steps = max(1, watch.lanes.steps)
-    quick, rounds = watch.quick, [seen.backwards for seen in watch.optimizers]
+    quick, rounds = watch.quick, [optimizer.backwards for optimizer in watch.optimizers]
     backwards = sum(each * often for counts in rounds for each, often in counts.items())
     calls = sum(model.calls for model in watch.models)
     inner = sum(model.calls * model.inner for model in watch.models)
@@ -136,11 +136,11 @@ def _batch_ns() -> float:
             return None
 
     plain = Batches(())
-    seen: Any = SeenLoader.__new__(SeenLoader)
-    seen.count()
-    seen.ref, seen.facts = lambda: None, Loader("")
+    result: Any = SeenLoader.__new__(SeenLoader)
+    result.count()
+    result.ref, result.facts = lambda: None, Loader("")
     watched = type("Watched", (Batches,), dict(vars(Batches)))
-    watch_batches(watched, Watch(), lambda loader, site: seen)
+    watch_batches(watched, Watch(), lambda loader, site: result)
     hooked = watched(())
     return _extra_ns(lambda: next(hooked), lambda: next(plain))
 

@@ -61,26 +61,26 @@ class DeviceSteps:
             module.register_optimizer_step_pre_hook(lambda *_: self._mark("optimizer"))
             module.register_optimizer_step_post_hook(lambda *_: self._mark("forward"))
 
-    def begin(self, seen: Observation, then: Callable[[], None]) -> None:
+    def begin(self, observation: Observation, then: Callable[[], None]) -> None:
         """Profiles the next steps, fills them in, and calls `then`; at the end of a step."""
-        if not (seen.device.startswith("cuda") and self._torch.cuda.is_initialized()):
+        if not (observation.device.startswith("cuda") and self._torch.cuda.is_initialized()):
             then()
             return
-        self._steps = min(max(math.ceil(_SECONDS / usual_step_s(seen)), _FEWEST), _MOST)
+        self._steps = min(max(math.ceil(_SECONDS / usual_step_s(observation)), _FEWEST), _MOST)
         at, first = self._watch.at, self._watch.lanes.steps + 1
-        at(first, lambda: self._try(self._start, seen))
+        at(first, lambda: self._try(self._start, observation))
         at(first + _WARM, self._mark_begin)
-        at(first + _WARM + self._steps, lambda: self._try(self._stop, seen))
+        at(first + _WARM + self._steps, lambda: self._try(self._stop, observation))
         at(first + _WARM + self._steps, then)
 
-    def _try(self, look: Callable[[Observation], None], seen: Observation) -> None:
+    def _try(self, look: Callable[[Observation], None], observation: Observation) -> None:
         try:
-            look(seen)
+            look(observation)
         except Exception as error:  # of the profiler, which needs more than CUDA does
             self.end()
-            seen.notes.append(f"device: torch's profiler has failed: {error!r}")
+            observation.notes.append(f"device: torch's profiler has failed: {error!r}")
 
-    def _start(self, seen: Observation) -> None:
+    def _start(self, observation: Observation) -> None:
         self._hook = wrap(self._torch.autograd, "backward", "ablation", self._around)
         profiler = self._torch.profiler
         self._torch.cuda.synchronize()
@@ -107,7 +107,7 @@ class DeviceSteps:
         self._marks.clear()
         self._mark("forward")
 
-    def _stop(self, seen: Observation) -> None:
+    def _stop(self, observation: Observation) -> None:
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return
@@ -116,12 +116,14 @@ class DeviceSteps:
         self.end()
         profiler.stop()
         began = self._marks[0][0] if self._marks else 0
-        ran = [one for one in _ran(profiler.profiler.kineto_results) if began <= one.began < ended]
+        ran = [
+            item for item in _ran(profiler.profiler.kineto_results) if began <= item.began < ended
+        ]
         if ran:
-            seen.device_time = device_time(ran, self._marks, self._steps)
-            seen.device_time.step_ms = (ended - began) / 1e6 / self._steps
+            observation.device_time = device_time(ran, self._marks, self._steps)
+            observation.device_time.step_ms = (ended - began) / 1e6 / self._steps
         else:
-            seen.notes.append("device: torch's profiler has seen no kernel of the GPU")
+            observation.notes.append("device: torch's profiler has seen no kernel of the GPU")
 
     def end(self) -> None:
         """Profiles and marks no more, wherever the script has ended."""
@@ -161,24 +163,24 @@ def device_time(ran: Sequence[Ran], marks: Sequence[tuple[int, str]], steps: int
     lanes: Counter[str] = Counter(dict.fromkeys(("forward", "backward", "optimizer"), 0))
     copies: Counter[str] = Counter()
     times = [ns for ns, _ in marks]
-    for one in ran:
-        ns = one.ended - one.began
-        if one.name.startswith((_TO_DEVICE, _TO_HOST)):
-            copies[one.name[: len(_TO_DEVICE)]] += ns
+    for item in ran:
+        ns = item.ended - item.began
+        if item.name.startswith((_TO_DEVICE, _TO_HOST)):
+            copies[item.name[: len(_TO_DEVICE)]] += ns
         else:
-            at = bisect_right(times, one.queued) - 1
+            at = bisect_right(times, item.queued) - 1
             lanes[marks[at][1] if at >= 0 else "forward"] += ns
-        if not one.name.startswith(_COPY):
-            kernels[one.name] += ns
+        if not item.name.startswith(_COPY):
+            kernels[item.name] += ns
     per_ms = 1e6 * steps
-    to_device = [one for one in ran if one.name.startswith(_TO_DEVICE)]
+    to_device = [item for item in ran if item.name.startswith(_TO_DEVICE)]
     return DeviceTime(
         steps=steps,
         busy_ms=_busy_ns(ran) / per_ms,
         lanes_ms={lane: ns / per_ms for lane, ns in lanes.items()},
         to_device_ms=copies[_TO_DEVICE] / per_ms,
         to_host_ms=copies[_TO_HOST] / per_ms,
-        is_pageable=any(_PAGEABLE in one.name for one in to_device),
+        is_pageable=any(_PAGEABLE in item.name for item in to_device),
         kernels=[(name, ns / per_ms) for name, ns in kernels.most_common(_NAMED)],
         launches=len(ran) / steps,
     )
@@ -187,7 +189,7 @@ def device_time(ran: Sequence[Ran], marks: Sequence[tuple[int, str]], steps: int
 def _busy_ns(ran: Iterable[Ran]) -> int:
     """In which anything ran: what ran at the same time counts once."""
     busy = until = 0
-    for one in sorted(ran, key=lambda one: one.began):
-        busy += max(0, one.ended - max(one.began, until))
-        until = max(until, one.ended)
+    for item in sorted(ran, key=lambda value: value.began):
+        busy += max(0, item.ended - max(item.began, until))
+        until = max(until, item.ended)
     return busy

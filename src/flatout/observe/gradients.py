@@ -60,49 +60,59 @@ class Gradients:
     def _look(self) -> None:
         """After a step."""
         is_in_a_row = self._watch.lanes.steps <= 4
-        for seen in self._watch.optimizers:
-            mine = [tensor for tensor in seen.tensors() if tensor.requires_grad]
+        for optimizer in self._watch.optimizers:
+            mine = [tensor for tensor in optimizer.tensors() if tensor.requires_grad]
             having = [tensor for tensor in mine if tensor.grad is not None]
-            interval = self._intervals.pop(id(seen), None)
+            interval = self._intervals.pop(id(optimizer), None)
             if interval is not None and interval.backwards and is_in_a_row:
-                kept, of = seen.facts.kept_gradients or (0, 0)
-                seen.facts.kept_gradients = kept + (not interval.is_zeroed), of + 1
+                kept, of = optimizer.facts.kept_gradients or (0, 0)
+                optimizer.facts.kept_gradients = kept + (not interval.is_zeroed), of + 1
             if not having:
                 continue
-            self._looks[id(seen)] = self._looks.get(id(seen), 0) + 1
+            self._looks[id(optimizer)] = self._looks.get(id(optimizer), 0) + 1
             self._with |= {id(tensor) for tensor in having}
             if is_in_a_row:
                 probe = self._probe(having)
                 if probe is not None:
-                    self._intervals[id(seen)] = _Interval(probe)
+                    self._intervals[id(optimizer)] = _Interval(probe)
         if not is_in_a_row:
             self._intervals.clear()
             self._describe()
 
     def _probe(self, having: list[Any]) -> Any:
         """The smallest that has a gradient other than zero."""
-        dense = [one for one in having if not one.grad.is_sparse]
-        for tensor in sorted(dense, key=lambda one: int(one.numel()))[:8]:
+        dense = [item for item in having if not item.grad.is_sparse]
+        for tensor in sorted(dense, key=lambda value: int(value.numel()))[:8]:
             if bool(local(tensor.grad).any()):
                 return tensor
         return None
 
-    def _without(self, seen: SeenOptimizer) -> list[Any]:
-        return [one for one in seen.tensors() if one.requires_grad and id(one) not in self._with]
+    def _without(self, optimizer: SeenOptimizer) -> list[Any]:
+        return [
+            tensor
+            for tensor in optimizer.tensors()
+            if tensor.requires_grad and id(tensor) not in self._with
+        ]
 
     def _listen(self) -> None:
         """Asks layers whose parameters have had no gradient whether they are called at all."""
-        without = {id(one) for seen in self._watch.optimizers for one in self._without(seen)}
+        without = {
+            id(item) for optimizer in self._watch.optimizers for item in self._without(optimizer)
+        }
         if not without or is_anything_compiled():
             return
         for module in self._modules():
             for inner in module.modules():
-                own = {id(one) for one in inner._parameters.values() if one is not None}
+                own = {
+                    id(parameter)
+                    for parameter in inner._parameters.values()
+                    if parameter is not None
+                }
                 if own & without and not isinstance(inner, self._torch.jit.ScriptModule):
                     self._handles.append(inner.register_forward_pre_hook(self._is_called))
 
     def _is_called(self, module: Any, args: Any) -> None:
-        own = {id(one) for one in module._parameters.values() if one is not None}
+        own = {id(parameter) for parameter in module._parameters.values() if parameter is not None}
         if not module.training:
             return
         if self._torch.is_grad_enabled():
@@ -116,8 +126,8 @@ class Gradients:
         self._handles.clear()
 
     def _modules(self) -> list[Any]:
-        found = [seen.ref() for seen in self._watch.models if seen.has_parameters]
-        return [module for module in found if module is not None]
+        result = [model.ref() for model in self._watch.models if model.has_parameters]
+        return [module for module in result if module is not None]
 
     def _describe(self) -> None:
         """Says of each optimizer which of its tensors no loss has reached."""
@@ -126,16 +136,20 @@ class Gradients:
             for module in self._modules()
             for name, tensor in module.named_parameters()
         }
-        for seen in self._watch.optimizers:
-            facts = seen.facts
-            facts.gradient_looks = self._looks.get(id(seen), 0)
-            without = self._without(seen)
-            facts.unreached = [_named(one, names) for one in without if id(one) in names][:_NAMED]
-            facts.orphans = [_named(one, names) for one in without if id(one) not in names][:_NAMED]
-            facts.cut = self._cut({id(one) for one in without})
-            off = [one for one in without if self._off.get(id(one)) and id(one) in names]
-            off = [one for one in off if id(one) not in self._called]
-            facts.without_grad = [_named(one, names) for one in off][:_NAMED]
+        for optimizer in self._watch.optimizers:
+            facts = optimizer.facts
+            facts.gradient_looks = self._looks.get(id(optimizer), 0)
+            without = self._without(optimizer)
+            facts.unreached = [_named(item, names) for item in without if id(item) in names][
+                :_NAMED
+            ]
+            facts.orphans = [_named(item, names) for item in without if id(item) not in names][
+                :_NAMED
+            ]
+            facts.cut = self._cut({id(item) for item in without})
+            off = [item for item in without if self._off.get(id(item)) and id(item) in names]
+            off = [item for item in off if id(item) not in self._called]
+            facts.without_grad = [_named(item, names) for item in off][:_NAMED]
             facts.no_grad_site = self._off[id(off[0])] if off else None
 
     def _cut(self, without: set[int]) -> list[str]:

@@ -130,9 +130,9 @@ class TimeLapse:
         lanes = self._lanes
 
         def take(iterator: Any) -> Any:
-            seen = iterator.__dict__.get("_flatout_seen")
-            if seen is not None and get_ident() == lanes.thread and lanes.current != INPUT:
-                self._count(iterator, seen)
+            loader_now = iterator.__dict__.get("_flatout_seen")
+            if loader_now is not None and get_ident() == lanes.thread and lanes.current != INPUT:
+                self._count(iterator, loader_now)
             return original(iterator)
 
         return take

@@ -280,24 +280,24 @@ def watch_loaders(module: Any, watch: Watch, *, looks_within: bool = True) -> No
     watch.on_renewal.append(renew)
 
     def seen_of(loader: Any, site: Site | None) -> SeenLoader:
-        seen = known.get(id(loader))
-        if seen is None or seen.ref() is not loader:
-            seen = known[id(loader)] = _remade(loader, site) or _met(loader, site)
-        seen.facts.site = seen.facts.site or site
-        return seen
+        known_loader = known.get(id(loader))
+        if known_loader is None or known_loader.ref() is not loader:
+            known_loader = known[id(loader)] = _remade(loader, site) or _met(loader, site)
+        known_loader.facts.site = known_loader.facts.site or site
+        return known_loader
 
     def _met(loader: Any, site: Site | None) -> SeenLoader:
-        seen = SeenLoader(loader, site, len(watch.loaders))
-        watch.loaders.append(seen)
-        return seen
+        known_loader = SeenLoader(loader, site, len(watch.loaders))
+        watch.loaders.append(known_loader)
+        return known_loader
 
     def _remade(loader: Any, site: Site | None) -> SeenLoader | None:
         """One of which this loader is the successor, as where each epoch makes its own."""
-        for seen in watch.loaders if site is not None else ():
+        for item in watch.loaders if site is not None else ():
             # Who tells of a site has read its line too.
-            if seen.ref() is None and str(seen.facts.site) == str(site) and seen.is_like(loader):
-                seen.ref = ref(loader)
-                return cast(SeenLoader, seen)
+            if item.ref() is None and str(item.facts.site) == str(site) and item.is_like(loader):
+                item.ref = ref(loader)
+                return cast(SeenLoader, item)
         return None
 
     wrap(module.DataLoader, "__iter__", "observe", _timed_iteration, watch, seen_of)

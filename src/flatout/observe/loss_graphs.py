@@ -330,7 +330,7 @@ def _pairs(torch: Any, node: Any, name: str, parent: Any) -> Iterator[_Found]:
     shape, source = _unexpanded(tracked[0])
     if len(tracked) == 2:  # both depend on parameters: pairs may be meant, where one was shaped
         others, other = _unexpanded(tracked[1])
-        is_plain = not any(one is not None and one.name() in _SHAPED for one in (source, other))
+        is_plain = not any(item is not None and item.name() in _SHAPED for item in (source, other))
         if is_plain and {shape, others} == {(rows, 1), (rows,)}:
             yield _Found("pairs", node, {"output": list(shape), "target": list(others)})
         return
@@ -365,8 +365,8 @@ def _is_outer(torch: Any, parent: Any, shape: tuple[int, ...]) -> bool:
 
 def _site_of(node: Any) -> Site | None:
     """The innermost line of the user's that made a node, where torch has noted it."""
-    for told in reversed(node.metadata.get("traceback_", ())):
-        for file, line in reversed(_FILE.findall(told)):
+    for item in reversed(node.metadata.get("traceback_", ())):
+        for file, line in reversed(_FILE.findall(item)):
             if is_users(file):
                 return Site(file, int(line))
     return None

@@ -62,11 +62,14 @@ class SeenModel(Called):
 
     def look_at_repeat(self, torch: Any, lanes: Lanes, given: list[Any]) -> None:
         """Whether this call gives what the last one has given."""
-        tensors = [one for one in given if torch.is_tensor(one)]
+        tensors = [item for item in given if torch.is_tensor(item)]
         is_known = len(tensors) == len(given) > 0
         state = hash(random_bytes(torch))
-        now = (lanes.steps, lanes.backwards, state, [one._version for one in tensors])
-        last, self._last = self._last, (now, [ref(one) for one in tensors]) if is_known else None
+        now = (lanes.steps, lanes.backwards, state, [tensor._version for tensor in tensors])
+        last, self._last = (
+            self._last,
+            (now, [ref(tensor) for tensor in tensors]) if is_known else None,
+        )
         self.facts.repeats_of += 1
         if is_known and last is not None and last[0] == now and len(last[1]) == len(tensors):
             is_same = all(a() is b for a, b in zip(last[1], tensors, strict=True))
@@ -155,14 +158,14 @@ class Models:
         self._watch.at(steps + SEARCH_STEPS, self._narrow)
 
     def _narrow(self) -> None:
-        classes = {type(m) for seen in self._known.values() for m in unwrapped(seen.ref())}
+        classes = {type(m) for value in self._known.values() for m in unwrapped(value.ref())}
         if not self._calls.narrow(classes):
             return
         watched = tuple(self._calls.classes)
-        for seen in self._known.values():
-            module = seen.ref()
+        for value in self._known.values():
+            module = value.ref()
             if module is not None:
-                seen.inner = sum(isinstance(one, watched) for one in module.modules()) - 1
+                value.inner = sum(isinstance(item, watched) for item in module.modules()) - 1
 
     def watch_class(self, owner: Any) -> None:
         """Notices the models of this class."""
@@ -178,14 +181,14 @@ class Models:
             if is_traced() or (current := enter_model()) < 0:
                 return original(module, *args, **kwargs)
             try:
-                seen = known.get(id(module))
-                if seen is None or seen.ref() is not module:
-                    seen = self._meet(module)
-                if seen.has_parameters:
-                    seen.calls += 1
+                known_model = known.get(id(module))
+                if known_model is None or known_model.ref() is not module:
+                    known_model = self._meet(module)
+                if known_model.has_parameters:
+                    known_model.calls += 1
                     is_trained = module.training and is_grad_enabled()
-                    if not is_trained or seen.calls >= seen.due or lanes.is_open:
-                        self._look(seen, module, args, kwargs)
+                    if not is_trained or known_model.calls >= known_model.due or lanes.is_open:
+                        self._look(known_model, module, args, kwargs)
                     if current in _BEFORE_FORWARD:
                         lanes.switch(FORWARD)
                         if not lanes.steps:
@@ -197,46 +200,46 @@ class Models:
         return self._watch.quick.call(original, call, known, is_grad_enabled)
 
     def _meet(self, module: Any) -> SeenModel:
-        seen = self._known[id(module)] = SeenModel(module)
-        self._watch.models.append(seen)
-        return seen
+        known_model = self._known[id(module)] = SeenModel(module)
+        self._watch.models.append(known_model)
+        return known_model
 
-    def _look(self, seen: SeenModel, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    def _look(self, model: SeenModel, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         """What it is called for, and now and then with what."""
         lanes = self._watch.lanes
         has_grad = self._torch.is_grad_enabled()
         mode = (module.training, has_grad)
-        if seen.site is None:
-            seen.site = here(2)
+        if model.site is None:
+            model.site = here(2)
         if mode == (True, True):
-            if lanes.evaluations and seen in lanes.evaluations and not self._trains_on_loader():
+            if lanes.evaluations and model in lanes.evaluations and not self._trains_on_loader():
                 lanes.judge()
         else:
             if not lanes.evaluations:
                 self._numbers.before_evaluation()
-            lanes.begin_evaluation(seen)
-            seen.evaluates(mode)
-            if not has_grad and seen.evaluations < _EVALUATIONS:
-                seen.evaluations += 1
-                self._show(seen, args, kwargs, is_trained=False)
-        if has_grad and seen.calls >= seen.due and not self._torch.compiler.is_compiling():
+            lanes.begin_evaluation(model)
+            model.evaluates(mode)
+            if not has_grad and model.evaluations < _EVALUATIONS:
+                model.evaluations += 1
+                self._show(model, args, kwargs, is_trained=False)
+        if has_grad and model.calls >= model.due and not self._torch.compiler.is_compiling():
             batch = args[0] if args else next(iter(kwargs.values()), None)
-            self._watch.aside(lambda: self._look_at_input(seen, batch))
-            if mode == (True, True) and seen.calls <= _SHOWN:
-                self._show(seen, args, kwargs, is_trained=True)
-            if mode == (True, True) and seen.calls <= _REPEATS:
+            self._watch.aside(lambda: self._look_at_input(model, batch))
+            if mode == (True, True) and model.calls <= _SHOWN:
+                self._show(model, args, kwargs, is_trained=True)
+            if mode == (True, True) and model.calls <= _REPEATS:
                 given = [*args, *kwargs.values()]
-                self._watch.aside(lambda: seen.look_at_repeat(self._torch, lanes, given))
-            is_first = seen.calls < _FIRST_CALLS
-            seen.due = seen.calls + (1 if is_first else max(_EVERY, seen.calls // _SHARE))
+                self._watch.aside(lambda: model.look_at_repeat(self._torch, lanes, given))
+            is_first = model.calls < _FIRST_CALLS
+            model.due = model.calls + (1 if is_first else max(_EVERY, model.calls // _SHARE))
 
     def _show(
-        self, seen: SeenModel, args: Any, kwargs: dict[str, Any], *, is_trained: bool
+        self, model: SeenModel, args: Any, kwargs: dict[str, Any], *, is_trained: bool
     ) -> None:
         """To those who ask what models get."""
         batch = args[0] if args else next(iter(kwargs.values()), None)
         watch = self._watch
-        watch.aside(*(partial(look, seen, batch, is_trained) for look in watch.on_batch))
+        watch.aside(*(partial(look, model, batch, is_trained) for look in watch.on_batch))
 
     def _trains_on_loader(self) -> bool:
         lanes = self._watch.lanes
@@ -244,39 +247,39 @@ class Models:
             return False
         return lanes.loader.in_training or not lanes.steps
 
-    def _look_at_input(self, seen: SeenModel, batch: Any) -> None:
+    def _look_at_input(self, model: SeenModel, batch: Any) -> None:
         if isinstance(batch, self._torch.Tensor):
-            if len(seen.shapes) < _SHAPES:
-                seen.shapes[batch.shape, batch.dtype] += 1
-            if seen.calls >= seen.padding_due:
-                seen.padding.look(batch)
-                seen.padding_due = seen.calls + max(1, seen.calls // 2)
-        if seen.calls == 1 or seen.calls >= _FIRST_CALLS:
+            if len(model.shapes) < _SHAPES:
+                model.shapes[batch.shape, batch.dtype] += 1
+            if model.calls >= model.padding_due:
+                model.padding.look(batch)
+                model.padding_due = model.calls + max(1, model.calls // 2)
+        if model.calls == 1 or model.calls >= _FIRST_CALLS:
             for device in ("cuda", "cpu"):
                 if self._torch.is_autocast_enabled(device):
                     dtype = self._torch.get_autocast_dtype(device)
-                    seen.facts.autocast = str(dtype).removeprefix("torch.")
+                    model.facts.autocast = str(dtype).removeprefix("torch.")
 
     def look_at_gradients(self) -> None:
         """Before an optimizer steps: who has no gradient, and which rows of tables have one."""
-        for seen in self._watch.models:
-            module = seen.ref()
-            if module is None or not seen.has_parameters or not self._is_trained_here(module):
+        for model in self._watch.models:
+            module = model.ref()
+            if module is None or not model.has_parameters or not self._is_trained_here(module):
                 continue
             if not self._watch.lanes.steps:
-                look_at_replica(module, seen.facts)
-            seen.facts.moving_norms = moving_norms(module)
-            seen.with_gradient |= {
+                look_at_replica(module, model.facts)
+            model.facts.moving_norms = moving_norms(module)
+            model.with_gradient |= {
                 name for name, tensor in module.named_parameters() if tensor.grad is not None
             }
             trained = [tensor for tensor in module.parameters() if tensor.requires_grad]
             unused = any(tensor.grad is None for tensor in trained)
-            seen.facts.unused_parameters = bool(seen.facts.unused_parameters) or unused
+            model.facts.unused_parameters = bool(model.facts.unused_parameters) or unused
         embedding = self._torch.nn.Embedding
         tables = {
             id(inner.weight): inner.weight
-            for seen in self._watch.models
-            if (module := seen.ref()) is not None
+            for model in self._watch.models
+            if (module := model.ref()) is not None
             for inner in module.modules()
             if isinstance(inner, embedding)
         }
@@ -289,18 +292,20 @@ class Models:
 
     def describe(self, *, whole: bool) -> None:
         """Looks at the modules, in the thread that steps; with `whole` at all their numbers."""
-        stepped = {id(tensor) for seen in self._watch.optimizers for tensor in seen.tensors()}
-        for seen in self._watch.models:
-            module = seen.ref()
-            if module is not None and seen.has_parameters:
-                describe(module, seen.facts, whole=whole)
-                if not seen.was_described:
-                    seen.was_described = True
-                    look_at_pools(module, seen.facts)
-                seen.tensors = {id(tensor) for tensor in module.parameters()}
-                seen.is_stepped |= not seen.tensors.isdisjoint(stepped)
-                if not seen.tensors.isdisjoint(stepped):
+        stepped = {
+            id(tensor) for optimizer in self._watch.optimizers for tensor in optimizer.tensors()
+        }
+        for model in self._watch.models:
+            module = model.ref()
+            if module is not None and model.has_parameters:
+                describe(module, model.facts, whole=whole)
+                if not model.was_described:
+                    model.was_described = True
+                    look_at_pools(module, model.facts)
+                model.tensors = {id(tensor) for tensor in module.parameters()}
+                model.is_stepped |= not model.tensors.isdisjoint(stepped)
+                if not model.tensors.isdisjoint(stepped):
                     missed = not_stepped(module, stepped)
-                    seen.facts.not_stepped = [n for n in missed if n in seen.with_gradient]
+                    model.facts.not_stepped = [n for n in missed if n in model.with_gradient]
                     trained = [n for n, t in module.named_parameters() if t.requires_grad]
-                    seen.facts.misses_first = missed == trained[: len(missed)]
+                    model.facts.misses_first = missed == trained[: len(missed)]

@@ -45,7 +45,7 @@ def _blocks(file: str) -> tuple[tuple[int, int, int], ...]:
         if isinstance(node, ast.If) and node.orelse
         for inner in ast.walk(node)
     }
-    found = []
+    result = []
     for node in ast.walk(tree):
         if isinstance(node, (ast.With, ast.AsyncWith)) and node not in chosen:
             switches = [item.context_expr for item in node.items]
@@ -53,12 +53,12 @@ def _blocks(file: str) -> tuple[tuple[int, int, int], ...]:
             switches = node.decorator_list
         else:
             continue
-        found += [
-            (node.body[0].lineno, node.end_lineno or node.lineno, one.lineno)
-            for one in switches
-            if _is_off(one)
+        result += [
+            (node.body[0].lineno, node.end_lineno or node.lineno, switch.lineno)
+            for switch in switches
+            if _is_off(switch)
         ]
-    return tuple(found)
+    return tuple(result)
 
 
 def _is_off(node: ast.expr) -> bool:
@@ -72,5 +72,5 @@ def _is_off(node: ast.expr) -> bool:
 
 
 def _switched_off(file: str, line: int) -> int | None:
-    found = [(begin, at) for begin, end, at in _blocks(file) if begin <= line <= end]
-    return max(found)[1] if found else None
+    result = [(begin, at) for begin, end, at in _blocks(file) if begin <= line <= end]
+    return max(result)[1] if result else None

@@ -543,8 +543,10 @@ class LeftOut:
 
     def ms(self) -> tuple[float, float, float]:
         """What it costs a step, with the ends of the 95% interval: low, as measured, high."""
-        one = self.measured
-        low, middle, high = (one.step_ms * (1 - 1 / r) for r in (one.low, one.ratio, one.high))
+        measured = self.measured
+        low, middle, high = (
+            measured.step_ms * (1 - 1 / r) for r in (measured.low, measured.ratio, measured.high)
+        )
         return low, middle, high
 
     @property
@@ -720,7 +722,7 @@ class Observation:
     @property
     def workers(self) -> int | None:
         """Of the loader that is trained on; None where there is none."""
-        return next((one.num_workers for one in self.loaders if one.in_training), None)
+        return next((loader.num_workers for loader in self.loaders if loader.in_training), None)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""

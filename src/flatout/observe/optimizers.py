@@ -163,13 +163,13 @@ class StepFinder:
         lanes = self._lanes
         if self._is_traced() or lanes.is_counted:
             return
-        seen, backwards = self._sole, lanes.backwards
-        if seen is not None and seen.ref() is optimizer:
+        known_optimizer, backwards = self._sole, lanes.backwards
+        if known_optimizer is not None and known_optimizer.ref() is optimizer:
             is_due = lanes.leave_step()
             if is_due < 0:
                 self._note_elsewhere()
                 return
-            seen.counts[backwards] = seen.counts.get(backwards, 0) + 1
+            known_optimizer.counts[backwards] = known_optimizer.counts.get(backwards, 0) + 1
             if lanes.is_open:
                 lanes.settle()
         elif lanes.enter(HOST) < 0:
@@ -198,19 +198,19 @@ class StepFinder:
 
     def _end_of_several(self, optimizer: Any) -> bool:
         """One that is new, or one of several, has stepped; returns whether a step is due."""
-        lanes, seen = self._lanes, self._seen.get(id(optimizer))
-        is_new = seen is None or seen.ref() is not optimizer
-        if seen is None or is_new:
-            seen = self._meet(optimizer)
+        lanes, known_optimizer = self._lanes, self._seen.get(id(optimizer))
+        is_new = known_optimizer is None or known_optimizer.ref() is not optimizer
+        if known_optimizer is None or is_new:
+            known_optimizer = self._meet(optimizer)
         own = lanes.backwards - self._counted
-        seen.counts[own] = seen.counts.get(own, 0) + 1
+        known_optimizer.counts[own] = known_optimizer.counts.get(own, 0) + 1
         self._counted = lanes.backwards
-        if not seen.ends_round:
-            seen.since_round += 1
-            seen.ends_round = seen.since_round > _LONGEST_ROUND
+        if not known_optimizer.ends_round:
+            known_optimizer.since_round += 1
+            known_optimizer.ends_round = known_optimizer.since_round > _LONGEST_ROUND
             return False
         several = len(self._seen) > 1
-        self._let_alone(None if several else seen)
+        self._let_alone(None if several else known_optimizer)
         self._counted = 0
         for other in self._seen.values():
             other.since_round = 0
@@ -223,19 +223,19 @@ class StepFinder:
         """A new one: it comes last in its round, as far as anyone knows."""
         for other in self._seen.values():
             other.ends_round = False
-        seen = SeenOptimizer(optimizer, facts_of(optimizer, here(4)))
+        known_optimizer = SeenOptimizer(optimizer, facts_of(optimizer, here(4)))
         loop = users_frame(sys._getframe(4))
         if loop is not None:
             self._watch.calls.loops.add(loop.f_code)
-        seen.facts.backward_site = self.backward_site
-        self._seen[id(optimizer)] = seen
-        self._watch.optimizers.append(seen)
+        known_optimizer.facts.backward_site = self.backward_site
+        self._seen[id(optimizer)] = known_optimizer
+        self._watch.optimizers.append(known_optimizer)
         self._watch.frameworks |= packages_above()
         for step in _RATE_STEPS:
-            self._watch.at(self._lanes.steps + step, seen.look_at_rate)
+            self._watch.at(self._lanes.steps + step, known_optimizer.look_at_rate)
         for look in self._watch.on_new_optimizer:
             look()
-        return seen
+        return known_optimizer
 
 
 def facts_of(optimizer: Any, site: Site | None) -> Optimizer:

@@ -36,7 +36,7 @@ def observation(
 ) -> Observation:
     """What was seen so far. Reads what hooks write, and never a tensor: any thread may call it."""
     steps = watch.lanes.steps
-    seen = Observation(
+    result = Observation(
         command,
         framework=_framework(watch.frameworks),
         versions=_versions(),
@@ -59,21 +59,23 @@ def observation(
         notes=list(watch.notes),
         ended="running",
     )
-    devices = [device for optimizer in seen.optimizers for device in optimizer.devices]
-    seen.device = devices[0] if devices else "cpu"
+    devices = [device for optimizer in result.optimizers for device in optimizer.devices]
+    result.device = devices[0] if devices else "cpu"
     torch: Any = sys.modules.get("torch")
     if steps:
-        seen.cudnn_benchmark = bool(torch.backends.cudnn.benchmark)
-        seen.matmul_precision = str(torch.get_float32_matmul_precision())
+        result.cudnn_benchmark = bool(torch.backends.cudnn.benchmark)
+        result.matmul_precision = str(torch.get_float32_matmul_precision())
     evaluated = [model.evaluated_at for model in list(watch.models) if model.evaluated_at]
-    seen.evaluation_site = read(evaluated[0]) if evaluated else None
+    result.evaluation_site = read(evaluated[0]) if evaluated else None
     if steps and not is_live:
-        seen.openmp, seen.openmp_settings = libraries(), settings()
-        seen.gpu_memory_mb = memory_mb(torch)
-    meters.fill(seen)
-    _fill_lanes(seen, watch)
-    read_sites([*seen.calls, *seen.loaders, *seen.optimizers, *seen.models, *seen.backbones])
-    return seen
+        result.openmp, result.openmp_settings = libraries(), settings()
+        result.gpu_memory_mb = memory_mb(torch)
+    meters.fill(result)
+    _fill_lanes(result, watch)
+    read_sites(
+        [*result.calls, *result.loaders, *result.optimizers, *result.models, *result.backbones]
+    )
+    return result
 
 
 def read_sites(parts: Iterable[Any]) -> None:
@@ -86,7 +88,7 @@ def read_sites(parts: Iterable[Any]) -> None:
 
 def _stepped(models: list[SeenModel]) -> list[SeenModel]:
     stepped = [model for model in models if model.is_stepped]
-    return [one for one in stepped if not any(one.is_part_of(other) for other in stepped)]
+    return [item for item in stepped if not any(item.is_part_of(other) for other in stepped)]
 
 
 def _backbones(models: list[SeenModel]) -> list[Backbone]:
@@ -97,32 +99,32 @@ def _backbones(models: list[SeenModel]) -> list[Backbone]:
     ]
 
 
-def _with_inside(seen: SeenLoader, folder: Path | None) -> Loader:
+def _with_inside(loader: SeenLoader, folder: Path | None) -> Loader:
     """A loader's facts; with those of its workers, which are read once, at the end."""
-    facts = seen.result()
+    facts = loader.result()
     if folder is not None:
-        told = gather(folder, seen.number) if facts.num_workers else []
-        if seen.looker is not None:
-            told.append(seen.looker.probe.as_dict())
-        fill(facts, told)
+        result = gather(folder, loader.number) if facts.num_workers else []
+        if loader.looker is not None:
+            result.append(loader.looker.probe.as_dict())
+        fill(facts, result)
     return facts
 
 
-def _fill_lanes(seen: Observation, watch: Watch) -> None:
-    seen.lanes_ms = dict(watch.lanes.lanes_ms()) if seen.steps else {}
-    if not seen.steps:
+def _fill_lanes(observation: Observation, watch: Watch) -> None:
+    observation.lanes_ms = dict(watch.lanes.lanes_ms()) if observation.steps else {}
+    if not observation.steps:
         return
-    if not any(loader.in_training for loader in seen.loaders):
-        seen.lanes_ms["input"] = None
-        seen.notes.append(NO_LOADER)
-    if not seen.models:
-        seen.notes.append(
+    if not any(loader.in_training for loader in observation.loaders):
+        observation.lanes_ms["input"] = None
+        observation.notes.append(NO_LOADER)
+    if not observation.models:
+        observation.notes.append(
             "models: no module was called in the open that an optimizer steps, as within a "
             "compiled function"
         )
-    if seen.world_size > 1:
-        seen.lanes_ms["sync"] = None
-        seen.notes.append("sync: what the ranks wait for one another is a part of backward")
+    if observation.world_size > 1:
+        observation.lanes_ms["sync"] = None
+        observation.notes.append("sync: what the ranks wait for one another is a part of backward")
 
 
 def _framework(names: set[str]) -> str:
@@ -131,12 +133,12 @@ def _framework(names: set[str]) -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    result = {"python": platform.python_version()}
     for name in _PACKAGES:
         version = getattr(sys.modules.get(name), "__version__", None)
         if version is not None:
-            found[name] = str(version)
-    return found
+            result[name] = str(version)
+    return result
 
 
 def _threads() -> int | None:

@@ -91,9 +91,9 @@ class Recurrent:
     def _begins(self, module: Any, args: Any, kwargs: Any) -> None:
         given = [*args, *kwargs.values()]
         if self._torch.is_grad_enabled():
-            seen = self._seen[id(module)][1]
-            seen.site = seen.site or here(1)
-            seen.begins(given[0], given[1] if len(given) > 1 else None)
+            cell = self._seen[id(module)][1]
+            cell.site = cell.site or here(1)
+            cell.begins(given[0], given[1] if len(given) > 1 else None)
 
     def _ends(self, module: Any, args: Any, result: Any) -> None:
         if self._torch.is_grad_enabled():

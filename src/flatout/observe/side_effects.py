@@ -36,16 +36,16 @@ _LOOKS, _LONGEST_NS = 3, 1_500_000_000
 _DEPTH, _OBJECTS = 3, 2000
 
 
-def hot_calls(seen: Observation, code: Rewriting) -> list[list[int]]:
+def hot_calls(observation: Observation, code: Rewriting) -> list[list[int]]:
     """The numbers of calls in and above each of the lines that take most, from the inside."""
-    whole = sum(ms or 0.0 for lane, ms in seen.lanes_ms.items() if lane != "evaluation")
-    found = []
-    for line in seen.lines:
+    whole = sum(ms or 0.0 for lane, ms in observation.lanes_ms.items() if lane != "evaluation")
+    result = []
+    for line in observation.lines:
         ms = line.ms - line.lanes_ms.get("evaluation", 0.0)
         if ms < _HOT * whole:
             continue
         places = [line.site, *line.callers]
-        found.append(
+        result.append(
             [
                 number
                 for place in places
@@ -53,7 +53,7 @@ def hot_calls(seen: Observation, code: Rewriting) -> list[list[int]]:
                 if call.file == place.file and call.line <= place.line <= call.end_line
             ]
         )
-    return [chain for chain in found if chain]
+    return [chain for chain in result if chain]
 
 
 def outermost(chains: list[list[int]], clean: list[int]) -> list[int]:
@@ -126,19 +126,23 @@ class SideEffects:
     def _state(self, number: int, frame: FrameType) -> dict[str, Any]:
         """All that training goes on from."""
         torch: Any = sys.modules["torch"]
-        modules = [one for seen in self._watch.models if (one := seen.ref()) is not None]
-        weights = [t for one in modules for t in (*one.parameters(), *one.buffers())]
-        optimizers = [one for seen in self._watch.optimizers if (one := seen.ref()) is not None]
-        groups = [group for one in optimizers for group in getattr(one, "param_groups", ())]
+        modules = [one for model in self._watch.models if (one := model.ref()) is not None]
+        weights = [t for module in modules for t in (*module.parameters(), *module.buffers())]
+        optimizers = [
+            one for optimizer in self._watch.optimizers if (one := optimizer.ref()) is not None
+        ]
+        groups = [
+            group for optimizer in optimizers for group in getattr(optimizer, "param_groups", ())
+        ]
         states = [
             part
-            for one in optimizers
-            for state in getattr(one, "state", {}).values()
+            for optimizer in optimizers
+            for state in getattr(optimizer, "state", {}).values()
             for part in (state.values() if isinstance(state, dict) else ())
             if torch.is_tensor(part)
         ]
         known = {id(tensor) for tensor in weights}
-        given = [one for name in self._code.calls[number].reads for one in _value(name, frame)]
+        given = [item for name in self._code.calls[number].reads for item in _value(name, frame)]
         tensors = [t for t in _tensors_in(torch, given) if id(t) not in known]
         shapes = {tuple(t.shape) for t in weights if t.numel() > 1}
         kept = [t for t in tensors if tuple(t.shape) in shapes]
@@ -147,13 +151,13 @@ class SideEffects:
             "weights": _facts(weights),
             "gradients": _facts([t.grad for t in weights if t.grad is not None]),
             "optimizer state": _facts(states),
-            "rates": repr([{k: v for k, v in one.items() if k != "params"} for one in groups]),
-            "modes": [part.training for one in modules for part in one.modules()],
+            "rates": repr([{k: v for k, v in group.items() if k != "params"} for group in groups]),
+            "modes": [part.training for module in modules for part in module.modules()],
             "random numbers": _random_states(torch),
             "steps": (self._watch.lanes.steps, self._watch.lanes.backwards),
             "batches": sum(loader.batches for loader in self._watch.loaders),
             "tensors like weights": _facts(kept),
-            "tensors that it keeps": Kept({id(one): _facts([one]) for one in others}),
+            "tensors that it keeps": Kept({id(item): _facts([item]) for item in others}),
             "arrays that it keeps": Kept(_arrays_in(given)),
             "settings": (torch.is_grad_enabled(), torch.get_num_threads()),
         }
@@ -165,13 +169,13 @@ class Kept(dict[int, Any]):
 
 def _differs(before: Any, after: Any) -> bool:
     if isinstance(before, Kept):
-        return any(after.get(key) != one for key, one in before.items())
+        return any(after.get(key) != value for key, value in before.items())
     return bool(before != after)
 
 
 def _facts(tensors: list[Any]) -> tuple[list[tuple[int, int]], int]:
     """Which they are, how often they were changed, and a number for what is in them."""
-    return [(id(one), one._version) for one in tensors], number_of(tensors)
+    return [(id(tensor), tensor._version) for tensor in tensors], number_of(tensors)
 
 
 def _random_states(torch: Any) -> str:
@@ -195,25 +199,25 @@ def _value(name: str, frame: FrameType) -> Iterator[Any]:
 
 def _tensors_in(torch: Any, roots: list[Any]) -> list[Any]:
     """The tensors in modules, containers and objects, as deep as they are followed."""
-    found: dict[int, Any] = {}
-    for one in _parts_of(roots):
-        if torch.is_tensor(one):
-            found[id(one)] = one
-        elif isinstance(one, torch.nn.Module):
-            found |= {id(t): t for t in (*one.parameters(), *one.buffers())}
-    return list(found.values())
+    result: dict[int, Any] = {}
+    for item in _parts_of(roots):
+        if torch.is_tensor(item):
+            result[id(item)] = item
+        elif isinstance(item, torch.nn.Module):
+            result |= {id(t): t for t in (*item.parameters(), *item.buffers())}
+    return list(result.values())
 
 
 def _arrays_in(roots: list[Any]) -> dict[int, int]:
     """A number for what is in each of NumPy's arrays there."""
     numpy: Any = sys.modules.get("numpy")
     return {
-        id(one): zlib.crc32(numpy.ascontiguousarray(one).view(numpy.uint8))
-        for one in _parts_of(roots)
+        id(item): zlib.crc32(numpy.ascontiguousarray(item).view(numpy.uint8))
+        for item in _parts_of(roots)
         if numpy is not None
-        and isinstance(one, numpy.ndarray)
-        and one.size > 1
-        and not one.dtype.hasobject
+        and isinstance(item, numpy.ndarray)
+        and item.size > 1
+        and not item.dtype.hasobject
     }
 
 
@@ -222,16 +226,16 @@ def _parts_of(roots: list[Any]) -> Iterator[Any]:
     seen: set[int] = set()
     todo = [(root, 0) for root in roots]
     while todo and len(seen) < _OBJECTS:
-        one, depth = todo.pop()
-        if id(one) in seen or isinstance(one, (str, bytes, int, float, type(sys))):
+        node, depth = todo.pop()
+        if id(node) in seen or isinstance(node, (str, bytes, int, float, type(sys))):
             continue
-        seen.add(id(one))
-        yield one
+        seen.add(id(node))
+        yield node
         if depth < _DEPTH:
-            if isinstance(one, dict):
-                parts = list(one.values())
-            elif isinstance(one, (list, tuple, set, deque)):
-                parts = list(one)
+            if isinstance(node, dict):
+                parts = list(node.values())
+            elif isinstance(node, (list, tuple, set, deque)):
+                parts = list(node)
             else:
-                parts = list(getattr(one, "__dict__", {}).values())
+                parts = list(getattr(node, "__dict__", {}).values())
             todo += [(part, depth + 1) for part in parts[:_OBJECTS]]

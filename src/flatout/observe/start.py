@@ -250,12 +250,12 @@ class Observer:
         """All that was seen until now; to be called where no one steps."""
         if self._models is not None and self.watch.lanes.steps:
             self._models.describe(whole=True)
-        seen = self._seen(is_live=False)
-        if seen.steps:
-            self._lines.fill(seen)
+        observed = self._seen(is_live=False)
+        if observed.steps:
+            self._lines.fill(observed)
             aside_s = self._writer.cpu_seconds + self._lines.seconds
-            seen.added_us_per_step = added_us_per_step(self.watch, aside_s)
-        return seen
+            observed.added_us_per_step = added_us_per_step(self.watch, aside_s)
+        return observed
 
     def forget(self) -> None:
         """Begins again, as if nothing had been seen."""
@@ -317,19 +317,22 @@ class Observer:
             return
         self._is_finished = True
         if self._observed is None:
-            seen = self._whole(ended, error)
-            if self._ablations is not None and seen.steps:
-                seen.notes.append("ablations: the script ended before anything was taken out")
-            if self._asked.seconds and not self._asked.lapse and seen.ended == "stopped":
-                seen.notes.append("time-lapse: none where what the script writes is kept")
+            observed = self._whole(ended, error)
+            if self._ablations is not None and observed.steps:
+                observed.notes.append("ablations: the script ended before anything was taken out")
+            if self._asked.seconds and not self._asked.lapse and observed.ended == "stopped":
+                observed.notes.append("time-lapse: none where what the script writes is kept")
         else:
-            seen = self._with_what_followed(self._observed, error)
-        write(self._path, seen)
+            observed = self._with_what_followed(self._observed, error)
+        write(self._path, observed)
         shutil.rmtree(self._workers, ignore_errors=True)
-        if seen.added_us_per_step is not None:
-            say(f"observed {seen.steps} steps; added {seen.added_us_per_step:.1f} us per step")
+        if observed.added_us_per_step is not None:
+            say(
+                f"observed {observed.steps} steps; "
+                f"added {observed.added_us_per_step:.1f} us per step"
+            )
 
-    def _with_what_followed(self, seen: Observation, error: str) -> Observation:
+    def _with_what_followed(self, observation: Observation, error: str) -> Observation:
         """The Observation with what came of lanes that were taken out, and of a time-lapse."""
         lanes = self.watch.lanes
         lanes.end()
@@ -338,20 +341,20 @@ class Observer:
             self._profiled.end()
         if self._ablations is not None:
             self._ablations.end()
-            seen.ablations = self._ablations.results()
-            seen.left_out = self._ablations.left_out
-            seen.notes += self._ablations.notes
+            observation.ablations = self._ablations.results()
+            observation.left_out = self._ablations.left_out
+            observation.notes += self._ablations.notes
         in_lapse = self._lapse is not None and self._lapse.has_begun
         if error:
             last = error.strip().splitlines()[-1]
             what = "in a time-lapse" if in_lapse else "ablations: with a lane taken out"
-            seen.notes.append(f"{what} the script has failed: {last}")
+            observation.notes.append(f"{what} the script has failed: {last}")
         if in_lapse:
             assert self._lapse is not None
             self._lapse.end()
             later = self._seen(is_live=False)
-            seen = with_lapse(seen, later, self._lapse.result(seen, later))
-        return seen
+            observation = with_lapse(observation, later, self._lapse.result(observation, later))
+        return observation
 
     def _whole(self, ended: str, error: str = "") -> Observation:
         """All that was seen, looked at for the last time."""
@@ -360,10 +363,10 @@ class Observer:
         lanes = self.watch.lanes
         lanes.end()
         lanes.thread = 0
-        seen = self.so_far()
-        seen.ended = "no steps" if ended == "done" and not seen.steps else ended
-        seen.error = error
-        return seen
+        observed = self.so_far()
+        observed.ended = "no steps" if ended == "done" and not observed.steps else ended
+        observed.error = error
+        return observed
 
     def _leave(self) -> None:
         """The script goes on although it was ended: ends the process."""

@@ -49,24 +49,24 @@ class Input:
         lanes = self._lanes
 
         def take(iterator: Any) -> Any:
-            seen = iterator.__dict__.get("_flatout_seen")
+            loader_now = iterator.__dict__.get("_flatout_seen")
             if get_ident() != lanes.thread or lanes.current == INPUT:
                 return original(iterator)
-            if seen is None or not seen.in_training:
+            if loader_now is None or not loader_now.in_training:
                 return original(iterator)
             left = _length(iterator) - iterator._num_yielded
             if left <= 0:  # it has some left, in place of those that were handed out again
                 lanes.begin_batch()
                 lanes.switch(HOST)
                 raise StopIteration
-            kept = self._kept.get(seen.number) if self._is_out else None
+            kept = self._kept.get(loader_now.number) if self._is_out else None
             if kept is None:
                 batch = original(iterator)
                 if self._is_out and left > 1:  # the last one may be smaller
-                    self._kept[seen.number] = KeptBatch(batch)
+                    self._kept[loader_now.number] = KeptBatch(batch)
                 return batch
             lanes.begin_batch()
-            lanes.loader = seen
+            lanes.loader = loader_now
             iterator._num_yielded += 1
             batch = kept.again()
             lanes.switch(FORWARD)
@@ -166,8 +166,8 @@ def summing(watch: Watch) -> list[Any]:
     """The models that sum their gradients over the ranks, and can do without."""
     torch: Any = sys.modules.get("torch")
     kind = torch.nn.parallel.DistributedDataParallel
-    found = [seen.ref() for seen in watch.models]
-    return [one for one in found if isinstance(one, kind) and not one.static_graph]
+    result = [model.ref() for model in watch.models]
+    return [item for item in result if isinstance(item, kind) and not item.static_graph]
 
 
 class OneCall:
@@ -210,8 +210,8 @@ class Log:
     def take_out(self) -> None:
         """From now on."""
         if not self._hooks:
-            told = [(builtins, "print"), (logging.Logger, "_log"), *_summaries()]
-            self._hooks = [wrap(*place, "ablation", self._silent) for place in told]
+            result = [(builtins, "print"), (logging.Logger, "_log"), *_summaries()]
+            self._hooks = [wrap(*place, "ablation", self._silent) for place in result]
 
     def put_back(self) -> None:
         """Until now."""

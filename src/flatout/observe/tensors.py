@@ -219,7 +219,7 @@ class IndexWindow:
         A place that was seen to do something else once is none of them.
         """
         line = frame.f_code.co_filename, frame.f_lineno
-        found = self._places.setdefault(line, [])
+        result = self._places.setdefault(line, [])
         instruction = id(frame.f_code), frame.f_lasti
         place = self._known.get(instruction)
         if place is None:
@@ -228,10 +228,10 @@ class IndexWindow:
         if not self._picks_rows(data, index):
             self._others.add(key)
         if key in self._others:
-            found[:] = [one for one in found if one != place]
-        elif place not in found and None not in place:
-            found.append(place)
-        return found
+            result[:] = [item for item in result if item != place]
+        elif place not in result and None not in place:
+            result.append(place)
+        return result
 
     def _picks_rows(self, data: Any, index: Any) -> bool:
         torch = self._torch

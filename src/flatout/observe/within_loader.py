@@ -159,10 +159,10 @@ def probed(original: Any, probe_of: Any) -> Any:
     """A fetch that is looked at as long as `probe_of` gives a Probe and its Looker."""
 
     def fetch(self: Any, index: Any) -> Any:
-        found = probe_of(self)
-        if found is None:
+        result = probe_of(self)
+        if result is None:
             return original(self, index)
-        probe, looker = found
+        probe, looker = result
         collate = self.collate_fn
         opened = builtins.open
         self.collate_fn = _timed_collate(collate, probe)

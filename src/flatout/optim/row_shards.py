@@ -257,7 +257,7 @@ class RowShards:
             return self._ahead[number][1]
         own = list(torch.split(dealt.local, dealt.counts))
         together, _, come = self._say(number, self._together.get(number, 0), [[o] for o in own])
-        asked = self._owned_of(number, dealt, [one.view(torch.int64) for one in come])
+        asked = self._owned_of(number, dealt, [item.view(torch.int64) for item in come])
         weights = list(self._tables)
         wanted = [number, *(bit for bit in _bits(together) if weights[bit] in self.spread)]
         for item, rows in zip(wanted, self._rows_for(asked, wanted), strict=True):

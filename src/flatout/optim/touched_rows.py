@@ -347,9 +347,9 @@ class KeptTable:
         torch.autograd.graph.increment_version(self.weight)
 
 
-def _same(one: Lower | None, other: Lower | None) -> bool:
+def _same(lower: Lower | None, other: Lower | None) -> bool:
     """Whether these are the same tensors."""
-    return all(a is b for a, b in zip(one or (None,) * 3, other or (None,) * 3, strict=True))
+    return all(a is b for a, b in zip(lower or (None,) * 3, other or (None,) * 3, strict=True))
 
 
 class Grouped:
@@ -504,8 +504,8 @@ class _Compact(torch.autograd.Function):
         values = gradient.contiguous()
         if ctx.order is not None:
             values = torch.empty_like(values).index_copy_(0, ctx.order, values)
-        found = ctx.kept.gradient(ctx.rows, values, rise=ctx.order is None)
-        return found, None, None, None, None
+        result = ctx.kept.gradient(ctx.rows, values, rise=ctx.order is None)
+        return result, None, None, None, None
 
 
 class TouchedRows:

@@ -388,13 +388,13 @@ def _gradients(parameters: Tensors) -> Tensors:
     return [g for p in parameters if (g := p.grad) is not None]
 
 
-def _set_if_bad(gradients: Tensors, flag: torch.Tensor, one: torch.Tensor) -> None:
+def _set_if_bad(gradients: Tensors, flag: torch.Tensor, tensor: torch.Tensor) -> None:
     if flag.is_cuda and gradients[0].dtype is torch.bfloat16:  # for which CUDA has no such kernel
         sums = torch.stack(torch._foreach_norm(gradients, 1))
         flag.masked_fill_(~sums.isfinite().all(), 1.0)
         return
     # Multiplied by one on the way, which leaves every value as it is.
-    torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, one)
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, tensor)
 
 
 def _refuse_closure(optimizer: torch.optim.Optimizer) -> None:

@@ -68,21 +68,21 @@ def page(verdict: Mapping[str, Any]) -> str:
     verdict = _with_trials(verdict)
     ranks = observed(verdict.get("observations"))
     findings = TypeAdapter(list[Finding]).validate_python(verdict.get("findings") or [])
-    trials = [_trial(one, verdict.get("floor")) for one in verdict.get("trials") or []]
+    trials = [_trial(item, verdict.get("floor")) for item in verdict.get("trials") or []]
     command = verdict.get("command") or (ranks[0].command if ranks else "")
-    lanes = {one.rank: one.lanes_ms for one in ranks}
-    slowest = max(ranks, key=lambda one: median(_finite(one.step_ms) or [0.0]), default=None)
+    lanes = {rank.rank: rank.lanes_ms for rank in ranks}
+    slowest = max(ranks, key=lambda value: median(_finite(value.step_ms) or [0.0]), default=None)
     bars = lane_bars(lanes)
     shown = {bar.rank for bar in bars}
     return template("page.html.jinja").render(
         command=command if isinstance(command, str) else shlex.join(map(str, command)),
         sentence=_sentence(verdict, ranks),
-        dangers=[one for one in findings if one.kind == "danger"],
-        slow=[one for one in findings if one.kind == "slow"],
-        notes=[one for one in findings if one.kind == "note"],
+        dangers=[finding for finding in findings if finding.kind == "danger"],
+        slow=[finding for finding in findings if finding.kind == "slow"],
+        notes=[finding for finding in findings if finding.kind == "note"],
         code=_code(verdict.get("observations") or []),
         ranks=ranks,
-        drawn=[one for one in ranks if one.rank in shown] if shown else ranks[:MOST_RANKS],
+        drawn=[rank for rank in ranks if rank.rank in shown] if shown else ranks[:MOST_RANKS],
         step_ms=mean(bar.ms for bar in bars) if bars else None,
         bars=bars,
         rows=lane_rows(lanes),
@@ -98,11 +98,11 @@ def page(verdict: Mapping[str, Any]) -> str:
         slowest=slowest,
         steps=histogram(slowest.step_ms) if slowest else None,
         trials=trials,
-        forest=forest([one.ratio for one in trials], [one.floor for one in trials]),
+        forest=forest([trial.ratio for trial in trials], [trial.floor for trial in trials]),
         whole_run=_whole_run(verdict),
         verified=[str(line) for line in (verdict.get("verified") or {}).get("words", [])],
         stopped=str(verdict.get("stopped") or ""),
-        refused=[f"{one['what']} ({one['where']})" for one in verdict.get("refused") or []],
+        refused=[f"{item['what']} ({item['where']})" for item in verdict.get("refused") or []],
         parity_words=PARITY_WORDS,
         passed=[str(name) for name in verdict.get("passed") or []],
         unknown=[(str(name), str(reason)) for name, reason in verdict.get("unknown") or []],
@@ -127,7 +127,7 @@ def _with_trials(verdict: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _sentence(verdict: Mapping[str, Any], ranks: Sequence[Observation]) -> str:
-    kinds = [one.get("kind") for one in verdict.get("findings") or []]
+    kinds = [item.get("kind") for item in verdict.get("findings") or []]
     speed = _about_the_run(ranks) or _about_speed(verdict, ranks, kinds.count("slow"))
     dangers = kinds.count("danger")
     if not dangers:
@@ -137,12 +137,12 @@ def _sentence(verdict: Mapping[str, Any], ranks: Sequence[Observation]) -> str:
 
 def _about_the_run(ranks: Sequence[Observation]) -> str | None:
     """What keeps a verdict on speed from being given."""
-    failed = next((one for one in ranks if one.ended == "failed"), None)
+    failed = next((rank for rank in ranks if rank.ended == "failed"), None)
     if failed is not None:
         last = failed.error.strip().splitlines()[-1:] or ["it left no message"]
         on_rank = f" on rank {failed.rank}" if len(ranks) > 1 else ""
         return f"The script failed{on_rank}: {last[0].strip().rstrip('.')}"
-    if ranks and all(not one.steps for one in ranks):
+    if ranks and all(not rank.steps for rank in ranks):
         return "No training step was seen, so there is nothing to say about speed"
     return None
 
@@ -158,16 +158,16 @@ def _about_speed(verdict: Mapping[str, Any], ranks: Sequence[Observation], slow:
     if ratio:
         return f"With what was proven a step is {ratio[1]:.2f} times as fast"
     if verdict.get("trials"):
-        if all(one["ratio"] is None for one in verdict["trials"]):
+        if all(item["ratio"] is None for item in verdict["trials"]):
             return "No change was measured, so nothing is proven"
-        if any(_trial(one, verdict.get("floor")).wins for one in verdict["trials"]):
+        if any(_trial(item, verdict.get("floor")).wins for item in verdict["trials"]):
             return "At least one change was proven to make a step faster than noise can explain"
-        if untried := sum(one.get("group") == "not tried" for one in verdict["trials"]):
+        if untried := sum(item.get("group") == "not tried" for item in verdict["trials"]):
             return f"Nothing is proven yet: {counted(untried, 'change')} had no time to be tried"
         if verdict.get("prescription"):
             return "No change that was tried is worth it for this run: leave it as it is"
         return "No change that was tried is faster than noise can explain: leave it as it is"
-    rows = lane_rows({one.rank: one.lanes_ms for one in ranks})
+    rows = lane_rows({rank.rank: rank.lanes_ms for rank in ranks})
     where = ""
     if rows:
         whole = sum(row.ms for row in rows)
@@ -253,7 +253,7 @@ def _trial(data: Mapping[str, Any], floor_of_all: float | None) -> Trial:
 
 def _code(observed: Any) -> dict[str, str]:
     """The lines of code that the observations hold, by "file:line"."""
-    return {f"{one['file']}:{one['line']}": one["code"] for one in _sites(observed)}
+    return {f"{site['file']}:{site['line']}": site["code"] for site in _sites(observed)}
 
 
 def _sites(data: Any) -> Iterator[Mapping[str, Any]]:
@@ -268,4 +268,4 @@ def _sites(data: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _finite(values: Sequence[float]) -> list[float]:
-    return [one for one in values if one is not None and math.isfinite(one) and one > 0]
+    return [value for value in values if value is not None and math.isfinite(value) and value > 0]

@@ -226,12 +226,12 @@ class AsyncParameterServer(Strategy):
         """Answer a worker until it ends, in a thread of its own."""
         assert self._server is not None
         torch.set_num_threads(1)  # the rank's own step has the cores
-        told: list[float] = []
+        result: list[float] = []
         with suppress(RuntimeError):  # it has ended: its rank, or the launcher, says so
-            while (told := link.words(self._length, _BETWEEN_S))[0] != END:
-                self._answer_one(self._server, worker, link, told)
+            while (result := link.words(self._length, _BETWEEN_S))[0] != END:
+                self._answer_one(self._server, worker, link, result)
         self._server.leave(worker)
-        if told[:1] != [END] and dropped.is_dropped(self._ids[worker], _NOTICED_S):
+        if result[:1] != [END] and dropped.is_dropped(self._ids[worker], _NOTICED_S):
             self._server.drop(worker)
         else:
             self._server.lose()
@@ -246,7 +246,7 @@ class AsyncParameterServer(Strategy):
             return
         if kind == MEET:
             met = server.rest(worker, self._world.timeout_s)
-            link.send(torch.tensor([float(one in met) for one in range(self.parts)]).double())
+            link.send(torch.tensor([float(item in met) for item in range(self.parts)]).double())
             return
         length, stop_at = _length(self._layouts[place], self._world.rank), 0
         up, down = link.up[:length], link.down[:length]
@@ -272,7 +272,7 @@ class AsyncParameterServer(Strategy):
             told[4],
             bool(told[2]),
             list(told[_HEAD:][:rates]),
-            [bool(one) for one in used] if is_push else [],
+            [bool(item) for item in used] if is_push else [],
             int(told[5]),
         )
 
@@ -300,10 +300,10 @@ class AsyncParameterServer(Strategy):
         """
         gradients = [_numbers_of_gradient(p) for p in self._layouts[place].parameters]
         for way in self._ways[place].values():
-            found = [
+            result = [
                 (up, gradients[n], cut) for (n, cut), up in zip(way.cuts, way.ups, strict=True)
             ]
-            there = [(up, own[cut]) for up, own, cut in found if own is not None]
+            there = [(up, own[cut]) for up, own, cut in result if own is not None]
             if there:
                 torch._foreach_copy_([up for up, _ in there], [own for _, own in there])
             if way.up_here is not way.up:
@@ -345,8 +345,8 @@ class AsyncParameterServer(Strategy):
             if push is None:
                 self._server.pull(rank, place, own.down)
             else:
-                found = self._server.push(rank, push, own.up, own.down)
-                stop_at = found if rank == 0 else stop_at
+                result = self._server.push(rank, push, own.up, own.down)
+                stop_at = result if rank == 0 else stop_at
         for server, link in self._links.items():
             with _named(server):
                 [found_at] = link.words(1)
@@ -410,7 +410,7 @@ class AsyncParameterServer(Strategy):
         """Ranks that were killed and without which the others go on, as the first one knows."""
         if self._server is None or not self._world.is_first:
             return []
-        here = {self._ids[one] for one in self._server.living()}
+        here = {self._ids[item] for item in self._server.living()}
         return sorted({*range(self._world.place.world_size)} - here)
 
     def close_section(self) -> None:
@@ -441,21 +441,21 @@ class AsyncParameterServer(Strategy):
                 self._server.leave(self._world.rank)
             with self._speaking, _named(0):
                 there = self._links[0].words(self.parts)
-            met = [one for one, is_there in enumerate(there) if is_there]
+            met = [item for item, is_there in enumerate(there) if is_there]
         if not met:
             raise RuntimeError("not all workers have come to the end of their steps")
         return met
 
     def _go_on_with(self, met: list[int]) -> None:
         """Some workers have ended since the ranks have met: go on with the others."""
-        lost = [self._ids[one] for one in self._met if one not in met]
+        lost = [self._ids[item] for item in self._met if item not in met]
         for link in self._links.values():
             link.send(self._words(END))
         self._end_threads()
         self._links.clear()
         self._ends.clear()
         self._met = met
-        self._world.go_on_with([self._ids[one] for one in met])
+        self._world.go_on_with([self._ids[item] for item in met])
         self._find()
         if self._server is not None:
             self._server.begin(self._met, self._steps)
@@ -478,12 +478,12 @@ class AsyncParameterServer(Strategy):
             if len(met) < len(self._met):
                 self._go_on_with(met)
         self._part = -1
-        told = self._world.gather(
+        result = self._world.gather(
             [self._vote, self.since, self._steps], "end of the workers' steps"
         )
-        votes, since, _ = map(sum, zip(*told, strict=True))
+        votes, since, _ = map(sum, zip(*result, strict=True))
         self._vote = 0.0
-        self._steps, self._before_section = max(steps for *_, steps in told), None
+        self._steps, self._before_section = max(steps for *_, steps in result), None
         if self._is_serving and since:
             own, self.since = self.since, 0
             # All have sent their last gradient, and none sends the next one before all have read.
@@ -523,17 +523,19 @@ class AsyncParameterServer(Strategy):
         """Of each worker, how many of its gradients were how many steps old; all ranks call it."""
         if self._spare:
             return None
-        own = [] if self._server is None else [[*one.items()] for one in self._server.stale]
-        told = self._world.from_first([[list(pair) for pair in one] for one in own], "staleness")
-        return [Counter(dict(one)) for one in told]
+        own = [] if self._server is None else [[*item.items()] for item in self._server.stale]
+        result = self._world.from_first(
+            [[list(pair) for pair in item] for item in own], "staleness"
+        )
+        return [Counter(dict(item)) for item in result]
 
     def late(self) -> list[int] | None:
         """Of each rank, how many gradients came too late; None where none can; all call it."""
         if not self._spare:
             return None
         own = self._server.late if isinstance(self._server, SpareServer) else []
-        found: list[int] = self._world.from_first(own, "gradients that came late")
-        return found
+        result: list[int] = self._world.from_first(own, "gradients that came late")
+        return result
 
     def state_of(self, optimizer: torch.optim.Optimizer, *, kept: bool) -> dict[str, Any]:
         """An optimizer's state, from the servers; all ranks call it."""

@@ -51,18 +51,18 @@ class Layout:
 
     def pieces(self, flat: torch.Tensor, server: int) -> list[torch.Tensor]:
         """A server's pieces of the parameters, where its range alone lies in memory."""
-        found, at = [], 0
+        result, at = [], 0
         for number in range(len(self.parameters)):
             piece = self.piece(number, server)
             size = piece.stop - piece.start
-            found.append(flat[at : at + size])
+            result.append(flat[at : at + size])
             at += size
-        return found
+        return result
 
 
 def place_of(optimizer: torch.optim.Optimizer, optimizers: Sequence[torch.optim.Optimizer]) -> int:
     """The place of an optimizer among those of the job."""
-    return next(place for place, one in enumerate(optimizers) if one is optimizer)
+    return next(place for place, item in enumerate(optimizers) if item is optimizer)
 
 
 def numbers_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -96,16 +96,16 @@ def whole_state(
         whole: the parameter.
         pieces: of each server that has some, which of its numbers, and their state.
     """
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for piece, state in pieces:
         for name, value in state.items():
             if not torch.is_tensor(value) or not value.dim():
-                found[name] = value
+                result[name] = value
                 continue
-            if name not in found:
-                found[name] = torch.empty_like(whole, dtype=value.dtype, device="cpu")
-            numbers_of(found[name])[piece].copy_(value)
-    return found
+            if name not in result:
+                result[name] = torch.empty_like(whole, dtype=value.dtype, device="cpu")
+            numbers_of(result[name])[piece].copy_(value)
+    return result
 
 
 def state_beside(

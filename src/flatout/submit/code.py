@@ -175,8 +175,8 @@ def _rules_above(root: Path) -> list[tuple[str, pathspec.GitIgnoreSpec]]:
 def _is_ignored(name: str, rules: list[tuple[str, pathspec.GitIgnoreSpec]]) -> bool:
     """As git decides: the last rule that says something about it, the innermost folder's last."""
     for prefix, spec in reversed(rules):
-        seen = f"{prefix[1:]}{name}" if prefix.startswith("<") else name.removeprefix(prefix)
-        included = spec.check_file(seen).include
+        result = f"{prefix[1:]}{name}" if prefix.startswith("<") else name.removeprefix(prefix)
+        included = spec.check_file(result).include
         if included is not None:
             return bool(included)
     return False

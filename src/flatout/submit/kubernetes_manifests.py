@@ -433,9 +433,9 @@ def _pytorch_job(
         ranks += ["--rendezvous", "$(MASTER_ADDR):$(MASTER_PORT)"]
     command = job.command_with(*ranks, recipe=recipe)
     begin = 0 if job.is_command else len(command) - len(job.arguments)
-    told = ("$(RANK)", "$(MASTER_ADDR):$(MASTER_PORT)")
+    result = ("$(RANK)", "$(MASTER_ADDR):$(MASTER_PORT)")
     words = [
-        item if n < begin and item in told else escaped(item) for n, item in enumerate(command)
+        item if n < begin and item in result else escaped(item) for n, item in enumerate(command)
     ]
     container: Manifest = {
         "name": "pytorch",

@@ -326,10 +326,10 @@ def _not_shared(job: Job, way: _Way) -> list[str]:
     failed = _failed(wrote)
     if failed:
         return [f"--checkpoints {job.checkpoint} cannot be written: {failed[0]}"]
-    seen = way.each(lambda node: f"[ -e {file} ]")
+    result = way.each(lambda node: f"[ -e {file} ]")
     way.each(lambda node: f"rm -f -- {file}" if node == 0 else ":")
     return [
         f"{host} does not see what {way.hosts[0]} writes into --checkpoints {job.checkpoint}"
-        for host, value in seen.items()
+        for host, value in result.items()
         if value.code != 0
     ]

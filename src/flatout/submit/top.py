@@ -77,12 +77,12 @@ def top_of(which: str) -> TopOfJob | None:
         return None
     if which == entry.key:  # a node of the job asks for its own ranks
         return None
-    seen = look(which)
-    if seen.state is None:
-        raise SubmitError(f"it cannot be looked at: {seen.trouble}", where=which)
-    if seen.state.state not in (State.running, State.stopping):
+    result = look(which)
+    if result.state is None:
+        raise SubmitError(f"it cannot be looked at: {result.trouble}", where=which)
+    if result.state.state not in (State.running, State.stopping):
         raise SubmitError(
-            f"it is {seen.state.state}, so there is nothing to see in its nodes",
+            f"it is {result.state.state}, so there is nothing to see in its nodes",
             where=which,
             do=f"flatout jobs {which}, flatout logs {which}",
         )

@@ -124,15 +124,15 @@ class Checkpointing:
         Raises:
             CheckpointError: it, or the one before it, could not be written.
         """
-        told = (step, weights, state, meta, score)
+        result = (step, weights, state, meta, score)
         if self._in_pieces:
             self._on_all(self.checkpoints.wait)
             save = self.checkpoints.save
-            name = self._on_all(lambda: save(*told, [own], ["optimizers"], metadata))
+            name = self._on_all(lambda: save(*result, [own], ["optimizers"], metadata))
             return f"{self._folder}/{name}"
         by_rank = self._world.gather(own)
         name = self._world.by_first(
-            lambda: self.checkpoints.save(*told, by_rank, metadata=metadata), "saving"
+            lambda: self.checkpoints.save(*result, by_rank, metadata=metadata), "saving"
         )
         return f"{self._folder}/{name}"
 

@@ -62,8 +62,8 @@ class ConfusionCount:
 
     def compute(self, states: Sequence[Any] | None = None) -> float:
         """The mean recall, of its own counts or over what the states hold; NaN without any."""
-        found = [self._counts] if states is None else list(states)
-        counts = [count.cpu() for count in found if count is not None]
+        result = [self._counts] if states is None else list(states)
+        counts = [count.cpu() for count in result if count is not None]
         if not counts:
             self.latest = None
             return math.nan

@@ -126,15 +126,15 @@ def decide(
     check_split(loop, resolved)
     if loop.world.size > 1:
         # Each rank has looked; what the first found holds for all.
-        found = loads(loop.world.from_first(dumps(resolved)))
-        assert isinstance(found, ResolvedRecipe)
+        result = loads(loop.world.from_first(dumps(resolved)))
+        assert isinstance(result, ResolvedRecipe)
         loop.pace = Pace(loop.world.collectives)
         samples = sum(loop.world.gather(samples_of(first)))
-        shards = shards_of(loop, found)
+        shards = shards_of(loop, result)
         loop.stepper.switch.shard(shards)
         if shards is not None:
             loop.stepper.switch.leave(read_whole(loop, compute, first))
-        strategy, resolved = _strategy(loop, found, compute, first)
+        strategy, resolved = _strategy(loop, result, compute, first)
         loop.stepper.train_with(loop.world, samples, strategy)
         auto.agree(decision, loop.world)
     elif decision.search is not None:  # several ranks would hold one another up

@@ -40,8 +40,8 @@ def choose(asked: str, source: Source | None, device: torch.device, *, frozen: b
         return off("features of frozen layers may be kept")
     most, taken = room(device), arrays.data.nbytes
     if asked == "auto" and taken > most:
-        found = f"the data take {size_words(taken)}"
-        return off(f"{found}, and of this device at most {size_words(most)} is taken")
+        result = f"the data take {size_words(taken)}"
+        return off(f"{result}, and of this device at most {size_words(most)} is taken")
     return Choice(value="on", reason=f"{size_words(taken)}, gathered there", parity=Parity.EXACT)
 
 

@@ -85,16 +85,16 @@ class EvaluatedFeatures:
             source: that is evaluated.
             part: what this rank reads of it.
         """
-        made, found = part.batches(0, 0), None
+        made, result = part.batches(0, 0), None
         if self._may_have(source):
             first = next(made, None)
             made = made if first is None else chain([first], made)
             with in_training(self._model):
-                found = self._found(source, first)
-        if found is None:
+                result = self._found(source, first)
+        if result is None:
             yield made
             return
-        cut, rows = found
+        cut, rows = result
         undo = cut.apply()
         try:
             if isinstance(rows, NamedRows):
@@ -149,9 +149,9 @@ class EvaluatedFeatures:
             name = world.from_first(self._name(source, cuts, batch, known))
             if not name:
                 return None
-            cut = next((one for one in cuts if one.name == name), None)
-            found = None if cut is None else self._open(source, cut, batch)
-            return None if cut is None or found is None else (cut, found)
+            cut = next((cut for cut in cuts if cut.name == name), None)
+            result = None if cut is None else self._open(source, cut, batch)
+            return None if cut is None or result is None else (cut, result)
         finally:
             rows.forget(source)
 
@@ -175,7 +175,7 @@ class EvaluatedFeatures:
         rows = self._features.rows
         content = self._content_of(source)
         opened = {c.name: self._open(source, c, batch) for c in cuts if c.place in known}
-        kept = {name: _kept(one, batch) for name, one in opened.items() if one is not None}
+        kept = {name: _kept(value, batch) for name, value in opened.items() if value is not None}
         most = max(kept, key=lambda name: kept[name], default="")
         if kept.get(most):
             self._say(content, f"features: kept {most} of {counted(kept[most], 'sample')}")
@@ -187,7 +187,7 @@ class EvaluatedFeatures:
         choice = self._features.choose(source, cuts, batch, times, passes=1)
         if choice.kept is None:
             return ""
-        cut = next(one for one in cuts if one.name == choice.kept.name)
+        cut = next(cut for cut in cuts if cut.name == choice.kept.name)
         where = self._features.opened(cut.name).store.where
         rows.remember(cut)
         self._say(content, f"features: {choice.words(where, rows.precision(cut))}")
@@ -198,16 +198,16 @@ class EvaluatedFeatures:
         with untouched(self._model), torch.no_grad(), self._loop.autocast():
             few = batch.rows(0, 2).inputs
             rows.look_at(cut, few, cut.prefix(few))
-        found = rows.open(source, cut, batch)
-        if isinstance(found, NamedRows):
-            name = f"{content_of(found.samples)} {cut.name}"
-            before = self._named.get(name, found)
+        result = rows.open(source, cut, batch)
+        if isinstance(result, NamedRows):
+            name = f"{content_of(result.samples)} {cut.name}"
+            before = self._named.get(name, result)
             if before.is_random:
                 return None
-            found = self._named[name] = before if before.store is found.store else found
-        if found is not None and found.store.kept:
-            rows.hold(found)
-        return found
+            result = self._named[name] = before if before.store is result.store else result
+        if result is not None and result.store.kept:
+            rows.hold(result)
+        return result
 
     def _say(self, content: str, line: str) -> None:
         if content not in self._said:

@@ -129,14 +129,14 @@ class Explanation:
         if not counts or self.rates is None:
             return []
         plain = predicted(counts, self.rates, {})
-        found = [("plain", plain, 1.0)]
+        result = [("plain", plain, 1.0)]
         images = any(kind.startswith("conv") for of in counts["lanes"].values() for kind in of)
         ran = {f: v for f, v in self.settings.items() if v != _KNOWN.get(f, v)}
         for option in [*_OPTIONS, *([ran] if ran and ran not in _OPTIONS else [])]:
             if option is ran or images or "compute.memory_format" not in option:
                 seconds = predicted(counts, self.rates, option)
-                found.append((words_of(option), seconds, plain / max(seconds, 1e-12)))
-        return found
+                result.append((words_of(option), seconds, plain / max(seconds, 1e-12)))
+        return result
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data: what was tried and chosen, and the roofline in seconds."""
@@ -202,8 +202,8 @@ class Explanation:
             yield from _trial(trial)
         if tuning.get("captures"):
             yield ""
-        for found in tuning.get("captures", ()):
-            yield from _wrapped(_captured(found), 2)
+        for item in tuning.get("captures", ()):
+            yield from _wrapped(_captured(item), 2)
         if tuning["dropped"]:
             yield ""
             yield "  not taken, and why"
@@ -252,9 +252,9 @@ class Explanation:
             yield from _wrapped(_graph(graph), 2)
 
     def _features(self) -> Iterator[str]:
-        found = self.history.get("features")
-        if found is not None:
-            yield from _wrapped(found["line"])
+        result = self.history.get("features")
+        if result is not None:
+            yield from _wrapped(result["line"])
 
     # -- the roofline ------------------------------------------------------------------------
 
@@ -319,25 +319,25 @@ class Explanation:
 
     def _kinds(self) -> dict[str, float]:
         """Seconds of the step by kind, the longest first; without what does not show."""
-        found = _summed(lane.kinds for lane in self.lanes)
-        whole = sum(found.values())
-        shown = {kind: seconds for kind, seconds in found.items() if seconds > 0.005 * whole}
-        return dict(sorted(shown.items(), key=lambda one: -one[1]))
+        result = _summed(lane.kinds for lane in self.lanes)
+        whole = sum(result.values())
+        shown = {kind: seconds for kind, seconds in result.items() if seconds > 0.005 * whole}
+        return dict(sorted(shown.items(), key=lambda value: -value[1]))
 
 
 def _summed(lanes: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Seconds by kind over all lanes."""
-    found: dict[str, float] = {}
+    result: dict[str, float] = {}
     for kinds in lanes:
         for kind, seconds in kinds.items():
-            found[kind] = found.get(kind, 0.0) + seconds
-    return found
+            result[kind] = result.get(kind, 0.0) + seconds
+    return result
 
 
 def words_of(settings: Mapping[str, Any]) -> str:
     """Settings that are not plain in words, such as "bf16 · channels_last"."""
-    said = (phrase(f, v) if f in SETTINGS else f"{f}: {v}" for f, v in settings.items())
-    return " · ".join(said) or "plain"
+    result = (phrase(f, v) if f in SETTINGS else f"{f}: {v}" for f, v in settings.items())
+    return " · ".join(result) or "plain"
 
 
 def _trial(trial: Mapping[str, Any]) -> Iterator[str]:
@@ -399,12 +399,12 @@ def _spans(spans: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     ranges: dict[str, list[tuple[int, int]]] = {}
     for span in spans:
         ranges.setdefault(words_of(span["settings"]), []).append((span["first"], span["last"]))
-    for words, found in ranges.items():
-        steps = sum(last - first + 1 for first, last in found)
+    for words, value in ranges.items():
+        steps = sum(last - first + 1 for first, last in value)
         # The last one is what the run ended with.
-        shown = found if len(found) <= _MOST_SPANS else [*found[: _MOST_SPANS - 1], found[-1]]
+        shown = value if len(value) <= _MOST_SPANS else [*value[: _MOST_SPANS - 1], value[-1]]
         listed = [f"{a:,}" if a == b else f"{a:,}-{b:,}" for a, b in shown]
-        if len(shown) < len(found):
+        if len(shown) < len(value):
             listed.insert(-1, "…")
         yield from _wrapped(f"{words}: {counted(steps, 'step')} ({', '.join(listed)})", 4)
 

@@ -86,8 +86,8 @@ class ModelRows:
 
     def known(self) -> list[list[int]]:
         """The places of cuts at which features of such a model were kept."""
-        found = [*self._known, *places_of(self._marks())]
-        return [place for at, place in enumerate(found) if place not in found[:at]]
+        result = [*self._known, *places_of(self._marks())]
+        return [place for at, place in enumerate(result) if place not in result[:at]]
 
     def _marks(self) -> str:
         """What tells this model, as it runs, from others whose cuts have the same names."""
@@ -275,7 +275,7 @@ class ModelRows:
         _keep(batch, rows, slots, missing, made)
         if there.any():
             pairs = zip(kept, made, strict=True)
-            made = Features(joined_rows(one, other, there) for one, other in pairs)
+            made = Features(joined_rows(item, other, there) for item, other in pairs)
         return batch._replace(inputs=made, kept=None)
 
     def _complete_named(self, batch: Batch, rows: NamedRows, cut: Cut, epoch: int) -> Batch:
@@ -286,7 +286,7 @@ class ModelRows:
         there = places >= 0
         rows.count(there, epoch)
         kept = Features(
-            one.to(self._loop.device, non_blocking=True) for one in rows.store.get(places[there])
+            item.to(self._loop.device, non_blocking=True) for item in rows.store.get(places[there])
         )
         if there.all():
             return batch._replace(inputs=kept)
@@ -300,7 +300,7 @@ class ModelRows:
         rows.store.put(own, [part[: len(own)] for part in made])
         if there.any():
             pairs = zip(kept, made, strict=True)
-            made = Features(joined_rows(one, other, there) for one, other in pairs)
+            made = Features(joined_rows(item, other, there) for item, other in pairs)
         return batch._replace(inputs=made)
 
     def completed(self, part: Source, rows: FeatureRows | NamedRows, cut: Cut) -> Iterator[Batch]:
@@ -347,7 +347,7 @@ def _frozen_in(model: nn.Module) -> list[nn.Module]:
     return [
         part
         for part in model.modules()
-        if (own := list(part.parameters())) and not any(one.requires_grad for one in own)
+        if (own := list(part.parameters())) and not any(item.requires_grad for item in own)
     ]
 
 
@@ -356,7 +356,7 @@ def _digest(names: npt.NDArray[np.uint64]) -> str:
 
 
 def _forms(tensors: Any) -> list[RowPart]:
-    return [RowPart(tuple(one.shape[1:]), one.dtype) for one in tensors_in(tensors)]
+    return [RowPart(tuple(item.shape[1:]), item.dtype) for item in tensors_in(tensors)]
 
 
 def _keep(

@@ -306,13 +306,13 @@ class FrozenFeatures:
         if self._calls is not None and self._calls.root is not None:
             self._model = self.rows.model = self._calls.root
             self._given.template = None if batch is None else batch.rows(0, 1).inputs
-        looked, found = self.look(source, batch)
+        looked, result = self.look(source, batch)
         with loop.autocast():
-            cuts, found = agreed_cuts(looked, found, loop.world, self.rows.known())
+            cuts, result = agreed_cuts(looked, result, loop.world, self.rows.known())
         del looked  # it holds results of all layers
-        if found and not (batch is not None and self._keep_pixels(source, batch, epoch, found)):
-            self._tell(Choice(None, f"nothing kept: {found}"))
-        if found or not cuts or batch is None:
+        if result and not (batch is not None and self._keep_pixels(source, batch, epoch, result)):
+            self._tell(Choice(None, f"nothing kept: {result}"))
+        if result or not cuts or batch is None:
             return
         left = None if loop.planned_epochs is None else loop.planned_epochs - epoch
         sent_rows = SentRows(loop.world) if self._may_send(source) else None
@@ -345,9 +345,9 @@ class FrozenFeatures:
         kinds = ("memory", "disk") if where == "auto" else (where,)
         most = max(map(room, kinds)) / max(1, samples.slots)
         with self._loop.autocast():
-            found = find_cuts(self._model, batch.inputs, most)
-        self._hindrance = found.hindrance
-        return found, "" if found.cuts else found.hindrance
+            result = find_cuts(self._model, batch.inputs, most)
+        self._hindrance = result.hindrance
+        return result, "" if result.cuts else result.hindrance
 
     def _why_not(self, source: Source, batch: Batch | None) -> str:
         """Why features cannot be kept, whatever the model is."""
@@ -509,6 +509,6 @@ class FrozenFeatures:
         self._say(self.line)
         assert loop.resolved is not None
         if where and self._cut is not None and loop.requested.input.features == "auto":
-            found = RecipeChoice(value=where, reason=self.line, parity=Parity.TOLERANT)
-            choices = {**loop.resolved.choices, "input.features": found}
+            result = RecipeChoice(value=where, reason=self.line, parity=Parity.TOLERANT)
+            choices = {**loop.resolved.choices, "input.features": result}
             loop.resolved = loop.requested.resolve(choices, loop.resolved.machine)

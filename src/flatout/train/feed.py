@@ -201,23 +201,23 @@ class Feed:
     def notes(self) -> list[str]:
         """What happened since the last call that the user should know."""
         notes: list[str] = []
-        for told in (found_of(self.source), self.device_data):
-            if told is not None:
-                notes += [f"input: {note}" for note in told.notes]
-                told.notes.clear()
+        for item in (found_of(self.source), self.device_data):
+            if item is not None:
+                notes += [f"input: {note}" for note in item.notes]
+                item.notes.clear()
         return notes
 
     def with_workers(self, requested: Recipe, resolved: ResolvedRecipe) -> ResolvedRecipe:
         """The Recipe with who makes the batches, where that was found while training."""
-        found = found_of(self.source)
-        if found is None or not found.trials or requested.input.workers != "auto":
+        result = found_of(self.source)
+        if result is None or not result.trials or requested.input.workers != "auto":
             return resolved
         choice = Choice(
-            value=found.settled,
-            reason=f"measured on the job's own steps: {'; '.join(found.trials)}",
+            value=result.settled,
+            reason=f"measured on the job's own steps: {'; '.join(result.trials)}",
             parity=Parity.EXACT,
-            ratio=None if found.kept is None else found.kept.ratio,
-            floor=None if found.kept is None else found.kept.floor,
+            ratio=None if result.kept is None else result.kept.ratio,
+            floor=None if result.kept is None else result.kept.floor,
         )
         choices = {**resolved.choices, "input.workers": choice}
         return requested.resolve(choices, resolved.machine)

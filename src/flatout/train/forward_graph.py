@@ -70,8 +70,8 @@ def trace_forward(model: nn.Module, leaves: list[Any], spec: Any) -> Graph:
             raise Unfit(f"its forward returns a {type(odd[0]).__name__}")
         template[:] = [[... if torch.is_tensor(part) else part for part in behind], made]
         strays[:] = bounded.strays
-        told = [torch.stack(strays).any()] if strays else []
-        return [*told, *(part for part in behind if torch.is_tensor(part))]
+        result = [torch.stack(strays).any()] if strays else []
+        return [*result, *(part for part in behind if torch.is_tensor(part))]
 
     arguments = [*held.values(), *(leaf for leaf in leaves if torch.is_tensor(leaf))]
     code, constants = code_of(forward, arguments, [])

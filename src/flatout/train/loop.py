@@ -424,9 +424,9 @@ class Loop(LoopState):
         """
         stepper = self.stepper
         turns = stepper.turns.values() if optimizer is None else [stepper.turn_of(optimizer)]
-        found = mean_of([turn.mean_loss.state_dict() for turn in turns])
+        result = mean_of([turn.mean_loss.state_dict() for turn in turns])
         self.timeline.settle()  # the device has ended all steps
-        return found
+        return result
 
     def notes(self) -> list[str]:
         """What happened since the last call that the user should know."""

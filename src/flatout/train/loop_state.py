@@ -251,8 +251,8 @@ class LoopState:
     @property
     def evaluated(self) -> dict[str, Any] | None:
         """How evaluations ran, as plain data; None where nothing was measured of them."""
-        found = {"sizes": self.evaluate_batch.trials, "graphs": self.evaluate_graph.records()}
-        return found if any(found.values()) else None
+        result = {"sizes": self.evaluate_batch.trials, "graphs": self.evaluate_graph.records()}
+        return result if any(result.values()) else None
 
     def ready(self, batch: Batch) -> Batch:
         """The batch on the device, in the memory format that was chosen."""

@@ -63,11 +63,11 @@ def predict(objective: Objective, loop: Loop, source: Source) -> Any:
             batch = loop.ready(batch)
             with explained(objective.model, batch):
                 try:
-                    found = loop.parts(take, batch, whole=loop.meets_in_compute)
+                    result = loop.parts(take, batch, whole=loop.meets_in_compute)
                 except (IndexError, RuntimeError) as error:
                     explain_ids(error, objective.model, [batch], take, source)
                     raise
-            outputs.append(None if batch.is_copy else found)
+            outputs.append(None if batch.is_copy else result)
     # Batch by batch, and in each the ranks in turn: the order of the samples.
     by_batch = zip(*world.gather(outputs), strict=True)
     return _joined([kept for ranks in by_batch for part in ranks for kept in part or ()])

@@ -114,8 +114,8 @@ class Recording:
         if world.size > 1:
             steady = profiled.steady_steps(self._loop)
             own = profiled.rank_profile(self._loop, self._use, self._waited, steady)
-            told = world.gather(asdict(own), "what ranks record")
-            self._told = [RankProfile(**one) for one in told]
+            result = world.gather(asdict(own), "what ranks record")
+            self._told = [RankProfile(**item) for item in result]
 
     def close(self, error: BaseException | None) -> None:
         """Write the Profile and how the run ended; a run without a step leaves the Profile alone.
@@ -219,8 +219,8 @@ def _gpu_of(device: torch.device) -> Any:
     """What tells how busy a rank's GPU is; None where there is none."""
     if device.type != "cuda":
         return None
-    found = torch.cuda.get_device_properties(device)
-    uuid = str(getattr(found, "uuid", ""))
+    result = torch.cuda.get_device_properties(device)
+    uuid = str(getattr(result, "uuid", ""))
     meter = GpuMeter(uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}")
 
     def read() -> tuple[float | None, int | None]:

@@ -99,12 +99,12 @@ class SentRows:
             return Sent()
         known = world.gather(np.packbits(store.knows(asked)), "rows that hosts have")
         has = [np.unpackbits(bits, count=len(asked)).astype(bool) for bits in known]
-        lacks = [np.isin(asked, one) for one in every]
+        lacks = [np.isin(asked, item) for item in every]
         sends = ways(world.rank, self.nodes, has, lacks)
         got, block = 0, max(1, _AT_ONCE * world.size // max(1, _width(store)))
         for start in range(0, len(asked), block):
             within = slice(start, start + block)
-            parts = [_packed(store, asked[within][one[within]]) for one in sends]
+            parts = [_packed(store, asked[within][item[within]]) for item in sends]
             _, come = world.exchange([], parts, "rows of features for other hosts")
             got += sum(_kept(store, data) for data in come)
         # A rank of this host may need what another one has got.
@@ -140,12 +140,12 @@ def ways(
     is_turn = has[mine[0]] & (before == places % owners)
     is_turn &= np.array(mine)[places // owners % len(mine)] == rank
     turns = places // len(nodes)
-    found = [np.zeros(len(places), bool) for _ in nodes]
+    result = [np.zeros(len(places), bool) for _ in nodes]
     for own in ranks.values():
-        sends = np.logical_or.reduce([lacks[one] for one in own]) & ~has[own[0]] & is_turn
+        sends = np.logical_or.reduce([lacks[item] for item in own]) & ~has[own[0]] & is_turn
         for receiver in own:
-            found[receiver] = sends & (np.array(own)[turns % len(own)] == receiver)
-    return found
+            result[receiver] = sends & (np.array(own)[turns % len(own)] == receiver)
+    return result
 
 
 def _width(store: FeatureStore) -> int:

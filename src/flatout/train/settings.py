@@ -189,8 +189,8 @@ class Switch:
 
     def touch_rows(self) -> list[Undo]:
         """Tables are stepped by the rows that a batch has used."""
-        found = Tables.of(self.model, self.optimizers, split=self.splits_tables)
-        self.tables = found.without(self._read_whole, self.model)
+        result = Tables.of(self.model, self.optimizers, split=self.splits_tables)
+        self.tables = result.without(self._read_whole, self.model)
         for optimizer, own in self.tables.by_rows.items():
             self.rows[optimizer] = TouchedRows(optimizer, own, self.shards)
             self.rows[optimizer].attach()

@@ -78,7 +78,7 @@ def _why_not(loop: LoopState, resolved: ResolvedRecipe) -> str:
         return "compute.compile=on makes one graph of what ranks do together"
     if any(isinstance(optimizer, KerasOptimizer) for optimizer in loop.optimizers):
         return "the optimizer is Keras', which clips the gradients of all rows itself"
-    if own := [one for one in loop.optimizers if isinstance(one, ByRow)]:
+    if own := [optimizer for optimizer in loop.optimizers if isinstance(optimizer, ByRow)]:
         return f"{type(own[0]).__name__} steps rows itself, with its state on every rank"
     for name, module in loop.model.named_modules():
         if getattr(module, "scale_grad_by_freq", False):

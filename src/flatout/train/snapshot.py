@@ -31,8 +31,8 @@ def set_random_state(state: dict[str, Any]) -> None:
     randomness.set_random_state(state)
     if "cuda" in state and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         # Where there were other GPUs, those that both have.
-        for device, one in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
-            torch.cuda.set_rng_state(one, device)
+        for device, item in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
+            torch.cuda.set_rng_state(item, device)
 
 
 @contextmanager

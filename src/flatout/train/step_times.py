@@ -75,8 +75,8 @@ def step_times(loop: Loop, compute: Compute, source: Source) -> tuple[Any, Any, 
     loop.say(
         f"measuring steps on {', '.join(map(str, sizes))} samples: weights and random numbers stay"
     )
-    found, why = steps.by_size(sizes)
-    times = [StepTimes(size, seconds) for size, seconds in zip(sizes, found, strict=True)]
+    result, why = steps.by_size(sizes)
+    times = [StepTimes(size, seconds) for size, seconds in zip(sizes, result, strict=True)]
     words = [f"step times by batch are not measured: {why}"] if why else []
     beside: list[RanksOnHost] = []
     if loop.world.size == 1 and loop.device.type == "cpu" and not why:
@@ -111,8 +111,8 @@ class _Steps:
     def by_size(self, sizes: list[int]) -> tuple[list[list[float]], str]:
         """Seconds of the steps on each number of samples, and why there are none."""
         if self._loop.device.type != "cuda":
-            told = Child(lambda: self._visits(sizes), self._room(1)).told(_PATIENCE_S)
-            return told.value or [], told.why
+            result = Child(lambda: self._visits(sizes), self._room(1)).told(_PATIENCE_S)
+            return result.value or [], result.why
         stepper = self._loop.stepper
         snapshot = Snapshot(stepper.switch.model, stepper.switch.optimizers)
         with self._loop.uncounted():
@@ -131,7 +131,7 @@ class _Steps:
         most = usable_cpus()
         counts = [2**n for n in range(most.bit_length()) if 2**n <= most]
         cpus = sorted(affinity())
-        found: list[RanksOnHost] = []
+        ranks_on_hosts: list[RanksOnHost] = []
         for ranks in counts:
             # By then all have warmed up.
             begin = time.monotonic() + _STARTS_S + (_WARM + 2) * ranks * seconds
@@ -140,12 +140,12 @@ class _Steps:
                 Child(self._on(own_cpus(cpus, rank, ranks), begin, size), room)
                 for rank in range(ranks)
             ]
-            told = [child.told(_PATIENCE_S) for child in children]
-            if why := next((one.why for one in told if one.why), ""):
-                return found, why
-            all_ranks = [second for one in told for second in one.value]
-            found.append(RanksOnHost(ranks, size, _thinned(all_ranks)))
-        return found, ""
+            result = [child.told(_PATIENCE_S) for child in children]
+            if why := next((item.why for item in result if item.why), ""):
+                return ranks_on_hosts, why
+            all_ranks = [second for item in result for second in item.value]
+            ranks_on_hosts.append(RanksOnHost(ranks, size, _thinned(all_ranks)))
+        return ranks_on_hosts, ""
 
     def _room(self, ranks: int) -> int:
         here = self._loop.world.place.local_world_size
@@ -163,18 +163,18 @@ class _Steps:
                     self._step(stepper, batch)
                 first = self._step(stepper, batch)
                 end = begin + max(_BESIDE_S, 5 * first)
-                found: list[float] = []
-                while time.monotonic() < end or not found:
+                result: list[float] = []
+                while time.monotonic() < end or not result:
                     counts = time.monotonic() >= begin
                     seconds = self._step(stepper, batch)
-                    found += [seconds] if counts else []
-                return found
+                    result += [seconds] if counts else []
+                return result
 
         return run
 
     def _visits(self, sizes: list[int]) -> list[list[float]]:
         """Seconds of steps at each size, visited in one order and then in the other."""
-        found: list[list[float]] = [[] for _ in sizes]
+        result: list[list[float]] = [[] for _ in sizes]
         with _alone(self._loop.stepper) as stepper:
             batches = [self._few.repeated(size) for size in sizes]
             for batch in batches:
@@ -184,17 +184,17 @@ class _Steps:
             for visit in range(_VISITS):
                 places = list(range(len(sizes)))
                 for place in places if visit % 2 == 0 else reversed(places):
-                    if found[place] and time.monotonic() > began + _LONG_S:
+                    if result[place] and time.monotonic() > began + _LONG_S:
                         continue
-                    found[place] += self._visit(stepper, batches[place])
-        return [_thinned(seconds) for seconds in found]
+                    result[place] += self._visit(stepper, batches[place])
+        return [_thinned(seconds) for seconds in result]
 
     def _visit(self, stepper: Stepper, batch: Batch) -> list[float]:
         self._step(stepper, batch)  # another size was in the caches
-        found: list[float] = []
-        while len(found) < _FEWEST or sum(found) < _VISIT_S:
-            found.append(self._step(stepper, batch))
-        return found
+        result: list[float] = []
+        while len(result) < _FEWEST or sum(result) < _VISIT_S:
+            result.append(self._step(stepper, batch))
+        return result
 
     def _step(self, stepper: Stepper, batch: Batch) -> float:
         """The seconds of a step."""
@@ -235,4 +235,4 @@ def _thinned(seconds: list[float]) -> list[float]:
     if len(seconds) > _MOST_SECONDS:
         places = np.linspace(0, len(seconds) - 1, _MOST_SECONDS).round().astype(int)
         seconds = [seconds[place] for place in places]
-    return [float(f"{one:.5g}") for one in seconds]
+    return [float(f"{item:.5g}") for item in seconds]

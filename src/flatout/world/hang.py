@@ -70,18 +70,18 @@ def explain(number: int, rank: int, stands: Mapping[int, Stand], seconds: float)
     """
     name = stands[rank].name(number)
     waited = f"rank {rank} has waited {seconds:.0f} s in {name}"
-    late = [one for one, stand in stands.items() if stand.begun < number]
+    late = [value for value, stand in stands.items() if stand.begun < number]
     # A rank that waits for another one itself is not what the others wait for.
     missing = [item for item in late if stands[item].waiting is None or stands[item].state] or late
     if missing:
         blame = f"{_ranks(missing)} did not come to {name}"
         return _told(f"{waited} for {_ranks(missing)}", blame, missing, stands)
-    silent = [one for one, stand in stands.items() if stand.state]
+    silent = [value for value, stand in stands.items() if stand.state]
     if silent:
         blame = f"{_ranks(silent)} did not answer in {name}"
         return _told(f"{waited}, and {_ranks(silent)} did not answer", blame, silent, stands)
     own = stands[rank].at(number)
-    others = [one for one, stand in stands.items() if stand.at(number) not in (own, None)]
+    others = [value for value, stand in stands.items() if stand.at(number) not in (own, None)]
     if others:
         theirs = stands[others[0]].name(number)
         first = (
@@ -91,7 +91,9 @@ def explain(number: int, rank: int, stands: Mapping[int, Stand], seconds: float)
         blame = f"rank {rank} was in {name}, rank {others[0]} in {theirs}"
         return _told(first, blame, [rank, *others], stands)
     # Ranks that pass on to one another what they compute are in one collective meanwhile.
-    busy = [one for one, stand in stands.items() if (stand.begun, stand.waiting) == (number, None)]
+    busy = [
+        value for value, stand in stands.items() if (stand.begun, stand.waiting) == (number, None)
+    ]
     if busy:
         blame = f"{_ranks(busy)} did not go on in {name}"
         return _told(f"{waited} for what {_ranks(busy)} is to give", blame, busy, stands)

@@ -59,13 +59,13 @@ def named_slots(samples: Samples, variants: int) -> NamedSlots | None:
     if source.row_stamps(np.empty(0, np.int64)) is None:
         return None
     # A function may make inputs of targets, and targets of inputs.
-    seen = targets if are_mapped else None
+    result = targets if are_mapped else None
 
     def now(numbers: Numbers | None = None) -> Sequence[str]:
         stamps = source.row_stamps(numbers) or ()
-        if seen is None:
+        if result is None:
             return stamps
-        own = (seen if numbers is None else seen[numbers]).tolist()
+        own = (result if numbers is None else result[numbers]).tolist()
         return [f"{stamp}\n{target}" for stamp, target in zip(stamps, own, strict=True)]
 
     stamps = now()
@@ -99,7 +99,7 @@ def _names_of(stamps: Sequence[str], variants: int) -> Names:
 
 def _each_once(stamps: Sequence[str]) -> Iterator[str]:
     """The same with a number behind those that came before: a file may be there twice."""
-    seen: Counter[str] = Counter()
+    result: Counter[str] = Counter()
     for stamp in stamps:
-        seen[stamp] += 1
-        yield stamp if seen[stamp] == 1 else f"{stamp} {seen[stamp]}"
+        result[stamp] += 1
+        yield stamp if result[stamp] == 1 else f"{stamp} {result[stamp]}"

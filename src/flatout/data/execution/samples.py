@@ -484,11 +484,11 @@ def told_targets(dataset: Any) -> npt.NDArray[Any] | None:
     if isinstance(dataset, Subset):
         whole = told_targets(dataset.dataset)
         return None if whole is None else whole[np.asarray(dataset.indices, np.int64)]
-    told = getattr(dataset, "targets", None)
-    if told is None or getattr(dataset, "target_transform", None) is not None:
+    result = getattr(dataset, "targets", None)
+    if result is None or getattr(dataset, "target_transform", None) is not None:
         return None
     try:
-        targets = np.asarray(told)
+        targets = np.asarray(result)
     except (TypeError, ValueError, RuntimeError):
         return None
     return targets if targets.shape == (len(dataset),) and targets.dtype.kind in "iu" else None

@@ -75,7 +75,7 @@ class DeviceRows:
             index = torch.from_numpy(at).to(self._device, non_blocking=True)
             rows = [table.index_select(0, index) for table in self._tables]
         pairs = zip(rows, self._parts, strict=True)
-        return [one.permute(0, 3, 1, 2) if part.channels_last else one for one, part in pairs]
+        return [item.permute(0, 3, 1, 2) if part.channels_last else item for item, part in pairs]
 
     def release(self) -> int:
         """Let go of all rows, until others are put; returns the bytes that are free then."""

@@ -247,10 +247,10 @@ def opened(
     size = (expected or 0) * stride
     files, reason = _files(name, _chosen_of(where, size, room, name))
     kind = "disk" if files.on_disk else "memory"
-    told = f"{size_words(room[kind])} free {'on disk' if files.on_disk else 'in memory'}{reason}"
+    result = f"{size_words(room[kind])} free {'on disk' if files.on_disk else 'in memory'}{reason}"
     if expected is not None:
-        told = f"{counted(expected, 'row')} take {size_words(size)}, {told}"
-    return Opened(RowLog(row, files, expected or 0), name, room[kind], told)
+        result = f"{counted(expected, 'row')} take {size_words(size)}, {result}"
+    return Opened(RowLog(row, files, expected or 0), name, room[kind], result)
 
 
 def _chosen_of(where: Where, size: int, room: dict[str, int], name: str) -> str:

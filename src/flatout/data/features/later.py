@@ -41,7 +41,7 @@ class Later:
         self._room.acquire()
         copies = [_copied(value) for value in values]
         devices = {value.device for value in values if value.device.type != "cpu"}
-        events = [torch.accelerator.current_stream(one).record_event() for one in devices]
+        events = [torch.accelerator.current_stream(device).record_event() for device in devices]
         self._waiting.update(names)
         self._latest = self._pool.submit(self._run, [*names], copies, events, write)
 

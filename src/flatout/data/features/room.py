@@ -29,10 +29,10 @@ def disk_room() -> int:
     place = cache_folder()
     while not place.exists() and place != place.parent:
         place = place.parent
-    found = os.statvfs(place)
-    whole = found.f_blocks * found.f_frsize
+    result = os.statvfs(place)
+    whole = result.f_blocks * result.f_frsize
     reserve = min(_DISK_RESERVE, whole // _DISK_PART)
-    return max(0, found.f_bavail * found.f_frsize - reserve)
+    return max(0, result.f_bavail * result.f_frsize - reserve)
 
 
 def device_room(device: torch.device, share: float = DEVICE_SHARE) -> int:

@@ -195,9 +195,9 @@ class RowLog:
         widths = [part.width for part in parts]
         pool = buffers or self._buffers
         rooms = [pool.empty((len(places), width), np.uint8) for width in widths]
-        pieces = [one for one in zip(offsets, widths, rooms, strict=True) if one[1]]
+        pieces = [item for item in zip(offsets, widths, rooms, strict=True) if item[1]]
         lines.split_rows(rows.reshape(-1, self.stride), places, pieces)
-        return [_as_tensor(*one) for one in zip(rooms, parts, strict=True)]
+        return [_as_tensor(*item) for item in zip(rooms, parts, strict=True)]
 
     def _mapped_for(self, places: Numbers, is_cold: bool) -> mmap.mmap:
         """The file, of which these rows are to be read.
@@ -282,7 +282,7 @@ class RowLog:
         if len(pieces) == 1 and pieces[0][1] == self.stride:
             return pieces[0][2]
         packed = np.zeros((count, self.stride), np.uint8)
-        lines.join_rows([one for one in pieces if one[1]], packed)
+        lines.join_rows([piece for piece in pieces if piece[1]], packed)
         return packed
 
     def flush(self) -> None:
@@ -313,11 +313,11 @@ def _as_tensor(room: npt.NDArray[np.uint8], part: RowPart) -> torch.Tensor:
 
 
 def _read(number: int, start: int, stop: int) -> bytes:
-    found = []
+    result = []
     while start < stop and (piece := os.pread(number, stop - start, start)):
-        found.append(piece)
+        result.append(piece)
         start += len(piece)
-    data = b"".join(found)
+    data = b"".join(result)
     return data[: len(data) - len(data) % RECORD.itemsize]
 
 

@@ -269,9 +269,9 @@ class IdMap:
         known = _united(self, items, last)
         key = np.stack([known.fields, known.ids])
         mine, theirs = _index(key, self.items), _index(key, other.items)
-        seen = np.zeros(len(known.ids), np.int64)
-        seen[mine] = self.seen
-        seen[theirs] = np.maximum(seen[theirs], other.seen)
+        result = np.zeros(len(known.ids), np.int64)
+        result[mine] = self.seen
+        result[theirs] = np.maximum(result[theirs], other.seen)
         of_other = np.full(len(known.ids), -1, np.int64)
         of_other[theirs] = other.items.numbers
         rows = known.rows.copy()
@@ -282,7 +282,7 @@ class IdMap:
             self,
             items=Items(known.fields, known.ids, rows),
             counts=known.counts,
-            seen=seen,
+            seen=result,
             size=self.size + len(new),
             trainings=last,
         )
@@ -374,9 +374,9 @@ def _united(before: IdMap, items: Items, now: int) -> _Known:
     rows = np.concatenate([before.items.numbers, fresh])[order][starts]
     counts = np.concatenate([before.counts, items.numbers])[order]
     counts = np.add.reduceat(counts, starts) if len(starts) else counts
-    seen = np.where(order < old, np.append(before.seen, 0)[np.minimum(order, old)], now)
-    seen = np.maximum.reduceat(seen, starts) if len(starts) else seen
-    return _Known(fields[starts], ids[starts], rows, counts, seen)
+    result = np.where(order < old, np.append(before.seen, 0)[np.minimum(order, old)], now)
+    result = np.maximum.reduceat(result, starts) if len(starts) else result
+    return _Known(fields[starts], ids[starts], rows, counts, result)
 
 
 def _index(key: Numbers, items: Items) -> Numbers:

@@ -77,8 +77,8 @@ def _part(values: Values) -> ColumnRange:
     lengths: Counter[int] = Counter()
     if isinstance(values, Ragged):
         flat = flat[values.offsets[0] : values.offsets[-1]]
-        found, counts = np.unique(np.diff(values.offsets), return_counts=True)
-        lengths.update(dict(zip(found.tolist(), counts.tolist(), strict=True)))
+        result, counts = np.unique(np.diff(values.offsets), return_counts=True)
+        lengths.update(dict(zip(result.tolist(), counts.tolist(), strict=True)))
     if not flat.size:
         return ColumnRange(np.inf, -np.inf, lengths)
     # Python's integers: an int64 as a float would lose its last digits.

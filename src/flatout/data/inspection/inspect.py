@@ -263,7 +263,7 @@ def _report(
 ) -> Report:
     origin: Any = pipeline.origin
     schema = getattr(origin, "schema", None)
-    found = [_column(column, counts) for column in columns]
+    result = [_column(column, counts) for column in columns]
     targets = [column for column in columns if column.role == "target"]
     index = getattr(origin, "index", None)
     facts = {} if index is None else index.facts
@@ -284,11 +284,11 @@ def _report(
         unpacked_bytes=sum(stored.unpacked),
         rows=rows,
         looked_at=counts.rows,
-        columns=found,
+        columns=result,
         values_a_row=(int(facts["shortest"]), int(facts["longest"]))
         if "shortest" in facts
         else None,
-        max_id=int(facts["highest"]) if "highest" in facts else _max_id(found),
+        max_id=int(facts["highest"]) if "highest" in facts else _max_id(result),
         target=targets[0].name if len(targets) == 1 else None,
         classes=_classes(counts, names) if targets else None,
         target_mean=counts.mean if targets else None,

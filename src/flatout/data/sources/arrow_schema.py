@@ -192,9 +192,9 @@ def infer_schema(
         problems = []
     if problems or not columns:
         raise _no_numbers(problems or list(fields.items()))
-    found = {"categories": categories, "unknown": list(wanted.unknown), "dates": dates}
-    found["left_out"] = left_out
-    kept = {**options, **{name: value for name, value in found.items() if value}}
+    result = {"categories": categories, "unknown": list(wanted.unknown), "dates": dates}
+    result["left_out"] = left_out
+    kept = {**options, **{name: value for name, value in result.items() if value}}
     if wanted.stack:
         columns, kept["stack"] = _stacked(columns, wanted, categories)
         if isinstance(wanted.default, Mapping):

@@ -113,11 +113,11 @@ def shared_names(
     """
     names = _names(begins[0], dialect, header)
     for begin in begins[1:]:
-        found = _names(begin, dialect, header)
-        if found != names:
+        result = _names(begin, dialect, header)
+        if result != names:
             raise DataError(
                 f"expected the columns of {begins[0].file.name}: {', '.join(names)}; found "
-                f"{', '.join(found)}",
+                f"{', '.join(result)}",
                 where=begin.file.name,
                 do="read files with the same columns in the same order together",
             )

@@ -102,8 +102,8 @@ class CsvDecoder:
         except pa.ArrowInvalid as error:
             row, what = self._explain(str(error), len(starts))
             if "invalid UTF8" in what:
-                byte, found = not_utf8(buffer[starts[row] : ends[row]].tobytes())
-                raise BadValue(row, f"{what.partition(':')[0]}: {found}", byte) from error
+                byte, result = not_utf8(buffer[starts[row] : ends[row]].tobytes())
+                raise BadValue(row, f"{what.partition(':')[0]}: {result}", byte) from error
             raise BadValue(row, what) from error
         if len(table) != len(starts):
             raise BadValue(

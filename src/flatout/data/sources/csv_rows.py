@@ -217,7 +217,7 @@ def _texts(
     """The texts in columns of whole rows; what is no UTF-8 is left to who reads the rows."""
     types = dict.fromkeys(columns, pa.binary())
     table = read_text(text, opened.names, opened.dialect, types, columns, skip_invalid=True)
-    found = {}
+    result = {}
     for name, texts in texts_of(table, columns).items():
         strict = policy is not None and not policy.skip
         values = set()
@@ -227,8 +227,8 @@ def _texts(
             except UnicodeDecodeError:
                 if strict:
                     raise
-        found[name] = Texts(frozenset(values), texts.rows)
-    return found
+        result[name] = Texts(frozenset(values), texts.rows)
+    return result
 
 
 def _learned(

@@ -87,13 +87,13 @@ def fetch(
     for file, digest in home.files.items():
         place = target / file
         with _writing(place):
-            found = _digest(place) if place.exists() else None
-        if found == digest:
+            result = _digest(place) if place.exists() else None
+        if result == digest:
             continue
-        if found is not None:
+        if result is not None:
             raise DataError(
                 f"{file} is there and is another file than was published: expected MD5 {digest}, "
-                f"found {found}",
+                f"found {result}",
                 where=str(place),
                 do="move it away, or choose another folder: nothing of yours is written over",
             )
@@ -124,10 +124,10 @@ def _fetch_one(url: str, place: Path, digest: str, say: Callable[[str], None]) -
         for piece in _pieces(url, say):
             md5.update(piece)
             file.write(piece)
-        if (found := md5.hexdigest()) != digest:
+        if (item := md5.hexdigest()) != digest:
             raise DataError(
                 f"{place.name} is not the file that was published: expected MD5 {digest}, found "
-                f"{found}",
+                f"{item}",
                 where=url,
                 do="try again; if it stays so, the place holds another file: pass url= of a mirror",
             )

@@ -159,22 +159,22 @@ def _names_beside(files: Sequence[File]) -> tuple[str, ...] | None:
             return None
         name = f"_{match['stem']}{match['suffix']}.toml"
         beside.setdefault(os.path.join(os.path.dirname(file.path), name), file.name)
-    found: dict[tuple[str, ...], str] = {}
+    result: dict[tuple[str, ...], str] = {}
     for path, first in beside.items():
         if not os.path.exists(path):
             return None
         names = as_schema(path, "tfrecord").options.get("classes")
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             return None
-        found.setdefault(tuple(names), first)
-    if len(found) > 1:
-        (a, first), (b, second) = list(found.items())[:2]
+        result.setdefault(tuple(names), first)
+    if len(result) > 1:
+        (a, first), (b, second) = list(result.items())[:2]
         raise DataError(
             f"the shards number different classes: {', '.join(a)} in {first}, {', '.join(b)} in "
             f"{second}",
             do="read them one by one, and join them with flatout.data.mix",
         )
-    return next(iter(found))
+    return next(iter(result))
 
 
 def _schema(labeled: bool) -> Schema:

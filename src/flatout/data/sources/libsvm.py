@@ -82,13 +82,13 @@ class LibsvmDecoder:
             width=_ANY_WIDTH if self.width is None else self.width,
         )
         good = errors.report()
-        seen = labels[good]
+        result = labels[good]
         facts: dict[str, float] = {
             "lowest": low,
             "highest": high,
             "shortest": int(lengths[good].min(initial=2**31 - 1)),
             "longest": int(lengths[good].max(initial=0)),
-            "whole_labels": float((seen == np.rint(seen)).all() and (seen >= 0).all()),
+            "whole_labels": float((result == np.rint(result)).all() and (result >= 0).all()),
             "has_qid": float((qid[good] >= 0).any()),
         }
         wide = lengths.astype(np.int64)

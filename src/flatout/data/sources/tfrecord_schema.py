@@ -84,15 +84,15 @@ def features_of(record: bytes) -> dict[str, Seen]:
     Raises:
         ValueError: it is none.
     """
-    found = {}
+    result = {}
     for number, features in fields(record):
         if number != 1:
             continue
         for key, entry in fields(features):
             if key == 1:
                 parts = dict(fields(entry))
-                found[message(parts.get(1, b"")).decode()] = _seen(parts.get(2, b""))
-    return found
+                result[message(parts.get(1, b"")).decode()] = _seen(parts.get(2, b""))
+    return result
 
 
 def _seen(feature: Any) -> Seen:

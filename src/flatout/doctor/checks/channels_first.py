@@ -10,13 +10,13 @@ from flatout.observe import Model, Observation
 
 
 @check(edit=channels_last)
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Which models with two-dimensional convolutions are not in channels_last."""
-    convolutional = [model for model in models(seen) if _convolves_images(model)]
+    convolutional = [model for model in models(observation) if _convolves_images(model)]
     if not convolutional:
         return
-    cost = compute_ms(seen, "forward", "backward")
-    if not is_worth(seen, cost):
+    cost = compute_ms(observation, "forward", "backward")
+    if not is_worth(observation, cost):
         return
     for model in convolutional:
         if not model.is_channels_last:

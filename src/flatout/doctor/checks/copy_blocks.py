@@ -18,19 +18,21 @@ from flatout.observe import Observation
 
 
 @check(edit=devices.do_not_block)
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Which lines copy from pinned memory without non_blocking, in most steps."""
-    found = calls(seen, "to_device")
+    result = calls(observation, "to_device")
     # What a loader pins is new in each batch: no one writes to it while it is copied.
-    if not is_gpu(seen) or not any(one.in_training and one.pin_memory for one in seen.loaders):
+    if not is_gpu(observation) or not any(
+        loader.in_training and loader.pin_memory for loader in observation.loaders
+    ):
         return
-    for call in found:
+    for call in result:
         is_blocking = call.detail.get("pinned") and not call.detail.get("non_blocking")
-        own = cost_ms(seen, call)
-        cost = returned_ms(seen, own)
-        if own is None or not is_blocking or not is_each_step(seen, call):
+        own = cost_ms(observation, call)
+        cost = returned_ms(observation, own)
+        if own is None or not is_blocking or not is_each_step(observation, call):
             continue
-        if not is_worth(seen, cost):
+        if not is_worth(observation, cost):
             continue
         yield Finding(
             kind="slow",

@@ -12,15 +12,15 @@ _OF_ONE_SHAPE = 0.95
 
 
 @check()
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Whether convolutions on a GPU always get the same shape, and nothing was measured for it."""
-    convolutional = [model for model in models(seen) if model.has_convolutions]
-    if not is_gpu(seen) or not convolutional:
+    convolutional = [model for model in models(observation) if model.has_convolutions]
+    if not is_gpu(observation) or not convolutional:
         return
-    if seen.cudnn_benchmark is None:
+    if observation.cudnn_benchmark is None:
         raise NoSignal("torch.backends.cudnn.benchmark was not seen")
-    cost = compute_ms(seen, "forward", "backward")
-    if seen.cudnn_benchmark or not is_worth(seen, cost):
+    cost = compute_ms(observation, "forward", "backward")
+    if observation.cudnn_benchmark or not is_worth(observation, cost):
         return
     for model in convolutional:
         if _share_of_one(model) >= _OF_ONE_SHAPE:

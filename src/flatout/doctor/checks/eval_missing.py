@@ -14,7 +14,7 @@ def _draws_only(observation: Observation, model: Model) -> bool:
     called on no data that were held out: many let its BatchNorm see the batch that is drawn."""
     is_one_of_several = len(observation.models) > 1 and len(observation.optimizers) > 1
     has_dropout = any("Drop" in layer for layer in model.layers)
-    is_on_data = any(not one.in_training for one in observation.inputs)
+    is_on_data = any(not item.in_training for item in observation.inputs)
     return is_one_of_several and not has_dropout and not is_on_data
 
 

@@ -26,29 +26,31 @@ _CORE_RATE = 50e9
 
 
 @check(edit=autocast)
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Whether a model without autocast computes in fp32 where bf16 units stand idle."""
-    trained = models(seen)
-    if any("16" in dtype for optimizer in seen.optimizers for dtype in optimizer.dtypes):
+    trained = models(observation)
+    if any("16" in dtype for optimizer in observation.optimizers for dtype in optimizer.dtypes):
         return
-    if seen.bf16_units is None:
+    if observation.bf16_units is None:
         raise NoSignal("whether the device has units for bf16 was not seen")
-    units = [name for name in _FASTER if name in seen.bf16_units]
+    units = [name for name in _FASTER if name in observation.bf16_units]
     if not units:
         return
-    compute = compute_ms(seen, "forward", "backward")
-    cost = _arithmetic(seen, trained) * compute * (1 - 1 / max(_FASTER[name] for name in units))
-    if not is_worth(seen, cost):
+    compute = compute_ms(observation, "forward", "backward")
+    cost = (
+        _arithmetic(observation, trained) * compute * (1 - 1 / max(_FASTER[name] for name in units))
+    )
+    if not is_worth(observation, cost):
         return
     for model in trained:
-        if not model.autocast and _computes(seen, model):
+        if not model.autocast and _computes(observation, model):
             yield Finding(
                 kind="slow",
-                what=f"forward and backward take {ms(compute)} of {ms(whole_ms(seen))} in fp32; "
-                f"this {'GPU' if is_gpu(seen) else 'CPU'} has units for bf16"
-                + ("" if is_gpu(seen) else f" ({seen.bf16_units})"),
-                do=f'with torch.autocast("{seen.device.partition(":")[0]}", torch.bfloat16): '
-                "around forward and loss; often only together with channels_last",
+                what=f"forward and backward take {ms(compute)} of {ms(whole_ms(observation))} in "
+                f"fp32; this {'GPU' if is_gpu(observation) else 'CPU'} has units for bf16"
+                + ("" if is_gpu(observation) else f" ({observation.bf16_units})"),
+                do=f'with torch.autocast("{observation.device.partition(":")[0]}", '
+                "torch.bfloat16): around forward and loss; often only together with channels_last",
                 where=at(model.site),
                 cost_ms=cost,
                 is_estimate=True,  # other kernels run, which may be better in other ways
@@ -57,19 +59,19 @@ def look(seen: Observation) -> Findings:
             )
 
 
-def _arithmetic(seen: Observation, trained: list[Model]) -> float:
+def _arithmetic(observation: Observation, trained: list[Model]) -> float:
     """The most of forward and backward that arithmetic can be: no dtype makes the rest faster."""
-    rates = [_rate(seen, model) for model in trained]
-    cores = min(seen.threads or 1, seen.usable_cpus or seen.threads or 1)
+    rates = [_rate(observation, model) for model in trained]
+    cores = min(observation.threads or 1, observation.usable_cpus or observation.threads or 1)
     known = [rate for rate in rates if rate is not None]
     return min(1.0, sum(known) / (cores * _CORE_RATE)) if len(known) == len(rates) else 1.0
 
 
-def _rate(seen: Observation, model: Model) -> float | None:
-    return None if is_gpu(seen) else arithmetic_rate(seen, model)
+def _rate(observation: Observation, model: Model) -> float | None:
+    return None if is_gpu(observation) else arithmetic_rate(observation, model)
 
 
-def _computes(seen: Observation, model: Model) -> bool:
+def _computes(observation: Observation, model: Model) -> bool:
     """Whether arithmetic can be what takes the time."""
-    rate = _rate(seen, model)
+    rate = _rate(observation, model)
     return rate is None or rate >= SLOW_RATE

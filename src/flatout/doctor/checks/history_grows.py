@@ -34,6 +34,6 @@ def look(observation: Observation) -> Findings:
         )
 
 
-def _ms_now(history: Observation, one: Growing) -> float:
+def _ms_now(history: Observation, growing: Growing) -> float:
     """What its line takes, where lines were looked at, else what the call took."""
-    return max([one.ms, *(line.ms for line in history.lines if line.site == one.site)])
+    return max([growing.ms, *(line.ms for line in history.lines if line.site == growing.site)])

@@ -18,19 +18,19 @@ from flatout.observe import Observation
 
 
 @check(edit=arguments.pin)
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Whether copies to a GPU wait because the loader does not pin. On a CPU nothing travels."""
-    if not is_gpu(seen):
+    if not is_gpu(observation):
         return
-    loaders = training_loaders(seen)
+    loaders = training_loaders(observation)
     if all(loader.pin_memory is None for loader in loaders):
         raise NoSignal("whether the loader pins its memory was not seen")
-    copy = lane(seen, "copy")
+    copy = lane(observation, "copy")
     # The host waits there for all that the GPU still has to do before.
-    if seen.device_time is not None:
-        hidden = returned_ms(seen, copy) or 0.0
-        copy = min(copy, max(hidden, seen.device_time.to_device_ms))
-    if not is_worth(seen, copy):
+    if observation.device_time is not None:
+        hidden = returned_ms(observation, copy) or 0.0
+        copy = min(copy, max(hidden, observation.device_time.to_device_ms))
+    if not is_worth(observation, copy):
         return
     for loader in loaders:
         if loader.pin_memory is False:

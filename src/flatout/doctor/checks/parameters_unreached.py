@@ -12,14 +12,16 @@ _LOOKS = 6
 
 
 @check()
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Which tensors of an optimizer train, and had no gradient after any step that was looked at.
 
     It is a danger where layers at the front are called with gradients and all that come after
     them learn: their result was cut off the graph. So it is where layers in train mode are always
     called under no_grad. What is at the end may be left unused.
     """
-    known = [one for one in seen.optimizers if one.gradient_looks >= _LOOKS]
+    known = [
+        optimizer for optimizer in observation.optimizers if optimizer.gradient_looks >= _LOOKS
+    ]
     if not known:
         raise NoSignal(f"gradients were looked at after fewer than {_LOOKS} steps")
     for optimizer in known:

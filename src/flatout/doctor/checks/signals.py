@@ -41,92 +41,94 @@ def few(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
 
 
-def step_ms(seen: Observation) -> float:
+def step_ms(observation: Observation) -> float:
     """The median step in ms."""
-    if not seen.step_ms:
+    if not observation.step_ms:
         raise NoSignal("no step was seen")
-    return median(seen.step_ms)
+    return median(observation.step_ms)
 
 
-def lane(seen: Observation, *names: str) -> float:
+def lane(observation: Observation, *names: str) -> float:
     """Ms per step of these lanes together."""
-    parts = [seen.lanes_ms.get(name) for name in names]
+    parts = [observation.lanes_ms.get(name) for name in names]
     for name, part in zip(names, parts, strict=True):
         if part is None:
             raise NoSignal(f"the time of {name} was not seen")
     return sum(part for part in parts if part is not None)
 
 
-def whole_ms(seen: Observation) -> float:
+def whole_ms(observation: Observation) -> float:
     """The median step; the time of its lanes where that is more, as in the mean of uneven steps."""
-    return max(step_ms(seen), sum(seen.lanes_ms.get(name) or 0.0 for name in STEP_LANES))
+    return max(
+        step_ms(observation), sum(observation.lanes_ms.get(name) or 0.0 for name in STEP_LANES)
+    )
 
 
-def share(seen: Observation, cost: float) -> float:
+def share(observation: Observation, cost: float) -> float:
     """Of a step."""
-    return cost / max(whole_ms(seen), 1e-9)
+    return cost / max(whole_ms(observation), 1e-9)
 
 
-def is_worth(seen: Observation, cost: float | None) -> bool:
+def is_worth(observation: Observation, cost: float | None) -> bool:
     """Whether it may be told; what has no known cost may."""
-    return cost is None or share(seen, cost) >= WORTH
+    return cost is None or share(observation, cost) >= WORTH
 
 
-def kind_of(seen: Observation, cost: float | None) -> Kind:
+def kind_of(observation: Observation, cost: float | None) -> Kind:
     """Of something that would be better otherwise: "note" where it can be left alone here."""
-    return "slow" if is_worth(seen, cost) else "note"
+    return "slow" if is_worth(observation, cost) else "note"
 
 
-def calls(seen: Observation, *kinds: str) -> list[Call]:
+def calls(observation: Observation, *kinds: str) -> list[Call]:
     """Calls of these kinds, the dearest first."""
-    if not seen.steps:
+    if not observation.steps:
         raise NoSignal("no step was seen")
-    found = [call for call in seen.calls if call.kind in kinds and call.count]
-    return sorted(found, key=lambda call: -(call.seconds or 0.0))
+    result = [call for call in observation.calls if call.kind in kinds and call.count]
+    return sorted(result, key=lambda call: -(call.seconds or 0.0))
 
 
-def is_each_step(seen: Observation, call: Call) -> bool:
+def is_each_step(observation: Observation, call: Call) -> bool:
     """Whether it happens in most steps. A single step is no habit."""
-    return seen.steps > 1 and call.steps >= EVERY * seen.steps
+    return observation.steps > 1 and call.steps >= EVERY * observation.steps
 
 
-def cost_ms(seen: Observation, call: Call) -> float | None:
+def cost_ms(observation: Observation, call: Call) -> float | None:
     """Ms per step in these calls; None where that was not timed."""
-    return None if call.seconds is None else 1e3 * call.seconds / max(1, seen.steps)
+    return None if call.seconds is None else 1e3 * call.seconds / max(1, observation.steps)
 
 
-def training_loaders(seen: Observation) -> list[Loader]:
+def training_loaders(observation: Observation) -> list[Loader]:
     """Those whose batches were trained on."""
-    found = [loader for loader in seen.loaders if loader.in_training]
-    if not found:
+    result = [loader for loader in observation.loaders if loader.in_training]
+    if not result:
         raise NoSignal("no loader was seen that gave the batches")
-    return found
+    return result
 
 
-def epoch_steps(seen: Observation) -> float:
+def epoch_steps(observation: Observation) -> float:
     """Steps of an epoch, of what is trained on first; 0 where that was not seen."""
     batches = [
-        one.length / one.batch_size
-        for one in seen.inputs
-        if one.in_training and one.length and one.batch_size
+        item.length / item.batch_size
+        for item in observation.inputs
+        if item.in_training and item.length and item.batch_size
     ]
-    return batches[0] / batches_per_step(seen) if batches else 0.0
+    return batches[0] / batches_per_step(observation) if batches else 0.0
 
 
-def held_out(seen: Observation) -> list[Loader | Table]:
+def held_out(observation: Observation) -> list[Loader | Table]:
     """What was only evaluated, and is held as one table."""
-    evaluated = [one for one in seen.inputs if not one.in_training]
-    known = [one for one in evaluated if one.shared_rows is not None]
+    evaluated = [item for item in observation.inputs if not item.in_training]
+    known = [item for item in evaluated if item.shared_rows is not None]
     if evaluated and not known:
         raise NoSignal("the samples of training and validation are not held as one table each")
     return known
 
 
-def in_losses(seen: Observation, kind: str) -> list[InLoss]:
+def in_losses(observation: Observation, kind: str) -> list[InLoss]:
     """What was found of this kind in the graphs of losses."""
-    if not seen.loss_looks:
+    if not observation.loss_looks:
         raise NoSignal("no graph of a loss was looked at")
-    return [one for one in seen.in_losses if one.kind == kind]
+    return [item for item in observation.in_losses if item.kind == kind]
 
 
 def parity_of_workers(loader: Loader) -> str:
@@ -134,14 +136,14 @@ def parity_of_workers(loader: Loader) -> str:
     return "bit-identical" if loader.worker_hashes == [] else "redrawn"
 
 
-def models(seen: Observation) -> list[Model]:
+def models(observation: Observation) -> list[Model]:
     """Those that were trained."""
-    if not seen.models:
+    if not observation.models:
         raise NoSignal("no model was seen")
-    return seen.models
+    return observation.models
 
 
-def arithmetic_rate(seen: Observation, model: Model) -> float | None:
+def arithmetic_rate(observation: Observation, model: Model) -> float | None:
     """FLOP per second of forward and backward, for layers that use each weight once a row.
 
     That are two for each weight and row in forward, and four in backward. None for convolutions,
@@ -152,14 +154,14 @@ def arithmetic_rate(seen: Observation, model: Model) -> float | None:
     if model.has_convolutions or not shape or not model.elements:
         return None
     rows = prod(shape if "int" in words else shape[:-1])
-    seconds = lane(seen, "forward", "backward") / 1e3
-    return 6 * model.elements * rows * batches_per_step(seen) / max(seconds, 1e-9)
+    seconds = lane(observation, "forward", "backward") / 1e3
+    return 6 * model.elements * rows * batches_per_step(observation) / max(seconds, 1e-9)
 
 
-def samples_per_call(seen: Observation) -> int | None:
+def samples_per_call(observation: Observation) -> int | None:
     """Samples that the model gets at once in most calls; None where they vary, or were not seen."""
     sizes: Counter[int] = Counter()
-    for words, count in seen.models[0].inputs if seen.models else ():
+    for words, count in observation.models[0].inputs if observation.models else ():
         size = re.match(r"\[(\d+)", words)
         if size:
             sizes[int(size[1])] += count
@@ -167,28 +169,30 @@ def samples_per_call(seen: Observation) -> int | None:
     return most if count and count >= MOST * sizes.total() else None
 
 
-def batches_per_step(seen: Observation) -> float:
+def batches_per_step(observation: Observation) -> float:
     """How many batches go into an optimizer step: more than one where gradients accumulate."""
-    return max((optimizer.backwards for optimizer in seen.optimizers), default=1.0) or 1.0
+    return max((optimizer.backwards for optimizer in observation.optimizers), default=1.0) or 1.0
 
 
-def loader_ms(seen: Observation, loader: Loader, *parts: str) -> float:
+def loader_ms(observation: Observation, loader: Loader, *parts: str) -> float:
     """The most per step that parts of the loader's work cost: shared by its workers, and no more
     than the wait for input.
     """
     missing = [part for part in parts if part not in loader.lanes_ms]
     if missing:
         raise NoSignal(f"the time of {missing[0]} within the loader was not seen")
-    at_once = max(1, min(loader.num_workers or 1, seen.usable_cpus or loader.num_workers or 1))
-    work = sum(loader.lanes_ms[part] for part in parts) * batches_per_step(seen)
-    return min(work / at_once, lane(seen, "input"))
+    at_once = max(
+        1, min(loader.num_workers or 1, observation.usable_cpus or loader.num_workers or 1)
+    )
+    work = sum(loader.lanes_ms[part] for part in parts) * batches_per_step(observation)
+    return min(work / at_once, lane(observation, "input"))
 
 
-def making_ms(seen: Observation, loader: Loader) -> float:
+def making_ms(observation: Observation, loader: Loader) -> float:
     """The most per step that keeping whole samples gives back: all of their making, of which no
     more is left than putting them into batches."""
     parts = [part for part in loader.lanes_ms if part != "collate"]
-    return loader_ms(seen, loader, *parts)
+    return loader_ms(observation, loader, *parts)
 
 
 _CACHED = 0.5
@@ -202,9 +206,13 @@ def cached_mb(loader: Loader) -> float | None:
     return loader.length * loader.sample_bytes / 2**20
 
 
-def fits_in_memory(seen: Observation, mb: float | None) -> bool:
+def fits_in_memory(observation: Observation, mb: float | None) -> bool:
     """Whether a cache of this size leaves enough of the memory that is free."""
-    return mb is not None and seen.available_mb is not None and mb <= _CACHED * seen.available_mb
+    return (
+        mb is not None
+        and observation.available_mb is not None
+        and mb <= _CACHED * observation.available_mb
+    )
 
 
 def hot(loader: Loader) -> Site | None:
@@ -217,47 +225,47 @@ def at(site: Site | None) -> str:
     return "" if site is None else str(site)
 
 
-def is_gpu(seen: Observation) -> bool:
+def is_gpu(observation: Observation) -> bool:
     """Whether the model computes on one."""
-    return seen.device.startswith("cuda")
+    return observation.device.startswith("cuda")
 
 
-def busy_share(seen: Observation) -> float | None:
+def busy_share(observation: Observation) -> float | None:
     """Share of a step in which the GPU computes or copies; None where no one saw it."""
-    time = seen.device_time
+    time = observation.device_time
     if time is None:
         return None
     # Another job on the GPU may have made steps longer before or meanwhile, not what it computes.
-    steps_ms = [step for step in (whole_ms(seen), time.step_ms) if step]
+    steps_ms = [step for step in (whole_ms(observation), time.step_ms) if step]
     return min(1.0, time.busy_ms / max(min(steps_ms, default=0.0), 1e-9))
 
 
-def compute_ms(seen: Observation, *lanes: str) -> float:
+def compute_ms(observation: Observation, *lanes: str) -> float:
     """Ms per step that the device computes for these of forward, backward and optimizer.
 
     On a CPU these are the lanes themselves. Where a GPU waits for the host more than it computes,
     computing faster gives nothing back.
     """
-    time = seen.device_time
+    time = observation.device_time
     if time is None:
-        return lane(seen, *lanes)
-    if (busy_share(seen) or 0.0) < WAITS:
+        return lane(observation, *lanes)
+    if (busy_share(observation) or 0.0) < WAITS:
         return 0.0
     return sum(time.lanes_ms.get(name, 0.0) for name in lanes)
 
 
-def returned_ms(seen: Observation, cost: float | None) -> float | None:
+def returned_ms(observation: Observation, cost: float | None) -> float | None:
     """Of what the host takes, the most per step that is not hidden behind what a GPU computes."""
-    busy = busy_share(seen)
+    busy = busy_share(observation)
     if cost is None or busy is None:
         return cost
-    return min(cost, (1 - busy) * whole_ms(seen))
+    return min(cost, (1 - busy) * whole_ms(observation))
 
 
-def has_batch_norm(found: Iterable[Model]) -> bool:
+def has_batch_norm(models: Iterable[Model]) -> bool:
     """Whether a layer takes statistics over the batch."""
     return any(
-        "BatchNorm" in name and count for model in found for name, count in model.layers.items()
+        "BatchNorm" in name and count for model in models for name, count in model.layers.items()
     )
 
 
@@ -274,17 +282,19 @@ def layers_of_two_modes(model: Model) -> str:
     return f"{' and '.join(kinds) or 'it'} compute{'' if len(kinds) == 2 else 's'}"
 
 
-def has_peers(seen: Sequence[Observation]) -> bool:
+def has_peers(observations: Sequence[Observation]) -> bool:
     """Whether the job has several ranks; NoSignal where only one of them was seen."""
-    if len(seen) < 2 <= seen[0].world_size:
-        raise NoSignal(f"only rank {seen[0].rank} of {seen[0].world_size} was seen")
-    return seen[0].world_size > 1
+    if len(observations) < 2 <= observations[0].world_size:
+        raise NoSignal(f"only rank {observations[0].rank} of {observations[0].world_size} was seen")
+    return observations[0].world_size > 1
 
 
-def threads_and_cpus(seen: Sequence[Observation]) -> tuple[list[int], int]:
+def threads_and_cpus(observations: Sequence[Observation]) -> tuple[list[int], int]:
     """torch's threads in each rank, and the CPUs that all of them share."""
-    threads = [rank.threads for rank in seen if rank.threads is not None]
-    cpus = seen[0].machine_cpus or max((rank.usable_cpus or 0 for rank in seen), default=0)
-    if len(threads) < len(seen) or not cpus:
+    threads = [rank.threads for rank in observations if rank.threads is not None]
+    cpus = observations[0].machine_cpus or max(
+        (rank.usable_cpus or 0 for rank in observations), default=0
+    )
+    if len(threads) < len(observations) or not cpus:
         raise NoSignal("torch's threads, or the CPUs, were not seen")
     return threads, cpus

@@ -14,20 +14,20 @@ _PLAIN = "highest"
 
 
 @check()
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Whether a model in fp32 on a GPU leaves its TF32 units idle. A CPU has none."""
-    if not is_gpu(seen):
+    if not is_gpu(observation):
         return
-    trained = models(seen)
-    if seen.matmul_precision is None or seen.bf16_units is None:
+    trained = models(observation)
+    if observation.matmul_precision is None or observation.bf16_units is None:
         raise NoSignal("torch's precision of matrix products was not seen")
     # A GPU with units for bf16 has those for TF32 too.
-    if seen.matmul_precision != _PLAIN or not seen.bf16_units:
+    if observation.matmul_precision != _PLAIN or not observation.bf16_units:
         return
-    if any("16" in dtype for optimizer in seen.optimizers for dtype in optimizer.dtypes):
+    if any("16" in dtype for optimizer in observation.optimizers for dtype in optimizer.dtypes):
         return
-    cost = compute_ms(seen, "forward", "backward") * (1 - 1 / _FASTER)
-    if not is_worth(seen, cost):
+    cost = compute_ms(observation, "forward", "backward") * (1 - 1 / _FASTER)
+    if not is_worth(observation, cost):
         return
     for model in trained:
         # cuDNN's convolutions take TF32 unasked.

@@ -15,21 +15,21 @@ _CONSTANT = ("zeros", "ones", "full", "arange", "eye", "empty")
 
 def do_not_block(at: FoundAt) -> list[Edit]:
     """non_blocking=True in each copy of a line."""
-    found = [call for call in at.code.calls(at.line) if name_of(call.func) in _COPIES]
-    if not found:
+    result = [call for call in at.code.calls(at.line) if name_of(call.func) in _COPIES]
+    if not result:
         raise Unsure("no copy stands on the line")
-    if any(isinstance(arg, ast.Constant) and arg.value == "cpu" for c in found for arg in c.args):
+    if any(isinstance(arg, ast.Constant) and arg.value == "cpu" for c in result for arg in c.args):
         raise Unsure("a tensor goes to the host on the line: that must have come before it is read")
-    changes = [at.code.with_arguments(call, non_blocking="True") for call in found]
+    changes = [at.code.with_arguments(call, non_blocking="True") for call in result]
     return [at.code.edit(*(change for some in changes for change in some))]
 
 
 def on_device(at: FoundAt) -> list[Edit]:
     """`torch.ones(3).to(device)` to `torch.ones(3, device=device)`."""
     code = at.code
-    found = [call for call in code.calls(at.line) if name_of(call.func) in _COPIES]
-    made = [(call, call.func.value) for call in found if isinstance(call.func, ast.Attribute)]
-    pairs = [(call, one) for call, one in made if _is_constant(one)]
+    result = [call for call in code.calls(at.line) if name_of(call.func) in _COPIES]
+    made = [(call, call.func.value) for call in result if isinstance(call.func, ast.Attribute)]
+    pairs = [(call, item) for call, item in made if _is_constant(item)]
     if len(pairs) != 1:
         raise Unsure("what is made there cannot be told")
     copy, made_by = pairs[0]

@@ -26,9 +26,9 @@ def values(code: Code, name: ast.expr, depth: int = 0) -> list[ast.expr]:
         return [name]
     scope: ast.AST = code.function(name)
     while True:
-        found = _assigned(scope, name.id)
-        if found:
-            return found
+        result = _assigned(scope, name.id)
+        if result:
+            return result
         if isinstance(scope, _FUNCTIONS) and name.id in _parameters(scope):
             return values(code, passed(code, scope, name.id), depth + 1)
         if isinstance(scope, ast.Module):
@@ -48,10 +48,10 @@ def made_by(code: Code, name: ast.expr, *kinds: str) -> ast.Call:
             calls.append(value)
         elif isinstance(value, (ast.Name, ast.Attribute)):
             calls.append(made_by(code, value, *kinds))
-    found = [call for call in calls if name_of(call.func) in kinds]
-    if len(found) != 1:
+    result = [call for call in calls if name_of(call.func) in kinds]
+    if len(result) != 1:
         raise Unsure(f"which {kinds[0]} it is cannot be seen")
-    return found[0]
+    return result[0]
 
 
 def calls_of(code: Code, *names: str) -> list[ast.Call]:

@@ -141,8 +141,8 @@ def read_later(at: FoundAt) -> list[Edit]:
 
     In double, as Python adds up: the sum is the same to the last bit.
     """
-    seen = at.seen_call("item")
-    if seen.detail.get("by") or at.seen.device.partition(":")[0] not in ("cpu", "cuda"):
+    result = at.seen_call("item")
+    if result.detail.get("by") or at.seen.device.partition(":")[0] not in ("cpu", "cuda"):
         raise Unsure("it is read in another way")
     call, statement, code = at.call("item"), at.statement, at.code
     if not isinstance(statement, ast.AugAssign) or not isinstance(statement.op, ast.Add):

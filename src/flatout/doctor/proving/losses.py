@@ -78,9 +78,9 @@ def compare(
     is_equal = difference.step is None
     if is_equal:
         # What would be drawn again, if it were drawn, was not.
-        seen = Parity.EXACT if parity is Parity.REDRAWN and batches is not False else parity
+        reached = Parity.EXACT if parity is Parity.REDRAWN and batches is not False else parity
         words = f"the same in all {steps} steps"
-        return Compared(True, seen if is_repeatable else parity, words, batches, True)
+        return Compared(True, reached if is_repeatable else parity, words, batches, True)
     if same_input is not None and same_input < parity and is_same_data(a, b):
         parity = max(same_input, Parity.TOLERANT)
     if not np.array_equal(np.isfinite(one), np.isfinite(other)):

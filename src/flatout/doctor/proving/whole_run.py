@@ -123,10 +123,10 @@ def between_s(blocks: Sequence[Block], looked_s: float) -> tuple[float, float]:
         blocks: of a trial, of both sides.
         looked_s: what the first look saw, for both where the trial saw too few to tell.
     """
-    seen = {side: [b.between / b.steps for b in blocks if b.side == side] for side in "ab"}
-    if any(sum(each > 0 for each in some) < _FEWEST_BLOCKS for some in seen.values()):
+    between = {side: [b.between / b.steps for b in blocks if b.side == side] for side in "ab"}
+    if any(sum(each > 0 for each in some) < _FEWEST_BLOCKS for some in between.values()):
         return looked_s, looked_s
-    return mean(seen["a"]) / 1e9, mean(seen["b"]) / 1e9
+    return mean(between["a"]) / 1e9, mean(between["b"]) / 1e9
 
 
 def whole_s(plain: Showed, side: Showed, steps: int, step_s: float, between_s: float) -> float:

@@ -126,9 +126,9 @@ class Record:
     def _shown(self, original: Any, to: Callable[[int, Any], None]) -> Any:
         def take(iterator: Any) -> Any:
             value = original(iterator)
-            seen = getattr(iterator, "_flatout_seen", None)
-            if seen is not None and get_ident() == self._lanes.thread:
-                to(seen.number, value)
+            loader = getattr(iterator, "_flatout_seen", None)
+            if loader is not None and get_ident() == self._lanes.thread:
+                to(loader.number, value)
             return value
 
         return take

@@ -305,8 +305,8 @@ class _Search:
     def calls(self, prefix: list[int], kept: list[int]) -> str:
         """What tells the calls before a cut from all others: which, of what, with what else."""
         events = [self.noted.events[index] for index in prefix]
-        told = [(e.path, e.name, e.constants, e.reads, e.gives()) for e in events]
-        return hashlib.sha256(repr((told, kept)).encode()).hexdigest()[:16]
+        result = [(e.path, e.name, e.constants, e.reads, e.gives()) for e in events]
+        return hashlib.sha256(repr((result, kept)).encode()).hexdigest()[:16]
 
     def modules(self, prefix: list[int]) -> list[Any]:
         """Those that the prefix calls; of the ones that it is a part of, none."""

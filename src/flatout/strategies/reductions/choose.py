@@ -90,8 +90,8 @@ def reduction_of(
     if asked.reduction == "to_one":
         return ToOne(whole)
     if asked.reduction == "hierarchical" and world.place.nodes > 1:
-        found = world.gather(world.place.node)
-        nodes = [[r for r, n in enumerate(found) if n == node] for node in dict.fromkeys(found)]
+        result = world.gather(world.place.node)
+        nodes = [[r for r, n in enumerate(result) if n == node] for node in dict.fromkeys(result)]
         node = world.among(*nodes)
         firsts = world.among([ranks[0] for ranks in nodes])
         assert node is not None

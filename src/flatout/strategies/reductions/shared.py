@@ -85,8 +85,8 @@ class Shared(Reduction):
         self._meet()
         _sum(laid.pieces, laid.sum)
         self._meet()
-        for piece, found in laid.copies:
-            piece.copy_(found)
+        for piece, item in laid.copies:
+            piece.copy_(item)
 
 
 def _sum(pieces: list[torch.Tensor], into: torch.Tensor) -> None:

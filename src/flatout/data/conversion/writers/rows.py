@@ -37,15 +37,15 @@ def is_there(target: Path, settings: dict[str, Any], overwrite: bool) -> bool:
         DataError: another folder is there or was begun, and it may not be overwritten.
     """
     if target.exists():
-        found = _settings(target)
-        if found == settings and _is_good(target):
+        result = _settings(target)
+        if result == settings and _is_good(target):
             # What a kill has left that came when the folder had its name already.
             tidy(target)
             _remove(_old(target))
             return True
-        if not overwrite and found != settings:
-            raise _refusal(target, found, settings, "is here already")
-        if found is None and not _was_written(target):
+        if not overwrite and result != settings:
+            raise _refusal(target, result, settings, "is here already")
+        if result is None and not _was_written(target):
             raise DataError(
                 "only what Flatout has written is overwritten, and this is something else",
                 where=str(target),
