@@ -8,7 +8,8 @@ from train_jobs import data, quiet
 import flatout
 from flatout.optim import Update, fuse
 from flatout.recipe import Compute, Recipe
-from flatout.train.cuda_graph import CudaGraphs
+from flatout.train.capture_graph import Unfit
+from flatout.train.cuda_graph import CudaGraphs, check_containers
 from flatout.train.cuda_graph_update import RecordedUpdate
 
 
@@ -71,6 +72,14 @@ def test_an_update_that_waits_or_is_watched_is_not_recorded():
     _, optimizer, update = stepped()
     optimizer.register_step_post_hook(lambda *given: None)
     assert RecordedUpdate.of(update) is None
+
+
+def test_tensors_in_lists_are_named_but_not_weights():
+    model = nn.Sequential(nn.LSTM(4, 2), nn.BatchNorm1d(2))
+    check_containers(model)
+    model[1].kept = {"means": [torch.zeros(2)]}
+    with pytest.raises(Unfit, match=r"^1 \(BatchNorm1d\) keeps a tensor in a dict$"):
+        check_containers(model)
 
 
 @pytest.mark.parametrize("asked", ["on", "auto"])

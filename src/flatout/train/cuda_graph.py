@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_map_only
 
 from flatout.console import first_line
-from flatout.data import Batch, randomness
+from flatout.data import Batch, randomness, tensors_in
 from flatout.models import KerasJob
 from flatout.train.auto_check import difference
 from flatout.train.capture_graph import (
@@ -224,6 +224,7 @@ def watches_of(stepper: Stepper, compute: Computed) -> list[ModuleWatch | Functi
     """
     model, parameters = stepper.switch.model, stepper.joint.update.parameters
     check_model(model, compiled=stepper.switch.now.compile == "on")
+    check_containers(model)
     own = {p for p in model.parameters() if p.requires_grad}
     if not own <= set(parameters):
         raise Unfit("the optimizer's parameters are not those of the model that train")
@@ -237,6 +238,22 @@ def watches_of(stepper: Stepper, compute: Computed) -> list[ModuleWatch | Functi
         name = getattr(loss, "__name__", type(loss).__name__)
         raise Unfit(f"of the function {name}: {error}") from error
     return [ModuleWatch([*compute.modules, *of_loss.modules]), of_loss]
+
+
+def check_containers(model: nn.Module) -> None:
+    """Refuse a model that keeps tensors in lists or dicts: others may take their place unseen.
+
+    Raises:
+        Unfit: naming the module.
+    """
+    own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    for name, module in model.named_modules():
+        for value in vars(module).values():
+            if isinstance(value, list | tuple | dict) and any(
+                id(tensor) not in own for tensor in tensors_in(value)
+            ):
+                which = f"{name or 'the model'} ({type(module).__name__})"
+                raise Unfit(f"{which} keeps a tensor in a {type(value).__name__}")
 
 
 class _Place:
