@@ -200,9 +200,10 @@ def job(loop: LoopState) -> dict[str, str]:
     """What tells the job, in words; what only its data tell stands elsewhere."""
     facts = {name: words for name, (words, _) in loop.job.get("facts", {}).items()}
     for number, optimizer in enumerate(loop.optimizers, 1):
-        words = type(optimizer).__name__
+        own = optimizer.keras if isinstance(optimizer, KerasOptimizer) else optimizer
+        words = type(own).__name__
         for group in loop.job.get("options", [[]] * number)[number - 1][:1]:
-            shown = [f"{name}={value}" for name, value in _given(optimizer, group).items()]
+            shown = [f"{name}={value}" for name, value in _given(own, group).items()]
             words += f"({', '.join(shown)})"
         facts[f"optimizer {number}"] = words
     with suppress(OSError):
@@ -322,14 +323,14 @@ def _speed_of(interface: str | None) -> int | None:
     return None
 
 
-def _given(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, Any]:
+def _given(optimizer: Any, group: dict[str, Any]) -> dict[str, Any]:
     """The rate, and the options that someone has given; what schedulers keep there is none."""
     taken = inspect.signature(type(optimizer)).parameters
     given = {}
     for name, value in group.items():
         option = tuple(value) if isinstance(value, list) else value
         is_given = name in taken and option != taken[name].default
-        if _is_shown(option) and (name == "lr" or is_given):
+        if _is_shown(option) and (name in ("lr", "learning_rate") or is_given):
             given[name] = _short(option)
     return given
 
