@@ -139,8 +139,11 @@ def test_a_fit_learns_what_it_learns_without(device, monkeypatch, computed, prec
     check_alike(ours, plain, bound)
 
 
-def test_ragged_batches_and_tf32_stay_within_rounding(device, computed):
+@pytest.mark.parametrize("where", ["in memory", "on the device"])
+def test_ragged_batches_and_tf32_stay_within_rounding(device, computed, where):
     data = images(SAMPLES + 5)
+    if where == "on the device":
+        data = tuple(part.to(device) for part in data)
     plain = fitted(device, "off", data)
     ours = fitted(device, "memory", data, counts=computed)
     assert computed[1:3] == [0, 0]

@@ -49,7 +49,7 @@ def function_name(function: Any) -> str:
 
 
 def tensors_name(tensors: Mapping[str, torch.Tensor]) -> str:
-    """16 hex digits over all bytes of some tensors on the CPU."""
+    """16 hex digits over all bytes of some tensors."""
     digest = hashlib.blake2b()
     for name, tensor in tensors.items():
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -142,7 +142,7 @@ def _pickled(value: Any) -> str:
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:
-    flat = tensor.contiguous().reshape(-1)
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
