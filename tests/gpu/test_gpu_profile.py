@@ -158,7 +158,7 @@ def _waits(device, run, monkeypatch):
         finally:
             if device.type == "cuda":
                 torch.cuda.set_sync_debug_mode("default")
-    syncs = sum("synchroniz" in str(one.message) for one in told)
+    syncs = sum("synchronizing CUDA operation" in str(one.message) for one in told)
     loop.close()
     return len(calls), syncs, loop.timeline.steps
 
