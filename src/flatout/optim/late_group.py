@@ -2,7 +2,7 @@
 
 Its rate is from then on what it would be had the group been there when the schedule was made: the
 schedule is run once more from its start, on copies of the groups. Where that does not lead to the
-rates that the other groups have by now, as where somebody has set them by hand, the new rate is the
+rates that the other groups have by now, as where they were set by hand, the new rate is the
 same multiple of its first one as that of the first group.
 """
 
