@@ -175,6 +175,29 @@ def test_measured_rates_have_each_kind_and_lane(monkeypatch):
     assert rates["spread"] >= 1
 
 
+@pytest.mark.parametrize(("device", "slowest"), [("cuda", 1_000.0), ("cpu", 0.5)])
+def test_what_loading_a_kernel_takes_on_a_gpu_is_no_rate(device, slowest, monkeypatch):
+    module = sys.modules["flatout.measure.machine"]
+    now, loaded = [0.0], set()
+
+    def probes(_device):
+        for name in "abc":
+
+            def run(name=name):
+                now[0] += 0.001 if name in loaded else 2.0
+                loaded.add(name)
+
+            yield [("calls_per_s", name)], lambda best, run=run: 1 / best(run)
+
+    monkeypatch.setattr(module, "_probes", probes)
+    monkeypatch.setattr(module, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(module, "finish_device", lambda: None)
+    rates = module._measured(device)
+    assert min(rates["calls_per_s"].values()) == pytest.approx(slowest)
+    assert (rates["spread"] <= module.ROUGH) == (device == "cuda")
+    assert rates["seconds"] > 6
+
+
 def test_measuring_ends_in_time_and_rates_measured_once_are_rough(monkeypatch, tmp_path):
     module = sys.modules["flatout.measure.machine"]
     monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path))
