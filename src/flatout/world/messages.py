@@ -144,7 +144,9 @@ def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
     pieces = []
     for tensor in tensors:
-        pieces.append(tensor.view(-1).view(torch.uint8))
+        # One number is contiguous with any stride, with which it has no view as bytes.
+        flat = tensor.as_strided((tensor.numel(),), (1,))
+        pieces.append(flat.view(torch.uint8))
         if rest := to_eight(tensor.nbytes) - tensor.nbytes:
             pieces.append(torch.zeros(rest, dtype=torch.uint8))
     return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
