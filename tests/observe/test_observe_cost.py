@@ -2,12 +2,16 @@
 
 from inspect import signature
 from itertools import product
+from threading import get_ident
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from flatout.observe import cost
+from flatout.observe.lanes import FORWARD
 from flatout.observe.numbers import Numbers
+from flatout.observe.outputs import Told
 from flatout.observe.round_trips import RoundTrips
 from flatout.observe.tensors import Syncs
 from flatout.observe.watch import Watch
@@ -65,6 +69,31 @@ def test_what_is_called_too_often_is_timed_in_the_first_steps_alone(monkeypatch)
     finally:
         for hook in syncs._hooks.values():
             hook.remove()
+
+
+def test_what_tells_too_often_is_timed_in_the_first_steps_alone(monkeypatch):
+    monkeypatch.setattr("flatout.observe.outputs.is_anything_compiled", lambda: False)
+    watch, owner = Watch(), SimpleNamespace(add_scalar=lambda name: None, print=lambda text: None)
+    plain = owner.add_scalar
+    told = Told(watch)
+    told.time(owner, "add_scalar", "log", {"logged": True})
+    told.time(owner, "print", "print")
+    watch.lanes.thread, watch.lanes.steps = get_ident(), 25
+    owner.print("once")
+    watch.lanes.switch(FORWARD)
+    for _ in range(2000):
+        owner.add_scalar("loss")
+    told._weigh()
+    assert owner.add_scalar is plain
+    owner.add_scalar("loss")
+    owner.print("again")
+    watch.lanes.steps = 100
+    (often,) = [call for call in watch.calls.all() if call.kind == "log"]
+    assert (often.count, often.detail["watched_steps"]) == (8000, 25)
+    assert watch.calls.count("print") == 2  # which is rare
+    assert [note for note in watch.notes if "80 calls a step are too many" in note]
+    watch.renew()
+    assert owner.add_scalar is not plain
 
 
 def test_weights_are_read_before_saves_that_are_far_apart_alone(monkeypatch):
