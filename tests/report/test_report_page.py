@@ -354,17 +354,17 @@ def test_the_page_shows_what_was_left_out_cut_and_done_on_the_gpu():
     call = LeftOut(
         Site("track.py", 34), "tracker.log", Ablation(1.5, 1.45, 1.55, 0.02, 4, 6.0, 4.0)
     )
-    noise = LeftOut(Site("a.py", 1), "noise", Ablation(1.01, 0.98, 1.04, 0.02, 4))
+    faint = LeftOut(Site("a.py", 1), "faint.call", Ablation(1.01, 0.98, 1.04, 0.02, 4))
     gpu = DeviceTime(5, 38.0, {"forward": 12.0, "backward": 25.0}, 0.75, 0.25)
     gpu.kernels = [(HOSTILE, 9.5)]
     seen = observation(
-        left_out=[call, noise],
+        left_out=[call, faint],
         lapse=Lapse(6.0, 12, 2, ["validation", "checkpoint"], [("train.py:40", 6, 23_438)]),
         device_time=gpu,
     )
     parsed = Parsed(page(verdict(observations=[seen])))
     assert "tracker.log(...) costs 2 ms a step [1.86, 2.13]" in parsed.words
-    assert "noise" not in parsed.words
+    assert "faint.call" not in parsed.words
     assert "2 epochs ended early" in parsed.words
     assert "validation, checkpoint. No time above comes from it." in parsed.words
     assert "train.py:40 6 of 23,438 batches" in parsed.words
