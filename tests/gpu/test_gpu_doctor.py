@@ -15,11 +15,12 @@ import pytest
 
 from flatout.devices import inventory
 from flatout.doctor import Verdict
+from flatout.doctor.finding import Finding
 from flatout.doctor.first_look import first_look
 from flatout.doctor.judge import judge
 from flatout.doctor.prove import prove
 from flatout.doctor.proving import obstacles
-from flatout.observe import Observation
+from flatout.observe import Loader, Observation, Optimizer
 from flatout.recipe import Parity
 
 RUN = [sys.executable, "-c", "from flatout.cli.main import main; main()", "run"]
@@ -64,9 +65,9 @@ class Images(Dataset):
 def main():
     model = convnet().to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    loader = DataLoader(Images(), batch_size=64)  # workers_zero
+    loader = DataLoader(Images(), batch_size=64)
     history = []
-    for x, y in loader:
+    for x, y in loader:  # workers_zero
         x, y = x.to(DEVICE), y.to(DEVICE)
         weights = torch.ones(10).to(DEVICE)  # made_on_host
         out = model(x)
@@ -305,6 +306,68 @@ def test_a_script_that_the_host_limits_is_told_so(written, is_gpu):
         assert "the GPU waits for" in verdict.critical.words, told(verdict)
         # What only computes faster gives nothing back where computing is not waited for.
         assert not lines_of(verdict, "fp32_slow"), told(verdict)
+
+
+def test_a_model_left_on_the_cpu_is_named(written, is_gpu):
+    verdict, _ = looked(written(LEFT_ON_CPU))
+    assert bool(lines_of(verdict, "gpu_unused")) == is_gpu, told(verdict)
+
+
+def test_observing_changes_no_weight(written, tmp_path, device):
+    import torch
+
+    script = written(WHOLE)
+    plain, seen = tmp_path / "plain.pt", tmp_path / "seen.pt"
+    start = ["-m", "flatout.observe.start", str(tmp_path / "seen")]
+    processes = [
+        subprocess.Popen([sys.executable, *command], stderr=subprocess.PIPE, text=True)
+        for command in ([script, plain], [*start, script, seen])
+    ]
+    for process in processes:
+        assert process.wait(50) == 0, process.stderr.read()
+    a, b = (torch.load(path, weights_only=True) for path in (plain, seen))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    observed = Observation.of(json.loads((tmp_path / "seen" / "rank-0.json").read_text()))
+    assert (observed.steps, observed.device.partition(":")[0]) == (64, device.type)
+    assert not [note for note in observed.notes if "failed" in note], observed.notes
+
+
+def test_a_script_that_input_limits_is_told_so(written, is_gpu):
+    verdict, _ = looked(written(INPUT_BOUND), 1.5)
+    if is_gpu:
+        assert "the GPU waits for input" in verdict.critical.words, told(verdict)
+    assert lines_of(verdict, "workers_zero"), told(verdict)
+
+
+def test_workers_are_proven_for_a_script_that_input_limits(written, device, monkeypatch):
+    # Other tests use the same GPU on purpose.
+    monkeypatch.setattr(obstacles, "gpu_use", list)
+    script = written(INPUT_BOUND)
+    seen = Observation(
+        [script.name],
+        device=f"{device.type}:0" if device.type == "cuda" else "cpu",
+        steps=50,
+        ended="stopped",
+        usable_cpus=8,
+        loaders=[Loader("torch.DataLoader", num_workers=0, batches=50)],
+        optimizers=[Optimizer("SGD")],
+    )
+    cure = {"input.workers": 4}
+    workers = Finding("slow", "", "", name="workers_zero", recipe=cure, parity="redrawn")
+    lines: list[str] = []
+    given = prove(
+        Verdict([seen], {}, None, [workers], [], []),
+        [script.name],
+        budget_s=48,
+        allow=Parity.REDRAWN,
+        told=lines.append,
+    )
+    (proof,) = given.proofs
+    words = "\n".join([*lines, f"{proof}", given.stopped, f"{given.seconds:.0f} s"])
+    assert proof.trial is not None, words
+    assert proof.same_batches is True, words
+    if device.type == "cuda":
+        assert proof.outcome == "prescribed", words
 
 
 def test_a_model_left_on_the_cpu_is_named(written, is_gpu):
