@@ -978,6 +978,12 @@ def test_what_a_log_line_shows_is_computed_in_the_same_line():
     assert (found.kind, found.cost_ms) == ("note", pytest.approx(0.01))
 
 
+def test_a_tensor_that_is_made_float_is_no_text():
+    for code, is_text in (("return float(row[1])", True), ("return image.float() / 255", False)):
+        hot = [(Site("data.py", 12, code), 0.9)]
+        assert bool(look_of("text_parse")(starving(loader={"hot": hot}))) == is_text
+
+
 def test_a_line_in_memory_that_is_no_sample_is_no_cache():
     look = look_of("cache_too_large")
     many = {"length": 10**6}

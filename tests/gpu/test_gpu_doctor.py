@@ -370,55 +370,6 @@ def test_workers_are_proven_for_a_script_that_input_limits(written, device, monk
         assert proof.outcome == "prescribed", words
 
 
-def test_a_model_left_on_the_cpu_is_named(written, is_gpu):
-    verdict, _ = looked(written(LEFT_ON_CPU))
-    assert bool(lines_of(verdict, "gpu_unused")) == is_gpu, told(verdict)
-
-
-def test_observing_changes_no_weight(written, tmp_path, device):
-    import torch
-
-    script = written(WHOLE)
-    plain, seen = tmp_path / "plain.pt", tmp_path / "seen.pt"
-    start = ["-m", "flatout.observe.start", str(tmp_path / "seen")]
-    processes = [
-        subprocess.Popen([sys.executable, *command], stderr=subprocess.PIPE, text=True)
-        for command in ([script, plain], [*start, script, seen])
-    ]
-    for process in processes:
-        assert process.wait(50) == 0, process.stderr.read()
-    a, b = (torch.load(path, weights_only=True) for path in (plain, seen))
-    assert all(torch.equal(a[name], b[name]) for name in a)
-    observed = Observation.of(json.loads((tmp_path / "seen" / "rank-0.json").read_text()))
-    assert (observed.steps, observed.device.partition(":")[0]) == (64, device.type)
-    assert not [note for note in observed.notes if "failed" in note], observed.notes
-
-
-def test_a_script_that_input_limits_is_told_so_and_cured(written, is_gpu, monkeypatch):
-    # Other tests use the same GPU on purpose.
-    monkeypatch.setattr(obstacles, "gpu_use", list)
-    script = written(INPUT_BOUND)
-    verdict, _ = looked(script, 1.5)
-    if is_gpu:
-        assert "the GPU waits for input" in verdict.critical.words, told(verdict)
-    workers = [one for one in verdict.findings if one.name == "workers_zero"]
-    assert workers, told(verdict)
-    lines: list[str] = []
-    given = prove(
-        Verdict(verdict.observations, {}, None, workers, [], []),
-        [script.name],
-        budget_s=26,
-        allow=Parity.REDRAWN,
-        told=lines.append,
-    )
-    (proof,) = given.proofs
-    words = "\n".join([*lines, f"{proof}", given.stopped])
-    assert proof.trial is not None, words
-    assert proof.same_batches is True, words
-    if is_gpu:
-        assert proof.outcome == "prescribed", words
-
-
 def test_numbers_of_the_gpu_are_deferred_by_flatout_run(written, is_gpu, tmp_path):
     script = written(
         WHOLE.replace("        loss.item()\n", "        losses.append(loss.item())\n")

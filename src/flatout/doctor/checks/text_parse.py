@@ -10,7 +10,7 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Loader, Observation, Site
 
 _PARSES = re.compile(
-    r"\.(r?split|strip|partition|splitlines)\(|\b(float|int)\(|json\.loads|csv\.|literal_eval"
+    r"\.(r?split|strip|partition|splitlines)\(|(?<!\.)\b(float|int)\(|json\.loads|csv\.|literal_eval"
     r"|strptime|loadtxt|genfromtxt|fromstring|read_csv"
 )
 """What lines that parse text call."""
