@@ -151,17 +151,21 @@ def test_ragged_batches_and_tf32_stay_within_rounding(device, computed, where):
 
 
 def test_the_next_run_finds_the_rows_and_so_does_another_head(device, computed):
-    fitted(device, "disk")
-    fresh = len(computed)
-    fitted(device, "disk", counts=computed)
+    data = images(10 * BATCH)  # more than a run looks at to decide
+    fitted(device, "disk", data)
+    assert computed[-1] >= 10 * BATCH
+    computed.append(0)
+    fitted(device, "disk", data)
+    assert computed[-1] < 10 * BATCH
     other = nn.Sequential(*network()[:7], nn.Linear(256, 3))
-    fitted(device, "disk", model=other, counts=computed)
-    assert max(computed[fresh:]) < SAMPLES  # a few to look at
+    computed.append(0)
+    fitted(device, "disk", data, model=other)
+    assert computed[-1] < 10 * BATCH
     with torch.no_grad():
         other[0].weight.mul_(2)
     computed.append(0)
-    fitted(device, "disk", model=other)
-    assert computed[-1] >= SAMPLES
+    fitted(device, "disk", data, model=other)
+    assert computed[-1] >= 10 * BATCH
 
 
 def test_rows_of_a_gpu_are_computed_again_on_a_cpu(device, computed):
