@@ -183,10 +183,12 @@ def measure(name: str, a: argparse.Namespace, cache: Callable[[], None]) -> dict
     steps = max(48, round(a.seconds / probe))
     cache()
     fit = by_default(family, (x, y), size, steps, a.device)
-    found = {
-        arm: by_hand(family, "fp32" if arm == "again" else arm, here, size, a.window)
-        for arm in arms(name, compiles=a.compile)
-    }
+    found, failed = {}, {}
+    for arm in arms(name, compiles=a.compile):
+        try:
+            found[arm] = by_hand(family, "fp32" if arm == "again" else arm, here, size, a.window)
+        except RuntimeError as error:  # an expert would leave it, too
+            failed[arm] = str(error).splitlines()[0]
     step_s = {arm: one["step_s"] for arm, one in found.items()}
     again = step_s.pop("again") / step_s["fp32"]
     plain, made = step_s["fp32"] * min(1.0, again), fit["steps"]
@@ -199,6 +201,7 @@ def measure(name: str, a: argparse.Namespace, cache: Callable[[], None]) -> dict
         "plain_s": plain,
         "again": again,
         "hand_s": step_s,
+        "failed": failed,
         "best": best,
         "vs_hand": hand[best] / fit["fit_s"],
         "vs_plain": made * plain / fit["fit_s"],
