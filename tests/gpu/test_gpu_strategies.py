@@ -94,7 +94,6 @@ def assert_close(found, expected, atol=2e-5):
 
 STRATEGIES = {
     "ddp": {},
-    "fsdp": {},
     "parameter_server": {"world": {"servers": 2}},
     "local_sgd": {"world": {"sync_every": 1}, "optimizer": "sgd"},
 }
@@ -136,23 +135,31 @@ def test_averages_in_fragments_and_steps_between(device, tmp_path):
     assert told["loss"] < one["loss"]
 
 
-def test_stages_are_refused_on_gpus(device, tmp_path):
+@pytest.mark.parametrize(
+    ("strategy", "refused"),
+    [("staged", "world.strategy=staged cannot place"), ("fsdp", "these ranks share a GPU")],
+)
+def test_what_ranks_that_share_a_gpu_cannot_do_is_refused(strategy, refused, device, tmp_path):
     if device.type == "cpu":
-        pytest.skip("stages run on CPUs")
-    codes, said = ended(start(tmp_path, str(device), 2, {"world": {"strategy": "staged"}}))
+        pytest.skip("so it is on GPUs alone")
+    codes, said = ended(start(tmp_path, str(device), 2, {"world": {"strategy": strategy}}))
     assert 0 not in codes
-    assert any("world.strategy=staged cannot place" in words for words in said), said
+    assert any(refused in words for words in said), said
     assert any("world.strategy=ddp" in words for words in said), said
 
 
-def test_a_checkpoint_of_ranks_on_a_gpu_goes_on_on_cpus(device, tmp_path):
+def test_a_checkpoint_of_ranks_on_a_gpu_goes_on_on_cpus_and_back(device, tmp_path):
     whole, _ = gpu_ranks.train(str(device), epochs=3)
     kept = str(tmp_path / "run")
-    run(tmp_path / "first", str(device), world={"strategy": "fsdp"}, epochs=1, run=kept)
-    found, told = run(tmp_path / "second", "cpu", epochs=3, run=kept)
+    world = {"strategy": "parameter_server", "servers": 2}
+    run(tmp_path / "first", str(device), world=world, epochs=1, run=kept)
+    _, told = run(tmp_path / "second", "cpu", epochs=2, run=kept)
     assert (told["device"], told["ranks"]) == ("cpu", 2)
     assert any("resumed step 4" in line for line in told["said"])
-    assert_close(found, whole)
+    weights, told = gpu_ranks.train(str(device), epochs=3, run=kept)
+    assert (told["device"], told["ranks"]) == (str(device), 1)
+    assert any("resumed step 8" in line for line in told["said"])
+    assert_close(weights, whole, atol=1e-4)
 
 
 def test_a_rank_on_a_gpu_that_is_killed_comes_back(device, tmp_path):

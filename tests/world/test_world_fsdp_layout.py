@@ -4,13 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from flatout.errors import ModelError, RecipeError
+from flatout.errors import ModelError, RecipeError, WorldError
 from flatout.optim import Lamb
 from flatout.recipe import Recipe
-from flatout.strategies import check_settings
+from flatout.strategies import check_reduction, check_settings
 from flatout.strategies.blocks import blocks_of
 from flatout.strategies.fsdp_memory import expected_words, state_bytes
-from flatout.strategies.fsdp_refusals import check_layout
+from flatout.strategies.fsdp_refusals import check_gpus, check_layout, check_one_device
+from flatout.world import Place, World
 
 
 class Net(nn.Module):
@@ -142,3 +143,17 @@ def test_memory_is_told_in_words():
         "optimizer 8.0 MB; at its peak 10.0 MB more of weights that are whole, in 4 parts, "
         "beside the activations"
     )
+
+
+def test_what_goes_with_no_gpu_of_its_own_is_refused():
+    world = World(Place(0, 2, 0, 2))
+    check_gpus(world)
+    world.shares_gpus = True
+    with pytest.raises(WorldError, match="these ranks share a GPU"):
+        check_gpus(world)
+    for asked in ({"reduction": "ring"}, {"compression": "bf16"}):
+        with pytest.raises(WorldError, match="sends from rank to rank, and these share a GPU"):
+            check_reduction(Recipe(world=asked).world, world, print)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    with pytest.raises(ModelError, match=r"on one device: 0\.bias is on cpu, 1\.bias is on meta"):
+        check_one_device("world.strategy=fsdp", dict(model.named_parameters()))

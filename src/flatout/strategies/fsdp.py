@@ -27,7 +27,7 @@ from flatout.models import own_names, sharded_like, whole
 from flatout.strategies.blocks import blocks_of
 from flatout.strategies.fsdp_comms import AllGatherOf, ReduceScatterOf, add_up_unused
 from flatout.strategies.fsdp_memory import Held, expected_words, state_bytes, taken_words
-from flatout.strategies.fsdp_refusals import check_layout
+from flatout.strategies.fsdp_refusals import check_gpus, check_layout
 from flatout.strategies.fsdp_undo import take_off
 from flatout.strategies.replicas import check_replicas
 from flatout.strategies.strategy import Strategy, Sums, Tensors
@@ -85,6 +85,7 @@ class Fsdp(Strategy):
         say: Callable[[str], None],
     ) -> None:
         super().__init__()
+        check_gpus(world)
         self._world, self._model, self._optimizers = world, model, optimizers
         self._run, self._say = run, say
         self.across = self._sum_over_parts

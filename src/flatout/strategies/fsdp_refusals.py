@@ -11,8 +11,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from flatout.errors import ModelError
+from flatout.errors import ModelError, WorldError
 from flatout.models import TableParameter, is_keras, own_names
+from flatout.world import World
 
 _DDP = "train with world.strategy=ddp"
 _WRAPPERS = (DataParallel, DistributedDataParallel, FSDPModule)
@@ -70,6 +71,20 @@ def check_layout(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) 
     check_one_device("world.strategy=fsdp", named)
     for optimizer in optimizers:
         check_elementwise("world.strategy=fsdp", optimizer, set(named.values()))
+
+
+def check_gpus(world: World) -> None:
+    """Refuse ranks that share a GPU: all parts would lie there, and gloo cannot scatter its sums.
+
+    Raises:
+        WorldError: some do.
+    """
+    if world.shares_gpus:
+        raise WorldError(
+            "world.strategy=fsdp gives each rank a part of the model, and these ranks share a GPU, "
+            "which would hold all of them",
+            do=f"give each rank a GPU of its own, or {_DDP}",
+        )
 
 
 def check_one_device(strategy: str, named: Mapping[str, nn.Parameter]) -> None:
