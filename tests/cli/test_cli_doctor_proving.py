@@ -117,7 +117,7 @@ def test_a_terminal_is_asked_and_no_is_an_answer(folder):
     words = " ".join(asked.split())
     assert "to prove: about" in words
     assert "short reruns in a scratch copy, 2m00s at most." in words
-    assert "Offline meanwhile: Weights & Biases." in words
+    assert "Offline during trials: Weights & Biases." in words
     assert "flatout doctor --yes train.py" in answered
     assert "PROVEN" not in seen.text
     assert not (folder / "flatout.toml").exists()

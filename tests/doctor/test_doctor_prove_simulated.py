@@ -335,7 +335,7 @@ def test_what_a_recipe_does_not_reach_is_tried_as_a_change_of_the_code():
 
 
 def test_on_a_noisy_machine_small_wins_are_not_prescribed_and_the_cause_is_told(monkeypatch):
-    told = "other processes took 1.4 CPUs meanwhile, most of it python (7)"
+    told = "other processes took 1.4 CPUs during trials, most of it python (7)"
     monkeypatch.setattr("flatout.doctor.prove.OtherWork.words", lambda self: told)
     noisy = []
     for seed in range(12):

@@ -35,7 +35,7 @@ def test_places_that_would_send_are_told_by_whether_they_were_met(what, tmp_path
     met = {"kind": "network", "what": "sends", "where": f"{tmp_path}/train.py:4"}
     count, offline, refused, ahead = told(what, [met])
     assert count == "2 cures to prove: about 6 short reruns in a scratch copy, 2m00s at most."
-    assert offline == "Offline meanwhile: Weights & Biases."
+    assert offline == "Offline during trials: Weights & Biases."
     assert refused == "Refused, as it was in the first look: uses AWS (train.py:4)."
     assert ahead.startswith("Not reached so far, and refused if it is: uploads to the Hugging Face")
     assert ahead.endswith("(train.py:5).")

@@ -431,7 +431,7 @@ def hooked():
         (
             lambda: net(),
             {"loss": lambda output, y: output.logsumexp(1).mean()},
-            "a function of one's own",
+            "your own function",
         ),
         (lambda: net(), {"accumulate": 2}, "several batches"),
     ],

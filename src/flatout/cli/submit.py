@@ -103,7 +103,8 @@ def _command(target: str) -> Callable[..., None]:
             ),
         ] = False,
         shared: Annotated[
-            _Texts, typer.Option(metavar="PATH", help="All nodes see it, whatever it lies on here.")
+            _Texts,
+            typer.Option(metavar="PATH", help="All nodes see it, on whichever disk it lies here."),
         ] = None,
         seeds: Annotated[
             str | None,
@@ -140,7 +141,7 @@ def _command(target: str) -> Callable[..., None]:
             str | None, typer.Option(help="Of the job. Default: script and time.")
         ] = None,
         folder: Annotated[
-            str, typer.Option(help="In which each job has a folder of its own.")
+            str, typer.Option(help="In which each job has its own folder.")
         ] = "submit",
         dry_run: Annotated[
             bool, typer.Option("--dry-run", help="Print all that would be sent; write nothing.")

@@ -81,7 +81,7 @@ class File:
                 f"the file has changed while it was being read: it had {self.size:,} bytes, now "
                 f"{now.st_size:,}",
                 where=self.name,
-                do="open it again once it is complete; nothing else may write to it meanwhile",
+                do="open it again once it is complete; nothing may write to it while it is read",
             )
 
 

@@ -61,7 +61,7 @@ def terms(
         item.what[len(_LOGS) :] for item in sends if item.what.startswith(_LOGS)
     )
     if loggers:
-        lines.append(f"Offline meanwhile: {', '.join(loggers)}.")
+        lines.append(f"Offline during trials: {', '.join(loggers)}.")
     others = [item for item in sends if not item.what.startswith(_LOGS)]
     met = {short(item["where"]) for item in look.refused if item["kind"] == "network"}
     reached = [item for item in others if short(f"{item.file}:{item.line}") in met]

@@ -177,7 +177,7 @@ def _untied(chain: Chain, crossing: Mapping[int, int], stages: int) -> dict[int,
         raise ModelError(
             f"{shared[0]} is read in several places, and one rank has a weight: that leaves "
             f"{len(result)} places to cut the model, and {stages} ranks need {stages - 1}",
-            do="give each place a weight of its own, take fewer ranks, or train with "
+            do="give each place its own weight, take fewer ranks, or train with "
             "world.strategy=ddp or fsdp",
         )
     raise ModelError(

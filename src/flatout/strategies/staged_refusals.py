@@ -95,7 +95,7 @@ def _refusal(parameter: Any) -> str:
         return f"is on {parameter.device}: it runs on CPUs alone so far"
     # They would see the gradient of each micro-batch.
     if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-        return "has hooks of its own"
+        return "has its own hooks"
     return ""
 
 
@@ -103,7 +103,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, known: set[Any]) -> None:
     kind = type(optimizer)
     if not kind.__module__.startswith("torch.optim") and kind not in (Lamb, Lars):
         raise ModelError(
-            f"world.strategy=staged lets each rank step the weights of its own layers, and "
+            f"world.strategy=staged lets each rank step the weights of its layers, and "
             f"{kind.__name__} is not known to step each weight by itself",
             do=f"take one of torch's optimizers, Lars or Lamb, or {_DDP}",
         )

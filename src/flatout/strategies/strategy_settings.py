@@ -9,7 +9,7 @@ _DDP = "train with world.strategy=ddp"
 _GATHERED = (
     "world.strategy=fsdp gathers weights around the calls of layers, which it would leave out"
 )
-_CALLED = "world.strategy=staged calls layers from a graph of its own"
+_CALLED = "world.strategy=staged calls layers from its own graph"
 _ONE_RANK = "that is for one rank on a CPU"
 _IN_PARTS = "no rank has all of a gradient that others have, too"
 _TO_SERVERS = "gradients go to servers"

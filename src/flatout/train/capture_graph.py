@@ -141,7 +141,7 @@ def places_of(model: nn.Module, update: Update) -> Places:
         raise Unfit(f"the update of {kinds} is not known; those of SGD, Adam and AdamW are")
     optimizer = update.parts[0].optimizer
     if update.parts[0].hooked():
-        raise Unfit(f"{type(optimizer).__name__} has hooks, or a step of its own")
+        raise Unfit(f"{type(optimizer).__name__} has hooks, or its own step")
     names: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters()}
     wanted = {p for p in names if p.requires_grad}
     if not wanted <= set(update.parameters) <= set(names) or update.flag is None:

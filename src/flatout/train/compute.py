@@ -97,7 +97,7 @@ class ModelCompute:
     @property
     def hindrance(self) -> str:
         """Why `traced` may depend on more than tensors and modules; "" where it does not."""
-        return "" if self.own is None else f"the loss {self._loss.name} is a function of one's own"
+        return "" if self.own is None else f"the loss {self._loss.name} is your own function"
 
     @property
     def modules(self) -> list[nn.Module]:

@@ -84,7 +84,7 @@ class WatchedFiles:
                 raise DataError(
                     "the file was replaced or written while features of its rows are used",
                     where=name,
-                    do="start again once it is complete; nothing else may write to it meanwhile",
+                    do="start again once it is complete; nothing may write to it while it is read",
                 )
 
 

@@ -33,7 +33,9 @@ class OtherWork:
         if cpus < _WORTH:
             return ""
         pid, _ = max(took, key=lambda value: took[value])
-        return f"other processes took {rounded(cpus, 2)} CPUs meanwhile, most of it {_named(pid)}"
+        return (
+            f"other processes took {rounded(cpus, 2)} CPUs during trials, most of it {_named(pid)}"
+        )
 
 
 def _seconds() -> dict[tuple[int, float], float]:

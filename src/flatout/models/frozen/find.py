@@ -456,7 +456,7 @@ def _hook_around(model: Any) -> str | None:
     if any(getattr(every_module, f"_global{name}") for name in _HOOKS):
         return "a hook is registered for all modules: it would miss the frozen ones"
     if _hooked(model):
-        return f"{type(model).__name__} has a hook of its own, which expects the model's inputs"
+        return f"{type(model).__name__} has its own hook, which expects the model's inputs"
     return None
 
 

@@ -48,7 +48,7 @@ def check_reduction(asked: Asked, world: World, say: Callable[[str], None]) -> N
         raise WorldError(
             f"reduction={asked.reduction} with compression={asked.compression} sends from rank to "
             "rank, and these share a GPU, where NCCL refuses that and gloo cannot",
-            do="give each rank a GPU of its own, or leave out both settings",
+            do="give each rank its own GPU, or leave out both settings",
         )
     if world.size == 1:
         if asked.compression != "off" or asked.reduction not in ("auto", "all_reduce"):
