@@ -40,7 +40,8 @@ def test_collectives_move_what_they_must():
     assert crowded[0] == pytest.approx(6e-4 + 0.05 * (2 * 0.5 + 0.75) + 0.03)
     inner = Link(LINK.alpha, LINK.beta / 10, LINK.gamma * 0)
     two = collectives.hierarchical(100 * MB, 2, 4, inner, LINK)
-    within, between = collectives.to_one(100 * MB, 4, inner), collectives.ring(100 * MB, 2, LINK)
+    within = collectives.reduce_and_broadcast(100 * MB, 4, 1, inner, shares_link=False)
+    between = collectives.ring(100 * MB, 2, LINK)
     assert two[0] == pytest.approx((within + between)[0])
     assert collectives.all_gather(100 * MB, 4, LINK)[0] == pytest.approx(3e-4 + 0.075)
     assert collectives.power_sgd(100 * MB, 4, 4, LINK)[0] < 0.3 * ring[0]

@@ -85,7 +85,8 @@ def hierarchical(bytes: float, hosts: int, per_host: int, inner: Link, outer: Li
 
     Goyal et al., "Accurate, Large Minibatch SGD", 2017.
     """
-    return to_one(bytes, per_host, inner) + (ring(bytes, hosts, outer) if hosts > 1 else 0.0)
+    within = reduce_and_broadcast(bytes, per_host, 1, inner, shares_link=False)
+    return within + (ring(bytes, hosts, outer) if hosts > 1 else 0.0)
 
 
 def all_gather(bytes: float, ranks: int, link: Link) -> Floats:
@@ -105,7 +106,9 @@ def all_to_all(bytes: float, ranks: int, hosts: int, link: Link) -> Floats:
     return (ranks - 1) * link.alpha + sent * bytes * link.beta
 
 
-def reduce_and_broadcast(bytes: float, ranks: int, owners: int, link: Link) -> Floats:
+def reduce_and_broadcast(
+    bytes: float, ranks: int, owners: int, link: Link, *, shares_link: bool = True
+) -> Floats:
     """Each owner's share is added up on it, and then goes from it to all, as gloo does it.
 
     A reduction is a ring's first half, whose pieces the owner gathers; a broadcast is a binomial
@@ -116,13 +119,15 @@ def reduce_and_broadcast(bytes: float, ranks: int, owners: int, link: Link) -> F
         ranks: that add up.
         owners: of equal shares.
         link: between ranks.
+        shares_link: whether what a rank sends to several at once shares its link; in a host's
+            memory it does not.
     """
     if ranks == 1:
         return np.zeros_like(link.alpha)
-    share = (ranks - 1) / ranks
+    share, levels = (ranks - 1) / ranks, (ranks - 1).bit_length()
     gathered = share * (1 + 1 / owners)
-    given = max(broadcast_turns(ranks) / owners, share)
-    messages = 2 * (ranks - 1) + (ranks - 1).bit_length()
+    given = max((broadcast_turns(ranks) if shares_link else levels) / owners, share)
+    messages = 2 * (ranks - 1) + levels
     return messages * link.alpha + bytes * ((gathered + given) * link.beta + share * link.gamma)
 
 

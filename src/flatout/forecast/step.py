@@ -182,7 +182,8 @@ def _reduced(job: Job, shape: Shape, bytes: float, inner: Link, outer: Link) -> 
     ranks, hosts, per_host = shape.ranks, shape.hosts, shape.per_host
     if job.reduction == "hierarchical" and hosts > 1:
         between = _compressed(job, hosts, hosts, bytes, outer)
-        return collectives.to_one(bytes, per_host, inner) + between
+        within = collectives.reduce_and_broadcast(bytes, per_host, 1, inner, shares_link=False)
+        return within + between
     if job.compression != "off":
         return _compressed(job, ranks, hosts, bytes, outer)
     match job.reduction:
