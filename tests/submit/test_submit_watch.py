@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from flatout.submit import Entry, JobState, State, detached, slurm
-from flatout.submit.watch import Seen, _of_the_first
+from flatout.submit.watch import JobStatus, _of_the_first
 
 LOG = """\
 [host1] epoch 1/2
@@ -33,33 +33,35 @@ def test_the_traceback_of_the_rank_that_failed_first():
 def test_a_row_of_the_table():
     entry = Entry("k", "slurm", "train", "/", "2026-11-26T12:00:00+00:00", "sent", "4711")
     state = JobState(State.failed, "FAILED", exit_code=1, nodes=("n1", "n2"), since_s=61, starts=2)
-    assert Seen(entry, state).row() == (
+    assert JobStatus(entry, state).row() == (
         *("4711", "slurm", "failed (1)", "1m01s", "train · n1, n2 · FAILED · start 2"),
     )
     running = JobState(State.running, "RUNNING", since_s=5.0, eta="12min")
-    assert Seen(entry, running).row()[-1] == "train · RUNNING · ends in 12min"
-    assert Seen(entry, None, "SLURM does not answer").row()[2:] == (
+    assert JobStatus(entry, running).row()[-1] == "train · RUNNING · ends in 12min"
+    assert JobStatus(entry, None, "SLURM does not answer").row()[2:] == (
         *("?", "", "train · SLURM does not answer"),
     )
     # Where the id has the name, it is not said twice.
-    assert Seen(replace(entry, id="team/train"), running).row()[-1] == "RUNNING · ends in 12min"
+    assert (
+        JobStatus(replace(entry, id="team/train"), running).row()[-1] == "RUNNING · ends in 12min"
+    )
 
 
 def test_what_a_job_costs():
     when = "2026-11-26T12:00:00+00:00"
     entry = Entry("k", "slurm", "a", "/", when, "sent", "1", nodes=2, price=0.68, currency="USD")
     running = JobState(State.running, since_s=1800.0, left_s=3600.0)
-    told = Seen(entry, running)
+    told = JobStatus(entry, running)
     assert told.row()[-1] == "a · cost 0.68 USD so far, about 1.36 USD to come"
     cost = told.as_dict()["cost"]
     assert cost == {"currency": "USD", "so_far": pytest.approx(0.68), "to_come": 1.36}
     # Earlier starts cost too; no one knows how long without an ETA.
     again = replace(running, paid_s=5400.0, left_s=None)
-    assert Seen(entry, again).row()[-1] == "a · cost 2.04 USD so far"
+    assert JobStatus(entry, again).row()[-1] == "a · cost 2.04 USD so far"
     ended = JobState(State.succeeded, exit_code=0, since_s=3600.0)
-    assert Seen(entry, ended).row()[-1] == "a · cost 1.36 USD"
-    assert Seen(replace(entry, price=None), running).cost is None
-    assert Seen(entry, JobState(State.running)).cost is None  # the cluster tells no time
+    assert JobStatus(entry, ended).row()[-1] == "a · cost 1.36 USD"
+    assert JobStatus(replace(entry, price=None), running).cost is None
+    assert JobStatus(entry, JobState(State.running)).cost is None  # the cluster tells no time
 
 
 def test_slurm_pays_for_earlier_starts_too(tmp_path):

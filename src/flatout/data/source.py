@@ -91,7 +91,7 @@ class Source(Protocol):
         ...
 
 
-class Found(Protocol):
+class SourceReport(Protocol):
     """Who makes a source's batches, and how that was found while they were used.
 
     Attributes:
@@ -107,9 +107,9 @@ class Found(Protocol):
     notes: list[str]
 
 
-def found_of(source: Source | None) -> Found | None:
+def found_of(source: Source | None) -> SourceReport | None:
     """Who makes its batches, where that is found while they are used."""
-    found: Found | None = getattr(source, "found", None)
+    found: SourceReport | None = getattr(source, "found", None)
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from flatout.errors import FlatoutError
-from flatout.integrations.step_lanes import Seen, Watches, hidden_sync
+from flatout.integrations.step_lanes import StepLanes, Watches, hidden_sync
 
 try:
     from transformers import TrainerCallback
@@ -34,13 +34,13 @@ class HFTimeline(Watches, TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(self) -> None:
-        self._seen = Seen()
+        self._step_lanes = StepLanes()
         self._handles: list[Any] = []
         self._called = False
         self._evaluates = False
 
     def _hidden(self) -> dict[str, str]:
-        if self.timeline.steps and "backward" not in self._seen.lanes:
+        if self.timeline.steps and "backward" not in self._step_lanes.lanes:
             return {"copy": "forward", "backward": "forward"} | hidden_sync("forward")
         return hidden_sync()
 
@@ -54,28 +54,28 @@ class HFTimeline(Watches, TrainerCallback):  # type: ignore[misc]
                 model.register_forward_hook(self._after_forward),
             ]
         self._evaluates = self._called = False
-        self._seen.start()
+        self._step_lanes.start()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Say what was seen."""
         self._end()
         if state.is_world_process_zero:
-            self._seen.say(self._hidden())
+            self._step_lanes.say(self._hidden())
 
     def _end(self) -> None:
-        self._seen.stop()
+        self._step_lanes.stop()
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     def _before_forward(self, module: Any, args: Any) -> None:
         if module.training:
-            self._seen.was("forward" if self._called else "copy")
+            self._step_lanes.was("forward" if self._called else "copy")
 
     def _after_forward(self, module: Any, args: Any, output: Any) -> None:
         if module.training:
             self._called = True
-            self._seen.was("forward")
+            self._step_lanes.was("forward")
 
     @property
     def _in_training_step(self) -> str:
@@ -83,48 +83,48 @@ class HFTimeline(Watches, TrainerCallback):  # type: ignore[misc]
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Between epochs nothing is known to have happened."""
-        self._seen.was("idle")
+        self._step_lanes.was("idle")
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The batches of a step are there."""
-        self._seen.was("input")
+        self._step_lanes.was("input")
         self._called = False
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """One of the batches that accumulate is done."""
-        self._seen.was(self._in_training_step)
+        self._step_lanes.was(self._in_training_step)
         self._called = False
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The gradients are complete."""
-        self._seen.was(self._in_training_step)
+        self._step_lanes.was(self._in_training_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The optimizer has stepped, the gradients are forgotten."""
-        self._seen.was("optimizer")
-        self._seen.end_step()
+        self._step_lanes.was("optimizer")
+        self._step_lanes.end_step()
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Figures were logged: of the training, or of an evaluation that is about to end."""
-        self._seen.was("evaluation" if self._evaluates else "host")
+        self._step_lanes.was("evaluation" if self._evaluates else "host")
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """A batch was evaluated."""
         self._evaluates = True
-        self._seen.was("evaluation")
+        self._step_lanes.was("evaluation")
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """An evaluation has ended."""
-        self._seen.was("evaluation")
+        self._step_lanes.was("evaluation")
         self._evaluates = False
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """A checkpoint was written."""
-        self._seen.was("saving")
+        self._step_lanes.was("saving")
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The last step of an epoch is behind."""
-        self._seen.was("idle")
+        self._step_lanes.was("idle")
 
 
 def _is_taken_over(model: Any, args: Any) -> bool:

@@ -11,7 +11,7 @@ import keras
 from keras.callbacks import Callback
 
 from flatout.errors import FlatoutError
-from flatout.integrations.step_lanes import Seen, Watches, hidden_sync
+from flatout.integrations.step_lanes import StepLanes, Watches, hidden_sync
 
 
 class KerasTimeline(Watches, Callback):  # type: ignore[misc]
@@ -34,14 +34,14 @@ class KerasTimeline(Watches, Callback):  # type: ignore[misc]
 
     def __init__(self) -> None:
         super().__init__()
-        self._seen = Seen()
+        self._step_lanes = StepLanes()
         self._watched: list[tuple[Any, str]] = []
         self._batches = 0
         self._last: _Last | None = None
         self._lane = "host"
 
     def _hidden(self) -> dict[str, str]:
-        lanes = self._seen.lanes
+        lanes = self._step_lanes.lanes
         holder = "forward" if "forward" in lanes or "backward" not in lanes else "backward"
         steps = ("copy", "forward", "backward", "optimizer")
         hidden = {n: holder for n in steps if n not in lanes and n != holder}
@@ -60,7 +60,7 @@ class KerasTimeline(Watches, Callback):  # type: ignore[misc]
         # What runs after this callback is seen by one at the very end of Keras' list.
         callers = sys._getframe(1).f_locals.get("self")
         if isinstance(callers, keras.callbacks.CallbackList):
-            self._last = _Last(self._seen)
+            self._last = _Last(self._step_lanes)
             callers.callbacks.append(self._last)
         if not self.model.jit_compile:
             self._watch(self.model, "compute_loss", lambda: "forward", "forward")
@@ -69,7 +69,7 @@ class KerasTimeline(Watches, Callback):  # type: ignore[misc]
             self._watch(self.model, name, lambda: self._lane, "saving")
         self._batches = int(self._optimizer._iterations) % self._accumulates
         self._lane = "idle"
-        self._seen.start()
+        self._step_lanes.start()
 
     @property
     def _optimizer(self) -> Any:
@@ -84,7 +84,7 @@ class KerasTimeline(Watches, Callback):  # type: ignore[misc]
         """Let a method tell when it begins and ends, on this object only."""
         if name in vars(it):
             return
-        lanes = self._seen
+        lanes = self._step_lanes
 
         def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
             lanes.was(before())
@@ -98,7 +98,7 @@ class KerasTimeline(Watches, Callback):  # type: ignore[misc]
         self._watched.append((it, name))
 
     def _end(self) -> None:
-        self._seen.stop()
+        self._step_lanes.stop()
         for it, name in self._watched:
             object.__delattr__(it, name)
         self._watched = []
@@ -107,7 +107,7 @@ class KerasTimeline(Watches, Callback):  # type: ignore[misc]
         """Say what was seen."""
         self._end()
         if not self._is_one_of_many():
-            self._seen.say(self._hidden())
+            self._step_lanes.say(self._hidden())
 
     def _is_one_of_many(self) -> bool:
         import torch.distributed as dist
@@ -116,48 +116,48 @@ class KerasTimeline(Watches, Callback):  # type: ignore[misc]
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Between epochs nothing is known to have happened."""
-        self._seen.was("idle")
+        self._step_lanes.was("idle")
         self._lane = "host"
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """A batch is there."""
-        self._seen.was("input")
+        self._step_lanes.was("input")
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Count a step, if these were all of its batches."""
-        self._seen.was("host" if self._is_watched else "forward")
+        self._step_lanes.was("host" if self._is_watched else "forward")
         self._batches += 1
         if self._batches % self._accumulates == 0:
-            self._seen.end_step()
+            self._step_lanes.end_step()
 
     @property
     def _is_watched(self) -> bool:
         """Whether a mark was made in this fit where the optimizer had stepped."""
-        return "optimizer" in self._seen.lanes
+        return "optimizer" in self._step_lanes.lanes
 
     def on_test_begin(self, logs: Any = None) -> None:
         """An evaluation begins."""
-        self._seen.was("idle")
-        self._seen.within = "evaluation"
+        self._step_lanes.was("idle")
+        self._step_lanes.within = "evaluation"
 
     def on_test_end(self, logs: Any = None) -> None:
         """Record the end of a validation."""
-        self._seen.was("evaluation")
-        self._seen.within = None
+        self._step_lanes.was("evaluation")
+        self._step_lanes.within = None
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """The last batch of an epoch is behind."""
-        self._seen.was("idle")
+        self._step_lanes.was("idle")
         self._lane = "idle"
 
 
 class _Last(Callback):  # type: ignore[misc]
     """Stands at the end of Keras' callbacks: until here, they had their turn after a batch."""
 
-    def __init__(self, lanes: Seen) -> None:
+    def __init__(self, lanes: StepLanes) -> None:
         super().__init__()
-        self._seen = lanes
+        self._step_lanes = lanes
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """The callbacks have had their turn."""
-        self._seen.was("host")
+        self._step_lanes.was("host")

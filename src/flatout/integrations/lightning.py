@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any
 
 from flatout.errors import FlatoutError
-from flatout.integrations.step_lanes import Seen, Watches, hidden_sync
+from flatout.integrations.step_lanes import StepLanes, Watches, hidden_sync
 
 # How the names of the actions end that are a lane; inside of one, the innermost counts.
 _ACTIONS = {
@@ -58,7 +58,7 @@ class LightningTimeline(Watches, _lightning().Callback):  # type: ignore[misc]
 
     def __init__(self) -> None:
         super().__init__()
-        self._seen = Seen()
+        self._step_lanes = StepLanes()
         self._stack: list[tuple[str, str]] = []
         self._lanes: dict[str, str | None] = {}
         self._profiler: Any = None
@@ -66,7 +66,7 @@ class LightningTimeline(Watches, _lightning().Callback):  # type: ignore[misc]
         self._steps = 0
 
     def _hidden(self) -> dict[str, str]:
-        lanes = [name for name in ("backward", "optimizer") if name not in self._seen.lanes]
+        lanes = [name for name in ("backward", "optimizer") if name not in self._step_lanes.lanes]
         return (dict.fromkeys(lanes, "forward") if self.timeline.steps else {}) | hidden_sync()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -89,20 +89,20 @@ class LightningTimeline(Watches, _lightning().Callback):  # type: ignore[misc]
 
         profiler.start, profiler.stop = started, stopped
         self._handles = [o.register_step_post_hook(self._on_stepped) for o in trainer.optimizers]
-        self._seen.start()
+        self._step_lanes.start()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Say what was seen."""
         self._end()
         if trainer.is_global_zero:
-            self._seen.say(self._hidden())
+            self._step_lanes.say(self._hidden())
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Leave the profiler and the optimizers as they were."""
         self._end()
 
     def _end(self) -> None:
-        self._seen.stop()
+        self._step_lanes.stop()
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -117,20 +117,20 @@ class LightningTimeline(Watches, _lightning().Callback):  # type: ignore[misc]
 
     def _lane_of(self, action: str) -> str | None:
         """Of an action of the profiler; most of them are none."""
-        self._seen.looks += 1
+        self._step_lanes.looks += 1
         if action not in self._lanes:
             self._lanes[action] = _ACTIONS.get(action.rpartition(".")[2])
         return self._lanes[action]
 
     def _enter(self, action: str, lane: str) -> None:
-        self._seen.was(self._lane)
+        self._step_lanes.was(self._lane)
         inside = self._lane in _BETWEEN
         self._stack.append((action, self._lane if inside else lane))
 
     def _leave(self, action: str) -> None:
         names = [name for name, _ in self._stack]
         if action in names:
-            self._seen.was(self._lane)
+            self._step_lanes.was(self._lane)
             # What was entered since has ended without a word, such as a step that was skipped.
             del self._stack[len(names) - 1 - names[::-1].index(action) :]
 
@@ -157,10 +157,10 @@ class LightningTimeline(Watches, _lightning().Callback):  # type: ignore[misc]
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count a step, if an optimizer has stepped."""
-        self._seen.was(self._lane)
+        self._step_lanes.was(self._lane)
         if trainer.global_step != self._steps:
             self._steps = trainer.global_step
-            self._seen.end_step()
+            self._step_lanes.end_step()
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Evaluation within the fit begins."""

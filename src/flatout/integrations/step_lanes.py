@@ -14,7 +14,7 @@ from flatout.words import rounded
 _BETWEEN = ("evaluation", "saving")
 
 
-class Seen:
+class StepLanes:
     """Turns marks between lanes into a Timeline: at each it is told what the time before it was.
 
     What was idle is left out: the Timeline finds it as the gap between two steps.
@@ -104,19 +104,19 @@ class Seen:
 class Watches:
     """What the callbacks of all frameworks give.
 
-    The one who derives from it has a Seen in `_seen`, and tells which lanes it cannot see.
+    A subclass has a StepLanes in `_step_lanes`, and tells which lanes it cannot see.
     """
 
-    _seen: Seen
+    _step_lanes: StepLanes
 
     @property
     def timeline(self) -> Timeline:
         """The lanes of this rank's steps."""
-        return self._seen.timeline
+        return self._step_lanes.timeline
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON; a lane that cannot be seen is None, and named in `hidden_in`."""
-        return self._seen.as_dict(self._hidden())
+        return self._step_lanes.as_dict(self._hidden())
 
     def _hidden(self) -> dict[str, str]:
         raise NotImplementedError
@@ -166,7 +166,7 @@ def _cost_of_a_mark_us() -> float:
     """Times marks: the median of rounds."""
     count, rounds = 1000, []
     for _ in range(5):
-        lanes = Seen()
+        lanes = StepLanes()
         lanes.runs = True
         began = clock()
         for _ in range(count):

@@ -28,7 +28,7 @@ from flatout.submit.target import target_of as target_of
 from flatout.submit.targets import TARGETS as TARGETS
 from flatout.submit.top import TopOfJob as TopOfJob
 from flatout.submit.top import top_of as top_of
-from flatout.submit.watch import Seen as Seen
+from flatout.submit.watch import JobStatus as JobStatus
 from flatout.submit.watch import exit_code as exit_code
 from flatout.submit.watch import logs_of as logs_of
 from flatout.submit.watch import look as look

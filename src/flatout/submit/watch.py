@@ -22,7 +22,7 @@ _LAST_LINES = 15
 
 
 @dataclass(frozen=True)
-class Seen:
+class JobStatus:
     """A job and what its cluster says of it.
 
     Attributes:
@@ -122,7 +122,7 @@ def _of_the_first(lines: list[str]) -> list[str]:
     return told if len(told) <= _LAST_LINES else [told[0], "  …", *told[-_LAST_LINES:]]
 
 
-def recent(*, everything: bool = False, ledger: Ledger | None = None) -> list[Seen]:
+def recent(*, everything: bool = False, ledger: Ledger | None = None) -> list[JobStatus]:
     """Jobs of the last week, or all, the newest last; all clusters are asked at once."""
     ledger = ledger or Ledger()
     since = datetime.now(UTC) - _RECENT
@@ -132,31 +132,31 @@ def recent(*, everything: bool = False, ledger: Ledger | None = None) -> list[Se
         if entry.status != REFUSED and (everything or datetime.fromisoformat(entry.when) > since)
     ]
     with ThreadPoolExecutor(8) as pool:
-        return list(pool.map(lambda value: _seen(value, ledger), entries))
+        return list(pool.map(lambda value: _status_of(value, ledger), entries))
 
 
-def look(which: str, ledger: Ledger | None = None) -> Seen:
+def look(which: str, ledger: Ledger | None = None) -> JobStatus:
     """One job.
 
     Raises:
         SubmitError: none of that id or name was sent from here.
     """
     ledger = ledger or Ledger()
-    return _seen(ledger.find(which), ledger)
+    return _status_of(ledger.find(which), ledger)
 
 
-def _seen(entry: Entry, ledger: Ledger) -> Seen:
+def _status_of(entry: Entry, ledger: Ledger) -> JobStatus:
     try:
         to = target_of(entry.target)
         entry = settle(entry, to, ledger)
         if entry.status == SENDING:
-            return Seen(entry, None, "sent without an answer; the cluster does not know it")
+            return JobStatus(entry, None, "sent without an answer; the cluster does not know it")
         if entry.status == REFUSED:
-            return Seen(entry, None, "refused, so it was not sent")
-        return Seen(entry, to.state(entry.id, Path(entry.folder)))
+            return JobStatus(entry, None, "refused, so it was not sent")
+        return JobStatus(entry, to.state(entry.id, Path(entry.folder)))
     except FlatoutError as error:
         is_there = Path(entry.folder).is_dir()
-        return Seen(entry, None, error.what if is_there else f"{entry.folder} is gone")
+        return JobStatus(entry, None, error.what if is_there else f"{entry.folder} is gone")
 
 
 def logs_of(which: str, *, follow: bool) -> Iterator[str]:

@@ -62,7 +62,7 @@ class Entry(NamedTuple):
     folder: str
 
 
-class Found(NamedTuple):
+class ImageListing(NamedTuple):
     """What paths mean.
 
     Attributes:
@@ -77,7 +77,7 @@ class Found(NamedTuple):
     others: list[str]
 
 
-def check_no_splits(found: Found, paths: Paths, *, takes_classes: bool) -> None:
+def check_no_splits(found: ImageListing, paths: Paths, *, takes_classes: bool) -> None:
     """Raise where the folders are no classes, but parts of the data to train and to test on.
 
     Args:
@@ -112,7 +112,7 @@ def check_no_splits(found: Found, paths: Paths, *, takes_classes: bool) -> None:
     )
 
 
-def find_images(paths: Paths) -> Found:
+def find_images(paths: Paths) -> ImageListing:
     """The image files that `paths` means.
 
     Folders of this machine are walked to any depth, following links. Of a folder, those files are
@@ -126,14 +126,14 @@ def find_images(paths: Paths) -> Found:
         raise DataError("expected at least one path, found an empty list")
     local = "file://"
     parts = [_find_one(os.path.expanduser(os.fspath(path).removeprefix(local))) for path in given]
-    return Found(
+    return ImageListing(
         [entry for part in parts for entry in part.entries],
         sorted({folder for part in parts for folder in part.folders}),
         [name for part in parts for name in part.others],
     )
 
 
-def _find_one(path: str) -> Found:
+def _find_one(path: str) -> ImageListing:
     if os.path.isdir(path):
         files = _walk(path)
     elif "://" in path and not _is_image(path) and not any(sign in path for sign in "*?["):
@@ -143,7 +143,7 @@ def _find_one(path: str) -> Found:
             Entry(os.path.basename(file.name), file.path, file.name, _parent(file.name))
             for file in find(path, unpack=False)
         ]
-        return Found(entries, sorted({entry.folder for entry in entries}), [])
+        return ImageListing(entries, sorted({entry.folder for entry in entries}), [])
     if not files.entries:
         beside = f", but other files, such as {files.others[0]}" if files.others else ""
         raise DataError(
@@ -154,7 +154,7 @@ def _find_one(path: str) -> Found:
     return files
 
 
-def _walk(root: str) -> Found:
+def _walk(root: str) -> ImageListing:
     """The images below a folder of this machine."""
     root = os.path.abspath(root)
     try:
@@ -176,7 +176,7 @@ def _walk(root: str) -> Found:
             entries.append(Entry(key, path, path, folder))
         else:
             others.append(path)
-    return Found(entries, folders, others)
+    return ImageListing(entries, folders, others)
 
 
 def _below(root: str, folder: str) -> Iterator[str]:
@@ -199,7 +199,7 @@ def _below(root: str, folder: str) -> Iterator[str]:
                     yield os.path.join(inside, entry.name)
 
 
-def _elsewhere(url: str) -> Found:
+def _elsewhere(url: str) -> ImageListing:
     """The images below a folder that is reached by a URL, brought here."""
     files = find(url.rstrip("/") + "/**", unpack=False)
     fs, place = url_to_fs(url)
@@ -215,7 +215,7 @@ def _elsewhere(url: str) -> Found:
             folders.add(folder)
         else:
             others.append(file.name)
-    return Found(entries, sorted(folders - {""}), others)
+    return ImageListing(entries, sorted(folders - {""}), others)
 
 
 def _is_image(name: str) -> bool:

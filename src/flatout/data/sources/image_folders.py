@@ -15,7 +15,7 @@ from flatout.data.error_policy import ErrorPolicy
 from flatout.data.files import Paths, stamp_of
 from flatout.data.sources.image_files import (
     Entry,
-    Found,
+    ImageListing,
     check_no_splits,
     find_images,
     open_images,
@@ -107,7 +107,7 @@ class ImageFolders:
         return [f"{count:,} {files} not read, by name no image: {names}"]
 
 
-def _classes(found: Found, given: tuple[str, ...] | None) -> tuple[str, ...]:
+def _classes(found: ImageListing, given: tuple[str, ...] | None) -> tuple[str, ...]:
     """The classes' names by number, once every image has one."""
     outside = next((entry for entry in found.entries if not entry.folder), None)
     if outside is not None:

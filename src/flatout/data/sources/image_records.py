@@ -22,7 +22,7 @@ from flatout.data.schema import Column, Schema, as_schema
 from flatout.data.sources.image_files import HEADER
 from flatout.data.sources.image_header import Damaged, header_of
 from flatout.data.sources.tfrecord import TfrecordDecoder
-from flatout.data.sources.tfrecord_schema import Seen, features_of
+from flatout.data.sources.tfrecord_schema import FeatureKind, features_of
 from flatout.errors import DataError
 
 # Bytes of records that are looked at in one go.
@@ -212,7 +212,7 @@ def _check_features(file: File, labeled: bool) -> None:
         )
 
 
-def _first_features(file: File) -> dict[str, Seen] | None:
+def _first_features(file: File) -> dict[str, FeatureKind] | None:
     """Those of the first record, or None where it is damaged: its index will say how."""
     try:
         with open(file.path, "rb") as opened:

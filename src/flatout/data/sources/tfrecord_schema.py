@@ -20,8 +20,8 @@ _KINDS = {1: "bytes", 2: "float", 3: "int64"}
 _DTYPES = {"bytes": "uint8", "float": "float32", "int64": "int64"}
 
 
-class Seen(NamedTuple):
-    """What was seen of one feature in one record: its kind, and how many values or bytes."""
+class FeatureKind(NamedTuple):
+    """One feature of one record: its kind, and how many values or bytes."""
 
     kind: str
     values: int
@@ -41,7 +41,7 @@ def infer_schema(records: Iterable[tuple[int, bytes]], where: str, policy: Error
     Raises:
         DataError: a record is no Example, a feature changes its kind, or there is no feature.
     """
-    features: dict[str, list[Seen]] = {}
+    features: dict[str, list[FeatureKind]] = {}
     total = 0
     for byte, record in records:
         try:
@@ -58,7 +58,7 @@ def infer_schema(records: Iterable[tuple[int, bytes]], where: str, policy: Error
     return Schema(format="tfrecord", columns=tuple(columns))
 
 
-def _column(name: str, features: list[Seen], total: int, where: str) -> Column:
+def _column(name: str, features: list[FeatureKind], total: int, where: str) -> Column:
     kinds = {feature.kind for feature in features if feature.kind}
     if len(kinds) > 1:
         raise DataError(f"feature {name!r} holds {' and '.join(sorted(kinds))}", where=where)
@@ -78,7 +78,7 @@ def _column(name: str, features: list[Seen], total: int, where: str) -> Column:
     )
 
 
-def features_of(record: bytes) -> dict[str, Seen]:
+def features_of(record: bytes) -> dict[str, FeatureKind]:
     """Kind and number of values of each feature of an Example.
 
     Raises:
@@ -91,16 +91,16 @@ def features_of(record: bytes) -> dict[str, Seen]:
         for key, entry in fields(features):
             if key == 1:
                 parts = dict(fields(entry))
-                result[message(parts.get(1, b"")).decode()] = _seen(parts.get(2, b""))
+                result[message(parts.get(1, b"")).decode()] = _kind_of(parts.get(2, b""))
     return result
 
 
-def _seen(feature: Any) -> Seen:
+def _kind_of(feature: Any) -> FeatureKind:
     kind, count = "", 0
     for number, values in fields(feature):
         kind = _KINDS.get(number, "")
         count += sum(_count(kind, value) for key, value in fields(values) if key == 1)
-    return Seen(kind, count)
+    return FeatureKind(kind, count)
 
 
 def _count(kind: str, value: Any) -> int:
