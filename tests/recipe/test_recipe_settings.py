@@ -203,6 +203,7 @@ def test_which_settings_a_live_model_is_switched_to():
     }
     assert {f for f, one in live.items() if not one.in_passes} == {
         "compute.cuda_graph",
+        "compute.cudnn_benchmark",
         "compute.fused_optimizer",
         "memory.allocator",
         "process.threads",

@@ -279,8 +279,9 @@ class Explanation:
                 f"as of step {counts['step']:,}, where other layers began to train", 2
             )
         if self.is_captured:
+            kind = "compiled" if self.settings.get("compute.capture") == "on" else "CUDA"
             yield from _wrapped(
-                "steps ran as one graph, which is measured as a whole and called once", 2
+                f"steps ran as one {kind} graph, which is measured as a whole and called once", 2
             )
         if self.rates["spread"] > ROUGH:
             yield from _wrapped(
