@@ -111,8 +111,8 @@ def test_a_round_trip_is_what_goes_back_from_the_same_memory_in_the_same_step():
         to(torch.from_numpy(on_host.numpy())[1:], "meta")
         to(other, "meta")
         to(on_host, torch.float64)
-    (found,) = watch.calls.all()
-    assert (found.kind, found.steps, found.count) == ("round_trip", 12, 12)
+    (found,) = [call for call in watch.calls.all() if call.kind == "round_trip"]
+    assert (found.steps, found.count) == (12, 12)
     assert found.detail["watched_steps"] == 6
     assert found.site.file == __file__
 
@@ -140,7 +140,7 @@ def test_what_goes_back_in_a_later_step_is_no_round_trip():
     step(watch)
     to(on_host, "meta")
     assert trips.is_open
-    assert watch.calls.all() == []
+    assert [call.kind for call in watch.calls.all()] == ["to_device"]
 
 
 class Keeping(torch.utils.data.Dataset):
