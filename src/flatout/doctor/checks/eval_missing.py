@@ -14,7 +14,9 @@ def _draws_only(observation: Observation, model: Model) -> bool:
     called on no data that were held out: many let its BatchNorm see the batch that is drawn."""
     is_one_of_several = len(observation.models) > 1 and len(observation.optimizers) > 1
     has_dropout = any("Drop" in layer for layer in model.layers)
-    is_on_data = any(not item.in_training for item in observation.inputs)
+    # What is called as a whole each time, such as noise that stays the same, is no data set.
+    held_out = [item for item in observation.inputs if not item.in_training]
+    is_on_data = any((item.length or 0) > (item.batch_size or 0) for item in held_out)
     return is_one_of_several and not has_dropout and not is_on_data
 
 
