@@ -123,15 +123,15 @@ from flatout.devices import inventory
 found = inventory()
 assert found.nvml.gpus, found.nvml.problem
 assert "torch" not in sys.modules
+# CUDA keeps this device open; NVML, which may map CUDA's library, closes it again.
+for file in os.listdir("/proc/self/fd"):
+    path = f"/proc/self/fd/{file}"
+    assert "nvidia-uvm" not in (os.readlink(path) if os.path.lexists(path) else "")
 pynvml.nvmlInit()
 for index in range(pynvml.nvmlDeviceGetCount()):
     handle = pynvml.nvmlDeviceGetHandleByIndex(index)
     users = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
     assert os.getpid() not in [user.pid for user in users]
-# NVML may map the driver's library; who initializes CUDA opens this device too.
-for file in os.listdir("/proc/self/fd"):
-    path = f"/proc/self/fd/{file}"
-    assert "nvidia-uvm" not in (os.readlink(path) if os.path.lexists(path) else "")
 """
     subprocess.run([sys.executable, "-c", look], check=True)
 

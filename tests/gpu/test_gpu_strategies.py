@@ -375,7 +375,7 @@ except SystemExit as end:
     assert not end.code, end.code
 torch = sys.modules.get("torch")
 assert torch is None or not torch.cuda.is_initialized()
-# Who initializes CUDA opens the device of unified memory; NVML does not need it.
+# CUDA keeps the device of unified memory open; NVML closes it again.
 for name in os.listdir("/proc/self/fd"):
     try:
         opened = os.readlink(f"/proc/self/fd/{{name}}")
