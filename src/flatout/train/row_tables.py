@@ -19,8 +19,9 @@ from flatout.words import counted
 # Tables of fewer numbers in all are stepped whole sooner than by rows; from this many on, steps by
 # rows need no trial where a batch reads but a small part.
 _FEW, _MANY = 1 << 16, 1 << 21
-# On a GPU so many: a dense step of fewer takes less than the launches of one by rows.
-_MANY_ON_GPU = 1 << 27
+# On a GPU so many: steps by rows keep the host busy (5 ms of DeepFM's on an H200), in which a dense
+# one walks through a third of that, and more where it runs as a CUDA graph.
+_MANY_ON_GPU = 1 << 30
 # Of the numbers that a batch reads at most, tables have so many times as many: then steps by rows
 # are tried, or taken. A dense step moves 40 bytes of each number, one by rows about twice that.
 _TRIED, _TAKEN = 2, 8

@@ -124,7 +124,7 @@ class Compute(Section):
         "that of the dense optimizer. A table that the loss reads whole is stepped whole; where it "
         "does so for L2, a line names the `weight_decay` that is the same but for clipping. "
         "`auto`: on a CPU, taken where tables have many more rows than a batch has ids, tried "
-        "where they have more; on a GPU with Triton, taken for tables of 134 million numbers and "
+        "where they have more; on a GPU with Triton, taken for tables of a billion numbers and "
         "more.",
         plain="off",
         parity=Parity.TOLERANT,
