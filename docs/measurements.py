@@ -38,7 +38,7 @@ python docs/measurements.py > docs/measurements.md
 
 ## What falls short
 
-- Nothing has been measured on a GPU. The tests marked `gpu` are written and have not been run.
+- On a GPU steps of tables by rows are slower than a dense fused Adam up to 10 M rows of 33 numbers.
 {missed}
 """
 
@@ -106,6 +106,13 @@ SECTIONS = (
         "Click-through models",
         "DeepFM on 39 fields of ids, in memory, with Adam: a step by its tables' rows and its "
         "batch. Each process of Flatout decides its settings for itself, before the timed epochs.",
+    ),
+    Section(
+        "click_gpu",
+        "Click-through models on a GPU",
+        "The same DeepFM on one GPU, in fp32 with Adam, beside loops written by hand whose samples "
+        "lie on the device. All in one process, in turn. At that commit the default stepped tables "
+        "of 134 million numbers and more by rows; it does so from a billion numbers on, since.",
     ),
     Section(
         "large_batches",
