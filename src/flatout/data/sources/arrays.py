@@ -34,6 +34,8 @@ _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: t
 # Batches are gathered together up to so many bytes, which stay in the cache until they are used,
 # and up to so many.
 _TOGETHER, _MOST_TOGETHER = 1 << 18, 32
+# On a GPU what counts is the calls: each takes the host as long as a small kernel takes the GPU.
+_TOGETHER_ON_DEVICE = 1 << 25
 
 
 class Arrays(Staged[Pipeline]):
@@ -200,9 +202,9 @@ class ArraySource:
         )
         # Calls to gather a small batch take longer than its bytes.
         row = data.nbytes // data.samples
-        fitting = _TOGETHER // max(1, row * plan.batch_size)
-        on_cpu = data.device.type == "cpu" and not self._pin
-        self._together = max(1, min(_MOST_TOGETHER, fitting)) if on_cpu else 1
+        most = _TOGETHER if data.device.type == "cpu" else _TOGETHER_ON_DEVICE
+        fitting = most // max(1, row * plan.batch_size)
+        self._together = 1 if self._pin else max(1, min(_MOST_TOGETHER, fitting))
 
     def on(self, device: torch.device) -> ArraySource:
         """The same batches, gathered on a device from a copy of the data there."""
