@@ -1,4 +1,4 @@
-"""Where a call is made without gradients for certain: within `with torch.no_grad():`, as written.
+"""Where a model's forward calls its layers without gradients for certain: `with torch.no_grad():`.
 
 One that a condition chooses, as where a backbone is to rest in the first steps, is none of these.
 """
@@ -16,6 +16,8 @@ from flatout.observe.sites import is_users
 _SWITCHES_OFF = frozenset(("no_grad", "inference_mode"))
 # The user's functions that are asked, from the inside.
 _LEVELS = 8
+# Who switches gradients off in the loop around a model wants them off, as for a linear probe.
+_FORWARD = "forward"
 
 
 def no_grad_above(frame: FrameType | None) -> Site | None:
@@ -23,7 +25,7 @@ def no_grad_above(frame: FrameType | None) -> Site | None:
     whatever happens."""
     levels = 0
     while frame is not None and levels < _LEVELS:
-        if is_users(frame.f_code.co_filename):
+        if is_users(frame.f_code.co_filename) and frame.f_code.co_name == _FORWARD:
             levels += 1
             line = _switched_off(frame.f_code.co_filename, frame.f_lineno)
             if line is not None:
