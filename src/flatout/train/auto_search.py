@@ -247,8 +247,7 @@ class Search:
                 yield from self._allocator(option)
         if self.threads and self.plain.threads > 1 and seconds < SHORT_STEP_S:
             why = "short steps run faster on one thread"
-            result = Option("process.threads", Trial(1, bool, why=why))
-            self.options.append(result)
+            self.options.append(Option("process.threads", Trial(1, bool, why=why)))
         yield from self._one_by_one()
         yield from self._micro_batches()
         yield from self._confirm()
