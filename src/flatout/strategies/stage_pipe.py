@@ -1,10 +1,8 @@
 """One rank's stage in torch.distributed.pipelining: schedules, and what torch's stages lack here.
 
 torch's stages want micro-batches of one size; here the receiving ends are made for each micro-batch
-by itself, so that a ragged batch is what it is. What comes is awaited where it is needed, and what
-goes is not awaited before the batch is done: torch's schedules wait for both between two
-computations, and begin to receive only then. What waits is noted as a collective of the World, and
-what computes is not, so that a rank that hangs is named and waiting is counted as such.
+by itself, so that a ragged batch is what it is. What waits is noted as a collective of the World,
+and what computes is not, so that a rank that hangs is named and waiting is counted as such.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ from time import perf_counter_ns as clock
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import fx
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -118,10 +115,6 @@ class OwnStage(PipelineStage):
             group=group.channel,
         )
         self._given, self._gives, self._clock, self._within = given, gives, clock, within
-        # Of each micro-batch what is to come, once it is announced; and what goes.
-        self._activations: list[list[Any]] = []
-        self._gradients: list[list[Any]] = []
-        self._gone: list[Any] = []
 
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
         super()._setup_forward_recv_info(num_microbatches, has_backward)
@@ -135,57 +128,15 @@ class OwnStage(PipelineStage):
             for chunk, infos in self.grad_recv_info.items():
                 _make_room(infos, self._gives[chunk])
 
-    # Of the ranks' schedules: what they are to begin and to wait for. Here that is nothing.
-
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
-        """Begin to receive the activations of all micro-batches, as of the first one."""
-        if not self._activations:
-            of = super().get_fwd_recv_ops
-            self._activations = [_begun(of(n), self._tag(0)) for n in range(len(self._given))]
-        return []
-
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
-        """Likewise of the gradients."""
-        if not self._gradients:
-            of = super().get_bwd_recv_ops
-            self._gradients = [
-                _begun(of(n), self._tag(0, back=True)) for n in range(len(self._given))
-            ]
-        return []
-
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
-        """Begin to send the activations of a micro-batch."""
-        self._gone += _begun(super().get_fwd_send_ops(fwd_chunk_id), self._tag(1))
-        return []
-
-    def _tag(self, after: int, *, back: bool = False) -> int:
-        """What goes to a stage this far behind has a tag of its own: a rank may have two stages."""
-        return 2 * (self.stage_index + after) + back
-
-    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
-        _wait(self._activations[fwd_chunk_id])
-        return super()._retrieve_recv_activations(fwd_chunk_id)
-
-    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Any:
-        _wait(self._gradients[bwd_chunk_id])
-        return super()._retrieve_recv_grads(bwd_chunk_id)
-
-    def end_batch(self) -> None:
-        """Wait until all has gone, and forget the batch."""
-        _wait(self._gone)
-        self._activations, self._gradients, self._gone = [], [], []
-        self.clear_runtime_states()
-
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
-        """Begin to send what goes back: as gloo wants it, and of the micro-batch's own size."""
+        """What goes back: as gloo wants it, and of the micro-batch's own size."""
         result = self.bwd_cache.get(bwd_chunk_id)
         if result is not None and not self.is_first:
             self.bwd_cache[bwd_chunk_id] = tuple(
                 _as_sent(gradient, shape)
                 for gradient, shape in zip(result, self._given[bwd_chunk_id], strict=True)
             )
-        self._gone += _begun(super().get_bwd_send_ops(bwd_chunk_id), self._tag(-1, back=True))
-        return []
+        return list(super().get_bwd_send_ops(bwd_chunk_id))
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of a micro-batch."""
@@ -203,21 +154,6 @@ class OwnStage(PipelineStage):
             return tuple(None for _ in bwd_kwargs["input_values"]), None
         with self._clock.computing("backward"):
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-
-
-def _begun(ops: Sequence[Any], tag: int) -> list[Any]:
-    """Begin to send or receive; what to wait for, with what it is of."""
-    begun = []
-    for one in ops:
-        peer = "group_dst" if one.op is dist.isend else "group_src"
-        work = one.op(one.tensor, group=one.group, tag=tag, **{peer: one.group_peer})
-        begun.append((work, one.tensor))
-    return begun
-
-
-def _wait(begun: Sequence[Any]) -> None:
-    for work, _ in begun:
-        work.wait()
 
 
 def _make_room(infos: Sequence[Any], shapes: Sequence[Shape]) -> None:
@@ -290,7 +226,7 @@ class Run:
             with self._world.within(self._world.begun(None, what)):
                 result = self._schedule.step(*args, target=target, return_outputs=not self._trains)
                 for stage in self._stages:
-                    stage.end_batch()
+                    stage.clear_runtime_states()
                 return result
         except Failed as failed:
             raise failed.error from None
