@@ -95,7 +95,7 @@ def _refusal(parameter: Any) -> str:
         return f"is on {parameter.device}: it runs on CPUs alone so far"
     # They would see the gradient of each micro-batch.
     if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-        return "has its own hooks"
+        return "has hooks"
     return ""
 
 
