@@ -13,7 +13,7 @@ from flatout.observe.lanes import FORWARD
 from flatout.observe.numbers import Numbers
 from flatout.observe.outputs import Told
 from flatout.observe.round_trips import RoundTrips
-from flatout.observe.tensors import Syncs
+from flatout.observe.tensors import watch_syncs
 from flatout.observe.watch import Watch
 
 
@@ -47,9 +47,9 @@ def test_each_hook_can_be_timed(name, monkeypatch):
 
 def test_what_is_called_too_often_is_timed_in_the_first_steps_alone(monkeypatch):
     # As in a process that has compiled nothing, whatever other tests did.
-    monkeypatch.setattr("flatout.observe.tensors.is_anything_compiled", lambda: False)
+    monkeypatch.setattr("flatout.observe.frequent_calls.is_anything_compiled", lambda: False)
     watch = Watch()
-    syncs = Syncs(torch, watch, RoundTrips(watch))
+    syncs = watch_syncs(torch, watch, RoundTrips(watch))
     tensor = torch.ones(1)
     try:
         watch.lanes.steps = 25
@@ -57,7 +57,7 @@ def test_what_is_called_too_often_is_timed_in_the_first_steps_alone(monkeypatch)
         for _ in range(2000):
             tensor.item()
         watch.lanes.spent = [10**6] * len(watch.lanes.spent)
-        syncs._weigh()
+        syncs.weigh()
         tensor.item()
         tensor.tolist()
         watch.lanes.steps = 100
@@ -67,12 +67,11 @@ def test_what_is_called_too_often_is_timed_in_the_first_steps_alone(monkeypatch)
         assert watch.calls.count("tolist") == 1  # which is rare
         assert [note for note in watch.notes if "80 calls a step are too many" in note]
     finally:
-        for hook in syncs._hooks.values():
-            hook.remove()
+        syncs.remove()
 
 
 def test_what_tells_too_often_is_timed_in_the_first_steps_alone(monkeypatch):
-    monkeypatch.setattr("flatout.observe.outputs.is_anything_compiled", lambda: False)
+    monkeypatch.setattr("flatout.observe.frequent_calls.is_anything_compiled", lambda: False)
     watch, owner = Watch(), SimpleNamespace(add_scalar=lambda name: None, print=lambda text: None)
     plain = owner.add_scalar
     told = Told(watch)
@@ -83,7 +82,7 @@ def test_what_tells_too_often_is_timed_in_the_first_steps_alone(monkeypatch):
     watch.lanes.switch(FORWARD)
     for _ in range(2000):
         owner.add_scalar("loss")
-    told._weigh()
+    told.calls.weigh()
     assert owner.add_scalar is plain
     owner.add_scalar("loss")
     owner.print("again")

@@ -10,7 +10,8 @@ from collections import Counter
 from threading import get_ident
 from typing import Any
 
-from flatout.hooks import Hook, is_anything_compiled, when_imported, wrap
+from flatout.hooks import when_imported, wrap
+from flatout.observe.frequent_calls import FrequentCalls
 from flatout.observe.lanes import GC, HOST, SAVING
 from flatout.observe.model_facts import local
 from flatout.observe.openmp import OPENMP
@@ -22,9 +23,8 @@ _SAVED = 200
 _NUMBERED = 8
 # By a package, where what is told can be left out.
 _LOGGED = {"logged": True}
-# Timing what tells may take so much of the time, or of a step, at so much for each call. That is
-# weighed after so many steps, and again after twice as many.
-_MOST_SHARE, _MOST_NS, _CALL_NS, _WEIGHED = 0.004, 5_000, 3_000, 25
+# Timing what tells may take so much of a step, at so much for each call.
+_MOST_NS, _CALL_NS = 5_000, 3_000
 
 
 def watch_outputs(watch: Watch) -> None:
@@ -45,49 +45,12 @@ class Told:
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
-        self._places: list[tuple[Any, str, str, dict[str, Any] | None]] = []
-        self._hooks: dict[str, list[Hook]] = {}
-        self._shifted: Counter[tuple[str, int]] = Counter()
-        watch.on_renewal.append(self._begin)
-        watch.at(_WEIGHED, self._weigh)
+        self.calls = FrequentCalls(watch, _MOST_NS, _CALL_NS)
 
     def time(self, owner: Any, name: str, kind: str, detail: dict[str, Any] | None = None) -> None:
         """Times the calls of a function, as of this kind."""
-        self._places.append((owner, name, kind, detail))
-        self._wrap(owner, name, kind, detail)
-
-    def _wrap(self, owner: Any, name: str, kind: str, detail: dict[str, Any] | None) -> None:
-        given = (kind, HOST, self._watch, detail, 2, self._shifted)
-        self._hooks.setdefault(kind, []).append(wrap(owner, name, "observe", _timed, *given))
-
-    def _begin(self) -> None:
-        self._shifted.clear()
-        for place in self._places:
-            if place[2] not in self._hooks:
-                self._wrap(*place)
-
-    def _weigh(self) -> None:
-        watch, lanes = self._watch, self._watch.lanes
-        steps = lanes.steps
-        most = max(_MOST_SHARE * sum(lanes.spent), _MOST_NS * steps) / _CALL_NS
-        for kind in [*self._hooks]:
-            count = watch.calls.count(kind)
-            if count > most and not is_anything_compiled():  # it would be compiled again
-                self._end(kind)
-                watch.notes[
-                    f"{kind}: {count / steps:.0f} calls a step are too many to time in each; "
-                    f"the first {steps} steps stand for all"
-                ] = None
-        watch.at(2 * steps, self._weigh)
-
-    def _end(self, kind: str) -> None:
-        if not all(hook.remove() for hook in self._hooks.pop(kind)):
-            return  # another package has wrapped one since
-        steps = self._watch.lanes.steps
-        self._watch.calls.spread(kind, steps)
-        for (of, lane), ns in self._shifted.items():
-            if of == kind and lane != HOST:
-                self._watch.lanes.takes_each_step(ns / steps, lane, HOST)
+        given = (kind, HOST, self._watch, detail, 2, self.calls.shifted)
+        self.calls.time(owner, name, kind, _timed, *given)
 
 
 def _noting_openmp(original: Any, watch: Watch) -> Any:

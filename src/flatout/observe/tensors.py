@@ -11,15 +11,15 @@ from types import FrameType
 from typing import Any
 
 from flatout.hooks import Hook, is_anything_compiled, wrap
+from flatout.observe.frequent_calls import FrequentCalls
 from flatout.observe.lanes import BACKWARD, COPY, HOST, INPUT, OPTIMIZER
 from flatout.observe.round_trips import RoundTrips
 from flatout.observe.watch import Watch
 
 # Optimizers and loaders read their own numbers.
 _OTHERS = (OPTIMIZER, INPUT)
-# Counting calls may take so much of the time, or of a step, at so much for each of them. That is
-# weighed after so many steps, and again after twice as many.
-_MOST_SHARE, _MOST_NS, _CALL_NS, _WEIGHED = 0.004, 2_000, 1_000, 25
+# Counting calls may take so much of a step, at so much for each of them.
+_MOST_NS, _CALL_NS = 2_000, 1_000
 # Steps in which copies are asked from what memory they come.
 _ASKED = 8
 # What each method is told as.
@@ -37,7 +37,7 @@ _SYNCS = {
 def watch_tensors(torch: Any, watch: Watch) -> None:
     """Hooks into the methods of torch.Tensor by which a value comes to the host."""
     trips = RoundTrips(watch)
-    Syncs(torch, watch, trips)
+    watch_syncs(torch, watch, trips)
     # Keras calls `to` seventy times in a step: where there is no other device, no one need look.
     if torch.accelerator.current_accelerator(check_available=False) is None:
         return
@@ -45,53 +45,15 @@ def watch_tensors(torch: Any, watch: Watch) -> None:
         wrap(torch.Tensor, name, "observe", copying, watch, trips)
 
 
-class Syncs:
+def watch_syncs(torch: Any, watch: Watch, trips: RoundTrips) -> FrequentCalls:
     """Counts values that come to the host: in all steps, or where that would cost too much of a
     short step with many of them, in the first ones.
     """
-
-    def __init__(self, torch: Any, watch: Watch, trips: RoundTrips) -> None:
-        self._torch = torch
-        self._watch = watch
-        self._trips = trips
-        self._hooks: dict[str, Hook] = {}
-        self._begin()
-        watch.on_renewal.append(self._begin)
-        watch.at(_WEIGHED, self._weigh)
-
-    def _begin(self) -> None:
-        self._shifted: Counter[tuple[str, int]] = Counter()
-        for name, kind in _SYNCS.items():
-            if name not in self._hooks:
-                follows = self._trips if name == "cpu" else None
-                args = (kind, name, self._watch, follows, self._shifted)
-                self._hooks[name] = wrap(self._torch.Tensor, name, "observe", timed, *args)
-
-    def _weigh(self) -> None:
-        watch, lanes = self._watch, self._watch.lanes
-        steps, ns = lanes.steps, sum(lanes.spent)
-        most = max(_MOST_SHARE * ns, _MOST_NS * steps) / _CALL_NS
-        for kind in sorted({_SYNCS[name] for name in self._hooks}):
-            count = watch.calls.count(kind)
-            if count > most and not is_anything_compiled():  # it would be compiled again
-                self._end(kind)
-                watch.notes[
-                    f"{kind}: {count / steps:.0f} calls a step are too many to time in each; "
-                    f"the first {steps} steps stand for all"
-                ] = None
-        watch.at(2 * steps, self._weigh)
-
-    def _end(self, kind: str) -> None:
-        names = [name for name in self._hooks if _SYNCS[name] == kind]
-        for name in names:
-            if not self._hooks[name].remove():
-                return  # another package has wrapped it since
-            del self._hooks[name]
-        steps = self._watch.lanes.steps
-        self._watch.calls.spread(kind, steps)
-        for (of, lane), ns in self._shifted.items():
-            if of == kind:
-                self._watch.lanes.takes_each_step(ns / steps, lane, HOST)
+    syncs = FrequentCalls(watch, _MOST_NS, _CALL_NS)
+    for name, kind in _SYNCS.items():
+        follows = trips if name == "cpu" else None
+        syncs.time(torch.Tensor, name, kind, timed, kind, name, watch, follows, syncs.shifted)
+    return syncs
 
 
 def timed(
