@@ -253,7 +253,7 @@ def average(slow, model):
 def test_a_tracker_two_modules_away_has_a_proven_figure(tmp_path):
     (tmp_path / "engine.py").write_text(ENGINE)
     (tmp_path / "script.py").write_text(TRACKED)
-    options = ("--seconds", "3", "--ablate", "4")
+    options = ("--seconds", "8", "--ablate", "4")
     ran = subprocess.run(
         [sys.executable, "-m", "flatout.observe.start", "seen", *options, "script.py"],
         cwd=tmp_path,

@@ -59,7 +59,7 @@ class Tracker:
 def test_a_slow_logger_and_batches_by_hand_are_told_by_their_lines(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "tracker.py").write_text(TRACKER)
-    observe = [sys.executable, "-m", "flatout.observe.start", "seen", "--seconds", "3", "script.py"]
+    observe = [sys.executable, "-m", "flatout.observe.start", "seen", "--seconds", "8", "script.py"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     ran = subprocess.run(observe, cwd=tmp_path, env=environment, capture_output=True, timeout=120)
     assert ran.returncode == 0, ran.stderr
