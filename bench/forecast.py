@@ -1,6 +1,7 @@
 """What a forecast says of more hosts beside what they give: up to four of them in namespaces.
 
-    python bench/forecast.py [--restarts 1] [--only JOB ...] [--links LINK ...] [--json [FILE]]
+    python bench/forecast.py [--restarts 1] [--only JOB ...] [--links LINK ...] [--keep FOLDER]
+                             [--json [FILE]]
 
 Links of 0.1, 1 and 10 Gbit/s, and of 1 Gbit/s with 1 ms and 10 ms of delay; ddp with each
 reduction, and on links of 0.1 and 1 Gbit/s and with 1 ms a parameter server, local SGD and sharded
@@ -13,6 +14,9 @@ the mean.
 All hosts share the CPUs of this machine, so computing is sleep, of 48 ms a step: as where GPUs
 compute. What ranks add up and send is real, so that at 10 Gbit/s and above four hosts on few cores
 hold one another up, which is no link's doing.
+
+Runs stay in the FOLDER of `--keep`. Those that are there are not made again, only predicted, as
+where the model has changed since.
 """
 
 from __future__ import annotations
@@ -128,7 +132,9 @@ def run_on(hosts: Sequence[Host], command: Sequence[str]) -> list[str]:
 
 
 def train(hosts: Sequence[Host], job: str, width: int, folder: Path) -> Profile:
-    """The Profile of the job on these hosts."""
+    """The Profile of the job on these hosts; the folder may hold it."""
+    if folder.exists():
+        return Profile.read(folder)
     settings = [word for name, value in JOBS[job].items() for word in ("--set", f"{name}={value}")]
     if len(hosts) == 1 and job in STRATEGIES:
         settings = []  # a rank alone has none
@@ -153,9 +159,7 @@ def cases_of(
                 for turn in range(restarts)
             }
             if network is None:
-                probe = folder / "probe.py"
-                probe.write_text(script(sizes_of(runs[2, 0]), NETWORK_S))
-                network = network_in(run_on(hosts[:2], [str(probe)]))
+                network = network_of(hosts[:2], runs[2, 0], folder)
                 tell(f"{link}: {network.links[0]}")
             truth = {
                 count: median(rate_of(runs[count, turn]) for turn in range(restarts))
@@ -166,6 +170,17 @@ def cases_of(
                 found += _predicted(link, job, names, network, truth)
                 tell("\n".join("  ".join(case.line) for case in found[-max(HOSTS) + measured :]))
     return found
+
+
+def network_of(hosts: Sequence[Host], run: Profile, folder: Path) -> Network:
+    """What was measured between these hosts, at the run's bucket sizes; the folder may hold it."""
+    kept = folder / "network.json"
+    if not kept.exists():
+        probe = folder / "probe.py"
+        probe.write_text(script(sizes_of(run), NETWORK_S))
+        network = network_in(run_on(hosts, [str(probe)]))
+        kept.write_text(network.model_dump_json(by_alias=True))
+    return Network.model_validate_json(kept.read_text())
 
 
 def _predicted(
@@ -213,6 +228,7 @@ def read_arguments() -> argparse.Namespace:
     add_arguments(parser, restarts=1)
     parser.add_argument("--only", nargs="+", default=list(JOBS), choices=JOBS)
     parser.add_argument("--links", nargs="+", default=list(LINKS), choices=LINKS)
+    parser.add_argument("--keep", type=Path, help="where runs stay, and are read from")
     return parser.parse_args()
 
 
@@ -228,8 +244,8 @@ def main() -> int:
     cases: list[Case] = []
     with tempfile.TemporaryDirectory(prefix="flatout-bench-") as folder:
         for link in arguments.links:
-            own = Path(folder) / link
-            own.mkdir()
+            own = (arguments.keep or Path(folder)).absolute() / link
+            own.mkdir(parents=True, exist_ok=True)
             jobs = [job for job in arguments.only if job in REDUCTIONS or link in STRATEGY_LINKS]
             cases += cases_of(LINKS[link], jobs, arguments.restarts, own)
     results = Results(

@@ -92,7 +92,9 @@ python docs/forecast_accuracy.py > docs/forecast_accuracy.md
 - One rule for all: the model is calibrated on each beginning of a series of two rows or more (of
   one, where there are but two), and predicts all rows after it. Nothing is fitted to more than one
   series.
-- Intervals are widened by the errors of all *other* series, never by the series' own.
+- Intervals are widened by the errors of all *other* series, never by the series' own. One error is
+  of no series: 10% of what more ranks exchange than were timed, from the lab of
+  [`bench/forecast.py`](measurements.md); published rates are covered as well with and without it.
 - What a network reaches of its line rate is set by its kind: {bands}.
   Within a host it is 0.1 to 0.9. Gradients are taken to be sent in buckets of 25 MB, ready one
   after the other.

@@ -193,6 +193,14 @@ SECTIONS = (
         "trials.",
     ),
     Section(
+        "forecast",
+        "Forecasts of more hosts",
+        "Up to four hosts in namespaces of one machine, with links of 0.1 to 10 Gbit/s and 0 to "
+        "10 ms. Each rate is predicted from a run of one rank and from runs of one and two. "
+        "Computing is sleep, since the hosts share this machine's CPUs; what ranks send and add up "
+        "is real.",
+    ),
+    Section(
         "doctor",
         "The doctor's trials",
         "The same scripts with trials of 120 s. What the trials promise for all cures together is "

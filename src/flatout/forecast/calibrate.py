@@ -54,9 +54,9 @@ def calibrate(
     return draws.take(_chosen(off, rng))
 
 
-def total_seconds(job: Job, row: Row, draws: Draws) -> Floats:
-    """Of a step of such a shape."""
-    return np.asarray(sum(step_terms(job, row.shape, draws).values()))
+def total_seconds(job: Job, row: Row, draws: Draws, *, is_timed: bool = True) -> Floats:
+    """Of a step of such a shape, see `step_terms`."""
+    return np.asarray(sum(step_terms(job, row.shape, draws, is_timed=is_timed).values()))
 
 
 def _drawn(prior: Prior, rng: np.random.Generator) -> Draws:

@@ -176,7 +176,8 @@ class Side:
 
     def rates(self, shape: Shape, job: Job | None = None) -> Floats:
         """Samples per second, a draw in each place."""
-        terms = step_terms(job or self.measured.job, shape, self.draws)
+        is_timed = shape.ranks <= self.measured.most_ranks
+        terms = step_terms(job or self.measured.job, shape, self.draws, is_timed=is_timed)
         return shape.samples / np.asarray(sum(terms.values()))
 
     @property

@@ -115,7 +115,7 @@ def _predicted(series: Series, rows: int) -> list[Case]:
     rng = np.random.default_rng(1)
     for place in range(rows, len(series.shapes)):
         row = series.row(place)
-        seconds = total_seconds(series.job, row, draws)
+        seconds = total_seconds(series.job, row, draws, is_timed=False)
         seconds = seconds * np.exp(row.noise * rng.standard_normal(len(seconds)))
         cases.append(
             Case(
