@@ -47,7 +47,7 @@ def main() -> None:
     loop.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for step in range(int(sys.argv[1])):
         loop.timeline.record(step * 1_000_000, 1000, 10, 300_000, 500_000, 0, 100_000, 10, 32)
-    recording = loop._recording
+    recording = loop.monitor.recording
     assert recording is not None
     use = recording._use
     workers = [subprocess.Popen([sys.executable, "-c", "input()"], stdin=-1) for _ in range(2)]

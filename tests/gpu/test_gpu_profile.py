@@ -130,10 +130,10 @@ def _waits(device, run, monkeypatch):
     source = arrays(*data()).batch(32)
     compute = lambda batch: nn.functional.cross_entropy(model(batch.inputs), batch.targets)  # noqa: E731
     loop.prepare(model, optimizer)  # nothing is measured
-    if loop._recording is not None:
-        loop._recording._use._every_ns = 1  # look after each step
-        loop._recording._use.due = 0
-        loop._look_at = 0
+    if loop.monitor.recording is not None:
+        loop.monitor.recording._use._every_ns = 1  # look after each step
+        loop.monitor.recording._use.due = 0
+        loop.monitor._due = 0
     batches = [batch for batch, _ in zip(loop.batches(source), range(60), strict=False)]
     calls = []
     with monkeypatch.context() as patched, warnings.catch_warnings(record=True) as told:

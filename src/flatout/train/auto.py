@@ -34,7 +34,8 @@ from flatout.train.frozen_precision import Found, Planned, choose_precision, has
 from flatout.train.micro_batch import forget_frames, is_out_of_memory
 from flatout.train.row_tables import Tables
 from flatout.train.settings import Settings, Switch, can_switch
-from flatout.train.step import Compute, Stepper
+from flatout.train.loss_value import Compute
+from flatout.train.step import Stepper
 from flatout.words import duration
 from flatout.world import World, place
 

@@ -25,7 +25,8 @@ from flatout.train.auto_budget import Budget
 from flatout.train.auto_search import Option
 from flatout.train.settings import LIVE, Settings
 from flatout.train.snapshot import random_state, set_random_state, untouched
-from flatout.train.step import Compute, Stepper
+from flatout.train.loss_value import Compute
+from flatout.train.step import Stepper
 
 # The check runs on this part of a batch, and on no fewer samples than this.
 _PART, _FEWEST = 16, 4

@@ -46,7 +46,8 @@ from flatout.train.capture_graph import (
 )
 from flatout.train.compute import ModelCompute
 from flatout.train.settings import FIELDS, LIVE
-from flatout.train.step import Done, Stepper
+from flatout.train.step import Stepper
+from flatout.train.step_graphs import Done
 from flatout.words import duration
 
 KIND = "steps"

@@ -27,7 +27,7 @@ from flatout.train.capture_ids import Bounded
 from flatout.train.compute import ModelCompute
 from flatout.train.losses import Value
 from flatout.train.settings import Switch
-from flatout.train.step import mean_of_value
+from flatout.train.loss_value import mean_of_value
 
 Tensors = list[torch.Tensor]
 Shapes = list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]

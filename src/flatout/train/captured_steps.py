@@ -47,7 +47,7 @@ def captured_steps(
     if program is None:
         return None
     turn = stepper.turn = stepper.joint
-    add, was_bad, record = turn.mean_loss.add, turn.update.was_bad, loop.record
+    add, was_bad, record = turn.mean_loss.add, turn.update.was_bad, loop.monitor.captured_step
     make = program.in_a_row(loop.step_count + 1)
     try:
         for _ in range(min(most, program.left)):
@@ -66,7 +66,7 @@ def captured_steps(
             stepped = clock()
             program.feed(batch)
             if was_bad():
-                loop.explain_bad(turn, compute, batch)
+                loop.numbers.after_step(turn, compute, (batch,), feed.source)
             loop.count_step()
             add(*made)
             record(feed.lanes(), stepped - begun, stepped, batch.samples)

@@ -15,7 +15,7 @@ from flatout.train.broadcast import ONE_SHAPE, no_broadcast_within
 from flatout.train.losses import Loss, Value
 from flatout.train.micro_batch import is_out_of_memory
 from flatout.train.snapshot import untouched
-from flatout.train.step import Compute
+from flatout.train.loss_value import Compute
 from flatout.train.tables import ids_checked
 
 # What torch raises where tensors do not fit; anything else is a mistake in the user's code, which

@@ -43,7 +43,9 @@ from flatout.train.function_watch import FunctionWatch
 from flatout.train.losses import Value
 from flatout.train.settings import Settings
 from flatout.train.snapshot import untouched
-from flatout.train.step import Done, Stepper, mean_of_value
+from flatout.train.loss_value import mean_of_value
+from flatout.train.step import Stepper
+from flatout.train.step_graphs import Done
 
 # Kept at once, by shapes and settings: the one that was used longest ago goes. Batches of further
 # shapes run without.

@@ -49,7 +49,8 @@ from flatout.train.settings import Settings, Switch
 from flatout.train.sharded_tables import SHARDED, read_whole, shards_of, shards_tables
 from flatout.train.snapshot import untouched
 from flatout.train.split_tables import SPLIT, check_split, splits_tables
-from flatout.train.step import Compute, Stepper
+from flatout.train.loss_value import Compute
+from flatout.train.step import Stepper
 from flatout.train.stragglers import Pace
 
 # Samples of a first batch, where a forward of all would show.

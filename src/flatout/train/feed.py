@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from time import perf_counter_ns as clock
 from typing import Protocol
@@ -197,6 +197,18 @@ class Feed:
         """When the present step began, and its times of fetching, copying and waiting, in ns."""
         lanes, self._lanes = self._lanes, None
         return lanes or (clock(), 0, 0, 0)
+
+    def samples_of(self, batches: Sequence[Batch], ranks: int) -> int:
+        """Samples of all ranks that go with a step of these batches of this rank.
+
+        About, where ranks have samples of their own.
+        """
+        samples = 0
+        for batch in batches:
+            samples += batch.samples if ranks == 1 else batch.whole or batch.samples * ranks
+        if self.claims is not None:
+            return samples * self.claims.passed // self.claims.parts
+        return samples
 
     def notes(self) -> list[str]:
         """What happened since the last call that the user should know."""

@@ -360,7 +360,7 @@ class Fit:
             self._note_settings()
             self._measure_steps()
             state.history.lanes_by_rank = loop.world.gather(loop.timeline.lanes())
-            loop.tell_others()
+            loop.monitor.meet()
             if loop.run is not None:
                 if not loop.is_saved:
                     self._checkpoint()
@@ -396,7 +396,7 @@ class Fit:
         if self.loop.run is None or not is_asked():
             return
         times, beside, words = step_times(self.loop, self.compute, self.source)
-        self.loop.keep_step_times(times, beside)
+        self.loop.monitor.keep_step_times(times, beside)
         for line in words:
             self._note(line)
 
@@ -420,7 +420,7 @@ class Fit:
 
     def _note(self, words: str) -> None:
         self.state.history.notes.append(words)
-        self.loop.keep_notes([words])
+        self.loop.monitor.keep_notes([words])
         if not self.loop.shows_notes:
             self.loop.say(words)
 

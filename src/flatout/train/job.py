@@ -17,7 +17,7 @@ from flatout.train.losses import Loss
 from flatout.train.metrics import Metric, as_metrics
 from flatout.train.narrow import Narrow
 from flatout.train.several_losses import OutputMetrics, SeveralCompute, SeveralLosses, total_of
-from flatout.train.step import Compute
+from flatout.train.loss_value import Compute
 from flatout.world import ONE, World
 
 

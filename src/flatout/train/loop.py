@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import cached_property, partial
 from time import perf_counter_ns as clock
 from typing import Any, TypeVar
@@ -33,11 +33,10 @@ from torch import nn
 from flatout.data import Batch, Source
 from flatout.devices import process
 from flatout.errors import ModelError
-from flatout.measure import Live, RanksOnHost, StepTimes, cuda_lanes
+from flatout.measure import cuda_lanes
 from flatout.models import has_compiled
 from flatout.optim import Optimizers, as_tuple
 from flatout.recipe import ResolvedRecipe, dumps
-from flatout.save import LoadedCheckpoint
 from flatout.strategies import check_replicas
 from flatout.train import guard
 from flatout.train.broadcast import watched
@@ -45,18 +44,19 @@ from flatout.train.decide import decide, make_stepper
 from flatout.train.device_data import DeviceData, room
 from flatout.train.features import FrozenFeatures
 from flatout.train.loop_state import LoopState, Scheduler
+from flatout.train.monitor import Monitor
 from flatout.train.numbers_guard import NumbersGuard, Step
 from flatout.train.other_job import OtherJob
 from flatout.train.preflight import explain_one_sample
-from flatout.train.prepare import first_batches, follow_rule, place_model, show
+from flatout.train.prepare import first_batches, follow_rule, place_model
 from flatout.train.profiled import bytes_per_sample, model_facts
 from flatout.train.rank_trial import RankTrial, is_trial
-from flatout.train.recording import Recording
 from flatout.train.rehearsal import rehearse
-from flatout.train.resume import Resume, job_of, own_state_of, state_of
+from flatout.train.resume import Resume, find_checkpoint, own_state_of, state_of
 from flatout.train.running_mean import mean_of
 from flatout.train.settings import Switch
-from flatout.train.step import Compute, Stepper
+from flatout.train.loss_value import Compute
+from flatout.train.step import Stepper
 from flatout.train.tables import explain_ids
 from flatout.train.tuning import capture_steps, tell_of_tables, tune
 from flatout.train.turn import Turn, check_gathered
@@ -84,18 +84,16 @@ class Loop(LoopState):
 
     Attributes:
         features: keeps what frozen leading layers give; None before `prepare`.
+        numbers: checks whether each step's numbers are finite, from `prepare` on.
 
     `LoopState` has the others.
     """
 
     resume: Resume | None
     features: FrozenFeatures | None = None
+    numbers: NumbersGuard
     _other_job: OtherJob | None = None
     _trial: RankTrial | None = None
-    _live: Live | None = None
-    _recording: Recording | None = None
-    # When the next of these two is to look, on the clock of steps.
-    _look_at = sys.maxsize
     # That was being handled when training began: it is not what ends it.
     _earlier_error: BaseException | None = None
 
@@ -142,7 +140,7 @@ class Loop(LoopState):
         self.schedulers = _listed(scheduler)
         if self.requested.process.threads == "auto":
             self.undo.callback(torch.set_num_threads, torch.get_num_threads())
-        self._find_checkpoint(compute)
+        find_checkpoint(self, compute)
         if self.run is not None:
             self.checkpointing.begin()
         for line in process.apply(self.requested.process):
@@ -171,32 +169,13 @@ class Loop(LoopState):
         if is_trial():
             tunes = partial(getattr, self.tuner, "is_searching", False)
             self._trial = RankTrial(lambda: self.step_count, tunes, world.is_first)
-        self._live = show(self)
-        self._recording = None if facts is None else Recording(self, *facts)
-        self._look_at = 0
+        self.monitor.begin(facts)
         return model, optimizer
 
     @cached_property
-    def found(self) -> LoadedCheckpoint | None:
-        """The checkpoint that `prepare` goes on from; None where there is none.
-
-        Raises:
-            CheckpointError: it is damaged, or there is one and no one asked to go on from it.
-        """
-        if self._resume or self.run is not None:
-            return self.checkpointing.find(self._resume)
-        return None
-
-    def _find_checkpoint(self, compute: Compute | None) -> None:
-        """What a resume goes on from, which may decide the settings."""
-        loaded = self.found
-        del self.found  # it holds all weights once more
-        self.job = self.world.from_first(job_of(self, compute))
-        self.fresh_groups = [[dict(group) for group in o.param_groups] for o in self.optimizers]
-        if loaded is not None:
-            self.resume = Resume(self, loaded)
-            self.requested = self.resume.recipe(self)
-            del self.checkpointing  # made again, as the saved settings say
+    def monitor(self) -> Monitor:
+        """Shows and records the steps."""
+        return Monitor(self)
 
     def _decide(self, compute: Compute | None, first: list[Batch], steps: int | None) -> None:
         """Resolve the Recipe on the first batches and switch to it; `close` switches back."""
@@ -205,7 +184,7 @@ class Loop(LoopState):
         if compute is not None and first and not self.lays_out and not self.has_servers:
             self._other_job = OtherJob(self, steps)
         self.resolved, decision = decide(self, self.facts, compute, first, steps)
-        self._guard = NumbersGuard(self.stepper, self.world, self.feed.first, self._latest)
+        self.numbers = NumbersGuard(self.stepper, self.world, self.feed.first, self._latest)
         self.feed.channels_last = self.resolved.compute.memory_format == "channels_last"
         if self.resolved.input.on_device == "on":
             self.feed.device_data = DeviceData(self.device, room(self.device))
@@ -251,12 +230,12 @@ class Loop(LoopState):
         Args:
             figures: of the epoch, for the Profile of a run folder; None takes the mean loss.
         """
-        if self._recording is not None:
-            self._recording.end_epoch({"loss": self.mean_loss()} if figures is None else figures)
+        if (recording := self.monitor.recording) is not None:
+            recording.end_epoch({"loss": self.mean_loss()} if figures is None else figures)
         self.epoch += 1
         self.step_in_epoch = 0
         self.batch_in_epoch = self.feed.taken = 0
-        for turn in self.stepper.turns.values():
+        for turn in self.stepper.turns:
             turn.mean_loss.reset()
 
     def batches(self, source: Source) -> Iterator[Batch]:
@@ -295,7 +274,7 @@ class Loop(LoopState):
             FlatoutError: `prepare` was not given this optimizer.
         """
         stepper = self.stepper
-        turn = stepper.joint if optimizer is None else stepper.turn_of(optimizer)
+        turn = stepper.joint if optimizer is None else stepper.turns.of(optimizer)
         if not turn.gathered:
             turn.gathered_from = self.feed.taken
         turn.gathered.append(batch)
@@ -303,7 +282,7 @@ class Loop(LoopState):
 
     def flush(self, compute: Compute, optimizer: Optimizers | None = None) -> bool:
         """Make an optimizer step of the batches gathered so far, as at the end of an epoch."""
-        return self._flush(compute, self.stepper.turn_of(optimizer))
+        return self._flush(compute, self.stepper.turns.of(optimizer))
 
     def _flush(self, compute: Compute, turn: Turn) -> bool:
         if not turn.gathered:
@@ -319,22 +298,22 @@ class Loop(LoopState):
         return Step(self.next_step, self.epoch, self.feed.taken - batches, batches, rate)
 
     def _step(self, compute: Compute, batches: tuple[Batch, ...], turn: Turn) -> None:
-        start, fetch, copy, others = self.feed.lanes()
-        # A Trainer's loss is looked at where its outputs and targets are known.
-        looks = self.told is None and not turn.has_stepped
+        lanes = self.feed.lanes()
+        # A Trainer's loss is checked where its outputs and targets are known.
+        is_checked = self.told is None and not turn.has_stepped
         try:
-            run = watched(compute) if looks else compute
+            run = watched(compute) if is_checked else compute
             if self._other_job is not None and self.is_other_job:
                 self.stepper.switch.gather_rows()
                 with self.uncounted():
                     self._other_job.decide(compute, batches[0])
             number, tuner = self.next_step, self.tuner
-            with self._seen(batches):
+            with nullcontext() if self.features is None else self.features.seen(batches):
                 if tuner is None or number < tuner.next_step:
                     done = self.stepper(run, batches, number, turn)
                 else:
                     make = partial(self.stepper, run, batches, number, turn)
-                    done = tuner.step(make, batches, turn, number, copy / 1e9)
+                    done = tuner.step(make, batches, turn, number, lanes[2] / 1e9)
         except (IndexError, RuntimeError, ValueError) as error:
             explain_one_sample(error, batches, self.next_step)
             with self.stepper.switch.rows_as_they_lie():
@@ -343,78 +322,15 @@ class Loop(LoopState):
         stepped = clock()
         frozen = 0 if self.features is None else self.features.rows.taken()
         turn.has_stepped = True
-        self._guard.after_step(turn, compute, batches, self.feed.source)
+        self.numbers.after_step(turn, compute, batches, self.feed.source)
         self.count_step()
         if self.stepper.switch.leave_read_whole():
             self.stepper.strategy.renew()
             tell_of_tables(self, [])
         turn.mean_loss.add(done.loss, done.weight)
-        now = clock()
-        samples = self._samples_of(batches)
-        if (device := self.stepper.lanes) is None:
-            self.timeline.record(
-                start,
-                fetch,
-                copy,
-                done.forward + frozen,
-                done.backward,
-                done.sync + others,
-                done.optimizer,
-                now - stepped,
-                samples,
-            )
-        else:
-            queueing = done.forward + done.backward + done.sync + done.optimizer
-            device.record(start, fetch, copy, others, frozen, queueing, now - stepped, samples)
-        if now >= self._look_at:
-            self._look(now)
+        samples = self.feed.samples_of(batches, self.world.size)
+        self.monitor.step(lanes, done, frozen, stepped, samples)
         self.pace.mark()
-
-    def _samples_of(self, batches: tuple[Batch, ...]) -> int:
-        """Samples of all ranks that go with a step of these batches."""
-        samples = sum([_on_all_ranks(batch, self.world.size) for batch in batches])
-        if (claims := self.feed.claims) is not None:
-            return samples * claims.passed // claims.parts
-        return samples
-
-    def record(
-        self, lanes: tuple[int, int, int, int], forward: int, stepped: int, samples: int
-    ) -> None:
-        """Note where the time of a captured step went.
-
-        Args:
-            lanes: of its batch.
-            forward: how long it took, in ns.
-            stepped: when it had ended.
-            samples: on how many.
-        """
-        start, fetch, copy, others = lanes
-        now = clock()
-        self.timeline.record(start, fetch, copy, forward, 0, others, 0, now - stepped, samples)
-        if now >= self._look_at:
-            self._look(now)
-
-    def _look(self, now: int) -> None:
-        """Show what steps take and record what they use, where that is due."""
-        assert self._live is not None
-        if now >= self._live.due:
-            self._live.write()
-        self._look_at = self._live.due
-        if self._recording is not None:
-            if now >= self._recording.due:
-                self._recording.look()
-            self._look_at = min(self._look_at, self._recording.due)
-
-    def explain_bad(self, turn: Turn, compute: Compute, batch: Batch) -> None:
-        """Look for the cause of a step that was held back.
-
-        Raises:
-            NumbersError: naming it.
-        """
-        self._guard.after_step(turn, compute, (batch,), self.feed.source)
-
-    def _seen(self, batches: tuple[Batch, ...]) -> AbstractContextManager[Any]:
-        return nullcontext() if self.features is None else self.features.seen(batches)
 
     def mean_loss(self, optimizer: Optimizers | None = None) -> float:
         """Weighted mean loss of this epoch so far; waits for the device.
@@ -423,7 +339,7 @@ class Loop(LoopState):
             optimizer: of the steps of this one, or of these together; None for all steps.
         """
         stepper = self.stepper
-        turns = stepper.turns.values() if optimizer is None else [stepper.turn_of(optimizer)]
+        turns = stepper.turns if optimizer is None else [stepper.turns.of(optimizer)]
         result = mean_of([turn.mean_loss.state_dict() for turn in turns])
         self.timeline.settle()  # the device has ended all steps
         return result
@@ -431,24 +347,8 @@ class Loop(LoopState):
     def notes(self) -> list[str]:
         """What happened since the last call that the user should know."""
         notes, self.stepper.notes = [*self.stepper.notes, *self.feed.notes()], []
-        self.keep_notes(notes)
+        self.monitor.keep_notes(notes)
         return notes
-
-    def keep_notes(self, notes: list[str]) -> None:
-        """Keep what the user was told, for the Profile of a run folder."""
-        if self._recording is not None:
-            self._recording.notes += notes
-
-    def keep_step_times(self, times: list[StepTimes], beside: list[RanksOnHost]) -> None:
-        """Keep what was measured of steps, for the Profile of a run folder."""
-        if self._recording is not None:
-            self._recording.step_times = times
-            self._recording.ranks_on_host = beside
-
-    def tell_others(self) -> None:
-        """Have all ranks tell what they record, for the Profile; all call it."""
-        if self._recording is not None:
-            self._recording.meet()
 
     def check_numbers(self, compute: Compute | None = None) -> None:
         """Read the flags of steps that are still unread; call it before evaluating or saving.
@@ -459,7 +359,7 @@ class Loop(LoopState):
         Raises:
             NumbersError: naming the first step that was bad.
         """
-        self._guard.check(self.feed.source, compute)
+        self.numbers.check(self.feed.source, compute)
 
     # -- checkpoints -------------------------------------------------------------------------
 
@@ -478,7 +378,7 @@ class Loop(LoopState):
                 wait for others to make a step would be lost in a resume.
         """
         assert self.resolved is not None
-        check_gathered(self.stepper.turns.values(), self.step_count, self.batch_in_epoch)
+        check_gathered(self.stepper.turns, self.step_count, self.batch_in_epoch)
         self.meet_others()
         self.stepper.switch.settle_rows()
         guard.check_state(self.model, "saving")
@@ -492,7 +392,7 @@ class Loop(LoopState):
             metadata=self.metadata,
         )
         self._saved = (self.epoch, self.step_count)
-        self.tell_others()
+        self.monitor.meet()
         return path
 
     def end_tuning(self) -> None:
@@ -515,9 +415,7 @@ class Loop(LoopState):
             error = sys.exception()
         if error is None:
             self.end_tuning()
-        recording, self._recording = self._recording, None
-        if recording is not None:
-            recording.close(error)
+        self.monitor.end(error)
         if error is None:  # else other ranks may not come
             if self._stepper is not None:
                 self._stepper.switch.gather_rows()
@@ -525,10 +423,7 @@ class Loop(LoopState):
                 self._trial.end()
         self.evaluate_graph.close()
         self.timeline.stop()
-        if self._live is not None:
-            self._live.close()
-            self._live = None
-            self._look_at = sys.maxsize
+        self.monitor.close()
         self.undo.__exit__(None if error is None else type(error), error, None)
         if "checkpointing" in vars(self):
             self.checkpointing.close(error)
@@ -540,7 +435,3 @@ def _listed(given: Any) -> tuple[Any, ...]:
         return ()
     return tuple(given) if isinstance(given, list | tuple) else (given,)
 
-
-def _on_all_ranks(batch: Batch, ranks: int) -> int:
-    """Samples of the batch that this one is a part of; about, where ranks have samples of own."""
-    return batch.samples if ranks == 1 else batch.whole or batch.samples * ranks

@@ -22,7 +22,7 @@ from flatout.errors import FlatoutError
 from flatout.measure import Timeline
 from flatout.optim import LrRule, LrScale
 from flatout.recipe import Choice, ModelFacts, Parity, Recipe, ResolvedRecipe
-from flatout.save import Checkpoints
+from flatout.save import Checkpoints, LoadedCheckpoint
 from flatout.train.checkpointing import Checkpointing, no_run_folder
 from flatout.train.evaluate_batch import EvaluateBatch
 from flatout.train.evaluate_graph import EvaluateGraph
@@ -316,6 +316,17 @@ class LoopState:
         if self.lays_out:  # the copy that another thread writes would be of all weights
             asked = asked.model_copy(update={"asynchronous": False})
         return Checkpointing(self.run, self.world, asked)
+
+    @cached_property
+    def found(self) -> LoadedCheckpoint | None:
+        """The checkpoint that `prepare` goes on from; None where there is none.
+
+        Raises:
+            CheckpointError: it is damaged, or there is one and no one asked to go on from it.
+        """
+        if self._resume or self.run is not None:
+            return self.checkpointing.find(self._resume)
+        return None
 
     @property
     def checkpoints(self) -> Checkpoints:

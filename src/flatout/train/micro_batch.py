@@ -78,6 +78,37 @@ def smaller(model: nn.Module, pieces: int, size: int, when: str, on_rank: str = 
     return min(size, pieces * 2)
 
 
+def not_split(micro_batch: str | int, size: int, when: str, on_rank: str) -> OutOfMemory:
+    """Memory ran out where batches are split only as the user has asked."""
+    return OutOfMemory(
+        f"memory ran out{on_rank}",
+        where=f"{when}, batch of {size}, micro_batch={micro_batch!r}",
+        do="set Memory(micro_batch='auto'), which splits the batch until it fits, or "
+        "Memory(activation_checkpointing='on')",
+    )
+
+
+def not_split_alone(what: str, size: int, when: str, on_rank: str, *, staged: bool) -> OutOfMemory:
+    """Memory ran out on a rank that others wait for within the step.
+
+    Args:
+        what: meets what other ranks compute.
+        size: samples of this rank's part of the batch.
+        when: for messages, such as "step 3".
+        on_rank: words for which rank this is.
+        staged: each rank has some of the layers.
+    """
+    return OutOfMemory(
+        f"memory ran out{on_rank}, and {what} may meet other ranks' within a step, so that none "
+        "can take its part again",
+        where=f"{when}, batch of {size}",
+        do="set a larger world.micro_batches, lower batch_size, or take more ranks"
+        if staged
+        else f"set Memory(micro_batch={max(1, size // 2)}), lower batch_size, or use "
+        "Memory(activation_checkpointing='on')",
+    )
+
+
 class Parts:
     """Evaluates batches whole, or in parts where memory runs out: no sample knows of another.
 

@@ -15,7 +15,8 @@ from flatout.errors import NumbersError
 from flatout.train import guard
 from flatout.train.micro_batch import pieces_for
 from flatout.train.snapshot import untouched
-from flatout.train.step import Compute, Stepper, placed
+from flatout.train.loss_value import Compute
+from flatout.train.step import Stepper, placed
 from flatout.train.turn import Turn
 from flatout.world import ONE, World
 

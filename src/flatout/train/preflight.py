@@ -11,7 +11,7 @@ from flatout.data import Batch, Source, last_batch_of
 from flatout.errors import DataError
 from flatout.models import is_batch_coupled
 from flatout.train.snapshot import untouched
-from flatout.train.step import Compute
+from flatout.train.loss_value import Compute
 
 # What torch says where BatchNorm has a single value to take a variance of.
 _ONE_VALUE = "Expected more than 1 value per channel"

@@ -6,7 +6,6 @@ from torch import nn
 
 from flatout.data import Batch, Source, is_pipe
 from flatout.devices import place
-from flatout.measure import Live
 from flatout.strategies import check_reduction, check_settings
 from flatout.train.decide import samples_of
 from flatout.train.large_batch import resumed_words, scale_rates
@@ -15,7 +14,7 @@ from flatout.train.preflight import check_last_batch
 from flatout.train.rank_device import device_here
 from flatout.train.ranks import agreed, check_ranks, part_of
 from flatout.train.resume import first_samples, source_state
-from flatout.train.step import Compute
+from flatout.train.loss_value import Compute
 
 
 def place_model(loop: LoopState, model: nn.Module) -> list[str]:
@@ -84,15 +83,3 @@ def follow_rule(loop: LoopState) -> None:
     loop.lr_scale = scale
     if scale is not None and scale.changes:
         loop.stepper.lr_scale = scale
-
-
-def show(loop: LoopState) -> Live:
-    """Let `flatout top` see the steps."""
-    here, world = loop.world.place, loop.world
-    return Live(
-        loop.timeline,
-        rank=world.rank,
-        world_size=world.size,
-        job=None if world.size == 1 else f"{here.address}:{here.port}",
-        run=loop.run,
-    )

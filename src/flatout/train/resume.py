@@ -28,7 +28,7 @@ from flatout.train.loop_state import LoopState
 from flatout.train.rank_device import device_here
 from flatout.train.same_job import check_same_job, in_words, kind_of
 from flatout.train.snapshot import random_state, set_random_state
-from flatout.train.step import Compute
+from flatout.train.loss_value import Compute
 
 # So many sample numbers of the first batch tell one order from another.
 _SHOWN = 8
@@ -149,7 +149,19 @@ def _say_changes(loop: LoopState, saved: ResolvedRecipe, asked: Mapping[str, Any
         loop.say(f"kept from the checkpoint, though not asked for now: {', '.join(kept)}")
 
 
-def job_of(loop: LoopState, compute: Compute | None) -> dict[str, Any]:
+def find_checkpoint(loop: LoopState, compute: Compute | None) -> None:
+    """Tell the job, and let what it goes on from, if anything, decide what is asked for."""
+    loaded = loop.found
+    del loop.found  # it holds all weights once more
+    loop.job = loop.world.from_first(_job_of(loop, compute))
+    loop.fresh_groups = [[dict(group) for group in o.param_groups] for o in loop.optimizers]
+    if loaded is not None:
+        loop.resume = resume = Resume(loop, loaded)
+        loop.requested = resume.recipe(loop)
+        del loop.checkpointing  # made again, as the saved settings say
+
+
+def _job_of(loop: LoopState, compute: Compute | None) -> dict[str, Any]:
     """What a checkpoint keeps of the job, before any step has changed it."""
     return {
         "facts": {**_facts(loop), **(loop.told or compute_fact(compute))},
@@ -190,7 +202,7 @@ def state_of(loop: LoopState, extra: Any) -> dict[str, Any]:
         "optimizers": [strategy.state_of(optimizer, kept=keeps) for optimizer in loop.optimizers],
         "optimizer_kinds": [kind_of(optimizer) for optimizer in loop.optimizers],
         "schedulers": [scheduler.state_dict() for scheduler in loop.schedulers],
-        "turns": [turn.state_dict() for turn in loop.stepper.turns.values()],
+        "turns": [turn.state_dict() for turn in loop.stepper.turns],
         "source": None if loop.feed.source is None else source_state(loop.feed.source),
         "first_samples": loop.first_samples,
         "ids": loop.ids,
@@ -273,9 +285,9 @@ def put_back(
             scheduler.load_state_dict(keeps_arguments(scheduler, saved))
     take_over(changes, loop.optimizers, loop.fresh_groups, loop.schedulers, loop.job, state)
     for saved in state["turns"]:
-        turn = loop.stepper.turn_at(tuple(saved["optimizers"]))
+        turn = loop.stepper.turns.at(tuple(saved["optimizers"]))
         turn.load_state_dict(saved, same_machine=same_machine)
-    for turn in loop.stepper.turns.values():
+    for turn in loop.stepper.turns:
         turn.update.refresh()
     if strategy.reduction is not None:
         kept = [own["reduction"] for own in loaded.own]

@@ -16,7 +16,7 @@ from flatout.errors import RecipeError
 from flatout.models import Layout, SampleDropout, adapter_of
 from flatout.recipe import ModelFacts, Recipe
 from flatout.train.snapshot import random_state, untouched
-from flatout.train.step import Compute
+from flatout.train.loss_value import Compute
 from flatout.world import World
 
 

@@ -24,7 +24,7 @@ from flatout.train.compute import call, feed, value_of
 from flatout.train.losses import Loss, Value, as_loss
 from flatout.train.metrics import Mean, Metric, as_metrics
 from flatout.train.running_mean import TINY, mean_of, not_zero
-from flatout.train.step import Weighing
+from flatout.train.loss_value import Weighing
 
 
 class SeveralLosses:

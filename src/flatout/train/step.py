@@ -12,117 +12,64 @@ optimizers, a step is that of one of them or of several together: its turn.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter_ns as clock
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 
 from flatout.data import Batch, features_give_way, tensors_in
-from flatout.errors import DataError, FlatoutError, OutOfMemory
+from flatout.errors import DataError
 from flatout.measure import DeviceLanes
 from flatout.models import SampleDropout, adapter_of, is_batch_coupled
-from flatout.optim import LrScale, Optimizers, Update, as_tuple, scaled
-from flatout.strategies import Strategy, Sums, SyncBatchNorm
-from flatout.strategies.rank_rng import rank_rng
+from flatout.optim import LrScale, Update, scaled
+from flatout.strategies import Strategy, Sums, SyncBatchNorm, rank_rng
+from flatout.train.loss_value import Compute, Weighing, mean_of_value, not_zero, sum_of_value
 from flatout.train.losses import Value
-from flatout.train.micro_batch import forget_frames, is_out_of_memory, pieces_for, smaller
+from flatout.train.micro_batch import (
+    forget_frames,
+    is_out_of_memory,
+    not_split,
+    not_split_alone,
+    pieces_for,
+    smaller,
+)
 from flatout.train.settings import Settings, Switch
 from flatout.train.snapshot import Moving
-from flatout.train.turn import Turn
+from flatout.train.step_graphs import Done, MakesCudaGraphs, MakesGraphs
+from flatout.train.turn import Turn, Turns
 from flatout.world import ONE, World
 
-Compute = Callable[[Batch], Value]
 # Mean loss, its weight, and the times of forward, backward and sync in ns; the gradients are in
 # place.
-_Found = tuple[torch.Tensor, torch.Tensor | float, int, int, int]
+_Computed = tuple[torch.Tensor, torch.Tensor | float, int, int, int]
 _T = TypeVar("_T")
-# Divides what is zero; any smaller and 1 / _TINY would not be finite in float32.
-_TINY = 1e-12
 _NO_OTHERS = nullcontext()
 
 
-class Weighing(ABC):
-    """A `Compute` of several losses, each of which divides by its own weight."""
-
-    @abstractmethod
-    def sums_of_weights(self, batches: Sequence[Batch]) -> torch.Tensor:
-        """What is to be added up over all ranks before the first part of a step."""
-
-    @abstractmethod
-    def of_step(self, sums: torch.Tensor) -> AbstractContextManager[None]:
-        """Within, batches are parts of a step of which these are the sums."""
-
-
-class _Part(NamedTuple):
-    """What this rank's forward and backward passes leave of a step."""
-
-    total: torch.Tensor
-    weight: torch.Tensor | float
-    forward: int
-    backward: int
-    is_mean: bool  # total is the mean of a whole step
-
-
-class Done(NamedTuple):
-    """What one optimizer step leaves: mean loss, the weight of that mean, and times in ns."""
-
-    loss: torch.Tensor
-    weight: torch.Tensor | float
-    forward: int
-    backward: int
-    sync: int
-    optimizer: int
-
-
-class MakesCudaGraphs(Protocol):
-    """Makes steps as CUDA graphs; cuda_graph.py says what these are."""
-
-    @property
-    def why(self) -> str:
-        """Why no step is recorded under the present settings; "" while it may be."""
-
-    def __call__(
-        self, eager: Callable[[], Done], compute: Any, batches: Sequence[Batch], step: int
-    ) -> Done:
-        """Make a step, by a graph where there is one."""
-
-    def objection(self, compute: Any, batches: Sequence[Batch]) -> str:
-        """Why a step is none that a graph could make; "" where nothing is known."""
-
-
-class MakesGraphs(Protocol):
-    """Makes steps as one compiled graph; capture.py says what these are.
+@dataclass(slots=True)
+class _Part:
+    """What this rank's forward and backward passes leave of a step.
 
     Attributes:
-        is_asked: whether steps are to be captured, not only tried so.
-        why: why no step is captured; "" while it may be.
+        is_mean: `total` is the mean of a whole step, else a sum.
+        forward, backward: what they took without waiting for others, in ns.
     """
 
-    is_asked: bool
-    why: str
+    is_mean: bool
+    total: torch.Tensor | None = None
+    weight: torch.Tensor | float = 0.0
+    forward: int = 0
+    backward: int = 0
 
-    def __call__(
-        self, eager: Callable[[], Done], compute: Any, batches: Sequence[Batch], step: int
-    ) -> Done:
-        """Make a step, by the graph where it can."""
-
-    @property
-    def is_used(self) -> bool:
-        """Whether the graph is there."""
-
-    @property
-    def compiling(self) -> object | None:
-        """What compiles, while it does."""
-
-    def give_up(self, why: str) -> None:
-        """Make all steps from here on eagerly."""
-
-    def close(self) -> None:
-        """End what goes on beside the training."""
+    def add(self, total: torch.Tensor, weight: torch.Tensor | float) -> None:
+        """A piece's loss."""
+        is_first = self.total is None
+        self.total = total if self.total is None else self.total + total
+        self.weight = weight if is_first else self.weight + weight
 
 
 class Stepper:
@@ -147,9 +94,9 @@ class Stepper:
         capture: makes steps as one compiled graph where settings say so; None where none can.
         lanes: puts events between the parts of a step, on a device that runs behind the host.
         cuda_graphs: makes steps as CUDA graphs where settings say so; None where none can.
-        joint: the turn of all optimizers together.
+        turns: of the job's optimizers.
+        joint: the turn of all of them together.
         turn: that of the present step, or the latest.
-        turns: all that there were, by the places of their optimizers.
     """
 
     def __init__(
@@ -172,11 +119,8 @@ class Stepper:
         self._norms: SyncBatchNorm | None = None
         # Where an attempt is taken again, what the forward pass has changed is put back before.
         self._moves: Moving | Literal[False] | None = None
-        self._clip = (clip_norm, clip_value)
-        # One step with bad numbers holds back the steps of all optimizers.
-        self._flags: dict[torch.device, torch.Tensor] = {}
-        self.turns: dict[tuple[int, ...], Turn] = {}
-        self.joint = self.turn = self.turn_at(tuple(range(len(switch.optimizers))))
+        self.turns = Turns(switch, clip_norm, clip_value)
+        self.joint = self.turn = self.turns.joint
         self.micro_batch = micro_batch
         self.notes: list[str] = []
         self._use_autocast = False
@@ -199,53 +143,7 @@ class Stepper:
         self._captures = settings.capture == "on"
         self._records = settings.cuda_graph == "on"
         self.strategy.micro_batches = settings.micro_batches
-        for turn in self.turns.values():
-            turn.update.refresh()
-            if settings.precision != "fp16":
-                turn.scaler = None
-            elif turn.scaler is None:
-                turn.scaler = self._new_scaler()
-
-    def turn_of(self, optimizers: Optimizers | None) -> Turn:
-        """The turn of some of the job's optimizers; None for all together.
-
-        Raises:
-            FlatoutError: one of them is not among them.
-        """
-        if optimizers is None:
-            return self.joint
-        known = {id(optimizer): place for place, optimizer in enumerate(self.switch.optimizers)}
-        asked = as_tuple(optimizers)
-        strangers = [type(o).__name__ for o in asked if id(o) not in known]
-        if strangers or not asked:
-            raise FlatoutError(
-                f"a step of {strangers[0]}, which is not among the {len(known)} optimizers that "
-                "prepare was given"
-                if strangers
-                else "a step of no optimizer",
-                do="give prepare a list of all of them, and step the same objects",
-            )
-        return self.turn_at(tuple(sorted({known[id(optimizer)] for optimizer in asked})))
-
-    def turn_at(self, places: tuple[int, ...]) -> Turn:
-        """The turn of the optimizers at these places of the job's."""
-        found = self.turns.get(places)
-        if found is None:
-            update = Update(
-                [self.switch.optimizers[place] for place in places],
-                clip_norm=self._clip[0],
-                clip_value=self._clip[1],
-                flags=self._flags,
-                rows=self.switch.rows,
-            )
-            update.across = self.strategy.across
-            scaler = self._new_scaler() if self.switch.now.precision == "fp16" else None
-            pieces = self.joint.pieces if self.turns else 1
-            found = self.turns[places] = Turn(places, update, scaler, pieces)
-        return found
-
-    def _new_scaler(self) -> torch.amp.GradScaler:
-        return torch.amp.GradScaler(self.switch.device.type)
+        self.turns.refresh()
 
     @property
     def update(self) -> Update:
@@ -309,20 +207,20 @@ class Stepper:
         """Gradients, and what the optimizers make of them."""
         self.turn.update.begin()
         if self.dropout is None:
-            found = self._gradients(compute, batches, step)
+            computed = self._gradients(compute, batches, step)
         else:
             with self.dropout.step(step):
-                found = self._gradients(compute, batches, step)
-        return self.finish(found, step)
+                computed = self._gradients(compute, batches, step)
+        return self.finish(computed, step)
 
-    def finish(self, found: _Found, step: int) -> Done:
+    def finish(self, computed: _Computed, step: int) -> Done:
         """Let the optimizers step: weights change, and the step is no longer taken again."""
         start = clock()
         with self._at_rates_of(step):
             self._update()
         self.stopping = self.strategy.after_step() or self.stopping
         self.mark("optimizer")
-        return Done(*found, clock() - start)
+        return Done(*computed, clock() - start)
 
     def mark(self, lane: str) -> None:
         """What the device has been asked since the mark before is of this lane."""
@@ -335,7 +233,7 @@ class Stepper:
         else:
             self.update.scaled(self.scaler)
 
-    def _gradients(self, compute: Compute, batches: Sequence[Batch], step: int) -> _Found:
+    def _gradients(self, compute: Compute, batches: Sequence[Batch], step: int) -> _Computed:
         """Those of the mean loss over the batches of all ranks."""
         if self.dropout is not None:
             self._check_places(batches)
@@ -344,6 +242,7 @@ class Stepper:
         strategy.before_step(self.turn.number, self.update.parameters)
         with self._all_together():
             own = self._own_part(compute, batches, step)
+            assert own.total is not None
             if own.is_mean:
                 return own.total, own.weight, own.forward, own.backward, 0
             start, waited = clock(), log.waited
@@ -355,7 +254,7 @@ class Stepper:
             waited = log.waited - waited
             self._divide(self._samples_of(batches), sums.weight)
             assert torch.is_tensor(sums.total)
-            loss = (sums.total / _not_zero(sums.weight, sums.total.dtype)).to(own.total.dtype)
+            loss = (sums.total / not_zero(sums.weight, sums.total.dtype)).to(own.total.dtype)
             backward = own.backward + clock() - start - waited
         return loss, sums.weight, own.forward, backward, log.waited - before
 
@@ -365,21 +264,18 @@ class Stepper:
         while True:
             pieces = self._pieces_of(batches)
             is_alone = self.world.size == 1 and not self.strategy.steps_apart
-            is_mean = is_alone and len(pieces) == 1
-            moving = None if is_mean else self._moving()
+            # One piece of one rank is the whole step: its loss is the mean, and nothing is divided.
+            samples = None if is_alone and len(pieces) == 1 else self._samples_of(batches)
+            moving = None if samples is None else self._moving()
             try:
-                if is_mean:
-                    return self._mean(compute, pieces[0])
-                samples = self._samples_of(batches)
-                run = self._staged if self.strategy.takes_whole_batches else self._sums
-                if not isinstance(compute, Weighing):
-                    return run(compute, pieces, samples)
+                if samples is None or not isinstance(compute, Weighing):
+                    return self._passes(compute, pieces, samples)
                 if weights is None:
                     weights = compute.sums_of_weights(batches)
                     if not self.strategy.steps_apart:
                         self.world.sum(weights, "weights of several losses")
                 with compute.of_step(weights):
-                    return run(compute, pieces, samples)
+                    return self._passes(compute, pieces, samples)
             except (RuntimeError, MemoryError) as error:
                 self.strategy.disarm()
                 if not self.may_split:
@@ -420,58 +316,53 @@ class Stepper:
         self._moves.keep()
         return self._moves
 
-    def _mean(self, compute: Compute, batch: Batch) -> _Part:
-        """The common case: one rank and one piece."""
-        start = clock()
-        loss, weight = mean_of_value(self._forward(compute, batch), batch.size)
-        middle = clock()
-        self.mark("forward")
-        self._backward(loss)
-        self.mark("backward")
-        return _Part(loss.detach(), weight, middle - start, clock() - middle, True)
+    def _passes(self, compute: Compute, pieces: Sequence[Batch], samples: float | None) -> _Part:
+        """Forward and backward of each piece; the backward of the last completes the gradients.
 
-    def _sums(self, compute: Compute, pieces: Sequence[Batch], samples: float) -> _Part:
-        """The sum of losses, and times without waiting.
-
-        Only the last piece's backward completes the gradients.
+        Args:
+            compute: forward and loss of a piece.
+            pieces: of the step.
+            samples: by which losses are divided before backward; None for the mean of one piece.
         """
-        log = self.world.collectives
-        total: torch.Tensor | float = 0.0
-        weight: torch.Tensor | float = 0.0
-        forward = backward = 0
+        strategy, log = self.strategy, self.world.collectives
+        part = _Part(is_mean=samples is None)
+
+        def loss(piece: Batch) -> torch.Tensor:
+            value = self._forward(compute, piece)
+            if samples is None:
+                mean, weight = mean_of_value(value, piece.size)
+                part.add(mean.detach(), weight)
+                return mean
+            total, weight = sum_of_value(value, piece.size)
+            # What several ranks have computed counts once; of stages one computes it.
+            copies = 1 if strategy.takes_whole_batches else piece.copies
+            part.add(total.detach() / copies, weight / copies)
+            return total / (samples * copies)
+
+        def arm() -> None:
+            if part.total is None:  # a stage that has no loss
+                part.total = torch.zeros(())
+            if samples is not None:
+                own = Sums(part.total, part.weight, float(self.wants_to_stop))
+                strategy.arm(own, samples, self.scaler)
+
+        if strategy.takes_whole_batches:
+            times = [strategy.pass_on(compute, piece, loss) for piece in pieces]
+            part.forward, part.backward = map(sum, zip(*times, strict=True))
+            arm()
+            return part
         for number, piece in enumerate(pieces, 1):
             start, begun = clock(), log.waited
-            part, part_weight = _sum(self._forward(compute, piece), piece.size)
-            # What several ranks have computed counts once.
-            total = total + part.detach() / piece.copies
-            weight = weight + part_weight / piece.copies
+            value = loss(piece)
             middle, waited = clock(), log.waited
             self.mark("forward")
             if number == len(pieces):
-                vote = float(self.wants_to_stop)
-                self.strategy.arm(Sums(total, weight, vote), samples, self.scaler)
-            self._backward(part / (samples * piece.copies))
+                arm()
+            self._backward(value)
             self.mark("backward")
-            forward += middle - start - (waited - begun)
-            backward += clock() - middle - (log.waited - waited)
-        assert torch.is_tensor(total)
-        return _Part(total, weight, forward, backward, False)
-
-    def _staged(self, compute: Compute, batches: Sequence[Batch], samples: float) -> _Part:
-        """The same where each rank has some of the layers: the last one sees losses."""
-        total = torch.zeros(())
-        weight: torch.Tensor | float = 0.0
-
-        def loss(piece: Batch) -> torch.Tensor:
-            nonlocal total, weight
-            part, part_weight = _sum(self._forward(compute, piece), piece.size)
-            total, weight = total + part.detach(), weight + part_weight
-            return part / samples
-
-        times = [self.strategy.pass_on(compute, batch, loss) for batch in batches]
-        self.strategy.arm(Sums(total, weight, float(self.wants_to_stop)), samples)
-        forward, backward = map(sum, zip(*times, strict=True))
-        return _Part(total, weight, forward, backward, False)
+            part.forward += middle - start - (waited - begun)
+            part.backward += clock() - middle - (log.waited - waited)
+        return part
 
     def _forward(self, compute: Compute, piece: Batch) -> Value:
         if self._norms is not None:
@@ -537,9 +428,7 @@ class Stepper:
     def begin(self) -> None:
         """All that is looked at before the first step is done: let the strategy lay things out."""
         self.strategy.begin()
-        for turn in self.turns.values():
-            turn.update.across = self.strategy.across
-            turn.update.refresh()
+        self.turns.sum_across(self.strategy.across)
 
     def meet_others(self) -> None:
         """Make the ranks alike, where they step alone or have parts of tables; all call it."""
@@ -548,7 +437,7 @@ class Stepper:
             return
         self.switch.settle_rows()
         self.stopping = self.strategy.meet() or self.stopping
-        for turn in self.turns.values():
+        for turn in self.turns:
             turn.mean_loss.share(self.world)
 
     @property
@@ -583,7 +472,7 @@ class Stepper:
         if is_known and float(weight) == samples:
             return
         # In float64, so that a float64 model keeps its digits.
-        factor = samples / _not_zero(weight, torch.float64)
+        factor = samples / not_zero(weight, torch.float64)
         gradients = [p.grad for p in self.update.parameters if p.grad is not None]
         by_device: dict[torch.device, list[torch.Tensor]] = {}
         for gradient in gradients:
@@ -622,66 +511,32 @@ class Stepper:
         on_rank = f" on rank {world.rank}" if world.size > 1 else ""
         when = f"step {step}" if step else "before the first step"
         if self.micro_batch != "auto":
-            raise OutOfMemory(
-                f"memory ran out{on_rank}",
-                where=f"{when}, batch of {largest}, micro_batch={self.micro_batch!r}",
-                do="set Memory(micro_batch='auto'), which splits the batch until it fits, or "
-                "Memory(activation_checkpointing='on')",
-            ) from error
-        is_sharded = step > 0 and self.switch.shards is not None
-        meets = self.strategy.meets_in_compute or is_sharded
-        if on_rank and (meets or adapter_of(self.switch.model).meets_in_loss):
-            what = "Keras' losses"
-            do = (
-                f"set Memory(micro_batch={max(1, largest // 2)}), lower batch_size, or use "
-                "Memory(activation_checkpointing='on')"
-            )
-            if self.strategy.takes_whole_batches:
-                what = "micro-batches of a stage"
-                do = "set a larger world.micro_batches, lower batch_size, or take more ranks"
-            elif meets:
-                what = "lookups in sharded tables" if is_sharded else "weights that are gathered"
-            raise OutOfMemory(
-                f"memory ran out{on_rank}, and {what} may meet other ranks' within a "
-                "step, so that none can take its part again",
-                where=f"{when}, batch of {largest}",
-                do=do,
-            ) from error
+            raise not_split(self.micro_batch, largest, when, on_rank) from error
+        if on_rank and (what := self._meets_others_by(step)):
+            staged = self.strategy.takes_whole_batches
+            raise not_split_alone(what, largest, when, on_rank, staged=staged) from error
         self.pieces = smaller(self.switch.model, self.pieces, largest, when, on_rank)
         whose = "its part" if on_rank else "the batch"
         self.notes.append(
             f"{when}: memory ran out{on_rank}; {whose} now runs in {self.pieces} micro-batches"
         )
 
+    def _meets_others_by(self, step: int) -> str:
+        """What of a step waits for other ranks before its backward has ended; "" for nothing."""
+        if self.strategy.takes_whole_batches:
+            return "micro-batches of a stage"
+        if step > 0 and self.switch.shards is not None:
+            return "lookups in sharded tables"
+        if self.strategy.meets_in_compute:
+            return "weights that are gathered"
+        return "Keras' losses" if adapter_of(self.switch.model).meets_in_loss else ""
+
 
 def placed(batches: Sequence[Batch]) -> list[Batch]:
     """The batches of one step, each with its place among the samples of the whole step."""
-    found: list[Batch] = []
+    result: list[Batch] = []
     before = 0
     for batch in batches:
-        found.append(batch._replace(start=before + batch.start) if before else batch)
+        result.append(batch._replace(start=before + batch.start) if before else batch)
         before += batch.whole or batch.size
-    return found
-
-
-def mean_of_value(value: Value, size: int) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """A loss as (mean, weight)."""
-    if not isinstance(value, tuple):
-        return value, size
-    total, weight = value
-    if torch.is_tensor(weight):
-        weight = weight.detach()
-    return total / _not_zero(weight, total.dtype), weight
-
-
-def _sum(value: Value, size: int) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """A loss as (sum, weight)."""
-    if isinstance(value, tuple):
-        total, weight = value
-        return total, weight.detach() if torch.is_tensor(weight) else weight
-    return value * size, size
-
-
-def _not_zero(weight: torch.Tensor | float, dtype: torch.dtype) -> torch.Tensor | float:
-    """The weight to divide by: nothing counted means no loss and no gradient, not 0/0."""
-    return weight.to(dtype).clamp_min(_TINY) if torch.is_tensor(weight) else max(weight, _TINY)
+    return result

@@ -26,7 +26,8 @@ from flatout.strategies import Strategy
 from flatout.train.contained import SHARE, Child
 from flatout.train.loop import Loop
 from flatout.train.snapshot import Snapshot, random_state, set_random_state
-from flatout.train.step import Compute, Stepper
+from flatout.train.loss_value import Compute
+from flatout.train.step import Stepper
 from flatout.world import ONE
 from flatout.world.cpus import own_cpus
 

@@ -27,7 +27,8 @@ from flatout.train.lengths import ByLength, Step
 from flatout.train.micro_batch import forget_frames
 from flatout.train.settings import Settings
 from flatout.train.snapshot import Moving
-from flatout.train.step import Done, Stepper
+from flatout.train.step import Stepper
+from flatout.train.step_graphs import Done
 from flatout.train.turn import Turn
 from flatout.world import World
 

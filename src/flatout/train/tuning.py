@@ -14,7 +14,7 @@ from flatout.train.auto_search import Search
 from flatout.train.capture import Capture
 from flatout.train.loop_state import LoopState
 from flatout.train.row_tables import Tables
-from flatout.train.step import Compute
+from flatout.train.loss_value import Compute
 from flatout.train.tuner import Tuner
 
 

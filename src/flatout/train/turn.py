@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
 from flatout.data import Batch
-from flatout.errors import CheckpointError
-from flatout.optim import Update
+from flatout.errors import CheckpointError, FlatoutError
+from flatout.optim import Optimizers, Update, as_tuple
 from flatout.train.running_mean import RunningMean
+from flatout.train.settings import Switch
 
 
 class Turn:
@@ -89,3 +90,86 @@ def check_gathered(turns: Iterable[Turn], step: int, batch: int) -> None:
                 do="save where no optimizer waits for batches, or call "
                 "loop.flush(compute, optimizer) first",
             )
+
+
+class Turns:
+    """All turns of a job: that of its optimizers together, and those of the sets that step apart.
+
+    Args:
+        switch: holds the optimizers.
+        clip_norm: largest total gradient norm, or None.
+        clip_value: largest absolute gradient element, or None.
+
+    Attributes:
+        joint: the turn of all optimizers together.
+    """
+
+    def __init__(self, switch: Switch, clip_norm: float | None, clip_value: float | None) -> None:
+        self._switch = switch
+        self._clip = (clip_norm, clip_value)
+        # One step with bad numbers holds back the steps of all optimizers.
+        self._flags: dict[torch.device, torch.Tensor] = {}
+        self._across: Callable[[torch.Tensor], None] | None = None
+        self._by_places: dict[tuple[int, ...], Turn] = {}
+        self.joint = self.at(tuple(range(len(switch.optimizers))))
+
+    def __iter__(self) -> Iterator[Turn]:
+        return iter(self._by_places.values())
+
+    def of(self, optimizers: Optimizers | None) -> Turn:
+        """The turn of some of the job's optimizers; None for all together.
+
+        Raises:
+            FlatoutError: one of them is not among them.
+        """
+        if optimizers is None:
+            return self.joint
+        known = {id(optimizer): place for place, optimizer in enumerate(self._switch.optimizers)}
+        asked = as_tuple(optimizers)
+        strangers = [type(o).__name__ for o in asked if id(o) not in known]
+        if strangers or not asked:
+            raise FlatoutError(
+                f"a step of {strangers[0]}, which is not among the {len(known)} optimizers that "
+                "prepare was given"
+                if strangers
+                else "a step of no optimizer",
+                do="give prepare a list of all of them, and step the same objects",
+            )
+        return self.at(tuple(sorted({known[id(optimizer)] for optimizer in asked})))
+
+    def at(self, places: tuple[int, ...]) -> Turn:
+        """The turn of the optimizers at these places of the job's."""
+        turn = self._by_places.get(places)
+        if turn is None:
+            update = Update(
+                [self._switch.optimizers[place] for place in places],
+                clip_norm=self._clip[0],
+                clip_value=self._clip[1],
+                flags=self._flags,
+                rows=self._switch.rows,
+            )
+            update.across = self._across
+            pieces = self.joint.pieces if self._by_places else 1
+            turn = self._by_places[places] = Turn(places, update, self._scaler(), pieces)
+        return turn
+
+    def sum_across(self, across: Callable[[torch.Tensor], None] | None) -> None:
+        """Parameters are laid out: `across` is as of `Strategy`."""
+        self._across = across
+        for turn in self:
+            turn.update.across = across
+            turn.update.refresh()
+
+    def refresh(self) -> None:
+        """The settings are others: look at the optimizers again."""
+        for turn in self:
+            turn.update.refresh()
+            if self._switch.now.precision != "fp16":
+                turn.scaler = None
+            elif turn.scaler is None:
+                turn.scaler = self._scaler()
+
+    def _scaler(self) -> torch.amp.GradScaler | None:
+        if self._switch.now.precision != "fp16":
+            return None
+        return torch.amp.GradScaler(self._switch.device.type)

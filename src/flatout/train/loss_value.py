@@ -1,0 +1,52 @@
+"""The loss of one batch as `compute` gives it: a mean over its samples, or (sum, weight)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+
+from flatout.data import Batch
+from flatout.train.losses import Value
+
+Compute = Callable[[Batch], Value]
+"""Forward and loss of one batch."""
+# Divides what is zero; any smaller and 1 / _TINY would not be finite in float32.
+_TINY = 1e-12
+
+
+class Weighing(ABC):
+    """A `Compute` of several losses, each of which divides by its own weight."""
+
+    @abstractmethod
+    def sums_of_weights(self, batches: Sequence[Batch]) -> torch.Tensor:
+        """What is to be added up over all ranks before the first part of a step."""
+
+    @abstractmethod
+    def of_step(self, sums: torch.Tensor) -> AbstractContextManager[None]:
+        """Within, batches are parts of a step of which these are the sums."""
+
+
+def mean_of_value(value: Value, size: int) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """A loss as (mean, weight)."""
+    if not isinstance(value, tuple):
+        return value, size
+    total, weight = value
+    if torch.is_tensor(weight):
+        weight = weight.detach()
+    return total / not_zero(weight, total.dtype), weight
+
+
+def sum_of_value(value: Value, size: int) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """A loss as (sum, weight)."""
+    if isinstance(value, tuple):
+        total, weight = value
+        return total, weight.detach() if torch.is_tensor(weight) else weight
+    return value * size, size
+
+
+def not_zero(weight: torch.Tensor | float, dtype: torch.dtype) -> torch.Tensor | float:
+    """The weight to divide by: nothing counted means no loss and no gradient, not 0/0."""
+    return weight.to(dtype).clamp_min(_TINY) if torch.is_tensor(weight) else max(weight, _TINY)

@@ -1,0 +1,129 @@
+"""What is seen of a Loop from outside: its Timeline, the live file, and the Profile of a run."""
+
+from __future__ import annotations
+
+import sys
+from time import perf_counter_ns as clock
+from typing import Any
+
+from flatout.measure import Live, RanksOnHost, StepTimes
+from flatout.train.loop_state import LoopState
+from flatout.train.recording import Recording
+from flatout.train.step_graphs import Done
+
+# Of a batch: when its step began, and its times of fetching, copying and waiting, in ns.
+_Lanes = tuple[int, int, int, int]
+
+
+class Monitor:
+    """Notes each step in the Timeline, and from time to time writes down what is known.
+
+    Args:
+        loop: whose steps these are; its `timeline` gets them.
+
+    Attributes:
+        recording: writes the Profile of a run folder; None where there is none.
+    """
+
+    def __init__(self, loop: LoopState) -> None:
+        self._loop = loop
+        self._live: Live | None = None
+        self.recording: Recording | None = None
+        # When the next of these two is due, on the clock of steps.
+        self._due = sys.maxsize
+
+    def begin(self, facts: tuple[dict[str, Any], float | None] | None) -> None:
+        """The Loop was prepared: `flatout top` sees its steps from now on.
+
+        Args:
+            facts: `model_facts` and `bytes_per_sample`, for a Profile; None for no Profile.
+        """
+        loop, world, here = self._loop, self._loop.world, self._loop.world.place
+        self._live = Live(
+            loop.timeline,
+            rank=world.rank,
+            world_size=world.size,
+            job=None if world.size == 1 else f"{here.address}:{here.port}",
+            run=loop.run,
+        )
+        self.recording = None if facts is None else Recording(loop, *facts)
+        self._due = 0
+
+    def step(self, lanes: _Lanes, done: Done, frozen: int, stepped: int, samples: int) -> None:
+        """A step was made.
+
+        Args:
+            lanes: of its batches.
+            done: its times.
+            frozen: of its forward was computed apart, before the step, in ns.
+            stepped: when it had ended.
+            samples: on how many, of all ranks.
+        """
+        start, fetch, copy, others = lanes
+        now = clock()
+        device = self._loop.stepper.lanes
+        if device is None:
+            self._loop.timeline.record(
+                start,
+                fetch,
+                copy,
+                done.forward + frozen,
+                done.backward,
+                done.sync + others,
+                done.optimizer,
+                now - stepped,
+                samples,
+            )
+        else:
+            queueing = done.forward + done.backward + done.sync + done.optimizer
+            device.record(start, fetch, copy, others, frozen, queueing, now - stepped, samples)
+        if now >= self._due:
+            self._look(now)
+
+    def captured_step(self, lanes: _Lanes, took: int, stepped: int, samples: int) -> None:
+        """A step was made by a compiled graph, which took so many ns; the rest as of `step`."""
+        start, fetch, copy, others = lanes
+        now = clock()
+        self._loop.timeline.record(start, fetch, copy, took, 0, others, 0, now - stepped, samples)
+        if now >= self._due:
+            self._look(now)
+
+    def _look(self, now: int) -> None:
+        """Show what steps take and record what they use, where that is due."""
+        assert self._live is not None
+        if now >= self._live.due:
+            self._live.write()
+        self._due = self._live.due
+        if self.recording is not None:
+            if now >= self.recording.due:
+                self.recording.look()
+            self._due = min(self._due, self.recording.due)
+
+    def keep_notes(self, notes: list[str]) -> None:
+        """Keep what the user was told, for the Profile."""
+        if self.recording is not None:
+            self.recording.notes += notes
+
+    def keep_step_times(self, times: list[StepTimes], beside: list[RanksOnHost]) -> None:
+        """Keep what was measured of steps, for the Profile."""
+        if self.recording is not None:
+            self.recording.step_times = times
+            self.recording.ranks_on_host = beside
+
+    def meet(self) -> None:
+        """Have all ranks tell what they record, for the Profile; all call it."""
+        if self.recording is not None:
+            self.recording.meet()
+
+    def end(self, error: BaseException | None) -> None:
+        """Write how the run ended: with an error, or without."""
+        recording, self.recording = self.recording, None
+        if recording is not None:
+            recording.close(error)
+
+    def close(self) -> None:
+        """Take the live file away."""
+        if self._live is not None:
+            self._live.close()
+            self._live = None
+            self._due = sys.maxsize
