@@ -112,7 +112,10 @@ def test_data_that_do_not_fit_stay_and_are_named(monkeypatch):
 
 def test_what_decides(monkeypatch):
     gpu = torch.device("cuda", 0)
-    monkeypatch.setattr(device_data.torch.cuda, "mem_get_info", lambda device: (4_000, 40_000))
+    cuda, allowed = device_data.torch.cuda, [1.0]
+    monkeypatch.setattr(cuda, "mem_get_info", lambda device: (4_000, 40_000))
+    monkeypatch.setattr(cuda, "memory_reserved", lambda device: 1_000)
+    monkeypatch.setattr(cuda, "get_per_process_memory_fraction", lambda device: allowed[0])
 
     def chosen(asked, samples=1, device=gpu, frozen=False, source=None):
         source = source or as_source((torch.zeros(samples, 125),), batch_size=1)
@@ -126,3 +129,6 @@ def test_what_decides(monkeypatch):
     assert chosen("on", device=CPU).reason == "no GPU"
     assert chosen("on", frozen=True).value == "off"
     assert chosen("on", source=arrays("made")).value == "off"
+    allowed[0] = 0.1  # of 40 kB, of which 1 kB is taken
+    assert chosen("auto", 2).reason.endswith("at most 750 B is taken")
+    assert chosen("auto", 1).value == "on"

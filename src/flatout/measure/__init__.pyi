@@ -14,6 +14,7 @@ from flatout.measure.machine import ROUGH as ROUGH
 from flatout.measure.machine import known_rates as known_rates
 from flatout.measure.machine import machine_rates as machine_rates
 from flatout.measure.meters import available_bytes as available_bytes
+from flatout.measure.meters import available_on_gpu as available_on_gpu
 from flatout.measure.meters import cpu_seconds as cpu_seconds
 from flatout.measure.meters import finish_device as finish_device
 from flatout.measure.meters import page_faults as page_faults

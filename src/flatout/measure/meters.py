@@ -5,9 +5,12 @@ from __future__ import annotations
 import resource
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.measure.cgroup import cgroup_memory_available
+
+if TYPE_CHECKING:
+    import torch
 
 
 def page_faults() -> int:
@@ -42,6 +45,19 @@ def available_bytes(root: Path = Path("/")) -> int:
     machine = int(psutil.virtual_memory().available)
     allowed = cgroup_memory_available(root)
     return machine if allowed is None else min(machine, allowed)
+
+
+def available_on_gpu(device: torch.device) -> int:
+    """Returns the bytes of a GPU's memory that this process may still take.
+
+    That is the smaller of what is free and what `torch.cuda.set_per_process_memory_fraction` leaves
+    to this process. What torch's allocator has reserved is taken.
+    """
+    import torch
+
+    free, total = torch.cuda.mem_get_info(device)
+    allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    return max(0, min(free, allowed - torch.cuda.memory_reserved(device)))
 
 
 def finish_device() -> None:

@@ -10,11 +10,12 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 
 from flatout.data import ArraySource, Pipeline, Source
+from flatout.measure import available_on_gpu
 from flatout.recipe import Choice, Parity
 from flatout.words import size_words
 
 FIELD = "input.on_device"
-# Of the device's memory, and of what is free before the first step.
+# Of the device's memory, and of what this process may take before the first step.
 _MOST, _MOST_FREE = 0.05, 0.25
 
 
@@ -47,8 +48,8 @@ def choose(asked: str, source: Source | None, device: torch.device, *, frozen: b
 
 def room(device: torch.device) -> int:
     """Bytes of a GPU that data may take unasked."""
-    free, total = torch.cuda.mem_get_info(device)
-    return int(min(_MOST * total, _MOST_FREE * free))
+    total = torch.cuda.mem_get_info(device)[1]
+    return int(min(_MOST * total, _MOST_FREE * available_on_gpu(device)))
 
 
 class DeviceData:

@@ -20,7 +20,7 @@ import torch
 from flatout.console import first_line
 from flatout.data import Source
 from flatout.errors import DataError, FlatoutError, ModelError, OutOfMemory
-from flatout.measure import available_bytes, finish_device
+from flatout.measure import available_bytes, available_on_gpu, finish_device
 from flatout.optim import LrRule, as_tuple, is_adaptive, rates_of
 from flatout.train.contained import MEMORY, SHARE, TIME, Child
 from flatout.train.loop import Loop
@@ -296,8 +296,8 @@ class Steps:
         here = loop.world.place.local_world_size
         # All have looked before the first takes any.
         if loop.device.type == "cuda":
-            torch.cuda.empty_cache()
-            free = _free_on_gpu(loop.device)
+            torch.cuda.empty_cache()  # so that it counts as free
+            free = available_on_gpu(loop.device)
         else:
             free = available_bytes() // here
         loop.world.gather(free, "how much memory is free")
@@ -311,7 +311,8 @@ class Steps:
             return
         device = self._loop.device
         snapshot = Snapshot(self._objective.model, self._loop.optimizers)
-        before, total = _allowed(device), torch.cuda.mem_get_info(device)[1]
+        before = torch.cuda.get_per_process_memory_fraction(device)
+        total = torch.cuda.mem_get_info(device)[1]
         room = torch.cuda.memory_reserved(device) + self.limit
         torch.cuda.set_per_process_memory_fraction(min(before, room / total), device)
         try:
@@ -369,18 +370,3 @@ class Steps:
             del beside
         finally:
             stepper.switch.release()
-
-
-def _free_on_gpu(device: torch.device) -> int:
-    """Bytes that this process may still take: what is free, within the share that it allows itself.
-
-    Its allocator has given back what it did not use.
-    """
-    free, total = torch.cuda.mem_get_info(device)
-    own = int(_allowed(device) * total) - torch.cuda.memory_reserved(device)
-    return min(free, max(0, own))
-
-
-def _allowed(device: torch.device) -> float:
-    """The share of a GPU's memory that the user lets this process take."""
-    return float(torch.cuda.get_per_process_memory_fraction(device))

@@ -7,7 +7,7 @@ import os
 import torch
 
 from flatout.cache_folder import cache_folder
-from flatout.measure import available_bytes
+from flatout.measure import available_bytes, available_on_gpu
 
 # Of the free memory, what a store may take where no one said how much.
 _SHARE = 0.5
@@ -39,5 +39,4 @@ def device_room(device: torch.device, share: float = DEVICE_SHARE) -> int:
     """Bytes of a device's memory that features may take."""
     if device.type != "cuda":
         return memory_room(share)
-    free, _ = torch.cuda.mem_get_info(device)
-    return int(free * share)
+    return int(available_on_gpu(device) * share)
