@@ -1,4 +1,5 @@
 from flatout.models.adapter import adapter_of as adapter_of
+from flatout.models.adapter import calls_hooks as calls_hooks
 from flatout.models.adapter import facts_of as facts_of
 from flatout.models.adapter import find_rewrites as find_rewrites
 from flatout.models.adapter import is_batch_coupled as is_batch_coupled
@@ -15,7 +16,6 @@ from flatout.models.freezing import freeze as freeze
 from flatout.models.freezing import frozen_parameters as frozen_parameters
 from flatout.models.freezing import moving_within as moving_within
 from flatout.models.freezing import unfreeze as unfreeze
-from flatout.models.frozen.calls import is_keras as is_keras
 from flatout.models.frozen.cut import Cut as Cut
 from flatout.models.frozen.find import Cuts as Cuts
 from flatout.models.frozen.find import find_cuts as find_cuts
@@ -26,8 +26,8 @@ from flatout.models.frozen.kept_input import is_called_with as is_called_with
 from flatout.models.frozen.near import is_near as is_near
 from flatout.models.fused_norms import fused_norms_of as fused_norms_of
 from flatout.models.keras.batch_norm import has_own_moments as has_own_moments
-from flatout.models.keras.batch_norm import is_keras_norm as is_keras_norm
-from flatout.models.keras.batch_norm import keras_moments as keras_moments
+from flatout.models.keras.batch_norm import own_moments as own_moments
+from flatout.models.keras.batch_norm import share_moments as share_moments
 from flatout.models.keras.callbacks import first_epoch as first_epoch
 from flatout.models.keras.callbacks import on_rank as on_rank
 from flatout.models.keras.callbacks import reads_batches as reads_batches

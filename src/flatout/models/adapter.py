@@ -18,8 +18,9 @@ def adapter_of(model: nn.Module) -> TorchModel:
     """The model with what Flatout asks of it, answered as its framework does."""
     # Not imported here: which backend Keras takes is decided when the user imports it.
     kind = getattr(sys.modules.get("keras"), "Model", None)
-    is_keras = kind is not None and isinstance(model, kind)
-    return KerasModel(model) if is_keras else TorchModel(model)
+    if kind is not None and isinstance(model, kind):
+        return KerasModel(model)
+    return TorchModel(model)
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -52,3 +53,8 @@ def facts_of(model: nn.Module, device: str) -> ModelFacts:
 def is_batch_coupled(model: nn.Module) -> bool:
     """Whether a sample's result depends on the other samples of its (micro-)batch."""
     return adapter_of(model).is_batch_coupled()
+
+
+def calls_hooks(model: nn.Module) -> bool:
+    """Whether calls of all its parts go through torch's hooks, as those of Keras' layers do not."""
+    return all(adapter_of(part).calls_hooks for part in model.modules())

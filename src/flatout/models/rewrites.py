@@ -316,3 +316,17 @@ def is_fresh(node: fx.Node, module: nn.Module) -> bool:
         is_torchs = type(source).__module__.startswith("torch.") and not is_watched(source)
         return is_torchs and isinstance(source, _FRESH_MODULES)
     return node.op == "call_function" and node.target in _FRESH_FUNCTIONS
+
+
+def forward_as_written(module: Any) -> Callable[..., Any] | None:
+    """The forward of its class where a rewrite of ours is on a module; None where none is.
+
+    A rewrite makes calls in another order, and only in training: a module that is cut runs as it is
+    written, so that it is cut in the same place whatever is rewritten meanwhile.
+    """
+    return MethodType(type(module).forward, module) if is_ours(vars(module).get("forward")) else None
+
+
+def is_ours(forward: Any) -> bool:
+    """Whether a module's own forward is a rewrite, or takes part in a run."""
+    return str(getattr(forward, "__module__", "")).startswith("flatout.models.")

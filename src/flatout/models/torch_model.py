@@ -14,7 +14,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from flatout.data import arguments_words, code_digest, is_library
 from flatout.errors import ModelError
 from flatout.models import hold
-from flatout.models.rewrites import Rewrite, rewrites_of
+from flatout.models.rewrites import Rewrite, forward_as_written, rewrites_of
 from flatout.models.shards import is_shard, sharded_like, whole
 from flatout.models.weights import layers_of, own_names
 
@@ -30,6 +30,8 @@ class TorchModel:
         rewrites_round: whether rewrites give the layers' results to rounding only.
         meets_in_loss: whether its loss may wait for other ranks' in each batch.
         is_compiled: whether it has its own loss, metrics and optimizer.
+        framework: that it is written in.
+        calls_hooks: whether calls of its parts go through torch's hooks.
         endings: of the files that it is saved as, of which the framework itself writes `own_files`.
         saved_as: the same in words.
     """
@@ -37,6 +39,8 @@ class TorchModel:
     rewrites_round = False
     meets_in_loss = False
     is_compiled = False
+    framework = "torch"
+    calls_hooks = True
     endings: tuple[str, ...] = (".safetensors", ".pt", ".pth")
     own_files: tuple[str, ...] = ()
     saved_as = (
@@ -62,6 +66,24 @@ class TorchModel:
     def called(self, *, training: bool) -> Any:
         """The model as a function of a batch's inputs."""
         return self.module
+
+    def outputs(self, inputs: Any, *, as_written: bool = False) -> Any:
+        """What forward gives for a batch's inputs, past the model's own hooks.
+
+        Args:
+            inputs: a tensor, a tuple, or a mapping by argument.
+            as_written: by the forward of its class, though a rewrite is on the model.
+        """
+        forward = forward_as_written(self.module) if as_written else None
+        forward = forward or self.module.forward
+        if torch.is_tensor(inputs):
+            return forward(inputs)
+        return forward(**inputs) if isinstance(inputs, Mapping) else forward(*inputs)
+
+    def parts(self) -> dict[str, Any]:
+        """Each part whose calls can be told apart, by its name; not the model itself."""
+        named = self.module.named_modules()
+        return {name: part for name, part in named if part is not self.module}
 
     def scales_images(self) -> bool | None:
         """Whether a layer scales or normalizes images; None where only trying would tell."""

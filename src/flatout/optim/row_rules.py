@@ -83,8 +83,7 @@ class RowRule(Protocol):
 
 def why_dense(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str:
     """What keeps a group of an optimizer from stepping single rows; "" where nothing does."""
-    is_keras = isinstance(optimizer, KerasOptimizer)
-    if not is_keras and type(optimizer) not in _RULES and not isinstance(optimizer, ByRow):
+    if type(optimizer) not in _RULES and not isinstance(optimizer, KerasOptimizer | ByRow):
         return f"{type(optimizer).__name__} steps all rows"
     if not table_rows.available():
         return "the C extension is absent"

@@ -12,7 +12,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from flatout.errors import ModelError, WorldError
-from flatout.models import TableParameter, is_keras, own_names
+from flatout.models import TableParameter, calls_hooks, own_names
 from flatout.world import World
 
 _DDP = "train with world.strategy=ddp"
@@ -39,7 +39,7 @@ def check_layout(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) 
     Raises:
         ModelError: naming what, and what to do instead.
     """
-    if any(map(is_keras, model.modules())):
+    if not calls_hooks(model):
         raise ModelError(
             "world.strategy=fsdp gathers weights around the calls of torch's modules, and Keras "
             "calls its layers in another way",

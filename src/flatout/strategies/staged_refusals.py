@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from flatout.errors import ModelError, RecipeError
-from flatout.models import TableParameter, is_batch_coupled, is_keras, own_names
+from flatout.models import TableParameter, calls_hooks, is_batch_coupled, own_names
 from flatout.optim import Lamb, Lars
 from flatout.strategies.fsdp_refusals import check_known
 
@@ -57,7 +57,7 @@ def check_stages(
     Raises:
         ModelError: naming what, and what to do instead.
     """
-    if any(map(is_keras, model.modules())):
+    if not calls_hooks(model):
         raise ModelError(
             "world.strategy=staged cuts the forward of torch modules, and this is Keras'", do=_DDP
         )

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from flatout.models import is_keras_norm, keras_moments, modules_of, move_statistics
+from flatout.models import modules_of, move_statistics, own_moments, share_moments
 from flatout.world import ONE, World
 
 
@@ -51,10 +51,7 @@ class SyncBatchNorm:
         ]
         for layer in self.layers:
             layer.forward = _forward(self, layer)  # type: ignore[method-assign]
-        self.of_keras = [layer for layer in modules if is_keras_norm(layer)]
-        for layer in self.of_keras:
-            # Past Keras' own __setattr__, which would track it as a part of the layer.
-            vars(layer)["_moments"] = keras_moments(lambda: self.world, layer)
+        self.of_keras = share_moments(modules, lambda: self.world)
 
     @property
     def has_layers(self) -> bool:
@@ -74,8 +71,7 @@ class SyncBatchNorm:
         """Give the layers their own code back."""
         for layer in self.layers:
             del layer.forward
-        for layer in self.of_keras:
-            del vars(layer)["_moments"]
+        own_moments(self.of_keras)
 
 
 def _forward(sync: SyncBatchNorm, layer: _BatchNorm) -> Any:

@@ -35,7 +35,7 @@ from flatout.data import (
     tensors_in,
 )
 from flatout.measure import usable_cpus
-from flatout.models import Cut, Cuts, adapter_of, find_cuts, is_keras
+from flatout.models import Cut, Cuts, adapter_of, calls_hooks, find_cuts
 from flatout.recipe import Choice as RecipeChoice
 from flatout.recipe import Parity
 from flatout.train.compute import call as call_model
@@ -362,7 +362,7 @@ class FrozenFeatures:
         if loop.allow < Parity.TOLERANT:
             return 'allow="exact": other batches may round otherwise'
         if self._calls is not None and self._calls.root is None:
-            if any(map(is_keras, self._model.modules())):
+            if not calls_hooks(self._model):
                 return "a Loop keeps none of Keras models; a Trainer does"
             return "the loop calls no module with a batch's inputs and nothing else"
         if loop.settings_of(self._model).compile != "off":

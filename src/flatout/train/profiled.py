@@ -191,9 +191,7 @@ def kind_of(loop: LoopState) -> Kind:
     """What trains."""
     if loop.told is None:
         return "Loop"
-    keras = sys.modules.get("keras")
-    is_keras = keras is not None and isinstance(loop.model, keras.Model)
-    return "Keras" if is_keras else "Trainer"
+    return "Keras" if adapter_of(loop.model).framework == "Keras" else "Trainer"
 
 
 def job(loop: LoopState) -> dict[str, str]:

@@ -5,27 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from types import MethodType
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 from torch import nn
 
 from flatout.data import Features
 from flatout.errors import ModelError
-from flatout.models.frozen.calls import (
-    Frame,
-    call_with,
-    is_keras,
-    is_ours,
-    is_transparent,
-    taking_part,
-    written_of,
-)
+from flatout.models.adapter import adapter_of
+from flatout.models.applied_cut import applied
+from flatout.models.frozen.calls import Frame, is_transparent, taking_part
 from flatout.models.frozen.form import Form
 from flatout.models.frozen.kept_input import autocast_now, features_of
 from flatout.models.frozen.plan import Plan, Step
 from flatout.models.frozen.recording import Given, is_same, nothing_random
 from flatout.models.frozen.stand_in import StandIn, about, name_of, stand_ins, with_values
+from flatout.models.rewrites import is_ours
 
 _ACTING = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
 _PLAIN = (bool, int, float, str)
@@ -318,8 +313,8 @@ class Cut:
         ]
         plan = run.plan
         with taking_part(run, plan.parts.items()):
-            forward = forward_of(self.model, run.as_written)
-            return call_with(self.model, self._inputs.spec.unflatten(given), forward)
+            inputs = self._inputs.spec.unflatten(given)
+            return adapter_of(self.model).outputs(inputs, as_written=run.as_written)
 
     def _other(self) -> ModelError:
         return ModelError(
@@ -392,32 +387,24 @@ class Cut:
         All other calls of the model stay as they are, and so do its pickle, its copies and its
         state dict. It is `_call_impl` of the instance that is replaced, so rewrites may put another
         `forward` on the model, and take it off, meanwhile. Keras' models are called past it:
-        `applied_cut` tells who calls them.
+        `applied` tells who calls them.
         """
         model = self.model
-        _applied[model] = self
+        applied[model] = self
         own = vars(model)
         own["_call_impl"] = MethodType(_call_impl, model)
 
         def undo() -> None:
-            if _applied.get(model) is self:
-                del _applied[model]
+            if applied.get(model) is self:
+                del applied[model]
                 own.pop("_call_impl", None)
 
         return undo
 
 
-_applied: WeakKeyDictionary[nn.Module, Cut] = WeakKeyDictionary()
-
-
-def applied_cut(model: nn.Module) -> Cut | None:
-    """The cut that lets a model take `Features`."""
-    return _applied.get(model)
-
-
 # Named so that a copy or a pickle of the model finds that of its class again.
 def _call_impl(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    cut = _applied.get(self)
+    cut = applied.get(self)
     if cut is not None:
         if len(args) == 1 and isinstance(args[0], Features):
             return cut.rest(args[0])
@@ -425,11 +412,3 @@ def _call_impl(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if kept is not None and cut.is_current():
             return cut.rest(kept)
     return type(self)._call_impl(self, *args, **kwargs)  # type: ignore[no-untyped-call]
-
-
-def forward_of(model: Any, as_written: bool = False) -> Callable[..., Any]:
-    """The model as a function of its inputs, past its own hooks."""
-    if is_keras(model):
-        own: Callable[..., Any] = model
-        return own
-    return written_of(model, as_written) or model.forward

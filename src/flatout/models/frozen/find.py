@@ -14,8 +14,9 @@ from torch.nn.modules import module as every_module
 from torch.utils._pytree import tree_flatten
 
 from flatout.console import first_line
-from flatout.models.frozen.calls import call_with, is_keras, parts_of, taking_part
-from flatout.models.frozen.cut import Cut, forward_of
+from flatout.models.adapter import adapter_of
+from flatout.models.frozen.calls import taking_part
+from flatout.models.frozen.cut import Cut
 from flatout.models.frozen.form import Form
 from flatout.models.frozen.near import is_near
 from flatout.models.frozen.places import Places
@@ -108,7 +109,7 @@ class _Search:
         count = min(_SAMPLES, max(sizes)) // 2 * 2
         self.half = count // 2
         self.leaves = [leaf[:count].clone() if torch.is_tensor(leaf) else leaf for leaf in leaves]
-        self.parts = parts_of(model)
+        self.parts = adapter_of(model).parts()
         self.opaque: set[str] = set()
 
     def inputs(self, rows: list[int]) -> Any:
@@ -116,6 +117,10 @@ class _Search:
         return self.spec.unflatten(
             [leaf[rows] if torch.is_tensor(leaf) else leaf for leaf in self.leaves]
         )
+
+    def outputs(self, inputs: Any) -> Any:
+        """What the model gives."""
+        return adapter_of(self.model).outputs(inputs, as_written=self.as_written)
 
     def note(self, rows: list[int]) -> Recording:
         """A forward of these samples."""
@@ -125,8 +130,7 @@ class _Search:
             made = [noted.take(leaf) if torch.is_tensor(leaf) else leaf for leaf in leaves]
             try:
                 with nothing_random(), taking_part(noted, self.parts.items()), noted:
-                    forward = forward_of(self.model, self.as_written)
-                    given = call_with(self.model, self.spec.unflatten(made), forward)
+                    given = self.outputs(self.spec.unflatten(made))
             except Exception as error:
                 if not noted.failed_in or noted.failed_in in self.opaque:
                     raise Uncut(
@@ -149,7 +153,7 @@ class _Search:
         first, second = every[: self.half], every[self.half :]
         # What is made once, in the first call, is made here.
         with nothing_random():
-            call_with(self.model, self.inputs(first), forward_of(self.model, self.as_written))
+            self.outputs(self.inputs(first))
         attributes = _attributes(self.model)
         self.noted = self.note(every)
         few = self.note(first)
@@ -376,7 +380,7 @@ def _features_if_it_holds(cut: Cut, inputs: Any) -> list[Any] | None:
     with _left_alone(model), torch.no_grad():
         try:
             with nothing_random():
-                whole = call_with(model, inputs, forward_of(model))
+                whole = adapter_of(model).outputs(inputs)
             with nothing_random():
                 features = cut.prefix(inputs)
                 kept = [x.clone() if torch.is_tensor(x) else x for x in features]
@@ -462,7 +466,7 @@ def _hook_around(model: Any) -> str | None:
 
 def _attributes(model: Any) -> dict[int, tuple[Any, dict[str, Any]]]:
     """The attributes of the model and of each of its modules, by the module's id."""
-    parts = [model, *parts_of(model).values()]
+    parts = [model, *adapter_of(model).parts().values()]
     return {id(part): (part, dict(vars(part))) for part in parts}
 
 
@@ -488,10 +492,7 @@ _NONE = object()
 def _left_alone(model: Any) -> Iterator[None]:
     """Afterwards the model's tensors and attributes are as they were before."""
     attributes = _attributes(model)
-    tensors = [(t, t.detach().clone()) for t in model.buffers()]
-    # Keras keeps statistics as parameters that are not trained.
-    variables = [p for p in model.parameters() if not p.requires_grad] if is_keras(model) else []
-    versions = [(p, p._version, p.detach().clone()) for p in variables]
+    tensors = [(t, t.detach().clone()) for t in adapter_of(model).untrained()]
     try:
         yield
     finally:
@@ -504,9 +505,6 @@ def _left_alone(model: Any) -> Iterator[None]:
         with torch.no_grad():
             for tensor, value in tensors:
                 if not is_same(tensor, value):
-                    tensor.copy_(value)
-            for tensor, version, value in versions:
-                if tensor._version != version:
                     tensor.copy_(value)
 
 

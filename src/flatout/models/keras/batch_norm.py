@@ -9,7 +9,7 @@ all ranks in backward.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -20,8 +20,7 @@ from flatout.world import World
 Moments = Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
 
 
-def is_keras_norm(layer: nn.Module) -> bool:
-    """Whether it is a `keras.layers.BatchNormalization`."""
+def _is_norm(layer: nn.Module) -> bool:
     kind = _kind()
     return kind is not None and isinstance(layer, kind)
 
@@ -30,7 +29,7 @@ def has_own_moments(layer: nn.Module) -> bool:
     """Whether a BatchNormalization of the user's own takes its moments where we cannot see it."""
     kind: Any = _kind()
     cls: Any = type(layer)
-    return is_keras_norm(layer) and (cls.call, cls._moments) != (kind.call, kind._moments)
+    return _is_norm(layer) and (cls.call, cls._moments) != (kind.call, kind._moments)
 
 
 def _kind() -> type | None:
@@ -40,8 +39,31 @@ def _kind() -> type | None:
     return getattr(layers, "BatchNormalization", None)
 
 
-def keras_moments(world: Callable[[], World], layer: Any) -> Moments:
-    """What replaces the layer's `_moments(inputs, mask)`; `world` has the parts of a batch."""
+def share_moments(modules: Iterable[nn.Module], world: Callable[[], World]) -> list[nn.Module]:
+    """Let BatchNormalizations take their moments over a World, until `own_moments`.
+
+    Args:
+        modules: among which they are.
+        world: gives the ranks that have the parts of a batch.
+
+    Returns:
+        the layers that do.
+    """
+    layers = [layer for layer in modules if _is_norm(layer)]
+    for layer in layers:
+        # Past Keras' own __setattr__, which would track it as a part of the layer.
+        vars(layer)["_moments"] = _moments_over(world, layer)
+    return layers
+
+
+def own_moments(layers: Iterable[nn.Module]) -> None:
+    """Take off what `share_moments` has put on these layers."""
+    for layer in layers:
+        del vars(layer)["_moments"]
+
+
+def _moments_over(world: Callable[[], World], layer: Any) -> Moments:
+    """What replaces the layer's `_moments(inputs, mask)`."""
 
     def moments(
         inputs: torch.Tensor, mask: torch.Tensor | None

@@ -21,7 +21,7 @@ import torch
 
 from flatout.data import Features
 from flatout.errors import ModelError
-from flatout.models.frozen.cut import applied_cut
+from flatout.models.applied_cut import applied
 from flatout.models.keras import hold
 from flatout.models.keras.facts import layer_lines
 from flatout.models.keras.rewrites import keras_calls, put_on, training_step
@@ -40,6 +40,8 @@ class KerasModel(TorchModel):
     saved_as = "a Keras model is saved as .keras (all of it), .weights.h5 or .safetensors (weights)"
     rewrites_round = True
     meets_in_loss = True
+    framework = "Keras"
+    calls_hooks = False
 
     @property
     def is_compiled(self) -> bool:  # type: ignore[override]
@@ -83,6 +85,22 @@ class KerasModel(TorchModel):
     def called(self, *, training: bool) -> Any:
         """The layers are told whether they train, as Keras tells them."""
         return _Called(self.module, training=training)
+
+    def outputs(self, inputs: Any, *, as_written: bool = False) -> Any:
+        """What a call gives for a batch's inputs, in the mode that the model is in."""
+        model = self.module
+        training = {"training": model.training} if model._call_has_training_arg else {}
+        return model(inputs, **training)
+
+    def parts(self) -> dict[str, Any]:
+        """Each layer, by its name; not the model itself."""
+        parts: dict[str, Any] = {}
+        for layer in self.module._flatten_layers(include_self=False):
+            name = layer.name
+            while name in parts:
+                name += "+"
+            parts[name] = layer
+        return parts
 
     def scales_images(self) -> bool:
         """Whether a layer of the model scales or normalizes what it gets, as `Rescaling` does."""
@@ -224,9 +242,7 @@ class _Called:
 def call(model: Any, inputs: Any, *, training: bool) -> Any:
     """The model's outputs for a batch's inputs, or for the features in their place."""
     if isinstance(inputs, Features):
-        cut = applied_cut(model)
-        assert cut is not None
-        return cut.rest(inputs)
+        return applied[model].rest(inputs)
     return model(inputs, training=training) if model._call_has_training_arg else model(inputs)
 
 
