@@ -25,9 +25,9 @@ def explain(
 
     result = read_run(run)
     if plot is not None:
-        from flatout.train.explanation_picture import draw
+        from flatout.train import explanation_picture
 
-        draw(result, plot)
+        explanation_picture.draw(result, plot)
     if as_json:
         import json
 

@@ -67,8 +67,7 @@ class CutFeatures(KeptSamples):
         import torch
 
         from flatout.models import autocast_now, find_cuts
-        from flatout.train.feature_costs import room
-        from flatout.train.snapshot import untouched
+        from flatout.train import feature_costs, snapshot
 
         self._looked += 1
         self.is_open = False
@@ -82,8 +81,8 @@ class CutFeatures(KeptSamples):
             return
         dataset = self._now.dataset
         samples = 1 if dataset is None or dataset.samples is None else max(1, dataset.samples)
-        with untouched(model), torch.no_grad():
-            result = find_cuts(model, inputs, room(self._where) / samples)
+        with snapshot.untouched(model), torch.no_grad():
+            result = find_cuts(model, inputs, feature_costs.room(self._where) / samples)
             self.why = result.hindrance
             cut = self._best(result.cuts, inputs, samples) if result.cuts else None
         if cut is None:
@@ -97,34 +96,33 @@ class CutFeatures(KeptSamples):
 
     def _best(self, cuts: list[Cut], inputs: Any, samples: int) -> Cut | None:
         """The cut that saves most; None where none saves anything."""
-        from flatout.train.feature_costs import read_rate, room, timed
-        from flatout.train.frozen_choice import FeatureOption as Option
-        from flatout.train.frozen_choice import choose
+        from flatout.train import feature_costs as costs
+        from flatout.train import frozen_choice
 
         # On a GPU a few samples take as long as a batch.
         few = _rows(inputs, slice(_MEASURED)) if self._device.type == "cpu" else inputs
         count = len(_leaves(few)[0])
-        naming_s, _ = timed(partial(sample_names, *_leaves(few)), self._device)
+        naming_s, _ = costs.timed(partial(sample_names, *_leaves(few)), self._device)
         options, rest_s = [], 0.0
         for cut in cuts:
-            prefix_s, features = timed(partial(cut.prefix, few), self._device)
+            prefix_s, features = costs.timed(partial(cut.prefix, few), self._device)
             cut.rest(features)
-            rest_s, _ = timed(partial(cut.rest, features), self._device)
+            rest_s, _ = costs.timed(partial(cut.rest, features), self._device)
             whole = samples * cut.bytes_per_sample
-            read_s = cut.bytes_per_sample / read_rate(self._where, whole, self._device)
+            read_s = cut.bytes_per_sample / costs.read_rate(self._where, whole, self._device)
             options.append(
-                Option(
+                frozen_choice.FeatureOption(
                     cut.name,
                     saved_s=prefix_s / count,
                     bytes=cut.bytes_per_sample,
                     variants=1,
                     read_s=read_s + naming_s / count,
-                    room=room(self._where),
+                    room=costs.room(self._where),
                 )
             )
         # Backward takes about twice as long as forward.
         plain_s = max(option.saved_s for option in options) + 3 * rest_s / count
-        choice = choose(options, samples, None, plain_s)
+        choice = frozen_choice.choose(options, samples, None, plain_s)
         if choice.kept is None:
             self.why = choice.why.removeprefix("nothing kept: ")
             return None

@@ -7,6 +7,7 @@ from flatout.measure.fingerprint import Fingerprint as Fingerprint
 from flatout.measure.fingerprint import fingerprint as fingerprint
 from flatout.measure.fingerprint import plain as plain
 from flatout.measure.fingerprint import said as said
+from flatout.measure.live import SUBMITTED as SUBMITTED
 from flatout.measure.live import Live as Live
 from flatout.measure.live import Rank as Rank
 from flatout.measure.live import Ranks as Ranks
@@ -25,11 +26,14 @@ from flatout.measure.parity import compare_curves as compare_curves
 from flatout.measure.parity import compare_tensors as compare_tensors
 from flatout.measure.processes import Processes as Processes
 from flatout.measure.processes import ProcessUse as ProcessUse
+from flatout.measure.profile import PROFILE_FILE as PROFILE_FILE
+from flatout.measure.profile import QUANTILES as QUANTILES
 from flatout.measure.profile import RUNS as RUNS
 from flatout.measure.profile import Profile as Profile
 from flatout.measure.profile import RankProfile as RankProfile
 from flatout.measure.profile import RanksOnHost as RanksOnHost
 from flatout.measure.profile import Resumed as Resumed
+from flatout.measure.profile import RunState as RunState
 from flatout.measure.profile import Steps as Steps
 from flatout.measure.profile import StepTimes as StepTimes
 from flatout.measure.profile import profile_schema as profile_schema

@@ -22,7 +22,7 @@ from flatout.errors import FlatoutError
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
-NAME = "profile.json"
+PROFILE_FILE = "profile.json"
 """What the file is called in a run folder."""
 
 RUNS = "runs.jsonl"
@@ -33,7 +33,7 @@ _NUMBER = (int, float)
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 """Of a step and its lanes."""
 
-State = Literal["running", "ended", "interrupted", "failed"]
+RunState = Literal["running", "ended", "interrupted", "failed"]
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class Profile:
     run: str
     command: list[str]
     kind: Literal["Trainer", "Keras", "Loop"]
-    state: State
+    state: RunState
     error: str | None
     began: float
     written: float
@@ -207,7 +207,7 @@ class Profile:
         """
         data = {"schema": SCHEMA, "version": VERSION, **vars(self)}
         text = json.dumps(data, allow_nan=False, default=vars)
-        with atomic_write(Path(folder) / NAME) as file:
+        with atomic_write(Path(folder) / PROFILE_FILE) as file:
             file.write(text + "\n")
 
     @classmethod
@@ -218,7 +218,7 @@ class Profile:
             FlatoutError: there is none, it is of another version, or no Profile at all.
         """
         path = Path(run)
-        file = path / NAME if path.is_dir() else path
+        file = path / PROFILE_FILE if path.is_dir() else path
         try:
             data = json.loads(file.read_bytes())
         except OSError as error:

@@ -15,7 +15,7 @@ from weakref import WeakSet
 
 from flatout.hooks import Hook, is_anything_compiled, when_imported, wrap
 from flatout.kernels import Clock
-from flatout.kernels.clock import available
+from flatout.kernels import clock as native_clock
 
 if TYPE_CHECKING:
     from flatout.kernels import BackwardHook, ForwardHook, StepHook
@@ -39,7 +39,7 @@ class Quick:
     def __init__(self, clock: Clock) -> None:
         self.is_on = False
         self._clock = clock
-        self._is_possible = available()
+        self._is_possible = native_clock.available()
         self.hooks: list[Hook] = []
         self._puts: list[Callable[[bool], None]] = []
         self._backward: list[BackwardHook] = []

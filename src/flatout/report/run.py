@@ -24,12 +24,12 @@ import psutil
 
 from flatout.errors import FlatoutError
 from flatout.measure import RUNS, Interval, Profile, mean_use, median_of
-from flatout.measure.profile import NAME
+from flatout.measure import PROFILE_FILE
 
 FEWEST_STEPS = 30
 """With fewer, nothing is said of how fast a run is beside another."""
 
-_FILES = (NAME, "history.json", "log.jsonl", RUNS, "recipe.toml", "checkpoints")
+_FILES = (PROFILE_FILE, "history.json", "log.jsonl", RUNS, "recipe.toml", "checkpoints")
 _MOST_BYTES = 256 << 20
 # The latest of a log that tell how fast a run is, as of a Profile.
 _MOST_STEPS = 2_000
@@ -102,7 +102,7 @@ class SeenRun:
             FlatoutError: it is missing, or nothing in it is of a run.
         """
         folder = Path(path)
-        if folder.is_file() and folder.name == NAME:
+        if folder.is_file() and folder.name == PROFILE_FILE:
             folder = folder.parent
         if not folder.is_dir():
             raise FlatoutError(
@@ -286,7 +286,7 @@ def lives_of(folder: Path, problems: list[str] | None = None) -> list[Life]:
 
 
 def _profile(folder: Path, problems: list[str]) -> Profile | None:
-    if not (folder / NAME).exists():
+    if not (folder / PROFILE_FILE).exists():
         return None
     try:
         return Profile.read(folder)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from flatout.world import Group
-from flatout.world.meeting import gathered, opened
+from flatout.world import meeting
 
 # What a worker wants of a server, the first number of its message.
 PUSH, TICK, PULL, CLAIM, CLOSE, REST, MEET, END = range(8)
@@ -91,13 +91,13 @@ def _shared(group: Group, size: int) -> torch.Tensor | None:
     try:
         if group.own == 0:
             os.ftruncate(file, size)
-        pid, fd, inode = gathered(group, _told(file))[0]
+        pid, fd, inode = meeting.gathered(group, _told(file))[0]
         try:
-            there = opened(pid, fd, os.O_RDWR)
+            there = meeting.opened(pid, fd, os.O_RDWR)
             is_same = os.fstat(there).st_ino == inode
         except OSError:
             there, is_same = -1, False
-        could = all(gathered(group, is_same))
+        could = all(meeting.gathered(group, is_same))
         result = torch.frombuffer(mmap.mmap(there, size), dtype=torch.uint8) if could else None
         if there >= 0:
             os.close(there)

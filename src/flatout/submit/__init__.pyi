@@ -5,6 +5,7 @@ from flatout.submit.asked import job_of as job_of
 from flatout.submit.asked import ranks_of as ranks_of
 from flatout.submit.asked import seeds_of as seeds_of
 from flatout.submit.code import CodeArchive as CodeArchive
+from flatout.submit.hosts import hosts_of as hosts_of
 from flatout.submit.inputs import Input as Input
 from flatout.submit.job import Job as Job
 from flatout.submit.ledger import Entry as Entry

@@ -12,7 +12,7 @@ from pathlib import Path
 from flatout.cache_folder import cache_folder
 from flatout.doctor.first_look import first_look
 from flatout.errors import FlatoutError, SubmitError
-from flatout.observe.opened import LISTED, READ, WRITTEN
+from flatout.observe import opened as access
 from flatout.submit.asked import Asked
 from flatout.submit.job import SEED
 
@@ -65,11 +65,11 @@ def data_of(opened: Sequence[tuple[str, str]], root: Path) -> list[str]:
     read: dict[str, None] = {}
     listed: set[str] = set()
     for how, path in opened:
-        if how == WRITTEN:
+        if how == access.WRITTEN:
             written.add(path)
-        elif how == READ and path not in written and os.path.isfile(path):
+        elif how == access.READ and path not in written and os.path.isfile(path):
             read[path] = None
-        elif how == LISTED and not _is_above(path, top):
+        elif how == access.LISTED and not _is_above(path, top):
             listed.add(path)
     installed = _installed(top)
     files = [item for item in read if not _is_no_data(item, top, installed)]

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from flatout.errors import SubmitError
-from flatout.measure.live import SUBMITTED
+from flatout.measure import SUBMITTED
 from flatout.submit.code import ARCHIVE
 from flatout.submit.inputs import is_seen
 from flatout.submit.job import SEED, Job

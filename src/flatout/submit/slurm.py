@@ -12,7 +12,7 @@ from pathlib import Path
 
 from flatout import __version__
 from flatout.errors import SubmitError
-from flatout.measure.live import SUBMITTED
+from flatout.measure import SUBMITTED
 from flatout.submit import shell
 from flatout.submit.artifact import Artifact, refuse
 from flatout.submit.client import Answer, ask, need

@@ -23,7 +23,7 @@ from flatout.kernels import table_rows
 from flatout.measure import ROUGH, TrialResult, fingerprint, known_rates, machine_rates, usable_cpus
 from flatout.models import find_rewrites, fused_norms_of, may_be_slower_in_bf16, uses_convolution
 from flatout.recipe import SETTINGS, Choice, ModelFacts, Parity, Recipe, ResolvedRecipe, of_change
-from flatout.strategies.micro_batches import others_to_try
+from flatout.strategies import others_to_try
 from flatout.train import auto_cache
 from flatout.train.auto_budget import LONGEST_S, Budget
 from flatout.train.auto_capture import FIELD as CAPTURE

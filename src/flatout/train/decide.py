@@ -324,7 +324,7 @@ def _stages(
 ) -> Strategy:
     """Each rank has some layers of the model."""
     # With them comes torch's compiler, which takes a second to import.
-    from flatout.strategies.staged import Asked, Staged
+    from flatout.strategies import staged
 
     if compute is None or not first or loop.told is None:
         raise ModelError(
@@ -334,11 +334,11 @@ def _stages(
         )
     world = resolved.world
     own_statistics = world.batch_statistics == "per_micro_batch"
-    asked = Asked(world.stages, world.schedule, own_statistics)
+    asked = staged.Asked(world.stages, world.schedule, own_statistics)
     casts = resolved.compute.precision != "fp32"
     within = loop.stepper.switch.autocast if casts else nullcontext
     given = (compute, first[0])
-    return Staged(loop.world, loop.model, loop.optimizers, given, asked, loop.tell, within)
+    return staged.Staged(loop.world, loop.model, loop.optimizers, given, asked, loop.tell, within)
 
 
 def _run_first(loop: LoopState, compute: Compute, batch: Batch) -> None:

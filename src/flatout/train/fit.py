@@ -57,7 +57,7 @@ from flatout.train.stragglers import RankTimes
 from flatout.train.waiting import waiting_words
 from flatout.unfinished import remove_abandoned
 from flatout.world import LostRank
-from flatout.world.dropped import are_back
+from flatout.world import are_back
 
 # Replicas are compared at the end of an epoch, but no more often.
 _COMPARE_EVERY_S = 10.0

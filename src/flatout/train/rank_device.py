@@ -9,7 +9,7 @@ from flatout.errors import DeviceError
 from flatout.recipe import World as Asked
 from flatout.words import counted
 from flatout.world import Place, World, join
-from flatout.world.place import place
+from flatout.world import place
 
 
 def device_here(asked: Asked) -> tuple[torch.device, str]:

@@ -27,7 +27,7 @@ import torch
 from flatout.console import first_line
 from flatout.devices import GpuMeter
 from flatout.measure import RUNS, Profile, RankProfile, RanksOnHost, Resumed, StepTimes, Use
-from flatout.measure.profile import State
+from flatout.measure import RunState
 from flatout.train import profiled
 from flatout.train.history import json_safe
 from flatout.train.loop_state import LoopState
@@ -136,7 +136,7 @@ class Recording:
             self._loop.say(f"the Profile of the run cannot be written: {failed.strerror}")
         self._tell_of("ended", profile)
 
-    def _profile(self, state: State, error: str | None) -> Profile:
+    def _profile(self, state: RunState, error: str | None) -> Profile:
         loop = self._loop
         steady = profiled.steady_steps(loop)
         own = profiled.rank_profile(loop, self._use, self._waited, steady)
@@ -233,7 +233,7 @@ def _gpu_of(device: torch.device) -> Any:
     return read
 
 
-def _ended(error: BaseException | None) -> tuple[State, str | None]:
+def _ended(error: BaseException | None) -> tuple[RunState, str | None]:
     if error is None:
         return "ended", None
     if isinstance(error, Interrupted | KeyboardInterrupt):

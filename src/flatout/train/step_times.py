@@ -29,7 +29,7 @@ from flatout.train.snapshot import Snapshot, random_state, set_random_state
 from flatout.train.loss_value import Compute
 from flatout.train.step import Stepper
 from flatout.world import ONE
-from flatout.world.cpus import own_cpus
+from flatout.world import own_cpus
 
 ASKED = "FLATOUT_PROFILE_BATCHES"
 """Set where a user has asked for them."""

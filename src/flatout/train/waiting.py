@@ -17,7 +17,7 @@ from flatout.data import (
     name_of,
     only,
 )
-from flatout.data.stages import Batch
+from flatout.data import stages
 
 # From this share of waiting for batches on, and of this many seconds, the user is told.
 _TOLD, _TOLD_S = 0.1, 1.0
@@ -51,7 +51,7 @@ def _words(share: float, advice: str, slowest: str = "") -> str:
 
 def _of_pipeline(source: Pipeline, explanation: Explanation, epochs: int) -> tuple[str, str]:
     slowest = max(explanation.stages, key=explanation.stages.__getitem__, default="")
-    before = takewhile(lambda stage: not isinstance(stage, Batch), source.stages)
+    before = takewhile(lambda stage: not isinstance(stage, stages.Batch), source.stages)
     if slowest in {f"map {name_of(stage.function)}" for stage in before if isinstance(stage, Map)}:
         advice = "it runs once a sample: one that takes whole batches can stand behind batch()"
         return advice, slowest

@@ -1,10 +1,17 @@
 from flatout.world.agreement import facts_here as facts_here
 from flatout.world.collective_log import CollectiveLog as CollectiveLog
+from flatout.world.cpus import own_cpus as own_cpus
 from flatout.world.cpus import share_cpus as share_cpus
+from flatout.world.dropped import are_back as are_back
+from flatout.world.dropped import comes_back as comes_back
 from flatout.world.group import Group as Group
 from flatout.world.launch import first_failure as first_failure
 from flatout.world.launch import run_ranks as run_ranks
+from flatout.world.meeting import Meeting as Meeting
+from flatout.world.meeting import meeting_of as meeting_of
 from flatout.world.messages import to_eight as to_eight
+from flatout.world.network import interface_of as interface_of
+from flatout.world.network import source_address as source_address
 from flatout.world.nodes import Nodes as Nodes
 from flatout.world.nodes import asked_for as asked_for
 from flatout.world.nodes import check_devices as check_devices

@@ -25,8 +25,7 @@ from flatout.data.schema import Given, Schema
 from flatout.data.sources.fifo_formats import WORDS, Format, Wrap, decoder_of, stream_schema
 from flatout.errors import DataError
 from flatout.processes import machine
-from flatout.world import Place
-from flatout.world.place import place
+from flatout.world import Place, place
 
 PipePath: TypeAlias = "str | os.PathLike[str] | TextIO"
 Presharded: TypeAlias = Literal["rank", "local_rank", "node"] | None

@@ -17,7 +17,7 @@ from flatout.data.stages.stage import P, Plan, Stage, Writable, only
 from flatout.errors import DataError
 from flatout.words import counted
 from flatout.world import Place
-from flatout.world.place import place
+from flatout.world import place
 
 Presharded: TypeAlias = Literal["node", "local_rank", "rank"]
 

@@ -16,7 +16,7 @@ import torch
 
 from flatout.strategies.reductions.reduction import Flat, Reduction
 from flatout.world import Group
-from flatout.world.meeting import Meeting, gathered, opened
+from flatout.world import Meeting, meeting
 
 
 class _Laid(NamedTuple):
@@ -62,8 +62,8 @@ class Shared(Reduction):
         try:
             os.ftruncate(file, 2 * whole)
             mapped = []
-            for pid, fd in gathered(self.group, (os.getpid(), file)):
-                there = opened(pid, fd, os.O_RDWR)
+            for pid, fd in meeting.gathered(self.group, (os.getpid(), file)):
+                there = meeting.opened(pid, fd, os.O_RDWR)
                 mapped.append(torch.frombuffer(mmap.mmap(there, 2 * whole), dtype=torch.uint8))
                 os.close(there)
             self._meet()
