@@ -84,7 +84,7 @@ def test_what_is_said():
 
 def test_a_child_tells_what_it_found_and_changes_nothing_here():
     seen = []
-    assert Child(lambda: seen.append(1) or {"pid": os.getppid()}).told(30) == (
+    assert Child(lambda: seen.append(1) or {"pid": os.getppid()}).result(30) == (
         {"pid": os.getpid()},
         "",
     )
@@ -96,7 +96,7 @@ def test_a_child_computes_on_several_threads():
     torch.set_num_threads(2)  # the fixture puts it back
     a = torch.randn(400, 400)
     here = float((a @ a).sum())
-    told = Child(lambda: float((a @ a).sum())).told(60)
+    told = Child(lambda: float((a @ a).sum())).result(60)
     assert told.value == pytest.approx(here, rel=1e-4)
 
 
@@ -104,9 +104,9 @@ def test_a_child_that_fails_or_hangs():
     def fail():
         raise ValueError("no\nsecond line")
 
-    assert Child(fail).told(30).why == "ValueError: no"
-    assert Child(lambda: os._exit(3)).told(30).why == "ended with exit code 3"
-    assert Child(lambda: time.sleep(60)).told(0.2).why == TIME
+    assert Child(fail).result(30).why == "ValueError: no"
+    assert Child(lambda: os._exit(3)).result(30).why == "ended with exit code 3"
+    assert Child(lambda: time.sleep(60)).result(0.2).why == TIME
 
 
 # -- a fit -----------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ MEMORY, TIME = "memory", "time"
 _STACK = 2 * 2**20
 
 
-class Told(NamedTuple):
+class Answer(NamedTuple):
     """What a child has told.
 
     Attributes:
@@ -71,9 +71,9 @@ class Child:
             _be_child(run, most, writes, parent)
         os.close(writes)
 
-    def told(self, patience_s: float) -> Told:
-        """What it tells in so many seconds; then it is no more."""
-        deadline, data, is_late = time.monotonic() + patience_s, b"", False
+    def result(self, timeout_s: float) -> Answer:
+        """What the child has answered in so many seconds, which end it."""
+        deadline, data, is_late = time.monotonic() + timeout_s, b"", False
         while True:
             left = max(0.0, deadline - time.monotonic())
             if not select.select([self._reads], [], [], left)[0]:
@@ -85,12 +85,12 @@ class Child:
             data += part
         status = self.end()
         if data and not is_late:
-            return Told(*json.loads(data))
+            return Answer(*json.loads(data))
         if is_late:
-            return Told(None, TIME)
+            return Answer(None, TIME)
         # The kernel ends those with SIGKILL for whom there is no memory.
         number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-        return Told(None, MEMORY if number == signal.SIGKILL else _ended_words(status))
+        return Answer(None, MEMORY if number == signal.SIGKILL else _ended_words(status))
 
     def end(self) -> int:
         """End it, if it has not ended; returns how it has."""

@@ -143,7 +143,7 @@ def decide(
     loop.stepper.use(Settings.of(resolved))
     if compute is not None and estimated > 1:
         _agree_on_pieces(loop, compute, first, estimated)  # the settings chosen may need less
-        _tell_of_pieces(loop, first)
+        _note_pieces(loop, first)
     loop.stepper.begin()
     if decision.search is not None:
         resolved = auto.started(resolved, loop.requested, decision.search)
@@ -157,7 +157,7 @@ def _check_first(loop: LoopState, compute: Compute, first: list[Batch]) -> float
     first epoch: some samples do, unless the model or the loss does not take so few. Of these it
     is 0.
     """
-    source, own = loop.feed.source, loop.told is None
+    source, own = loop.feed.source, loop.trainer_facts is None
     check = partial(check_first_batch, loop.model, compute, source=source, is_own=own)
     if _planned(loop, first) is not None and first[0].size > _CHECKED:
         with suppress(FlatoutError, *MISFITS):
@@ -326,7 +326,7 @@ def _stages(
     # With them comes torch's compiler, which takes a second to import.
     from flatout.strategies import staged
 
-    if compute is None or not first or loop.told is None:
+    if compute is None or not first or loop.trainer_facts is None:
         raise ModelError(
             "world.strategy=staged is for a Trainer's fit: it measures the model's layers on the "
             "first batch, and calls the loss itself",
@@ -373,7 +373,7 @@ def _agree_on_pieces(loop: LoopState, compute: Compute, first: list[Batch], know
     return loop.stepper.pieces
 
 
-def _tell_of_pieces(loop: LoopState, first: list[Batch]) -> None:
+def _note_pieces(loop: LoopState, first: list[Batch]) -> None:
     if first and loop.stepper.pieces > 1:
         loop.say(
             f"a batch of {first[0].size} would not fit in the free memory: "

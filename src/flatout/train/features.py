@@ -210,7 +210,7 @@ class FrozenFeatures:
         self._restarts = False
         return restarts and not isinstance(rows, NamedRows)  # whose samples are all made
 
-    def seen(self, batches: Sequence[Batch]) -> AbstractContextManager[None]:
+    def watching(self, batches: Sequence[Batch]) -> AbstractContextManager[None]:
         """Within, a step of these batches is made."""
         watches = self._calls is not None and not self._calls.is_over and self.may_keep
         return self._calls.watched(batches) if self._calls and watches else nullcontext()

@@ -177,7 +177,7 @@ class Fit:
         planned = None
         if state.steps_per_epoch is not None:
             planned = state.steps_per_epoch * max(0, state.epochs - self._initial_epoch)
-        loop.told = self._facts()
+        loop.trainer_facts = self._facts()
         loop.prepare(
             objective.model,
             objective.optimizer,
@@ -356,7 +356,7 @@ class Fit:
                 return
             loop.meet_others()
             state.history.stop_reason = state.stop_reason
-            self._tell_of_staleness()
+            self._note_staleness()
             self._note_settings()
             self._measure_steps()
             state.history.lanes_by_rank = loop.world.gather(loop.timeline.lanes())
@@ -365,7 +365,7 @@ class Fit:
                 if not loop.is_saved:
                     self._checkpoint()
                 loop.checkpointing.wait()
-            self._tell_of_waiting()
+            self._note_waiting()
             if state.history.confusion is not None:
                 loop.say(table(state.history.confusion, state.history.classes))
             self._close_run()
@@ -400,14 +400,14 @@ class Fit:
         for line in words:
             self._note(line)
 
-    def _tell_of_waiting(self) -> None:
+    def _note_waiting(self) -> None:
         """Say that the input held the training back, if it did, and what would help."""
         steps, lanes = self.loop.timeline.steps, self.loop.timeline.lanes()
         note = waiting_words(self.source, lanes, steps, self.state.epochs)
         if note is not None:
             self._note(note)
 
-    def _tell_of_staleness(self) -> None:
+    def _note_staleness(self) -> None:
         """Say how old gradients were, or how many were dropped, where servers do not wait."""
         by_rank = self.loop.stepper.strategy.staleness()
         if by_rank is not None:

@@ -182,9 +182,9 @@ def largest_batch(objective: Objective, loop: Loop, trying: Loop, source: Source
         DataError: no one knows how many samples there are, or there are fewer than ranks.
         ModelError: a step fails with any number of samples.
     """
-    if loop.found is not None:
-        kept = loop.found.state["source"]["batch_size"]
-        return LargestBatch(kept, loop.world.size, 0, f"in {loop.found.name}", ())
+    if loop.resume_checkpoint is not None:
+        kept = loop.resume_checkpoint.state["source"]["batch_size"]
+        return LargestBatch(kept, loop.world.size, 0, f"in {loop.resume_checkpoint.name}", ())
     world, samples = loop.world, source.samples
     if samples is None:
         raise DataError(
@@ -324,7 +324,7 @@ class Steps:
     def _in_child(self, size: int) -> Try:
         began = time.monotonic()
         patience = _PATIENCE_S if self._seconds else _FIRST_PATIENCE_S
-        answer = Child(lambda: self._step(size), self.limit).told(patience)
+        answer = Child(lambda: self._step(size), self.limit).result(patience)
         seconds = time.monotonic() - began
         self._seconds = self._seconds or seconds
         return Try(size, answer.why, round(seconds, 4))

@@ -58,7 +58,7 @@ from flatout.train.settings import Switch
 from flatout.train.loss_value import Compute
 from flatout.train.step import Stepper
 from flatout.train.tables import explain_ids
-from flatout.train.tuning import capture_steps, tell_of_tables, tune
+from flatout.train.tuning import capture_steps, report_tables, tune
 from flatout.train.turn import Turn, check_gathered
 from flatout.train.watch_calls import Calls
 
@@ -155,10 +155,10 @@ class Loop(LoopState):
             self._saved = (self.epoch, self.step_count)
         elif world.is_first:
             self.stepper.notes += elsewhere  # after a resume the History has them
-        tell_of_tables(self, first)
+        report_tables(self, first)
         follow_rule(self)
         # A Trainer's loss calls the model with what it is given.
-        calls = Calls(model) if self.told is None else None
+        calls = Calls(model) if self.trainer_facts is None else None
         self.feed.features = self.features = FrozenFeatures(self, model, calls)
         self.undo.callback(self.features.close)
         if self.device.type == "cuda":
@@ -300,7 +300,7 @@ class Loop(LoopState):
     def _step(self, compute: Compute, batches: tuple[Batch, ...], turn: Turn) -> None:
         lanes = self.feed.lanes()
         # A Trainer's loss is checked where its outputs and targets are known.
-        is_checked = self.told is None and not turn.has_stepped
+        is_checked = self.trainer_facts is None and not turn.has_stepped
         try:
             run = watched(compute) if is_checked else compute
             if self._other_job is not None and self.is_other_job:
@@ -308,7 +308,7 @@ class Loop(LoopState):
                 with self.uncounted():
                     self._other_job.decide(compute, batches[0])
             number, tuner = self.next_step, self.tuner
-            with nullcontext() if self.features is None else self.features.seen(batches):
+            with nullcontext() if self.features is None else self.features.watching(batches):
                 if tuner is None or number < tuner.next_step:
                     done = self.stepper(run, batches, number, turn)
                 else:
@@ -326,7 +326,7 @@ class Loop(LoopState):
         self.count_step()
         if self.stepper.switch.leave_read_whole():
             self.stepper.strategy.renew()
-            tell_of_tables(self, [])
+            report_tables(self, [])
         turn.mean_loss.add(done.loss, done.weight)
         samples = self.feed.samples_of(batches, self.world.size)
         self.monitor.step(lanes, done, frozen, stepped, samples)

@@ -72,7 +72,7 @@ class LoopState:
         facts: of the model, after `prepare`.
         restored_extra: after a resume, what was given to `save` as `extra`.
         restored_own: after a resume, what the ranks then gave to `save` as `own`, by rank.
-        told: what a Trainer tells of its job, for a resume to compare; None without a Trainer.
+        trainer_facts: what a Trainer knows of its job, for a resume to compare; else None.
         job: all that tells this job from others, as a checkpoint keeps it.
         data_state: what tells the data, where `prepare` was given them and a run folder.
         fresh_groups: the optimizers' groups as `prepare` found them.
@@ -133,7 +133,7 @@ class LoopState:
         self.restored_extra: Any = None
         self.restored_own: list[Any] = []
         self.clip = (clip_norm, clip_value)
-        self.told: dict[str, list[str]] | None = None
+        self.trainer_facts: dict[str, list[str]] | None = None
         self.job: dict[str, Any] = {}
         self.model: nn.Module
         self.optimizers: tuple[torch.optim.Optimizer, ...] = ()
@@ -151,7 +151,7 @@ class LoopState:
         self._stepper: Stepper | None = None
         self.pace = Pace(ONE.collectives)
         self.parts = Parts(lambda line: self.say(line))
-        self.tables_said = ""
+        self.tables_reported = ""
         self.evaluate_batch = EvaluateBatch(self.tell)
         self.evaluate_graph = EvaluateGraph(self.tell, self._may_compile)
 
@@ -318,7 +318,7 @@ class LoopState:
         return Checkpointing(self.run, self.world, asked)
 
     @cached_property
-    def found(self) -> LoadedCheckpoint | None:
+    def resume_checkpoint(self) -> LoadedCheckpoint | None:
         """The checkpoint that `prepare` goes on from; None where there is none.
 
         Raises:

@@ -189,7 +189,7 @@ def _noise(loop: LoopState) -> float | None:
 
 def kind_of(loop: LoopState) -> Kind:
     """What trains."""
-    if loop.told is None:
+    if loop.trainer_facts is None:
         return "Loop"
     return "Keras" if adapter_of(loop.model).framework == "Keras" else "Trainer"
 

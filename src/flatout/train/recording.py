@@ -74,7 +74,7 @@ class Recording:
         self._folder = Path(run) if "://" not in run and loop.world.is_first else None
         self._writes = 0
         self._write_at = self._began_at + int(_FIRST_S[0] * 1e9)
-        self._tell_of("began")
+        self._append_to_history("began")
 
     @property
     def due(self) -> int:
@@ -134,7 +134,7 @@ class Recording:
                 profile.write(self._folder)
         except OSError as failed:
             self._loop.say(f"the Profile of the run cannot be written: {failed.strerror}")
-        self._tell_of("ended", profile)
+        self._append_to_history("ended", profile)
 
     def _profile(self, state: RunState, error: str | None) -> Profile:
         loop = self._loop
@@ -177,7 +177,7 @@ class Recording:
 
     # -- the folder's history ----------------------------------------------------------------
 
-    def _tell_of(self, event: str, profile: Profile | None = None) -> None:
+    def _append_to_history(self, event: str, profile: Profile | None = None) -> None:
         """Append a line to the folder's history."""
         if self._folder is None:
             return  # another rank does

@@ -151,8 +151,8 @@ def _say_changes(loop: LoopState, saved: ResolvedRecipe, asked: Mapping[str, Any
 
 def find_checkpoint(loop: LoopState, compute: Compute | None) -> None:
     """Tell the job, and let what it goes on from, if anything, decide what is asked for."""
-    loaded = loop.found
-    del loop.found  # it holds all weights once more
+    loaded = loop.resume_checkpoint
+    del loop.resume_checkpoint  # it holds all weights once more
     loop.job = loop.world.from_first(_job_of(loop, compute))
     loop.fresh_groups = [[dict(group) for group in o.param_groups] for o in loop.optimizers]
     if loaded is not None:
@@ -164,8 +164,8 @@ def find_checkpoint(loop: LoopState, compute: Compute | None) -> None:
 def _job_of(loop: LoopState, compute: Compute | None) -> dict[str, Any]:
     """What a checkpoint keeps of the job, before any step has changed it."""
     return {
-        "facts": {**_facts(loop), **(loop.told or compute_fact(compute))},
-        "told": loop.told is not None,
+        "facts": {**_facts(loop), **(loop.trainer_facts or compute_fact(compute))},
+        "told": loop.trainer_facts is not None,
         "model": adapter_of(loop.model).lines(),
         "options": [options_of(optimizer) for optimizer in loop.optimizers],
         "schedules": [arguments_of_schedule(scheduler) for scheduler in loop.schedulers],

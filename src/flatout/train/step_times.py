@@ -112,7 +112,7 @@ class _Steps:
     def by_size(self, sizes: list[int]) -> tuple[list[list[float]], str]:
         """Seconds of the steps on each number of samples, and why there are none."""
         if self._loop.device.type != "cuda":
-            result = Child(lambda: self._visits(sizes), self._room(1)).told(_PATIENCE_S)
+            result = Child(lambda: self._visits(sizes), self._room(1)).result(_PATIENCE_S)
             return result.value or [], result.why
         stepper = self._loop.stepper
         snapshot = Snapshot(stepper.switch.model, stepper.switch.optimizers)
@@ -141,7 +141,7 @@ class _Steps:
                 Child(self._on(own_cpus(cpus, rank, ranks), begin, size), room)
                 for rank in range(ranks)
             ]
-            result = [child.told(_PATIENCE_S) for child in children]
+            result = [child.result(_PATIENCE_S) for child in children]
             if why := next((item.why for item in result if item.why), ""):
                 return ranks_on_hosts, why
             all_ranks = [second for item in result for second in item.value]

@@ -368,7 +368,7 @@ class Trainer:
         if not self._is_warm or self.optimizer is None:
             return {}
         self._is_warm = False
-        if validation is None or self.loop.found is not None:
+        if validation is None or self.loop.resume_checkpoint is not None:
             return {}
         loop, random = self.loop, random_state()
         # What an evaluation decides for itself is not for the fit to know.
@@ -612,7 +612,7 @@ class Trainer:
         known = None if self.signature is None else self.signature.ids
         if known is None and not (isinstance(source, Pipeline) and source.id_columns):
             return None
-        loaded = self.loop.found
+        loaded = self.loop.resume_checkpoint
         state = None if loaded is None else loaded.state.get("ids")
         if loaded is None or state is None:
             return learn_ids(source, known, self.model, self.optimizer, self.loop)

@@ -49,7 +49,7 @@ def settle(loop: LoopState, decision: Decision, tuner: Tuner) -> None:
         line = auto.captured_line(tuner.search, tuner.beside)
     if line:
         loop.note(line)
-    tell_of_tables(loop, [])
+    report_tables(loop, [])
 
 
 def capture_steps(loop: LoopState, compute: Compute | None, search: Search | None) -> None:
@@ -75,15 +75,15 @@ def capture_steps(loop: LoopState, compute: Compute | None, search: Search | Non
             loop.tuner.beside = Beside(capture, compute, search)
 
 
-def tell_of_tables(loop: LoopState, first: Sequence[Batch]) -> None:
+def report_tables(loop: LoopState, first: Sequence[Batch]) -> None:
     """Say how embedding tables are stepped, where that is by rows, or large ones cannot be."""
     switch, tables = loop.stepper.switch, loop.stepper.switch.tables
     if tables is None and first and _may_step_by_rows(loop):
         result = Tables.of(switch.model, switch.optimizers, split=switch.splits_tables)
         tables = result if result.are_whole_though_large(first[0]) else None
-    if tables is None or tables.words == loop.tables_said:
+    if tables is None or tables.words == loop.tables_reported:
         return
-    loop.tables_said = tables.words
+    loop.tables_reported = tables.words
     (loop.note if loop.resume is None else loop.say)(tables.words)
 
 
