@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import nn
 
+from flatout.console import first_line
 from flatout.data import Batch, Pipeline, Source, Tensors, holds_bytes, named_tensors, tensors_in
 from flatout.errors import DataError, FlatoutError, ModelError
 from flatout.models import adapter_of
@@ -155,7 +156,7 @@ def loss_misfit(error: Exception, loss: Loss, output: object, batch: Batch) -> D
         return found
     outputs = ", ".join(_words(t) for t in tensors_in(output)) or type(output).__name__
     return DataError(
-        f"the loss {loss.name} does not take this batch: {_first_line(error)}",
+        f"the loss {loss.name} does not take this batch: {first_line(error)}",
         where=f"output {outputs}; batch: {describe(batch)}",
         do=_target_advice(loss, output, batch.targets),
     )
@@ -192,7 +193,7 @@ def _check_value(value: Value) -> None:
 
 def _misfit(error: Exception, model: nn.Module, batch: Batch) -> DataError:
     return DataError(
-        f"the model and loss do not take this batch: {_first_line(error)}",
+        f"the model and loss do not take this batch: {first_line(error)}",
         where=f"batch: {describe(batch)}; model: {adapter_of(model).first_layer()}",
         do=_advice(error, model, batch),
     )
@@ -245,8 +246,3 @@ def _words(tensor: torch.Tensor) -> str:
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

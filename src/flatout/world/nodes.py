@@ -16,7 +16,7 @@ from pathlib import Path
 
 from flatout.errors import WorldError
 from flatout.words import counted
-from flatout.world.place import launched
+from flatout.world.place import launched, number_in
 
 _PORT = 29500
 # https://docs.aws.amazon.com/sagemaker/latest/dg/your-algorithms-training-algo-running-container.html
@@ -182,15 +182,15 @@ def launched_nodes(environ: Mapping[str, str] | None = None) -> Nodes | None:
 
 def _kubeflow(env: Mapping[str, str]) -> Nodes:
     """https://www.kubeflow.org/docs/components/trainer/user-guides/pytorch/."""
-    count = _number(env, "PET_NNODES", 1)
+    count = number_in(env, "PET_NNODES", 1)
     each = env.get("PET_NPROC_PER_NODE", "")
     address = env.get("PET_MASTER_ADDR", "")
     if count > 1 and not address:
         raise WorldError(f"PET_NNODES is {count}, but PET_MASTER_ADDR is not set")
-    port = _number(env, "PET_MASTER_PORT", _PORT)
+    port = number_in(env, "PET_MASTER_PORT", _PORT)
     return Nodes(
         count=count,
-        rank=_number(env, "PET_NODE_RANK", 0),
+        rank=number_in(env, "PET_NODE_RANK", 0),
         rendezvous=f"{address}:{port}" if count > 1 else "",
         ranks=int(each) if each.isdigit() else None,
         origin="PET_NNODES",
@@ -208,7 +208,7 @@ def _sagemaker(env: Mapping[str, str]) -> Nodes:
     own = env.get("SM_CURRENT_HOST", "")
     if own not in hosts:
         raise WorldError(f"SM_CURRENT_HOST is {own!r}, which is none of SM_HOSTS: {hosts}")
-    gpus, port = _number(env, "SM_NUM_GPUS", 0), _number(env, "SM_MASTER_PORT", _PORT)
+    gpus, port = number_in(env, "SM_NUM_GPUS", 0), number_in(env, "SM_MASTER_PORT", _PORT)
     return Nodes(
         count=len(hosts),
         rank=hosts.index(own),
@@ -251,13 +251,3 @@ def checked(found: Nodes) -> Nodes:
             do="pass --rendezvous host1:29500, the same on every node",
         )
     return found
-
-
-def _number(env: Mapping[str, str], name: str, default: int) -> int:
-    text = env.get(name, "")
-    if not text:
-        return default
-    try:
-        return int(text)
-    except ValueError:
-        raise WorldError(f"expected a whole number in {name}, found {text!r}") from None

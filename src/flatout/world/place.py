@@ -116,28 +116,28 @@ def restarts(environ: Mapping[str, str] | None = None) -> int:
     By the agent after one of them was killed, or by SLURM after a preemption and its like.
     """
     env = os.environ if environ is None else environ
-    by_agent = _number(env, "TORCHELASTIC_RESTART_COUNT", 0)
-    return by_agent + _number(env, "SLURM_RESTART_COUNT", 0)
+    by_agent = number_in(env, "TORCHELASTIC_RESTART_COUNT", 0)
+    return by_agent + number_in(env, "SLURM_RESTART_COUNT", 0)
 
 
 def _torchrun(env: Mapping[str, str]) -> Place | None:
     """https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables."""
     if "RANK" not in env and "WORLD_SIZE" not in env:
         return None
-    rank, world = _number(env, "RANK"), _number(env, "WORLD_SIZE")
+    rank, world = number_in(env, "RANK"), number_in(env, "WORLD_SIZE")
     if world == 1:
         return None if rank == 0 else Place(rank, world, launcher="torchrun")
-    local = _number(env, "LOCAL_RANK", rank if "LOCAL_WORLD_SIZE" not in env else None)
-    size = _number(env, "LOCAL_WORLD_SIZE", world if local == rank else None)
+    local = number_in(env, "LOCAL_RANK", rank if "LOCAL_WORLD_SIZE" not in env else None)
+    size = number_in(env, "LOCAL_WORLD_SIZE", world if local == rank else None)
     return Place(
         rank=rank,
         world_size=world,
         local_rank=local,
         local_world_size=size,
-        node=_number(env, "GROUP_RANK", rank // size if size else 0),
-        nodes=_number(env, "GROUP_WORLD_SIZE", -(-world // size) if size else 1),
+        node=number_in(env, "GROUP_RANK", rank // size if size else 0),
+        nodes=number_in(env, "GROUP_WORLD_SIZE", -(-world // size) if size else 1),
         address=_text(env, "MASTER_ADDR"),
-        port=_number(env, "MASTER_PORT"),
+        port=number_in(env, "MASTER_PORT"),
         launcher="torchrun",
     )
 
@@ -146,8 +146,8 @@ def _open_mpi(env: Mapping[str, str]) -> Place | None:
     """https://docs.open-mpi.org/en/main/tuning-apps/environment-var.html."""
     if "OMPI_COMM_WORLD_RANK" not in env:
         return None
-    world = _number(env, "OMPI_COMM_WORLD_SIZE")
-    local = _number(env, "OMPI_COMM_WORLD_LOCAL_SIZE")
+    world = number_in(env, "OMPI_COMM_WORLD_SIZE")
+    local = number_in(env, "OMPI_COMM_WORLD_LOCAL_SIZE")
     address = env.get("MASTER_ADDR") or _first_of_sagemaker(env)
     if world > local and not address:
         raise WorldError(
@@ -156,15 +156,15 @@ def _open_mpi(env: Mapping[str, str]) -> Place | None:
         )
     job = env.get("PMIX_NAMESPACE", "") or env.get("OMPI_MCA_ess_base_jobid", "")
     return Place(
-        rank=_number(env, "OMPI_COMM_WORLD_RANK"),
+        rank=number_in(env, "OMPI_COMM_WORLD_RANK"),
         world_size=world,
-        local_rank=_number(env, "OMPI_COMM_WORLD_LOCAL_RANK"),
+        local_rank=number_in(env, "OMPI_COMM_WORLD_LOCAL_RANK"),
         local_world_size=local,
         # Ranks are laid out node after node, unless mpirun was told otherwise.
-        node=_number(env, "OMPI_COMM_WORLD_RANK") // local if local else 0,
+        node=number_in(env, "OMPI_COMM_WORLD_RANK") // local if local else 0,
         nodes=-(-world // local) if local else 1,
         address=address or "127.0.0.1",
-        port=_number(env, "MASTER_PORT", _port_of(job)),
+        port=number_in(env, "MASTER_PORT", _port_of(job)),
         launcher="mpirun",
     )
 
@@ -187,8 +187,8 @@ def _slurm(env: Mapping[str, str]) -> Place | None:
         return None
     if env.get("SLURM_STEP_ID", "").startswith("batch") or "SLURM_STEP_NODELIST" not in env:
         return None
-    world = _number(env, "SLURM_STEP_NUM_TASKS")
-    node = _number(env, "SLURM_NODEID")
+    world = number_in(env, "SLURM_STEP_NUM_TASKS")
+    node = number_in(env, "SLURM_NODEID")
     counts = tasks_per_node(_text(env, "SLURM_STEP_TASKS_PER_NODE"))
     if node >= len(counts):
         raise WorldError(
@@ -196,14 +196,14 @@ def _slurm(env: Mapping[str, str]) -> Place | None:
         )
     job = env.get("SLURM_JOB_ID", "") + "." + env.get("SLURM_STEP_ID", "")
     return Place(
-        rank=_number(env, "SLURM_PROCID"),
+        rank=number_in(env, "SLURM_PROCID"),
         world_size=world,
-        local_rank=_number(env, "SLURM_LOCALID"),
+        local_rank=number_in(env, "SLURM_LOCALID"),
         local_world_size=counts[node],
         node=node,
         nodes=len(counts),
         address=env.get("MASTER_ADDR", first_host(_text(env, "SLURM_STEP_NODELIST"))),
-        port=_number(env, "MASTER_PORT", _port_of(job)),
+        port=number_in(env, "MASTER_PORT", _port_of(job)),
         launcher="srun",
     )
 
@@ -212,10 +212,10 @@ def _mpich(env: Mapping[str, str]) -> Place | None:
     """MPICH's and Intel MPI's mpirun, by its process manager Hydra."""
     if "PMI_RANK" not in env and "PMI_SIZE" not in env:
         return None
-    world, rank = _number(env, "PMI_SIZE"), _number(env, "PMI_RANK")
+    world, rank = number_in(env, "PMI_SIZE"), number_in(env, "PMI_RANK")
     if world == 1:
         return None
-    local = _number(env, "MPI_LOCALNRANKS", world)
+    local = number_in(env, "MPI_LOCALNRANKS", world)
     if world > local and "MASTER_ADDR" not in env:
         raise WorldError(
             f"mpirun has started {world} ranks on several nodes, and does not tell where rank 0 is",
@@ -224,13 +224,13 @@ def _mpich(env: Mapping[str, str]) -> Place | None:
     return Place(
         rank=rank,
         world_size=world,
-        local_rank=_number(env, "MPI_LOCALRANKID", rank),
+        local_rank=number_in(env, "MPI_LOCALRANKID", rank),
         local_world_size=local,
         node=rank // local if local else 0,
         nodes=-(-world // local) if local else 1,
         address=env.get("MASTER_ADDR", "127.0.0.1"),
         # On one node all ranks have the same parent.
-        port=_number(env, "MASTER_PORT", _port_of(str(os.getppid()) if world == local else "")),
+        port=number_in(env, "MASTER_PORT", _port_of(str(os.getppid()) if world == local else "")),
         launcher="mpirun",
     )
 
@@ -310,7 +310,12 @@ def _text(env: Mapping[str, str], name: str) -> str:
     return env[name]
 
 
-def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+def number_in(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """A variable of the environment as a whole number.
+
+    Raises:
+        WorldError: it is none, or not set where there is no default.
+    """
     if default is not None and not env.get(name):
         return default
     text = _text(env, name)
