@@ -18,15 +18,13 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any, NoReturn
 
 import psutil
 import torch
 
 from flatout.data import Batch, Pipeline, Source
-from flatout.errors import CheckpointError, FlatoutError, NumbersError
-from flatout.recipe import dump
+from flatout.errors import CheckpointError, NumbersError
 from flatout.strategies import check_replicas
 from flatout.train.callbacks import (
     Callback,
@@ -43,9 +41,11 @@ from flatout.train.evaluate import look_at_validation
 from flatout.train.freezing_checks import freezing_lines
 from flatout.train.history import History
 from flatout.train.job_facts import UNREAD, Facts, callback_facts, fact
+from flatout.train.layout_words import layout_words
 from flatout.train.objective import Objective, validates
 from flatout.train.rank_trial import is_trial
 from flatout.train.ranks import agreed, part_of
+from flatout.train.run_folder import RunFolder
 from flatout.train.sections import end_section, open_section
 from flatout.train.signals import Interrupted, StopSignals, is_interactive
 from flatout.train.signature import facts_of
@@ -55,7 +55,6 @@ from flatout.train.state import FitState, FittingTrainer
 from flatout.train.step_times import is_asked, step_times
 from flatout.train.stragglers import RankTimes
 from flatout.train.waiting import waiting_words
-from flatout.unfinished import remove_abandoned
 from flatout.world import LostRank
 from flatout.world import are_back
 
@@ -101,6 +100,7 @@ class Fit:
             reporters = [*remaining.asked_for(), *train_job_status.asked_for()]
             self.callbacks = [*self.callbacks, *reporters]
         self.loop.shows_notes = any(isinstance(callback, Progress) for callback in self.callbacks)
+        self.folder = RunFolder(self.loop)
         self.signals = StopSignals()
         self._asked: list[float | None] = []
         # Why a callback of this rank wants to stop, until ranks that step alone meet.
@@ -193,7 +193,7 @@ class Fit:
         figures = self._figures()
         if loop.world.size > 1:
             tell = loop.note if loop.stepper.strategy.layout else loop.say
-            tell(self._ranks_in_words())
+            tell(layout_words(loop, self.source.batch_size))
         if isinstance(self.source, Pipeline):
             for note in (*self.trainer.input_lines, *self.source.notes()):
                 loop.say(f"input: {note}")
@@ -217,7 +217,7 @@ class Fit:
         self._can_claim = getattr(part, "can_claim", False)
         assert loop.features is not None
         loop.features.begin(self.source, part, loop.epoch)
-        self._open_run()
+        self.callbacks.extend(self.folder.begin())
         place = loop.world.place
         state.history.world_size, state.history.nodes = place.world_size, place.nodes
         state.history.startup_s = time.time() - psutil.Process().create_time()
@@ -240,27 +240,6 @@ class Fit:
         adds = any(callback.adds_figures for callback in self.callbacks)
         # Of several losses the metrics have the total, too.
         return Figures(tuple(dict.fromkeys([*names, "seconds"])), complete and not adds)
-
-    def _ranks_in_words(self) -> str:
-        """How the work is shared out, such as "2 ranks x 1 CPU, ddp, global batch 64 = 2 x 32"."""
-        ranks, device = self.loop.world.size, self.loop.device
-        each = f" x {torch.get_num_threads()} CPU" if device.type == "cpu" else " of a GPU each"
-        assert self.loop.resolved is not None
-        asked = self.loop.resolved.world
-        words = f"{ranks} ranks{each}, {self.loop.stepper.strategy.layout or asked.strategy}"
-        if asked.strategy == "local_sgd":
-            words += f" with an average every {asked.sync_every} steps"
-        if asked.strategy == "parameter_server":
-            words += f" (servers: {asked.servers}, staleness: {asked.staleness})"
-            if asked.spare_workers:
-                words += f", waiting for {ranks - asked.spare_workers} ranks in each step"
-        size = self.source.batch_size
-        if size is not None and self.loop.takes_whole_batches:
-            words += f", global batch {size:,}"
-        elif size is not None:
-            part = f"{size // ranks:,}" if size % ranks == 0 else f"{size / ranks:,.1f}"
-            words += f", global batch {size:,} = {ranks} x {part}"
-        return words
 
     def _load_state_dict(self, saved: Any) -> None:
         state, callbacks = self.state, self._stateful()
@@ -308,40 +287,6 @@ class Fit:
         """The user's callbacks."""
         return [c for c in self.callbacks if not isinstance(c, _SHOWS)]
 
-    def _run_folder(self) -> Path | None:
-        """Where this rank writes down what runs; None where it does not."""
-        run = self.loop.run
-        return Path(run) if run and "://" not in run and self.loop.world.is_first else None
-
-    def _open_run(self) -> None:
-        """Write down what runs, and begin the log."""
-        folder = self._run_folder()
-        if folder is None:
-            return
-        assert self.loop.resolved is not None
-        remove_abandoned(folder)  # of a fit that was killed while it wrote here
-        dump(self.loop.resolved, folder / "recipe.toml")
-        self.callbacks.append(JsonLines(folder / "log.jsonl"))
-
-    def _mend_run(self) -> None:
-        """Make a run folder again that was removed while the job runs."""
-        if self.loop.run is not None and self.loop.checkpointing.mend():
-            assert self.loop.resolved is not None
-            dump(self.loop.resolved, Path(self.loop.run) / "recipe.toml")
-            note = f"{self.loop.run} was removed while this job runs: made again, with what follows"
-            self.state.history.notes.append(note)
-            self.loop.say(note)
-
-    def _close_run(self) -> None:
-        """Leave the figures for a report."""
-        folder = self._run_folder()
-        if folder is None:
-            return
-        try:
-            self.state.history.save(folder / "history.json")
-        except FlatoutError as error:  # no reason to lose what was trained
-            self.loop.say(str(error))
-
     # -- epochs ------------------------------------------------------------------------------
 
     def _train(self) -> None:
@@ -368,7 +313,7 @@ class Fit:
             self._note_waiting()
             if state.history.confusion is not None:
                 loop.say(table(state.history.confusion, state.history.classes))
-            self._close_run()
+            self.folder.end(state.history)
             self._call("on_fit_end")
             if self._asked:
                 self._checkpoint()
@@ -388,8 +333,7 @@ class Fit:
         self.state.history.features = loop.features.facts
         loop.resolved = loop.feed.with_workers(loop.requested, loop.resolved)
         self.state.history.recipe = loop.resolved
-        if (folder := self._run_folder()) is not None:
-            dump(loop.resolved, folder / "recipe.toml")
+        self.folder.write_recipe()
 
     def _measure_steps(self) -> None:
         """What steps take by their size, where the user has asked for it."""
@@ -691,7 +635,7 @@ class Fit:
     def _checkpoint(self) -> str:
         start = self._now()
         self.loop.check_numbers(self.compute)
-        self._mend_run()
+        self.folder.mend(self.state.history)
         asked, self._asked = self._asked, []
         score = next((score for score in asked if score is not None), None)
         self._path = self.loop.save(self.state_dict(), score, {"metrics": self.job.state_dict()})

@@ -1,0 +1,35 @@
+"""How the work of a fit is shared out over ranks, in words."""
+
+from __future__ import annotations
+
+import torch
+
+from flatout.train.loop_state import LoopState
+
+
+def layout_words(loop: LoopState, batch_size: int | None) -> str:
+    """Such as "2 ranks x 1 CPU, ddp, global batch 64 = 2 x 32".
+
+    Args:
+        loop: prepared, on several ranks.
+        batch_size: of the batches of all ranks, where they have one.
+    """
+    ranks, device = loop.world.size, loop.device
+    each = f" x {torch.get_num_threads()} CPU" if device.type == "cpu" else " of a GPU each"
+    assert loop.resolved is not None
+    asked = loop.resolved.world
+    words = f"{ranks} ranks{each}, {loop.stepper.strategy.layout or asked.strategy}"
+    if asked.strategy == "local_sgd":
+        words += f" with an average every {asked.sync_every} steps"
+    if asked.strategy == "parameter_server":
+        words += f" (servers: {asked.servers}, staleness: {asked.staleness})"
+        if asked.spare_workers:
+            words += f", waiting for {ranks - asked.spare_workers} ranks in each step"
+    if batch_size is not None and loop.takes_whole_batches:
+        words += f", global batch {batch_size:,}"
+    elif batch_size is not None:
+        part = f"{batch_size // ranks:,}"
+        if batch_size % ranks:
+            part = f"{batch_size / ranks:,.1f}"
+        words += f", global batch {batch_size:,} = {ranks} x {part}"
+    return words
