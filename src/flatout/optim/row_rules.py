@@ -11,7 +11,7 @@ from torch import nn
 
 from flatout.devices import huge_pages
 from flatout.kernels import Lower, Step, in_float32, table_rows
-from flatout.models import KerasOptimizer, KerasRule, Reader
+from flatout.models import KerasOptimizer, KerasRule, Reader, given_optimizer
 from flatout.optim.by_row import ByRow
 
 State = tuple[torch.Tensor | None, torch.Tensor | None]
@@ -100,8 +100,7 @@ def why_dense(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str:
 
 def name_of(optimizer: torch.optim.Optimizer) -> str:
     """What the user calls an optimizer."""
-    named = optimizer.keras if isinstance(optimizer, KerasOptimizer) else optimizer
-    return type(named).__name__
+    return type(given_optimizer(optimizer)).__name__
 
 
 def rules_of(

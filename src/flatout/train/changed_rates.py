@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from flatout.data import code_digest, words_of
 from flatout.errors import CheckpointError
+from flatout.models import given_optimizer
 from flatout.optim import KerasOptimizer
 
 # How an optimizer runs, which is this run's own.
@@ -178,7 +179,7 @@ def _compare_options(
                 now[name] = was  # what this job was given; the next resume compares with that
             if name in skipped or was == now.get(name):
                 continue
-            kind = type(getattr(optimizer, "keras", optimizer)).__qualname__
+            kind = type(given_optimizer(optimizer)).__qualname__
             group = f", group {at + 1}" if len(now_groups) > 1 else ""
             words = f"{_words_of_option(name)} of {kind}{group}"
             difference = Difference(words, str(was), str(is_now))

@@ -25,7 +25,7 @@ from torch import nn
 from flatout.data import Batch, Pipeline, files_read
 from flatout.measure import LANES, RankProfile, Steps, Use, fingerprint, median_of
 from flatout.measure import QUANTILES
-from flatout.models import KerasOptimizer, adapter_of
+from flatout.models import KerasOptimizer, adapter_of, given_optimizer
 from flatout.strategies import bytes_per_average
 from flatout.train.history import json_safe
 from flatout.train.loop_state import LoopState
@@ -198,7 +198,7 @@ def job(loop: LoopState) -> dict[str, str]:
     """What tells the job, in words; what only its data tell stands elsewhere."""
     facts = {name: words for name, (words, _) in loop.job.get("facts", {}).items()}
     for number, optimizer in enumerate(loop.optimizers, 1):
-        own = optimizer.keras if isinstance(optimizer, KerasOptimizer) else optimizer
+        own = given_optimizer(optimizer)
         words = type(own).__name__
         for group in loop.job.get("options", [[]] * number)[number - 1][:1]:
             shown = [f"{name}={value}" for name, value in _given(own, group).items()]

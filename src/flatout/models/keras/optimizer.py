@@ -475,3 +475,8 @@ def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     else:
         plain = isinstance(value, (bool, int, float, str, type(None)))
         yield name, value if plain else str(value)
+
+
+def given_optimizer(optimizer: Any) -> Any:
+    """The object that the user knows an optimizer by: Keras' own where it is one of Keras'."""
+    return optimizer.keras if isinstance(optimizer, KerasOptimizer) else optimizer
