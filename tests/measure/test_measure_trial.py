@@ -11,7 +11,6 @@ from flatout.measure.trial import (
     TrialResult,
     bootstrap_paired,
     bootstrap_ratio,
-    noise_floor,
     run_trial,
 )
 
@@ -192,13 +191,13 @@ def test_senseless_numbers_of_pairs_are_refused(pairs):
         run_trial(lambda: 1.0, lambda: 1.0, **pairs)
 
 
-def test_noise_floor_grows_with_the_noise():
-    quiet = Machine(8, sigma=0.002)
-    loud = Machine(8, sigma=0.05)
-    quiet_floor = noise_floor(quiet.measure("A", 0.01))
-    assert 0 < quiet_floor < 0.01 < noise_floor(loud.measure("A", 0.01)) < 0.2
-    assert quiet.order == "A" * 16
-    assert noise_floor(lambda: 0.01) == 0
+def test_the_floor_grows_with_the_noise():
+    def floor(sigma):
+        machine = Machine(8, sigma=sigma)
+        a, b = machine.measure("A", 0.01), machine.measure("B", 0.01)
+        return run_trial(a, b, min_pairs=4, max_pairs=4, clock=machine.clock).floor
+
+    assert 0 <= floor(0.002) < 0.01 < floor(0.05) < 0.2
 
 
 def test_paired_times_need_not_be_alike():

@@ -18,8 +18,18 @@ from time import monotonic
 from flatout.errors import FlatoutError, WorldError
 from flatout.forecast.network import Network
 from flatout.measure import Profile, usable_cpus
-from flatout.submit import Asked, Ledger, exit_code, job_of, logs_of, refuse, send, target_of, write
-from flatout.submit import hosts_of
+from flatout.submit import (
+    Asked,
+    Ledger,
+    exit_code,
+    hosts_of,
+    job_of,
+    logs_of,
+    refuse,
+    send,
+    target_of,
+    write,
+)
 from flatout.words import counted, duration, size_words
 
 SECONDS = 120.0

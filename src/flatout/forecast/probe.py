@@ -21,8 +21,7 @@ import torch.distributed as dist
 
 from flatout.forecast.network import Collective, Link, Network
 from flatout.recipe import World as Asked
-from flatout.strategies import reduction_of
-from flatout.strategies import Flat, Reduction
+from flatout.strategies import Flat, Reduction, reduction_of
 from flatout.world import World, join
 
 LADDER = tuple(4096 * 4**n for n in range(8))

@@ -1,6 +1,8 @@
 from flatout.measure.cgroup import cgroup_cpu_quota as cgroup_cpu_quota
 from flatout.measure.cgroup import cgroup_memory_limit as cgroup_memory_limit
 from flatout.measure.cgroup import usable_cpus as usable_cpus
+from flatout.measure.curves import CurveDifference as CurveDifference
+from flatout.measure.curves import compare_curves as compare_curves
 from flatout.measure.device_lanes import DeviceLanes as DeviceLanes
 from flatout.measure.device_lanes import cuda_lanes as cuda_lanes
 from flatout.measure.fingerprint import Fingerprint as Fingerprint
@@ -20,10 +22,6 @@ from flatout.measure.meters import cpu_seconds as cpu_seconds
 from flatout.measure.meters import finish_device as finish_device
 from flatout.measure.meters import page_faults as page_faults
 from flatout.measure.meters import resident_bytes as resident_bytes
-from flatout.measure.parity import CurveDifference as CurveDifference
-from flatout.measure.parity import Difference as Difference
-from flatout.measure.parity import compare_curves as compare_curves
-from flatout.measure.parity import compare_tensors as compare_tensors
 from flatout.measure.processes import Processes as Processes
 from flatout.measure.processes import ProcessUse as ProcessUse
 from flatout.measure.profile import PROFILE_FILE as PROFILE_FILE
@@ -55,7 +53,6 @@ from flatout.measure.trial import Interval as Interval
 from flatout.measure.trial import TrialResult as TrialResult
 from flatout.measure.trial import bootstrap_paired as bootstrap_paired
 from flatout.measure.trial import bootstrap_ratio as bootstrap_ratio
-from flatout.measure.trial import noise_floor as noise_floor
 from flatout.measure.trial import quadruples as quadruples
 from flatout.measure.trial import run_trial as run_trial
 from flatout.measure.use import Use as Use

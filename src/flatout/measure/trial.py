@@ -140,7 +140,7 @@ def run_trial(
         min_pairs: the fewest, time permitting.
         deadline_s: no quadruple begins that would end, at the pace of the slowest so far, later
             than this many seconds after the start. The first always runs.
-        floor: a floor known in advance, as from `noise_floor`; the larger of it and the trial's own
+        floor: a floor known in advance; the larger of it and the trial's own
             counts.
         precision: how far apart the ends of the interval of a clear answer may lie: 0.05 is 5%.
         seed: of the resampling.
@@ -223,20 +223,6 @@ def quadruples(
             return result
         if len(of_a) >= min_pairs and settled:
             return result
-
-
-def noise_floor(measure: Callable[[], float], *, pairs: int = 4, seed: int = 0) -> float:
-    """Returns how far one configuration's ratio to itself strays from 1, by running it.
-
-    `measure` runs 4 * `pairs` blocks, as in a trial in which it plays both A and B. The answer is
-    the farther end of that trial's interval, or the trial's own floor where that is larger.
-
-    Raises:
-        FlatoutError: as `run_trial`.
-    """
-    blocks = np.array([_checked(measure(), "A") for _ in range(4 * pairs)]).reshape(pairs, 4)
-    result = _judge(blocks[:, [0, 3]], blocks[:, [1, 2]], 0.0, seed, 0.0)
-    return max(result.floor, result.high - 1, 1 - result.low)
 
 
 def bootstrap_paired(a: npt.ArrayLike, b: npt.ArrayLike, *, seed: int = 0) -> Interval:

@@ -324,7 +324,9 @@ def forward_as_written(module: Any) -> Callable[..., Any] | None:
     A rewrite makes calls in another order, and only in training: a module that is cut runs as it is
     written, so that it is cut in the same place whatever is rewritten meanwhile.
     """
-    return MethodType(type(module).forward, module) if is_ours(vars(module).get("forward")) else None
+    return (
+        MethodType(type(module).forward, module) if is_ours(vars(module).get("forward")) else None
+    )
 
 
 def is_ours(forward: Any) -> bool:

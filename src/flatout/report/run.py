@@ -23,8 +23,7 @@ from typing import Any
 import psutil
 
 from flatout.errors import FlatoutError
-from flatout.measure import RUNS, Interval, Profile, mean_use, median_of
-from flatout.measure import PROFILE_FILE
+from flatout.measure import PROFILE_FILE, RUNS, Interval, Profile, mean_use, median_of
 
 FEWEST_STEPS = 30
 """With fewer, nothing is said of how fast a run is beside another."""

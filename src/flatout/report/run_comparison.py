@@ -27,6 +27,7 @@ import numpy as np
 from flatout.errors import FlatoutError
 from flatout.measure import (
     LANES,
+    PROFILE_FILE,
     Interval,
     Profile,
     mean_use,
@@ -35,7 +36,6 @@ from flatout.measure import (
     said,
     student_t,
 )
-from flatout.measure import PROFILE_FILE
 from flatout.report.baseline import FLOOR
 from flatout.report.run import FEWEST_STEPS, SeenRun, names_of
 from flatout.words import count_words, counted, duration, rounded, size_words
@@ -478,7 +478,9 @@ def _beside(runs: Sequence[SeenRun]) -> list[SeenRun]:
     named = [os.path.realpath(run.path) for run in runs]
     folder = Path(named[0]).parent
     files = [
-        file for file in folder.glob(f"*/{PROFILE_FILE}") if os.path.realpath(file.parent) not in named
+        file
+        for file in folder.glob(f"*/{PROFILE_FILE}")
+        if os.path.realpath(file.parent) not in named
     ]
     files.sort(key=lambda file: -file.stat().st_mtime)
     result = []

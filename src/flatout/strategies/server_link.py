@@ -13,8 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from flatout.world import Group
-from flatout.world import meeting
+from flatout.world import Group, meeting
 
 # What a worker wants of a server, the first number of its message.
 PUSH, TICK, PULL, CLAIM, CLOSE, REST, MEET, END = range(8)

@@ -31,10 +31,10 @@ from flatout.train.auto_capture import NOT_YET, Beside
 from flatout.train.auto_check import FirstCheck
 from flatout.train.auto_search import COUNT, Option, Search, is_faster
 from flatout.train.frozen_precision import Found, Planned, choose_precision, has_short_epochs
+from flatout.train.loss_value import Compute
 from flatout.train.micro_batch import forget_frames, is_out_of_memory
 from flatout.train.row_tables import Tables
 from flatout.train.settings import Settings, Switch, can_switch
-from flatout.train.loss_value import Compute
 from flatout.train.step import Stepper
 from flatout.words import duration
 from flatout.world import World, place

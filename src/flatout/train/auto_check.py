@@ -23,9 +23,9 @@ from flatout.models import adapter_of
 from flatout.recipe import ModelFacts, Parity, of_change
 from flatout.train.auto_budget import Budget
 from flatout.train.auto_search import Option
+from flatout.train.loss_value import Compute
 from flatout.train.settings import LIVE, Settings
 from flatout.train.snapshot import random_state, set_random_state, untouched
-from flatout.train.loss_value import Compute
 from flatout.train.step import Stepper
 
 # The check runs on this part of a batch, and on no fewer samples than this.

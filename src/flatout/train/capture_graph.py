@@ -25,9 +25,9 @@ from flatout.models import is_compiled
 from flatout.optim import Kind, Update, kind_of
 from flatout.train.capture_ids import Bounded
 from flatout.train.compute import ModelCompute
+from flatout.train.loss_value import mean_of_value
 from flatout.train.losses import Value
 from flatout.train.settings import Switch
-from flatout.train.loss_value import mean_of_value
 
 Tensors = list[torch.Tensor]
 Shapes = list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]

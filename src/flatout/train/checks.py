@@ -13,10 +13,10 @@ from flatout.data import Batch, Pipeline, Source, Tensors, holds_bytes, named_te
 from flatout.errors import DataError, FlatoutError, ModelError
 from flatout.models import adapter_of
 from flatout.train.broadcast import ONE_SHAPE, no_broadcast_within
+from flatout.train.loss_value import Compute
 from flatout.train.losses import Loss, Value
 from flatout.train.micro_batch import is_out_of_memory
 from flatout.train.snapshot import untouched
-from flatout.train.loss_value import Compute
 from flatout.train.tables import ids_checked
 
 # What torch raises where tensors do not fit; anything else is a mistake in the user's code, which

@@ -40,10 +40,10 @@ from flatout.train.capture_graph import (
 from flatout.train.compute import ModelCompute
 from flatout.train.cuda_graph_update import RecordedUpdate, rates_of
 from flatout.train.function_watch import FunctionWatch
+from flatout.train.loss_value import mean_of_value
 from flatout.train.losses import Value
 from flatout.train.settings import Settings
 from flatout.train.snapshot import untouched
-from flatout.train.loss_value import mean_of_value
 from flatout.train.step import Stepper
 from flatout.train.step_graphs import Done
 

@@ -43,13 +43,13 @@ from flatout.train.checks import MISFITS, check_first_batch
 from flatout.train.cuda_graph import CudaGraphs
 from flatout.train.frozen_precision import Planned
 from flatout.train.loop_state import LoopState
+from flatout.train.loss_value import Compute
 from flatout.train.micro_batch import estimate_pieces
 from flatout.train.sample_dropout import sample_dropout
 from flatout.train.settings import Settings, Switch
 from flatout.train.sharded_tables import SHARDED, read_whole, shards_of, shards_tables
 from flatout.train.snapshot import untouched
 from flatout.train.split_tables import SPLIT, check_split, splits_tables
-from flatout.train.loss_value import Compute
 from flatout.train.step import Stepper
 from flatout.train.stragglers import Pace
 

@@ -45,7 +45,6 @@ from flatout.train.layout_words import layout_words
 from flatout.train.objective import Objective, validates
 from flatout.train.rank_trial import is_trial
 from flatout.train.ranks import agreed, part_of
-from flatout.train.run_folder import RunFolder
 from flatout.train.sections import end_section, open_section
 from flatout.train.signals import Interrupted, StopSignals, is_interactive
 from flatout.train.signature import facts_of
@@ -55,8 +54,8 @@ from flatout.train.state import FitState, FittingTrainer
 from flatout.train.step_times import is_asked, step_times
 from flatout.train.stragglers import RankTimes
 from flatout.train.waiting import waiting_words
-from flatout.world import LostRank
-from flatout.world import are_back
+from flatout.train.written_run import WrittenRun
+from flatout.world import LostRank, are_back
 
 # Replicas are compared at the end of an epoch, but no more often.
 _COMPARE_EVERY_S = 10.0
@@ -100,7 +99,7 @@ class Fit:
             reporters = [*remaining.asked_for(), *train_job_status.asked_for()]
             self.callbacks = [*self.callbacks, *reporters]
         self.loop.shows_notes = any(isinstance(callback, Progress) for callback in self.callbacks)
-        self.folder = RunFolder(self.loop)
+        self.folder = WrittenRun(self.loop)
         self.signals = StopSignals()
         self._asked: list[float | None] = []
         # Why a callback of this rank wants to stop, until ranks that step alone meet.

@@ -44,6 +44,7 @@ from flatout.train.decide import decide, make_stepper
 from flatout.train.device_data import DeviceData, room
 from flatout.train.features import FrozenFeatures
 from flatout.train.loop_state import LoopState, Scheduler
+from flatout.train.loss_value import Compute
 from flatout.train.monitor import Monitor
 from flatout.train.numbers_guard import NumbersGuard, Step
 from flatout.train.other_job import OtherJob
@@ -55,7 +56,6 @@ from flatout.train.rehearsal import rehearse
 from flatout.train.resume import Resume, find_checkpoint, own_state_of, state_of
 from flatout.train.running_mean import mean_of
 from flatout.train.settings import Switch
-from flatout.train.loss_value import Compute
 from flatout.train.step import Stepper
 from flatout.train.tables import explain_ids
 from flatout.train.tuning import capture_steps, report_tables, tune
@@ -434,4 +434,3 @@ def _listed(given: Any) -> tuple[Any, ...]:
     if given is None:
         return ()
     return tuple(given) if isinstance(given, list | tuple) else (given,)
-

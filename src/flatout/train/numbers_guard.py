@@ -13,9 +13,9 @@ from flatout.data import Batch, Source
 from flatout.data.ranked import ranked
 from flatout.errors import NumbersError
 from flatout.train import guard
+from flatout.train.loss_value import Compute
 from flatout.train.micro_batch import pieces_for
 from flatout.train.snapshot import untouched
-from flatout.train.loss_value import Compute
 from flatout.train.step import Stepper, placed
 from flatout.train.turn import Turn
 from flatout.world import ONE, World

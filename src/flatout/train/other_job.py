@@ -19,8 +19,8 @@ from flatout.train.auto_budget import Budget
 from flatout.train.auto_search import Search
 from flatout.train.decide import asked_here
 from flatout.train.loop_state import LoopState
-from flatout.train.settings import FIELDS, LIVE, Settings
 from flatout.train.loss_value import Compute
+from flatout.train.settings import FIELDS, LIVE, Settings
 from flatout.train.tuning import capture_steps, settle, tune
 
 OTHER = "other parameters train than before"

@@ -10,8 +10,8 @@ from torch import nn
 from flatout.data import Batch, Source, last_batch_of
 from flatout.errors import DataError
 from flatout.models import is_batch_coupled
-from flatout.train.snapshot import untouched
 from flatout.train.loss_value import Compute
+from flatout.train.snapshot import untouched
 
 # What torch says where BatchNorm has a single value to take a variance of.
 _ONE_VALUE = "Expected more than 1 value per channel"

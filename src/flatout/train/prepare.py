@@ -10,11 +10,11 @@ from flatout.strategies import check_reduction, check_settings
 from flatout.train.decide import samples_of
 from flatout.train.large_batch import resumed_words, scale_rates
 from flatout.train.loop_state import LoopState
+from flatout.train.loss_value import Compute
 from flatout.train.preflight import check_last_batch
 from flatout.train.rank_device import device_here
 from flatout.train.ranks import agreed, check_ranks, part_of
 from flatout.train.resume import first_samples, source_state
-from flatout.train.loss_value import Compute
 
 
 def place_model(loop: LoopState, model: nn.Module) -> list[str]:

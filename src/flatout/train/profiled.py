@@ -23,15 +23,13 @@ import torch
 from torch import nn
 
 from flatout.data import Batch, Pipeline, files_read
-from flatout.measure import LANES, RankProfile, Steps, Use, fingerprint, median_of
-from flatout.measure import QUANTILES
+from flatout.measure import LANES, QUANTILES, RankProfile, Steps, Use, fingerprint, median_of
 from flatout.models import KerasOptimizer, adapter_of, given_optimizer
 from flatout.strategies import bytes_per_average
 from flatout.train.history import json_safe
 from flatout.train.loop_state import LoopState
 from flatout.train.resume import source_state
-from flatout.world import RANKS_TRIED
-from flatout.world import interface_of, source_address
+from flatout.world import RANKS_TRIED, interface_of, source_address
 
 # The latest steps, of which a Profile has quantiles and which it keeps singly.
 _MOST_STEPS = 2_000

@@ -8,8 +8,7 @@ from flatout.devices import resolve_device
 from flatout.errors import DeviceError
 from flatout.recipe import World as Asked
 from flatout.words import counted
-from flatout.world import Place, World, join
-from flatout.world import place
+from flatout.world import Place, World, join, place
 
 
 def device_here(asked: Asked) -> tuple[torch.device, str]:

@@ -26,8 +26,16 @@ import torch
 
 from flatout.console import first_line
 from flatout.devices import GpuMeter
-from flatout.measure import RUNS, Profile, RankProfile, RanksOnHost, Resumed, StepTimes, Use
-from flatout.measure import RunState
+from flatout.measure import (
+    RUNS,
+    Profile,
+    RankProfile,
+    RanksOnHost,
+    Resumed,
+    RunState,
+    StepTimes,
+    Use,
+)
 from flatout.train import profiled
 from flatout.train.history import json_safe
 from flatout.train.loop_state import LoopState

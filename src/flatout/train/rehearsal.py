@@ -12,8 +12,8 @@ import torch
 
 from flatout.data import Batch
 from flatout.train.auto_budget import LONGEST_S
-from flatout.train.snapshot import Snapshot
 from flatout.train.loss_value import Compute
+from flatout.train.snapshot import Snapshot
 from flatout.train.step import Stepper
 from flatout.train.tuner import Tuner
 

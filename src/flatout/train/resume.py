@@ -25,10 +25,10 @@ from flatout.train.changed_rates import (
 from flatout.train.job_facts import Facts, compute_fact, fact
 from flatout.train.large_batch import as_saved
 from flatout.train.loop_state import LoopState
+from flatout.train.loss_value import Compute
 from flatout.train.rank_device import device_here
 from flatout.train.same_job import check_same_job, in_words, kind_of
 from flatout.train.snapshot import random_state, set_random_state
-from flatout.train.loss_value import Compute
 
 # So many sample numbers of the first batch tell one order from another.
 _SHOWN = 8

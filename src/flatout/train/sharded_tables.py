@@ -21,8 +21,8 @@ from flatout.models import (
 from flatout.optim import ByRow, RowShards, steppable_rows, why_read_whole
 from flatout.recipe import Recipe, ResolvedRecipe
 from flatout.train.loop_state import LoopState
-from flatout.train.snapshot import untouched
 from flatout.train.loss_value import Compute, mean_of_value
+from flatout.train.snapshot import untouched
 from flatout.world import World
 
 SHARDED = {"compute.touched_rows": "on", "compute.compile": "off"}

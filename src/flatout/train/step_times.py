@@ -25,11 +25,10 @@ from flatout.measure import RanksOnHost, StepTimes, available_bytes, finish_devi
 from flatout.strategies import Strategy
 from flatout.train.contained import SHARE, Child
 from flatout.train.loop import Loop
-from flatout.train.snapshot import Snapshot, random_state, set_random_state
 from flatout.train.loss_value import Compute
+from flatout.train.snapshot import Snapshot, random_state, set_random_state
 from flatout.train.step import Stepper
-from flatout.world import ONE
-from flatout.world import own_cpus
+from flatout.world import ONE, own_cpus
 
 ASKED = "FLATOUT_PROFILE_BATCHES"
 """Set where a user has asked for them."""

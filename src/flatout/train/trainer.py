@@ -50,8 +50,7 @@ from flatout.train.snapshot import random_state, set_random_state
 from flatout.train.tables import device_asserts_explained
 from flatout.train.worst import Worst, worst
 from flatout.words import rounded
-from flatout.world import World
-from flatout.world import comes_back
+from flatout.world import World, comes_back
 
 # Fits of this process that have come to their end.
 _fits = 0

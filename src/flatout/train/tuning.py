@@ -13,8 +13,8 @@ from flatout.train.auto_capture import Beside
 from flatout.train.auto_search import Search
 from flatout.train.capture import Capture
 from flatout.train.loop_state import LoopState
-from flatout.train.row_tables import Tables
 from flatout.train.loss_value import Compute
+from flatout.train.row_tables import Tables
 from flatout.train.tuner import Tuner
 
 

@@ -16,8 +16,8 @@ from flatout.data import (
     TunedDatasetSource,
     name_of,
     only,
+    stages,
 )
-from flatout.data import stages
 
 # From this share of waiting for batches on, and of this many seconds, the user is told.
 _TOLD, _TOLD_S = 0.1, 1.0

@@ -16,8 +16,7 @@ from flatout.data.stages.repeat import passes, samples_times
 from flatout.data.stages.stage import P, Plan, Stage, Writable, only
 from flatout.errors import DataError
 from flatout.words import counted
-from flatout.world import Place
-from flatout.world import place
+from flatout.world import Place, place
 
 Presharded: TypeAlias = Literal["node", "local_rank", "rank"]
 

@@ -16,8 +16,7 @@ from flatout.strategies.reductions.reduction import Reduction
 from flatout.strategies.reductions.ring import Ring
 from flatout.strategies.reductions.shared import Shared
 from flatout.strategies.reductions.to_one import ToOne
-from flatout.world import Group, World
-from flatout.world import meeting_of
+from flatout.world import Group, World, meeting_of
 
 
 def check_reduction(asked: Asked, world: World, say: Callable[[str], None]) -> None:

@@ -15,8 +15,7 @@ from typing import NamedTuple
 import torch
 
 from flatout.strategies.reductions.reduction import Flat, Reduction
-from flatout.world import Group
-from flatout.world import Meeting, meeting
+from flatout.world import Group, Meeting, meeting
 
 
 class _Laid(NamedTuple):
