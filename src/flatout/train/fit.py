@@ -45,6 +45,7 @@ from flatout.train.layout_words import layout_words
 from flatout.train.objective import Objective, validates
 from flatout.train.rank_trial import is_trial
 from flatout.train.ranks import agreed, part_of
+from flatout.train.run_files import RunFiles
 from flatout.train.sections import end_section, open_section
 from flatout.train.signals import Interrupted, StopSignals, is_interactive
 from flatout.train.signature import facts_of
@@ -54,7 +55,6 @@ from flatout.train.state import FitState, FittingTrainer
 from flatout.train.step_times import is_asked, step_times
 from flatout.train.stragglers import RankTimes
 from flatout.train.waiting import waiting_words
-from flatout.train.written_run import WrittenRun
 from flatout.world import LostRank, are_back
 
 # Replicas are compared at the end of an epoch, but no more often.
@@ -99,7 +99,7 @@ class Fit:
             reporters = [*remaining.asked_for(), *train_job_status.asked_for()]
             self.callbacks = [*self.callbacks, *reporters]
         self.loop.shows_notes = any(isinstance(callback, Progress) for callback in self.callbacks)
-        self.folder = WrittenRun(self.loop)
+        self.files = RunFiles(self.loop)
         self.signals = StopSignals()
         self._asked: list[float | None] = []
         # Why a callback of this rank wants to stop, until ranks that step alone meet.
@@ -216,7 +216,7 @@ class Fit:
         self._can_claim = getattr(part, "can_claim", False)
         assert loop.features is not None
         loop.features.begin(self.source, part, loop.epoch)
-        self.callbacks.extend(self.folder.begin())
+        self.callbacks.extend(self.files.begin())
         place = loop.world.place
         state.history.world_size, state.history.nodes = place.world_size, place.nodes
         state.history.startup_s = time.time() - psutil.Process().create_time()
@@ -312,7 +312,7 @@ class Fit:
             self._note_waiting()
             if state.history.confusion is not None:
                 loop.say(table(state.history.confusion, state.history.classes))
-            self.folder.end(state.history)
+            self.files.end(state.history)
             self._call("on_fit_end")
             if self._asked:
                 self._checkpoint()
@@ -332,7 +332,7 @@ class Fit:
         self.state.history.features = loop.features.facts
         loop.resolved = loop.feed.with_workers(loop.requested, loop.resolved)
         self.state.history.recipe = loop.resolved
-        self.folder.write_recipe()
+        self.files.write_recipe()
 
     def _measure_steps(self) -> None:
         """What steps take by their size, where the user has asked for it."""
@@ -634,7 +634,7 @@ class Fit:
     def _checkpoint(self) -> str:
         start = self._now()
         self.loop.check_numbers(self.compute)
-        self.folder.mend(self.state.history)
+        self.files.mend(self.state.history)
         asked, self._asked = self._asked, []
         score = next((score for score in asked if score is not None), None)
         self._path = self.loop.save(self.state_dict(), score, {"metrics": self.job.state_dict()})

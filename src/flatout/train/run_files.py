@@ -17,7 +17,7 @@ from flatout.train.loop_state import LoopState
 from flatout.unfinished import remove_abandoned
 
 
-class WrittenRun:
+class RunFiles:
     """Writes into the folder of a Loop that was prepared; of several ranks the first does."""
 
     def __init__(self, loop: LoopState) -> None:
