@@ -130,5 +130,5 @@ def test_what_decides(monkeypatch):
     assert chosen("on", frozen=True).value == "off"
     assert chosen("on", source=arrays("made")).value == "off"
     allowed[0] = 0.1  # of 40 kB, of which 1 kB is taken
-    assert chosen("auto", 2).reason.endswith("at most 750 B is taken")
+    assert chosen("auto", 2).reason.endswith("at most 750 bytes is taken")
     assert chosen("auto", 1).value == "on"

@@ -8,7 +8,7 @@ from typing import Any
 
 from flatout.console import say
 from flatout.recipe import SETTINGS
-from flatout.world import place
+from flatout.world.place import place
 
 _asked: dict[str, Any] = {}
 _applied: dict[str, str] = {}

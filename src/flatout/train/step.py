@@ -26,7 +26,8 @@ from flatout.errors import DataError
 from flatout.measure import DeviceLanes
 from flatout.models import SampleDropout, adapter_of, is_batch_coupled
 from flatout.optim import LrScale, Update, scaled
-from flatout.strategies import Strategy, Sums, SyncBatchNorm, rank_rng
+from flatout.strategies import Strategy, Sums, SyncBatchNorm
+from flatout.strategies.rank_rng import rank_rng
 from flatout.train.loss_value import Compute, Weighing, mean_of_value, not_zero, sum_of_value
 from flatout.train.losses import Value
 from flatout.train.micro_batch import (
