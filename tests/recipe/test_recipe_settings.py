@@ -123,35 +123,71 @@ def test_every_field_is_judged():
     assert {case[0] for case in EXPECTED} == set(FIELDS)
 
 
-def those(fact):
-    return {field for field, one in SETTINGS.items() if getattr(one, fact)}
+def known(field):
+    """What is known of a setting beside its schema, plain value, parity and wording."""
+    one, live = SETTINGS[field], SETTINGS[field].live
+    facts = []
+    if Recipe().get(field) == "auto":
+        facts.append(f"auto {PLAIN.get(field)}")
+    if live is not None:
+        layer = f" layer {live.layer}" if live.layer else ""
+        facts.append(f"live {live.switches}{layer}")
+        facts += ["not in passes"] * (not live.in_passes) + ["in features"] * live.in_features
+        facts += ["not in graph"] * (not live.in_graph)
+    if one.trial is not None:
+        facts.append("tried" if one.trial.why else "searched")
+    if one.cure is not None:
+        around = f" around {one.around}" if one.around else ""
+        facts.append(f"cure{' of plain' * one.cures_plain}{around}")
+    names = ("of_input", "in_epochs", "fills", "between_steps")
+    return ", ".join([*facts, *(name for name in names if getattr(one, name))])
 
 
-def test_what_measurement_may_decide_defaults_to_auto():
-    assert {field: PLAIN.get(field) for field in FIELDS if Recipe().get(field) == "auto"} == {
-        "compute.precision": "fp32",
-        "compute.fp32_operators": "off",
-        "compute.memory_format": "contiguous",
-        "compute.rewrites": "off",
-        "compute.fused_norms": "off",
-        "compute.fused_optimizer": "off",
-        "compute.touched_rows": "off",
-        "compute.compile": "off",
-        "compute.capture": "off",
-        "compute.cuda_graph": "off",
-        "compute.cudnn_benchmark": "off",
-        "compute.matmul_precision": "highest",
-        "memory.micro_batch": "whole",
-        "memory.allocator": "default",
-        "process.threads": None,
-        "input.workers": 0,
-        "input.pin_memory": "off",
-        "input.on_device": "off",
-        "input.features": "off",
-        "world.device": "cpu",
-        "world.micro_batches": 0,
-        "world.reduction": "all_reduce",
-    }
+KNOWN = {
+    "compute.precision": "auto fp32, live step, in features, tried, cure of plain around 5",
+    "compute.fp32_operators": "auto off, live step layer 4, in features, tried",
+    "compute.memory_format": "auto contiguous, live seldom, in features, tried, cure around 4",
+    "compute.rewrites": "auto off, live step layer 2, tried, cure around 2",
+    "compute.fused_norms": "auto off, live step layer 3, in features, not in graph, tried",
+    "compute.fused_optimizer": "auto off, live step, not in passes, tried, cure",
+    "compute.touched_rows": "auto off, live step layer 6, not in graph, tried, cure",
+    "compute.compile": "auto off, live once layer 5, not in graph, searched, cure around 3",
+    "compute.capture": "auto off, live once",
+    "compute.cuda_graph": "auto off, live step, not in passes, tried",
+    "compute.cudnn_benchmark": "auto off, live seldom, not in passes, tried",
+    "compute.matmul_precision": "auto highest, live step, tried, cure",
+    "memory.micro_batch": "auto whole",
+    "memory.activation_checkpointing": "live step layer 1, not in graph",
+    "memory.allocator": "auto default, live once, not in passes, tried, cure",
+    "process.threads": "auto None, live seldom, not in passes, searched, cure",
+    "process.interop_threads": "cure",
+    "process.affinity": "cure",
+    "process.flush_denormals": "cure",
+    "input.workers": "auto 0, searched, cure of plain, of_input",
+    "input.pin_memory": "auto off, searched, cure, of_input",
+    "input.on_device": "auto off",
+    "input.features": "auto off",
+    "world.device": "auto cpu",
+    "world.micro_batches": "auto 0, live step",
+    "world.reduction": "auto all_reduce",
+    "save.asynchronous": "between_steps",
+    "script.persistent_workers": "searched, cure, of_input, in_epochs",
+    "script.cache": "cure, of_input, in_epochs, fills",
+    "script.features": "cure around 1, fills",
+    "script.zero_grad": "cure",
+    "script.garbage": "searched, cure",
+    "script.empty_cache": "cure",
+    "script.host_syncs": "cure",
+    "script.log_every": "cure",
+    "script.evaluation": "cure around 6, in_epochs, between_steps",
+    "script.cudnn_benchmark": "searched, cure",
+    "script.unused_parameters": "cure",
+    "script.gradient_sync": "cure",
+}
+
+
+def test_what_is_known_of_each_setting():
+    assert {field: facts for field in FIELDS if (facts := known(field))} == KNOWN
 
 
 def test_plain_covers_all_but_the_threads():
@@ -162,136 +198,6 @@ def test_what_is_no_auto_is_plain_as_it_is():
     for field in FIELDS:
         if Recipe().get(field) != "auto":
             assert PLAIN[field] == Recipe().get(field)
-
-
-def test_which_settings_a_live_model_is_switched_to():
-    assert those("live") == {
-        "compute.precision",
-        "compute.fp32_operators",
-        "compute.memory_format",
-        "compute.rewrites",
-        "compute.fused_norms",
-        "compute.fused_optimizer",
-        "compute.touched_rows",
-        "compute.compile",
-        "compute.capture",
-        "compute.cuda_graph",
-        "compute.cudnn_benchmark",
-        "compute.matmul_precision",
-        "memory.activation_checkpointing",
-        "memory.allocator",
-        "process.threads",
-        "world.micro_batches",
-    }
-    layers = [field for field in those("live") if SETTINGS[field].live.layer]
-    assert sorted(layers, key=lambda field: SETTINGS[field].live.layer) == [
-        "memory.activation_checkpointing",
-        "compute.rewrites",
-        "compute.fused_norms",
-        "compute.fp32_operators",
-        "compute.compile",
-        "compute.touched_rows",
-    ]
-    live = {field: SETTINGS[field].live for field in those("live")}
-    assert {f: one.switches for f, one in live.items() if one.switches != "step"} == {
-        "compute.memory_format": "seldom",
-        "compute.compile": "once",
-        "compute.capture": "once",
-        "compute.cudnn_benchmark": "seldom",
-        "memory.allocator": "once",
-        "process.threads": "seldom",
-    }
-    assert {f for f, one in live.items() if not one.in_passes} == {
-        "compute.cuda_graph",
-        "compute.cudnn_benchmark",
-        "compute.fused_optimizer",
-        "memory.allocator",
-        "process.threads",
-    }
-    assert {f for f, one in live.items() if one.in_features} == {
-        "compute.precision",
-        "compute.fp32_operators",
-        "compute.memory_format",
-        "compute.fused_norms",
-    }
-    assert {f for f, one in live.items() if not one.in_graph} == {
-        "compute.fused_norms",
-        "compute.touched_rows",
-        "compute.compile",
-        "memory.activation_checkpointing",
-    }
-
-
-def test_which_settings_auto_tries_before_the_first_step():
-    assert {field for field in those("trial") if SETTINGS[field].trial.why} == {
-        "compute.precision",
-        "compute.fp32_operators",
-        "compute.memory_format",
-        "compute.rewrites",
-        "compute.fused_norms",
-        "compute.fused_optimizer",
-        "compute.touched_rows",
-        "compute.cuda_graph",
-        "compute.cudnn_benchmark",
-        "compute.matmul_precision",
-        "memory.allocator",
-    }
-
-
-def test_which_settings_take_hold_in_a_script():
-    assert those("cure") == {
-        "compute.precision",
-        "compute.memory_format",
-        "compute.rewrites",
-        "compute.fused_optimizer",
-        "compute.compile",
-        "compute.matmul_precision",
-        "memory.allocator",
-        "process.threads",
-        "process.interop_threads",
-        "process.affinity",
-        "process.flush_denormals",
-        "compute.touched_rows",
-        "input.workers",
-        "input.pin_memory",
-        "script.persistent_workers",
-        "script.cache",
-        "script.features",
-        "script.zero_grad",
-        "script.garbage",
-        "script.empty_cache",
-        "script.host_syncs",
-        "script.log_every",
-        "script.evaluation",
-        "script.cudnn_benchmark",
-        "script.gradient_sync",
-        "script.unused_parameters",
-    }
-    assert sorted(those("around"), key=lambda field: SETTINGS[field].around) == [
-        "script.features",
-        "compute.rewrites",
-        "compute.compile",
-        "compute.memory_format",
-        "compute.precision",
-        "script.evaluation",
-    ]
-    assert those("cures_plain") == {"compute.precision", "input.workers"}
-
-
-def test_what_trials_are_told_of_settings():
-    assert those("of_input") == {
-        "input.workers",
-        "input.pin_memory",
-        "script.persistent_workers",
-        "script.cache",
-    }
-    assert those("in_epochs") == {
-        "script.persistent_workers",
-        "script.cache",
-        "script.evaluation",
-    }
-    assert those("fills") == {"script.cache", "script.features"}
-    assert those("between_steps") == {"script.evaluation", "save.asynchronous"}
 
 
 @pytest.mark.parametrize(
