@@ -10,10 +10,11 @@ _IMPORT = re.compile(r"^ *from flatout\.(\w+)\.([\w.]+) import (\([^)]*\)|[^\n(]
 
 
 def test_names_of_other_rooms_come_from_the_room():
-    around = []
+    around, looked_at = [], 0
     for file in ROOT.rglob("*.py"):
         own = file.relative_to(ROOT).parts[0]
         for room, module, given in _IMPORT.findall(file.read_text()):
+            looked_at += 1
             names = re.findall(r"(\w+)(?: as \w+)?,?", given)
             *folders, file_name = module.split(".")
             # A function of its module's name is the module, once that is loaded.
@@ -22,4 +23,5 @@ def test_names_of_other_rooms_come_from_the_room():
             folder = ROOT.joinpath(room, *folders, file_name)
             if not all((folder / f"{name}.py").is_file() for name in names):
                 around.append(f"{file.relative_to(ROOT)}: {room}.{module}: {', '.join(names)}")
+    assert looked_at > 1000  # or the pattern has missed them
     assert around == []
