@@ -102,7 +102,7 @@ class Fit:
         self.files = RunFiles(self.loop)
         self.signals = StopSignals()
         self._asked: list[float | None] = []
-        # Why a callback of this rank wants to stop, until ranks that step alone meet.
+        # Why a callback of this rank wants to stop, until the others know of it.
         self._own_reason: str | None = None
         self._path: str | None = None
         self._running = False
@@ -369,7 +369,8 @@ class Fit:
 
     def _epochs(self) -> None:
         state, loop = self.state, self.loop
-        while loop.epoch < state.epochs and state.stop_reason is None:
+        loop.world.count_points()
+        while not self._is_over():
             state.epoch = loop.epoch
             began = time.perf_counter()
             self._call("on_epoch_start")
@@ -381,6 +382,13 @@ class Fit:
             if state.stop_reason is not None and state.step_in_epoch != state.steps_per_epoch:
                 break  # in the middle of an epoch: its figures would be of a part only
             self._end_epoch(began)
+
+    def _is_over(self) -> bool:
+        """Whether no other epoch is to come; on all ranks alike, whichever has asked to stop."""
+        state, own = self.state, self.state.stop_reason or self._own_reason
+        reasons = self.loop.world.gather(own, "whether a rank wants to stop")
+        state.stop_reason = next((reason for reason in reasons if reason is not None), None)
+        return state.stop_reason is not None or self.loop.epoch >= state.epochs
 
     def _steps(self) -> None:
         """Train on the rest of the epoch, in sections where the ranks claim parts of it."""
@@ -417,10 +425,10 @@ class Fit:
                     loop.stepper.strategy.close_section()
                     asks = True
                 continue
-            if state.stop_reason is not None and self._meets_later:
-                self._own_reason, state.stop_reason = state.stop_reason, None
             if self._asked or (self._save_every and not state.step % self._save_every):
                 self._checkpoint()
+            if self._others_go_on():
+                self._own_reason, state.stop_reason = state.stop_reason, None
             if (signum := self._asked_to_stop()) is not None:
                 self._interrupt(signum)
             if state.stop_reason is not None:
@@ -502,10 +510,18 @@ class Fit:
         if loop.flush(compute):
             yield
 
-    @property
-    def _meets_later(self) -> bool:
-        """Whether ranks step alone, so that one does not know what the others want."""
-        return self.loop.world.size > 1 and self.loop.stepper.strategy.steps_apart
+    def _others_go_on(self) -> bool:
+        """Whether this rank wants to stop after this step, and others do not know of it.
+
+        The next step tells them, or where ranks step alone, the next time that they meet.
+        """
+        state, stepper = self.state, self.loop.stepper
+        wants = state.stop_reason is not None
+        if stepper.strategy.steps_apart:
+            return wants and self.loop.world.size > 1
+        if stepper.stopping or state.step_in_epoch == state.steps_per_epoch:
+            return False  # all ask one another now
+        return not self.loop.world.all_ask(wants) and wants
 
     def _is_asked_to_stop(self) -> bool:
         return self.signals.received is not None or self._own_reason is not None
@@ -549,8 +565,6 @@ class Fit:
         state.history.epochs.append(logs)
         self._take_notes()
         self._call("on_epoch_end")
-        reasons = loop.world.gather(state.stop_reason, "whether a rank wants to stop")
-        state.stop_reason = next((reason for reason in reasons if reason is not None), None)
         loop.finish_epoch(logs)
         state.step_in_epoch = 0
         self.job.reset()
@@ -646,7 +660,7 @@ class Fit:
     def _asked_to_stop(self) -> int | None:
         """The signal that stops training now, on all ranks after the same step.
 
-        Likewise for what a callback of one rank has asked for where ranks step alone.
+        Likewise for what a callback of one rank alone has asked for.
         """
         world = self.loop.world
         if world.size == 1:

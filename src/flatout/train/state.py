@@ -82,8 +82,9 @@ class FitState:
     def stop(self, reason: str) -> None:
         """End training after this step; the reason is kept in the History.
 
-        All ranks call it after the same step. At the end of an epoch one may call it by itself, and
-        where ranks step alone (`world.strategy=local_sgd`) also in between: all end when they meet.
+        Any rank may call it, and all end after the same step: where all call it after one step,
+        behind that; where only some do, behind the next one, at the end of the epoch, or where
+        ranks step alone (`world.strategy=local_sgd`), when they meet.
         """
         self.stop_reason = reason
 

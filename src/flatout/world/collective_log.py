@@ -36,6 +36,7 @@ class CollectiveLog:
         waiting: the one that it is in now, or None.
         waited: how long it has been in collectives, in ns.
         is_lost: whether the last one failed.
+        passed: how many points this rank has passed at which ranks may ask for something together.
     """
 
     def __init__(self) -> None:
@@ -45,6 +46,7 @@ class CollectiveLog:
         self.waiting: Waiting | None = None
         self.waited = 0
         self.is_lost = False
+        self.passed = 0
 
     def restart(self) -> None:
         """Count from the beginning, with ranks that were not there before."""

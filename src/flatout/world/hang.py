@@ -23,6 +23,7 @@ class Stand:
         process: which it is, for people.
         state: what others found who looked at it, because it did not answer; empty where it did.
         stack: of its main thread, as lines, where that is known.
+        passed: how many points it has passed at which ranks may ask for something together.
     """
 
     begun: int = 0
@@ -31,6 +32,7 @@ class Stand:
     process: str = ""
     state: str = ""
     stack: list[str] = field(default_factory=list)
+    passed: int = 0
 
     def at(self, number: int) -> str | None:
         """What the collective of this number was for on this rank, without the step."""

@@ -23,6 +23,7 @@ from flatout.console import say
 from flatout.world.collective_log import CollectiveLog, Waiting
 from flatout.world.hang import Stand, explain
 from flatout.world.place import Place, restarts
+from flatout.world.points import all_ask
 from flatout.world.stacks import Process, look_at, own_stack, this_process
 from flatout.world.stores import Board, agent_keeps_it, connect, files_of
 
@@ -33,6 +34,8 @@ _BEAT_S, _SHARE = 5.0, 0.1
 _LOOK_AFTER, _TELL_AFTER = 2, 5
 # But no less: a process that is looked at may take that long.
 _LEAST_S = 1.0
+# Where the watch of a rank that does not come tells nothing.
+_LEAST_PATIENCE_S = 30.0
 _STORE_S = 10.0
 _LATEST = 16
 
@@ -121,6 +124,20 @@ class RankWatch:
                 return int(self._store.add("failed", 1)) == 1
         return True
 
+    def all_ask(self) -> bool:
+        """Whether all ranks ask at the point that this one is at; waits until that is known."""
+        with suppress(RuntimeError):
+            if self._store is not None:
+                point, ranks = self._log.passed, len(self._ranks)
+                patience = max(self._patience, _LEAST_PATIENCE_S)
+                return all_ask(self._store, point, ranks, self._is_passed, patience)
+        return False
+
+    def _is_passed(self, point: int) -> bool:
+        """Whether another rank is known to have passed it."""
+        others = (rank for rank in self._ranks if rank != self._here.rank)
+        return any(stand and stand["passed"] > point for stand in map(self._told_by, others))
+
     # -- the thread ----------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -164,6 +181,7 @@ class RankWatch:
             waiting=None if waiting is None else waiting.number,
             recent=list(log.recent)[-_LATEST:],
             process=self._process.words,
+            passed=log.passed,
         )
 
     def _answer(self) -> None:

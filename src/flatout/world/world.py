@@ -332,6 +332,30 @@ class World:
         """Until all ranks have come here."""
         self.gather(None, what)
 
+    def count_points(self) -> None:
+        """Let all ranks count the points of `all_ask` from the same number on; all call it."""
+        counts = self.gather(self.collectives.passed, "points passed")
+        self.collectives.passed = max(counts)
+
+    def all_ask(self, asks: bool) -> bool:
+        """Whether all ranks ask for the same at a point that each of them passes.
+
+        All call it at the same points. There is no collective: one that does not ask goes on at
+        once, and one that does waits until all do, or until the watch of another tells that it has
+        gone on, which takes a tenth of `patience_s`, and 5 seconds at most.
+
+        Args:
+            asks: whether this rank does.
+
+        Returns:
+            the same to all that ask; False to the others.
+        """
+        if self.size == 1:
+            return asks
+        all_do = asks and _watch is not None and _watch.all_ask()
+        self.collectives.passed += 1
+        return all_do
+
     def among(self, *parts: Sequence[int], user: str = "") -> Group | None:
         """Its own channel for each part of the ranks; that of this rank's part, if any.
 

@@ -1,0 +1,43 @@
+"""Whether all ranks ask for something at a point that each of them passes, without a collective.
+
+Those that ask count themselves in the job's store, and wait. The others only count the points that
+they have passed, which their watches tell at each beat. Who knows first writes the verdict into the
+store, where none is written over: all that ask read the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import monotonic, sleep
+from typing import Any
+
+_ALL, _SOME = "all", "some"
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.001, 0.1
+
+
+def all_ask(
+    store: Any, point: int, ranks: int, is_passed: Callable[[int], bool], patience_s: float
+) -> bool:
+    """Ask at a point, and wait until all ranks do, or one is known to have passed it.
+
+    Args:
+        store: of the job.
+        point: the same number on every rank, and of no other point.
+        ranks: how many there are.
+        is_passed: whether a rank that did not ask has passed the point.
+        patience_s: after how long those that have not come count as if they did not ask.
+
+    Raises:
+        RuntimeError: the store is gone.
+    """
+    verdict, until = f"point/{point}/verdict", monotonic() + patience_s
+    if store.add(f"point/{point}/asked", 1) == ranks:
+        store.compare_set(verdict, "", _ALL)
+    pause = _FIRST_PAUSE_S
+    while not store.check([verdict]):
+        if is_passed(point) or monotonic() > until:
+            store.compare_set(verdict, "", _SOME)
+        else:
+            sleep(pause)
+            pause = min(2 * pause, _LAST_PAUSE_S)
+    return bool(store.get(verdict) == _ALL.encode())
