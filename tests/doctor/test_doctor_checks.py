@@ -19,6 +19,7 @@ from flatout.observe import (
     Cell,
     Growing,
     InLoss,
+    KeptGraphs,
     Lapse,
     LeftOut,
     Line,
@@ -29,6 +30,7 @@ from flatout.observe import (
     Scaling,
     Schedule,
     Site,
+    UnusedGradients,
 )
 from flatout.recipe import Parity, Recipe
 
@@ -138,6 +140,7 @@ class Row:
 
 
 COSINE = Schedule("CosineAnnealingLR", HERE, HERE, first_after=1)
+UNUSED = UnusedGradients("zeroed", "Generator", HERE, HERE, HERE, parameters=6, share=0.25, count=2)
 ADAM = {"kind": "torch.optim.adamw.AdamW"}
 
 
@@ -555,6 +558,18 @@ ROWS = {
     "recurrent_by_step": Row(
         job(cells=[Cell("LSTMCell", HERE, 20, 2.0)]), job(), job(models=[]), cost=4.75
     ),
+    "gradients_unused": Row(
+        job(gradient_uses=6, unused_gradients=[UNUSED]),
+        job(gradient_uses=6, unused_gradients=[replace(UNUSED, share=0.001)]),
+        job(optimizers=[Optimizer("torch.optim.adam.Adam", HERE)] * 2),
+        cost=1.375,
+    ),
+    "copied_whole": Row(
+        job(lines=[Line(HERE, 1.0, words="copy.deepcopy")]),
+        job(lines=[Line(HERE, 0.01, words="copy.deepcopy"), Line(HERE, 1.0, words="torch.cat")]),
+        job(lines=[]),
+        cost=1.0,
+    ),
     "history_grows": Row(
         job(growing=[Growing("torch.cat", HERE, 5000, 100, 1.0, 18)]), job(), job(steps=9),
         cost=1.0,
@@ -708,6 +723,12 @@ RANK_ROWS = {
         where="",
     ),
     "batch_uneven": Row(of_sizes(4, 3), of_sizes(4, 4), of_sizes(4, 3, wrapper=""), kind="note"),
+    "shards_overlap": Row(
+        ranks(2, {"taken": [*range(40)]}, {"taken": [*range(30, 70)]}),
+        ranks(2, {"taken": [*range(40)]}, {"taken": [*range(40, 80)]}),
+        ranks(2, {"taken": None}, {"taken": None}),
+        kind="danger",
+    ),
     "sampler_missing": Row(
         ranks(2, {"hashes": [1, 2]}, {"hashes": [1, 2]}),
         ranks(2, {"hashes": [1, 2]}, {"hashes": [3, 4]}),
@@ -749,7 +770,7 @@ def test_garbage_of_a_late_import_is_none_of_each_step():
 ESTIMATES = {
     "garbage_each_step", "memory_returned", "retained_graph", "shapes_recompile",
     "no_sync_missing", "one_reader", "zero_grad_zeros", "workers_restarted", "host_round_trip",
-    "fp32_slow", "workers_zero", "history_grows", "tf32_off",
+    "fp32_slow", "workers_zero", "gradients_unused", "history_grows", "tf32_off",
 }  # fmt: skip
 
 
@@ -1159,3 +1180,83 @@ def test_a_backbone_that_the_script_calls_by_itself_is_told():
     assert (found.cost_ms, found.where) == (6.0, "train.py:7")
     assert found.recipe == {"script.features": "memory"}
     assert look(job(backbones=[replace(backbone, ms=0.001)])) == []
+
+
+def test_gradients_of_another_optimizer_are_a_danger_once_they_are_added():
+    look = look_of("gradients_unused")
+    (found,) = look(job(gradient_uses=6, unused_gradients=[replace(UNUSED, fate="added")]))
+    assert (found.kind, found.parity, found.where) == ("danger", "changes learning", "train.py:7")
+    teacher = replace(UNUSED, fate="kept", model="Teacher")
+    (found,) = look(job(gradient_uses=6, unused_gradients=[teacher]))
+    assert "no_grad" in found.do
+    (through,) = look(job(gradient_uses=6, unused_gradients=[replace(teacher, passes_on=True)]))
+    assert "requires_grad_(False)" in through.do
+    assert through.cost_ms == found.cost_ms / 2
+
+
+def test_a_name_that_keeps_graphs_is_told_before_memory_shows_it():
+    look = look_of("retained_graph")
+    kept = KeptGraphs("losses", HERE, is_list=True, steps=17, nodes=340)
+    (found,) = look(job(kept_graphs=[kept], memory_mb=[500.0] * 20))
+    assert "losses keeps 17 tensors with their graphs: 340 nodes, 20 more with each" in found.what
+    (both,) = look(replace(ROWS["retained_graph"].sick, kept_graphs=[kept]))
+    assert "memory grows by 2 MB with each step" in both.what
+    (total,) = look(job(kept_graphs=[replace(kept, name="total", is_list=False)]))
+    assert "total is a sum that keeps the graphs of 17 steps" in total.what
+
+
+@pytest.mark.parametrize(
+    ("made_for", "loops", "kinds"),
+    [
+        (40, [], ["note"]),  # ends within the first epoch, as a short run does
+        (5, [(HERE, 5)], ["danger"]),
+        (5, [(HERE, 3)], ["note"]),
+    ],
+)
+def test_a_schedule_of_as_many_steps_as_epochs_is_no_short_run(made_for, loops, kinds):
+    schedule = replace(COSINE, steps=10, ends_after=14, made_for=made_for)
+    seen = job(steps=10, schedules=[schedule], epoch_loops=loops)
+    assert [one.kind for one in look_of("schedule_misplaced")(seen)] == kinds
+
+
+@pytest.mark.parametrize(
+    ("made_for", "loops", "kinds"),
+    [
+        (12, [], ["danger"]),  # 3 epochs of 4 steps of the optimizer
+        (48, [], []),  # 3 epochs of 16 batches
+        (16, [(HERE, 4)], ["danger"]),
+        (16, [(HERE, 1), (HERE, 3)], ["note"]),
+        (None, [], ["note"]),
+    ],
+)
+def test_a_schedule_of_micro_batches_is_held_against_what_it_was_made_for(made_for, loops, kinds):
+    schedule = replace(COSINE, steps=4 * STEPS, made_for=made_for, first_after=0)
+    seen = job(schedules=[schedule], optimizer={"backwards": 4.0}, epoch_loops=loops)
+    assert [one.kind for one in look_of("schedule_misplaced")(seen)] == kinds
+
+
+def test_validation_that_is_a_part_of_training_is_not_how_well_training_fits():
+    look = look_of("validation_overlaps")
+    assert [one.kind for one in look(evaluating(shared_rows=(200, 200)))] == ["note"]
+    (found,) = look(evaluating(shared_rows=(200, 200), length=200))
+    assert found.kind == "danger"
+    (files,) = look(evaluating(shared_rows=(20, 200), shared_files=True))
+    assert "read from the same files" in files.what
+
+
+def test_ranks_that_read_the_same_stream_are_told():
+    look = look_of("sampler_missing")
+    stream = {"hashes": None, "is_iterable": True, "worker_batches": [5, 6]}
+    (found,) = look(ranks(2, stream, stream))
+    assert "world_size" in found.do
+    assert look(ranks(2, stream, stream | {"worker_batches": [7, 8]})) == []
+    with pytest.raises(NoSignal):  # all batches are equal
+        look(ranks(2, *[stream | {"worker_batches": [5, 5]}] * 2))
+
+
+def test_samples_that_a_rank_draws_twice_are_no_shards():
+    look = look_of("shards_overlap")
+    drawn = [*range(40), 3]
+    assert look(ranks(2, {"taken": drawn}, {"taken": [*range(30, 70)]})) == []
+    alike = {"taken": [*range(40)], "hashes": [1, 2]}
+    assert look(ranks(2, alike, alike)) == []

@@ -25,13 +25,14 @@ TWO = (
 NAMES = {
     "saved_by_all": TWO,
     "one_rank_works": TWO,
+    "shards_overlap": TWO,
     "shards_uneven": TWO,
     "frozen_norm_moves": (),
     "optimizer_misses": (),
     "shapes_recompile": (),
     "openmp_settings_inert": (),
 }
-LONG = ("saved_by_all", "shards_uneven", "shapes_recompile")
+LONG = ("saved_by_all", "shards_overlap", "shards_uneven", "shapes_recompile")
 
 
 def found_in(script, start, folder, machine=None):

@@ -10,7 +10,14 @@ import sys
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    get_worker_info,
+)
 
 STEPS = 26
 x, y = torch.randn(64, 8), torch.arange(64) % 4
@@ -62,7 +69,8 @@ def gan_with_a_frozen_judge():
         judge.requires_grad_(step % 2 == 0)
         optimizer = make if step % 2 else tell
         optimizer.zero_grad()
-        score = judge(maker(torch.randn(16, 8)))
+        made = maker(torch.randn(16, 8))
+        score = judge(made if step % 2 else made.detach())
         sign = 1 if step % 2 else -1
         (sign * functional.softplus(score).mean()).backward()
         optimizer.step()
@@ -486,6 +494,85 @@ def norm_is_logged():
         nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
 
 
+@style
+def encoder_and_decoder():
+    encoder, decoder = network(8), network()
+    both = [torch.optim.SGD(one.parameters(), lr=0.01) for one in (encoder, decoder)]
+    for _ in range(STEPS):
+        for optimizer in both:
+            optimizer.zero_grad()
+        functional.cross_entropy(decoder(encoder(x)), y).backward()
+        for optimizer in both:
+            optimizer.step()
+
+
+@style
+def a_body_of_two_losses():
+    body, heads = network(8), [network(), network()]
+    stepped = [torch.optim.SGD(one.parameters(), lr=0.01) for one in (body, *heads)]
+    for _ in range(STEPS):
+        for optimizer in stepped:
+            optimizer.zero_grad()
+        for head, optimizer in zip(heads, stepped[1:], strict=True):
+            functional.cross_entropy(head(body(x)), y).backward()
+            optimizer.step()
+        stepped[0].step()
+
+
+@style
+def actor_and_critic():
+    actor, critic, target = network(2), nn.Linear(10, 1), nn.Linear(10, 1)
+    act = torch.optim.Adam(actor.parameters(), lr=1e-3)
+    judge = torch.optim.Adam(critic.parameters(), lr=1e-3)
+    for _ in range(STEPS):
+        with torch.no_grad():
+            wanted = 1 + 0.9 * target(torch.cat([x, actor(x)], 1))
+        judge.zero_grad()
+        moves = torch.randn(64, 2)
+        functional.mse_loss(critic(torch.cat([x, moves], 1)), wanted).backward()
+        judge.step()
+        act.zero_grad()
+        (-critic(torch.cat([x, actor(x)], 1)).mean()).backward()
+        act.step()
+        with torch.no_grad():
+            for kept, new in zip(target.parameters(), critic.parameters(), strict=True):
+                kept.lerp_(new, 0.01)
+
+
+@style
+def features_that_judge():
+    model, features = network(8), network(8).eval().requires_grad_(False)
+    train(model, lambda: functional.mse_loss(features(model(x)), features(x)))
+
+
+@style
+def episodes_of_a_policy():
+    policy = network()
+    optimizer = torch.optim.Adam(policy.parameters(), lr=1e-3)
+    kept = []
+    for step in range(STEPS):
+        for rows in x[: 8 + 4 * (step % 7)].split(4):
+            drawn = torch.distributions.Categorical(logits=policy(rows))
+            kept.append(-drawn.log_prob(drawn.sample()).sum())
+        optimizer.zero_grad()
+        torch.stack(kept).sum().backward()
+        optimizer.step()
+        del kept[:]
+
+
+@style
+def a_mean_of_all_losses():
+    model, mean, kept = network(), torch.zeros(()), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        mean += 0.1 * (loss.detach() - mean)
+        kept.append(loss.detach())
+
+
 def scheduled(make, each_batch):
     loader = DataLoader(TensorDataset(x, y), 8, shuffle=True)
     model = network()
@@ -534,6 +621,21 @@ def warm_up_then_cosine():
 @style
 def step_of_epochs():
     scheduled(lambda one, length: torch.optim.lr_scheduler.StepLR(one, 1, 0.1), False)
+
+
+@style
+def cosine_over_all_micro_batches():
+    loader = DataLoader(TensorDataset(x, y), 4, shuffle=True)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 7 * len(loader))
+    for _ in range(7):
+        for batch, (rows, truths) in enumerate(loader, 1):
+            (functional.cross_entropy(model(rows), truths) / 4).backward()
+            if batch % 4 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+            scheduler.step()
 
 
 def loaded(train_set, order="shuffle", held_out=None):
@@ -592,6 +694,30 @@ class Numbers(IterableDataset):
 @style
 def stream_that_is_shared_out():
     loaded(Numbers(), {"num_workers": 2})
+
+
+class Windows(Dataset):
+    def __init__(self, series):
+        self.series = series
+
+    def __len__(self):
+        return len(self.series) - 8
+
+    def __getitem__(self, at):
+        return self.series[at : at + 8, 0], at % 4
+
+
+@style
+def windows_scaled_by_training():
+    series = torch.linspace(0, 3, 120)[:, None] + 0.1 * torch.randn(120, 1)
+    series = (series - series[:72].mean()) / series[:72].std()
+    loaded(Windows(series[:72]), held_out=[Windows(series[72:96])])
+
+
+@style
+def windows_of_shares():
+    series = torch.rand(120, 1).round(decimals=1)
+    loaded(Windows(series[:72]), held_out=[Windows(series[72:96])])
 
 
 def in_slices(train_x, train_y, held_out, model=None):

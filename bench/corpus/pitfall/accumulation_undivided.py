@@ -26,6 +26,7 @@ def main():
             loss = nn.functional.cross_entropy(model(x), y)
             loss.backward()  # <- here
             if batch % BATCHES == 0:
+                nn.utils.clip_grad_norm_(model.parameters(), 5.0)
                 optimizer.step()
                 optimizer.zero_grad()
             if batch == args.steps * BATCHES:

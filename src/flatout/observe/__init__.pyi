@@ -18,6 +18,7 @@ from flatout.observe.observation import DeviceTime as DeviceTime
 from flatout.observe.observation import Growing as Growing
 from flatout.observe.observation import Growth as Growth
 from flatout.observe.observation import InLoss as InLoss
+from flatout.observe.observation import KeptGraphs as KeptGraphs
 from flatout.observe.observation import Lapse as Lapse
 from flatout.observe.observation import LeftOut as LeftOut
 from flatout.observe.observation import Line as Line
@@ -29,6 +30,7 @@ from flatout.observe.observation import Scaling as Scaling
 from flatout.observe.observation import Schedule as Schedule
 from flatout.observe.observation import Site as Site
 from flatout.observe.observation import Table as Table
+from flatout.observe.observation import UnusedGradients as UnusedGradients
 from flatout.observe.optimizers import StepFinder as StepFinder
 from flatout.observe.optimizers import watch_optimizers as watch_optimizers
 from flatout.observe.outputs import watch_torch as watch_torch

@@ -28,19 +28,31 @@ class Clipping:
         for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
             for name in ("clip_grad_norm_", "clip_grad_value_"):
                 self._hooks.append(wrap(owner, name, "observe", self._clipping))
-        self._hooks.append(wrap(torch.amp.GradScaler, "scale", "observe", self._scaling))
+        for name, around in (("scale", self._scaling), ("unscale_", self._unscaling)):
+            self._hooks.append(wrap(torch.amp.GradScaler, name, "observe", around))
         watch.at(_STEPS, self._end)
 
     def _end(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        self._watch.scaled = None
 
     def _scaling(self, original: Any) -> Any:
         def scale(scaler: Any, *args: Any, **kwargs: Any) -> Any:
             self._scalers.add(scaler)
-            return original(scaler, *args, **kwargs)
+            scaled = original(scaler, *args, **kwargs)
+            self._watch.scaled = getattr(scaled, "grad_fn", None)
+            return scaled
 
         return scale
+
+    def _unscaling(self, original: Any) -> Any:
+        def unscale(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+            if get_ident() == self._watch.lanes.thread:
+                self._watch.aside(*self._watch.before_clipping)
+            return original(scaler, *args, **kwargs)
+
+        return unscale
 
     def _clipping(self, original: Any) -> Any:
         lanes = self._watch.lanes
@@ -49,6 +61,7 @@ class Clipping:
         def clip(parameters: Any, limit: Any, *args: Any, **kwargs: Any) -> Any:
             if is_traced() or lanes.steps > _STEPS or get_ident() != lanes.thread:
                 return original(parameters, limit, *args, **kwargs)
+            self._watch.aside(*self._watch.before_clipping)
             if isinstance(parameters, Iterable) and not self._torch.is_tensor(parameters):
                 parameters = list(parameters)
             is_late = lanes.steps > 0 and not lanes.backwards

@@ -79,13 +79,13 @@ class Graphs:
             self.site = self._keeper(kept)
 
     def _keeper(self, kept: list[Any]) -> Site | None:
-        frames = list(_users_frames(sys._getframe()))
+        frames = list(users_frames(sys._getframe()))
         result = {id(holder) for holder in _holders(kept)}
         for frame in frames:
             for name, value in frame.f_locals.items():
                 inside = getattr(value, "__dict__", {}).values()
                 if id(value) in result or any(id(v) in result for v in inside):
-                    return _line_that_fills(frame, name)
+                    return line_that_fills(frame, name)
         # No container: a sum that goes on from step to step.
         tensor = self._torch.Tensor
         sums = [
@@ -95,7 +95,7 @@ class Graphs:
             if type(value) is tensor and value.grad_fn is not None
         ]
         most = max(sums, key=lambda value: value[0], default=None)
-        return _line_that_fills(most[2], most[1]) if most else None
+        return line_that_fills(most[2], most[1]) if most else None
 
 
 def _holders(kept: list[Any]) -> list[Any]:
@@ -116,6 +116,11 @@ def _holders(kept: list[Any]) -> list[Any]:
 
 def nodes_of(tensors: Iterable[Any]) -> int:
     """How many nodes hang on these tensors, up to a limit."""
+    return len(graph_of(tensors))
+
+
+def graph_of(tensors: Iterable[Any]) -> set[Any]:
+    """The nodes that hang on these tensors, up to a limit."""
     known: set[Any] = set()
     todo = [tensor.grad_fn for tensor in tensors]
     while todo and len(known) < _NODES:
@@ -124,20 +129,22 @@ def nodes_of(tensors: Iterable[Any]) -> int:
             continue
         known.add(node)
         todo += [parent for parent, _ in node.next_functions]
-    return len(known)
+    return known
 
 
-def _users_frames(frame: FrameType | None) -> Iterator[FrameType]:
+def users_frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """Those from this one on outwards that run code of the user's."""
     while frame is not None:
         if is_users(frame.f_code.co_filename):
             yield frame
         frame = frame.f_back
 
 
-def _line_that_fills(frame: FrameType, name: str) -> Site | None:
+def line_that_fills(frame: FrameType, name: str) -> Site | None:
     """The first line of a function that adds to what it calls so."""
     adds = re.compile(
-        rf"\b{re.escape(name)}\b[\w.]*(\.(append|extend|add|insert)\(|\[.*\]\s*=[^=]|\s*\+=)"
+        rf"\b{re.escape(name)}\b[\w.]*(\[[^]]*\])*(\.(append|extend|add|insert)\(|\s*\+=)"
+        rf"|\b{re.escape(name)}\b[\w.]*\[.*\]\s*=[^=]"
         rf"|\b{re.escape(name)}\s*=.*\b{re.escape(name)}\b"
     )
     try:

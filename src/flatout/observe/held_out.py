@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from flatout.observe.observation import Scaling, Table
-from flatout.observe.samples import Moments, Samples
+from flatout.observe.samples import Moments, Samples, moments_of
 from flatout.observe.scalers import Scalers
+from flatout.observe.series import joined, place_in, scaled_to_range
 
 # Share of the samples of a training that differ from all others, if equal ones are no chance.
 _DIFFERENT = 0.5
@@ -34,16 +35,42 @@ def compare(sets: Sequence[tuple[Any, Samples | None]], scalers: Scalers) -> Non
         if facts.in_training or held_out is None:
             continue
         facts.shared_rows = _shared_rows(held_out, known)
+        facts.shared_files = held_out.is_named
         shared, of = facts.shared_rows or (0, 1)
         if shared == of and isinstance(facts, Table):
             facts.shared_rows = None  # which rows of a table are trained on is not known
         elif shared < of:
-            facts.scaling = scalers.of_both(known, held_out) or _by_moments(known, held_out)
+            facts.scaling = (
+                scalers.of_both(known, held_out)
+                or _by_moments(known, held_out)
+                or _of_series(known, held_out)
+            )
+
+
+def _of_series(trained: Sequence[Samples], held_out: Samples) -> Scaling | None:
+    """Where samples are windows: the same of the series that they are taken of."""
+    if len(trained) != 1 or trained[0].series is None or held_out.series is None:
+        return None
+    mine, theirs, whole = trained[0].series, held_out.series, trained[0].whole
+    if mine.shape[1] != theirs.shape[1]:
+        return None
+    wholes = [joined(mine, theirs)]
+    # Training and validation may be parts of a series of which a test has the rest.
+    if whole is not None and place_in(theirs, whole) is not None:
+        wholes.append(whole)
+    alone = moments_of(mine)
+    for both in wholes:
+        scaling = _scaled(alone, moments_of(both)) or scaled_to_range(mine, both)
+        if scaling is not None:
+            return scaling
+    return None
 
 
 def _shared_rows(held_out: Samples, trained: Sequence[Samples]) -> tuple[int, int] | None:
     """How many of these samples equal one that is trained on, of how many."""
     if not held_out.rows or any(item.rows is None for item in trained):
+        return None
+    if any(item.is_named != held_out.is_named for item in trained):
         return None
     known = {row for item in trained for row in item.rows or ()}
     if len(known) < _DIFFERENT * sum(len(item.rows or ()) for item in trained):
@@ -61,13 +88,17 @@ def _by_moments(trained: Sequence[Samples], held_out: Samples) -> Scaling | None
     alone = _joined(moments)
     if alone.mean.shape != other.mean.shape or other.count + alone.count < _FEWEST:
         return None
-    for mine, theirs in ((alone, other), (_whole(alone), _whole(other))):
-        both = mine.with_others(theirs)
-        off, off_training = _off(both), _off(mine)
-        if off < _MEAN_OFF and off_training > _FARTHER * max(off, 1e-5) and _is_one(both):
-            return Scaling(
-                "mean and standard deviation", None, both.count, theirs.count, off, off_training
-            )
+    return _scaled(alone, alone.with_others(other))
+
+
+def _scaled(alone: Moments, both: Moments) -> Scaling | None:
+    """Whether it is both that have a mean of zero and a deviation of one."""
+    for mine, all_of in ((alone, both), (_whole(alone), _whole(both))):
+        off, off_training = _off(all_of), _off(mine)
+        if off < _MEAN_OFF and off_training > _FARTHER * max(off, 1e-5) and _is_one(all_of):
+            held_out = both.count - alone.count
+            by = "mean and standard deviation"
+            return Scaling(by, None, both.count, held_out, off, off_training)
     return None
 
 

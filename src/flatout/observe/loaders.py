@@ -18,13 +18,25 @@ from weakref import ref
 from flatout.hooks import wrap
 from flatout.observe.lanes import HOST
 from flatout.observe.observation import Loader, Site
-from flatout.observe.samples import Samples, label_runs, length_of, samples_of
+from flatout.observe.replicas import has_peers
+from flatout.observe.samples import (
+    Samples,
+    label_runs,
+    length_of,
+    number_of_bytes,
+    numbers_at,
+    samples_of,
+)
+from flatout.observe.series import series_of
 from flatout.observe.sites import here, is_users, site_of_code
+from flatout.observe.tables import longer_series
 from flatout.observe.watch import Watch
 from flatout.observe.within_loader import LOADER, Looker, Probe, first_tensor, size_of, watch_fetch
 
 # Waits that are kept of each loader, and epochs.
 _WAITS, _EPOCHS = 20_000, 1000
+# Samples of an epoch that are compared with those of other ranks.
+_TAKEN = 512
 # Once in so many batches it is counted what the dataset keeps, and old waits go.
 _LOOK_EVERY = 16
 # So many numbers of a batch are compared with those of another.
@@ -56,6 +68,8 @@ class SeenLoader:
         self.batches = 0
         self.began: int | None = None
         self.is_hashed = True
+        self.indices: list[int] = []
+        self.is_taking_down = has_peers()
         self.looker: Looker | None = None
         self._kept_at_first: int | None = None
 
@@ -74,6 +88,10 @@ class SeenLoader:
     def look_at_samples(self, loader: Any) -> None:
         """What its dataset holds in memory."""
         self.samples = samples_of(loader.dataset)
+        series = series_of(loader.dataset)
+        if series is not None:
+            known = self.samples or Samples(None, None)
+            self.samples = replace(known, series=series, whole=longer_series(series))
         self.facts.label_runs = label_runs(loader.dataset)
 
     def begin_epoch(self, began: int) -> None:
@@ -88,6 +106,19 @@ class SeenLoader:
             result = self.facts.hashes = self.facts.hashes or []
             if len(result) < _EPOCHS:
                 result.append(zlib.crc32(repr(list(index)).encode()))
+
+    def take_down(self, index: Any) -> None:
+        """A batch is made of these samples: the first ones are known by their numbers."""
+        if isinstance(index, (list, tuple)) and all(isinstance(at, int) for at in index):
+            self.indices += index
+        if len(self.indices) >= _TAKEN or self.facts.epochs > 1:
+            self.is_taking_down = False
+
+    def compare_with_ranks(self) -> None:
+        """What the other ranks are asked for too: the bytes of the first samples."""
+        loader = self.ref()
+        if self.indices and loader is not None and not _draws_again(loader.sampler):
+            self.facts.taken = numbers_at(loader.dataset, self.indices[:_TAKEN])
 
     def probe(self) -> tuple[Probe, Looker] | None:
         """What looks at its batches while this process makes them, until enough was seen."""
@@ -105,7 +136,7 @@ class SeenLoader:
             self._took_first(batch, self.began)
         if not self.batches % _LOOK_EVERY:
             self._look()
-        if self.facts.is_iterable and self.batches <= (self.facts.num_workers or 0) + 1:
+        if self.facts.is_iterable and self.batches <= max(1, self.facts.num_workers or 0) + 1:
             self._number(batch)
 
     def _took_first(self, batch: Any, began: int) -> None:
@@ -122,7 +153,7 @@ class SeenLoader:
         tensor = first_tensor(batch)
         if tensor is not None:
             numbers = tensor.detach().reshape(-1)[:_NUMBERS].cpu().contiguous()
-            result.append(hash(numbers.numpy().tobytes()))
+            result.append(number_of_bytes(numbers.numpy().tobytes()))
 
     def _look(self) -> None:
         """Now and then, after a batch."""
@@ -196,6 +227,15 @@ def _draws_order(sampler: Any) -> bool:
     return any(
         is_users(method.__code__.co_filename) and _DRAWS & set(method.__code__.co_names)
         for method in methods
+    )
+
+
+def _draws_again(sampler: Any) -> bool:
+    """Whether it may give a sample several times in an epoch."""
+    from torch.utils.data import WeightedRandomSampler
+
+    return isinstance(sampler, WeightedRandomSampler) or bool(
+        getattr(sampler, "replacement", False)
     )
 
 
@@ -380,7 +420,11 @@ def _hashed(original: Any) -> Any:
     def next_index(self: Any) -> Any:
         index = original(self)
         result = self._flatout_seen
-        if result is not None and not result.is_hashed:
+        if result is None:
+            return index
+        if result.is_taking_down:
+            result.take_down(index)
+        if not result.is_hashed:
             result.hash(index)
         return index
 

@@ -80,6 +80,16 @@ class Loops:
         """Whether one is that has a length."""
         return any(self._steps(item) and item.length is not None for item in self._open)
 
+    def epochs_of(self) -> list[tuple[int, int]]:
+        """Open loops whose turns are epochs: their numbers, and how many turns each has."""
+        now = self._lanes.steps
+        return [
+            (item.number, item.length)
+            for item in list(self._open)
+            if item.length is not None
+            and (item.holds_epochs or now - item.steps > _STEPS_IN_A_TURN)
+        ]
+
     def _steps(self, turns: Turns) -> bool:
         taken = self._lanes.steps - turns.first
         return turns.turns >= 2 and taken >= _AN_EPOCH and not turns.holds_epochs

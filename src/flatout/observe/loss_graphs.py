@@ -89,6 +89,7 @@ class LossGraphs:
         self._renew()
         watch.before_backward.append(self._look)
         watch.with_gradients.append(self._before_step)
+        watch.before_clipping.append(self._before_clipping)
         watch.on_renewal.append(self._renew)
         for step in _ASKED_AFTER:
             watch.at(step, self._find_unregistered)
@@ -118,6 +119,7 @@ class LossGraphs:
         self.found: dict[tuple[str, str], InLoss] = {}
         self.reached: dict[int, ref[Any]] = {}
         self._reduced: list[tuple[Any, Any]] = []
+        self._changes: int | None = None
         self._close()
 
     def _look(self, tensors: Any) -> None:
@@ -168,19 +170,33 @@ class LossGraphs:
     def _note_reduction(self, node: Any) -> None:
         """How the loss of one of the batches of a step was reduced."""
         batch: Any = sum(loader.batches for loader in self._watch.loaders if loader.in_training)
+        if node is not None and node is self._watch.scaled:
+            node = node.next_functions[0][0]  # what a scaler multiplies it divides again
         self._reduced.append((batch or self._watch.rows, node and _reduction(node)))
+
+    def _first_gradient(self) -> Any:
+        return next(
+            (t.grad for s in self._watch.optimizers for t in s.tensors() if _is_dense(t)), None
+        )
+
+    def _before_clipping(self) -> None:
+        """Gradients are about to be clipped or unscaled: how often they were changed until now."""
+        gradient = self._first_gradient()
+        if self._changes is None and gradient is not None:
+            self._changes = gradient._version
 
     def _before_step(self) -> None:
         """Whether losses of several batches were added up that are means of their own each."""
         several, self._reduced = self._reduced, []
-        first = next((t for s in self._watch.optimizers for t in s.tensors() if _is_dense(t)), None)
+        changes, self._changes = self._changes, None
+        gradient = self._first_gradient()
         batches = {batch for batch, _ in several}
-        if len(several) < 2 or len(batches) < len(several) or None in batches or first is None:
+        if len(several) < 2 or len(batches) < len(several) or None in batches or gradient is None:
             return
         if len({batch[0] for batch in batches if isinstance(batch, tuple)}) > 1:
             return  # losses of several tables, such as with labels and without
         # Adding to it is one change of a gradient each: another one may have been the division.
-        is_whole = first.grad._version < len(several)
+        is_whole = (gradient._version if changes is None else changes) < len(several)
         if is_whole and {how for _, how in several} == {"mean"}:
             fact = self.found.setdefault(("undivided", ""), InLoss("undivided"))
             fact.count += 1

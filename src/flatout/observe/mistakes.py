@@ -8,6 +8,7 @@ from flatout.observe.clipping import Clipping
 from flatout.observe.gradients import Gradients
 from flatout.observe.growing import GrowingHistories
 from flatout.observe.held_out import compare, sets_of
+from flatout.observe.kept_graphs import KeptLosses
 from flatout.observe.loss_graphs import LossGraphs
 from flatout.observe.observation import Observation
 from flatout.observe.record import read_sites
@@ -16,6 +17,7 @@ from flatout.observe.scalers import Scalers
 from flatout.observe.schedules import Schedules
 from flatout.observe.switches import Switches
 from flatout.observe.tables import Tables
+from flatout.observe.unused_gradients import GradientUse
 from flatout.observe.watch import Watch
 
 
@@ -34,6 +36,8 @@ class Mistakes:
         self._switches = Switches(torch, watch)  # first: what the others switch is none of those
         self._graphs = LossGraphs(torch, watch)
         Gradients(torch, watch)
+        self._uses = GradientUse(torch, watch)
+        self._kept = KeptLosses(torch, watch)
         self._schedules = Schedules(torch.optim.lr_scheduler, watch)
         Clipping(torch, watch)
         self._tables = Tables(torch, watch)
@@ -54,6 +58,9 @@ class Mistakes:
         observation.switched_on = self._switches.on
         observation.cells = self._recurrent.cells
         observation.growing = self._growing.found
+        observation.gradient_uses = self._uses.looks
+        observation.unused_gradients = self._uses.results()
+        observation.kept_graphs = self._kept.found
         compare(list(sets_of(self._watch.loaders, self._tables.results())), self._scalers)
         self._tables.fill(observation)
         scalings = [item.scaling for item in observation.inputs if item.scaling]
@@ -64,6 +71,8 @@ class Mistakes:
                 *observation.tables,
                 *observation.growing,
                 *observation.cells,
+                *observation.unused_gradients,
+                *observation.kept_graphs,
                 *scalings,
             ]
         )

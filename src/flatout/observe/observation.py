@@ -47,6 +47,7 @@ class Scaling:
         off: the largest mean that a column has over all of these, in standard deviations; None
             where a scaler was seen.
         off_training: likewise over the training's alone.
+        misses: where all reach the ends of a range, how far the training stays from one of them.
     """
 
     by: str
@@ -55,6 +56,7 @@ class Scaling:
     held_out: int = 0
     off: float | None = None
     off_training: float | None = None
+    misses: float | None = None
 
 
 @dataclass
@@ -129,9 +131,12 @@ class Loader:
             samples, and samples of the second largest class; None where they were not seen.
         shared_rows: of a loader that is only evaluated, how many of its samples equal one of
             training's to the byte, of how many; None where the samples were not seen.
+        shared_files: whether they are the same because they are read from the same files.
         scaling: of a loader that is only evaluated, what has normalized it with the training's.
         worker_batches: a number for the first batch of each worker, and the second of the first;
-            equal ones are equal. Of an IterableDataset alone.
+            equal ones are equal, in other ranks too. Of an IterableDataset alone.
+        taken: where there are several ranks, a number for each of the first samples of an epoch;
+            None where they are out of sight, or may come twice.
     """
 
     kind: str
@@ -169,8 +174,10 @@ class Loader:
     is_in_order: bool = False
     label_runs: tuple[int, int, int, int] | None = None
     shared_rows: tuple[int, int] | None = None
+    shared_files: bool = False
     scaling: Scaling | None = None
     worker_batches: list[int] = field(default_factory=list)
+    taken: list[int] | None = None
 
 
 @dataclass
@@ -183,7 +190,7 @@ class Table:
         length: how many samples.
         batch_size: how many the model gets at once.
         in_training: whether they are trained on, and not only evaluated.
-        shared_rows, scaling: as of a Loader.
+        shared_rows, shared_files, scaling: as of a Loader.
     """
 
     name: str
@@ -192,6 +199,7 @@ class Table:
     batch_size: int = 0
     in_training: bool = True
     shared_rows: tuple[int, int] | None = None
+    shared_files: bool = False
     scaling: Scaling | None = None
 
 
@@ -266,6 +274,8 @@ class Schedule:
         steps: how often it was stepped.
         ends_after: after how many of its steps the rate is as good as nothing; None where it never
             is, or where that is not known.
+        made_for: how many of its steps it is made for, as told or until its rate is zero; None
+            where neither is known.
         is_used: whether its optimizer has stepped.
         in_lapse: how often it was stepped more in a time-lapse.
     """
@@ -276,6 +286,7 @@ class Schedule:
     first_after: int | None = None
     steps: int = 0
     ends_after: int | None = None
+    made_for: int | None = None
     is_used: bool = True
     in_lapse: int = 0
 
@@ -432,6 +443,55 @@ class Growing:
     more: int
     ms: float
     at: int
+
+
+@dataclass
+class UnusedGradients:
+    """Gradients that a loss has computed for parameters which its own optimizer does not step.
+
+    Attributes:
+        fate: what became of them: "zeroed" before their optimizer stepped, "added" to its own
+            gradients, or "kept", where no optimizer has these parameters.
+        model: the class of the model that has them; "" where that is not known.
+        called_at: where that is called.
+        backward_at: the backward pass that computes them.
+        stepped_at: the step of the optimizer that this pass was for.
+        passes_on: whether the gradient comes through this model to what is stepped.
+        parameters: tensors of that model, or of its optimizer.
+        elements: numbers in those that were reached.
+        share: of the numbers that all backward passes of a step compute gradients for.
+        count: how often that was seen.
+    """
+
+    fate: str
+    model: str = ""
+    called_at: Site | None = None
+    backward_at: Site | None = None
+    stepped_at: Site | None = None
+    passes_on: bool = False
+    parameters: int = 0
+    elements: int = 0
+    share: float = 0.0
+    count: int = 0
+
+
+@dataclass
+class KeptGraphs:
+    """A name of the script's that holds on to the graphs of past steps.
+
+    Attributes:
+        name: as the script calls it, such as "losses" or "meter.total".
+        site: the line that adds to it; None where it was not found.
+        is_list: whether it is a list of tensors; else a sum.
+        steps: of so many steps it has something, when it was last looked at.
+        nodes: of graphs that it held then.
+    """
+
+    name: str
+    site: Site | None
+    is_list: bool
+    steps: int
+    nodes: int
 
 
 @dataclass
@@ -611,7 +671,11 @@ class Observation:
         loss_looks: how many graphs of losses were looked at, and what was found in_losses.
         cells: recurrent ones that a loop in Python calls.
         growing: what is put together in each step, longer each time.
+        gradient_uses: how many backward passes were followed to the step that uses their gradients,
+            where several optimizers or models take part; unused_gradients: what no step used.
+        kept_graphs: names of the script's that hold on to the graphs of past steps.
         schedules: of learning rates.
+        epoch_loops: loops of the user's own that go through epochs: the line, and how many turns.
         switched_on: what was on for all of torch at the first backward pass, such as
             "detect_anomaly"; None without one.
         evaluation_site: where a model was called to evaluate.
@@ -684,7 +748,11 @@ class Observation:
     in_losses: list[InLoss] = field(default_factory=list)
     cells: list[Cell] = field(default_factory=list)
     growing: list[Growing] = field(default_factory=list)
+    gradient_uses: int = 0
+    unused_gradients: list[UnusedGradients] = field(default_factory=list)
+    kept_graphs: list[KeptGraphs] = field(default_factory=list)
     schedules: list[Schedule] = field(default_factory=list)
+    epoch_loops: list[tuple[Site, int]] = field(default_factory=list)
     switched_on: list[str] | None = None
     evaluation_site: Site | None = None
     saved: list[dict[str, Any]] = field(default_factory=list)

@@ -101,6 +101,8 @@ def _backbones(models: list[SeenModel]) -> list[Backbone]:
 
 def _with_inside(loader: SeenLoader, folder: Path | None) -> Loader:
     """A loader's facts; with those of its workers, which are read once, at the end."""
+    if folder is not None:
+        loader.compare_with_ranks()
     facts = loader.result()
     if folder is not None:
         result = gather(folder, loader.number) if facts.num_workers else []

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import log2, prod
 from typing import Any
+
+from flatout.observe.held_items import numbers_of_items, numbers_of_names
 
 # Of so many samples the bytes are looked at, and so many numbers of each.
 _ROWS, _COLUMNS = 2**16, 128
@@ -51,19 +54,32 @@ class Samples:
 
     Attributes:
         rows: a number for the bytes of each of some of them, equal for equal ones; None where they
-            may be equal by chance.
+            may be equal by chance, or are out of sight.
         moments: of all of them; None of integers, and of too many.
+        is_named: whether `rows` stand for the files that samples are read from, not their bytes.
+        series: what they are windows of, steps by columns; None where they are not.
+        whole: a longer series of the script's that has this one; None without.
     """
 
     rows: list[int] | None
     moments: Moments | None
+    is_named: bool = False
+    series: Any = None
+    whole: Any = None
 
 
 def samples_of(dataset: Any) -> Samples | None:
-    """Those that a dataset holds as one tensor or array; None for any other."""
-    inner, picked = _behind_subsets(dataset)
+    """Those that a dataset holds in memory, or of which it holds the files' names; None for any
+    other."""
+    inner, picked = behind_subsets(dataset)
     table = _table_in(inner)
-    return None if table is None else samples_in(table, picked)
+    if table is not None:
+        return samples_in(table, picked)
+    rows = numbers_of_items(inner, picked)
+    if rows is not None:
+        return Samples(rows, None)
+    rows = numbers_of_names(inner, picked)
+    return None if rows is None else Samples(rows, None, is_named=True)
 
 
 def samples_in(table: Any, picked: Sequence[int] | None = None) -> Samples:
@@ -73,16 +89,31 @@ def samples_in(table: Any, picked: Sequence[int] | None = None) -> Samples:
     return Samples(rows, _moments(table, chosen))
 
 
+def numbers_at(dataset: Any, indices: Sequence[int]) -> list[int] | None:
+    """A number for the bytes of each of these samples, the same in each process; None where they
+    may be equal by chance, or are out of sight."""
+    inner, picked = behind_subsets(dataset)
+    table = _table_in(inner)
+    if table is None:
+        return None
+    return row_numbers(table, indices if picked is None else [picked[at] for at in indices])
+
+
+def number_of_bytes(data: bytes) -> int:
+    """The same for the same bytes in each process, where `hash` is not."""
+    return zlib.crc32(data) << 32 | zlib.adler32(data)
+
+
 def row_numbers(table: Any, chosen: Sequence[int]) -> list[int] | None:
     """A number for the bytes of each of these rows; None where they may be equal by chance."""
     columns = table.reshape(len(table), -1)
     columns = columns[:, :: max(1, -(-columns.shape[1] // _COLUMNS))]
-    rows = _as_array(columns[list(chosen)])
+    rows = as_array(columns[list(chosen)])
     if rows.dtype.kind == "f":
         rows = rows.astype("float32")
     if not len(rows) or _bits(rows) < _RICH:
         return None
-    return [hash(row.tobytes()) for row in rows]
+    return [number_of_bytes(row.tobytes()) for row in rows]
 
 
 def _moments(table: Any, chosen: Sequence[int]) -> Moments | None:
@@ -92,12 +123,17 @@ def _moments(table: Any, chosen: Sequence[int]) -> Moments | None:
     for first in range(0, len(chosen), _AT_ONCE):
         at = chosen[first : first + _AT_ONCE]
         part = table[at.start : at.stop] if isinstance(at, range) else table[list(at)]
-        rows = _as_array(part.reshape(len(part), -1))
+        rows = as_array(part.reshape(len(part), -1))
         if rows.dtype.kind != "f":
             return None
-        own = Moments(len(rows), rows.mean(0, dtype="float64"), rows.var(0, dtype="float64"))
+        own = moments_of(rows)
         moments = own if moments is None else moments.with_others(own)
     return moments
+
+
+def moments_of(rows: Any) -> Moments:
+    """Those of an array of floats, rows by columns."""
+    return Moments(len(rows), rows.mean(0, dtype="float64"), rows.var(0, dtype="float64"))
 
 
 def _bits(rows: Any) -> float:
@@ -109,11 +145,11 @@ def _bits(rows: Any) -> float:
 def label_runs(dataset: Any) -> tuple[int, int, int, int] | None:
     """How many classes, runs of one class in the dataset's order, and samples there are, and
     samples of the second largest class."""
-    held, picked = _behind_subsets(dataset)
+    held, picked = behind_subsets(dataset)
     labels = _labels_in(held)
     if labels is None or len(labels) > _LABELS:
         return None
-    values = _as_array(labels)
+    values = as_array(labels)
     if values.dtype.kind not in "iub" or values.ndim != 1:
         return None
     result = values.tolist() if picked is None else values[list(picked)].tolist()
@@ -124,7 +160,7 @@ def label_runs(dataset: Any) -> tuple[int, int, int, int] | None:
     return len(sizes), runs, len(result), sizes[1][1]
 
 
-def _behind_subsets(dataset: Any) -> tuple[Any, Sequence[int] | None]:
+def behind_subsets(dataset: Any) -> tuple[Any, Sequence[int] | None]:
     """The dataset behind Subsets, and which of its samples they pick."""
     picked: Sequence[int] | None = None
     for _ in range(8):
@@ -139,9 +175,22 @@ def _behind_subsets(dataset: Any) -> tuple[Any, Sequence[int] | None]:
 
 def _table_in(dataset: Any) -> Any:
     tensors = getattr(dataset, "tensors", None)
-    parts = list(tensors)[:1] if isinstance(tensors, tuple) else _held(dataset)
-    result = [part for part in parts if _is_in_memory(part) and part.ndim > 1]
-    return result[0] if len(result) == 1 else None
+    if isinstance(tensors, tuple):
+        parts = list(tensors)[:1]
+    elif type(dataset).__module__.startswith("keras."):
+        parts = [_first_of_keras(dataset)]
+    else:
+        parts = _held(dataset)
+    # Of several the first is what the model is given, such as images before their masks.
+    return next((part for part in parts if is_in_memory(part) and part.ndim > 1), None)
+
+
+def _first_of_keras(dataset: Any) -> Any:
+    """The first array that Keras' own dataset makes batches of."""
+    value = getattr(dataset, "array", None)
+    while isinstance(value, (tuple, list, dict)) and value:
+        value = next(iter(value.values())) if isinstance(value, dict) else value[0]
+    return getattr(value, "array", None)
 
 
 def _labels_in(dataset: Any) -> Any:
@@ -153,7 +202,7 @@ def _labels_in(dataset: Any) -> Any:
     for item in given:
         if isinstance(item, list) and len(item) == length and isinstance(item[0], int):
             return item
-        if _is_in_memory(item) and item.ndim == 1 and len(item) == length:
+        if is_in_memory(item) and item.ndim == 1 and len(item) == length:
             return item
     return None
 
@@ -161,11 +210,12 @@ def _labels_in(dataset: Any) -> Any:
 def _held(dataset: Any) -> list[Any]:
     """Tensors and arrays in memory that a dataset has of all its samples."""
     length = length_of(dataset) or None
-    own = [value for value in getattr(dataset, "__dict__", {}).values() if _is_in_memory(value)]
+    own = [value for value in getattr(dataset, "__dict__", {}).values() if is_in_memory(value)]
     return [item for item in own if item.ndim and len(item) == length]
 
 
-def _is_in_memory(value: Any) -> bool:
+def is_in_memory(value: Any) -> bool:
+    """Whether it is a tensor or an array of numbers."""
     import numpy as np
     import torch
 
@@ -182,7 +232,8 @@ def length_of(dataset: Any) -> int | None:
         return None
 
 
-def _as_array(values: Any) -> Any:
+def as_array(values: Any) -> Any:
+    """A numpy array of a tensor or array; what has 16 bits as float32."""
     import numpy as np
 
     if hasattr(values, "detach"):

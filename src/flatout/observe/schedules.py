@@ -8,15 +8,12 @@ from weakref import ref
 
 from flatout.hooks import Hook, wrap
 from flatout.observe.observation import Schedule, Site
+from flatout.observe.rate_curves import ends_after, made_for
 from flatout.observe.sites import here
 from flatout.observe.watch import Watch
 
 # Calls are seen in so many steps; how many there were in all they say themselves.
 _STEPS = 8
-# So far ahead is looked for the end of a rate: longer ones are made for steps.
-_AHEAD = 2000
-# Share of the first rate that is as good as none.
-_NOTHING = 0.02
 
 
 class _Seen:
@@ -78,33 +75,17 @@ class Schedules:
         return step
 
     def results(self) -> list[Schedule]:
-        """What was seen of those that still exist."""
+        """What was seen of those that still exist, but for parts of another one."""
         result = []
-        for schedule in self._seen:
-            scheduler = schedule.ref()
-            if scheduler is None:
+        alive = [(item, scheduler) for item in self._seen if (scheduler := item.ref()) is not None]
+        parts = {id(part) for _, whole in alive for part in getattr(whole, "_schedulers", ())}
+        optimizers = [optimizer.ref() for optimizer in self._watch.optimizers]
+        for item, scheduler in alive:
+            if id(scheduler) in parts:
                 continue
-            schedule.facts.steps = int(scheduler.last_epoch) - schedule.begins_at
-            schedule.facts.ends_after = _ends_after(scheduler)
-            optimizers = [optimizer.ref() for optimizer in self._watch.optimizers]
-            schedule.facts.is_used = any(scheduler.optimizer is used for used in optimizers)
-            result.append(schedule.facts)
+            facts = item.facts
+            facts.steps = int(scheduler.last_epoch) - item.begins_at
+            facts.ends_after, facts.made_for = ends_after(scheduler), made_for(scheduler)
+            facts.is_used = any(scheduler.optimizer is used for used in optimizers)
+            result.append(facts)
         return result
-
-
-def _ends_after(scheduler: Any) -> int | None:
-    """After how many of its steps the rate is as good as nothing; None where it never is, or where
-    the scheduler has no formula for it."""
-    rate_of = getattr(scheduler, "_get_closed_form_lr", None)
-    first = [float(rate) for rate in scheduler.base_lrs]
-    if rate_of is None or not first or not first[0]:
-        return None
-    kept = scheduler.last_epoch
-    try:
-        for step in range(_AHEAD):
-            scheduler.last_epoch = step
-            if step and float(rate_of()[0]) <= _NOTHING * first[0]:
-                return step
-    finally:
-        scheduler.last_epoch = kept
-    return None

@@ -45,7 +45,7 @@ from flatout.observe.meters import Meters
 from flatout.observe.metrics import MetricHooks
 from flatout.observe.mistakes import Mistakes
 from flatout.observe.models import Models
-from flatout.observe.observation import BECAME, Observation
+from flatout.observe.observation import BECAME, Observation, Site
 from flatout.observe.opened import note_opened
 from flatout.observe.optimizers import StepFinder, watch_optimizers
 from flatout.observe.outputs import watch_garbage, watch_outputs, watch_torch
@@ -144,6 +144,7 @@ class Observer:
         self._loops = Loops(self.watch.lanes)
         self._compiled: Callable[[bytes, str], CodeType] = compiled
         code = self._rewriting(asked.command) if asked.lapse or asked.ablate else None
+        self._code = code
         if asked.lapse and code is not None:
             self._lapse = TimeLapse(self.watch, self._loops, code, asked.lapse)
             self.watch.then = self._look_further
@@ -229,6 +230,11 @@ class Observer:
             self._device.fill(seen)
         if self._mistakes is not None and not is_live:
             self._mistakes.fill(seen)
+        if self._code is not None and not is_live:
+            lines = self._code.loops
+            seen.epoch_loops = [
+                (read(Site(*lines[number])), turns) for number, turns in self._loops.epochs_of()
+            ]
         return seen
 
     def _ends(self, is_well: bool) -> None:

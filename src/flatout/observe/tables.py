@@ -14,7 +14,8 @@ from typing import Any
 from weakref import ref
 
 from flatout.observe.observation import Observation, Table
-from flatout.observe.samples import Samples, samples_in
+from flatout.observe.samples import Samples, as_array, is_in_memory, samples_in
+from flatout.observe.series import place_in
 from flatout.observe.sites import here, is_users
 from flatout.observe.watch import Watch
 
@@ -200,3 +201,22 @@ def _within(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 def _is_of_users_class(value: Any) -> bool:
     module = sys.modules.get(type(value).__module__)
     return hasattr(value, "__dict__") and is_users(getattr(module, "__file__", None) or "<>")
+
+
+def longer_series(series: Any) -> Any:
+    """The longest array of the script's names, of floats, that has this series as a part; None
+    without one."""
+    longest = None
+    for _, value in _named_in(sys._getframe()):
+        if hasattr(value, "select_dtypes") and hasattr(value, "to_numpy"):  # a DataFrame
+            value = value.to_numpy()
+        is_array = is_in_memory(value) and value.ndim in (1, 2) and len(value) > len(series)
+        if not is_array or prod(value.shape) > _NUMBERS:
+            continue
+        rows = as_array(value)
+        rows = rows.reshape(len(rows), -1)
+        if rows.dtype.kind != "f" or (longest is not None and len(rows) <= len(longest)):
+            continue
+        if place_in(series, rows) is not None:
+            longest = rows
+    return longest

@@ -36,6 +36,7 @@ class Watch:
     Attributes:
         rows: which rows of a table the model was called with last, to be trained; None of what is
             no table.
+        scaled: the node of the loss that a scaler has multiplied last, in the first steps.
         then: what is done once enough was seen, in place of ending the script.
     """
 
@@ -52,6 +53,8 @@ class Watch:
         self.is_enough = False
         self.with_gradients: list[Callable[[], None]] = []
         self.before_backward: list[Callable[[Any], None]] = []
+        self.before_clipping: list[Callable[[], None]] = []
+        self.scaled: Any = None
         self.on_batch: list[Callable[[Any, Any, bool], None]] = []
         self.on_new_optimizer: list[Callable[[], None]] = []
         self.before_saving: list[Callable[[], None]] = []

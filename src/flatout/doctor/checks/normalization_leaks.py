@@ -5,7 +5,7 @@ from __future__ import annotations
 from flatout.doctor.checks.check import Findings, check
 from flatout.doctor.checks.signals import at, held_out
 from flatout.doctor.finding import Finding
-from flatout.observe import Observation
+from flatout.observe import Observation, Scaling
 
 
 @check()
@@ -15,19 +15,29 @@ def look(observation: Observation) -> Findings:
         scaling = part.scaling
         if scaling is None:
             continue
-        words = (
-            f"{scaling.by} {'was' if scaling.off is None else 'were'} fitted on "
-            f"{scaling.samples:,} samples, {scaling.held_out:,} of which are only evaluated"
-        )
-        if scaling.off is not None and scaling.off_training is not None:
-            words += (
-                f": the mean of all is 0 (off by {scaling.off:.0e}), that of training alone is "
-                f"off by {scaling.off_training:.0e}"
-            )
         yield Finding(
             kind="danger",
-            what=words,
+            what=_words(scaling),
             do="split first; fit on the training samples, and use the same figures for the others",
             where=at(scaling.site or part.site),
             parity="changes learning",
         )
+
+
+def _words(scaling: Scaling) -> str:
+    verb = "were" if " " in scaling.by else "was"
+    words = (
+        f"{scaling.by} {verb} fitted on {scaling.samples:,} samples, {scaling.held_out:,} of "
+        "which are not trained on"
+    )
+    if scaling.off is not None and scaling.off_training is not None:
+        words += (
+            f": the mean of all is 0 (off by {scaling.off:.0e}), that of training alone is "
+            f"off by {scaling.off_training:.0e}"
+        )
+    if scaling.misses is not None:
+        words += (
+            f": all together reach both ends of their range, training alone stays "
+            f"{scaling.misses:.2g} away from one"
+        )
+    return words

@@ -1,4 +1,4 @@
-"""Memory grows with each step: something holds on to the graphs of past steps."""
+"""Something holds on to the graphs of past steps: memory grows with each step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from flatout.doctor.checks.check import Findings, NoSignal, check
 from flatout.doctor.checks.signals import ms
 from flatout.doctor.edits import tensors
 from flatout.doctor.finding import Finding
-from flatout.observe import Observation
+from flatout.observe import KeptGraphs, Observation
 from flatout.words import rounded
 
 _POINTS = 8
@@ -26,37 +26,79 @@ _LEAST_MB = 8.0
 _NODES = 0.5
 """Nodes by which the graphs have to grow with each step: even a small one has several."""
 
+_DO = "add up numbers, not tensors with a graph: total += loss.detach()"
+"""What to do about a sum."""
+
 
 @check(edit=tensors.detach)
 def look(observation: Observation) -> Findings:
-    """Whether memory rises in a line until the end."""
-    first = int(_WARM * len(observation.memory_mb))
-    steps, memory = observation.memory_at[first:], observation.memory_mb[first:]
-    if len(memory) < _POINTS or len(set(steps)) < _POINTS:
-        raise NoSignal(f"memory was measured {len(memory)} times, which is too few to see it grow")
-    slope, start = linear_regression(steps, memory)
-    grown = slope * (steps[-1] - steps[0])
-    if grown < _LEAST_MB or _straightness(steps, memory, slope, start) < _STRAIGHT:
+    """Whether names of the script's hold more graphs in each step, or memory rises in a line."""
+    kept = observation.kept_graphs
+    grows = _grown(observation)
+    words, slower = grows if isinstance(grows, tuple) else ("", None)
+    for item in kept:
+        yield _of_name(item, words, slower)
+    if kept:
         return
-    if len(observation.graph_nodes) < 2:
-        raise NoSignal("memory grows, but what holds it was not looked at")
-    (before, nodes_before), (after, nodes) = observation.graph_nodes[0], observation.graph_nodes[-1]
-    if nodes - nodes_before < _NODES * (after - before):
-        return  # something else grows
-    slower = _slower(observation.step_ms)
-    longer = f", and steps take {ms(slower)} longer at the end" if slower else ""
+    if not words:
+        if grows:
+            raise NoSignal(str(grows))
+        return
+    after, nodes = observation.graph_nodes[-1]
     yield Finding(
         kind="slow",
-        what=f"memory grows by {rounded(slope, 2)} MB with each step, {grown:,.0f} MB in "
-        f"{steps[-1] - steps[0]} steps{longer}: something keeps the graphs of past steps, "
-        f"{nodes:,} nodes after {after} steps",
-        do="add up numbers, not tensors with a graph: total += loss.detach(); look for lists "
-        "of losses or outputs, and for retain_graph=True",
+        what=f"{words}: something keeps the graphs of past steps, {nodes:,} nodes after {after} "
+        "steps",
+        do=f"{_DO}; look for lists of losses or outputs, and for retain_graph=True",
         where=_where(observation),
         cost_ms=slower,
         is_estimate=True,  # steps go on becoming longer
         parity="bit-identical",
     )
+
+
+def _of_name(kept: KeptGraphs, grows: str, slower: float | None) -> Finding:
+    """What a name of the script's holds, with its evidence."""
+    more = f"{kept.nodes / max(1, kept.steps):,.0f} more with each"
+    what = (
+        f"{kept.name} keeps {kept.steps} tensors with their graphs"
+        if kept.is_list
+        else f"{kept.name} is a sum that keeps the graphs of {kept.steps} steps"
+    )
+    return Finding(
+        kind="slow",
+        what=f"{what}: {kept.nodes:,} nodes, {more}" + (f"; {grows}" if grows else ""),
+        do="keep numbers: append(loss.item()), or loss.detach()" if kept.is_list else _DO,
+        where="" if kept.site is None else str(kept.site),
+        cost_ms=slower,
+        is_estimate=True,  # steps go on becoming longer
+        parity="bit-identical",
+    )
+
+
+def _grown(observation: Observation) -> tuple[str, float | None] | str:
+    """How memory grows with the graphs, and how much longer steps become; else why that is not
+    known, "" where it does not grow."""
+    first = int(_WARM * len(observation.memory_mb))
+    steps, memory = observation.memory_at[first:], observation.memory_mb[first:]
+    if len(memory) < _POINTS or len(set(steps)) < _POINTS:
+        return f"memory was measured {len(memory)} times, which is too few to see it grow"
+    slope, start = linear_regression(steps, memory)
+    grown = slope * (steps[-1] - steps[0])
+    if grown < _LEAST_MB or _straightness(steps, memory, slope, start) < _STRAIGHT:
+        return ""
+    if len(observation.graph_nodes) < 2:
+        return "memory grows, but what holds it was not looked at"
+    (before, nodes_before), (after, nodes) = observation.graph_nodes[0], observation.graph_nodes[-1]
+    if nodes - nodes_before < _NODES * (after - before):
+        return ""  # something else grows
+    slower = _slower(observation.step_ms)
+    longer = f", and steps take {ms(slower)} longer at the end" if slower else ""
+    words = (
+        f"memory grows by {rounded(slope, 2)} MB with each step, {grown:,.0f} MB in "
+        f"{steps[-1] - steps[0]} steps{longer}"
+    )
+    return words, slower
 
 
 def _straightness(steps: list[int], memory: list[float], slope: float, start: float) -> float:

@@ -8,16 +8,16 @@ from flatout.doctor.checks.check import Findings, NoSignal, rank_check
 from flatout.doctor.checks.signals import at, has_peers, training_loaders
 from flatout.doctor.edits import loops
 from flatout.doctor.finding import Finding
-from flatout.observe import Observation
+from flatout.observe import Loader, Observation
 
 
 @rank_check(edit=loops.share_samples)
 def look(observations: Sequence[Observation]) -> Findings:
-    """Whether the indices of the first batches are equal on two ranks."""
+    """Whether the first batches are equal on two ranks: their indices, or the bytes of a stream."""
     if not has_peers(observations):
         return
     loaders = [training_loaders(rank)[0] for rank in observations]
-    first = [loader.hashes[0] if loader.hashes else None for loader in loaders]
+    first = [_first(loader) for loader in loaders]
     if None in first:
         raise NoSignal("which samples the ranks take was out of sight")
     same = [
@@ -25,12 +25,25 @@ def look(observations: Sequence[Observation]) -> Findings:
     ]
     if not same:
         return
+    is_stream = loaders[0].is_iterable
     yield Finding(
         kind="danger",
         what=f"ranks {', '.join(map(str, same))} take the same samples in the same order: "
         "they compute the same gradient, at the price of one rank's work each",
-        do="DataLoader(..., sampler=DistributedSampler(dataset)), and call its set_epoch in "
+        do="in __iter__ take each world_size-th sample, from the rank on; with workers, each "
+        "(world_size * num_workers)-th"
+        if is_stream
+        else "DataLoader(..., sampler=DistributedSampler(dataset)), and call its set_epoch in "
         "each epoch",
-        where=at(loaders[0].site),
+        where=at(loaders[0].dataset_site or loaders[0].site if is_stream else loaders[0].site),
         parity="changes learning",
     )
+
+
+def _first(loader: Loader) -> int | None:
+    """A number for the first batch; None where it was not seen."""
+    if loader.is_iterable:
+        batches = loader.worker_batches
+        # Equal batches in one rank would be equal in all.
+        return batches[0] if len(set(batches)) > 1 else None
+    return loader.hashes[0] if loader.hashes else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flatout.doctor.checks.check import Findings, NoSignal, check
-from flatout.doctor.checks.signals import at, epoch_steps
+from flatout.doctor.checks.signals import at, batches_per_step, epoch_steps
 from flatout.doctor.finding import Finding, Kind
 from flatout.observe import Observation, Schedule
 
@@ -13,6 +13,9 @@ _EPOCHS = 3
 _LEAST = 8
 """Steps that make a habit of stepping it with each batch."""
 
+_OFTENER = 1.5
+"""As many times for each step of the optimizer, and it is stepped with each micro-batch."""
+
 
 @check()
 def look(observation: Observation) -> Findings:
@@ -21,7 +24,7 @@ def look(observation: Observation) -> Findings:
         raise NoSignal("no step was seen")
     used = [schedule for schedule in observation.schedules if schedule.is_used]
     for item in used:
-        if item.first_after == 0:
+        if item.first_after == 0 and batches_per_step(observation) < _OFTENER:
             yield _finding(
                 "note",
                 f"{item.kind} was stepped before the optimizer: the first rate of the schedule is "
@@ -29,7 +32,7 @@ def look(observation: Observation) -> Findings:
                 "scheduler.step() after optimizer.step()",
                 at(item.stepped_at),
             )
-        if finding := _of_each_batch(observation, item):
+        if finding := _of_each_batch(observation, item) or _of_each_part(observation, item):
             yield finding
     epochs = max((loader.epochs for loader in observation.loaders if loader.in_training), default=0)
     if observation.lapse is not None and not observation.lapse.steps_schedules:
@@ -48,20 +51,65 @@ def look(observation: Observation) -> Findings:
 
 
 def _of_each_batch(observation: Observation, schedule: Schedule) -> Finding | None:
-    """The finding where a rate comes to its end within the first epoch."""
+    """The finding where a rate comes to its end within the first epoch.
+
+    It is certain once training goes on behind that end, or where the schedule is made for as many
+    steps as there are epochs: a run may be meant to end within an epoch.
+    """
     is_each = observation.steps >= _LEAST and schedule.steps >= observation.steps - 2
     length = epoch_steps(observation)
-    if not is_each or schedule.ends_after is None or not length or schedule.ends_after >= length:
+    if not is_each or schedule.ends_after is None or not length:
+        return None
+    ends_after = schedule.ends_after / max(1.0, schedule.steps / observation.steps)
+    if ends_after >= length:
         return None
     is_past = schedule.steps >= schedule.ends_after
+    loop = next((item for item in observation.epoch_loops if item[1] == schedule.made_for), None)
+    more = ", yet training goes on" if is_past else ""
+    if loop is not None and loop[1] > 1:
+        more += f"; it is made for {loop[1]}, the epochs of the loop in line {loop[0].line}"
     return _finding(
-        "danger" if is_past else "note",
+        "danger" if is_past or loop is not None else "note",
         f"{schedule.kind} is stepped with each batch, and its rate is as good as nothing after "
-        f"{schedule.ends_after:,} of an epoch's {length:,.0f} steps"
-        + (", yet training goes on" if is_past else ""),
+        f"{ends_after:,.0f} of an epoch's {length:,.0f} steps{more}",
         "step it once an epoch, or make it for epochs * len(loader) steps",
         at(schedule.stepped_at or schedule.site),
     )
+
+
+def _of_each_part(observation: Observation, schedule: Schedule) -> Finding | None:
+    """The finding where it is stepped with each micro-batch, though made for whole steps."""
+    many = round(batches_per_step(observation))
+    if observation.steps < _LEAST or many < 2:
+        return None
+    if schedule.steps < max(_OFTENER, 0.9 * many) * (observation.steps - 2):
+        return None
+    length, made_for = epoch_steps(observation), schedule.made_for
+    if made_for is not None and length and _is_whole(made_for, length * many, observation):
+        return None  # made for as many
+    words = f"{schedule.kind} is stepped {many} times for each step of the optimizer"
+    is_sure = bool(made_for and length and _is_whole(made_for, length, observation))
+    if is_sure:
+        words += (
+            f": made for {made_for:,} steps, {made_for / length:.0f} epochs, its rate is at its "
+            f"end after {made_for / many / length:.1f}"
+        )
+    return _finding(
+        "danger" if is_sure else "note",
+        words,
+        "scheduler.step() where optimizer.step() is, once in as many batches",
+        at(schedule.stepped_at or schedule.site),
+    )
+
+
+def _is_whole(made_for: int, length: float, observation: Observation) -> bool:
+    """Whether it is made for a number of epochs: that of the loop around them, where it is seen."""
+    epochs = round(made_for / length)
+    known = [turns for _, turns in observation.epoch_loops if turns > 1]
+    if known and epochs not in known:
+        return False
+    # A last part that is no whole one counts, or does not.
+    return epochs > 0 and abs(made_for - epochs * length) <= epochs
 
 
 def _finding(kind: Kind, what: str, do: str, where: str) -> Finding:

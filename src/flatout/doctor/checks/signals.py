@@ -118,7 +118,7 @@ def epoch_steps(observation: Observation) -> float:
 def held_out(observation: Observation) -> list[Loader | Table]:
     """What was only evaluated, and is held as one table."""
     evaluated = [item for item in observation.inputs if not item.in_training]
-    known = [item for item in evaluated if item.shared_rows is not None]
+    known = [item for item in evaluated if item.shared_rows is not None or item.scaling is not None]
     if evaluated and not known:
         raise NoSignal("the samples of training and validation are not held as one table each")
     return known

@@ -5,31 +5,47 @@ from __future__ import annotations
 from flatout.doctor.checks.check import Findings, check
 from flatout.doctor.checks.signals import at, held_out
 from flatout.doctor.finding import Finding
-from flatout.observe import Observation
+from flatout.observe import Loader, Observation, Table
 
 _MANY = 0.01
 """Share of the validation that equals a training sample, from which on it is no chance."""
 
 _ALL = 0.995
-"""From here on it is the training data: that may be meant, to see how well they are fitted."""
+"""From here on all of it is trained on."""
+
+_WHOLE = 0.9
+"""Of the training's length, from which on it is the training data that is evaluated: that may be
+meant, to see how well they are fitted."""
 
 
 @check()
 def look(observation: Observation) -> Findings:
-    """How many samples are equal to the byte, of loaders and tables that are only evaluated."""
+    """How many samples are the same, of loaders and tables that are only evaluated."""
     known = held_out(observation)
     shares = [shared / of for item in known for shared, of in [item.shared_rows or (0, 1)]]
     for part, share in zip(known, shares, strict=True):
         shared, of = part.shared_rows or (0, 1)
         if share < _MANY or (share >= _ALL and len(known) > 1):
             continue
-        is_all = share >= _ALL
+        is_meant = share >= _ALL and _is_as_long(observation, part)
         yield Finding(
-            kind="note" if is_all else "danger",
-            what=f"{shared:,} of the {of:,} samples that are evaluated here equal one of training "
-            f"to the byte ({100 * share:.0f}%): "
-            + ("it says nothing of new data" if is_all else "their figures are too good"),
+            kind="note" if is_meant else "danger",
+            what=f"{shared:,} of the {of:,} samples that are evaluated here {_same(part)} "
+            f"({100 * share:.0f}%): "
+            + ("it says nothing of new data" if is_meant else "their figures are too good"),
             do="split once, by sample or by what it comes from, before you copy or augment any",
             where=at(part.site),
             parity="changes learning",
         )
+
+
+def _is_as_long(observation: Observation, part: Loader | Table) -> bool:
+    """Whether as many samples are evaluated as trained on."""
+    trained = [item.length for item in observation.inputs if item.in_training]
+    return any((part.length or 0) >= _WHOLE * (length or 0) for length in trained)
+
+
+def _same(part: Loader | Table) -> str:
+    if part.shared_files:
+        return "are read from the same files as some of training"
+    return "equal one of training to the byte"

@@ -1,0 +1,48 @@
+"""Ranks that share an epoch out take some of the same samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flatout.doctor.checks.check import Findings, NoSignal, rank_check
+from flatout.doctor.checks.signals import at, has_peers, training_loaders
+from flatout.doctor.finding import Finding
+from flatout.observe import Loader, Observation
+
+_FEWEST = 16
+"""Samples of a rank that have to be seen."""
+
+
+@rank_check()
+def look(observations: Sequence[Observation]) -> Findings:
+    """Whether some of the first samples of an epoch are taken by several ranks."""
+    if not has_peers(observations):
+        return
+    loaders = [training_loaders(rank)[0] for rank in observations]
+    taken = [loader.taken for loader in loaders]
+    if any(item is None or len(item) < _FEWEST for item in taken):
+        raise NoSignal("which samples the ranks take was out of sight")
+    sets = [set(item) for item in taken if item is not None]
+    if any(len(own) < len(item or ()) for own, item in zip(sets, taken, strict=True)):
+        return  # some come several times in one rank: as where rare ones are drawn again
+    if all(own == sets[0] for own in sets) or _begin_alike(loaders):
+        return  # that is told by sampler_missing
+    seen = [number for own in sets for number in own]
+    shared = len(seen) - len(set(seen))
+    if not shared:
+        return
+    yield Finding(
+        kind="danger",
+        what=f"of the first {len(seen):,} samples that {len(sets)} ranks take in an epoch, "
+        f"{shared:,} are taken by several: an epoch is not shared out among them. Each rank draws "
+        "an order of its own, as with a seed that holds the rank",
+        do="draw one order with the same seed in all ranks, and take each world_size-th of it "
+        "from the rank on; or DistributedSampler",
+        where=at(loaders[0].site),
+        parity="changes learning",
+    )
+
+
+def _begin_alike(loaders: Sequence[Loader]) -> bool:
+    first = [loader.hashes[0] if loader.hashes else None for loader in loaders]
+    return None not in first and len(set(first)) < len(first)

@@ -1,0 +1,113 @@
+"""Samples that a dataset holds one by one, as rows of a data frame, or by the names of files."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from math import log2
+from typing import Any
+
+# Of so many samples a number is made, of so many numbers of each.
+_ITEMS, _NUMBERS = 2**16, 128
+# A sample of fewer different numbers may equal another one by chance, and a row of fewer bits.
+_DIFFERENT, _RICH = 16, 48.0
+_ASKED = 64
+_ENDING = re.compile(r"\.[A-Za-z0-9]{1,5}$")
+
+
+def numbers_of_items(dataset: Any, picked: Sequence[int] | None) -> list[int] | None:
+    """A number for the bytes of each tensor or array in a list that a dataset holds, or is."""
+    for items in _lists_in(dataset):
+        arrays = [_first_array(items[at]) for at in _chosen(items, picked)]
+        if not arrays or any(array is None for array in arrays):
+            continue
+        if all(len({*array.tolist()}) >= _DIFFERENT for array in arrays[:_ASKED]):
+            return [hash((array.shape, array.tobytes())) for array in arrays]
+    return None
+
+
+def numbers_of_names(dataset: Any, picked: Sequence[int] | None) -> list[int] | None:
+    """A number for the file of each sample, or for its row of a data frame."""
+    folder = tuple(sorted({os.path.realpath(item) for item in _folders_of(dataset)}))
+    for items in _lists_in(dataset):
+        names = [_name_in(items[at]) for at in _chosen(items, picked)]
+        if names and all(name is not None for name in names):
+            return [hash(name if os.path.isabs(str(name)) else (folder, name)) for name in names]
+    for frame in _frames_in(dataset):
+        rows = frame.iloc[list(_chosen(frame, picked)), :_NUMBERS]
+        bits = sum(log2(max(1, rows[name].iloc[:1024].nunique())) for name in rows.columns)
+        if bits >= _RICH or any(_is_name(value) for value in rows.iloc[0]):
+            return [hash((folder, *row)) for row in rows.itertuples(index=False, name=None)]
+    return None
+
+
+def _chosen(items: Any, picked: Sequence[int] | None) -> Sequence[int]:
+    chosen = range(len(items)) if picked is None else picked
+    return chosen[:: max(1, -(-len(chosen) // _ITEMS))]
+
+
+def _lists_in(dataset: Any) -> Iterator[Any]:
+    """The dataset, where it is a list; and its own lists of as many entries as samples."""
+    if isinstance(dataset, (list, tuple)):
+        yield dataset
+        return
+    length = _length(dataset)
+    for value in list(getattr(dataset, "__dict__", {}).values()):
+        if isinstance(value, (list, tuple)) and length and len(value) == length:
+            yield value
+
+
+def _frames_in(dataset: Any) -> Iterator[Any]:
+    length = _length(dataset)
+    for value in list(getattr(dataset, "__dict__", {}).values()):
+        is_frame = type(value).__module__.startswith("pandas.") and hasattr(value, "itertuples")
+        if is_frame and hasattr(value, "columns") and length and len(value) == length:
+            yield value
+
+
+def _length(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except Exception:  # what a dataset raises is its own
+        return None
+
+
+def _first_array(item: Any) -> Any:
+    """Numbers of the first tensor or array of a sample, in one row; None without one."""
+    import numpy as np
+    import torch
+
+    while isinstance(item, (tuple, list, dict)) and item:
+        if isinstance(item, list) and all(type(number) is int for number in item[:_ASKED]):
+            item = np.asarray(item)
+            break
+        item = next(iter(item.values())) if isinstance(item, dict) else item[0]
+    if torch.is_tensor(item) and item.layout == torch.strided and not item.is_meta:
+        item = item.detach().cpu()
+        item = (item.float() if item.dtype.itemsize == 2 else item).numpy()
+    if type(item) is not np.ndarray or not item.ndim or item.dtype.kind not in "iufb":
+        return None
+    flat = item.reshape(-1)
+    return flat[:: max(1, -(-flat.size // _NUMBERS))]
+
+
+def _name_in(item: Any) -> str | None:
+    """The file that a sample is read from: its path, or that in front of its labels."""
+    if isinstance(item, (tuple, list)) and item:
+        item = item[0]
+    return str(item) if _is_name(item) else None
+
+
+def _is_name(value: Any) -> bool:
+    """Whether it is a path, or words without a space that may name a file."""
+    is_words = isinstance(value, str) and 0 < len(value) < 1024 and " " not in value
+    return isinstance(value, os.PathLike) or (
+        is_words and (os.sep in value or bool(_ENDING.search(value)))
+    )
+
+
+def _folders_of(dataset: Any) -> Iterator[str]:
+    for value in list(getattr(dataset, "__dict__", {}).values()):
+        if isinstance(value, (str, os.PathLike)) and os.path.isdir(value):
+            yield os.fspath(value)

@@ -1,0 +1,169 @@
+"""Names of the script's that hold on to the graphs of past steps: lists of losses, running sums.
+
+Backward frees the tensors that a graph has saved, so that the memory of small graphs grows too
+slowly to be measured in a look; what holds them is looked at instead.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from types import CodeType, FrameType
+from typing import Any
+
+from flatout.observe.graphs import graph_of, line_that_fills, nodes_of, users_frames
+from flatout.observe.observation import KeptGraphs, Site
+from flatout.observe.sites import is_users
+from flatout.observe.watch import Watch
+
+_LOOKS = (5, 9, 13, 17)
+# What holds more in so many of them.
+_FEWEST = 3
+# Names of a frame, and entries of a dict or of an object, that are looked at.
+_NAMES, _ENTRIES = 300, 64
+# Of the steps between two looks, so many have to have left something.
+_EACH = 0.5
+_CONTAINERS = (list, deque)
+_SUM = "AddBackward0"
+
+
+@dataclass
+class _Held:
+    """What a name held in one look.
+
+    Attributes:
+        step: after which step.
+        value: the list; of a sum None.
+        first: the first entry of the list, or the last node of the sum's graph.
+        size: how many entries there are, or nodes.
+    """
+
+    step: int
+    value: Any
+    first: Any
+    size: int
+
+
+class KeptLosses:
+    """Looks at what the names of the script's frames hold, in a few steps.
+
+    Attributes:
+        found: what holds more with each step.
+    """
+
+    def __init__(self, torch: Any, watch: Watch) -> None:
+        self._torch = torch
+        self._watch = watch
+        self._renew()
+        for step in _LOOKS:
+            watch.at(step, self._look)
+        watch.on_renewal.append(self._renew)
+
+    def _renew(self) -> None:
+        self.found: list[KeptGraphs] = []
+        self._held: dict[tuple[CodeType, str], list[_Held]] = {}
+
+    def _look(self) -> None:
+        step = self._watch.lanes.steps
+        before, self._held = self._held, {}
+        places = {}
+        for frame in users_frames(sys._getframe()):
+            for path, value, adds_in in _values(frame):
+                key = frame.f_code, path
+                looks = before.get(key, [])
+                held = self._of(step, value, looks[-1] if looks else None)
+                if held is not None:
+                    self._held[key] = [*looks, held]
+                    places[key] = adds_in
+        if step >= _LOOKS[-1]:
+            for key, adds_in in places.items():
+                if len(self._held[key]) >= _FEWEST:
+                    self._tell(key[1], self._held[key][-1], adds_in())
+            self._held.clear()
+
+    def _of(self, step: int, value: Any, before: _Held | None) -> _Held | None:
+        """What is held, where that is graphs of past steps; with a look before, more of them."""
+        if isinstance(value, _CONTAINERS):
+            if len(value) < 2 or not self._has_graph(value[0]) or not self._has_graph(value[-1]):
+                return None
+            held, goes_on = _Held(step, value, value[0], len(value)), True
+            if before is not None:
+                goes_on = before.value is value and before.first is value[0]
+        elif self._has_graph(value) and value.grad_fn.name() == _SUM and value.numel() == 1:
+            graph = graph_of([value])
+            held = _Held(step, None, value.grad_fn, len(graph))
+            goes_on = before is None or before.first in graph
+        else:
+            return None
+        more = 1.0 if before is None else _EACH * (step - before.step)
+        grows = before is None or held.size - before.size >= more
+        return held if goes_on and grows else None
+
+    def _has_graph(self, value: Any) -> bool:
+        return type(value) is self._torch.Tensor and value.grad_fn is not None
+
+    def _tell(self, name: str, held: _Held, site: Site | None) -> None:
+        """One that had more in each look than in the one before."""
+        if site is not None and any(item.site == site for item in self.found):
+            return  # the same by another name
+        is_list = held.value is not None
+        nodes = nodes_of(held.value) if is_list else held.size
+        steps = held.size if is_list else held.step
+        self.found.append(KeptGraphs(name, site, is_list, steps, nodes))
+
+
+def _values(frame: FrameType) -> Iterator[tuple[str, Any, Callable[[], Site | None]]]:
+    """What the names of a frame mean, with what their dicts and objects hold: the name, the value,
+    and what finds the line that adds to it."""
+    for name, value in list(_names_in(frame).items())[:_NAMES]:
+        if name.startswith("__"):
+            continue
+        adds = partial(line_that_fills, frame, name)
+        yield name, value, adds
+        if isinstance(value, dict):
+            for key, inner in list(value.items())[:_ENTRIES]:
+                yield f"{name}[{key!r}]", inner, adds
+        elif _is_of_users(type(value)):
+            for key, inner in list(vars(value).items())[:_ENTRIES]:
+                adds = partial(_line_in_class, type(value), key)
+                yield f"{name}.{key}", inner, adds
+                if isinstance(inner, dict):
+                    for at, part in list(inner.items())[:_ENTRIES]:
+                        yield f"{name}.{key}[{at!r}]", part, adds
+
+
+def _names_in(frame: FrameType) -> dict[str, Any]:
+    """Those of a frame, and of its module those that its function uses."""
+    outer, used = frame.f_globals, frame.f_code.co_names
+    return {name: outer[name] for name in used if name in outer} | frame.f_locals
+
+
+def _is_of_users(owner: type) -> bool:
+    module = sys.modules.get(owner.__module__)
+    is_plain = owner.__dictoffset__ != 0 and not issubclass(owner, type)
+    return is_plain and is_users(getattr(module, "__file__", None) or "<>")
+
+
+def _line_in_class(owner: type, attribute: str) -> Site | None:
+    """The first line of a class's methods that adds to an attribute."""
+    name = rf"self\.{re.escape(attribute)}\b"
+    adds = re.compile(
+        rf"{name}[\w.]*(\[.*\])?(\.(append|extend|add|insert)\(|\s*\+=)|{name}\s*=.*{name}"
+    )
+    for method in vars(owner).values():
+        code = getattr(method, "__code__", None)
+        if code is None or not is_users(code.co_filename):
+            continue
+        try:
+            lines, first = inspect.getsourcelines(code)
+        except OSError:
+            continue
+        for at, line in enumerate(lines, first):
+            if adds.search(line):
+                return Site(code.co_filename, at)
+    return None

@@ -1,0 +1,119 @@
+"""The rate of a scheduler as a function of its steps, where it can be asked ahead."""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Callable
+from functools import partial
+from types import FunctionType, ModuleType
+from typing import Any
+
+# So far ahead is looked for the end of a rate that is written down by a formula, and by a function.
+_AHEAD, _FAR_AHEAD = 2000, 20_000
+# Shares of the highest rate that are as good as none, and that are none.
+_NOTHING, _ZERO = 0.02, 1e-6
+_PURE_MODULES = ("math", "numpy")
+_PURE_PACKAGES = ("transformers", "diffusers", "timm")
+_PURE_BUILTINS = {"min", "max", "float", "int", "abs", "pow", "round", "sum", "len"}
+_CHANGES = ("STORE_GLOBAL", "STORE_DEREF", "STORE_ATTR", "STORE_SUBSCR", "YIELD_VALUE")
+
+Curve = Callable[[int], float]
+
+
+def ends_after(scheduler: Any) -> int | None:
+    """After how many of its steps the rate is as good as nothing; None where it never is, or where
+    that cannot be asked."""
+    if _is_chain(scheduler):
+        last = ends_after(scheduler._schedulers[-1])
+        return None if last is None else last + int(scheduler._milestones[-1])
+    curve = _curve(scheduler)
+    if curve is None:
+        return None
+    kept, highest = scheduler.last_epoch, 0.0
+    try:
+        for step in range(_AHEAD):
+            rate = curve(step)
+            if highest > 0 and rate <= _NOTHING * highest:
+                return step
+            highest = max(highest, rate)
+    except Exception:  # the script's own function
+        return None
+    finally:
+        scheduler.last_epoch = kept
+    return None
+
+
+def made_for(scheduler: Any) -> int | None:
+    """How many steps it is made for: as it was told, or until its rate is zero; None where neither
+    is known."""
+    if _is_chain(scheduler):
+        last = made_for(scheduler._schedulers[-1])
+        return None if last is None else last + int(scheduler._milestones[-1])
+    for name in ("T_max", "total_steps"):
+        value = getattr(scheduler, name, None)
+        if isinstance(value, int | float) and value > 0:
+            return int(value)
+    curve = _of_function(scheduler)
+    if curve is None:
+        return None
+    highest = 0.0
+    try:
+        for step in range(_FAR_AHEAD):
+            rate = curve(step)
+            if highest > 0 and rate <= _ZERO * highest:
+                return step
+            highest = max(highest, rate)
+    except Exception:  # the script's own function
+        return None
+    return None
+
+
+def _is_chain(scheduler: Any) -> bool:
+    """Whether it is torch's SequentialLR, of schedulers one after another."""
+    return bool(getattr(scheduler, "_milestones", None) and getattr(scheduler, "_schedulers", None))
+
+
+def _curve(scheduler: Any) -> Curve | None:
+    closed = getattr(scheduler, "_get_closed_form_lr", None)
+    if closed is None:
+        return _of_function(scheduler)
+
+    def rate(step: int) -> float:
+        scheduler.last_epoch = step
+        return float(closed()[0])
+
+    return rate
+
+
+def _of_function(scheduler: Any) -> Curve | None:
+    """Of LambdaLR, where its function changes nothing when it is called."""
+    functions = getattr(scheduler, "lr_lambdas", None)
+    if type(scheduler).__name__ != "LambdaLR" or not functions or not _is_pure(functions[0]):
+        return None
+    return lambda step: float(functions[0](step))
+
+
+def _is_pure(function: Any) -> bool:
+    """Whether a function computes a number of numbers, and calls nothing but arithmetic."""
+    while isinstance(function, partial):
+        function = function.func
+    if not isinstance(function, FunctionType):
+        return False
+    if function.__module__.partition(".")[0] in _PURE_PACKAGES:
+        return True
+    instructions = list(dis.get_instructions(function))
+    if any(item.opname in _CHANGES for item in instructions):
+        return False
+    outside = {item.argval for item in instructions if item.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    used = [function.__globals__.get(name, name) for name in outside]
+    used += [cell.cell_contents for cell in function.__closure__ or ()]
+    return all(map(_is_arithmetic, used))
+
+
+def _is_arithmetic(value: Any) -> bool:
+    if isinstance(value, ModuleType):
+        return value.__name__ in _PURE_MODULES
+    if isinstance(value, str):
+        return value in _PURE_BUILTINS
+    is_of_math = getattr(value, "__module__", None) == "math"
+    return isinstance(value, int | float) or is_of_math

@@ -1,0 +1,139 @@
+"""Series whose windows are the samples of a training or validation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from flatout.observe.observation import Scaling
+from flatout.observe.samples import as_array, behind_subsets, is_in_memory, length_of
+
+# A window has so many steps at least. Longer series are not looked at.
+_FEWEST, _NUMBERS = 4, 2**24
+# So many rows in a row are the same place of a series.
+_RUN = 8
+# What is scaled to a range reaches its ends to this, and so often; what misses them, by so much.
+_AT_END, _OFTEN, _MISSES = 1e-6, 3, 5e-3
+
+
+def series_of(dataset: Any) -> Any:
+    """What a dataset takes windows of, or holds as windows one step apart: an array of steps by
+    columns; None for any other."""
+    inner, picked = behind_subsets(dataset)
+    span = _span(picked, length_of(inner) or 0)
+    if span is None:
+        return None
+    result = _of_windows(inner, *span)
+    return _held(inner, *span) if result is None else result
+
+
+def _span(picked: Sequence[int] | None, length: int) -> tuple[int, int] | None:
+    """First sample and one behind the last, where they follow one another."""
+    if picked is None:
+        return (0, length) if length else None
+    first, last = min(picked, default=0), max(picked, default=0)
+    is_whole = len(picked) > 1 and last - first + 1 == len(picked) == len(set(picked))
+    return (first, last + 1) if is_whole else None
+
+
+def _of_windows(dataset: Any, first: int, end: int) -> Any:
+    """The series of windows that are held one by one."""
+    import numpy as np
+
+    tensors = getattr(dataset, "tensors", None)
+    parts = list(tensors) if isinstance(tensors, tuple) else [*_arrays_in(dataset)]
+    if not parts or not _is_series(parts[0]) or parts[0].ndim not in (2, 3):
+        return None
+    windows = as_array(parts[0])
+    if windows.ndim == 2:
+        windows = windows[:, :, None]
+    if windows.shape[1] < _FEWEST or len(windows) < end or not _follow(windows):
+        return None
+    result = np.concatenate([windows[first], windows[first + 1 : end, -1]])
+    if len(parts) > 1 and is_in_memory(parts[1]) and len(parts[1]) == len(windows):
+        later = as_array(parts[1]).reshape(len(windows), -1)
+        # What is to be forecast goes on where the window ends.
+        if windows.shape[2] == 1 and later[0, 0] == windows[1, -1, 0]:
+            result = np.concatenate([result, later[end - 1][:, None].astype(result.dtype)])
+    return result
+
+
+def _follow(windows: Any) -> bool:
+    """Whether each begins one step behind the one before."""
+    some = {0, len(windows) // 3, len(windows) // 2, len(windows) - 2}
+    return len(windows) > _RUN and all(
+        bool((windows[at, 1:] == windows[at + 1, :-1]).all()) for at in some
+    )
+
+
+def _held(dataset: Any, first: int, end: int) -> Any:
+    """A series that a dataset holds, longer than the number of its windows."""
+    length = length_of(dataset) or 0
+    found = [
+        item
+        for item in _arrays_in(dataset)
+        if _is_series(item) and item.ndim < 3 and length < len(item) <= 2 * length
+    ]
+    if not found:
+        return None
+    widest = as_array(max(found, key=lambda item: int(item[0].size if item.ndim > 1 else 1)))
+    behind = len(widest) - length
+    return widest.reshape(len(widest), -1)[first : end + behind]
+
+
+def _arrays_in(dataset: Any) -> Iterator[Any]:
+    for value in getattr(dataset, "__dict__", {}).values():
+        if is_in_memory(value) and value.ndim:
+            yield value
+
+
+def _is_series(value: Any) -> bool:
+    array = as_array(value[:1]) if is_in_memory(value) and value.ndim and len(value) else None
+    return array is not None and array.dtype.kind == "f" and _size(value) <= _NUMBERS
+
+
+def _size(value: Any) -> int:
+    size = value.numel() if hasattr(value, "numel") else value.size
+    return int(size)
+
+
+def place_in(series: Any, whole: Any) -> int | None:
+    """At which step of another series this one begins; None where it is no part of it."""
+    import numpy as np
+
+    if whole.ndim != 2 or whole.shape[1] != series.shape[1] or len(series) <= _RUN:
+        return None
+    run = series[:_RUN].astype("float32")
+    first = np.flatnonzero((whole.astype("float32") == run[0]).all(1))
+    for at in first[:64].tolist():
+        other = whole[at : at + _RUN].astype("float32")
+        if other.shape == run.shape and bool((other == run).all()):
+            return int(at)
+    return None
+
+
+def joined(trained: Any, held_out: Any) -> Any:
+    """Both series as one, what they share once."""
+    import numpy as np
+
+    at = place_in(held_out, trained)
+    return np.concatenate([trained, held_out[0 if at is None else len(trained) - at :]])
+
+
+def scaled_to_range(trained: Any, both: Any) -> Scaling | None:
+    """Where each column of both series together reaches from -1 or 0 to 1, seldom, and training
+    alone does not: figures of a scaler by minimum and maximum."""
+    varied = both.std(0) > 0
+    if not varied.any() or both.shape[1] != trained.shape[1]:
+        return None
+    both, trained = both[:, varied], trained[:, varied]
+    low, high = both.min(0), both.max(0)
+    is_range = (abs(high - 1) < _AT_END).all() and (
+        (abs(low) < _AT_END).all() or (abs(low + 1) < _AT_END).all()
+    )
+    often = max(int((both == end).sum(0).max()) for end in (low, high))
+    misses = max(float((trained.min(0) - low).max()), float((high - trained.max(0)).max()))
+    if not is_range or often > _OFTEN or misses < _MISSES:
+        return None
+    count = len(both)
+    return Scaling("minimum and maximum", None, count, count - len(trained), None, None, misses)

@@ -1,0 +1,272 @@
+"""Gradients that no optimizer uses: what backward computes them for, in the first steps.
+
+Two ways. A loss reaches parameters of another optimizer's that lie before those which its own one
+steps, as a generator's where the discriminator's loss takes samples that were not detached: they
+are zeroed before their optimizer steps, or added to its own. Or it reaches a model of which no
+optimizer has any parameter, such as a teacher or a target network, whose gradients add up.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakSet
+
+from flatout.hooks import wrap
+from flatout.observe.model_facts import local
+from flatout.observe.observation import Site, UnusedGradients
+from flatout.observe.quick import AFTER_STEPS
+from flatout.observe.sites import here
+from flatout.observe.watch import Watch
+
+# Once all optimizers of a round have stepped it is known who has which parameters.
+_FROM = 1
+# Nodes of a graph that are looked at, and parameters whose gradients are.
+_NODES, _ASKED = 20_000, 8
+
+
+@dataclass(eq=False)
+class _Group:
+    """The parameters of an optimizer, or of a model that none steps."""
+
+    owner: Any  # a SeenOptimizer or a SeenModel
+    is_stepped: bool
+    parameters: list[Any]
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether there is one other than zero."""
+        having = [item for item in self.parameters if item.grad is not None]
+        smallest = sorted(having, key=lambda item: int(item.numel()))[:_ASKED]
+        return any(not item.grad.is_sparse and bool(local(item.grad).any()) for item in smallest)
+
+
+@dataclass(eq=False)
+class _Pass:
+    """A backward pass: which groups it has reached, by their numbers.
+
+    Attributes:
+        elements: numbers in the parameters of each that it has reached.
+        behind: of each group, those that lie before it, to which gradients pass through it.
+        site: the user's line.
+        then: the group that was stepped next; None until then.
+    """
+
+    elements: dict[int, int]
+    behind: dict[int, set[int]]
+    site: Site | None
+    then: int | None = None
+
+
+class GradientUse:
+    """Follows gradients from the backward passes to the steps that use them.
+
+    Attributes:
+        looks: how many backward passes were looked at.
+    """
+
+    def __init__(self, torch: Any, watch: Watch) -> None:
+        self._torch = torch
+        self._watch = watch
+        self._made: WeakSet[Any] = WeakSet()
+        wrap(torch.optim.Optimizer, "__init__", "observe", self._noted)
+        self._handle: Any = None
+        self._renew()
+        watch.before_backward.append(self._backward_begins)
+        watch.at(AFTER_STEPS, self._end)
+        watch.on_renewal.append(self._renew)
+
+    def _noted(self, original: Any) -> Any:
+        def init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            original(optimizer, *args, **kwargs)
+            self._made.add(optimizer)
+
+        return init
+
+    def _renew(self) -> None:
+        self.looks = 0
+        self._groups: list[_Group] = []
+        self._known: dict[int, int] = {}
+        # Passes that have reached a group since it was stepped or zeroed.
+        self._open: dict[int, list[_Pass]] = {}
+        self._last: list[_Pass] = []
+        self._found: dict[tuple[int, int, str], UnusedGradients] = {}
+        self._elements = 0
+        self._end()
+        hook = sys.modules["torch.optim.optimizer"].register_optimizer_step_pre_hook
+        self._handle = hook(self._steps)
+
+    def _end(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+        self._open.clear()
+        self._last.clear()
+
+    def results(self) -> list[UnusedGradients]:
+        """What was seen in more than one step, or in all that were looked at."""
+        for item in self._found.values():
+            item.share = item.elements / max(1, self._elements // max(1, self._watch_steps()))
+        return [item for item in self._found.values() if item.count > 1]
+
+    def _watch_steps(self) -> int:
+        return max(1, min(self._watch.lanes.steps, AFTER_STEPS) - _FROM)
+
+    # -- events -----------------------------------------------------------------------------------
+
+    def _backward_begins(self, tensors: Any) -> None:
+        if self._watch.lanes.steps < _FROM:
+            return
+        if not self._groups:
+            self._find_groups()
+        if len(self._groups) < 2:
+            return
+        roots = [tensors] if isinstance(tensors, self._torch.Tensor) else list(tensors)
+        done = self._pass([root.grad_fn for root in roots if root.grad_fn is not None])
+        self.looks += 1
+        self._elements += sum(done.elements.values())
+        for number in done.elements:
+            self._reaches(number, done)
+        self._last.append(done)
+
+    def _reaches(self, number: int, done: _Pass) -> None:
+        """A backward pass is about to add to the gradients of a group."""
+        group, before = self._groups[number], self._open.setdefault(number, [])
+        is_left = bool(before) and group.has_gradient
+        if not group.is_stepped:
+            if is_left:
+                self._keep(before[-1], number, "kept")
+            before[:] = [done]
+            return
+        if not is_left:
+            for item in before:
+                self._keep(item, number, "zeroed")
+            before.clear()
+        before.append(done)
+
+    def _steps(self, optimizer: Any, args: Any = (), kwargs: Any = None) -> None:
+        """An optimizer is about to step."""
+        if self._torch.compiler.is_dynamo_compiling():
+            return
+        number = next((at for at, item in enumerate(self._groups) if _is_of(item, optimizer)), None)
+        if number is None:
+            return
+        for done in self._last:
+            done.then = number
+        self._last.clear()
+        waiting = self._open.pop(number, [])
+        newest = waiting[-1] if waiting else None
+        if newest is None or newest.then != number:
+            return
+        for item in waiting[:-1]:
+            # That of the other one came back through what the other one steps: they are opposed.
+            if item.then not in (None, number) and item.then in newest.elements:
+                self._keep(item, number, "added")
+
+    def _keep(self, done: _Pass, number: int, fate: str) -> None:
+        """What became of the gradients of a group that a pass for another one has computed."""
+        if done.then is None or done.then == number:
+            return
+        passes_on = done.then in done.behind.get(number, ())
+        if passes_on and self._groups[number].is_stepped:
+            return  # through it the gradient comes to what is stepped, as through a discriminator
+        key = (number, done.then, fate)
+        found = self._found.get(key)
+        if found is None:
+            owner, then = self._groups[number].owner, self._groups[done.then].owner
+            model = owner if not self._groups[number].is_stepped else self._model_of(number)
+            found = self._found[key] = UnusedGradients(
+                fate=fate,
+                model="" if model is None else model.facts.kind.rpartition(".")[2],
+                called_at=None if model is None else model.site,
+                backward_at=done.site,
+                stepped_at=then.facts.site,
+                passes_on=passes_on,
+                parameters=len(self._groups[number].parameters),
+            )
+        found.count += 1
+        found.elements = max(found.elements, done.elements[number])
+
+    # -- who has what -----------------------------------------------------------------------------
+
+    def _find_groups(self) -> None:
+        for seen in self._watch.optimizers:
+            self._add(seen, True, [item for item in seen.tensors() if item.requires_grad])
+        owned = {
+            id(item)
+            for optimizer in [*self._made, *(seen.ref() for seen in self._watch.optimizers)]
+            for group in getattr(optimizer, "param_groups", ())
+            for item in group["params"]
+        } | set(self._known)
+        for model in self._watch.models:
+            module = model.ref()
+            if module is None or not model.has_parameters:
+                continue
+            own = list(module.parameters())
+            if not any(id(item) in owned for item in own):
+                self._add(model, False, [item for item in own if item.requires_grad])
+
+    def _add(self, owner: Any, is_stepped: bool, parameters: list[Any]) -> None:
+        mine = [item for item in parameters if id(item) not in self._known]
+        if mine:
+            self._known |= dict.fromkeys(map(id, mine), len(self._groups))
+            self._groups.append(_Group(owner, is_stepped, mine))
+
+    def _model_of(self, number: int) -> Any:
+        """The model that has parameters of a group, if one alone does."""
+        wanted = {id(item) for item in self._groups[number].parameters}
+        having = []
+        for model in self._watch.models:
+            module = model.ref()
+            if module is not None and any(id(item) in wanted for item in module.parameters()):
+                having.append(model)
+        return having[0] if len(having) == 1 else None
+
+    # -- a graph ----------------------------------------------------------------------------------
+
+    def _pass(self, roots: list[Any]) -> _Pass:
+        """Which groups a loss reaches, and through which others."""
+        elements: dict[int, int] = {}
+        behind: dict[int, set[int]] = {}
+        reached: dict[Any, frozenset[int]] = {}
+        # The group of a parameter that a node passes on, as a transposed weight.
+        own: dict[Any, int | None] = {}
+        for node in _from_leaves(roots):
+            if node.name() == "torch::autograd::AccumulateGrad":
+                number = self._known.get(id(node.variable))
+                own[node] = number
+                reached[node] = frozenset() if number is None else frozenset((number,))
+                if number is not None:
+                    elements[number] = elements.get(number, 0) + int(node.variable.numel())
+                continue
+            inner = [item for item, _ in node.next_functions if item is not None]
+            inner = [item for item in inner if item in reached]
+            own[node] = own[inner[0]] if len(inner) == 1 else None
+            reached[node] = frozenset[int]().union(*(reached[item] for item in inner))
+            for item in inner if len(inner) > 1 else ():
+                mine = own[item]
+                if mine is not None:
+                    others = (reached[other] for other in inner if other is not item)
+                    behind.setdefault(mine, set()).update(*others)
+        return _Pass(elements, behind, here())
+
+
+def _is_of(group: _Group, optimizer: Any) -> bool:
+    return group.is_stepped and group.owner.ref() is optimizer
+
+
+def _from_leaves(roots: list[Any]) -> Iterator[Any]:
+    """The nodes of a graph, each behind all that it is computed from."""
+    known: set[Any] = set()
+    todo = [(root, False) for root in roots]
+    while todo and len(known) < _NODES:
+        node, is_done = todo.pop()
+        if is_done:
+            yield node
+        elif node not in known:
+            known.add(node)
+            todo.append((node, True))
+            todo += [(item, False) for item, _ in node.next_functions if item is not None]
+    yield from (node for node, is_done in reversed(todo) if is_done)
