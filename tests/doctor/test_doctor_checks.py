@@ -724,8 +724,10 @@ RANK_ROWS = {
     ),
     "batch_uneven": Row(of_sizes(4, 3), of_sizes(4, 4), of_sizes(4, 3, wrapper=""), kind="note"),
     "shards_overlap": Row(
-        ranks(2, {"taken": [*range(40)]}, {"taken": [*range(30, 70)]}),
-        ranks(2, {"taken": [*range(40)]}, {"taken": [*range(40, 80)]}),
+        ranks(
+            2, {"taken": [*range(40)], "hashes": [1]}, {"taken": [*range(30, 70)], "hashes": [2]}
+        ),
+        ranks(2, {"taken": [*range(40)], "hashes": [4]}, {"taken": [*range(40, 80)]}),
         ranks(2, {"taken": None}, {"taken": None}),
         kind="danger",
     ),
@@ -1257,6 +1259,8 @@ def test_ranks_that_read_the_same_stream_are_told():
 def test_samples_that_a_rank_draws_twice_are_no_shards():
     look = look_of("shards_overlap")
     drawn = [*range(40), 3]
-    assert look(ranks(2, {"taken": drawn}, {"taken": [*range(30, 70)]})) == []
+    other = {"taken": [*range(30, 70)], "hashes": [4]}
+    assert look(ranks(2, {"taken": drawn}, other)) == []
+    assert look(ranks(2, {"taken": drawn[:-1]}, other))
     alike = {"taken": [*range(40)], "hashes": [1, 2]}
     assert look(ranks(2, alike, alike)) == []
