@@ -24,6 +24,8 @@ _CALLS = 4
 _NAMES, _FRAMES = 300, 8
 # Larger ones are not searched; of rows so many columns are compared.
 _NUMBERS, _COLUMNS = 2**26, 64
+# A longer series is not looked at.
+_SERIES = 2**24
 # So many numbers of a row tell it from others. Longer lists are not looked through.
 _FEWEST, _FEW = 3, 16
 
@@ -211,7 +213,7 @@ def longer_series(series: Any) -> Any:
         if hasattr(value, "select_dtypes") and hasattr(value, "to_numpy"):  # a DataFrame
             value = value.to_numpy()
         is_array = is_in_memory(value) and value.ndim in (1, 2) and len(value) > len(series)
-        if not is_array or prod(value.shape) > _NUMBERS:
+        if not is_array or prod(value.shape) > _SERIES:
             continue
         rows = as_array(value)
         rows = rows.reshape(len(rows), -1)

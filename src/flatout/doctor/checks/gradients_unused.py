@@ -43,18 +43,24 @@ def _cost_ms(observation: Observation, item: UnusedGradients) -> float | None:
     return backward * item.share * (_WEIGHTS if item.passes_on else 1.0)
 
 
+def _model(item: UnusedGradients) -> str:
+    """Which model has the parameters, as far as that is known."""
+    if not item.model:
+        return "another model"
+    return f"the {item.model} called at {_place(item.called_at)}" if item.called_at else item.model
+
+
 def _numbers(item: UnusedGradients) -> str:
-    of = f"{item.model}'s " if item.model else ""
-    return f"{of}{item.parameters} parameters ({item.elements:,} numbers)"
+    return f"{item.parameters} parameters ({item.elements:,} numbers)"
 
 
 def _added(item: UnusedGradients) -> Finding:
     return Finding(
         kind="danger",
-        what=f"this loss is for the optimizer stepped at {_place(item.stepped_at)}, but reaches "
-        f"{_numbers(item)} of another optimizer too: its gradients are still there when that one "
-        "steps, and are added to those of its own loss",
-        do=_detach(item) + ", and zero_grad() before each backward",
+        what=f"gradients of this loss, which is for the optimizer stepped at "
+        f"{_place(item.stepped_at)}, stay in {_model(item)}: its optimizer steps by them and by "
+        f"those of its own loss, {_numbers(item)}",
+        do=f"{_detach(item)}, and zero_grad() before each backward",
         where=at(item.backward_at),
         parity="changes learning",
     )
@@ -63,8 +69,9 @@ def _added(item: UnusedGradients) -> Finding:
 def _zeroed(item: UnusedGradients, cost: float | None) -> Finding:
     return Finding(
         kind="slow",
-        what=f"this loss is for the optimizer stepped at {_place(item.stepped_at)}, but its "
-        f"backward goes on through {_numbers(item)} of another, which zeroes them before it steps",
+        what=f"backward goes on into {_model(item)}: the optimizer stepped at "
+        f"{_place(item.stepped_at)} does not have its {_numbers(item)}, and their own one zeroes "
+        "them before it steps",
         do=_detach(item),
         where=at(item.backward_at),
         cost_ms=cost,
@@ -74,15 +81,15 @@ def _zeroed(item: UnusedGradients, cost: float | None) -> Finding:
 
 
 def _kept(item: UnusedGradients, cost: float | None) -> Finding:
-    takes = f"; they are about {item.share:.0%} of all that backward computes"
+    name = item.model or "a model"
     return Finding(
         kind="slow",
-        what=f"backward computes gradients for {_numbers(item)}, which no optimizer has: they add "
-        f"up from step to step, and nothing reads them{takes if cost is not None else ''}",
-        do=f"requires_grad_(False) on {item.model or 'it'}: the gradient still passes through"
+        what=f"no optimizer has {name}'s {_numbers(item)}, but backward computes their gradients, "
+        f"about {item.share:.0%} of all: they add up from step to step, and nothing reads them",
+        do=f"requires_grad_(False) on {name}: the gradient still passes through it"
         if item.passes_on
-        else f"call {item.model or 'it'} within torch.no_grad(); or give it to the optimizer, "
-        "where it is to learn",
+        else f"with torch.no_grad(): around this call; or give {name} to the optimizer, where it "
+        "is to learn",
         where=at(item.called_at or item.backward_at),
         cost_ms=cost,
         is_estimate=True,
@@ -91,8 +98,7 @@ def _kept(item: UnusedGradients, cost: float | None) -> Finding:
 
 
 def _detach(item: UnusedGradients) -> str:
-    called = f" at {_place(item.called_at)}" if item.called_at else ""
-    return f"detach() what comes from {item.model or 'the other model'}{called} for this loss"
+    return f"detach() what {_model(item)} gives, for this loss"
 
 
 def _place(site: Site | None) -> str:
