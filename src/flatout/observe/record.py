@@ -92,11 +92,18 @@ def _stepped(models: list[SeenModel]) -> list[SeenModel]:
 
 
 def _backbones(models: list[SeenModel]) -> list[Backbone]:
+    # A target network or an average of the weights is of the same make, and changes now and then.
+    trained = {_make(model) for model in models if model.is_stepped}
     return [
         Backbone(model.facts.kind, model.site, model.alone_ms)
         for model in models
-        if model.alone_ms is not None and not model.is_stepped
+        if model.alone_ms is not None and not model.is_stepped and _make(model) not in trained
     ]
+
+
+def _make(model: SeenModel) -> tuple[str, int, tuple[tuple[str, int], ...]]:
+    facts = model.facts
+    return facts.kind, facts.elements, tuple(sorted(facts.layers.items()))
 
 
 def _with_inside(loader: SeenLoader, folder: Path | None) -> Loader:
