@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import prod
 from typing import Any
 
 from flatout.observe.observation import Scaling
@@ -76,7 +77,7 @@ def _held(dataset: Any, first: int, end: int) -> Any:
     ]
     if not found:
         return None
-    widest = as_array(max(found, key=lambda item: int(item[0].size if item.ndim > 1 else 1)))
+    widest = as_array(max(found, key=lambda item: prod(item.shape[1:])))
     behind = len(widest) - length
     return widest.reshape(len(widest), -1)[first : end + behind]
 
@@ -89,12 +90,7 @@ def _arrays_in(dataset: Any) -> Iterator[Any]:
 
 def _is_series(value: Any) -> bool:
     array = as_array(value[:1]) if is_in_memory(value) and value.ndim and len(value) else None
-    return array is not None and array.dtype.kind == "f" and _size(value) <= _NUMBERS
-
-
-def _size(value: Any) -> int:
-    size = value.numel() if hasattr(value, "numel") else value.size
-    return int(size)
+    return array is not None and array.dtype.kind == "f" and prod(value.shape) <= _NUMBERS
 
 
 def place_in(series: Any, whole: Any) -> int | None:

@@ -9,6 +9,7 @@ optimizer has any parameter, such as a teacher or a target network, whose gradie
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -87,6 +88,7 @@ class GradientUse:
 
     def _renew(self) -> None:
         self.looks = 0
+        self._stepped = 0  # optimizers, when it was looked who has which parameters
         self._groups: list[_Group] = []
         self._known: dict[int, int] = {}
         # Passes that have reached a group since it was stepped or zeroed.
@@ -94,6 +96,7 @@ class GradientUse:
         self._last: list[_Pass] = []
         self._found: dict[tuple[int, int, str], UnusedGradients] = {}
         self._elements = 0
+        self._times: Counter[int] = Counter()  # steps of each group's optimizer
         self._end()
         hook = sys.modules["torch.optim.optimizer"].register_optimizer_step_pre_hook
         self._handle = hook(self._steps)
@@ -106,20 +109,19 @@ class GradientUse:
         self._last.clear()
 
     def results(self) -> list[UnusedGradients]:
-        """What was seen in more than one step, or in all that were looked at."""
-        for item in self._found.values():
-            item.share = item.elements / max(1, self._elements // max(1, self._watch_steps()))
+        """What was seen more than once."""
+        for (_, then, _), item in self._found.items():
+            # A pass for each step of the optimizer that it was for.
+            item.share = min(1.0, item.elements * self._times[then] / max(1, self._elements))
         return [item for item in self._found.values() if item.count > 1]
-
-    def _watch_steps(self) -> int:
-        return max(1, min(self._watch.lanes.steps, AFTER_STEPS) - _FROM)
 
     # -- events -----------------------------------------------------------------------------------
 
     def _backward_begins(self, tensors: Any) -> None:
         if self._watch.lanes.steps < _FROM:
             return
-        if not self._groups:
+        if self._stepped != len(self._watch.optimizers):
+            self._stepped = len(self._watch.optimizers)
             self._find_groups()
         if len(self._groups) < 2:
             return
@@ -153,6 +155,7 @@ class GradientUse:
         number = next((at for at, item in enumerate(self._groups) if _is_of(item, optimizer)), None)
         if number is None:
             return
+        self._times[number] += 1
         for done in self._last:
             done.then = number
         self._last.clear()
@@ -192,6 +195,10 @@ class GradientUse:
     # -- who has what -----------------------------------------------------------------------------
 
     def _find_groups(self) -> None:
+        """Also when another optimizer has stepped: what was seen before is left out."""
+        for kept in (self._groups, self._known, self._open, self._last, self._found, self._times):
+            kept.clear()
+        self.looks = self._elements = 0
         for seen in self._watch.optimizers:
             self._add(seen, True, [item for item in seen.tensors() if item.requires_grad])
         owned = {
