@@ -88,8 +88,9 @@ def _of_each_part(observation: Observation, schedule: Schedule) -> Finding | Non
     if made_for is not None and length and _is_whole(made_for, length * many, observation):
         return None  # made for as many
     words = f"{schedule.kind} is stepped {many} times for each step of the optimizer"
-    is_sure = bool(made_for and length and _is_whole(made_for, length, observation))
-    if is_sure:
+    is_sure = False
+    if made_for is not None and length and _is_whole(made_for, length, observation):
+        is_sure = True
         words += (
             f": made for {made_for:,} steps, {made_for / length:.0f} epochs, its rate is at its "
             f"end after {made_for / many / length:.1f}"
