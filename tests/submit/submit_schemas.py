@@ -111,7 +111,9 @@ def errors_of_many(folder, every=1):
         name = json.loads(made(job, "sagemaker")["training_job.json"])["TrainingJobName"]
         yield [] if name == job.name else [name]
     for job in many_jobs(folder, "ray", every):
-        compile(made(job, "ray")["driver.py"], "driver.py", "exec")
+        scripts = made(job, "ray")
+        for name in ("driver.py", "top.py"):
+            compile(scripts[name], name, "exec")
         yield []
 
 

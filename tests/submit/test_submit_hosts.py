@@ -11,6 +11,8 @@ import torch
 from examples_as_jobs import EXAMPLES, check, example
 from jobs import SMALL_JOB, state_of, until
 from nasty import NASTY, TELL
+from prepared import check as check_prepared
+from prepared import command, kill_in_the_middle, small_files
 from ssh_hosts import SshHosts, missing
 from two_hosts import ADDRESSES
 from world_ranks import free_port
@@ -156,6 +158,21 @@ def test_the_examples(name, flatout, submit, tmp_path):
     _, words = example(name, tmp_path / "root", tmp_path / "shared")
     sent = submit(*words)
     check(name, flatout("logs", sent["id"], "-f"), tmp_path / "shared")
+
+
+@pytest.mark.long
+def test_preparing_data_goes_on_where_it_was_killed(flatout, hosts, tmp_path):
+    """When it is sent once more: hosts without a queue start nothing again by themselves."""
+    source, target = small_files(tmp_path / "parts"), tmp_path / "day" / "day.tfrecord"
+    ssh = ["--option", "hosts=host1", "--option", f"config={hosts.config}"]
+    folder = ["--option", f"folder={tmp_path / 'there'}"]
+    words = ["submit", "ssh", "--yes", "--json", *ssh, *folder, "--", *command(source, target)]
+    sent = json.loads(flatout(*words))
+    written = kill_in_the_middle(target)
+    until(lambda: state_of(flatout, sent["id"])["state"] == "failed")
+    assert state_of(flatout, sent["id"])["exit_code"] == 137
+    flatout("logs", json.loads(flatout(*words))["id"], "-f")
+    check_prepared(source, target, written)
 
 
 def test_a_host_that_lacks_something_is_named_before_anything_is_sent(flatout, hosts, tmp_path):

@@ -1,17 +1,12 @@
 """Jobs sent to a server that answers as the API server of Kubernetes does, through its client."""
 
-import http.server
-import json
-import re
 import shutil
 import subprocess
-import threading
-import urllib.parse
 from dataclasses import replace
 
 import pytest
-import yaml
-from submit_schemas import a_job, has_crds, validator
+from api_server import add_pod, api_server, container_of
+from submit_schemas import a_job, has_crds
 
 from flatout.errors import SubmitError
 from flatout.submit.ledger import Ledger
@@ -21,204 +16,15 @@ from flatout.submit.target import NotSent, target_of
 
 pytest.importorskip("kubernetes")
 pytest.importorskip("kubeflow_trainer_api")
+
 pytestmark = has_crds
-
-OBJECT = re.compile(
-    r"/(?:api/v1|apis/(?:trainer\.kubeflow\.org/v1alpha1|kubeflow\.org/v1|kueue\.x-k8s\.io/v1beta1))"
-    r"/namespaces/(?P<space>[^/]+)"
-    r"/(?P<plural>\w+)(?:/(?P<name>[^/]+))?(?P<log>/log)?"
-)
-KINDS = {
-    "trainjobs": "TrainJob",
-    "pytorchjobs": "PyTorchJob",
-    "configmaps": "ConfigMap",
-    "secrets": "Secret",
-}
-# What the server has, by where: plural, kind.
-RESOURCES = {
-    "api/v1": [("configmaps", "ConfigMap"), ("secrets", "Secret")],
-    "apis/trainer.kubeflow.org/v1alpha1": [("trainjobs", "TrainJob")],
-    "apis/kubeflow.org/v1": [("pytorchjobs", "PyTorchJob")],
-}
-
-
-def discovered(path):
-    """What the server tells of itself, as clients ask before they send; None for another path."""
-    at = path.strip("/")
-    groups = [one.removeprefix("apis/") for one in RESOURCES if one.startswith("apis/")]
-    match at.split("/"):
-        case ["version"]:
-            return {"major": "1", "minor": "32", "gitVersion": "v1.32.0"}
-        case ["api"]:
-            return {"kind": "APIVersions", "versions": ["v1"]}
-        case ["apis"]:
-            named = [
-                {"name": one.split("/")[0], "versions": [version_of(one)],
-                 "preferredVersion": version_of(one)}
-                for one in groups
-            ]  # fmt: skip
-            return {"kind": "APIGroupList", "apiVersion": "v1", "groups": named}
-        case ["openapi", "v3"]:
-            return {
-                "paths": {one: {"serverRelativeURL": f"/openapi/v3/{one}"} for one in RESOURCES}
-            }
-        case ["openapi", "v3", *rest] if "/".join(rest) in RESOURCES:
-            return openapi("/".join(rest))
-    if at not in RESOURCES:
-        return None
-    listed = [
-        {"name": plural, "kind": kind, "namespaced": True, "singularName": kind.lower(),
-         "verbs": ["get", "list", "create", "patch", "delete"]}
-        for plural, kind in RESOURCES[at]
-    ]  # fmt: skip
-    group = at.removeprefix("apis/").removeprefix("api/")
-    return {"kind": "APIResourceList", "groupVersion": group, "resources": listed}
-
-
-def version_of(group_version):
-    return {"groupVersion": group_version, "version": group_version.split("/")[1]}
-
-
-def openapi(at):
-    """That fields are validated by the server, where a client asks for it."""
-    group, version = at.split("/")[1:] if at.startswith("apis/") else ("", "v1")
-    paths = {}
-    for plural, kind in RESOURCES[at]:
-        whose = {"group": group, "version": version, "kind": kind}
-        asked = [{"name": "fieldValidation", "in": "query", "schema": {"type": "string"}}]
-        paths[f"/{at}/namespaces/{{namespace}}/{plural}/{{name}}"] = {
-            "patch": {
-                "x-kubernetes-group-version-kind": whose,
-                "parameters": asked,
-                "responses": {},
-            }
-        }
-    return {"openapi": "3.0.0", "info": {"title": "here", "version": "1"}, "paths": paths}
-
-
-class ApiServer(http.server.ThreadingHTTPServer):
-    """Keeps objects by (namespace, plural, name), checked by the schemas of their CRDs."""
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.objects, self.posts, self.logs = {}, [], {}
-        self.asked = []  # of each object that was sent, what the client asked for
-        # By plural: an HTTP status in its place, "dropped" or "broken" after it was kept, once.
-        self.fail = {}
-        self.forbidden = set()  # plurals that no one may read
-
-    def refusal(self, kind, body):
-        if kind in ("TrainJob", "PyTorchJob"):
-            return next((one.message for one in validator(kind).iter_errors(body)), None)
-        return None
-
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def do_POST(self):
-        at, query = self.where()
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.asked.append((at["plural"], query))
-        space, plural = at["space"], at["plural"]
-        key = (space, plural, body["metadata"]["name"])
-        refused = self.server.refusal(KINDS[plural], body)
-        if isinstance(self.server.fail.get(plural), int):
-            return self.status(self.server.fail[plural], "no one may create these here")
-        if refused:
-            return self.status(422, f"{KINDS[plural]} is invalid: {refused}")
-        if key in self.server.objects:
-            return self.status(409, "already exists")
-        body["metadata"] |= {"uid": f"uid-{len(self.server.objects)}", "namespace": space}
-        if "dryRun" not in query:
-            self.server.objects[key] = body
-            self.server.posts.append((plural, body))
-        how = "" if "dryRun" in query else self.server.fail.pop(plural, "")
-        if how == "broken":
-            return self.status(500, "etcdserver: request timed out")
-        if how == "dropped":
-            self.close_connection = True
-            return self.connection.close()
-        return self.answer(201, body)
-
-    def do_GET(self):
-        at, query = self.where()
-        if (told := discovered(urllib.parse.urlsplit(self.path).path)) is not None:
-            return self.answer(200, told)
-        if at is None:
-            return self.status(404, "404 page not found")
-        if at["log"]:
-            data = self.server.logs[at["name"]].encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            return self.wfile.write(data)
-        if at["plural"] in self.server.forbidden:
-            return self.status(403, "you may not ask for these")
-        if at["name"]:
-            found = self.server.objects.get((at["space"], at["plural"], at["name"]))
-            return self.status(404, "not found") if found is None else self.answer(200, found)
-        wanted = query.get("labelSelector", [""])[0]
-        items = [
-            one for (space, plural, _), one in self.server.objects.items()
-            if (space, plural) == (at["space"], at["plural"])
-            and (not wanted or wanted in labels(one))
-        ]  # fmt: skip
-        return self.answer(
-            200, {"kind": "List", "apiVersion": "v1", "metadata": {}, "items": items}
-        )
-
-    def do_DELETE(self):
-        at, _ = self.where()
-        key = (at["space"], at["plural"], at["name"])
-        if self.server.objects.pop(key, None) is None:
-            return self.status(404, "not found")
-        return self.status(200, "deleted")
-
-    def where(self):
-        url = urllib.parse.urlsplit(self.path)
-        return OBJECT.fullmatch(url.path), urllib.parse.parse_qs(url.query)
-
-    def status(self, code, message):
-        self.answer(code, {"kind": "Status", "message": message, "code": code})
-
-    def answer(self, code, body):
-        data = json.dumps(body).encode()
-        self.send_response(code)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *arguments):
-        pass
-
-
-def labels(made):
-    return {f"{name}={value}" for name, value in made["metadata"].get("labels", {}).items()}
 
 
 @pytest.fixture
 def cluster(tmp_path, monkeypatch):
-    server = ApiServer()
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    config = {
-        "apiVersion": "v1",
-        "kind": "Config",
-        "current-context": "here",
-        "contexts": [
-            {"name": "here", "context": {"cluster": "c", "user": "u", "namespace": "team"}}
-        ],
-        "clusters": [
-            {"name": "c", "cluster": {"server": f"http://127.0.0.1:{server.server_port}"}}
-        ],
-        "users": [{"name": "u", "user": {"token": "not-a-secret"}}],
-    }
-    (tmp_path / "config").write_text(yaml.safe_dump(config))
-    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
-    yield server
-    server.shutdown()
-    server.server_close()
+    with api_server(tmp_path) as (server, config):
+        monkeypatch.setenv("KUBECONFIG", config)
+        yield server
 
 
 def sent(job, tmp_path):
@@ -263,6 +69,9 @@ def test_what_the_user_has_changed_is_sent(cluster, tmp_path):
 
 
 def test_what_is_not_there_is_said_before_sending(cluster, tmp_path):
+    elsewhere = a_job(tmp_path / "elsewhere", options={"namespace": "nowhere"})
+    write(elsewhere, target_of("kubernetes"))
+    assert target_of("kubernetes").check(elsewhere) == ['namespaces "nowhere" not found']
     job = a_job(tmp_path, options={"volumes": "runs:/runs", "queue": "batch"})
     write(job, to := target_of("kubernetes"))
     missing = [
@@ -358,13 +167,11 @@ def test_the_exit_code_of_the_pod_that_failed_first(cluster, tmp_path):
     read(cluster, job)["status"] = {"conditions": [{"type": "Failed", "status": "True"}]}
     assert target_of("kubernetes").state(id, job.folder).exit_code is None
     for number, (code, at) in enumerate([(75, "10:05"), (7, "10:04"), (0, "10:03")]):
-        name = pod(cluster, job, number, "")
         ended = {"exitCode": code, "finishedAt": f"2026-11-26T{at}:00Z"}
         status = {"name": "node", "ready": False, "restartCount": 0, "image": "a", "imageID": "b",
                   "state": {"terminated": ended}}  # fmt: skip
         began = f"2026-11-26T09:0{number}:00Z"
-        told = {"containerStatuses": [status], "startTime": began}
-        cluster.objects["team", "pods", name]["status"] = told
+        add_pod(cluster, job, number, containerStatuses=[status], startTime=began)
     found = target_of("kubernetes").state(id, job.folder)
     assert (found.exit_code, found.since_s) == (7, 3900.0)
 
@@ -392,15 +199,6 @@ def test_states_of_a_pytorch_job(conditions, state, cluster, tmp_path):
     assert target_of("kubernetes").state(id, job.folder).state == state
 
 
-def pod(cluster, job, number, text):
-    name = f"{job.name}-node-0-{number}-abcde"
-    labels = {"jobset.sigs.k8s.io/jobset-name": job.name}
-    meta = {"name": name, "namespace": "team", "labels": labels}
-    cluster.objects["team", "pods", name] = {"metadata": meta}
-    cluster.logs[name] = text
-    return name
-
-
 @pytest.mark.parametrize("follow", [False, True])
 def test_logs_of_all_pods(follow, cluster, tmp_path):
     job = a_job(tmp_path, nodes=2)
@@ -408,9 +206,9 @@ def test_logs_of_all_pods(follow, cluster, tmp_path):
     to = target_of("kubernetes")
     with pytest.raises(SubmitError, match="has no pods"):
         list(to.logs(id, job.folder, follow=follow))
-    first = pod(cluster, job, 0, "epoch 1\nü\nlast")
+    first = add_pod(cluster, job, 0, "epoch 1\nü\nlast")
     assert "".join(to.logs(id, job.folder, follow=follow)) == "epoch 1\nü\nlast"
-    second = pod(cluster, job, 1, "Traceback\n")
+    second = add_pod(cluster, job, 1, "Traceback\n")
     found = set(to.logs(id, job.folder, follow=follow))
     assert found == {
         *(f"{first}: epoch 1\n", f"{first}: ü\n", f"{first}: last", f"{second}: Traceback\n")
@@ -427,11 +225,55 @@ def test_cancel(cluster, tmp_path):
     to.cancel(id, job.folder)  # once more is no error
 
 
-def test_what_works_in_place_of_top(cluster, tmp_path):
+def with_flatout(folder, text):
+    """Variables of a pod whose `flatout` is a shell script."""
+    folder.mkdir()
+    (folder / "flatout").write_text(f"#!/bin/sh\n{text}\n")
+    (folder / "flatout").chmod(0o755)
+    return {"PATH": f"{folder}:/usr/bin:/bin"}
+
+
+@pytest.mark.parametrize("api", ["trainjob", "pytorchjob"])
+def test_top_looks_into_each_pod_that_runs(api, cluster, tmp_path):
+    job = a_job(tmp_path, nodes=2, options={"api": api})
+    id, to = sent(job, tmp_path).id, target_of("kubernetes")
+    (entry,) = Ledger(tmp_path / "ledger").entries()
+    waiting = add_pod(cluster, job, 0, phase="Pending")
+    with pytest.raises(SubmitError, match="none of its pods runs"):
+        to.top(id, job.folder, entry.key)
+    made = read(cluster, job, f"{api}s")
+    text = 'printf "%s " "$FLATOUT_SUBMITTED" "$@"; head -c 10000 /dev/zero | tr "\\0" x'
+    for node in range(2):
+        variables = with_flatout(tmp_path / f"bin{node}", text)
+        own = {item["name"]: item.get("value", "") for item in container_of(made, node)["env"]}
+        name = waiting if node == 0 else add_pod(cluster, job, node)
+        cluster.objects["team", "pods", name]["status"] = {"phase": "Running"}
+        cluster.variables[name] = {**own, **variables}
+    told = to.top(id, job.folder, entry.key)
+    assert [one.split(" ")[:-1] for one in told] == [
+        [entry.key, "top", "--json", entry.key] for _ in range(2)
+    ]
+    # Long answers come whole, in several pieces.
+    assert all(one.endswith(" " + 10000 * "x") for one in told)
+
+
+def test_a_pod_that_cannot_be_looked_into(cluster, tmp_path):
     job = a_job(tmp_path)
-    with pytest.raises(SubmitError, match="does not look into pods") as no:
-        target_of("kubernetes").top(sent(job, tmp_path).id, job.folder, "key")
-    assert no.value.do.startswith("kubectl exec -n team -it POD -c node -- flatout top")
+    id, to = sent(job, tmp_path).id, target_of("kubernetes")
+    name = add_pod(cluster, job, 0, phase="Running")
+    for text, words in (
+        ("echo 'no such command: top' >&2; exit 2", "flatout failed in it: no such command: top"),
+        (None, "flatout failed in it: .*No such file"),
+    ):
+        cluster.variables[name] = {"PATH": "/none"}
+        if text is not None:
+            cluster.variables[name] = with_flatout(tmp_path / "bin", text)
+        with pytest.raises(SubmitError, match=words):
+            to.top(id, job.folder, "key")
+    cluster.forbidden = {"exec"}
+    with pytest.raises(SubmitError, match="you may not create pods/exec") as no:
+        to.top(id, job.folder, "key")
+    assert "the right to create pods/exec" in no.value.do
 
 
 def test_no_cluster(tmp_path, monkeypatch):

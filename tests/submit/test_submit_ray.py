@@ -14,13 +14,17 @@ from pathlib import Path
 import pytest
 from examples_as_jobs import EXAMPLES, check, example
 from jobs import until
+from prepared import check as check_prepared
+from prepared import command, kill_in_the_middle, small_files
 from submit_schemas import a_job
 from world_ranks import free_port
 
 import flatout
+from flatout.report import together
 from flatout.submit import Ledger
 from flatout.submit.code import CodeArchive
 from flatout.submit.ray import _words
+from flatout.submit.ray_top import told_by_nodes
 from flatout.submit.sending import send, write
 from flatout.submit.states import State
 from flatout.submit.target import target_of
@@ -40,7 +44,8 @@ from flatout.world import place
 
 class Slow(flatout.Callback):
     def on_step(self, state):
-        time.sleep(float(sys.argv[2]))
+        most = 0.05 if Path(sys.argv[1], "hurry").exists() else 60
+        time.sleep(min(float(sys.argv[2]), most))
         Path(sys.argv[1], f"step-{place().rank}").write_text(str(state.step))
 
 
@@ -72,7 +77,8 @@ def a_ray_job(folder, pause, **changes):
     (root / "lib" / "model.py").write_text("")
     return a_job(
         folder, "ray", nodes=2, checkpoint=str(folder / "run"),
-        arguments=(str(folder), str(pause)), environment=environment(), **changes,
+        arguments=(str(folder), str(pause)),
+        environment=environment(FLATOUT_CACHE=str(folder / "cache")), **changes,
     )  # fmt: skip
 
 
@@ -92,6 +98,28 @@ def cluster():
         made.shutdown()
 
 
+def variables(cluster):
+    """As the job server sets them for a driver."""
+    config = {"runtime_env": {"env_vars": {"FLATOUT_SUBMITTED": "key"}}, "metadata": {}}
+    given = {"RAY_ADDRESS": cluster.address, "RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps(config)}
+    return {**os.environ, **given}
+
+
+def looked(job, cluster):
+    """The ranks that `top.py` tells of."""
+    done = subprocess.run(
+        [sys.executable, "top.py"], cwd=job.folder, capture_output=True, text=True,
+        env=variables(cluster), timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return ranks_in(told_by_nodes(done.stdout))
+
+
+def ranks_in(told):
+    jobs = together([json.loads(text) for text in told]).jobs
+    return [now.rank.rank for job in jobs for now in job.ranks if now.rank.lanes_ms]
+
+
 @contextmanager
 def driving(job, cluster, log):
     """Runs a job's driver as the job server would."""
@@ -99,7 +127,7 @@ def driving(job, cluster, log):
     with log.open("w") as out:
         run = subprocess.Popen(
             [sys.executable, "driver.py"], cwd=job.folder, stdout=out, stderr=out,
-            env={**os.environ, "RAY_ADDRESS": cluster.address},
+            env=variables(cluster),
         )  # fmt: skip
     try:
         yield run
@@ -112,7 +140,10 @@ def test_a_job_ends_right_though_a_node_is_killed_in_the_middle(cluster, tmp_pat
     import torch
 
     log, steps = tmp_path / "log", tmp_path / "step-0"
-    with driving(a_ray_job(tmp_path, 0.05, retries=2), cluster, log) as run:
+    with driving(job := a_ray_job(tmp_path, 2.0, retries=2), cluster, log) as run:
+        until(lambda: run.poll() is not None or steps.exists())
+        until(lambda: run.poll() is not None or looked(job, cluster) == [0, 1])
+        (tmp_path / "hurry").touch()
         until(
             lambda: run.poll() is not None or (steps.exists() and int(steps.read_text() or 0) > 12)
         )
@@ -149,14 +180,30 @@ def test_the_examples(name, cluster, tmp_path):
 
 
 @pytest.mark.long
+def test_preparing_data_goes_on_where_it_was_killed(cluster, tmp_path):
+    source, target = small_files(tmp_path / "parts"), tmp_path / "day" / "day.tfrecord"
+    words = tuple(command(source, target)[1:])
+    job = replace(
+        a_ray_job(tmp_path, 0, retries=1),
+        nodes=1,
+        script="flatout",
+        arguments=words,
+        code=CodeArchive((), 0),
+    )
+    with driving(job, cluster, tmp_path / "log") as run:
+        written = kill_in_the_middle(target)
+        assert run.wait(240) == 0, (tmp_path / "log").read_text()
+    check_prepared(source, target, written)
+
+
+@pytest.mark.long
 def test_the_job_server_takes_jobs_tells_of_them_and_stops_them(cluster, tmp_path):
     if not cluster.webui_url:
         pytest.skip("the job server is of ray[default]")
     to, options = target_of("ray"), {"address": f"http://{cluster.webui_url}"}
     short = a_ray_job(tmp_path / "short", 0, options=options, name="short")
     (short.root / "train.py").write_text("print('trained')")
-    long = a_ray_job(tmp_path / "long", 0, options=options, name="long")
-    (long.root / "train.py").write_text("import time\nprint('begun')\ntime.sleep(600)")
+    long = a_ray_job(tmp_path / "long", 2.0, options=options, name="long")
     for job in (short, long):
         write(job, to)
         assert to.check(job) == []
@@ -169,7 +216,7 @@ def test_the_job_server_takes_jobs_tells_of_them_and_stops_them(cluster, tmp_pat
     assert to.find("k1", short.folder).id == "short"
     assert to.find("k2", short.folder) is None
     to.send(long, "k2")
-    until(lambda: "begun" in "".join(to.logs("long", long.folder, follow=False)))
+    until(lambda: ranks_in(to.top("long", long.folder, "k2")) == [0, 1])
     to.cancel("long", long.folder)
     until(lambda: to.state("long", long.folder).state == State.canceled)
     assert to.state("absent", long.folder).state == State.lost

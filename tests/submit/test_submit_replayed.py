@@ -9,11 +9,15 @@ from dataclasses import replace
 import examples_as_jobs
 import pytest
 import yaml
+from api_server import add_pod, api_server, container_of
 from examples_as_jobs import EXAMPLES, example
+from jobs import until
 from submit_schemas import a_job, expanded
 from world_ranks import free_port
 
 from flatout.measure import usable_cpus
+from flatout.report import together
+from flatout.submit import Ledger, send, top_of, write
 from flatout.submit.code import CodeArchive
 from flatout.submit.target import target_of
 
@@ -23,21 +27,34 @@ pytestmark = [
 ]
 
 TRAIN = """
-import os, sys
+import os, sys, time
+from pathlib import Path
 import torch
+import flatout
 from flatout.world import join
+
+class Slow(flatout.Callback):
+    every = 1
+
+    def on_step(self, state):
+        if not Path(os.environ["ENOUGH"]).exists():
+            time.sleep(0.2)
 
 world = join()
 total = torch.ones(1) * (world.rank + 1)
 world.sum(total)
 print("ranks", world.size, world.place.nodes, int(total), sys.argv[1], os.environ["LEVEL"])
+if "ENOUGH" in os.environ:
+    x, y = torch.randn(128, 4), torch.zeros(128, dtype=torch.long)
+    trainer = flatout.Trainer(torch.nn.Linear(4, 2), lr=0.1, allow="exact")
+    trainer.fit((x, y), batch_size=8, epochs=50, callbacks=[Slow()])
 """
 
 
-def job(tmp_path, cluster, **options):
+def job(tmp_path, cluster, variables=(), **options):
     made = a_job(
         tmp_path, cluster, nodes=2, devices=1, options=options, arguments=("a  $(RANK) `b`",),
-        environment={"LEVEL": "$(HOME)"},
+        environment={"LEVEL": "$(HOME)", **dict(variables)},
     )  # fmt: skip
     (made.root / "train.py").write_text(TRAIN)
     return made
@@ -54,16 +71,20 @@ def path(tmp_path):
     return f"{tmp_path / 'bin'}:{os.environ['PATH']}"
 
 
-def run(commands, path):
-    """What the containers print; all of them end well."""
-    started = [
+def start(commands, path):
+    """Processes in the place of containers."""
+    return [
         subprocess.Popen(command, env={**os.environ, "PATH": path, **env}, stdout=subprocess.PIPE,
                          stderr=subprocess.STDOUT, text=True)
         for command, env in commands
     ]  # fmt: skip
-    said = [one.communicate(timeout=240)[0] for one in started]
-    assert [one.returncode for one in started] == [0, 0], said
-    return said
+
+
+def told_by(containers):
+    """What the containers print; all of them end well."""
+    told = [one.communicate(timeout=240)[0] for one in containers]
+    assert [one.returncode for one in containers] == [0, 0], told
+    return told
 
 
 def check(said):
@@ -71,20 +92,21 @@ def check(said):
         assert "ranks 2 2 3 a  $(RANK) `b` $(HOME)\n" in one
 
 
-def nodes_of_kubernetes(made, api):
-    """The containers of a job, as its nodes start them."""
-    text = target_of("kubernetes").artifacts(made)[0].text
-    found = list(yaml.safe_load_all(text))[-1]
+def written(made):
+    """The manifest of a job."""
+    return list(yaml.safe_load_all(target_of("kubernetes").artifacts(made)[0].text))[-1]
+
+
+def nodes_of_kubernetes(found):
+    """The containers of a manifest, as its nodes start them."""
     port = str(free_port())
     for node in range(2):
-        if api == "trainjob":
-            container = found["spec"]["trainer"]
+        container = container_of(found, node)
+        if found["kind"] == "TrainJob":
             variables = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": str(container["numProcPerNode"]),
                          "PET_NODE_RANK": str(node), "PET_MASTER_ADDR": "127.0.0.1",
                          "PET_MASTER_PORT": port}  # fmt: skip
         else:
-            replica = found["spec"]["pytorchReplicaSpecs"][("Master", "Worker")[node]]
-            (container,) = replica["template"]["spec"]["containers"]
             # Of operators before 1.7, which say no more than this.
             variables = {"RANK": str(node), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
                          "MASTER_PORT": port}  # fmt: skip
@@ -107,17 +129,66 @@ def nodes_of_sagemaker(made, channel):
         yield ["/bin/bash", channel / "start.sh"], {**env, "SM_CURRENT_HOST": host}
 
 
-@pytest.mark.parametrize("api", ["trainjob", "pytorchjob"])
-def test_kubernetes(api, tmp_path, path):
+RUNS = {
+    "trainjob": {"jobsStatus": [{"name": "node", "ready": 1}]},
+    "pytorchjob": {"conditions": [{"type": "Running", "status": "True"}]},
+}
+
+
+@pytest.mark.parametrize("api", RUNS)
+def test_kubernetes(api, tmp_path, path, monkeypatch):
+    """`flatout top` shows both ranks meanwhile."""
+    pytest.importorskip("kubernetes")
     pytest.importorskip("kubeflow_trainer_api")
-    made = job(tmp_path, "kubernetes", api=api, code=str(tmp_path / "code"))
-    check(run(nodes_of_kubernetes(made, api), path))
+    enough = tmp_path / "enough"
+    variables = {"ENOUGH": str(enough)}
+    made = job(tmp_path, "kubernetes", variables, api=api, code=str(tmp_path / "code"))
+    write(made, to := target_of("kubernetes"))
+    with api_server(tmp_path) as (server, config):
+        monkeypatch.setenv("KUBECONFIG", config)
+        id = send(made, to, Ledger()).id
+        found = server.objects["team", f"{api}s", made.name]
+        found["status"] = RUNS[api]
+        containers = start(nodes := list(nodes_of_kubernetes(found)), path)
+        for number, (_, env) in enumerate(nodes):
+            pod = add_pod(server, made, number, phase="Running")
+            server.variables[pod] = {**os.environ, "PATH": path, **env}
+        try:
+            until(lambda: ranks_shown(id) == [0, 1] or any(one.poll() for one in containers))
+        finally:
+            enough.touch()
+    check(told_by(containers))
+
+
+def ranks_shown(id):
+    jobs = top_of(id).sample().jobs
+    return [now.rank.rank for job in jobs for now in job.ranks if now.rank.lanes_ms]
 
 
 def test_sagemaker(tmp_path, path):
+    """What its hosts copy to S3 shows both ranks, and how long they will take."""
     pytest.importorskip("botocore")
-    made = job(tmp_path, "sagemaker")
-    check(run(nodes_of_sagemaker(made, tmp_path / "input"), path))
+    enough, live = tmp_path / "enough", tmp_path / "checkpoints" / "flatout-live"
+    made = job(tmp_path, "sagemaker", {"ENOUGH": str(enough)})
+    made = replace(made, checkpoint="s3://team/runs/a")
+    nodes = list(nodes_of_sagemaker(made, tmp_path / "input"))
+    script = tmp_path / "input" / "start.sh"
+    text = script.read_text().replace("/opt/ml/checkpoints", str(tmp_path / "checkpoints"))
+    script.write_text(text.replace("--every 10", "--every 1"))
+    containers = start(nodes, path)
+
+    def ranks_copied():
+        hosts = [live / f"127.0.0.{number}.json" for number in (1, 2)]
+        told = [json.loads(host.read_text()) for host in hosts if host.exists()]
+        jobs = together(told).jobs
+        return [now.rank.rank for job in jobs for now in job.ranks if now.rank.lanes_ms]
+
+    try:
+        until(lambda: ranks_copied() == [0, 1] or any(one.poll() for one in containers))
+    finally:
+        enough.touch()
+    check(told_by(containers))
+    assert json.loads((live / "remaining.json").read_text())["remaining_s"] == 0
 
 
 @pytest.mark.long
@@ -132,8 +203,8 @@ def test_the_examples(target, name, tmp_path, path):
     code = CodeArchive(tuple(files), 1)
     made = replace(made, script=script, arguments=tuple(arguments), code=code)
     nodes = (
-        nodes_of_kubernetes(made, target)
+        nodes_of_kubernetes(written(made))
         if on_kubernetes
         else nodes_of_sagemaker(made, tmp_path / "input")
     )
-    examples_as_jobs.check(name, "".join(run(nodes, path)), tmp_path / "shared")
+    examples_as_jobs.check(name, "".join(told_by(start(nodes, path))), tmp_path / "shared")

@@ -1,10 +1,12 @@
 """Training jobs of SageMaker: what is asked for, and what boto3 is told to do, by its Stubber."""
 
+import io
 import json
 import re
 import subprocess
 import venv
 from contextlib import ExitStack
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from flatout.submit.target import NotSent, Unanswered, target_of
 
 boto3 = pytest.importorskip("boto3")
 stub = pytest.importorskip("botocore.stub")
+response = pytest.importorskip("botocore.response")
 ARN = "arn:aws:sagemaker:eu-west-1:123456789012:training-job/job"
 
 
@@ -144,7 +147,10 @@ def started(tmp_path, flatout, **changes):
     # The agent's folder for what a container leaves.
     (tmp_path / "output").mkdir()
     script = tmp_path / "start.sh"
-    script.write_text(script.read_text().replace("/opt/ml/output", str(tmp_path / "output")))
+    text = script.read_text()
+    for name in ("output", "checkpoints"):
+        text = text.replace(f"/opt/ml/{name}", str(tmp_path / name))
+    script.write_text(text)
     return subprocess.Popen(
         ["/bin/bash", script], env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, cwd="/",
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -161,7 +167,8 @@ def test_a_container_runs_the_code_beside_its_recipe(tmp_path):
     assert "recipe.toml" in lines
     assert lines[-2:] == [
         "rows = 3",
-        "a  b run --recipe ../recipe.toml --checkpoints /opt/ml/checkpoints --devices 3 train.py",
+        f"a  b run --recipe ../recipe.toml --checkpoints {tmp_path}/checkpoints --devices 3"
+        " train.py",
     ]
     assert run.returncode == 0
     assert not (tmp_path / "output" / "failure").exists()
@@ -320,6 +327,42 @@ def test_states(tmp_path, cloud):
         found = to.state("job", made.folder)
         assert (found.state, found.exit_code, found.since_s) == (state, code, 90)
         assert (why in found.words) is bool(more)
+
+
+def shown(cloud, name, text, age_s=1):
+    """An object of a job's folder beside its checkpoints that will be asked for."""
+    body = response.StreamingBody(io.BytesIO(text.encode()), len(text))
+    answer = {"Body": body, "LastModified": datetime.now(UTC) - timedelta(seconds=age_s)}
+    params = {"Bucket": "team", "Key": f"runs/a/flatout-live/{name}"}
+    cloud("s3").add_response("get_object", answer, params)
+
+
+def test_what_hosts_show_beside_the_checkpoints(tmp_path, cloud):
+    made, to = written(tmp_path, checkpoint="s3://team/runs/a")
+    for age_s, left_s, eta in ((1, 90.0, "1:30"), (600, None, "")):
+        cloud("sagemaker").add_response("describe_training_job", described(*STATES[2][:2]))
+        shown(cloud, "remaining.json", '{"remaining_s": 90}', age_s)
+        found = to.state("job", made.folder)
+        assert (found.state, found.left_s, found.eta) == (State.running, left_s, eta)
+    cloud("sagemaker").add_response("describe_training_job", described(*STATES[2][:2]))
+    cloud("s3").add_client_error("get_object", "NoSuchKey")
+    assert to.state("job", made.folder).left_s is None
+    where = {"Bucket": "team", "Prefix": "runs/a/flatout-live/"}
+    ages = {"algo-1.json": 1, "algo-2.json": 600, "remaining.json": 1}
+    listed = [
+        {"Key": where["Prefix"] + name, "LastModified": datetime.now(UTC) - timedelta(seconds=age)}
+        for name, age in ages.items()
+    ]
+    cloud("s3").add_response("list_objects_v2", {"Contents": listed}, where)
+    shown(cloud, "algo-1.json", '{"jobs": []}')
+    assert to.top("job", made.folder, "key") == ['{"jobs": []}']
+    cloud("s3").add_response("list_objects_v2", {}, where)
+    with pytest.raises(SubmitError, match="none has shown itself"):
+        to.top("job", made.folder, "key")
+    other, to = written(tmp_path / "other")
+    with pytest.raises(SubmitError, match="none has shown itself") as no:
+        to.top("job", other.folder, "key")
+    assert "--checkpoints s3://BUCKET/RUN" in no.value.do
 
 
 def test_logs_of_all_hosts_and_cancel(tmp_path, cloud):

@@ -17,6 +17,8 @@ import torch
 from examples_as_jobs import EXAMPLES, check, example
 from jobs import SMALL_JOB, job, state_of, until
 from nasty import NASTY, TELL
+from prepared import check as check_prepared
+from prepared import command, kill_in_the_middle, small_files
 from slurm_cluster import Cluster, missing
 from submit_schemas import sbatch_errors
 
@@ -164,6 +166,16 @@ def test_the_examples(name, flatout, tmp_path):
     _, words = example(name, tmp_path / "root", tmp_path / "shared")
     sent = submit(flatout, "--nodes", "2", *words)
     check(name, flatout("logs", sent["id"], "-f"), tmp_path / "shared")
+
+
+@pytest.mark.long
+def test_preparing_data_goes_on_where_it_was_killed(flatout, tmp_path):
+    source, target = small_files(tmp_path / "parts"), tmp_path / "day" / "day.tfrecord"
+    sent = submit(flatout, "--", *command(source, target))
+    written = kill_in_the_middle(target)
+    until(lambda: state_of(flatout, sent["id"])["state"] == "succeeded", 240)
+    assert state_of(flatout, sent["id"])["starts"] == 2
+    check_prepared(source, target, written)
 
 
 def test_sbatch_understands_each_of_many_scripts(cluster, tmp_path, monkeypatch):

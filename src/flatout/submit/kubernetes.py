@@ -8,6 +8,7 @@ import queue
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -18,6 +19,7 @@ from flatout.errors import SubmitError
 from flatout.submit.artifact import Artifact
 from flatout.submit.extras import require
 from flatout.submit.job import Job
+from flatout.submit.kubernetes_exec import output_of
 from flatout.submit.kubernetes_manifests import (
     EXTRA,
     KEY,
@@ -25,6 +27,7 @@ from flatout.submit.kubernetes_manifests import (
     SECRET,
     Manifest,
     manifests,
+    tell_key,
     unseen,
     volumes_of,
     yaml_of,
@@ -42,6 +45,8 @@ _PATIENCE_S = (5, 30)
 _NOT_FOUND, _CONFLICT = 404, 409
 # From here on the server may have done what it was asked.
 _BROKEN = 500
+# A pod whose container runs, and into how many is looked at once.
+_RUNS, _MOST_AT_ONCE = "Running", 16
 
 
 @dataclass(frozen=True)
@@ -117,7 +122,7 @@ class Kubernetes:
         cluster = _Cluster()
         *others, made = _documents(job.folder)
         space = cluster.space(made)
-        made["metadata"].setdefault("labels", {})[KEY] = key
+        tell_key(made, key)
         try:
             created = cluster.create(made, space)
         except cluster.error as error:
@@ -211,16 +216,23 @@ class Kubernetes:
         yield from _merged([lines(pod) for pod in pods])
 
     def top(self, id: str, folder: Path, key: str) -> list[str]:
-        """Not from here: pods need not let anyone in."""
+        """By `flatout top` in each pod that runs, as `kubectl exec` starts it."""
         space, _, name = id.partition("/")
+        cluster = _Cluster()
         *_, made = _documents(folder)
-        kind = _KINDS[made["kind"]]
-        raise SubmitError(
-            "flatout top does not look into pods",
-            where=id,
-            do=f"kubectl exec -n {space} -it POD -c {kind.container} -- flatout top, with a POD of "
-            f"kubectl get pods -n {space} -l {kind.pods}={name}",
-        )
+        container = _KINDS[made["kind"]].container
+        with _answered(id):
+            pods = cluster.pods(made["kind"], space, name)
+        running = [pod.metadata.name for pod in pods if pod.status and pod.status.phase == _RUNS]
+        if not running:
+            raise SubmitError("none of its pods runs", where=id, do=f"flatout jobs {id}")
+
+        def told(pod: str) -> str:
+            words = ["flatout", "top", "--json", key]
+            return output_of(pod, space, container, words, extra=EXTRA, patience_s=_PATIENCE_S[1])
+
+        with ThreadPoolExecutor(_MOST_AT_ONCE) as pool:
+            return list(pool.map(told, running))
 
     def cancel(self, id: str, folder: Path) -> None:
         """Delete the job: its pods get SIGTERM, and time to write a checkpoint."""

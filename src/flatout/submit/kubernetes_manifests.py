@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flatout.errors import SubmitError
+from flatout.measure.live import SUBMITTED
 from flatout.recipe import dumps
 from flatout.submit.artifact import refuse
 from flatout.submit.extras import require
@@ -86,6 +87,22 @@ def manifests(job: Job) -> list[Manifest]:
 def is_old(options: Mapping[str, str]) -> bool:
     """Whether a PyTorchJob of the training operator is asked for."""
     return options.get("api", "trainjob") == "pytorchjob"
+
+
+def tell_key(manifest: Manifest, key: str) -> None:
+    """Put a job's key into its labels, by which it is asked for, and into its ranks' variables, by
+    which `flatout top` knows them in their pods.
+    """
+    manifest["metadata"].setdefault("labels", {})[KEY] = key
+    spec = manifest["spec"]
+    if manifest["kind"] == "TrainJob":
+        containers = [spec.setdefault("trainer", {})]
+    else:
+        replicas = spec["pytorchReplicaSpecs"].values()
+        containers = [item for r in replicas for item in r["template"]["spec"]["containers"]]
+    for container in containers:
+        others = [item for item in container.get("env") or () if item["name"] != SUBMITTED]
+        container["env"] = [*others, {"name": SUBMITTED, "value": key}]
 
 
 def yaml_of(documents: Sequence[Manifest]) -> str:

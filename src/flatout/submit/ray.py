@@ -4,29 +4,34 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shlex
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from flatout.console import colorless
 from flatout.errors import SubmitError
+from flatout.measure.live import SUBMITTED
 from flatout.submit.artifact import Artifact, refuse
 from flatout.submit.extras import require
 from flatout.submit.inputs import is_seen, mount_of
 from flatout.submit.job import Job
 from flatout.submit.ray_driver import driver, remaining
+from flatout.submit.ray_top import told_by_nodes, top_script
 from flatout.submit.states import JobState, State
 from flatout.submit.target import NotSent, Sent, Unanswered, options_of
 from flatout.words import clock
 
-DRIVER, SUBMIT = "driver.py", "submit.sh"
+DRIVER, TOP, SUBMIT = "driver.py", "top.py", "submit.sh"
 _KEY = "flatout_key"
 _OPTIONS = ("address", "storage", "python")
 _ADDRESS = "http://127.0.0.1:8265"
 _ASK_EVERY_S = 1.0
+# A look into the nodes: how long it may take, and how often is asked whether it has ended.
+_LOOK_S, _LOOK_EVERY_S = 60.0, 0.2
 # To connect, and until an answer comes, in seconds; and how often is asked for what is known.
 _PATIENCE_S, _TRIES = (5, 30), 3
 # So that no line of a rank is taken for another's, and stdout comes at once.
@@ -60,12 +65,13 @@ class Ray:
     takes_seeds = False
 
     def artifacts(self, job: Job) -> list[Artifact]:
-        """The driver script, and the line that sends it by hand."""
+        """The driver script, what looks into its nodes, and the line that sends it by hand."""
         options = options_of(job, _OPTIONS)
         refuse(_problems(job), where="flatout submit ray")
         compile(text := driver(job, _storage(job)), DRIVER, "exec")
         return [
             Artifact(DRIVER, text, 0o755),
+            Artifact(TOP, top_script(job), 0o755),
             Artifact(SUBMIT, _by_hand(job, options), 0o755),
         ]
 
@@ -99,9 +105,9 @@ class Ray:
             raise NotSent(error.what, where=error.where, do=error.do) from error
         try:
             id = cluster.client.submit_job(
-                entrypoint=_entrypoint(job.options),
+                entrypoint=_entrypoint(job.options, DRIVER),
                 submission_id=job.name,
-                runtime_env={"working_dir": str(job.folder), "env_vars": _VARIABLES},
+                runtime_env=_runtime(job.folder, key),
                 metadata={_KEY: key},
             )
         except (RuntimeError, ValueError, OSError) as error:
@@ -127,7 +133,7 @@ class Ray:
         if id not in jobs:
             return JobState(State.lost, "the cluster was started again since")
         details = jobs[id]
-        status = getattr(details.status, "value", str(details.status))
+        status = _status(details)
         end = details.end_time or time.time() * 1000
         left_s = _left_s(folder)
         return JobState(
@@ -154,12 +160,24 @@ class Ray:
             time.sleep(_ASK_EVERY_S)
 
     def top(self, id: str, folder: Path, key: str) -> list[str]:
-        """Not from here: the job server starts nothing beside a job."""
-        raise SubmitError(
-            "flatout top does not look into the nodes of a Ray cluster",
-            where=id,
-            do=f"flatout top on a node of it, or flatout logs {id} -f",
-        )
+        """By a job beside it, which takes no CPU and is deleted when it has told."""
+        cluster, name = _Cluster(_options(folder)), f"{id}-top-{secrets.token_hex(4)}"
+        with cluster.answered():
+            cluster.client.submit_job(
+                entrypoint=_entrypoint(_options(folder), TOP),
+                submission_id=name,
+                runtime_env=_runtime(folder, key),
+            )
+            try:
+                text = _printed(cluster.client, name)
+            finally:
+                with suppress(RuntimeError):  # where it has not ended
+                    cluster.client.stop_job(name)
+                    cluster.client.delete_job(name)
+        told = told_by_nodes(text)
+        if told is None:
+            raise SubmitError(f"its nodes do not answer: {_last_line(text)}", where=id)
+        return told
 
     def cancel(self, id: str, folder: Path) -> None:
         """Stop the driver, and with it the workers and their ranks."""
@@ -227,6 +245,11 @@ def _client(address: str) -> Any:
     return Client(address)
 
 
+def _status(details: Any) -> str:
+    """The job server's word for how a job stands."""
+    return str(getattr(details.status, "value", details.status))
+
+
 def _words(status: str, details: Any) -> str:
     """What a job's status says, in a line: why it has failed, and what was said last."""
     if status == "PENDING":
@@ -264,8 +287,8 @@ def _storage(job: Job) -> str | None:
     return given
 
 
-def _entrypoint(options: Any) -> str:
-    return f"{shlex.quote(options.get('python', 'python'))} {DRIVER}"
+def _entrypoint(options: Any, script: str) -> str:
+    return f"{shlex.quote(options.get('python', 'python'))} {script}"
 
 
 def _by_hand(job: Job, options: Any) -> str:
@@ -279,9 +302,24 @@ def _by_hand(job: Job, options: Any) -> str:
         f"  --address {shlex.quote(options.get('address') or _ADDRESS)} \\",
         f"  --submission-id {job.name} \\",
         f"  --working-dir . --runtime-env-json {shlex.quote(environment)} \\",
-        f"  -- {_entrypoint(options)}",
+        f"  -- {_entrypoint(options, DRIVER)}",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _runtime(folder: Path, key: str) -> dict[str, Any]:
+    """What a driver of the job starts in; its ranks are known by the key."""
+    return {"working_dir": str(folder), "env_vars": {**_VARIABLES, SUBMITTED: key}}
+
+
+def _printed(client: Any, name: str) -> str:
+    """What a short job has printed when it has ended, or its time is up."""
+    until = time.monotonic() + _LOOK_S
+    while time.monotonic() < until:
+        if _BY_STATUS.get(_status(client.get_job_info(name)), State.lost).is_final:
+            break
+        time.sleep(_LOOK_EVERY_S)
+    return str(client.get_job_logs(name))
 
 
 def _options(folder: Path) -> dict[str, str]:

@@ -149,7 +149,7 @@ def driver(job: Job, storage: str | None) -> str:
         nodes=f"{job.nodes} node{'s' if job.nodes > 1 else ''}",
         command=repr([*shell.limited(job), *words[:begin]]),
         arguments=_listed(words[begin:]),
-        environment=repr(_environment(job)),
+        environment=repr(environment(job)),
         count=job.nodes,
         archive=ARCHIVE,
         use_gpu=bool(job.gpus),
@@ -165,7 +165,7 @@ def remaining(checkpoint: str) -> str:
     return f"{checkpoint.rstrip('/')}-remaining.json"
 
 
-def _environment(job: Job) -> dict[str, str]:
+def environment(job: Job) -> dict[str, str]:
     """Variables of the ranks."""
     own = dict(job.environment)
     if job.checkpoint is not None and "://" not in job.checkpoint:

@@ -7,7 +7,9 @@ import re
 import secrets
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from flatout.submit.extras import require
 from flatout.submit.job import Job
 from flatout.submit.sagemaker_request import (
     EXTRA,
+    LIVE,
+    REMAINING,
     SECRET,
     START,
     channels,
@@ -28,6 +32,7 @@ from flatout.submit.sagemaker_request import (
 )
 from flatout.submit.states import JobState, State
 from flatout.submit.target import NotSent, Sent, Unanswered
+from flatout.words import clock
 
 FILE = "training_job.json"
 _KEY = "flatout:key"
@@ -35,6 +40,8 @@ _GROUP = "/aws/sagemaker/TrainingJobs"
 _ASK_EVERY_S = 5.0
 _SET_UP = "set up AWS' own configuration: credentials, and AWS_REGION or --option region="
 _UNKNOWN = ("ResourceNotFound", "ValidationException")
+# What a host has shown longer ago is of an earlier start, or of a host that is gone.
+_FRESH = timedelta(minutes=2)
 
 _BY_STATUS = {
     "Completed": State.succeeded,
@@ -145,7 +152,11 @@ class SageMaker:
         cloud = _Cloud(_region(folder))
         with cloud.answered():
             result = _described(cloud, cloud.client("sagemaker"), id)
-        return JobState(State.lost, "no such job") if result is None else _state(result)
+            if result is None:
+                return JobState(State.lost, "no such job")
+            state = _state(result)
+            left_s = _Shown(cloud, folder).left_s() if state.state is State.running else None
+        return state if left_s is None else replace(state, left_s=left_s, eta=clock(left_s))
 
     def logs(self, id: str, folder: Path, *, follow: bool) -> Iterator[str]:
         """What all containers have printed, from CloudWatch; each line with its host."""
@@ -163,12 +174,18 @@ class SageMaker:
             raise SubmitError("the job has printed nothing yet", where=f"{_GROUP}/{id}")
 
     def top(self, id: str, folder: Path, key: str) -> list[str]:
-        """Not from here: SageMaker lets no one in."""
-        raise SubmitError(
-            "SageMaker lets no one look into its containers",
-            where=id,
-            do=f"flatout logs {id} -f shows how far the job is",
-        )
+        """What its hosts have written beside the checkpoints some seconds ago."""
+        cloud = _Cloud(_region(folder))
+        with cloud.answered():
+            told = _Shown(cloud, folder).hosts()
+        if not told:
+            raise SubmitError(
+                "SageMaker lets no one look into its containers, and none has shown itself",
+                where=id,
+                do="--checkpoints s3://BUCKET/RUN, to which SageMaker copies what they show; "
+                f"flatout logs {id} -f shows what they print",
+            )
+        return told
 
     def cancel(self, id: str, folder: Path) -> None:
         """Stop the job: its containers get SIGTERM, and 2 minutes."""
@@ -227,6 +244,48 @@ class _Cloud:
         except self.refused as error:
             return _message(error)
         return ""
+
+
+class _Shown:
+    """What a job's hosts write beside its checkpoints, which SageMaker copies to S3.
+
+    Args:
+        cloud: that is asked.
+        folder: of the job.
+    """
+
+    def __init__(self, cloud: _Cloud, folder: Path) -> None:
+        uri = _request(folder).get("CheckpointConfig", {}).get("S3Uri", "")
+        self._cloud = cloud
+        self._bucket, prefix = _split(uri)
+        self._prefix = f"{prefix.rstrip('/')}/{LIVE}/".lstrip("/")
+
+    def left_s(self) -> float | None:
+        """How long the job will still take; None where it has not told."""
+        if not self._bucket:
+            return None
+        with suppress(ValueError, LookupError, TypeError, self._cloud.refused):
+            answer = self._get(self._prefix + REMAINING)
+            if answer["LastModified"] > datetime.now(UTC) - _FRESH:
+                return float(json.loads(answer["Body"].read())["remaining_s"])
+        return None
+
+    def hosts(self) -> list[str]:
+        """What each host that runs has shown last."""
+        if not self._bucket:
+            return []
+        listed = self._cloud.client("s3").list_objects_v2(Bucket=self._bucket, Prefix=self._prefix)
+        since = datetime.now(UTC) - _FRESH
+        names = [item["Key"] for item in listed.get("Contents", ()) if item["LastModified"] > since]
+        others = self._prefix + REMAINING
+        return [
+            str(self._get(name)["Body"].read().decode())
+            for name in names
+            if name.endswith(".json") and name != others
+        ]
+
+    def _get(self, name: str) -> dict[str, Any]:
+        return dict(self._cloud.client("s3").get_object(Bucket=self._bucket, Key=name))
 
 
 class _Logs:

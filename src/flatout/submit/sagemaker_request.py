@@ -30,6 +30,9 @@ _RANK = "{rank}"
 _MODES = ("File", "FastFile", "Pipe")
 # Where SageMaker keeps what it copies to S3, and how long containers have after its SIGTERM.
 _CHECKPOINTS, _GRACE_S = "/opt/ml/checkpoints", 120
+LIVE, REMAINING = "flatout-live", "remaining.json"
+"""The folder beside the checkpoints that shows what a job does now, and how much is left of it."""
+_LOOK_EVERY_S = 10
 # What SageMaker allows if no one says, and what it may be at most.
 _TIME_S, _LONGEST_S = 86_400, 28 * 86_400
 _MOST_RETRIES = 30
@@ -132,6 +135,7 @@ def start_script(job: Job) -> str:
         'if [ -f "$here/recipe.toml" ]; then cp "$here/recipe.toml" "$work"; fi',
         'cd "$work/code"',
         *shell.exports(job.environment),
+        *_shown(job),
         *(_SECRET if job.nodes > 1 else ()),
         "",
         *shell.array("command", shell.words(_command(job))),
@@ -154,6 +158,21 @@ def start_script(job: Job) -> str:
         'exit "$code"',
     ]
     return "\n".join(lines) + "\n"
+
+
+def _shown(job: Job) -> list[str]:
+    """Lines that write what the ranks of a host do now where SageMaker copies it to S3."""
+    if job.checkpoint is None:
+        return []
+    return [
+        "# Beside the checkpoints, which SageMaker copies to S3: what flatout jobs and top show.",
+        f"live={_CHECKPOINTS}/{LIVE}",
+        'mkdir -p "$live"',
+        f'export {shell.REMAINING}="$live/{REMAINING}"',
+        f'flatout top --every {_LOOK_EVERY_S} --to "$live/${{SM_CURRENT_HOST:-$HOSTNAME}}.json" \\',
+        "  > /dev/null 2>&1 &",
+        'trap "kill $!" EXIT',
+    ]
 
 
 def folder_of(job: Job) -> str:
