@@ -1,4 +1,4 @@
-"""A server that answers as the API server of Kubernetes does; its pods are processes of this machine.
+"""A server that answers as the API server of Kubernetes does; its pods are processes here.
 
 It checks what it is sent by the schemas of Kubeflow's resources, and keeps no more than that.
 """

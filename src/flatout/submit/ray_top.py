@@ -1,4 +1,4 @@
-"""The script by which `flatout top` looks into the nodes of a Ray cluster, as a job beside another."""
+"""The script by which `flatout top` looks into the nodes of a Ray cluster, beside a job."""
 
 from __future__ import annotations
 
