@@ -273,7 +273,7 @@ def test_a_pod_that_cannot_be_looked_into(cluster, tmp_path):
     cluster.forbidden = {"exec"}
     with pytest.raises(SubmitError, match="you may not create pods/exec") as no:
         to.top(id, job.folder, "key")
-    assert "the right to create pods/exec" in no.value.do
+    assert "the rights to get and create pods/exec" in no.value.do
 
 
 def test_no_cluster(tmp_path, monkeypatch):

@@ -74,11 +74,15 @@ def _opened(
             tty=False,
             _preload_content=False,
         )
-    except client.exceptions.ApiException as error:
+    except (client.exceptions.ApiException, AttributeError) as error:
+        # Some versions of the client fail over an answer without a body, which is behind that.
+        refused = error.__context__ if isinstance(error, AttributeError) else error
+        if not isinstance(refused, client.exceptions.ApiException):
+            raise
         raise SubmitError(
-            f"Kubernetes does not let you in: {_refusal(str(error.reason))}",
+            f"Kubernetes does not let you in: {_refusal(str(refused.reason))}",
             where=f"pod {pod}",
-            do="ask for the right to create pods/exec; flatout jobs and flatout logs need it not",
+            do="ask for the rights to get and create pods/exec; flatout jobs and logs need none",
         ) from error
 
 
