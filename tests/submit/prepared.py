@@ -22,7 +22,7 @@ def small_files(folder):
     values = [" ".join(f"{at}:{draw.random():.4f}" for at in range(1, 33)) for _ in range(ROWS)]
     for number in range(FILES):
         label = int(number % 4 == 0)
-        text = "".join(f"{label} {number + 100}:1 {row}\n" for row in values)
+        text = "".join(f"{label} {row} {number + 100}:1\n" for row in values)
         (folder / f"{label}-{number}.svm").write_text(text)
     return folder
 
