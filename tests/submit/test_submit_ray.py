@@ -216,7 +216,7 @@ def test_the_job_server_takes_jobs_tells_of_them_and_stops_them(cluster, tmp_pat
     assert to.find("k1", short.folder).id == "short"
     assert to.find("k2", short.folder) is None
     to.send(long, "k2")
-    until(lambda: ranks_in(to.top("long", long.folder, "k2")) == [0, 1])
+    until(lambda: ranks_in(to.top("long", long.folder, "k2")) == [0, 1], 240)
     to.cancel("long", long.folder)
     until(lambda: to.state("long", long.folder).state == State.canceled)
     assert to.state("absent", long.folder).state == State.lost
