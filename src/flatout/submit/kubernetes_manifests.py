@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flatout.errors import SubmitError
-from flatout.measure.live import SUBMITTED
+from flatout.measure import SUBMITTED
 from flatout.recipe import dumps
 from flatout.submit.artifact import refuse
 from flatout.submit.extras import require

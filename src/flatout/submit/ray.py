@@ -14,7 +14,7 @@ from typing import Any
 
 from flatout.console import colorless
 from flatout.errors import SubmitError
-from flatout.measure.live import SUBMITTED
+from flatout.measure import SUBMITTED
 from flatout.submit.artifact import Artifact, refuse
 from flatout.submit.extras import require
 from flatout.submit.inputs import is_seen, mount_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 
-from flatout.measure.live import SUBMITTED
+from flatout.measure import SUBMITTED
 from flatout.submit.job import Job
 from flatout.submit.ray_driver import environment
 
