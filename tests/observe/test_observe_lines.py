@@ -87,7 +87,7 @@ def test_what_grows_is_told_with_its_interval_and_noise_is_not():
     noise = [0.9, 1.2, 1.0, 1.1, 0.8, 1.3, 1.0, 0.9, 1.2, 1.0, 1.1, 1.2]
     assert growth(noise, 50, 2000) is None
     assert growth([1.0 + 0.01 * at for at in range(12)], 50, 10**6) is None  # it does not matter
-    assert growth([1.0 + 0.2 * at for at in range(12)], 50, 20) is None  # too few looks
+    assert growth([1.0 + 0.2 * at for at in range(12)], 50, 20) is None  # too few samples
     assert growth([0.0] * 8, 50, 2000) is None
 
 
@@ -112,7 +112,7 @@ def test_a_trainers_layers_are_told_beneath_the_line_that_starts_it():
     known = codes([here.__code__])
     known.update({id(one.__code__): one.__code__ for one in (conv.__call__, conv.call)})
     layer, gone, nowhere = stacks_in(nodes, known)
-    assert (layer.within, layer.trainer, layer.looks) == ("Conv", "keras", 4)
+    assert (layer.within, layer.trainer, layer.samples) == ("Conv", "keras", 4)
     assert (gone.within, gone.trainer) == ("", "")
     assert layer.users == gone.users == (layer.line.site,)
     assert nowhere.users == ()

@@ -19,7 +19,7 @@ from flatout.observe.record import NO_LOADER
 from flatout.observe.stacks import Places, Stack, codes, stacks_in
 from flatout.observe.watch import Watch
 
-# From so many looks on lines are told.
+# From so many samples on lines are told.
 _FEWEST = 50
 # A line that was seen for so many times the time of evaluation does more than evaluate.
 _LARGEST = 2.0
@@ -67,10 +67,10 @@ class LineSampler:
             return
         models = list(self._watch.models)
         stacks = list(stacks_in(self._stacks.seen(), codes(self._outer)))
-        looks = sum(stack.looks for stack in stacks)
-        if looks < _FEWEST:
+        samples = sum(stack.samples for stack in stacks)
+        if samples < _FEWEST:
             observation.notes.append(
-                f"lines: {looks} looks at the script are too few to tell its lines"
+                f"lines: {samples} samples of the script are too few to tell its lines"
             )
             return
         lanes = [ms or 0.0 for ms in observation.lanes_ms.values()]
@@ -110,7 +110,7 @@ def _move_evaluation(stacks: list[Stack], call: tuple[str, int], share: float) -
 
 
 def _made_input(stacks: list[Stack], called: set[tuple[str, int]]) -> bool:
-    """Moves looks at lines that make what these calls of models get from host to input.
+    """Moves samples of lines that make what these calls of models get from host to input.
 
     Returns:
         Whether there were any.
@@ -120,7 +120,7 @@ def _made_input(stacks: list[Stack], called: set[tuple[str, int]]) -> bool:
         result = Counter[Places]()
         for stack in stacks:
             if call in stack.users:
-                result[stack.users[stack.users.index(call) + 1 :]] += stack.looks
+                result[stack.users[stack.users.index(call) + 1 :]] += stack.samples
         # What is still the host's in the call itself makes its arguments.
         makes |= {call} | origins(call, result.most_common(1)[0][0] if result else ())
     moved = 0.0
@@ -133,7 +133,7 @@ def _made_input(stacks: list[Stack], called: set[tuple[str, int]]) -> bool:
 
 
 def _share_input(stacks: list[Stack], observation: Observation) -> None:
-    """What the host's looks say of input becomes the time of that lane."""
+    """What the host's samples say of input becomes the time of that lane."""
     made, left = (sum(stack.ns[lane] for stack in stacks) for lane in (INPUT, HOST))
     whole = observation.lanes_ms.get("host") or 0.0
     input_ms = whole * made / max(made + left, 1.0)

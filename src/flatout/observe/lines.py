@@ -31,9 +31,9 @@ _Key = TypeVar("_Key")
 
 @dataclass
 class _Of:
-    """All looks that one line is told by."""
+    """All samples of one line."""
 
-    looks: int = 0
+    samples: int = 0
     lanes: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     calls: dict[Place, float] = field(default_factory=lambda: defaultdict(float))
     within: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -45,7 +45,7 @@ class _Of:
         return sum(self.lanes.values())
 
     def add(self, stack: Stack, ms_per_ns: dict[str, float]) -> None:
-        self.looks += stack.looks
+        self.samples += stack.samples
         ns = sum(stack.ns)
         for lane, part in zip(LANES, stack.ns, strict=False):
             if part:
@@ -66,7 +66,7 @@ class Lines:
     Attributes:
         explained: share of the time of steps that has a line of the user's, or a trainer's
             function.
-        looks: how many there were.
+        samples: how many there were.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Lines:
     ) -> None:
         self._steps, self._width = steps, steps_per_bin
         stacks = list(stacks)
-        self.looks = sum(stack.looks for stack in stacks)
+        self.samples = sum(stack.samples for stack in stacks)
         whole = [sum(column) for column in zip(*(stack.ns for stack in stacks), strict=True)]
         ms = {lane: lanes_ms.get(lane) or 0.0 for lane in LANES}
         self._ms_per_ns = {
@@ -112,7 +112,7 @@ class Lines:
             [read(Site(*caller)) for caller in callers],
             within,
             trainer,
-            of.looks,
+            of.samples,
             self._growth(of),
         )
 
@@ -120,19 +120,19 @@ class Lines:
         """By how much more the line takes with each step, where it clearly does."""
         bins = self._steps // self._width
         of_bins = of.bins[1:bins]  # the first holds what is done once, the last is not full
-        if len(of_bins) < _FEWEST_BINS or of.looks < _FEWEST:
+        if len(of_bins) < _FEWEST_BINS or of.samples < _FEWEST:
             return None
         per_ns = of.ms * self._steps / max(sum(of.bins), 1e-9) / self._width
-        return growth([per_ns * ns for ns in of_bins], self._width, of.looks)
+        return growth([per_ns * ns for ns in of_bins], self._width, of.samples)
 
 
-def growth(ms: list[float], width: int, looks: int) -> Growth | None:
+def growth(ms: list[float], width: int, samples: int) -> Growth | None:
     """The slope of a line's time by steps, where it is above zero for sure, and matters.
 
     Args:
         ms: per step, in consecutive bins of `width` steps.
         width: of a bin.
-        looks: that these times were made of: fewer mean more noise.
+        samples: that these times were made of: fewer mean more noise.
     """
     # It needs numpy, which is the script's to import first.
     from flatout.measure import student_t
@@ -142,9 +142,9 @@ def growth(ms: list[float], width: int, looks: int) -> Growth | None:
     spread = sum(place * place for place in places)
     slope = sum(place * item for place, item in zip(places, ms, strict=True)) / spread
     left = [item - mean - slope * place for place, item in zip(places, ms, strict=True)]
-    # No less than the noise of counting looks.
-    of_looks = mean * mean * count / looks
-    noise = max(sum(item * item for item in left) / (count - 2), of_looks)
+    # No less than the noise of counting samples.
+    of_samples = mean * mean * count / samples
+    noise = max(sum(item * item for item in left) / (count - 2), of_samples)
     within = student_t(count - 2) * math.sqrt(noise / spread)
     if mean <= 0 or slope <= _SURE * within or slope * width * count < _GROWS_BY * mean:
         return None

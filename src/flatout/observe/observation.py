@@ -521,7 +521,7 @@ class Line:
             DataLoader's own code, the function.
         trainer: the package that runs beneath a line that only starts it, such as "lightning"; ""
             for none.
-        looks: how many looks at the script found it there: the fewer, the rougher is `ms`.
+        samples: of the script that were taken there: the fewer, the rougher is `ms`.
         growth: where it takes more and more; None where it does not.
     """
 
@@ -532,7 +532,7 @@ class Line:
     callers: list[Site] = field(default_factory=list)
     within: str = ""
     trainer: str = ""
-    looks: int = 0
+    samples: int = 0
     growth: Growth | None = None
 
 

@@ -103,7 +103,7 @@ class Stack:
     users: Places
     within: str
     trainer: str
-    looks: int
+    samples: int
     ns: list[float]
     bins: list[float]
 
@@ -155,7 +155,7 @@ def _is_module(place: Place) -> bool:
 
 def _stack(
     places: list[Place],
-    looks: int,
+    samples: int,
     ns: list[float],
     bins: list[float],
 ) -> Stack:
@@ -175,7 +175,7 @@ def _stack(
         tuple(dict.fromkeys(place.site for place in users)),
         within.removesuffix(".forward").removesuffix(".call"),
         "" if trainer is None else trainer.package,
-        looks,
+        samples,
         moved,
         bins,
     )
