@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from flatout.models.frozen.stand_in import Run
+from flatout.models.keras.layers import is_layer
 from flatout.models.rewrites import forward_as_written
 
 Path = tuple[str, ...]
@@ -58,8 +59,7 @@ def taking_part(run: Run, parts: Iterable[tuple[str, Any]]) -> Iterator[None]:
     """Within, the calls of these parts ask the run."""
     kept = []
     for name, part in parts:
-        attribute = "forward" if hasattr(type(part), "_call_impl") else "call"
-        attribute = "call" if hasattr(part, "_flatten_layers") else attribute
+        attribute = "call" if is_layer(part) else "forward"
         own = vars(part)
         kept.append((own, attribute, own.get(attribute, _NONE)))
         written = forward_as_written(part) if run.as_written else None

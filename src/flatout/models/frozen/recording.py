@@ -19,6 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 from flatout.measure import finish_device
 from flatout.models.frozen.calls import Frame, Key, Path, is_transparent
 from flatout.models.frozen.stand_in import StandIn, about, name_of, stand_ins, with_values
+from flatout.models.keras.layers import has_layers, is_layer
 
 _SMALL_BYTES = 65_536
 # Modules of torch's that hold others, and do nothing but call them.
@@ -253,8 +254,8 @@ class Recording(TorchFunctionMode):
     def _is_leaf(self, name: str, part: Any) -> bool:
         if name in self._opaque:
             return True
-        if hasattr(part, "_flatten_layers"):
-            return next(iter(part._flatten_layers(include_self=False)), None) is None
+        if is_layer(part):
+            return not has_layers(part)
         is_torchs = type(part).__module__.startswith("torch.")
         return is_torchs and not isinstance(part, _CONTAINERS)
 

@@ -24,6 +24,7 @@ from flatout.errors import ModelError
 from flatout.models.applied_cut import applied
 from flatout.models.keras import hold
 from flatout.models.keras.facts import layer_lines
+from flatout.models.keras.layers import is_layer
 from flatout.models.keras.rewrites import keras_calls, put_on, training_step
 from flatout.models.rewrites import Rewrite
 from flatout.models.torch_model import Look, TorchModel
@@ -303,7 +304,7 @@ def modules_of(model: Any) -> list[Any]:
             continue
         result[id(module)] = module
         waiting.extend(module.children())
-        if hasattr(module, "_flatten_layers"):
+        if is_layer(module):
             waiting.extend(module._flatten_layers(include_self=False, recursive=False))
     return list(result.values())
 
