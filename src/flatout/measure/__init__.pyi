@@ -1,14 +1,13 @@
 from flatout.measure.cgroup import cgroup_cpu_quota as cgroup_cpu_quota
 from flatout.measure.cgroup import cgroup_memory_limit as cgroup_memory_limit
 from flatout.measure.cgroup import usable_cpus as usable_cpus
-from flatout.measure.curves import CurveDifference as CurveDifference
 from flatout.measure.curves import compare_curves as compare_curves
 from flatout.measure.device_lanes import DeviceLanes as DeviceLanes
 from flatout.measure.device_lanes import cuda_lanes as cuda_lanes
 from flatout.measure.fingerprint import Fingerprint as Fingerprint
 from flatout.measure.fingerprint import fingerprint as fingerprint
 from flatout.measure.fingerprint import plain as plain
-from flatout.measure.fingerprint import said as said
+from flatout.measure.fingerprint import value_words as value_words
 from flatout.measure.live import SUBMITTED as SUBMITTED
 from flatout.measure.live import Live as Live
 from flatout.measure.live import Rank as Rank
@@ -18,7 +17,6 @@ from flatout.measure.machine import known_rates as known_rates
 from flatout.measure.machine import machine_rates as machine_rates
 from flatout.measure.meters import available_bytes as available_bytes
 from flatout.measure.meters import available_on_gpu as available_on_gpu
-from flatout.measure.meters import cpu_seconds as cpu_seconds
 from flatout.measure.meters import finish_device as finish_device
 from flatout.measure.meters import page_faults as page_faults
 from flatout.measure.meters import resident_bytes as resident_bytes
@@ -51,7 +49,6 @@ from flatout.measure.timeline import STEP_LANES as STEP_LANES
 from flatout.measure.timeline import Timeline as Timeline
 from flatout.measure.trial import Interval as Interval
 from flatout.measure.trial import TrialResult as TrialResult
-from flatout.measure.trial import bootstrap_paired as bootstrap_paired
 from flatout.measure.trial import bootstrap_ratio as bootstrap_ratio
 from flatout.measure.trial import quadruples as quadruples
 from flatout.measure.trial import run_trial as run_trial

@@ -100,7 +100,7 @@ class Fingerprint:
         """
         here = self.as_dict()
         return [
-            f"{name}: {said(here.get(name))} here, {said(other.get(name))} there"
+            f"{name}: {value_words(here.get(name))} here, {value_words(other.get(name))} there"
             for name in dict.fromkeys([*here, *other])
             if here.get(name) != plain(other.get(name))
         ]
@@ -194,7 +194,7 @@ def plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def said(value: Any) -> str:
+def value_words(value: Any) -> str:
     """A value for people."""
     if isinstance(value, list | tuple):
         return ", ".join(map(str, value)) or "none"

@@ -22,12 +22,6 @@ def page_faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
-def cpu_seconds() -> float:
-    """Returns the CPU time of this process so far in seconds: user and system, all threads."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
-
-
 def resident_bytes() -> int:
     """Returns the bytes of this process that are in memory now."""
     import psutil

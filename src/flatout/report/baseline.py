@@ -35,7 +35,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from flatout.atomic_file import atomic_write
 from flatout.errors import FlatoutError
-from flatout.measure import Interval, plain, ratio_of_medians, said
+from flatout.measure import Interval, plain, ratio_of_medians, value_words
 from flatout.observe import Observation
 from flatout.report.observed import observed
 from flatout.report.tried import tried
@@ -338,7 +338,7 @@ def _incomparable(
 def _differences(kept: Mapping[str, Any], new: Mapping[str, Any], *, hardware: bool) -> list[str]:
     names = [name for name in dict.fromkeys([*kept, *new]) if (name in _SOFTWARE) != hardware]
     return [
-        f"{name} {said(kept.get(name))}, now {said(new.get(name))}"
+        f"{name} {value_words(kept.get(name))}, now {value_words(new.get(name))}"
         for name in names
         if plain(kept.get(name)) != plain(new.get(name))
     ]

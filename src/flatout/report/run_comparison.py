@@ -33,8 +33,8 @@ from flatout.measure import (
     mean_use,
     plain,
     ratio_of_medians,
-    said,
     student_t,
+    value_words,
 )
 from flatout.report.baseline import FLOOR
 from flatout.report.run import FEWEST_STEPS, SeenRun, names_of
@@ -552,7 +552,7 @@ def _versions(profile: Profile) -> dict[str, Any]:
 
 def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     return [
-        f"{name} {_short(said(a.get(name)))} -> {_short(said(b.get(name)))}"
+        f"{name} {_short(value_words(a.get(name)))} -> {_short(value_words(b.get(name)))}"
         for name in dict.fromkeys([*a, *b])
         if plain(a.get(name)) != plain(b.get(name))
     ]
