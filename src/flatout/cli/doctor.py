@@ -149,7 +149,7 @@ def doctor(
         raise typer.BadParameter("--json has the changes in it already: leave --diff or --fix away")
     budget_s = _seconds(budget or ("10m" if search else "2m"))
     from flatout.recipe import Parity
-    from flatout.report import Asked, Baseline, Files, recipe_file, visit
+    from flatout.report import Asked, Baseline, Files, diagnose, recipe_file
 
     what = [*(["-m"] if is_module else []), script, *(args or [])]
     _set_keras_backend(what)
@@ -171,7 +171,7 @@ def doctor(
         diff=diff,
         fix=Parity.from_name(allow or "exact") if fix else None,
     )
-    raise typer.Exit(visit(asked))
+    raise typer.Exit(diagnose(asked))
 
 
 def _check_script(script: str) -> None:

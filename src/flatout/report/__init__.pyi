@@ -5,7 +5,7 @@ from flatout.report.run_files import Report as Report
 from flatout.report.run_history import RunHistory as RunHistory
 from flatout.report.scaling import Scaling as Scaling
 from flatout.report.session import Asked as Asked
-from flatout.report.session import visit as visit
+from flatout.report.session import diagnose as diagnose
 from flatout.report.terminal import Changes as Changes
 from flatout.report.terminal import Comparison as Comparison
 from flatout.report.terminal import JobResult as JobResult

@@ -1,4 +1,4 @@
-"""A script's visit to the doctor: looked at, and with consent tried cures on, in trials."""
+"""`flatout doctor SCRIPT`: observe a script, and with consent try cures on it, in trials."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class _Treated:
     met: int | None = None
 
 
-def visit(asked: Asked) -> int:
+def diagnose(asked: Asked) -> int:
     """Look at a script, prove its cures if that is agreed, and tell; returns the exit code.
 
     Raises:
