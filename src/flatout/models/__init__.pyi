@@ -37,6 +37,7 @@ from flatout.models.keras.compiled import sample_losses as sample_losses
 from flatout.models.keras.data import as_keras_source as as_keras_source
 from flatout.models.keras.facts import compiled_facts as compiled_facts
 from flatout.models.keras.facts import keras_callback_facts as keras_callback_facts
+from flatout.models.keras.model import call as call
 from flatout.models.keras.model import has_own_step as has_own_step
 from flatout.models.keras.model import modules_of as modules_of
 from flatout.models.keras.optimizer import KerasOptimizer as KerasOptimizer
