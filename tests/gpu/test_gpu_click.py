@@ -556,3 +556,16 @@ def test_an_id_that_torch_finds_on_the_device_is_told_in_words(tmp_path, device)
     said = "DataError: a kernel on the GPU found an index" if device.type == "cuda" else "DataError"
     assert said in done.stderr, done.stderr
     assert "ids" in done.stderr
+
+
+@pytest.mark.parametrize("verb", ["evaluate", "predict", "worst"])
+def test_an_id_is_named_where_nothing_trains(verb, device):
+    ids = torch.randint(0, 50, (640, 3))
+    ids[500, 1] = 50
+    model = nn.Sequential(nn.Embedding(50, 4), nn.Flatten(), nn.Linear(12, 1))
+    trainer = flatout.Trainer(model, loss="mse", say=lambda line: None)
+    data = (ids,) if verb == "predict" else (ids, torch.rand(640, 1))
+    with pytest.raises(DataError, match="id 50 is not in") as error:
+        getattr(trainer, verb)(*data)
+    assert "sample 500" in str(error.value)
+    assert torch.ones(3, device=device).sum() == 3

@@ -59,7 +59,21 @@ def test_a_shuffled_sample_keeps_its_number():
     assert caught.value.where == "inputs[0], column 1, sample 40"
 
 
-def test_validation_evaluation_and_prediction():
+EMBEDDING = torch.embedding
+
+
+def embedding_as_on_a_gpu(weight, ids, *options):
+    """Where torch finds an id outside there, the process can use the GPU no more."""
+    if bool(((ids < 0) | (ids >= len(weight))).any()):
+        raise SystemExit("device-side assert triggered")
+    return EMBEDDING(weight, ids, *options)
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_validation_evaluation_and_prediction(on_gpu, monkeypatch):
+    if on_gpu:
+        monkeypatch.setattr("flatout.train.tables.ends_the_device", lambda batch: True)
+        monkeypatch.setattr(torch, "embedding", embedding_as_on_a_gpu)
     pairs, words = rows()
     bad = pairs.copy()
     bad[3, 0] = 10
@@ -68,7 +82,12 @@ def test_validation_evaluation_and_prediction():
         fitted(pairs, words, validation_data=((bad, words), y))
     assert e.value.where == "inputs[0], column 0, sample 3"
     job = trainer(Ids())
-    for run in (lambda: job.evaluate((bad, words), y), lambda: job.predict((bad, words))):
+    job.evaluate((pairs, words), y)
+    for run in (
+        lambda: job.evaluate((bad, words), y),
+        lambda: job.predict((bad, words)),
+        lambda: job.worst((bad, words), y),
+    ):
         with pytest.raises(DataError, match="id 10 is not in 0") as caught:
             run()
         assert caught.value.where == "inputs[0], column 0, sample 3"

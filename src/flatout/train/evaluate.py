@@ -22,7 +22,7 @@ from flatout.train.loop import Loop
 from flatout.train.ranks import agreed, part_of
 from flatout.train.running_mean import RunningMean, mean_of
 from flatout.train.snapshot import untouched
-from flatout.train.tables import explain_ids, ids_checked
+from flatout.train.tables import explain_ids, ids_checked, ids_checked_on_gpu
 
 # How many of a validation's batches are looked at before a fit.
 _BATCHES = 2
@@ -101,7 +101,8 @@ def evaluate_batches(
     whole = loop.world.size > 1 and meets
 
     def take(batch: Batch) -> None:
-        value = job.compute(batch)
+        with ids_checked_on_gpu(objective.model, batch, source):
+            value = job.compute(batch)
         if batch.is_copy:
             pass  # another rank counts it
         elif isinstance(value, tuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from flatout.data import Batch, Pipeline, Source, named_tensors
+from flatout.data import Batch, Pipeline, Source, named_tensors, tensors_in
 from flatout.errors import DataError, FlatoutError
 from flatout.models import adapter_of, own_names
 from flatout.train.broadcast import uncompiled
@@ -92,6 +92,23 @@ def explain_ids(
             raise found from error
         except Exception:
             return
+
+
+def ids_checked_on_gpu(
+    model: nn.Module, batch: Batch, source: Source | None
+) -> AbstractContextManager[None]:
+    """`ids_checked` where an id outside of a table would end the use of the device.
+
+    On a CPU torch says so itself, and `explain_ids` names it.
+    """
+    if not ends_the_device(batch) or not any(adapter_of(model).tables()):
+        return nullcontext()
+    return ids_checked(model, batch, source)
+
+
+def ends_the_device(batch: Batch) -> bool:
+    """Whether a kernel that reads by an id outside of a table leaves the device of no more use."""
+    return any(tensor.device.type != "cpu" for tensor in tensors_in(batch.inputs))
 
 
 @contextmanager

@@ -21,12 +21,12 @@ from flatout.train.evaluate import evaluating
 from flatout.train.loop import Loop
 from flatout.train.ranks import part_of
 from flatout.train.sample_loss import SampleLoss
+from flatout.train.tables import ids_checked
 from flatout.words import rounded
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from flatout.train.loop import Loop
     from flatout.train.objective import Objective
 
 _COLUMNS = 5
@@ -125,7 +125,8 @@ def worst(
     worst_samples: list[tuple[WorstSample, torch.Tensor | None]] = []
 
     def take(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        output = objective.output(batch.inputs, loop)
+        with ids_checked(objective.model, batch, source):
+            output = objective.output(batch.inputs, loop)
         if batch.targets is None:
             raise DataError("the samples have no targets", do="give (x, y), or x and y")
         return loss.values(output, batch).cpu(), output.detach().float().cpu()
