@@ -55,6 +55,10 @@ def test_features_that_do_not_fit_lose_to_those_that_do():
     alone = choose([large], 2000, 10, 0.1)
     assert (alone.kept, alone.share) == (large, 0.125)
     assert "room for 12%" in alone.words("memory", "fp32")
+    kept = option("large", size=4_000_000, room=GB, filled=1.0)
+    found = choose([kept], 2000, 10, 0.1)
+    assert found.share == 1
+    assert "room for" not in found.words("disk", "fp32")
 
 
 def test_each_variant_is_filled_by_itself():

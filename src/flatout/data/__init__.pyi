@@ -40,6 +40,8 @@ from flatout.data.features.device_rows import features_give_way as features_give
 from flatout.data.features.key import feature_key as feature_key
 from flatout.data.features.named_store import NamedStore as NamedStore
 from flatout.data.features.room import device_room as device_room
+from flatout.data.features.room import disk_room as disk_room
+from flatout.data.features.room import memory_room as memory_room
 from flatout.data.features.row_log import RowPart as RowPart
 from flatout.data.features.sample_names import NAMES_VERSION as NAMES_VERSION
 from flatout.data.features.sample_names import sample_names as sample_names

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 import time
 from collections.abc import Callable
@@ -11,11 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flatout.cache_folder import cache_folder, kind_folder
-from flatout.data import Pipeline, Source, device_room
+from flatout.cache_folder import kind_folder
+from flatout.data import Pipeline, Source, device_room, disk_room, memory_room
 from flatout.measure import available_bytes, finish_device, usable_cpus
 
-# Of the free memory, what a store may take; as the store itself has it.
+# Of the free memory, what is left to the files that the system keeps there.
 _SHARE = 0.5
 _COPIED = 16 << 20
 # A row is also compared with its checksum, and gathered: it is read at this share of a copy's rate.
@@ -124,8 +123,5 @@ def disk_rate(data: bytes) -> float:
 
 
 def room(where: str) -> float:
-    """Bytes that a store may take."""
-    if where == "memory":
-        return available_bytes() * _SHARE
-    folders = (cache_folder(), *cache_folder().parents)
-    return float(shutil.disk_usage(next(folder for folder in folders if folder.exists())).free)
+    """Bytes that a store may still take."""
+    return float(memory_room() if where == "memory" else disk_room())

@@ -64,6 +64,10 @@ class FeatureOption:
         why = "" if isinf(self.sent_s) else f": sending takes {took}"
         return f"{each} computes and keeps all rows{why}"
 
+    def share(self, samples: int) -> float:
+        """Of all samples and variants, how many are kept or have room."""
+        return min(1.0, self.filled + self.room / max(1, self.whole_bytes(samples)))
+
     def whole_bytes(self, samples: int) -> int:
         """Of all samples and variants that a host needs in the end."""
         parts = self.hosts if self.stays else 1
@@ -81,7 +85,7 @@ class Choice:
         later_s: where all is.
         pays_from: the epoch, counted from 1, from which on the run is ahead.
         whole_bytes: of all samples and variants, on each host.
-        share: of them there is room for.
+        share: of them that are kept already or have room.
     """
 
     kept: FeatureOption | None
@@ -156,14 +160,12 @@ def _of(option: FeatureOption, samples: int, epochs: int, plain_s: float) -> Cho
         ahead += plain_s - spent
         if ahead > 0 and not pays_from:
             pays_from = epoch
-    share = min(1.0, option.room / max(1, whole))
-    return Choice(option, "", plain_s, later, pays_from, whole, share)
+    return Choice(option, "", plain_s, later, pays_from, whole, option.share(samples))
 
 
 def _epochs(option: FeatureOption, samples: int, epochs: int, plain_s: float) -> Iterator[float]:
     """Seconds of a sample in each epoch, on average."""
-    whole = option.whole_bytes(samples)
-    room = min(1.0, option.room / max(1, whole))
+    room = option.share(samples)
     later = max(0.0, plain_s - option.saved_s) + option.read_s
     there = known = option.filled  # on a host, and on any of those that it gets rows from
     # In each epoch a sample comes as one of its variants, and to one of the hosts.
