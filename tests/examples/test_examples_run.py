@@ -205,13 +205,12 @@ def test_transfer_separates_photographs_by_real_weights(photographs):
 
 
 @pytest.mark.slow
-def test_transfer_takes_a_model_of_the_user(photographs, monkeypatch):
+def test_transfer_takes_a_model_of_the_user(photographs):
     (photographs / "mine.py").write_text(
         "from torch import nn\n\n\ndef net():\n"
         "    body = [nn.Conv2d(3, 8, 3, 4), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten()]\n"
         "    return nn.Sequential(*body, nn.Linear(128, 10))\n"
     )
-    monkeypatch.setenv("PYTHONPATH", str(photographs))
     said = run(photographs, "transfer.py", "train", "val", "--model", "mine:net", "--size", "64")
     assert "held out: loss" in said
     weights = safetensors.torch.load_file(photographs / "transfer.safetensors")
