@@ -3,6 +3,7 @@
 import copy
 import io
 import json
+import math
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from flatout.cures.kept_samples import FIELD
 from flatout.data import sample_names
 from flatout.data.features import room
 from flatout.data.features.sample_names import hashed
+from flatout.models.frozen import contents
 from flatout.train.frozen_choice import Choice
 
 
@@ -146,6 +148,10 @@ def change_weights(job):
         job.body.layers[0].weight.mul_(2)
 
 
+def change_uncounted(job):
+    job.body.layers[0].weight.data.mul_(2)
+
+
 def replace_weights(job):
     job.body.layers[0].bias = nn.Parameter(torch.ones(5), requires_grad=False)
 
@@ -155,8 +161,9 @@ def load(job):
     job.body.load_state_dict(state)
 
 
-@pytest.mark.parametrize("change", [change_weights, replace_weights, load])
-def test_other_weights_give_other_features(change):
+@pytest.mark.parametrize("change", [change_weights, change_uncounted, replace_weights, load])
+def test_other_weights_give_other_features(change, monkeypatch):
+    monkeypatch.setattr(contents, "_SHARE", math.inf)  # they are looked at in each call
     job = Job()
     job.computes(X)
     change(job)
@@ -624,6 +631,11 @@ def test_a_cut_that_does_not_hold_any_more_is_looked_for_again(monkeypatch):
     job(*pictures())
     job(*pictures())
     assert sum(job.computed) == 12
+    monkeypatch.setattr(contents, "_SHARE", math.inf)  # weights are looked at in each call
+    job.model.first.weight.data.mul_(2)
+    job(*pictures())
+    job(*pictures())
+    assert job.computed.pop() == 12
     job.model.second.requires_grad_(True)
     assert job(*pictures()).requires_grad
     job(*pictures())

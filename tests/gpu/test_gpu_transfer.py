@@ -16,7 +16,7 @@ from flatout.data import RowPart, sample_names
 from flatout.data.features.device_rows import features_give_way
 from flatout.data.features.named_store import NamedStore
 from flatout.data.features.sample_names import hashed
-from flatout.models import Cut
+from flatout.models import Contents, Cut
 from flatout.recipe import Recipe
 from flatout.train import features, frozen_choice
 from flatout.train.frozen_choice import Choice
@@ -445,3 +445,16 @@ def test_samples_have_the_same_names_on_each_device(device):
     batch = torch.randn(32, 3, 7, 5)
     assert len(set(sample_names(batch.to(device)))) == 32
     assert sample_names(batch.to(device)[3:5]) == sample_names(batch.to(device))[3:5]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.bool]
+)
+def test_a_change_that_torch_does_not_count_is_noticed(dtype, device):
+    tensor = torch.zeros(3, 5, device=device).to(dtype)
+    contents = Contents([torch.ones(2), tensor, tensor.t()[1:]])
+    assert contents.are_same()
+    tensor.data[2, 4] = 1
+    assert not contents.are_same()
+    tensor.data[2, 4] = 0
+    assert contents.are_same()

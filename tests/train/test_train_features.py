@@ -14,7 +14,7 @@ import flatout
 from flatout.data.execution import replaced_files
 from flatout.data.sources.image_rows import ImageRows
 from flatout.errors import DataError
-from flatout.models import find_cuts
+from flatout.models import Contents, find_cuts
 from flatout.recipe import Recipe
 from flatout.train import auto, auto_budget, auto_check, feature_costs, frozen_precision
 from flatout.train import features as kept
@@ -74,13 +74,23 @@ def test_bf16_rows_stay_within_rounding():
         assert torch.allclose(ours, theirs, atol=1e-3)
 
 
+def counted(weight):
+    with torch.no_grad():
+        weight.mul_(2)
+
+
+def uncounted(weight):
+    """Past torch's count of its changes."""
+    weight.data.mul_(2)
+
+
 @pytest.mark.slow
-def test_layers_that_a_callback_changes_are_computed_again(made):
+@pytest.mark.parametrize("double", [counted, uncounted])
+def test_layers_that_a_callback_changes_are_computed_again(made, double):
     class Change(flatout.Callback):
         def on_epoch_end(self, state):
             if state.epoch == 1:
-                with torch.no_grad():
-                    state.trainer.model[0].weight.mul_(2)
+                double(state.trainer.model[0].weight)
 
     said = []
     plain, expected = fitted("off", epochs=4, callbacks=[Change()])
@@ -105,6 +115,27 @@ def test_batches_made_of_rows_are_made_again_after_a_change(tmp_path):
     trainer, history = fitted("disk", data, callbacks=[ChangeInAnEpoch()])
     assert same(trainer.model, plain.model)
     assert figures(history) == figures(expected)
+
+
+class DoubleUncounted(flatout.Callback):
+    """In the first epoch, once."""
+
+    every = 1
+
+    def on_step(self, state):
+        if state.step == 2:
+            uncounted(state.trainer.model[0].weight)
+
+
+def test_nothing_is_kept_of_layers_that_were_changed_unnoticed(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(Contents, "seem_same", lambda self: True)  # until the next epoch
+    data = written(tmp_path)
+    fitted("disk", data, callbacks=[DoubleUncounted()])
+    plain, _ = fitted("off", data)
+    trainer, history = fitted("disk", data)
+    assert history.features["kept"]["filled"] > 0
+    assert same(trainer.model, plain.model)
 
 
 def test_a_second_fit_with_another_rate_computes_nothing(tmp_path, made, monkeypatch):

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from flatout.data import Features
+from flatout.models import Contents
 from flatout.models.frozen.kept_input import features_of
 
 
@@ -22,6 +23,7 @@ class SequentialCut:
         self.computed = 0
         with torch.no_grad():
             self.bytes_per_sample = self.prefix(inputs[:1])[0].nbytes
+        self.contents = Contents(self.tensors.values())
         self._state = self._now()
 
     def _now(self):

@@ -161,7 +161,7 @@ class CutFeatures(KeptSamples):
 
     def _is_current(self, cut: Cut) -> bool:
         """Whether the cut is what it was; else it is let go, and looked for again."""
-        if cut.is_current():
+        if cut.is_current() and cut.contents.seem_same():
             return True
         self._cut, self.is_open = None, self._looked < _LOOKS
         self._changed()
@@ -195,7 +195,7 @@ class CutFeatures(KeptSamples):
             if is_checked:
                 at = torch.from_numpy(np.flatnonzero(there)).to(self._device)
                 self._check([item[at] for item in made], rows)
-        if len(missing) and not self._is_over:
+        if len(missing) and not self._is_over and cut.contents.are_same():
             again = len(names) - len(missing)
             self._keep(kept, [names[at] for at in missing.tolist()], new, again)
         if made is not None:

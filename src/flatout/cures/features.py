@@ -162,6 +162,7 @@ class Features(KeptSamples):
         self._is_whole = is_whole
         self._part = ref(part)
         self._state: Any = None
+        self._contents: Any = None  # of the tensors that the state is of
 
     def open(self) -> bool:
         """Puts itself in the way, unless someone else is there."""
@@ -192,7 +193,7 @@ class Features(KeptSamples):
         again = int((places >= 0).sum())
         if again < len(samples):
             given = self._computed(original, batch) if given is None else given
-            if not self._is_over:
+            if not self._is_over and self._contents.are_same():
                 self._keep(kept, samples, [given], again)
             return given
         with self._torch.inference_mode(False), self._torch.no_grad():
@@ -226,6 +227,8 @@ class Features(KeptSamples):
 
     def is_frozen(self) -> bool:
         """Whether it is what it was; forgets what it gave where it has changed since."""
+        from flatout.models import Contents
+
         part: Any = self._part()
         tensors = [*part.parameters(), *part.buffers()]
         may_want = self._is_whole and not self._torch.is_grad_enabled()
@@ -234,12 +237,14 @@ class Features(KeptSamples):
             return False
         if any(acts_in_training(inner) for inner in part.modules()):
             return False
-        state = [(id(tensor), tensor._version) for tensor in tensors]
-        if self._state not in (None, state):
+        state = [(id(tensor), tensor._version, tensor.data_ptr()) for tensor in tensors]
+        is_same = self._state == state and self._contents.seem_same()
+        if self._state is not None and not is_same:
             self._changed()
             if self._is_over:
                 return False
-        self._state = state
+        if not is_same:
+            self._state, self._contents = state, Contents(tensors)
         return True
 
     def _mode(self) -> Any:

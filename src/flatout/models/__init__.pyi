@@ -16,6 +16,7 @@ from flatout.models.freezing import freeze as freeze
 from flatout.models.freezing import frozen_parameters as frozen_parameters
 from flatout.models.freezing import moving_within as moving_within
 from flatout.models.freezing import unfreeze as unfreeze
+from flatout.models.frozen.contents import Contents as Contents
 from flatout.models.frozen.cut import Cut as Cut
 from flatout.models.frozen.find import Cuts as Cuts
 from flatout.models.frozen.find import find_cuts as find_cuts

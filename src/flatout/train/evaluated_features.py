@@ -158,7 +158,7 @@ class EvaluatedFeatures:
     def _cuts_for(self, source: Source, batch: Batch | None, known: list[list[int]]) -> list[Cut]:
         """The model's cuts for batches of this form, on all ranks the same."""
         forms, looked = [] if batch is None else forms_of(batch), self._looked
-        is_there = forms == self._forms and all(cut.is_current() for cut in self._cuts)
+        is_there = forms == self._forms and all(map(_is_as_it_was, self._cuts))
         if not all(self._loop.world.gather(bool(looked.cuts) and is_there)):
             looked, why = self._features.look(source, batch)
             self._looked, self._forms = looked, forms
@@ -213,6 +213,10 @@ class EvaluatedFeatures:
         if content not in self._said:
             self._said.add(content)
             self._loop.say(line)
+
+
+def _is_as_it_was(cut: Cut) -> bool:
+    return cut.is_current() and cut.contents.are_same()
 
 
 def content_of(samples: NamedSamples) -> str:

@@ -272,7 +272,8 @@ class ModelRows:
             at = missing.to(self._loop.device, non_blocking=True)
             inputs = map_tensors(lambda tensor: tensor.index_select(0, at), inputs)
         made = self._computed(cut, inputs, len(missing), alone=batch.size == 1)
-        _keep(batch, rows, slots, missing, made)
+        if cut.contents.are_same():
+            _keep(batch, rows, slots, missing, made)
         if there.any():
             pairs = zip(kept, made, strict=True)
             made = Features(joined_rows(item, other, there) for item, other in pairs)
@@ -296,8 +297,9 @@ class ModelRows:
             at = torch.from_numpy(missing).to(self._loop.device, non_blocking=True)
             inputs = map_tensors(lambda tensor: tensor.index_select(0, at), inputs)
         made = self._computed(cut, inputs, len(missing), alone=batch.size == 1)
-        own = [names[at] for at in missing.tolist() if at < batch.samples]
-        rows.store.put(own, [part[: len(own)] for part in made])
+        if cut.contents.are_same():
+            own = [names[at] for at in missing.tolist() if at < batch.samples]
+            rows.store.put(own, [part[: len(own)] for part in made])
         if there.any():
             pairs = zip(kept, made, strict=True)
             made = Features(joined_rows(item, other, there) for item, other in pairs)

@@ -96,6 +96,7 @@ class FrozenFeatures:
         self._say = loop.say  # before the first epoch no progress line would show it
         self._pixels: Pipeline | None = None
         self._hindrance = ""  # what keeps more of the model from being frozen
+        self._is_new_epoch = False
         self._waits: bool | None = None  # whether features wait for the settings
         self._evaluated = EvaluatedFeatures(self, loop, model)
         self._calls, self._given = calls, GivenInputs(loop)
@@ -152,6 +153,7 @@ class FrozenFeatures:
         """
         self._source, self._trains, self._restarts = source, True, False
         self._given.begin(part, epoch)
+        self._is_new_epoch = True
         for _, rows in self._of_source.values():
             if rows is not None:
                 rows.store.wait()
@@ -197,7 +199,7 @@ class FrozenFeatures:
             self._loop.note("features: the loop computes otherwise than it did: nothing is kept")
             self._drop()
             self._restarts = True
-        elif self._cut is not None and not self._cut.is_current():
+        elif self._cut is not None and not (self._cut.is_current() and self._is_same(self._cut)):
             self._loop.note("features: the frozen layers have changed: what was kept is dropped")
             self._drop()
             self._restarts = self._has_dropped = True
@@ -209,6 +211,16 @@ class FrozenFeatures:
         restarts = self._restarts or self._given.must_restart()
         self._restarts = False
         return restarts and not isinstance(rows, NamedRows)  # whose samples are all made
+
+    def _is_same(self, cut: Cut) -> bool:
+        """Whether its tensors hold what they did: asked when an epoch begins, and now and then.
+
+        Of several ranks only then: all must notice a change in the same step.
+        """
+        if self._is_new_epoch:
+            self._is_new_epoch = False
+            return cut.contents.are_same()
+        return self._loop.world.size > 1 or cut.contents.seem_same()
 
     def watching(self, batches: Sequence[Batch]) -> AbstractContextManager[None]:
         """Within, a step of these batches is made."""
@@ -268,7 +280,7 @@ class FrozenFeatures:
                 yield batches
             return
         rows, cut = self.rows_of(source), self._cut
-        if rows is None or cut is None or not cut.is_current():
+        if rows is None or cut is None or not (cut.is_current() and cut.contents.are_same()):
             yield part.batches(0, 0)
         else:
             yield self.rows.completed(part, rows, cut)

@@ -15,6 +15,7 @@ from flatout.errors import ModelError
 from flatout.models.adapter import adapter_of
 from flatout.models.applied_cut import applied
 from flatout.models.frozen.calls import Frame, is_transparent, taking_part
+from flatout.models.frozen.contents import Contents
 from flatout.models.frozen.form import Form
 from flatout.models.frozen.kept_input import autocast_now, features_of
 from flatout.models.frozen.plan import Plan, Step
@@ -245,6 +246,7 @@ class Cut:
         placed = {id(owner[name]) for owner, name in self._places}
         self._others = [tensor for tensor in tensors.values() if id(tensor) not in placed]
         self._state = self._state_now()
+        self._contents: Contents | None = None
 
     def __repr__(self) -> str:
         return f"Cut({self.name!r})"
@@ -345,6 +347,16 @@ class Cut:
         self._around_was = now
         return True
 
+    @property
+    def contents(self) -> Contents:
+        """What its tensors held when it was applied, or this was asked first.
+
+        To look costs more than `is_current`, and finds what that does not: values that were
+        written through `tensor.data` or an array.
+        """
+        self._contents = self._contents or Contents(self.tensors.values())
+        return self._contents
+
     def _state_now(self) -> list[Any]:
         tensors = [own.get(name) for own, name in self._places]
         state: list[Any] = [
@@ -390,6 +402,7 @@ class Cut:
         `applied` tells who calls them.
         """
         model = self.model
+        self._contents = self._contents or Contents(self.tensors.values())
         applied[model] = self
         own = vars(model)
         own["_call_impl"] = MethodType(_call_impl, model)
