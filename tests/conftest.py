@@ -1,6 +1,8 @@
 """What holds for all tests: no measured answer from elsewhere, no request from the environment."""
 
+import itertools
 import os
+import re
 import signal
 import sys
 import time
@@ -22,10 +24,21 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def tmp_path(request, tmp_path_factory):
+    """As pytest's own, which reads the names of all tests' folders to find the next number."""
+    name = re.sub(r"\W", "_", request.node.name)[:25]
+    return tmp_path_factory.mktemp(f"{name}-{next(_numbers)}", numbered=False)
+
+
 @pytest.fixture(autouse=True)
-def _on_its_own(monkeypatch, tmp_path):
-    # Made only where something is measured, so a test's own folder stays as the test leaves it.
-    monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / ".flatout-cache"))
+def _on_its_own(monkeypatch, tmp_path_factory):
+    # Made only where something is measured.
+    cache = tmp_path_factory.getbasetemp() / f"cache-{next(_numbers)}"
+    monkeypatch.setenv("FLATOUT_CACHE", str(cache))
     for name in (
         "FLATOUT_RECIPE",
         "FLATOUT_SET",

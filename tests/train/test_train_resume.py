@@ -1,6 +1,7 @@
 """A resumed fit is the undisturbed one bit for bit: weights, optimizer, figures, decisions."""
 
 import json
+import os
 import random
 import shutil
 import signal
@@ -289,14 +290,14 @@ def test_settings_are_kept_and_not_measured_again(tmp_path, monkeypatch):
     assert said[0].startswith("auto: ")
     assert "before all was tried" not in said[0]
     # What was hardly measured is not kept there.
-    shutil.rmtree(tmp_path / ".flatout-cache", ignore_errors=True)
+    shutil.rmtree(os.environ["FLATOUT_CACHE"], ignore_errors=True)
     second, said = job()
     second.fit((x, y), batch_size=2, epochs=2, resume=True, progress=False)
     assert [line.partition(" ")[0] for line in said] == ["resumed", "changed"]
     assert said[1].endswith("\n  epochs\n    then: 1\n    now:  2")
     # With the reason and the measurement behind each.
     assert second.resolved == first.resolved == load(tmp_path / "run" / "recipe.toml")
-    assert not (tmp_path / ".flatout-cache" / "auto").exists()
+    assert not Path(os.environ["FLATOUT_CACHE"], "auto").exists()
 
 
 def test_what_was_still_being_measured_is_measured_on_resume(tmp_path, monkeypatch):
