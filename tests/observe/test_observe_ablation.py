@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+import forked
 from flatout.observe import Call, Loader, Observation, Site
 from flatout.observe.ablation import Ablations, from_lanes, judged, plan
 from flatout.observe.loaders import watch_loaders
@@ -72,18 +73,14 @@ while True:
 """
 
 
-def _run(tmp_path, source, *arguments, ranks=0, options=()):
+def _run(tmp_path, source, *arguments, options=()):
     (tmp_path / "script.py").write_text(source)
-    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
-    start = ["flatout.observe.start", "seen", *options, "script.py", *arguments]
-    return subprocess.run(
-        [sys.executable, "-m", *(torchrun if ranks else []), *start],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command = ["-m", "flatout.observe.start", "seen", *options, "script.py", *arguments]
+    return forked.run(command, tmp_path, _environment(), forked.TORCH)
+
+
+def _environment():
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def _seen(tmp_path, rank=0):
@@ -119,7 +116,19 @@ def test_workers_fill_their_queue_meanwhile(tmp_path):
 
 @pytest.mark.slow
 def test_two_ranks_change_at_the_same_step(tmp_path):
-    ran = _run(tmp_path, RANKS, ranks=2, options=("--seconds", "1", "--ablate", "4"))
+    (tmp_path / "script.py").write_text(RANKS)
+    ran = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", "2", "-m", "flatout.observe.start", "seen"),
+            *("--seconds", "1", "--ablate", "4", "script.py"),
+        ],
+        cwd=tmp_path,
+        env=_environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert ran.returncode == 0, ran.stderr
     lanes = {*_seen(tmp_path, 0).ablations}
     assert lanes == {*_seen(tmp_path, 1).ablations}

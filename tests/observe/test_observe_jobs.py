@@ -2,14 +2,19 @@
 
 import json
 import os
-import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import forked
 from flatout.observe import Observation
 
+sys.path.append(str(Path(__file__).parents[1] / "world"))
+from world_ranks import environment, free_port
+
 pytestmark = pytest.mark.slow
+THREADS = {"OMP_NUM_THREADS": "1"}
 
 MANY_SIGNALS = """
 import hashlib, os, sys, torch
@@ -99,32 +104,26 @@ dist.destroy_process_group()
 """
 
 
-def observe(tmp_path, source, start=()):
+def observe(tmp_path, source, ranks=({},)):
     (tmp_path / "script.py").write_text(source)
-    ran = subprocess.run(
-        [sys.executable, *start, "-m", "flatout.observe.start", "seen", "script.py"],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert ran.returncode == 0, ran.stderr
-    ranks = sorted((tmp_path / "seen").glob("rank-*.json"))
-    return ran, [Observation.of(json.loads(path.read_text())) for path in ranks]
+    command = ("-m", "flatout.observe.start", "seen", "script.py")
+    started = [
+        forked.start(command, tmp_path, os.environ | THREADS | rank, forked.TORCH) for rank in ranks
+    ]
+    try:
+        said = [script.communicate(timeout=120) for script in started]
+    finally:
+        for script in started:
+            script.kill()
+    assert [script.returncode for script in started] == [0] * len(ranks), said
+    files = sorted((tmp_path / "seen").glob("rank-*.json"))
+    return said[0][0], [Observation.of(json.loads(path.read_text())) for path in files]
 
 
 def test_looks_at_some_steps_see_much_and_change_nothing(tmp_path):
-    ran, (seen,) = observe(tmp_path, MANY_SIGNALS)
-    alone = subprocess.run(
-        [sys.executable, "script.py"],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert ran.stdout == alone.stdout != ""
+    said, (seen,) = observe(tmp_path, MANY_SIGNALS)
+    alone = forked.run(["script.py"], tmp_path, os.environ | THREADS, forked.TORCH)
+    assert said == alone.stdout != ""
     (model,) = seen.models
     assert model.not_finite == ["mean"]
     assert 0.1 < model.subnormal_share < 0.2
@@ -153,9 +152,11 @@ def test_a_generator_of_the_dataset_is_copied_into_all_workers(tmp_path, is_copi
 
 @pytest.mark.parametrize("seed", ["dist.get_rank()", "0"])
 def test_replicas_that_began_apart(tmp_path, seed):
-    start = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    port = free_port()
     _, ranks = observe(
-        tmp_path, REPLICAS.replace("SEED", seed), (*start, "--no-python", sys.executable)
+        tmp_path,
+        REPLICAS.replace("SEED", seed),
+        [environment(rank, 2, port) for rank in range(2)],
     )
     weights = {rank.models[0].first_weights for rank in ranks}
     assert len({rank.models[0].first_gradients for rank in ranks}) == 1

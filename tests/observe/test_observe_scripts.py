@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import forked
 from flatout.observe import Observation
 
 TRAINING = """
@@ -60,9 +61,14 @@ def _python(*arguments, folder, **more):
     )
 
 
-def _observe(tmp_path: Path, source: str, *arguments: str, options=()):
+def _forked(*arguments, folder):
+    """The same of a script that loads torch."""
+    return forked.run(arguments, folder, {**os.environ, "OMP_NUM_THREADS": "1"}, forked.TORCH)
+
+
+def _observe(tmp_path: Path, source: str, *arguments: str, options=(), python=_forked):
     (tmp_path / "script.py").write_text(source)
-    ran = _python(
+    ran = python(
         "-m",
         "flatout.observe.start",
         tmp_path / "seen",
@@ -80,7 +86,7 @@ def _seen(tmp_path: Path) -> Observation:
 
 @pytest.mark.slow
 def test_a_training_script_is_seen_and_gives_the_same_bits(tmp_path):
-    ran, seen = _observe(tmp_path, TRAINING, "0")
+    ran, seen = _observe(tmp_path, TRAINING, "0", python=_python)
     alone = _python("script.py", "0", folder=tmp_path)
 
     assert ran.returncode == 0, ran.stderr
@@ -111,7 +117,7 @@ def test_a_training_script_is_seen_and_gives_the_same_bits(tmp_path):
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_workers_give_the_same_bits(tmp_path, context):
     ran, seen = _observe(tmp_path, TRAINING, "2", context)
-    alone = _python("script.py", "2", context, folder=tmp_path)
+    alone = _forked("script.py", "2", context, folder=tmp_path)
 
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout == alone.stdout
@@ -124,7 +130,7 @@ def test_workers_give_the_same_bits(tmp_path, context):
 
 def test_a_failing_script_is_told_as_python_tells_it(tmp_path):
     source = "def inner():\n    raise ValueError('wrong')\n\ninner()\n"
-    ran, seen = _observe(tmp_path, source)
+    ran, seen = _observe(tmp_path, source, python=_python)
     alone = _python("script.py", folder=tmp_path)
 
     assert (ran.returncode, ran.stderr) == (1, alone.stderr)
@@ -133,20 +139,21 @@ def test_a_failing_script_is_told_as_python_tells_it(tmp_path):
 
 
 def test_an_exit_code_is_kept(tmp_path):
-    ran, seen = _observe(tmp_path, "import sys; sys.exit(3)")
+    ran, seen = _observe(tmp_path, "import sys; sys.exit(3)", python=_python)
     assert ran.returncode == 3
     assert seen.ended == "failed"
     assert "SystemExit: 3" in seen.error
 
 
 def test_a_script_that_never_steps(tmp_path):
-    ran, seen = _observe(tmp_path, "import sys; print(sys.argv, __name__)", "--steps", "7")
+    source = "import sys; print(sys.argv, __name__)"
+    ran, seen = _observe(tmp_path, source, "--steps", "7", python=_python)
     assert ran.stdout == "['script.py', '--steps', '7'] __main__\n"
     assert (seen.ended, seen.steps, seen.lanes_ms) == ("no steps", 0, {})
 
 
 def test_torch_is_not_imported_for_a_script_that_does_without(tmp_path):
-    ran, _ = _observe(tmp_path, "import sys; print('torch' in sys.modules)")
+    ran, _ = _observe(tmp_path, "import sys; print('torch' in sys.modules)", python=_python)
     assert ran.stdout == "False\n"
 
 
@@ -291,7 +298,7 @@ def test_compiled_frames_are_kept(tmp_path, how, plain_steps):
         "print(dict(counters['frames']), dict(counters['stats']), model.weight.sum())\n"
     )
     ran, seen = _observe(tmp_path, source, str(plain_steps), how)
-    alone = _python("script.py", plain_steps, how, folder=tmp_path)
+    alone = _forked("script.py", plain_steps, how, folder=tmp_path)
     assert ran.stdout == alone.stdout
     assert ran.stdout.startswith("{'total': ")
     assert seen.steps == plain_steps + 5
@@ -316,7 +323,7 @@ def test_a_whole_compiled_step_keeps_its_graphs(tmp_path, plain_steps):
         "print(model.weight.sum())\n"
     )
     ran, _ = _observe(tmp_path, source, str(plain_steps))
-    alone = _python("script.py", plain_steps, folder=tmp_path)
+    alone = _forked("script.py", plain_steps, folder=tmp_path)
     assert ran.stdout == alone.stdout
     assert "'unique_graphs': 2" in ran.stdout
 

@@ -7,7 +7,10 @@ import pytest
 import torch
 from world_ranks import run
 
+from forked import TRAINING
+
 keras = pytest.importorskip("keras")
+KERAS = (*TRAINING, "keras")
 
 JOB = '''
     import os
@@ -305,7 +308,7 @@ CASES = (
 
 def made_by(size, folder):
     """What each of so many ranks has come to."""
-    run(JOB, size, folder)
+    run(JOB, size, folder, loaded=KERAS)
     return [
         torch.load(folder / f"found-{size}-{rank}.pt", weights_only=False) for rank in range(size)
     ]
@@ -389,7 +392,7 @@ def test_two_ranks_give_what_keras_gives(tmp_path):
     figures = {{**history.history, **{{f"whole_{{name}}": value for name, value in found.items()}}}}
     np.savez(f"{{sys.argv[1]}}/rank-{{trainer.world().rank}}.npz", **figures)
     """
-    run(job, 2, tmp_path)
+    run(job, 2, tmp_path, loaded=KERAS)
     there = {}
     exec(textwrap.dedent(MODEL), there)
     theirs = there["new_model"]()
@@ -442,4 +445,4 @@ RESUME = """
 
 @pytest.mark.slow
 def test_a_resume_on_two_ranks_is_bitwise(tmp_path):
-    run(RESUME, 2, tmp_path)
+    run(RESUME, 2, tmp_path, loaded=KERAS)

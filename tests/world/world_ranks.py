@@ -2,9 +2,12 @@
 
 import os
 import socket
-import subprocess
 import sys
 import textwrap
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))
+import forked
 
 PATIENCE_S = 120
 
@@ -26,36 +29,28 @@ def environment(rank, size, port):
     }
 
 
-def start(script, size, folder, *arguments):
+def start(script, size, folder, *arguments, loaded=forked.TRAINING):
     """Start the ranks; with one, no launcher is there."""
     path = folder / f"job{size}.py"
     path.write_text(textwrap.dedent(script))
-    return start_file(path, size, folder, folder, size, *arguments)
+    return start_file(path, size, folder, folder, size, *arguments, loaded=loaded)
 
 
-def start_file(path, size, folder, *arguments):
+def start_file(path, size, folder, *arguments, loaded=forked.TRAINING):
     """Start a script's ranks in a folder; with one, no launcher is there."""
     port = free_port()
     ranks = []
     for rank in range(size):
         # On a busy machine two threads wait for each other in each small operator.
         own = environment(rank, size, port) if size > 1 else {"OMP_NUM_THREADS": "1"}
-        ranks.append(
-            subprocess.Popen(
-                [sys.executable, str(path), *map(str, arguments)],
-                env={**os.environ, **own, "FLATOUT_CACHE": str(folder / "cache")},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                cwd=folder,
-            )
-        )
+        own |= {"FLATOUT_CACHE": str(folder / "cache")}
+        ranks.append(forked.start([path, *arguments], folder, {**os.environ, **own}, loaded))
     return ranks
 
 
-def run(script, size, folder, *arguments):
+def run(script, size, folder, *arguments, loaded=forked.TRAINING):
     """What each rank printed; all must end well."""
-    return finish(start(script, size, folder, *arguments))
+    return finish(start(script, size, folder, *arguments, loaded=loaded))
 
 
 def run_file(path, size, folder, *arguments):
