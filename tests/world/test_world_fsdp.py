@@ -81,11 +81,11 @@ SCRIPT = """
 
     def fit(
         name, strategy="fsdp", epochs=3, run=None, norm=nn.LayerNorm, kind="adam", x=x,
-        again=False, **given,
+        again=False, reduction="auto", **given,
     ):
         torch.manual_seed(0)
         net = Net(norm)
-        recipe = dict(world=dict(strategy=strategy), **given.pop("recipe", {}))
+        recipe = dict(world=dict(strategy=strategy, reduction=reduction), **given.pop("recipe", {}))
         said = []
         trainer = flatout.Trainer(
             net, loss="mse", optimizer=KINDS[kind](net.parameters()), allow="exact",
@@ -121,6 +121,11 @@ SCRIPT = """
         return {
             "sgd": fit("sgd", **one, kind="sgd", again=True, callbacks=[Saves()]),
             "adam": fit("adam", **one, trainer=dict(clip_norm=0.05)),
+            **{
+                reduction: fit(reduction, **one, reduction=reduction, trainer=dict(clip_norm=0.05))
+                for reduction in ("all_reduce", "shared")
+                if strategy == "fsdp"
+            },
             "adamw": fit(
                 "adamw", **one, kind="adamw", trainer=dict(clip_norm=0.5, accumulate=2),
                 recipe=dict(memory=dict(micro_batch=3)),
@@ -197,6 +202,10 @@ def test_parts_on_ranks_give_what_one_rank_gives_and_its_checkpoints(tmp_path):
         for name in ("sgd", "adam", "adamw", "norm", "recomputed", "fused"):
             close(ranks[0][name], one[0][name])
         close(ranks[0]["bf16"], one[0]["bf16"], 0.02)
+        for name in ("all_reduce", "shared"):  # through sockets, and through shared memory
+            close(ranks[0][name], one[0]["adam"])
+    # Of two numbers every order has the same sum.
+    assert two[0]["all_reduce"]["weights"] == two[0]["shared"]["weights"]
     whole = one[0]["whole"]
     for found in (one[0]["written on 1"], one[0]["pieces on 1"], two[0]["resumed"]):
         close(found, whole)

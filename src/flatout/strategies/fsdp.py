@@ -28,10 +28,12 @@ from flatout.strategies.blocks import blocks_of
 from flatout.strategies.fsdp_comms import AllGatherOf, ReduceScatterOf, add_up_unused
 from flatout.strategies.fsdp_memory import Held, expected_words, state_bytes, taken_words
 from flatout.strategies.fsdp_refusals import check_gpus, check_layout
+from flatout.strategies.fsdp_shared import SharedAllGather, SharedReduceScatter
 from flatout.strategies.fsdp_undo import take_off
+from flatout.strategies.reductions.shared import add_in_order
 from flatout.strategies.replicas import check_replicas
 from flatout.strategies.strategy import Strategy, Sums, Tensors
-from flatout.world import World
+from flatout.world import Mailbox, World, mailbox_of
 
 # Of the numbers that travel, behind the sums: whether a rank has used each parameter.
 _USED = 3
@@ -64,6 +66,8 @@ class Fsdp(Strategy):
         optimizers: what trains it.
         run: a forward and loss of a few samples, for all ranks to call; None where there are none.
         say: gets a line about memory.
+        shares: whether ranks of one node may send by memory that they share.
+        exact: whether gradients are added up in the order of torch's own library.
 
     Attributes:
         held: bytes that this rank holds; None before the first step.
@@ -83,11 +87,18 @@ class Fsdp(Strategy):
         optimizers: Sequence[torch.optim.Optimizer],
         run: Callable[[], object] | None,
         say: Callable[[str], None],
+        *,
+        shares: bool = True,
+        exact: bool = False,
     ) -> None:
         super().__init__()
         check_gpus(world)
         self._world, self._model, self._optimizers = world, model, optimizers
         self._run, self._say = run, say
+        self._shares = shares
+        # Of two numbers every order has the same sum.
+        self._adds_up = world.size == 2 or not exact
+        self._mailbox: Mailbox | None = None
         self.across = self._sum_over_parts
         self._parts: list[_Part] = []
         self._known: set[torch.Tensor] = set()
@@ -139,6 +150,8 @@ class Fsdp(Strategy):
         assert channel is not None
         device = next(self._model.parameters()).device
         mesh = DeviceMesh.from_group(channel.channel, device.type)
+        if self._shares and self._world.place.nodes == 1 and device.type == "cpu":
+            self._mailbox = mailbox_of(channel, self._world.timeout_s)
         owners: dict[torch.Tensor, nn.Module] = {}
         names = {module: name for name, module in self._model.named_modules()}
         for block in blocks:
@@ -149,11 +162,22 @@ class Fsdp(Strategy):
             block.set_force_sum_reduction_for_comms(True)
             add_up_unused(block)
             name = own_names(self._model, [names[block]])[names[block]] or "the model"
-            block.set_custom_all_gather(AllGatherOf(self._world, f"weights of {name}"))
-            block.set_custom_reduce_scatter(ReduceScatterOf(self._world, f"gradients of {name}"))
+            self._set_comms(block, f"weights of {name}", f"gradients of {name}")
             for parameter in block.parameters():
                 owners.setdefault(parameter, block)
         return owners
+
+    def _set_comms(self, block: FSDPModule, weights: str, gradients: str) -> None:
+        """Let a block send by memory that the ranks share, where they do, or as torch does."""
+        world, mailbox = self._world, self._mailbox
+        if mailbox is None:
+            block.set_custom_all_gather(AllGatherOf(world, weights))
+        else:
+            block.set_custom_all_gather(SharedAllGather(world, mailbox, weights))
+        if mailbox is None or not self._adds_up:
+            block.set_custom_reduce_scatter(ReduceScatterOf(world, gradients))
+        else:
+            block.set_custom_reduce_scatter(SharedReduceScatter(world, mailbox, gradients))
 
     def _note_use_within(self, block: nn.Module) -> None:
         """Note which of its parameters this rank's backward reaches.
@@ -221,13 +245,10 @@ class Fsdp(Strategy):
             numbers[place] = number
         used = [float(place in self._used) for place in range(len(self._parts))]
         numbers[_USED:] = torch.tensor(used, dtype=numbers.dtype)
-        later = self._world.sum(numbers, "sum of the losses", later=True)
-        assert later is not None
-        self._world.until_done(later)
+        self._sum(numbers, "sum of the losses")
         # What this rank has used is used. Only where something is missing must it know more.
         if not all(used):
-            with self._world.within(later):
-                used = numbers[_USED:].tolist()
+            used = numbers[_USED:].tolist()
         for item, is_used in zip(self._parts, used, strict=True):
             gradient, item.shard.grad = item.shard.grad, None
             # Where no rank has a gradient, there is none: torch has filled it up with zeros.
@@ -239,7 +260,19 @@ class Fsdp(Strategy):
         return Sums(total, weight, votes)
 
     def _sum_over_parts(self, numbers: torch.Tensor) -> None:
-        self._world.sum(numbers, "size of the gradients, and whether they are finite")
+        self._sum(numbers, "size of the gradients, and whether they are finite")
+
+    def _sum(self, numbers: torch.Tensor, what: str) -> None:
+        """Add up a few numbers of all ranks, in place."""
+        world = self._world
+        if self._mailbox is None or not self._adds_up:
+            later = world.sum(numbers, what, later=True)
+            assert later is not None
+            world.until_done(later)
+            return
+        with world.within(world.begun(None, what)):
+            each = self._mailbox.gather(numbers)
+        add_in_order(each, numbers)
 
     def after_step(self) -> bool:
         """The weights have changed; the first time, say what memory all takes."""
@@ -319,6 +352,8 @@ class Fsdp(Strategy):
             for part in [p for p in optimizer.state if p in owns]:
                 optimizer.state[owns[part]] = optimizer.state.pop(part)
         self._parts.clear()
+        if self._mailbox is not None:
+            self._mailbox.close()
         self.meets_in_compute = False
 
     # -- memory ------------------------------------------------------------------------------

@@ -59,6 +59,9 @@ _REFUSED: dict[str, dict[str, str]] = {
     },
 }
 
+# What else than that goes with the strategy.
+_FITS = {("fsdp", "world.reduction"): "shared"}
+
 
 def check_settings(requested: Recipe) -> None:
     """Refuse settings that were asked for by name and do not go with the strategy.
@@ -103,7 +106,8 @@ def check_settings(requested: Recipe) -> None:
         return
     for field, why in {**LEFT_OUT[strategy], **_REFUSED[strategy]}.items():
         value = requested.get(field)
-        if field != "compute.precision" and value not in ("auto", SETTINGS[field].plain):
+        fits = ("auto", SETTINGS[field].plain, _FITS.get((strategy, field)))
+        if field != "compute.precision" and value not in fits:
             raise RecipeError(
                 f"{field}={value} cannot be had: {why}", do=f"leave it out, or {_DDP}"
             )

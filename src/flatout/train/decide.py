@@ -293,7 +293,10 @@ def _strategy(
         run = None
         if compute is not None and first:
             run = partial(_run_first, loop, compute, first[0])
-        return Fsdp(world, model, loop.optimizers, run, loop.tell), resolved
+        shares = asked.reduction != "all_reduce"
+        exact = asked.reduction != "shared" and loop.allow < Parity.TOLERANT
+        fsdp = Fsdp(world, model, loop.optimizers, run, loop.tell, shares=shares, exact=exact)
+        return fsdp, resolved
     if asked.strategy == "staged":
         return _stages(loop, resolved, compute, first), resolved
     if asked.strategy == "parameter_server":

@@ -7,6 +7,8 @@ from flatout.world.dropped import comes_back as comes_back
 from flatout.world.group import Group as Group
 from flatout.world.launch import first_failure as first_failure
 from flatout.world.launch import run_ranks as run_ranks
+from flatout.world.mailbox import Mailbox as Mailbox
+from flatout.world.mailbox import mailbox_of as mailbox_of
 from flatout.world.meeting import Meeting as Meeting
 from flatout.world.meeting import meeting_of as meeting_of
 from flatout.world.messages import to_eight as to_eight

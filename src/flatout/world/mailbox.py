@@ -94,9 +94,20 @@ class Mailbox:
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Every rank's tensor, by rank, all of one shape and dtype; good until the next call."""
         _write(self._begin(tensor.nbytes), 0, [tensor])
-        self._meet()
-        whole = [self._of(rank).bytes[: tensor.nbytes] for rank in range(len(self._pids))]
+        whole = [item[: tensor.nbytes] for item in self.meet()]
         return [item.view(tensor.dtype).view(tensor.shape) for item in whole]
+
+    def room(self, length: int) -> torch.Tensor:
+        """This rank's next box, to be filled before `meet`: uint8 of shape (length,)."""
+        return self._begin(length).bytes[:length]
+
+    def meet(self) -> list[torch.Tensor]:
+        """Wait for all; the box of each, by rank, which may be longer than what is in it.
+
+        They are to be read before the next call of anything here.
+        """
+        self._meet()
+        return [self._of(rank).bytes for rank in range(len(self._pids))]
 
     def close(self) -> None:
         """Others can open nothing here any more."""

@@ -82,14 +82,14 @@ class Shared(Reduction):
         """In two meetings."""
         laid = self._laid[flat.number]
         self._meet()
-        _sum(laid.pieces, laid.sum)
+        add_in_order(laid.pieces, laid.sum)
         self._meet()
         for piece, item in laid.copies:
             piece.copy_(item)
 
 
-def _sum(pieces: list[torch.Tensor], into: torch.Tensor) -> None:
-    """In the order of ranks, with one rounding where numbers are short."""
+def add_in_order(pieces: list[torch.Tensor], into: torch.Tensor) -> None:
+    """Add up in the order of ranks, with one rounding where numbers are short."""
     if pieces[0].itemsize >= 4:
         torch.add(pieces[0], pieces[1], out=into)
         for piece in pieces[2:]:
