@@ -35,6 +35,8 @@ _LABEL = 10
 """Columns of the labels on the left."""
 _WORTH = 0.03
 """Share of a step below which nothing is listed."""
+_GENERAL = ("channels_first", "cudnn_benchmark", "fp32_slow", "tf32_off")
+"""Checks of settings that are the same for any script."""
 _PROPOSALS, _LINES = 3, 4
 """Things to try, and lines of the script, that are listed at most."""
 _FEW = 3
@@ -205,7 +207,9 @@ class FirstLookReport:
             yield Row("DANGER", "bold red", *told, most=1 if lines == 0 else lines)
 
     def _slow(self) -> list[Finding]:
-        return [finding for finding in self.verdict.findings if finding.kind == "slow"]
+        """What costs time: causes that were found, and behind them settings that any script has."""
+        found = [finding for finding in self.verdict.findings if finding.kind == "slow"]
+        return sorted(found, key=lambda finding: finding.name in _GENERAL)
 
     def _worth(self) -> list[Finding]:
         """What could return more than the little that no one would notice."""
@@ -214,7 +218,10 @@ class FirstLookReport:
 
     def _proposals(self, lines: int) -> Iterator[RenderableType]:
         """What could return most, each cut to so many lines of what was found."""
-        shown = self._worth()[:_PROPOSALS]
+        worth = self._worth()
+        known = {finding.name: finding for finding in reversed(worth)}
+        # Of one check the dearest stands for the others.
+        shown = [finding for finding in worth if known[finding.name] is finding][:_PROPOSALS]
         if shown:
             yield Text(could_be_tried(shown, len(self._slow()) - len(shown)), style="bold")
         for finding in shown:

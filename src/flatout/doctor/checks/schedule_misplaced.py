@@ -92,8 +92,8 @@ def _of_each_part(observation: Observation, schedule: Schedule) -> Finding | Non
     if made_for is not None and length and _is_whole(made_for, length, observation):
         is_sure = True
         words += (
-            f": made for {made_for:,} steps, {made_for / length:.0f} epochs, its rate is at its "
-            f"end after {made_for / many / length:.1f}"
+            f": made for {made_for:,} of these, {made_for / length:.0f} epochs, its rate is at its "
+            f"end after {made_for / many / length:.1f} epochs"
         )
     return _finding(
         "danger" if is_sure else "note",
