@@ -37,6 +37,8 @@ _WORTH = 0.03
 """Share of a step below which nothing is listed."""
 _GENERAL = ("channels_first", "cudnn_benchmark", "fp32_slow", "tf32_off")
 """Checks of settings that are the same for any script."""
+_GROWS = ("history_grows", "retained_graph")
+"""Checks of what costs the more the longer a script runs: its cost in a look says little."""
 _PROPOSALS, _LINES = 3, 4
 """Things to try, and lines of the script, that are listed at most."""
 _FEW = 3
@@ -207,9 +209,9 @@ class FirstLookReport:
             yield Row("DANGER", "bold red", *told, most=1 if lines == 0 else lines)
 
     def _slow(self) -> list[Finding]:
-        """What costs time: causes that were found, and behind them settings that any script has."""
+        """What costs time: first what costs more with each step, last what is a setting alone."""
         found = [finding for finding in self.verdict.findings if finding.kind == "slow"]
-        return sorted(found, key=lambda finding: finding.name in _GENERAL)
+        return sorted(found, key=lambda one: (one.name in _GENERAL, one.name not in _GROWS))
 
     def _worth(self) -> list[Finding]:
         """What could return more than the little that no one would notice."""
