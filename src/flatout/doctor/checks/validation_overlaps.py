@@ -22,10 +22,11 @@ meant, to see how well they are fitted."""
 def look(observation: Observation) -> Findings:
     """How many samples are the same, of loaders and tables that are only evaluated."""
     known = held_out(observation)
+    several = len({(str(item.site), item.length) for item in known}) > 1
     shares = [shared / of for item in known for shared, of in [item.shared_rows or (0, 1)]]
     for part, share in zip(known, shares, strict=True):
         shared, of = part.shared_rows or (0, 1)
-        if share < _MANY or (share >= _ALL and len(known) > 1):
+        if share < _MANY or (share >= _ALL and several):
             continue
         is_meant = share >= _ALL and _is_as_long(observation, part)
         yield Finding(
