@@ -221,9 +221,9 @@ class FirstLookReport:
     def _proposals(self, lines: int) -> Iterator[RenderableType]:
         """What could return most, each cut to so many lines of what was found."""
         worth = self._worth()
-        known = {finding.name: finding for finding in reversed(worth)}
-        # Of one check the dearest stands for the others.
-        shown = [finding for finding in worth if known[finding.name] is finding][:_PROPOSALS]
+        once = {finding.name: finding for finding in reversed(worth) if finding.name in _GENERAL}
+        # One setting for several models is one thing to try.
+        shown = [one for one in worth if once.get(one.name, one) is one][:_PROPOSALS]
         if shown:
             yield Text(could_be_tried(shown, len(self._slow()) - len(shown)), style="bold")
         for finding in shown:
