@@ -70,6 +70,8 @@ def check(source, target, written):
     for name in after:
         other = target.with_name(name.replace(target.stem, undisturbed.stem, 1))
         assert target.with_name(name).read_bytes() == other.read_bytes()
-    report = flatout.data.inspect([str(target.with_name(name)) for name in sorted(after)])
+    files = [str(target.with_name(name)) for name in sorted(after)]
+    schema = str(target.with_name(f"_{target.name}.toml"))
+    report = flatout.data.inspect(files, schema=schema, progress=False)
     frequent = FILES * ROWS * 3 // 4
-    assert report.classes == {0: frequent, 1: frequent}
+    assert report.classes == {"0": frequent, "1": frequent}
