@@ -42,8 +42,8 @@ def shards(target):
 
 
 def kill_in_the_middle(target, least=4):
-    """Kill what prepares the data when some shards are there; those that are."""
-    until(lambda: len(shards(target)) >= least)
+    """Kill what prepares the data when some shards are there; those that had been noted."""
+    until(lambda: len(shards(target)) >= least, 300)
     processes = [
         one
         for one in psutil.process_iter(["cmdline", "name"])
@@ -56,6 +56,7 @@ def kill_in_the_middle(target, least=4):
             one.kill()
     written = shards(target)
     assert least <= len(written) < SHARDS
+    written.pop(max(written, key=written.__getitem__))  # which may not have been
     return written
 
 
