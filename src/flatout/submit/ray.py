@@ -105,9 +105,9 @@ class Ray:
             raise NotSent(error.what, where=error.where, do=error.do) from error
         try:
             id = cluster.client.submit_job(
-                entrypoint=_entrypoint(job.options, DRIVER),
+                entrypoint=_entrypoint(job.options),
                 submission_id=job.name,
-                runtime_env=_runtime(job.folder, key),
+                runtime_env={"working_dir": str(job.folder), "env_vars": _variables(key)},
                 metadata={_KEY: key},
             )
         except (RuntimeError, ValueError, OSError) as error:
@@ -162,11 +162,13 @@ class Ray:
     def top(self, id: str, folder: Path, key: str) -> list[str]:
         """By a job beside it, which takes no CPU and is deleted when it has told."""
         cluster, name = _Cluster(_options(folder)), f"{id}-top-{secrets.token_hex(4)}"
+        # As text: Ray would lay the job's folder out again, below a driver that may just start.
+        script = _script(folder)
         with cluster.answered():
             cluster.client.submit_job(
-                entrypoint=_entrypoint(_options(folder), TOP),
+                entrypoint=f"{_python(_options(folder))} -c {shlex.quote(script)}",
                 submission_id=name,
-                runtime_env=_runtime(folder, key),
+                runtime_env={"env_vars": _variables(key)},
             )
             try:
                 text = _printed(cluster.client, name)
@@ -287,8 +289,20 @@ def _storage(job: Job) -> str | None:
     return given
 
 
-def _entrypoint(options: Any, script: str) -> str:
-    return f"{shlex.quote(options.get('python', 'python'))} {script}"
+def _entrypoint(options: Any) -> str:
+    return f"{_python(options)} {DRIVER}"
+
+
+def _script(folder: Path) -> str:
+    """What looks into the nodes, as the user may have changed it."""
+    try:
+        return (folder / TOP).read_text()
+    except OSError as error:
+        raise SubmitError(f"cannot be read: {error.strerror}", where=str(folder / TOP)) from error
+
+
+def _python(options: Any) -> str:
+    return shlex.quote(options.get("python", "python"))
 
 
 def _by_hand(job: Job, options: Any) -> str:
@@ -302,14 +316,14 @@ def _by_hand(job: Job, options: Any) -> str:
         f"  --address {shlex.quote(options.get('address') or _ADDRESS)} \\",
         f"  --submission-id {job.name} \\",
         f"  --working-dir . --runtime-env-json {shlex.quote(environment)} \\",
-        f"  -- {_entrypoint(options, DRIVER)}",
+        f"  -- {_entrypoint(options)}",
     ]
     return "\n".join(lines) + "\n"
 
 
-def _runtime(folder: Path, key: str) -> dict[str, Any]:
-    """What a driver of the job starts in; its ranks are known by the key."""
-    return {"working_dir": str(folder), "env_vars": {**_VARIABLES, SUBMITTED: key}}
+def _variables(key: str) -> dict[str, str]:
+    """Of a driver and all that it starts; the ranks are known by the key."""
+    return {**_VARIABLES, SUBMITTED: key}
 
 
 def _printed(client: Any, name: str) -> str:
