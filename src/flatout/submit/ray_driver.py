@@ -73,6 +73,7 @@ def run_node(job):
     if node == 0:
         ray.get(ends.begin.remote())
     folder = Path(tempfile.mkdtemp(prefix="flatout-"))
+    (folder / "code").mkdir()  # which stays empty for a command of Flatout's own
     (folder / "code.tar.gz").write_bytes(ray.get(job["code"]))
     with tarfile.open(folder / "code.tar.gz") as archive:
         archive.extractall(folder / "code", filter="data")
