@@ -31,7 +31,7 @@ def start(command, folder, environment, loaded=TRAINING):
     """A script begins, beside others that were started: each has a hash seed of its own.
 
     Args:
-        command: a script's path or -m and a module's name, and the arguments.
+        command: a script's path, -m and a module's name, or -c and code, and the arguments.
         folder: where it runs.
         environment: all of its variables.
         loaded: modules that it finds loaded.
@@ -171,14 +171,19 @@ def _become(command, folder, environment, output):
 
 
 def _run(command):
-    is_module = command[0] == "-m"
-    sys.argv = command[is_module:]
-    sys.path[0] = os.getcwd() if is_module else str(Path(command[0]).resolve().parent)
+    what = command[0]
+    sys.path[0] = os.getcwd() if what in ("-m", "-c") else str(Path(what).resolve().parent)
     try:
-        if is_module:
+        if what == "-m":
+            sys.argv = command[1:]
             runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        elif what == "-c":
+            sys.argv = ["-c", *command[2:]]
+            _execute(compile(command[1], "<string>", "exec"))
         else:
-            _run_file(os.path.abspath(sys.argv[0]))
+            sys.argv = command
+            path = os.path.abspath(what)
+            _execute(compile(Path(path).read_bytes(), path, "exec"), __file__=path)
     except SystemExit as error:
         if error.code is None or isinstance(error.code, int):
             return error.code or 0
@@ -190,11 +195,11 @@ def _run(command):
     return 0
 
 
-def _run_file(path):
+def _execute(code, **names):
     main = ModuleType("__main__")
-    main.__file__ = path
+    vars(main).update(names)
     sys.modules["__main__"] = main
-    exec(compile(Path(path).read_bytes(), path, "exec"), vars(main))
+    exec(code, vars(main))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """The precision of fp32 products, by torch's setting for all backends and by those of each."""
 
-import subprocess
-import sys
+import os
 
 import pytest
+
+import forked
 
 LOOK = """
 import torch
@@ -33,7 +34,7 @@ assert look() == before, (look(), before)
         ("torch.backends.cuda.matmul.fp32_precision = 'tf32'", "high"),
     ],
 )
-def test_it_is_told_and_put_back(script, precision):
+def test_it_is_told_and_put_back(script, precision, tmp_path):
     code = LOOK.format(script=script)  # in its own process: these settings are the process'
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = forked.run(["-c", code], tmp_path, os.environ, forked.TORCH)
     assert done.stdout.strip() == precision, done.stderr

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+import forked
 from flatout import unfinished
 from flatout.errors import CheckpointError, RecipeError
 from flatout.save.checkpoint import Checkpoints
@@ -89,8 +90,8 @@ for name, entry in json.loads((folder / "manifest.json").read_text())["files"].i
     data = (folder / name).read_bytes()
     assert (len(data), hashlib.sha256(data).hexdigest()) == (entry["size"], entry["sha256"])
 """
-    command = [sys.executable, "-c", program, str(tmp_path / name), str(tmp_path / "expected.pt")]
-    done = subprocess.run(command, capture_output=True, text=True)
+    command = ["-c", program, tmp_path / name, tmp_path / "expected.pt"]
+    done = forked.run(command, tmp_path, os.environ, forked.TORCH)
     assert done.returncode == 0, done.stderr
 
 

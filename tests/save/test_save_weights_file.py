@@ -1,7 +1,6 @@
 """Weights in their own files: the name's ending decides the format."""
 
-import subprocess
-import sys
+import os
 from collections import OrderedDict
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import forked
 from flatout import Trainer
 from flatout.errors import CheckpointError
 from flatout.save.weights_file import load_weights_file, save_weights
@@ -36,7 +36,7 @@ found = torch.load({str(path)!r}, weights_only=True)
 assert type(found) is dict and all(type(v) is torch.Tensor for v in found.values())
 print(list(found))
 """
-    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    told = forked.run(["-c", program], tmp_path, os.environ, forked.TORCH)
     assert told.returncode == 0, told.stderr
     assert told.stdout.strip() == str(list(model.state_dict()))
     for load in (lambda m: trainer(m).load(path), lambda m: Trainer(m, warm_start=path)):

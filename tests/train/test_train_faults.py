@@ -4,7 +4,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from torch.utils.data import Dataset
 from train_jobs import CLASSES, StopAt, convnet, data, images, network, trainer
 
 import flatout
+import forked
 from flatout.errors import (
     CheckpointError,
     DataError,
@@ -53,8 +53,7 @@ def fails(job, *given, error, words, **options):
 @pytest.mark.parametrize("how", ["asynchronous", pytest.param("waiting", marks=pytest.mark.slow)])
 def test_a_full_disk_is_named_and_the_last_good_checkpoint_stays(tmp_path, how):
     run = tmp_path / "run"
-    command = [sys.executable, str(FULL_DISK), str(run), "20000", how]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = forked.run([FULL_DISK, run, "20000", how], tmp_path, os.environ)
     assert done.returncode == 5, done.stderr
     assert "cannot write it: File too large" in done.stdout
     assert str(run / "checkpoints") in done.stdout
