@@ -27,8 +27,6 @@ NAMES = {
     "one_rank_works": TWO,
     "shards_overlap": TWO,
     "shards_uneven": TWO,
-    "frozen_norm_moves": (),
-    "optimizer_misses": (),
     "shapes_recompile": (),
     "openmp_settings_inert": (),
 }

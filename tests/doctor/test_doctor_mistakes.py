@@ -22,15 +22,14 @@ pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
 SCRIPTS = (
     "accumulation_undivided", "accumulation_undivided_raw", "activation_twice", "called_twice",
-    "clip_scaled", "clip_useless", "debugging_left_on", "encoder_without_grad", "gradients_added",
-    "gradients_of_target", "gradients_unused", "history_grows", "labels_sorted", "layers_in_list",
-    "loss_broadcast", "losses_kept", "nan_hidden",
-    "normalization_by_hand", "normalization_leaks", "normalization_of_windows",
-    "optimizer_extreme", "parameters_unreached",
-    "recurrent_by_step", "sampler_repeats", "saved_each_step", "schedule_forgotten",
-    "schedule_misplaced", "schedule_misplaced_raw", "schedule_of_parts", "validation_overlaps",
-    "validation_overlaps_files",
-    "validation_overlaps_raw", "workers_repeat", "zero_grad_missing",
+    "clip_scaled", "clip_useless", "debugging_left_on", "encoder_without_grad", "frozen_norm_moves",
+    "gradients_added", "gradients_of_target", "gradients_unused", "history_grows", "labels_sorted",
+    "layers_in_list", "loss_broadcast", "losses_kept", "nan_hidden", "normalization_by_hand",
+    "normalization_leaks", "normalization_of_windows", "optimizer_extreme", "optimizer_misses",
+    "parameters_unreached", "recurrent_by_step", "sampler_repeats", "saved_each_step",
+    "schedule_forgotten", "schedule_misplaced", "schedule_misplaced_raw", "schedule_of_parts",
+    "validation_overlaps", "validation_overlaps_files", "validation_overlaps_raw", "workers_repeat",
+    "zero_grad_missing",
 )  # fmt: skip
 NOT_STYLE = ("gradients_unused", "history_grows", "recurrent_by_step", "retained_graph")
 PITFALLS = [pitfall for pitfall in read_index() if pitfall.name in SCRIPTS]
