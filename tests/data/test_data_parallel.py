@@ -43,7 +43,7 @@ def test_threads_end_with_the_loop():
         if item == 10:
             break
     del item
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert threading.active_count() == before

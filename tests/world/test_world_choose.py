@@ -7,7 +7,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from typer.testing import CliRunner
 
+from flatout.cli.main import app
 from flatout.measure import Profile
 from flatout.world.choose import Speed, candidates, fastest
 
@@ -61,10 +63,10 @@ def test_candidates_begin_with_one_rank_and_end_with_all_devices():
 @pytest.mark.parametrize("devices", ["0", "-1", "two", "1.5", "\u00b2"])
 def test_what_is_no_number_of_ranks_is_wrong_usage(tmp_path, devices):
     (tmp_path / "train.py").write_text("")
-    command = [*FLATOUT, "--devices", devices, tmp_path / "train.py"]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert found.returncode == 2
-    assert "expected a whole number above 0, or auto" in " ".join(found.stderr.split())
+    found = CliRunner().invoke(app, ["run", "--devices", devices, str(tmp_path / "train.py")])
+    assert found.exit_code == 2
+    words = " ".join(found.output.replace("│", " ").split())
+    assert "expected a whole number above 0, or auto" in words
 
 
 def run_auto(folder, script):

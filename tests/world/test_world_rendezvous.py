@@ -58,7 +58,7 @@ def meet(*nodes):
 
 def go_on(one):
     """As its agent does while the ranks run."""
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while time.monotonic() < until:
         one.num_nodes_waiting()
         time.sleep(0.05)
@@ -81,7 +81,7 @@ def test_nodes_that_agree_start_their_ranks_together(monkeypatch):
         while not nodes[0].num_nodes_waiting():
             time.sleep(0.01)
         start(0)
-        late.join(20)
+        late.join(60)
         assert [one.rank for one in found] == [0, 1]
         assert [one.rounds for one in nodes] == [again, again]
         found[0].store.set("key", str(again))

@@ -211,7 +211,7 @@ def test_a_step_is_the_mean_of_the_first_gradients_and_later_ones_are_dropped():
 
     def wait(threads):
         for thread in threads:
-            thread.join(10)
+            thread.join(60)
             assert not thread.is_alive()
 
     first = [begin(0, 1.0, 1.0), begin(1, 2.0, 2.0)]
