@@ -76,6 +76,7 @@ def test_convnet(tmp_path):
     assert found["details"]["same_accuracy"]["note"] == "needs --data"
 
 
+@pytest.mark.long
 def test_transfer(tmp_path):
     chosen = {"flatout", "torch-fp32", "torch-bf16"}
     arguments = ["--images", "40", "--size", "32", "--epochs", "2", "--loss-steps", "0"]

@@ -135,7 +135,13 @@ def test_after_a_kill_powersgd_goes_on_with_its_errors(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("setting", ["world.reduction=ring", "world.compression=powersgd"])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "world.reduction=ring",
+        pytest.param("world.compression=powersgd", marks=pytest.mark.long),
+    ],
+)
 def test_an_error_while_others_wait_for_a_sum_ends_all(tmp_path, setting):
     code, error = finish(begin(tmp_path, setting, fails=True))
     assert code == 1, error

@@ -102,6 +102,9 @@ def submit(request, flatout, hosts, tmp_path):
     return send
 
 
+@pytest.mark.parametrize(
+    "submit", ["ssh", pytest.param("openmpi", marks=pytest.mark.long)], indirect=True
+)
 def test_two_hosts_train_one_model(flatout, submit, tmp_path):
     sent = submit("train.py", str(tmp_path / "out.safetensors"))
     said = flatout("logs", sent["id"], "-f")

@@ -135,7 +135,13 @@ HOSTS_JOB = """
 
 @pytest.mark.root
 @pytest.mark.slow
-@pytest.mark.parametrize("is_slow", [False, True], ids=["fast link", "slow link"])
+@pytest.mark.parametrize(
+    "is_slow",
+    [
+        pytest.param(False, id="fast link", marks=pytest.mark.long),
+        pytest.param(True, id="slow link"),
+    ],
+)
 def test_the_measured_link_decides_between_two_hosts(tmp_path, is_slow):
     if why := cannot_be_made():
         pytest.skip(why)

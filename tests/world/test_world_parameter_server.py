@@ -228,7 +228,7 @@ def test_servers_that_wait_for_all_give_what_one_rank_gives_and_its_checkpoints(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_servers_that_do_not_wait_learn_too_and_tell_how_old_gradients_were(tmp_path, ranks):
     run(SCRIPT, ranks, tmp_path, "apart")
     by_rank = read(tmp_path, "apart", ranks)

@@ -39,6 +39,7 @@ def begin(hosts, folder, epochs, *options):
     )
 
 
+@pytest.mark.long  # tests of `flatout submit ssh` have the same
 def test_two_hosts_give_what_one_rank_gives(tmp_path, hosts):
     nodes = begin(hosts, tmp_path, "2")
     assert [node.end() for node in nodes] == [0, 0], [node.said for node in nodes]
