@@ -31,7 +31,7 @@ _OPTIONS = ("address", "storage", "python")
 _ADDRESS = "http://127.0.0.1:8265"
 _ASK_EVERY_S = 1.0
 # A look into the nodes: how long it may take, and how often is asked whether it has ended.
-_LOOK_S, _LOOK_EVERY_S = 60.0, 0.2
+_LOOK_S, _LOOK_EVERY_S = 120.0, 0.2
 # To connect, and until an answer comes, in seconds; and how often is asked for what is known.
 _PATIENCE_S, _TRIES = (5, 30), 3
 # So that no line of a rank is taken for another's, and stdout comes at once.
@@ -178,7 +178,7 @@ class Ray:
                     cluster.client.delete_job(name)
         told = told_by_nodes(text)
         if told is None:
-            raise SubmitError(f"its nodes do not answer: {_last_line(text)}", where=id)
+            raise SubmitError(f"its nodes do not answer: {_shortened(text)}", where=id)
         return told
 
     def cancel(self, id: str, folder: Path) -> None:
@@ -260,9 +260,7 @@ def _words(status: str, details: Any) -> str:
         return status
     error = getattr(details.error_type, "value", details.error_type)
     why = _FAILURES.get(str(error), "").format(code=details.driver_exit_code)
-    last = colorless(_last_line(details.message or ""))
-    if len(last) > _MOST_WORDS:
-        last = f"{last[: _MOST_WORDS - 1]}…"
+    last = _shortened(details.message or "")
     words = ": ".join(filter(None, (why, last)))
     return f"{status} ({words})" if words else status
 
@@ -357,6 +355,12 @@ def _left_s(folder: Path) -> float | None:
 def _message(error: BaseException) -> str:
     """The last line that says something: Ray hands on whole tracebacks."""
     return _last_line(str(error)) or type(error).__name__
+
+
+def _shortened(text: str) -> str:
+    """The last line that says something, as far as there is room."""
+    last = colorless(_last_line(text))
+    return last if len(last) <= _MOST_WORDS else f"{last[: _MOST_WORDS - 1]}…"
 
 
 def _last_line(text: str) -> str:
