@@ -28,9 +28,10 @@ def code_of(page):
 
 
 def facts(page):
-    """What the row below the page's first sentences says: kind, fields, result."""
-    (row,) = re.findall(r"^\|(?! kind|---)(.*)\|$", page.read_text(), re.MULTILINE)
-    return [cell.strip() for cell in row.split("|")]
+    """What the rows below the page's first sentences say, by column: kinds, fields, results."""
+    rows = re.findall(r"^\|(?! kind|---)(.*)\|$", page.read_text(), re.MULTILINE)
+    columns = zip(*([cell.strip() for cell in row.split("|")] for row in rows), strict=True)
+    return [", ".join(dict.fromkeys(column)) for column in columns]
 
 
 def test_every_check_has_a_page_and_every_page_a_check():
@@ -99,7 +100,9 @@ def test_the_code_of_every_page_runs_and_keeps_the_bits_where_it_says_so(tmp_pat
     same = [
         name
         for name, page in PAGES.items()
-        if facts(page)[2].startswith("bit-identical") and AS_IT_IS in code_of(page)
+        if facts(page)[2].startswith("bit-identical")
+        and "changes learning" not in facts(page)[2]
+        and AS_IT_IS in code_of(page)
     ]
     assert len(same) > 10
     untrained = weights["nothing"]
