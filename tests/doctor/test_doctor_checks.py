@@ -1242,6 +1242,11 @@ def test_validation_that_is_a_part_of_training_is_not_how_well_training_fits():
     assert [one.kind for one in look(evaluating(shared_rows=(200, 200)))] == ["note"]
     (found,) = look(evaluating(shared_rows=(200, 200), length=200))
     assert found.kind == "danger"
+    again = evaluating(shared_rows=(200, 200), length=200)
+    again.loaders.append(copy.copy(again.loaders[1]))  # as Keras makes one for each epoch
+    assert {one.kind for one in look(again)} == {"danger"}
+    again.loaders.append(replace(again.loaders[1], length=100, shared_rows=(0, 100)))
+    assert look(again) == []
     (files,) = look(evaluating(shared_rows=(20, 200), shared_files=True))
     assert "read from the same files" in files.what
 
