@@ -85,7 +85,8 @@ def until_step(sent, number):
     until(lambda: path.exists() and int(path.read_text() or 0) >= number)
 
 
-def test_on_two_nodes_preempted_then_at_its_time_limit_and_gone_on(flatout, cluster, tmp_path):
+@pytest.mark.parametrize("by", ["a signal", pytest.param("the clock", marks=pytest.mark.long)])
+def test_on_two_nodes_preempted_then_at_its_time_limit_and_gone_on(flatout, cluster, tmp_path, by):
     run = str(tmp_path / "run")
     asked = ("--nodes", "2", "--time", "1h", "--stop-ahead", "50s", "--checkpoints", run)
     sent = submit(flatout, *asked, "train.py", str(tmp_path / "cut.safetensors"), "--pause=2")
@@ -99,8 +100,11 @@ def test_on_two_nodes_preempted_then_at_its_time_limit_and_gone_on(flatout, clus
     assert urgent
     step = int(Path(sent["folder"], "code/step").read_text())
     until_step(sent, step + 1)
-    # SLURM's limit is in minutes, and it looks every 30 s which jobs are near theirs.
-    cluster.ask("scontrol", "update", f"JobId={sent['id']}", "TimeLimit=1")
+    if by == "the clock":
+        # SLURM's limit is in minutes, and it looks every 30 s which jobs are near theirs.
+        cluster.ask("scontrol", "update", f"JobId={sent['id']}", "TimeLimit=1")
+    else:  # the warning that comes then
+        cluster.ask("scancel", "--signal=USR1", sent["id"])
     until(lambda: state_of(flatout, sent["id"])["starts"] == 3)
     cluster.ask("scontrol", "update", f"JobId={sent['id']}", "TimeLimit=60")
     Path(sent["folder"], "code/hurry").touch()
