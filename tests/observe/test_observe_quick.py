@@ -305,7 +305,7 @@ def test_something_compiled_before_keeps_them_away(monkeypatch):
 
 
 def test_without_the_extension_the_hooks_in_python_stay(monkeypatch):
-    monkeypatch.setattr(quick_hooks, "available", lambda: False)
+    monkeypatch.setattr(clock, "available", lambda: False)
     job = Job()
     hooks = dict(job.hooks)
     job.watch.quick.begin()

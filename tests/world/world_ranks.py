@@ -9,7 +9,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parents[1]))
 import forked
 
-PATIENCE_S = 120
+PATIENCE_S = 240
 
 
 def free_port():
