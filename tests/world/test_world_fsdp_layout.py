@@ -10,7 +10,12 @@ from flatout.recipe import Recipe
 from flatout.strategies import check_reduction, check_settings
 from flatout.strategies.blocks import blocks_of
 from flatout.strategies.fsdp_memory import expected_words, state_bytes
-from flatout.strategies.fsdp_refusals import check_gpus, check_layout, check_one_device
+from flatout.strategies.fsdp_refusals import (
+    check_elementwise,
+    check_gpus,
+    check_layout,
+    check_one_device,
+)
 from flatout.world import Place, World
 
 
@@ -64,7 +69,8 @@ def test_a_weight_that_is_read_outside_of_the_model_is_named():
 
 
 def layout(model, make=torch.optim.Adam):
-    check_layout(model, [make(model.parameters(), lr=0.1)])
+    check_layout(model)
+    check_elementwise("fsdp", make(model.parameters(), lr=0.1), set(model.parameters()))
 
 
 class Scaled(nn.Linear):
@@ -94,7 +100,7 @@ def test_what_cannot_be_cut_is_refused_with_what_to_do():
     with pytest.raises(ModelError, match="Lamb is not known to step each element alone"):
         layout(nn.Linear(3, 3), Lamb)
     with pytest.raises(ModelError, match="trains parameters that are not the model's"):
-        check_layout(nn.Linear(3, 3), [torch.optim.SGD(nn.Linear(3, 3).parameters(), lr=0.1)])
+        check_elementwise("fsdp", torch.optim.SGD(nn.Linear(3, 3).parameters(), lr=0.1), set())
 
 
 def test_settings_that_do_not_go_with_parts_are_refused_by_name():

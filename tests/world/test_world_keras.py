@@ -1,12 +1,14 @@
 """Keras models on one rank, two and three: the same losses, metrics, weights and statistics."""
 
 import textwrap
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from world_ranks import run
 
+import flatout
 from forked import TRAINING
 
 keras = pytest.importorskip("keras")
@@ -14,6 +16,7 @@ KERAS = (*TRAINING, "keras")
 
 JOB = '''
     import os
+    import shutil
     import sys
     from pathlib import Path
 
@@ -77,8 +80,12 @@ JOB = '''
         return keras.Sequential([layers.Input((6, 6, 3)), first, *swap, norm, *rest])
 
 
-    def fitted(name, model, *data, test=None, batch_size=10, epochs=2, evaluated=None, **options):
-        trainer = flatout.Trainer(model, allow="exact", recipe=flatout_only)
+    def fitted(
+        name, model, *data, test=None, batch_size=10, epochs=2, evaluated=None, given=None,
+        **options,
+    ):
+        given = {"recipe": flatout_only, **(given or {})}
+        trainer = flatout.Trainer(model, allow="exact", **given)
         history = trainer.fit(
             *data, batch_size=batch_size, epochs=epochs, verbose=0, shuffle=False, **options
         )
@@ -205,6 +212,48 @@ JOB = '''
                                       gradient_accumulation_steps=2)
     fitted("an optimizer that gathers", compiled(dense(), optimizer=averaged), x, y)
 
+    # Each rank has a part of every weight.
+    in_parts = flatout_only.replace({"world.strategy": "fsdp"})
+    norm = [layers.BatchNormalization(momentum=0.8), layers.ReLU()]
+    clipped = keras.optimizers.AdamW(0.05, clipvalue=0.05)
+    stop = keras.callbacks.EarlyStopping("val_loss", patience=2, restore_best_weights=True)
+    fitted("in parts", compiled(dense(*norm), optimizer=clipped), x[:51], y[:51],
+           validation_data=(x[:21], -y[:21] + 3), epochs=5, callbacks=[stop],
+           given={"recipe": in_parts})
+
+
+    def attention():
+        keras.utils.set_random_seed(0)
+        ids = layers.Input((7,), dtype="int32")
+        hidden = layers.Embedding(20, 8, mask_zero=True)(ids)
+        mixed = layers.MultiHeadAttention(2, 4)(hidden, hidden)
+        hidden = layers.LayerNormalization()(hidden + mixed)
+        inner = layers.Input((7, 8))
+        block = keras.Model(inner, layers.Dense(8)(layers.Dense(16, "relu")(inner)))
+        hidden = block(block(hidden))
+        hidden = layers.Bidirectional(layers.LSTM(4, return_sequences=True))(hidden)
+        return keras.Model(ids, layers.Dense(4, activation="softmax")(hidden))
+
+
+    momentum = keras.optimizers.SGD(0.05, momentum=0.9)
+    fitted("layers in parts", compiled(attention(), optimizer=momentum), words, tags, epochs=1,
+           given={"recipe": in_parts})
+    for first, then in ((in_parts, flatout_only), (flatout_only, in_parts)):
+        name = f"resumed, from {first.world.strategy}"
+        for recipe, epochs in ((first, 1), (then, 2)):
+            given = {"recipe": recipe, "run": name}
+            trainer = fitted(name, compiled(dense()), x, y, epochs=epochs, given=given,
+                             resume=epochs > 1)
+            if epochs == 1 and recipe is in_parts and rank == 0:
+                shutil.copytree(name, "for one")
+            trainer.world().wait()
+    refused = flatout.Trainer(compiled(dense()), allow="exact", recipe=in_parts)
+    try:
+        refused.fit(x, y, verbose=0, callbacks=[keras.callbacks.BackupAndRestore("again")])
+    except flatout.errors.ModelError as error:
+        found["refused"] = str(error)
+    found["folder"] = str(folder)
+
     model = dense(layers.BatchNormalization(momentum=0.8), layers.ReLU(), activation=None)
     given = {"metrics": ["accuracy"], "lr": 0.01, "recipe": flatout_only}
     trainer = flatout.Trainer(model, allow="exact", **given)
@@ -303,6 +352,10 @@ CASES = (
     "an optimizer that gathers",
     "without compile",
     "callbacks",
+    "in parts",
+    "layers in parts",
+    "resumed, from fsdp",
+    "resumed, from ddp",
 )
 
 
@@ -341,6 +394,27 @@ def test_keras_has_the_same_bits_on_all_ranks(found, case):
     for one in found[1:]:
         for key in one[case]:
             torch.testing.assert_close(one[case][key], first[key], rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_one_rank_goes_on_from_what_ranks_with_parts_have_saved(alone, found):
+    folder = Path(found[0]["folder"])
+    inputs = np.random.default_rng(1)
+    x, y = inputs.normal(size=(53, 6)).astype("float32"), inputs.integers(0, 4, 53)
+    keras.utils.set_random_seed(0)
+    hidden = keras.layers.Dense(16, activation="relu")
+    last = keras.layers.Dense(4, activation="softmax")
+    model = keras.Sequential([keras.layers.Input((6,)), hidden, last])
+    loss = "sparse_categorical_crossentropy"
+    model.compile(keras.optimizers.Adam(0.01), loss, metrics=["accuracy"])
+    trainer = flatout.Trainer(model, allow="exact", run=str(folder / "for one"))
+    trainer.fit(x, y, batch_size=10, epochs=2, verbose=0, shuffle=False, resume=True)
+    wanted = alone["resumed, from fsdp"]
+    for a, b in zip(model.get_weights(), wanted["weights"].values(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=5e-6)
+    for a, b in zip(model.optimizer.variables, wanted["optimizer"], strict=True):
+        np.testing.assert_allclose(a.numpy(), b, rtol=2e-4, atol=5e-6)
+    assert "BackupAndRestore reads or changes the whole model" in found[0]["refused"]
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 from flatout.strategies.async_server import AsyncParameterServer as AsyncParameterServer
 from flatout.strategies.ddp import Ddp as Ddp
 from flatout.strategies.fsdp import Fsdp as Fsdp
+from flatout.strategies.fsdp_keras import FsdpKeras as FsdpKeras
 from flatout.strategies.local_sgd import LocalSgd as LocalSgd
 from flatout.strategies.local_sgd import bytes_per_average as bytes_per_average
 from flatout.strategies.micro_batches import others_to_try as others_to_try

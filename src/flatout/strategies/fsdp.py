@@ -27,7 +27,7 @@ from flatout.models import own_names, sharded_like, whole
 from flatout.strategies.blocks import blocks_of
 from flatout.strategies.fsdp_comms import AllGatherOf, ReduceScatterOf, add_up_unused
 from flatout.strategies.fsdp_memory import Held, expected_words, state_bytes, taken_words
-from flatout.strategies.fsdp_refusals import check_gpus, check_layout
+from flatout.strategies.fsdp_refusals import check_elementwise, check_gpus, check_layout
 from flatout.strategies.fsdp_shared import SharedAllGather, SharedReduceScatter
 from flatout.strategies.fsdp_undo import take_off
 from flatout.strategies.reductions.shared import add_in_order
@@ -39,7 +39,7 @@ from flatout.world import Mailbox, World, mailbox_of
 _USED = 3
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """A parameter of the model, and what this rank has of it.
 
     Attributes:
@@ -79,6 +79,7 @@ class Fsdp(Strategy):
     """
 
     meets_in_compute = True
+    cuts_weights = True
 
     def __init__(
         self,
@@ -93,22 +94,32 @@ class Fsdp(Strategy):
     ) -> None:
         super().__init__()
         check_gpus(world)
-        self._world, self._model, self._optimizers = world, model, optimizers
+        self._world, self._model, self._optimizers = world, self._modules_of(model), optimizers
         self._run, self._say = run, say
         self._shares = shares
         # Of two numbers every order has the same sum.
         self._adds_up = world.size == 2 or not exact
         self._mailbox: Mailbox | None = None
         self.across = self._sum_over_parts
-        self._parts: list[_Part] = []
+        self._parts: list[Part] = []
         self._known: set[torch.Tensor] = set()
         self._seen: Tensors = ()
         self._used: set[int] = set()
         self._hooks: list[Any] = []
         self._gradient_bytes = 0
         self.held: Held | None = None
-        check_layout(model, optimizers)
+        check_layout(self._model)
+        self._check_optimizers(optimizers)
         check_replicas(model, world, "at the start")
+
+    def _modules_of(self, model: nn.Module) -> nn.Module:
+        """What has the parameters, and is called where the model is."""
+        return model
+
+    def _check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        known = set(self._model.parameters())
+        for optimizer in optimizers:
+            check_elementwise("world.strategy=fsdp", optimizer, known)
 
     # -- laying out --------------------------------------------------------------------------
 
@@ -123,7 +134,7 @@ class Fsdp(Strategy):
             shard = module._parameters[name]
             assert isinstance(shard, DTensor)
             part = nn.Parameter(shard.to_local().detach(), requires_grad=own.requires_grad)
-            self._parts.append(_Part(own, shard, part, where, owners[shard]))
+            self._parts.append(Part(own, shard, part, where, owners[shard]))
         for block in {part.block: None for part in self._parts}:
             self._note_use_within(block)
         # The root's parameters stay whole behind its forward, for a backward that begins at once.
@@ -131,7 +142,7 @@ class Fsdp(Strategy):
         self._step_parts()
         for one in self._parts:
             one.own.data = torch.empty(0, dtype=one.own.dtype, device=device)
-        self._known = {part.part for part in self._parts}
+        self._known = {p for o in self._optimizers for g in o.param_groups for p in g["params"]}
         self._say(self._expected())
 
     def _blocks(self) -> list[nn.Module]:
@@ -205,14 +216,14 @@ class Fsdp(Strategy):
 
     def _step_parts(self) -> None:
         """Let optimizers step this rank's parts in place of the parameters."""
-        parts: dict[Any, _Part] = {part.own: part for part in self._parts}
+        parts: dict[Any, Part] = {part.own: part for part in self._parts}
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
-                group["params"][:] = [parts[p].part for p in group["params"]]
+                group["params"][:] = [parts[p].part if p in parts else p for p in group["params"]]
             for own in [p for p in optimizer.state if p in parts]:
                 state = optimizer.state.pop(own)
                 result = parts[own]
-                optimizer.state[result.part] = {k: _part_of(v, result) for k, v in state.items()}
+                optimizer.state[result.part] = {k: state_part(v, result) for k, v in state.items()}
 
     # -- around a step -----------------------------------------------------------------------
 
@@ -295,14 +306,12 @@ class Fsdp(Strategy):
 
     def state_of(self, optimizer: torch.optim.Optimizer, *, kept: bool) -> dict[str, Any]:
         """An optimizer's state, whole; all ranks call it."""
-        state = optimizer.state_dict()
-        parts = {part.part: part for part in self._parts}
-        order = [p for group in optimizer.param_groups for p in group["params"]]
+        state, owners = optimizer.state_dict(), self._owners(optimizer)
         return {
             **state,
             "state": {
                 number: {
-                    name: self._gathered(_as_shard(value, parts[order[number]]), kept=kept)
+                    name: self._gathered(as_shard(value, owners.get(number)), kept=kept)
                     for name, value in values.items()
                 }
                 for number, values in state["state"].items()
@@ -311,15 +320,20 @@ class Fsdp(Strategy):
 
     def part_of(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Of an optimizer's whole state what this rank loads."""
-        parts = {part.part: part for part in self._parts}
-        order = [p for group in optimizer.param_groups for p in group["params"]]
+        owners = self._owners(optimizer)
         return {
             **state,
             "state": {
-                number: {k: _part_of(v, parts[order[number]]) for k, v in values.items()}
+                number: {k: state_part(v, owners.get(number)) for k, v in values.items()}
                 for number, values in state["state"].items()
             },
         }
+
+    def _owners(self, optimizer: torch.optim.Optimizer) -> dict[int, Part]:
+        """The parts that states are of, by their number in the optimizer's state dict."""
+        parts = {one.part: one for one in self._parts}
+        order = [p for group in optimizer.param_groups for p in group["params"]]
+        return {number: parts[p] for number, p in enumerate(order) if p in parts}
 
     def _gathered(self, value: Any, *, kept: bool) -> Any:
         if not isinstance(value, DTensor):
@@ -348,7 +362,7 @@ class Fsdp(Strategy):
         owns: dict[Any, nn.Parameter] = {part.part: part.own for part in self._parts}
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
-                group["params"][:] = [owns[p] for p in group["params"]]
+                group["params"][:] = [owns.get(p, p) for p in group["params"]]
             for part in [p for p in optimizer.state if p in owns]:
                 optimizer.state[owns[part]] = optimizer.state.pop(part)
         self._parts.clear()
@@ -368,7 +382,7 @@ class Fsdp(Strategy):
             self._world.size,
             parameters=sum(part.part.nbytes for part in self._parts),
             gradients=sum(p.nbytes for p in trained if p.requires_grad),
-            states=[state_bytes(optimizer) for optimizer in self._optimizers],
+            states=[self._expected_in(optimizer) for optimizer in self._optimizers],
             root=blocks.pop(self._model),
             blocks=list(blocks.values()),
         )
@@ -378,14 +392,17 @@ class Fsdp(Strategy):
         return Held(
             sum(part.part.nbytes for part in self._parts),
             self._gradient_bytes,
-            sum(
-                value.nbytes
-                for optimizer in self._optimizers
-                for state in optimizer.state.values()
-                for value in state.values()
-                if torch.is_tensor(value)
-            ),
+            sum(value.nbytes for o in self._optimizers for value in self._states_in(o)),
         )
+
+    def _states_in(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        """What an optimizer keeps."""
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        return [value for value in states if torch.is_tensor(value)]
+
+    def _expected_in(self, optimizer: torch.optim.Optimizer) -> int | None:
+        """Bytes that it will keep; None where that is not known."""
+        return state_bytes(optimizer)
 
 
 def _places(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
@@ -398,9 +415,9 @@ def _places(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]
     return result
 
 
-def _part_of(value: Any, one: _Part) -> Any:
+def state_part(value: Any, one: Part | None) -> Any:
     """Of a parameter's state this rank's part; what is not of its shape stays as it is."""
-    if not torch.is_tensor(value) or value.shape == one.part.shape or not value.dim():
+    if one is None or not torch.is_tensor(value) or not value.dim():
         return value
     if value.shape != one.shard.shape:
         return value
@@ -408,9 +425,11 @@ def _part_of(value: Any, one: _Part) -> Any:
     return sharded_like(value, one.shard).to_local().clone()  # type: ignore[attr-defined]
 
 
-def _as_shard(value: Any, one: _Part) -> Any:
+def as_shard(value: Any, one: Part | None) -> Any:
     """A tensor of a parameter's state as a part of the whole; anything else as it is."""
-    if not torch.is_tensor(value) or value.shape != one.part.shape or not value.dim():
+    if one is None or not torch.is_tensor(value) or not value.dim():
+        return value
+    if value.shape != one.part.shape:
         return value
     return DTensor.from_local(
         value,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -33,17 +33,17 @@ _ELEMENTWISE = (
 )
 
 
-def check_layout(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Refuse models and optimizers that cannot be laid out.
+def check_layout(model: nn.Module) -> None:
+    """Refuse models that cannot be laid out.
 
     Raises:
         ModelError: naming what, and what to do instead.
     """
     if not calls_hooks(model):
         raise ModelError(
-            "world.strategy=fsdp gathers weights around the calls of torch's modules, and Keras "
-            "calls its layers in another way",
-            do=_DDP,
+            "world.strategy=fsdp gathers weights around the calls of torch's modules, and a Keras "
+            "model within one calls its layers in another way",
+            do=f"give Flatout the Keras model itself, or {_DDP}",
         )
     for name, module in model.named_modules():
         if isinstance(module, _WRAPPERS):
@@ -69,8 +69,6 @@ def check_layout(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) 
             do=f"convert the model, as with model.float(), or {_DDP}",
         )
     check_one_device("world.strategy=fsdp", named)
-    for optimizer in optimizers:
-        check_elementwise("world.strategy=fsdp", optimizer, set(named.values()))
 
 
 def check_gpus(world: World) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +46,7 @@ class Strategy:
             that is slow takes fewer.
         parts: into how many a batch is cut, where they are claimed.
         takes_whole_batches: whether every rank is given each batch whole, of which the last counts.
+        cuts_weights: whether a rank has no more than a part of each weight between steps.
         alike_every: ranks so many apart have the same weights; 0 where no two have.
         layout: what is on which rank, in words; "" where all have the same.
         micro_batches: into how many a batch is to be split, where it passes through stages; 0 for
@@ -59,6 +61,7 @@ class Strategy:
     shares_epochs = False
     parts = 1
     takes_whole_batches = False
+    cuts_weights = False
     alike_every = 1
     layout = ""
     micro_batches = 0
@@ -162,6 +165,10 @@ class Strategy:
         All ranks call it.
         """
         return None
+
+    def whole_weights(self) -> AbstractContextManager[None]:
+        """Within, a Keras model has its weights whole, to be read or changed; all ranks call it."""
+        return nullcontext()
 
     def weights(self, model: nn.Module, *, kept: bool) -> dict[str, torch.Tensor]:
         """Everything that is saved of a model, by name, whole; all ranks call it.

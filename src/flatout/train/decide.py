@@ -30,6 +30,7 @@ from flatout.strategies import (
     Beside,
     Ddp,
     Fsdp,
+    FsdpKeras,
     LocalSgd,
     ParameterServer,
     Reduction,
@@ -295,8 +296,9 @@ def _strategy(
             run = partial(_run_first, loop, compute, first[0])
         shares = asked.reduction != "all_reduce"
         exact = asked.reduction != "shared" and loop.allow < Parity.TOLERANT
-        fsdp = Fsdp(world, model, loop.optimizers, run, loop.tell, shares=shares, exact=exact)
-        return fsdp, resolved
+        lays_out = Fsdp if adapter_of(model).calls_hooks else FsdpKeras
+        result = lays_out(world, model, loop.optimizers, run, loop.tell, shares=shares, exact=exact)
+        return result, resolved
     if asked.strategy == "staged":
         return _stages(loop, resolved, compute, first), resolved
     if asked.strategy == "parameter_server":

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from flatout.data import Batch
-from flatout.errors import WorldError
-from flatout.models import first_epoch, watches_batches
+from flatout.errors import ModelError, WorldError
+from flatout.models import first_epoch, keeps_best_weights, saves_model, watches_batches
 from flatout.strategies import check_replicas
 from flatout.train.callbacks import Callback, Figures
 from flatout.train.state import FitState
@@ -86,7 +87,16 @@ class KerasCallbacks(Callback):
         )
 
     def check(self, state: FitState, figures: Figures) -> None:
-        """Say which callback watches a figure that there will not be: Keras does so each epoch."""
+        """Say which callback watches a figure that there will not be: Keras does so each epoch.
+
+        Raises:
+            ModelError: one saves the model, of which each rank has a part.
+        """
+        if state.trainer.loop.stepper.strategy.cuts_weights:
+            # What writes is on the first rank alone.
+            own = [type(c).__name__ for c in self._callbacks.callbacks if saves_model(c)]
+            each = self._world.gather(own, "callbacks that save the model")
+            _check_saves_nothing([name for names in each for name in names])
         names = [name for name in figures.names if name != "seconds"]
         for callback in self._callbacks.callbacks:
             monitor = getattr(callback, "monitor", None)
@@ -137,8 +147,9 @@ class KerasCallbacks(Callback):
         """End an epoch; what the callbacks add to the logs stays there."""
         logs = _in_keras_order(state.logs)
         # One by one with the same logs, since each may add to them what the next one reads.
-        for callback in self._callbacks.callbacks:
-            callback.on_epoch_end(state.epoch, logs)
+        with self._whole_weights(state):
+            for callback in self._callbacks.callbacks:
+                callback.on_epoch_end(state.epoch, logs)
         seconds = state.logs["seconds"]
         state.logs.clear()
         state.logs.update(logs, seconds=seconds)
@@ -155,8 +166,15 @@ class KerasCallbacks(Callback):
     def on_fit_end(self, state: FitState) -> None:
         """End."""
         self._finalize()
-        self._callbacks.on_train_end(_in_keras_order(state.logs))
+        with self._whole_weights(state):
+            self._callbacks.on_train_end(_in_keras_order(state.logs))
         self._world.wait()  # the one who comes back from fit finds what the first rank has written
+
+    def _whole_weights(self, state: FitState) -> AbstractContextManager[None]:
+        """Within, weights are whole, where a callback wants them so."""
+        if not any(map(keeps_best_weights, self._callbacks.callbacks)):
+            return nullcontext()
+        return state.trainer.loop.stepper.strategy.whole_weights()
 
     def _finalize(self) -> None:
         """The optimizer's last word: averaged weights, where it averages."""
@@ -180,6 +198,16 @@ def _in_keras_order(logs: dict[str, Any]) -> dict[str, Any]:
     """Names in alphabetical order, those of the validation after the others; no seconds."""
     names = sorted(logs, key=lambda name: (name.startswith("val_"), name))
     return {name: logs[name] for name in names if name != "seconds"}
+
+
+def _check_saves_nothing(savers: Sequence[str]) -> None:
+    if savers:
+        raise ModelError(
+            f"{savers[0]} reads or changes the whole model while it trains, and under "
+            "world.strategy=fsdp each rank has a part of it",
+            do="leave it out, and let Flatout write checkpoints: Trainer(..., run=...); or train "
+            "with world.strategy=ddp",
+        )
 
 
 # They log the learning rate.

@@ -75,3 +75,17 @@ def watches_batches(callback: Any) -> bool:
 def first_epoch(model: Any) -> int | None:
     """The epoch that a backup has told a model to go on from, if any."""
     return model._initial_epoch  # type: ignore[no-any-return]
+
+
+def keeps_best_weights(callback: Any) -> bool:
+    """Whether it keeps the best weights at the end of an epoch, and puts them back at the end."""
+    return bool(getattr(callback, "restore_best_weights", False))
+
+
+def saves_model(callback: Any) -> bool:
+    """Whether it is one of Keras' own that reads or changes weights and what the optimizer has."""
+    from keras import callbacks
+
+    names = ("BackupAndRestore", "ModelCheckpoint", "OrbaxCheckpoint", "SwapEMAWeights")
+    kinds = [getattr(callbacks, name) for name in names if hasattr(callbacks, name)]
+    return isinstance(callback, tuple(kinds))

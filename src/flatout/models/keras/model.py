@@ -27,6 +27,7 @@ from flatout.models.keras.facts import layer_lines
 from flatout.models.keras.layers import is_layer
 from flatout.models.keras.rewrites import keras_calls, put_on, training_step
 from flatout.models.rewrites import Rewrite
+from flatout.models.shards import is_shard, own_part, sharded_like, whole
 from flatout.models.torch_model import Look, TorchModel
 
 _NUMBER = re.compile(r"_\d+$")
@@ -134,17 +135,22 @@ class KerasModel(TorchModel):
         return [Rewrite(words, lambda: put_on(self.module, calls))] if calls else []
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Weights, statistics, seeds and states, in Keras' order."""
-        return {name: value.value.detach() for name, value in _variables(self.module).items()}
+        """Weights, statistics, seeds and states, in Keras' order.
+
+        Where each rank holds a part, all call it, and get whole tensors.
+        """
+        return {name: whole(value) for name, value in keras_values(self.module).items()}
 
     def replicated(self) -> dict[str, torch.Tensor]:
-        """All of them."""
-        return self.weights()
+        """Those of which each rank has all."""
+        values = keras_values(self.module)
+        return {name: value for name, value in values.items() if not is_shard(value)}
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Put into the variables what `weights` gave."""
         for name, variable in _variables(self.module).items():
-            variable.value.copy_(weights[name])
+            value = variable.value
+            own_part(value).copy_(own_part(sharded_like(weights[name], value)))
 
     def parameters(self) -> list[torch.Tensor]:
         """The tensors of all variables."""
@@ -327,6 +333,11 @@ def _watching(layer: Any, look: Look) -> Iterator[None]:
             del vars(layer)["call"]
         else:
             vars(layer)["call"] = before
+
+
+def keras_values(model: Any) -> dict[str, torch.Tensor]:
+    """Weights, statistics, seeds and states by name, in Keras' order; shards as they are."""
+    return {name: variable.value.detach() for name, variable in _variables(model).items()}
 
 
 def _all_variables(model: Any) -> list[Any]:

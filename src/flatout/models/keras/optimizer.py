@@ -39,6 +39,12 @@ ROW_RULES = {
 # Under which a row's missed steps do not follow from its own state, or that no kernel has.
 _ALL_ROWS = ("amsgrad", "centered", "use_ema", "gradient_accumulation_steps")
 
+# These step each element by itself, but for these options.
+_ELEMENTWISE = {
+    "SGD", "Adam", "AdamW", "Adamax", "Nadam", "RMSprop", "Adagrad", "Adadelta", "Ftrl", "Lion",
+}  # fmt: skip
+_ALL_ELEMENTS = ("clipnorm", "global_clipnorm", "use_ema")
+
 # Lists of variables that are none of the state of one.
 _NOT_STATE = ("_variables", "_trainable_variables")
 
@@ -361,6 +367,31 @@ class KerasOptimizer(torch.optim.Optimizer):
             if hasattr(result, "_value") and result._value.shape == shape:
                 result._value.data = change(name, result._value.data)
                 set_shape(result)
+
+    def state_places(self) -> dict[int, int]:
+        """What of `state_dict` has a value for each element of which parameter, by number."""
+        inner = self._inner
+        places: dict[int, int] = {}
+        for place, variable in enumerate(self._variables):
+            at = inner._get_variable_index(variable)
+            for name, held in vars(inner).items():
+                if isinstance(held, list) and name not in _NOT_STATE and len(held) > at:
+                    places[id(held[at])] = place
+        numbered = enumerate(self._state_variables())
+        return {number: places[id(held)] for number, held in numbered if id(held) in places}
+
+    def why_whole(self) -> str:
+        """What keeps parts of weights from being stepped as the whole would be; "" if nothing."""
+        kind = type(self.keras)
+        if kind.__name__ not in _ELEMENTWISE or not kind.__module__.startswith("keras."):
+            return f"{kind.__name__} is not known to step each element alone"
+        asked = [name for name in _ALL_ELEMENTS if getattr(self.keras, name, None)]
+        if asked:
+            return f"{asked[0]} of {kind.__name__} reads whole weights or gradients"
+        if self._late:
+            return "some weights begin to train later"
+        bound = [v.path for v in self._variables if v.constraint is not None]
+        return f"the constraint of {bound[0]} reads all of it" if bound else ""
 
     def options(self) -> dict[str, Any]:
         """What the Keras optimizer was made with, as plain values by dotted name."""

@@ -1,0 +1,148 @@
+"""A Keras model as torch modules, for what hooks into calls and puts other parameters into modules.
+
+Keras' layers are torch modules too, but they read weights from Keras' variables, and a module has
+those of all layers within once more. Here a plain module stands beside each layer. It has the
+layer's own weights as parameters, the layer runs within its call, and variables give whatever
+parameters their module has by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from flatout.models.keras.tables import set_shape
+
+
+class LayerModule(nn.Module):
+    """Stands beside a layer.
+
+    Attributes:
+        read: of this module and those within, each variable, and where its parameter is.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: list[tuple[Any, nn.Module, str]] = []
+
+    def forward(self, call: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
+        """Let the layer run."""
+        self.show()
+        return call(*args, **options)
+
+    def show(self) -> None:
+        """Let the variables give what is in the modules now."""
+        for variable, module, name in self.read:
+            variable._value = module._parameters[name]
+
+
+class LayerModules:
+    """The modules of a model.
+
+    Args:
+        model: a built `keras.Model`; it stays as it is until `open`.
+
+    Attributes:
+        root: the model's own, which has the others within. Statistics, seeds and states, which
+            Keras does not train, are in none.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._modules: dict[Any, LayerModule] = {}
+        self._before: dict[Any, Any] = {}
+        self.root = self._module_of(model)
+        self._variables = {
+            module._parameters[name]: variable for variable, module, name in self.root.read
+        }
+
+    def _module_of(self, layer: Any) -> LayerModule:
+        self._modules[layer] = module = LayerModule()
+        for variable in layer._trainable_variables:
+            if variable._value is not None and variable._value.is_floating_point():
+                name = _free(variable.name, module)
+                module.register_parameter(name, variable._value)
+                module.read.append((variable, module, name))
+        for inner in layer._flatten_layers(include_self=False, recursive=False):
+            # One that is in several places runs within the same module in each.
+            if inner not in self._modules:
+                within = self._module_of(inner)
+                module.add_module(_free(inner.name, module), within)
+                module.read += within.read
+        return module
+
+    def open(self) -> None:
+        """From now on layers run within the calls of their modules."""
+        for layer, module in self._modules.items():
+            if module.read:
+                self._before[layer] = vars(layer).get("call")
+                # Past Keras' own __setattr__, which would track it as a part of the layer.
+                vars(layer)["call"] = _within(module, layer.call)
+
+    def show(self) -> None:
+        """Let all variables give what is in the modules now."""
+        self.root.show()
+        for variable, _, _ in self.root.read:
+            set_shape(variable)
+
+    def show_instead(self, others: Mapping[nn.Parameter, torch.Tensor]) -> None:
+        """Let variables give other tensors.
+
+        Args:
+            others: by the parameters that the variables had at the beginning.
+        """
+        for parameter, other in others.items():
+            variable = self._variables[parameter]
+            variable._value = other
+            set_shape(variable)
+
+    def close(self) -> None:
+        """Let the layers run as they did; variables give what is in the modules now."""
+        self.show()
+        for layer, before in self._before.items():
+            if before is None:
+                vars(layer).pop("call", None)
+            else:
+                vars(layer)["call"] = before
+        self._before.clear()
+
+
+def _free(name: str, module: nn.Module) -> str:
+    name = name.replace(".", "_")
+    while hasattr(module, name):
+        name += "_"
+    return name
+
+
+def _within(module: LayerModule, call: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(call)
+    def within(*args: Any, **options: Any) -> Any:
+        given = _tensors_in((args, options))
+
+        def run(*args: Any, **options: Any) -> Any:
+            # Hooks may have put other tensors in their place, without what Keras notes on them.
+            own = _tensors_in((args, options))
+            _take_masks(own, given)
+            output = call(*args, **options)
+            _take_masks(given, own)  # attention takes masks away
+            return output
+
+        output = module(run, *args, **options)
+        module.show()  # what it was given for the call may be gone again
+        return output
+
+    return within
+
+
+def _tensors_in(arguments: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(arguments) if torch.is_tensor(leaf)]
+
+
+def _take_masks(tensors: Sequence[Any], others: Sequence[Any]) -> None:
+    for tensor, other in zip(tensors, others, strict=True):
+        if tensor is not other:
+            tensor._keras_mask = getattr(other, "_keras_mask", None)

@@ -1,0 +1,125 @@
+"""`Fsdp` for a Keras model on torch.
+
+Within the call of a layer its variables give whole weights, to the optimizer this rank's parts, and
+otherwise torch's DTensors. Statistics, seeds and states, which Keras does not train, stay whole on
+each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from flatout.errors import ModelError
+from flatout.models import KerasOptimizer, LayerModules, keras_values
+from flatout.strategies.fsdp import Fsdp, Part, as_shard, state_part
+from flatout.strategies.fsdp_refusals import check_elementwise
+from flatout.strategies.strategy import Sums
+
+
+class FsdpKeras(Fsdp):
+    """Lays a Keras model, its gradients and what its optimizer keeps over the ranks."""
+
+    def _modules_of(self, model: Any) -> nn.Module:
+        self._layers = LayerModules(model)
+        return self._layers.root
+
+    def _check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        for optimizer in optimizers:
+            if not isinstance(optimizer, KerasOptimizer):
+                # Of the model's parameters statistics are some, too.
+                known = {p for group in optimizer.param_groups for p in group["params"]}
+                check_elementwise("world.strategy=fsdp", optimizer, known)
+            elif why := optimizer.why_whole():
+                raise ModelError(
+                    f"world.strategy=fsdp lets ranks step parts of weights by themselves: {why}",
+                    do="leave that out, or train with world.strategy=ddp",
+                )
+
+    def begin(self) -> None:
+        """Lay the model and the states out, and say what memory that takes."""
+        self._layers.open()
+        super().begin()
+        self._layers.show()
+
+    def _step_parts(self) -> None:
+        super()._step_parts()
+        for optimizer in self._optimizers:
+            if isinstance(optimizer, KerasOptimizer):
+                for one in self._parts:
+                    optimizer.change_state(one.own, one.shard.shape, _cut(one))
+
+    # -- around a step -----------------------------------------------------------------------
+
+    @torch.no_grad()
+    def finish(self) -> Sums:
+        """Add up the losses; the variables give what this rank steps."""
+        sums = super().finish()
+        self._layers.show_instead({one.own: one.part for one in self._parts})
+        return sums
+
+    def after_step(self) -> bool:
+        """The weights have changed."""
+        self._layers.show()
+        return super().after_step()
+
+    # -- whole again -------------------------------------------------------------------------
+
+    def weights(self, model: nn.Module, *, kept: bool) -> dict[str, torch.Tensor]:
+        """Everything that is saved of the model, whole; all ranks call it."""
+        values = keras_values(model)
+        return {name: self._gathered(value, kept=kept) for name, value in values.items()}
+
+    @contextmanager
+    def whole_weights(self) -> Iterator[None]:
+        """Within, the model has its weights whole, to be read or changed; all ranks call it."""
+        wholes = {one.own: self._gathered(one.shard, kept=True) for one in self._parts}
+        self._layers.show_instead(wholes)
+        yield
+        with torch.no_grad():
+            for one in self._parts:
+                one.part.copy_(state_part(wholes[one.own], one))
+        self._layers.show()
+
+    def _owners(self, optimizer: torch.optim.Optimizer) -> dict[int, Part]:
+        owners = super()._owners(optimizer)
+        if not isinstance(optimizer, KerasOptimizer):
+            return owners
+        return {number: owners[place] for number, place in optimizer.state_places().items()}
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Give the variables their own parameters and states back, whole.
+
+        After an error there may be no ranks to gather them from: then the variables give shards.
+        """
+        parts = [] if error is not None else list(self._parts)
+        super().close(error)
+        self._layers.close()
+        for optimizer in self._optimizers:
+            if isinstance(optimizer, KerasOptimizer):
+                for one in parts:
+                    optimizer.change_state(one.own, one.part.shape, self._put_together(one))
+
+    def _put_together(self, one: Part) -> Any:
+        return lambda _, value: self._gathered(as_shard(value, one), kept=True)
+
+    # -- memory ------------------------------------------------------------------------------
+
+    def _states_in(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        if not isinstance(optimizer, KerasOptimizer):
+            return super()._states_in(optimizer)
+        state = optimizer.state_dict()["state"]
+        return [state[number]["value"] for number in optimizer.state_places()]
+
+    def _expected_in(self, optimizer: torch.optim.Optimizer) -> int | None:
+        if not isinstance(optimizer, KerasOptimizer):
+            return super()._expected_in(optimizer)
+        return sum(value.nbytes for value in self._states_in(optimizer))  # they are there already
+
+
+def _cut(one: Part) -> Any:
+    return lambda _, value: state_part(value, one)
