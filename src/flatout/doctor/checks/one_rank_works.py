@@ -20,6 +20,9 @@ _LOGS = ("log", "print", "metric")
 _STALLED = 0.5
 """Share of the one rank's work that the others must be seen to wait for."""
 
+_SHARED = 0.25
+"""From this share of the one rank's time on the others do the same work, if not as much of it."""
+
 
 @rank_check()
 def look(observations: Sequence[Observation]) -> Findings:
@@ -47,9 +50,10 @@ def look(observations: Sequence[Observation]) -> Findings:
 
 
 def _excess(rank: Observation, observations: Sequence[Observation], work: str) -> float:
-    """How many ms per step a rank spends on this beyond the others."""
+    """How many ms per step a rank spends on this beyond the others; 0 where they do it, too."""
     others = fmean(_spent(other, work) for other in observations if other is not rank)
-    return max(0.0, _spent(rank, work) - others)
+    own = _spent(rank, work)
+    return 0.0 if others >= _SHARED * own else own - others
 
 
 def _spent(rank: Observation, work: str) -> float:
