@@ -627,11 +627,11 @@ def test_a_forward_with_several_frozen_layers_is_cut_once(monkeypatch, kwargs):
 
 
 def test_a_cut_that_does_not_hold_any_more_is_looked_for_again(monkeypatch):
+    monkeypatch.setattr(contents, "_SHARE", math.inf)  # weights are looked at in each call
     job = CutJob(monkeypatch)
     job(*pictures())
     job(*pictures())
     assert sum(job.computed) == 12
-    monkeypatch.setattr(contents, "_SHARE", math.inf)  # weights are looked at in each call
     job.model.first.weight.data.mul_(2)
     job(*pictures())
     job(*pictures())
