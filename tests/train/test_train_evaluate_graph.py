@@ -649,13 +649,14 @@ def test_attributes_tell_of_what_is_put_in_them():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(660)
 def test_compiled_code_gives_the_same():
     """By the child and its compiler, until the graph is there and measured."""
     model, x, _ = made("table")
     x = {name: column.repeat(40, *[1] * (column.dim() - 1)) for name, column in x.items()}
     recipe = flatout.Recipe(compute={"capture": "on"})
     trainer = flatout.Trainer(model, recipe=recipe, say=quiet)
-    wanted, ends = by_hand(model, x), time.monotonic() + 240
+    wanted, ends = by_hand(model, x), time.monotonic() + 600  # a busy machine compiles long
     while time.monotonic() < ends:
         assert torch.allclose(trainer.predict(x, batch_size=BATCH), wanted, atol=1e-5)
         graphs = (trainer.loop.evaluated or {"graphs": []})["graphs"]
