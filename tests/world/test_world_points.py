@@ -1,4 +1,4 @@
-"""All that ask at a point read the same verdict, whoever comes when."""
+"""All that ask at a point read the same verdict, in whichever order they come."""
 
 from concurrent.futures import ThreadPoolExecutor
 from time import sleep

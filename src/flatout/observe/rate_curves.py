@@ -29,18 +29,11 @@ def ends_after(scheduler: Any) -> int | None:
     curve = _curve(scheduler)
     if curve is None:
         return None
-    kept, highest = scheduler.last_epoch, 0.0
+    kept = scheduler.last_epoch
     try:
-        for step in range(_AHEAD):
-            rate = curve(step)
-            if highest > 0 and rate <= _NOTHING * highest:
-                return step
-            highest = max(highest, rate)
-    except Exception:  # the script's own function
-        return None
+        return _first_below(_NOTHING, curve, _AHEAD)
     finally:
         scheduler.last_epoch = kept
-    return None
 
 
 def made_for(scheduler: Any) -> int | None:
@@ -56,11 +49,16 @@ def made_for(scheduler: Any) -> int | None:
     curve = _of_function(scheduler)
     if curve is None:
         return None
+    return _first_below(_ZERO, curve, _FAR_AHEAD)
+
+
+def _first_below(share: float, curve: Curve, steps: int) -> int | None:
+    """The first of so many steps at which the rate is no more than this share of the highest."""
     highest = 0.0
     try:
-        for step in range(_FAR_AHEAD):
+        for step in range(steps):
             rate = curve(step)
-            if highest > 0 and rate <= _ZERO * highest:
+            if highest > 0 and rate <= share * highest:
                 return step
             highest = max(highest, rate)
     except Exception:  # the script's own function
