@@ -433,7 +433,7 @@ def test_a_row_whose_bytes_were_flipped_is_computed_again():
         file.write(b"\xff")
     job = Job(where="disk")
     assert not is_found(job)
-    assert told() == "1 row on disk differ from their checksums and are computed again"
+    assert told() == "1 row on disk differs from its checksum and is computed again"
     assert not job.computes(X)
 
 

@@ -24,11 +24,11 @@ class MadeUp:
         self.random = random
         self.digest = f"{name} {rows}"
         self.taken = []
-        self.skipped = ()
+        self.left_out = ()
 
     def take(self, numbers, buffers):
         self.taken.extend(numbers.tolist())
-        numbers = numbers[~np.isin(numbers, self.skipped)]
+        numbers = numbers[~np.isin(numbers, self.left_out)]
         x = buffers.empty((len(numbers), 3), np.float32)
         x[:] = numbers[:, None] + np.arange(3) / 4
         lengths = numbers % 4

@@ -103,7 +103,7 @@ def test_a_cache_behind_a_function_keeps_what_it_made():
 
 def test_rows_that_are_skipped_stay_away():
     source = MadeUp(50)
-    source.skipped = (7, 8, 21)
+    source.left_out = (7, 8, 21)
     pipeline = plain(source).cache("memory").options(threads=1)
     for _ in range(2):
         numbers = [int(n) for batch in pipeline.batches(0) for n in batch.indices]

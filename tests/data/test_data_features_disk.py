@@ -153,7 +153,7 @@ def test_flipped_bytes_are_noticed_named_and_put_again():
     store = opened()
     assert store.has(np.arange(10)).tolist() == [True] * 7 + [False] + [True] * 2
     assert store.told == [
-        "features: 1 row on disk differ from their checksums and are computed again: 7"
+        "features: 1 row on disk differs from its checksum and is computed again: 7"
     ]
     assert store.kept == 9
     fill(store, range(10))

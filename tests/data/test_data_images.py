@@ -654,32 +654,59 @@ def test_a_block_of_bad_rows_alone_is_empty(pets):
     assert block.columns["label"].shape == (0,)
 
 
-def test_a_file_that_goes_or_changes_while_it_is_read(pets):
-    source = rows(pets)
+@pytest.mark.parametrize("skips", [False, True])
+def test_a_file_that_goes_or_is_damaged_while_it_is_read(pets, skips):
+    source = rows(pets, **({"on_error": "skip"} if skips else {}))
     (pets / "dog/3.jpg").unlink()
-    with pytest.raises(DataError, match=r"can no longer be read: No such file(.|\n)*dog/3.jpg"):
-        take(source, [3])
-    path = pets / "dog/4.jpg"
-    whole = path.read_bytes()
-    path.write_bytes(whole + b"more")
-    with pytest.raises(DataError, match=r"changed since it was opened(.|\n)*dog/4.jpg"):
-        take(source, [4])
-    path.write_bytes(whole[:-1])
-    with pytest.raises(DataError, match=r"it had .* bytes, now"):
-        take(source, [4])
-
-
-def test_a_file_that_becomes_another_image_of_as_many_bytes(pets):
-    # Trailing bytes make up the difference.
     path = pets / "cat/0.jpg"
-    size = path.stat().st_size
-    source, resized = rows(pets), rows(pets, size=40)
-    for other in (encoded(photo(80, 90)), encoded(photo(130, 170), quality=20)):
-        assert len(other) <= size
-        path.write_bytes(other + bytes(size - len(other)))
-        for one_of in (source, resized):
-            with pytest.raises(DataError, match=r"cat/0.jpg"):
-                take(one_of, [0])
+    path.write_bytes(path.read_bytes()[:-300])
+    (pets / "cat/1.jpg").write_bytes(b"a page of text")
+    (pets / "dog/4.jpg").write_bytes(b"")
+    bad = {
+        3: r"can no longer be read: No such file(.|\n)*dog/3.jpg",
+        0: r"Premature end of JPEG file(.|\n)*cat/0.jpg",
+        1: r"replaced or written since it was opened: (.|\n)*cat/1.jpg",
+        4: r"it is empty: 0 bytes(.|\n)*dog/4.jpg",
+    }
+    if skips:
+        assert take(source).numbers.tolist() == [2]
+        (line,) = source.skipped()
+        assert line.startswith("4 bad rows skipped: ")
+    for number in () if skips else bad:
+        with pytest.raises(DataError, match=bad[number]):
+            take(source, [number])
+
+
+def test_a_file_that_is_replaced_is_read_as_it_comes(pets):
+    first = pets / "cat/0.jpg"
+    size = first.stat().st_size
+    others = {
+        "cat/0.jpg": encoded(photo(80, 90)),
+        "cat/1.jpg": encoded(photo(300, 400)),
+        "cat/2.jpg": encoded(photo(120, 160, 7), "PNG"),
+        "dog/3.jpg": encoded(photo(160, 120, 8), exif=exif(6)),
+        "dog/4.jpg": encoded(photo(240, 320, 9), quality=20),
+    }
+    options = [{"size": 40}, {"size": (50, 60), "reduced": True, "resize": "crop"}]
+    opened = [rows(pets, **one_of) for one_of in options]
+    for source in opened:
+        take(source)
+    for name, content in others.items():
+        # One has as many bytes as before: what comes behind a JPEG is not read.
+        (pets / name).write_bytes(content.ljust(size if name == "cat/0.jpg" else 0, b"\0"))
+    assert first.stat().st_size == size
+    for source, one_of in zip(opened, options, strict=True):
+        assert np.array_equal(pixels(source), pixels(rows(pets, **one_of)))
+
+
+def test_without_a_size_what_replaces_an_image_must_have_that_of_the_others(pets):
+    (fails, skips), path = (rows(pets), rows(pets, on_error="skip")), pets / "cat/0.jpg"
+    path.write_bytes(encoded(photo(120, 160, 5)))
+    assert len(take(fails)) == 5
+    path.write_bytes(encoded(photo(130, 170, 5)))
+    with pytest.raises(DataError, match=r"120 x 160 pixels, found 130 x 170: (.|\n)*cat/0.jpg"):
+        take(fails)
+    assert take(skips).numbers.tolist() == [1, 2, 3, 4]
 
 
 # -- many threads, other processes, schemas, pipelines ---------------------------------------
@@ -806,9 +833,39 @@ def test_a_pipeline_of_images(pets):
         )
 
 
-def test_a_pipeline_goes_on_without_a_damaged_image(pets):
+def doubled(image, label):
+    return image // 2, label
+
+
+@pytest.mark.parametrize("stages", ["", "map", "map and cache"])
+def test_a_pipeline_goes_on_without_damaged_images(pets, stages):
+    for name in ("cat/0.jpg", "dog/3.jpg"):
+        path = pets / name
+        path.write_bytes(path.read_bytes()[:-300])
+    pipeline = images(pets, size=32, on_error="skip").shuffle(seed=1)
+    if stages:
+        pipeline = pipeline.map(doubled)
+    if stages.endswith("cache"):
+        pipeline = pipeline.cache("memory")
+    for size in (1, 2):
+        pipeline_of = pipeline.batch(size)
+        for epoch in (0, 1):  # what a batch has none of is filled up, though the first image is bad
+            batches = list(pipeline_of.batches(epoch))
+            numbers = [int(n) for b in batches for n in b.indices[: b.samples]]
+            assert sorted(numbers) == [1, 2, 4]
+            assert {b.inputs.shape[1:] for b in batches} == {(3, 32, 32)}
+    (line,) = pipeline.skipped()
+    assert line.count("Premature end of JPEG file") == 1
+    assert line.startswith("2 bad rows skipped: ")
+
+
+@pytest.mark.slow
+def test_what_processes_skip_is_told_here(pets):
     path = pets / "cat/1.jpg"
     path.write_bytes(path.read_bytes()[:-300])
-    pipeline = images(pets, size=32, on_error="skip").shuffle(seed=1).batch(2)
-    seen = [int(n) for batch in pipeline.batches(0) for n in batch.indices]
-    assert sorted(seen) == [0, 2, 3, 4]
+    made = images(pets, size=32, on_error="skip").map(doubled).batch(2).options(processes=1)
+    for epoch in range(2):
+        assert sum(batch.samples for batch in made.batches(epoch)) == 4
+    made._program.pool.close()
+    (line,) = made.skipped()
+    assert line.startswith("1 bad row skipped: ")

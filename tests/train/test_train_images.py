@@ -1,7 +1,9 @@
 """From folders of images to a trained, saved, reloaded model: bytes are scaled on the way."""
 
 import json
+import math
 import re
+import shutil
 import zipfile
 
 import numpy as np
@@ -393,3 +395,47 @@ def test_a_callback_evaluates_other_inputs_than_those_of_training(photos, compil
         images(photos).batch(8), epochs=2, validation_data=(x, y), callbacks=[callback], **quiet
     )
     assert callback.found == history.history["val_loss"]
+
+
+def test_images_that_are_skipped_are_counted_and_named_once(photos, tmp_path):
+    """Whether they were bad from the start or became so while training, or are in validation."""
+    for part in ("train", "val"):
+        shutil.copytree(photos, tmp_path / part)
+    (tmp_path / "val/dark/0.png").write_bytes(b"no image")
+    said = []
+    job = trainer(say=said.append)
+    train, val = (
+        flatout.data.images(tmp_path / part, size=8, on_error="skip").shuffle(seed=1).batch(1)
+        for part in ("train", "val")
+    )
+
+    class Damage(flatout.Callback):
+        def on_epoch_end(self, state):
+            if state.epoch == 1:
+                for name in ("dark/2.png", "bright/1.png"):
+                    path = tmp_path / "train" / name
+                    path.write_bytes(path.read_bytes()[:-30])
+                Image.new("RGB", (90, 40)).save(tmp_path / "train/dark/4.png")
+                (tmp_path / "val/dark/6.png").unlink()
+
+    history = job.fit(train, validation_data=val, epochs=4, progress=False, callbacks=[Damage()])
+    assert all(math.isfinite(epoch["loss"]) for epoch in history.epochs)
+    told = [line for line in said if "skipped" in line]
+    assert [line for line in history.notes if "skipped" in line] == told
+    named = [
+        ("1 bad row", ["val/dark/0.png"]),
+        ("2 bad rows", ["train/dark/2.png", "train/bright/1.png"]),
+        ("2 bad rows", ["val/dark/6.png"]),
+    ]
+    for line, (count, names) in zip(told, named, strict=True):
+        assert line.startswith(f"input: {count} skipped: ")
+        assert all(line.count(name) == 1 for name in names)
+
+    said.clear()
+    outputs = job.predict(val)
+    assert len(outputs) == 22
+    assert not any("skipped" in line for line in said)
+    (tmp_path / "val/dark/8.png").unlink()
+    job.evaluate(val)
+    (line,) = (line for line in said if "skipped" in line)
+    assert line.startswith("input: 3 bad rows skipped: ")

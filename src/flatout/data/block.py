@@ -109,7 +109,8 @@ def offsets_of(lengths: npt.ArrayLike) -> Numbers:
 
 
 def join(blocks: Sequence[Block]) -> Block:
-    """Several blocks of the same columns as one."""
+    """Several blocks of the same columns as one; those without rows may lack columns."""
+    blocks = [block for block in blocks if len(block)] or blocks[:1]
     if len(blocks) == 1:
         return blocks[0]
     columns = {

@@ -62,6 +62,14 @@ class Mixture:
         """One line for people."""
         return " mixed with ".join(part.describe() for part in self.parts)
 
+    def notes(self) -> list[str]:
+        """What the user should know of the sources of all."""
+        return [line for part in self.parts for line in getattr(part.origin, "notes", list)()]
+
+    def skipped(self) -> list[str]:
+        """Rows of all that were skipped up to now."""
+        return [line for part in self.parts for line in part.skipped()]
+
     def begin(self, options: Options, say: Callable[[str], None]) -> Begun:
         """The samples of all, in their mixed order."""
         for part in self.parts:

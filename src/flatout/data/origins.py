@@ -34,6 +34,10 @@ class Origin(Protocol):
         """What the user should know, such as how many rows were skipped."""
         return []
 
+    def skipped(self) -> list[str]:
+        """How many rows were skipped while reading, up to now, and which."""
+        return []
+
 
 class Rows(Origin, Protocol):
     """Rows by number: seekable and counted. All methods may be called by several threads at once.

@@ -400,6 +400,10 @@ class Pipeline(Staged["Pipeline"]):
         """
         return self._built.targets()
 
+    def skipped(self) -> list[str]:
+        """How many rows were skipped while reading, up to now, and which; a line, or none."""
+        return list(getattr(self.origin, "skipped", list)())
+
     def notes(self) -> list[str]:
         """What the user should know: rows skipped, stages moved, order of classes."""
         return [*getattr(self.origin, "notes", list)(), *self._built.notes()]

@@ -78,6 +78,7 @@ def evaluate(
     part = part_of(agreed(source, world), world, loop.say, whole=whole)
     with loop.feed.evaluated(source, part) as batches:
         mean = evaluate_batches(objective, loop, job, watched(batches), stopped, source)
+    loop.tell_skipped(source)
     if mean is None:
         return None
     loss = mean_of(world.gather(mean.state_dict(), "loss of an evaluation"))

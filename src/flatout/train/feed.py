@@ -81,6 +81,7 @@ class Feed:
         self.looks_ahead = False
         self.following: Batch | None = None
         self._lanes: tuple[int, int, int, int] | None = None
+        self._told: set[str] = set()  # of what was skipped
 
     def set_device(self, device: torch.device) -> None:
         """Where batches go from now on."""
@@ -218,6 +219,13 @@ class Feed:
                 notes += [f"input: {note}" for note in item.notes]
                 item.notes.clear()
         return notes
+
+    def skipped(self, source: Source | None) -> list[str]:
+        """Which rows of a source were skipped, in words that were not told yet."""
+        lines = source.skipped() if isinstance(source, Pipeline) else []
+        new = [words for line in lines if (words := f"input: {line}") not in self._told]
+        self._told.update(new)
+        return new
 
     def with_workers(self, requested: Recipe, resolved: ResolvedRecipe) -> ResolvedRecipe:
         """The Recipe with who makes the batches, where that was found while training."""

@@ -135,7 +135,7 @@ class Fit:
                     self.loop.close(error)
                 raise
             finally:
-                self._running = False
+                self._running = self.loop.shows_notes = False
             self.loop.close()
 
     def save_checkpoint(self, score: float | None) -> str:
@@ -196,6 +196,9 @@ class Fit:
         if isinstance(self.source, Pipeline):
             for note in (*self.trainer.input_lines, *self.source.notes()):
                 loop.say(f"input: {note}")
+            loop.feed.skipped(self.source)  # the notes have said it
+        if self.validation is not None:
+            loop.tell_skipped(self.validation)
         state.history.recipe = loop.resolved
         state.history.classes = list(self.trainer.classes or ())
         if self.source.batch_size is None and loop.first_batch_size is not None:

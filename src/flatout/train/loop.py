@@ -251,9 +251,14 @@ class Loop(LoopState):
         if self._other_job is not None:
             self._other_job.look()
         whole = self.takes_whole_batches
-        return self.feed.batches(
+        batches = self.feed.batches(
             self.world, self.note, self.epoch, self.planned_epochs, whole=whole
         )
+        return self._told_at_end(batches, source)
+
+    def _told_at_end(self, batches: Iterator[Batch], source: Source) -> Iterator[Batch]:
+        yield from batches
+        self.tell_skipped(source)
 
     def step(self, compute: Compute, batch: Batch, optimizer: Optimizers | None = None) -> bool:
         """Train on one batch; returns whether that completed an optimizer step.

@@ -269,6 +269,13 @@ class LoopState:
         if self.world.is_first:
             self.stepper.notes.append(line)
 
+    def tell_skipped(self, source: Source) -> None:
+        """Say which rows of a source were skipped, where that was not said yet."""
+        for line in self.feed.skipped(source):
+            self.tell(line)
+            if self._stepper is not None and not self.world.is_first:
+                self._stepper.notes.append(line)  # a fit tells those of all ranks
+
     @property
     def next_step(self) -> int:
         """The number of the step that is to be made of the batches taken up to now, from 1.

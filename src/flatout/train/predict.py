@@ -69,6 +69,7 @@ def predict(objective: Objective, loop: Loop, source: Source) -> Any:
                     explain_ids(error, objective.model, [batch], take, source)
                     raise
             outputs.append(None if batch.is_copy else result)
+    loop.tell_skipped(source)
     # Batch by batch, and in each the ranks in turn: the order of the samples.
     by_batch = zip(*world.gather(outputs), strict=True)
     return _joined([kept for ranks in by_batch for part in ranks for kept in part or ()])

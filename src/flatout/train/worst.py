@@ -144,6 +144,7 @@ def worst(
                 new = [(describe(row, result + raw.start + row), _image(raw, row)) for row in rows]
                 worst_samples = _worst_of([*worst_samples, *new], n)
             result += raw.whole or raw.size
+    loop.tell_skipped(source)
     both = world.gather([(asdict(sample), image) for sample, image in worst_samples])
     all_found = [(WorstSample(**sample), image) for own in both for sample, image in own]
     samples = _worst_of(all_found, n)

@@ -21,7 +21,7 @@ from flatout.data.buffers import Buffers
 from flatout.data.execution.digests import digest_of
 from flatout.data.execution.row_folder import Filling, RowFolder, tidy
 from flatout.data.execution.row_store import MemoryArena, RowStore, layout_of, row_bytes
-from flatout.data.execution.samples import Costs, Lent, Samples, Wanted
+from flatout.data.execution.samples import Costs, Lent, Samples, Wanted, first_good
 from flatout.data.execution.turns import Turns
 from flatout.data.form import Form
 from flatout.errors import DataError
@@ -77,6 +77,8 @@ class Cached:
         self._name: str | None = None
         self.reason = ""
         probe = self._made(numbers[: min(_PROBE, len(numbers))], Buffers(), Costs())
+        if not len(probe):
+            probe = first_good(inner, Buffers(), 0, Costs())
         self.bytes = int(row_bytes(probe) * len(numbers))
         self.where_kept, reason = self._choose(where, budget, folder)
         self.reason = reason + self.reason

@@ -23,7 +23,14 @@ from flatout.data.execution.orders import Orders
 from flatout.data.execution.parallel import Ahead, Tuner
 from flatout.data.execution.process_pool import ProcessPool, refusal
 from flatout.data.execution.repay import Repay
-from flatout.data.execution.samples import Costs, Samples, name_of, sample_rng, takes_rng
+from flatout.data.execution.samples import (
+    Costs,
+    Samples,
+    first_good,
+    name_of,
+    sample_rng,
+    takes_rng,
+)
 from flatout.data.execution.turns import Turns, turns_at, turns_left, turns_of
 from flatout.data.execution.worker import WorkerDied
 from flatout.data.order import batch_seed
@@ -184,10 +191,9 @@ class Maker:
 
     def _filler(self, epoch: int, step: int) -> Block:
         """A row to fill up a batch that has none."""
-        probe = np.array([self.samples.probe], np.int64)
-        block = self.samples.make(probe, self._buffers, epoch, self.costs)
+        block = first_good(self.samples, self._buffers, epoch, self.costs)
         if not len(block):
-            raise DataError(f"batch {step:,} of epoch {epoch}: all of its rows are bad")
+            raise DataError(f"batch {step:,} of epoch {epoch}: all rows are bad")
         return block
 
     def seeded(
@@ -327,10 +333,18 @@ class Program:
         steps: int,
         ahead: Callable[[], int] | None,
     ) -> Iterator[Batch]:
+        asked: dict[int, Numbers] = {}
+
+        def noted(at: int) -> Task:
+            result = task(at)
+            asked[at] = result[0][1:] if self.maker.functions.blends else result[0]
+            return result
+
         self.repay.begin()
         try:
-            with closing(pool.batches(task, step, steps, ahead)) as made:
+            with closing(pool.batches(noted, step, steps, ahead)) as made:
                 for batch in made:
+                    self._count_skipped(asked.pop(step), batch)
                     step += 1
                     yield batch
                     del batch
@@ -345,6 +359,12 @@ class Program:
         if self.pool is None:
             pool.close()
             yield from self._ahead(task, step, steps, ahead)
+
+    def _count_skipped(self, asked: Numbers, batch: Batch) -> None:
+        """Skip here too what a process has skipped: what is counted and told is this one's."""
+        if batch.indices is not None and batch.samples < len(asked):
+            left = np.setdiff1d(asked, batch.indices.numpy()[: batch.samples])
+            self.maker.samples.make(left, Buffers(), 0, Costs())
 
     def _pool_loses(self, pool: ProcessPool) -> bool:
         """Count a batch that was used; True where processes not asked for are not faster."""

@@ -12,7 +12,17 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Subset
 
-from flatout.data.block import Block, Numbers, Ragged, Values, as_ragged, join, offsets_of, take
+from flatout.data.block import (
+    Block,
+    Numbers,
+    Ragged,
+    Values,
+    as_ragged,
+    join,
+    offsets_of,
+    rows_between,
+    take,
+)
 from flatout.data.buffers import Buffers
 from flatout.data.execution.digests import Nameless, digest_of, function_digest, function_name
 from flatout.data.execution.turns import Turns, places_left, turns_at, turns_left
@@ -21,6 +31,9 @@ from flatout.data.form import Form, columns_of, form_of
 from flatout.data.origins import Rows
 from flatout.data.randomness import random_state, same_state, set_random_state
 from flatout.errors import DataError, FlatoutError
+
+# Rows that are made at a time while one is looked for that can be read.
+_MOST_AT_ONCE = 64
 
 
 class Samples(Protocol):
@@ -211,7 +224,8 @@ class Made:
         """Known once a sample has been made."""
         if self._form is None:
             self._look()
-        assert self._form is not None
+        if self._form is None:
+            raise DataError(f"{self.name}: none of the rows can be read, and all were skipped")
         return self._form
 
     @property
@@ -225,7 +239,7 @@ class Made:
         """Make a sample, and see what it is and whether that draws."""
         before = random_state()
         try:
-            self.make(np.array([self.probe], np.int64), Buffers(), 0, Costs())
+            first_good(self, Buffers(), 0, Costs())
             self._draws = not same_state(before, random_state())
         finally:
             set_random_state(before)
@@ -448,9 +462,27 @@ class Joined:
         return self.parts[at].where(number - int(self.starts[at]))
 
 
+def first_good(samples: Samples | Made, buffers: Buffers, epoch: Turns, costs: Costs) -> Block:
+    """The row of `probe`, or the first behind it that can be read where rows are skipped.
+
+    Args are those of `Samples.make`.
+
+    Returns:
+        one row; none where all are skipped.
+    """
+    at, count = samples.probe, 1
+    while True:
+        numbers = np.arange(at, min(at + count, samples.rows))
+        block = samples.make(numbers, buffers, epoch, costs)
+        at += count
+        if len(block) or at >= samples.rows:
+            return rows_between(block, 0, min(1, len(block)))
+        count = min(2 * count, _MOST_AT_ONCE)
+
+
 def _kinds(samples: Samples) -> dict[str, str]:
     """What a row of each column is, in words. Vectors may differ in length."""
-    block = samples.make(np.array([samples.probe], np.int64), Buffers(), 0, Costs())
+    block = first_good(samples, Buffers(), 0, Costs())
     kinds = {}
     for name, values in block.columns.items():
         if isinstance(values, Ragged):

@@ -194,10 +194,9 @@ class KeptRows:
 
     def _tell_damaged(self, count: int, which: str = "") -> None:
         place = f" on {self.where}" if self.where == "disk" else ""
-        self.say(
-            f"features: {counted(count, 'row')}{place} differ from their checksums and are "
-            f"computed again{which}"
-        )
+        one, several = "differs from its checksum and is", "differ from their checksums and are"
+        differ = one if count == 1 else several
+        self.say(f"features: {counted(count, 'row')}{place} {differ} computed again{which}")
 
     def leave_device(self) -> None:
         """Free what rows take on the device, until they are asked for again."""

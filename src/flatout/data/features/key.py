@@ -13,7 +13,7 @@ import torch
 
 # Of how rows are kept, and of whatever else of Flatout decides about their bytes.
 VERSION = 1
-_LIBRARIES = ("torch", "keras", "numpy", "pillow")
+_LIBRARIES = ("torch", "keras", "numpy", "pillow", "simplejpeg")
 _THREADS = 4
 
 

@@ -238,6 +238,10 @@ class FifoStream:
         wrap = " in RecordIO" if self._wrap else ""
         return f"{WORDS[self.schema.format]} rows{wrap} of {self._names}{count}"
 
+    def skipped(self) -> list[str]:
+        """How many rows of the latest pass were skipped up to now, and which."""
+        return self._policy.notes()
+
     def notes(self) -> list[str]:
         """What was skipped in the latest pass."""
         return self._policy.notes()

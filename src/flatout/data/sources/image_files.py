@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,7 @@ from fsspec.core import url_to_fs
 
 from flatout.data.error_policy import ErrorPolicy
 from flatout.data.files import Paths, find
-from flatout.data.sources.image_header import Damaged, Header, read_header
+from flatout.data.sources.image_header import Damaged, Header, is_of, read_header
 from flatout.data.threads import Pool
 from flatout.errors import DataError
 
@@ -43,6 +43,9 @@ HEADER = np.dtype(
         ("check", np.uint32),
     ]
 )
+# Gives an image by its place among some that are asked for, with its header. It takes the header
+# that is known, and gives another where the image is another by now.
+Content: TypeAlias = Callable[[int, Header], tuple[bytes | memoryview, Header]]
 
 
 class Entry(NamedTuple):
@@ -285,6 +288,33 @@ def read_bytes(entry: Entry, header: Header) -> bytes:
     Raises:
         Damaged: the file has gone, or is longer or shorter than it was.
     """
+    data = _content(entry, header)
+    if len(data) != header.bytes:
+        size = "more" if len(data) > header.bytes else f"{len(data):,}"
+        raise Damaged(
+            f"the file has changed since it was opened: it had {header.bytes:,} bytes, now {size}"
+        )
+    return data
+
+
+def read_image(entry: Entry, header: Header) -> tuple[bytes, Header]:
+    """An image file's content and header, which are others where the file was replaced.
+
+    Raises:
+        Damaged: the file has gone, or what has taken its place is no image.
+    """
+    data = _content(entry, header)
+    if len(data) == header.bytes and is_of(header, data):
+        return data, header
+    try:
+        now = read_header(entry.path)
+        return read_bytes(entry, now), now
+    except Damaged as error:
+        raise Damaged(f"the file was replaced or written since it was opened: {error}") from error
+
+
+def _content(entry: Entry, header: Header) -> bytes:
+    """What a file holds, but no more than one byte behind the size that it had."""
     try:
         # Python's file objects cost three times as much as these calls.
         handle = os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -297,11 +327,6 @@ def read_bytes(entry: Entry, header: Header) -> bytes:
             os.close(handle)
     except OSError as error:
         raise Damaged(f"the file can no longer be read: {error.strerror}") from error
-    if len(data) != header.bytes:
-        size = "more" if len(data) > header.bytes else f"{len(data):,}"
-        raise Damaged(
-            f"the file has changed since it was opened: it had {header.bytes:,} bytes, now {size}"
-        )
     return data
 
 

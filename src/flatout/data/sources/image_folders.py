@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -14,15 +14,15 @@ from flatout.data.buffers import Buffers
 from flatout.data.error_policy import ErrorPolicy
 from flatout.data.files import Paths, stamp_of
 from flatout.data.sources.image_files import (
+    Content,
     Entry,
     ImageListing,
     check_no_splits,
     find_images,
     open_images,
-    read_bytes,
+    read_image,
     short_name,
 )
-from flatout.data.sources.image_header import Header
 from flatout.errors import DataError
 
 _TOLD = 3
@@ -83,14 +83,9 @@ class ImageFolders:
         entries = [self._entries[number] for number in chosen]
         return [f"{entry.key}\n{stamp_of(entry.path)}" for entry in entries]
 
-    def contents(self, numbers: Numbers, buffers: Buffers) -> Callable[[int], bytes]:
-        """What reads the files, each when it is asked for."""
-
-        def content(place: int) -> bytes:
-            number = numbers[place]
-            return read_bytes(self._entries[number], Header(*self.headers[number].tolist()))
-
-        return content
+    def contents(self, numbers: Numbers, buffers: Buffers) -> Content:
+        """What reads the files, each when it is asked for, as it is by then."""
+        return lambda place, header: read_image(self._entries[numbers[place]], header)
 
     def where(self, number: int) -> str:
         """The image's file."""

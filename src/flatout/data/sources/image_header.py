@@ -92,6 +92,11 @@ def header_of(data: bytes | memoryview) -> Header:
     return _header(read(0, _HEAD), read, len(data), lambda: io.BytesIO(data))
 
 
+def is_of(header: Header, data: bytes) -> bool:
+    """Whether an image begins as the one that a header was read from."""
+    return zlib.crc32(data[:_HEAD]) == header.check
+
+
 def _read(handle: int, path: str) -> Header:
     status = os.fstat(handle)
     if not stat.S_ISREG(status.st_mode):

@@ -19,7 +19,7 @@ from flatout.data.error_policy import ErrorPolicy
 from flatout.data.files import File, Paths, find
 from flatout.data.indexed import IndexedRows
 from flatout.data.schema import Column, Schema, as_schema
-from flatout.data.sources.image_files import HEADER
+from flatout.data.sources.image_files import HEADER, Content
 from flatout.data.sources.image_header import Damaged, header_of
 from flatout.data.sources.tfrecord import TfrecordDecoder
 from flatout.data.sources.tfrecord_schema import FeatureKind, features_of
@@ -98,9 +98,10 @@ class ImageRecords:
         """Over the files' sizes, and their first and last bytes."""
         return self._records.digest
 
-    def contents(self, numbers: Numbers, buffers: Buffers) -> Callable[[int], memoryview]:
+    def contents(self, numbers: Numbers, buffers: Buffers) -> Content:
         """What gives the images, all of which are read at once."""
-        return _each(self._records.take(numbers, buffers).columns["image"])
+        data = _each(self._records.take(numbers, buffers).columns["image"])
+        return lambda place, header: (data(place), header)
 
     def where(self, number: int) -> str:
         """Such as "pets-00000.tfrecord: byte 1,024 (cat/7.jpg)"."""

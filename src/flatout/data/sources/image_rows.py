@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -26,6 +26,7 @@ from flatout.data.sources.image_decode import (
     psnr,
     scratch_bytes,
 )
+from flatout.data.sources.image_files import Content
 from flatout.data.sources.image_header import Damaged, Header
 from flatout.errors import DataError
 from flatout.words import counted
@@ -75,10 +76,10 @@ class Images(Protocol):
         """Hex digits that differ for other images."""
         ...
 
-    def contents(self, numbers: Numbers, buffers: Buffers) -> Callable[[int], bytes | memoryview]:
-        """What gives the bytes of an image by its place in `numbers`.
+    def contents(self, numbers: Numbers, buffers: Buffers) -> Content:
+        """What gives an image by its place in `numbers`, as it is by then.
 
-        It raises `Damaged` for an image that has gone or changed.
+        It raises `Damaged` for one that has gone, or is no image any more.
         """
         ...
 
@@ -114,8 +115,8 @@ class ImageRows(Rows):
         self._bad: set[int] = set()
         self.rows = len(images.headers)
         self.classes = images.classes
-        size = wanted.size
-        if wanted.resize is None:
+        size, self._is_resized = wanted.size, wanted.resize is not None
+        if not self._is_resized:
             size = _one_size(images, wanted.size)
         assert size is not None
         self._look = Look(size, wanted.resize or "stretch", wanted.channels, wanted.reduced)
@@ -166,7 +167,7 @@ class ImageRows(Rows):
             `label`, int64 of shape (rows,).
 
         Raises:
-            DataError: an image is damaged, or what it is stored in has changed or gone.
+            DataError: an image is damaged or has gone, or what holds many of them has changed.
         """
         look = self._look
         headers = self._headers_of(numbers)
@@ -179,7 +180,10 @@ class ImageRows(Rows):
             if number in self._bad:
                 continue
             try:
-                decode(content(place), headers[place], look, pixels[len(kept)], scratch)
+                data, header = content(place, headers[place])
+                if header is not headers[place]:
+                    scratch = self._room_for(header, scratch)
+                decode(data, header, look, pixels[len(kept)], scratch)
             except Damaged as error:
                 self._policy.bad(str(error), self.where(number))
                 # Counted once, however many epochs meet it.
@@ -191,6 +195,17 @@ class ImageRows(Rows):
         if self._images.labels is not None:
             columns["label"] = self._images.labels[good]
         return Block(columns, good)
+
+    def _room_for(self, header: Header, scratch: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+        """Scratch memory for an image that was replaced, once it may be used."""
+        height, width = self._look.size
+        if not self._is_resized and (header.height, header.width) != (height, width):
+            raise Damaged(
+                f"expected {height} x {width} pixels, found {header.height} x {header.width}: the "
+                "file was replaced since it was opened"
+            )
+        size = scratch_bytes(header, self._look)
+        return scratch if len(scratch) >= size else np.empty(size, np.uint8)
 
     def targets(self) -> npt.NDArray[Any] | None:
         """The classes' numbers, int64 of shape (rows,); None without labels."""
@@ -210,6 +225,10 @@ class ImageRows(Rows):
         each = [f"{name} {count:,}" for name, count in zip(self.classes, counts, strict=True)]
         listed = ", ".join(each) if len(each) <= _TOLD else f"{each[0]} … {each[-1]}"
         return f"{words}, {counted(len(each), 'class', 'classes')} ({listed})"
+
+    def skipped(self) -> list[str]:
+        """How many images were skipped up to now, and which."""
+        return self._policy.notes()
 
     def notes(self) -> list[str]:
         """What was skipped or not read, and what a reduced decode costs."""
@@ -257,7 +276,7 @@ class ImageRows(Rows):
             ours, reference = np.empty(shape, np.uint8), np.empty(shape, np.uint8)
             scratch = np.empty(scratch_bytes(header, full), np.uint8)
             try:
-                data = content(place)
+                data, _ = content(place, header)
                 decode(data, header, self._look, ours, scratch)
                 decode(data, header, full, reference, scratch)
             except Damaged:

@@ -50,7 +50,8 @@ def images(
     off; here its upper 8 bits stay). Of an animation, the first image counts.
 
     Every image's header is read at once, so that empty, foreign and damaged files are known before
-    training starts. Damage further inside is found when an image is decoded.
+    training starts. Damage further inside is found when an image is decoded. A file that another
+    image replaces meanwhile is read as it comes.
 
     A record of a shard is a tf.train.Example of `image` (the bytes of an image file), `label` (one
     int64) and, optionally, `path` (bytes, for messages): what `flatout data convert` makes of a
@@ -88,8 +89,8 @@ def images(
 
     Raises:
         DataError: there are no images, or no class folders; images differ in size; a file is
-            empty, no image, damaged, or has gone or changed; a label is no class's number; an
-            argument makes no sense. It names the file, and the byte in a shard.
+            empty, no image or damaged, or has gone; a shard has changed; a label is no class's
+            number; an argument makes no sense. It names the file, and the byte in a shard.
     """
     if not HAVE_PILLOW:
         raise DataError("reading images takes Pillow", do="pip install 'flatout[images]'")
