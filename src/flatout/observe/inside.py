@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from time import perf_counter_ns
 from typing import Any
 
-from flatout.hooks import is_anything_compiled
-from flatout.observe.model_facts import unwrapped
+from flatout.hooks import PassingHook, is_anything_compiled
+from flatout.observe.model_facts import drops_within, unwrapped
 from flatout.observe.watch import Watch
 
 _FROM, _STEPS = 4, 3
@@ -57,13 +57,15 @@ class _Look:
         self._handles = []
         inner = next((m for m in module.modules() if is_leaf(m)), None)
         if inner is not None:
-            self._handles.append(inner.register_forward_pre_hook(self._look_at_autocast))
+            self._handles.append(
+                inner.register_forward_pre_hook(PassingHook(self._look_at_autocast))
+            )
         if self._parts:
             for part in (module, *self._parts):
-                self._handles.append(part.register_forward_pre_hook(self._begins))
-            self._handles.append(module.register_forward_hook(self._whole))
+                self._handles.append(part.register_forward_pre_hook(PassingHook(self._begins)))
+            self._handles.append(module.register_forward_hook(PassingHook(self._whole)))
             for part in self._parts:
-                self._handles.append(part.register_forward_hook(self._frozen))
+                self._handles.append(part.register_forward_hook(PassingHook(self._frozen)))
 
     def _look_at_autocast(self, module: Any, args: Any) -> None:
         for device in ("cuda", "cpu"):
@@ -111,8 +113,8 @@ class _LookAtBackbone:
         self._began: int | None = None
         self._in_steps: set[int] = set()
         self._handles = [
-            module.register_forward_pre_hook(self._begins),
-            module.register_forward_hook(self._ends),
+            module.register_forward_pre_hook(PassingHook(self._begins)),
+            module.register_forward_hook(PassingHook(self._ends)),
         ]
 
     def _begins(self, module: Any, args: Any) -> None:
@@ -166,7 +168,8 @@ def _frozen_in(module: Any) -> Iterator[Any]:
 def acts_in_training(module: Any) -> bool:
     """Whether it draws or counts now, since it is in train mode."""
     name = type(module).__name__
-    return bool(module.training) and any(k in name for k in ("Dropout", "BatchNorm", "DropPath"))
+    is_one = any(kind in name for kind in ("Dropout", "BatchNorm", "DropPath"))
+    return bool(module.training) and (is_one or drops_within(module))
 
 
 def is_leaf(module: Any) -> bool:

@@ -29,7 +29,8 @@ def describe(module: Any, facts: Model, *, whole: bool) -> None:
     facts.device_type = parameters[0].device.type if parameters else "cpu"
     modules = list(module.modules())
     kinds = Counter(type(inner).__name__ for inner in modules)
-    facts.layers = dict(kinds)
+    dropping = (type(inner).__name__ for inner in modules if drops_within(inner))
+    facts.layers = dict(kinds + Counter(f"Dropout in {kind}" for kind in dropping))
     wrappers = [type(outer).__name__ for outer in unwrapped(module)]
     facts.wrapper = next((name for name in wrappers if name in _WRAPPERS), "")
     facts.is_compiled = "OptimizedModule" in wrappers or any(
@@ -48,6 +49,16 @@ def describe(module: Any, facts: Model, *, whole: bool) -> None:
     facts.autocast = facts.autocast or str(next(iter(casts), ""))
     if whole:
         facts.not_finite = sorted({*facts.not_finite, *not_finite(module)})[:_NAMED]
+
+
+def drops_within(module: Any) -> bool:
+    """Whether a layer that is no dropout itself drops numbers in train mode: between the layers of
+    a recurrent one, within attention, or by a function that its own forward calls."""
+    share = getattr(module, "dropout", None)
+    if isinstance(share, float) and share > 0:
+        return getattr(module, "num_layers", 2) > 1
+    code = getattr(type(module).forward, "__code__", None)
+    return code is not None and {"dropout", "training"} <= set(code.co_names)
 
 
 def not_finite(module: Any) -> list[str]:
