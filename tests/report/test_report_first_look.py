@@ -13,7 +13,18 @@ from flatout.devices.visible import CudaDevice
 from flatout.doctor.critical import critical
 from flatout.doctor.finding import Finding
 from flatout.doctor.judge import Verdict, judge
-from flatout.observe import Ablation, Growth, Lapse, LeftOut, Line, Loader, Model, Observation, Site
+from flatout.observe import (
+    Ablation,
+    Growth,
+    Lapse,
+    LeftOut,
+    Line,
+    Loader,
+    Model,
+    Observation,
+    OtherThread,
+    Site,
+)
 from flatout.report.first_look import MOST_LINES, FirstLookReport, header, short
 from flatout.report.lane_bars import lane_bars
 from flatout.report.page import page
@@ -133,6 +144,25 @@ def test_a_first_look_has_twenty_lines_of_whole_words_and_the_rest_is_verbose(wi
     assert full.count("DANGER") == 9
     assert "1 had no signal" in full
     assert full.count("left alone") == 3
+
+
+def test_notes_on_what_is_learned_and_busy_threads_have_a_line_where_there_is_room():
+    note = Finding("note", "4 backward passes", "d", name="a", parity="changes learning")
+    seen = dataclasses.replace(
+        observation(),
+        lines=[Line(Site("train.py", 30), 200.0, {"host": 200.0}, "queue.get")],
+        explained=0.9,
+        other_threads=[
+            OtherThread("maker", Site("data.py", 44, "image.load()"), 0.7, 0.61),
+            OtherThread("idle", Site("data.py", 9, "sleep(1)"), 0.05, 0.05),
+        ],
+    )
+    text = shown(Verdict([seen], {}, critical([seen]), [note], [], []))
+    assert "NOTE       4 backward passes" in text
+    assert "61%        data.py:44 image.load(), thread maker" in text
+    assert "idle" not in text
+    crowded = dataclasses.replace(much(), findings=[*much().findings, note])
+    assert "NOTE" not in shown(crowded)
 
 
 def test_what_returns_less_than_noise_and_calls_that_are_a_lane_are_not_listed():

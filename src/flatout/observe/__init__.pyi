@@ -26,6 +26,7 @@ from flatout.observe.observation import Loader as Loader
 from flatout.observe.observation import Model as Model
 from flatout.observe.observation import Observation as Observation
 from flatout.observe.observation import Optimizer as Optimizer
+from flatout.observe.observation import OtherThread as OtherThread
 from flatout.observe.observation import Scaling as Scaling
 from flatout.observe.observation import Schedule as Schedule
 from flatout.observe.observation import Site as Site

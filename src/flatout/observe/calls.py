@@ -34,7 +34,7 @@ _STEADY_AFTER, _STEADY_FOR = 100, 16
 
 
 class _Entry:
-    __slots__ = ("count", "detail", "kind", "last", "ns", "site", "steps")
+    __slots__ = ("bytes", "count", "detail", "kind", "last", "ns", "site", "steps")
 
     def __init__(self, kind: str, site: Site | None, detail: dict[str, Any]):
         self.kind = kind
@@ -43,7 +43,7 @@ class _Entry:
         self.forget()
 
     def forget(self) -> None:
-        self.count = self.steps = self.ns = 0
+        self.count = self.steps = self.ns = self.bytes = 0
         self.last = -1
 
 
@@ -80,9 +80,14 @@ class Calls:
         self.noted = self.passed = self.sought = 0
 
     def note(
-        self, kind: str, ns: int, depth: int = 2, detail: dict[str, Any] | None = None
+        self,
+        kind: str,
+        ns: int,
+        depth: int = 2,
+        detail: dict[str, Any] | None = None,
+        size: int = 0,
     ) -> None:
-        """Counts a call of `ns` that the frame `depth` above this one has made."""
+        """Counts a call of `ns`, on `size` bytes, that the frame `depth` above this has made."""
         frame = sys._getframe(depth)
         key = (kind, id(frame.f_code), frame.f_lasti)
         entry = self._entries.get(key)
@@ -90,6 +95,7 @@ class Calls:
             entry = self._sought(key, frame, detail or {})
         entry.count += 1
         entry.ns += ns
+        entry.bytes += size
         step = self._lanes.steps
         if entry.last != step:
             entry.last = step
@@ -171,6 +177,8 @@ class Calls:
                 continue
             call = Call(entry.kind, entry.site, entry.count, entry.ns / 1e9, entry.steps)
             call.detail = dict(entry.detail)
+            if entry.bytes:
+                call.detail["bytes"] = entry.bytes // entry.count
             window = self._windows.get(entry.kind)
             if window:
                 factor = max(1.0, steps / window)

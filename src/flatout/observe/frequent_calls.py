@@ -12,7 +12,7 @@ from flatout.observe.watch import Watch
 
 # Timing may take so much of the time. That is weighed after so many steps, and again after twice
 # as many.
-_MOST_SHARE, _WEIGHED = 0.004, 25
+_MOST_SHARE, _WEIGHED = 0.002, 25
 
 
 class _Place(NamedTuple):
@@ -32,13 +32,15 @@ class FrequentCalls:
         watch: gets the calls.
         most_ns: that timing may take of a step, where that is more than its share of the time.
         call_ns: that it takes for each call.
+        lane: whose time the calls are.
 
     Attributes:
-        shifted: gets the ns that were the host's in another lane, by kind and lane.
+        shifted: gets the ns that were taken out of another lane, by kind and lane.
     """
 
-    def __init__(self, watch: Watch, most_ns: int, call_ns: int) -> None:
+    def __init__(self, watch: Watch, most_ns: int, call_ns: int, lane: int = HOST) -> None:
         self._watch, self._most_ns, self._call_ns = watch, most_ns, call_ns
+        self._lane = lane
         self.shifted: Counter[tuple[str, int]] = Counter()
         self._places: list[_Place] = []
         self._hooks: dict[int, Hook] = {}
@@ -85,8 +87,8 @@ class FrequentCalls:
         steps = self._watch.lanes.steps
         self._watch.calls.spread(kind, steps)
         for (of, lane), ns in self.shifted.items():
-            if of == kind and lane != HOST:
-                self._watch.lanes.takes_each_step(ns / steps, lane, HOST)
+            if of == kind and lane != self._lane:
+                self._watch.lanes.takes_each_step(ns / steps, lane, self._lane)
 
     def remove(self) -> None:
         """Take all wrappers off."""

@@ -70,12 +70,14 @@ class Call:
             "data_parallel", "ddp", "set_epoch",
             "no_sync", "threads", "setenv" (of an OpenMP library), "round_trip" (back to a device),
             "optimizer" (one is made), "clip" (gradients), "switch" (something is set for all of
-            torch).
+            torch), "collective" (of torch.distributed), "checkpoint" (a part of forward that
+            backward computes again).
         site: the user's line that led to it.
         count: how often, from the first observed step to the last.
         seconds: spent in them, all together; None where that is not timed.
         steps: in how many different steps they happened.
-        detail: whatever else a check needs, such as {"set_to_none": False}.
+        detail: whatever else a check needs, such as {"set_to_none": False}; the mean "bytes" of a
+            call.
     """
 
     kind: str
@@ -234,6 +236,8 @@ class Optimizer:
             off, by the line no_grad_site.
         cut: names of the first parameters of a model, of layers that are called with gradients
             but get none, where all later ones do.
+        first_change: of how many of its matrices the change in the first step was seen, and the
+            median of what it is of their own size, as root mean squares; None of fewer than three.
     """
 
     kind: str
@@ -260,6 +264,7 @@ class Optimizer:
     without_grad: list[str] = field(default_factory=list)
     no_grad_site: Site | None = None
     cut: list[str] = field(default_factory=list)
+    first_change: tuple[int, float] | None = None
 
 
 @dataclass
@@ -297,7 +302,8 @@ class InLoss:
 
     Attributes:
         kind: "twice" (a loss is given what it would compute itself), "pairs" (output and target
-            were broadcast against one another), "nan" (some were replaced), "labels" (of how many
+            were broadcast against one another), "nan" (some were replaced), "skipped" (some
+            losses were none, and the script went on without a step), "labels" (of how many
             classes), "undivided" (means of several batches were added up for a step).
         site: the user's line, where torch could note it.
         count: in how many graphs.
@@ -320,7 +326,7 @@ class Model:
         kind: the class, as module.Name.
         site: where the user calls it.
         elements: numbers in its parameters.
-        layers: how many modules of each class.
+        layers: how many modules of each class; "Dropout in LSTM" of those that drop within.
         has_convolutions, is_channels_last, is_compiled: what they say.
         wrapper: "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel" or "".
         wrapper_options: such as {"find_unused_parameters": True}.
@@ -345,6 +351,8 @@ class Model:
             though none of their parameters trains.
         not_stepped: names of parameters that had a gradient when an optimizer stepped, and that
             none steps; only of a model of which one steps others.
+        moved: likewise, but changed by the script itself, as a moving average is; with moved_share,
+            their share of all numbers that had a gradient.
         misses_first: those come before all that one steps, as where only a head is meant to train.
         unregistered: names and shapes of parameters that a loss has reached, and that belong to no
             module that was called, nor to an optimizer: such as those of layers in a list.
@@ -381,6 +389,8 @@ class Model:
     not_finite: list[str] = field(default_factory=list)
     moving_norms: list[str] = field(default_factory=list)
     not_stepped: list[str] = field(default_factory=list)
+    moved: list[str] = field(default_factory=list)
+    moved_share: float = 0.0
     misses_first: bool = False
     unregistered: list[str] = field(default_factory=list)
     repeats: int = 0
@@ -534,6 +544,23 @@ class Line:
     trainer: str = ""
     samples: int = 0
     growth: Growth | None = None
+
+
+@dataclass
+class OtherThread:
+    """A thread of the script's beside the one that steps.
+
+    Attributes:
+        name: as Python calls it.
+        site: the user's line that it is at most often, while it does not wait for another thread.
+        busy: share of the looks in which it did not wait.
+        share: of those in which it was at this line.
+    """
+
+    name: str
+    site: Site
+    busy: float
+    share: float
 
 
 @dataclass
@@ -701,12 +728,16 @@ class Observation:
         added_us_per_step: what observing has cost, counted directly.
         lines: the user's lines that steps spend most time in, the dearest first; empty where no one
             looked at them.
+        other_threads: of the script, that run code of the user's while it steps, the busiest
+            first.
         explained: share of the time of steps that one of all lines, or a trainer's function, is
             known for; None where no one looked, or too seldom.
         ablations: what steps would take without a lane: "input", "log" (print, logging,
             summaries), "item" (waiting for a device to read a number), "sync", "evaluation",
             "saving". Empty where nothing was taken out.
         left_out: calls that were left out of some steps, and what these took then.
+        checkpointed_mb: what backward computes again, and would else be kept by forward, per
+            backward pass; None where nothing is, or that was not seen.
         lapse: what a time-lapse has shown beside; None without one.
         notes: what could not be seen, and why.
     """
@@ -771,9 +802,11 @@ class Observation:
     error: str = ""
     added_us_per_step: float | None = None
     lines: list[Line] = field(default_factory=list)
+    other_threads: list[OtherThread] = field(default_factory=list)
     explained: float | None = None
     ablations: dict[str, Ablation] = field(default_factory=dict)
     left_out: list[LeftOut] = field(default_factory=list)
+    checkpointed_mb: float | None = None
     lapse: Lapse | None = None
     notes: list[str] = field(default_factory=list)
 

@@ -34,6 +34,7 @@ class Quick:
     Attributes:
         is_on: whether they stand there now.
         hooks: to be made again whenever that has changed.
+        on_end: called before anything is traced.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -41,6 +42,7 @@ class Quick:
         self._clock = clock
         self._is_possible = native_clock.available()
         self.hooks: list[Hook] = []
+        self.on_end: list[Callable[[], object]] = []
         self._puts: list[Callable[[bool], None]] = []
         self._backward: list[BackwardHook] = []
         self._forward: list[ForwardHook] = []
@@ -63,6 +65,8 @@ class Quick:
         """Takes them away for good."""
         self._is_possible = False
         self._put(False)
+        while self.on_end:
+            self.on_end.pop()()
 
     @property
     def backwards(self) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from flatout.observe.collectives import KIND
 from flatout.observe.gpus import memory_mb
 from flatout.observe.loaders import SeenLoader
 from flatout.observe.meters import Meters
@@ -132,8 +133,18 @@ def _fill_lanes(observation: Observation, watch: Watch) -> None:
             "compiled function"
         )
     if observation.world_size > 1:
-        observation.lanes_ms["sync"] = None
-        observation.notes.append("sync: what the ranks wait for one another is a part of backward")
+        _fill_sync(observation)
+
+
+def _fill_sync(observation: Observation) -> None:
+    """What ranks wait for one another is seen where the script calls collectives itself."""
+    lanes = observation.lanes_ms
+    kinds = {call.kind for call in observation.calls}
+    if KIND in kinds and "ddp" not in kinds:
+        return
+    lanes["host"] = (lanes["host"] or 0.0) + (lanes["sync"] or 0.0)
+    lanes["sync"] = None
+    observation.notes.append("sync: what the ranks wait for one another is a part of backward")
 
 
 def _framework(names: set[str]) -> str:

@@ -30,6 +30,7 @@ from flatout.console import say
 from flatout.hooks import skip_our_frames, when_imported
 from flatout.observe.ablation import Ablations
 from flatout.observe.backward import watch_backward
+from flatout.observe.collectives import watch_collectives
 from flatout.observe.compiles import Compiles
 from flatout.observe.cost import added_us_per_step
 from flatout.observe.device_memory import DeviceMemory
@@ -48,6 +49,7 @@ from flatout.observe.models import Models
 from flatout.observe.observation import BECAME, Observation, Site
 from flatout.observe.opened import note_opened
 from flatout.observe.optimizers import StepFinder, watch_optimizers
+from flatout.observe.other_threads import OtherThreads
 from flatout.observe.outputs import watch_garbage, watch_outputs, watch_torch
 from flatout.observe.parallel import watch_parallel
 from flatout.observe.record import observation
@@ -133,6 +135,7 @@ class Observer:
         self._meters = Meters(self.watch)
         self._compiles = Compiles(self.watch)
         self._lines = LineSampler(self.watch)
+        self._threads = OtherThreads(self.watch)
         self._scalers = Scalers(self.watch)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._workers = self._path.with_name(f".workers-{self._place.rank}")
@@ -191,6 +194,7 @@ class Observer:
         watch_tensors(torch, self.watch)
         watch_torch(torch, self.watch)
         watch_parallel(torch, self.watch)
+        watch_collectives(torch, self.watch)
         IndexWindow(torch, self.watch)
         self._graphs = Graphs(torch, self.watch, self._meters)
         self._mistakes = Mistakes(torch, self.watch, self._scalers)
@@ -259,7 +263,8 @@ class Observer:
         observed = self._seen(is_live=False)
         if observed.steps:
             self._lines.fill(observed)
-            aside_s = self._writer.cpu_seconds + self._lines.seconds
+            self._threads.fill(observed)
+            aside_s = self._writer.cpu_seconds + self._lines.seconds + self._threads.seconds
             observed.added_us_per_step = added_us_per_step(self.watch, aside_s)
         return observed
 
@@ -366,6 +371,7 @@ class Observer:
         """All that was seen, looked at for the last time."""
         self.stop_writing()
         self._lines.stop()
+        self._threads.stop()
         lanes = self.watch.lanes
         lanes.end()
         lanes.thread = 0

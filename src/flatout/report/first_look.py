@@ -43,6 +43,10 @@ _PROPOSALS, _LINES = 3, 4
 """Things to try, and lines of the script, that are listed at most."""
 _FEW = 3
 """Rows about lines of the script, their heading included, that stand above what could be tried."""
+_BUSY, _THREADS = 0.1, 2
+"""Share of its time that another thread has to be busy to be told, and how many are."""
+_ROOM = 3
+"""Lines that what could be tried has before a note gets one."""
 _CUTS = (2, 1)
 """Lines of what was found, the first that fits."""
 _RANKS = 4
@@ -120,14 +124,15 @@ class FirstLookReport:
         few = height(lines[:_FEW])
         dangers = _fitting(found, left - few - bool(worth), height, "of the dangers")
         left -= height(dangers)
-        room = left - few
+        notes = list(self._notes())[: max(0, left - few - _ROOM)][:1]
+        room = left - few - len(notes)
         tries = [list(self._proposals(cut)) for cut in _CUTS]
         proposals = _fitting(tries, room, height, "to try", fewest=2)
         if worth and not proposals:
             proposals = [Text(f"{worth} could be tried: --verbose", style="bold")]
-        shown = lines[: max(0, left - height(proposals))]
+        shown = lines[: max(0, left - height([*proposals, *notes]))]
         # A heading alone tells nothing.
-        yield from (*(shown if len(shown) > 1 else ()), *dangers, *proposals)
+        yield from (*(shown if len(shown) > 1 else ()), *dangers, *proposals, *notes)
 
     def _head(self, width: int) -> Iterator[RenderableType]:
         yield Text(header(self.verdict, self.machine))
@@ -198,6 +203,17 @@ class FirstLookReport:
             yield Row(
                 f"{rounded(line.ms, 2)} ms", "bold cyan", _line_words(line, width - _LABEL - 1)
             )
+        yield from self._other_threads(width)
+
+    def _other_threads(self, width: int) -> Iterator[RenderableType]:
+        """The line at which each busy thread beside the steps is most often."""
+        found = [one for rank in self.verdict.observations for one in rank.other_threads]
+        for one in [one for one in found if one.busy >= _BUSY][:_THREADS]:
+            words = f"{short(str(one.site))} {one.site.code}"
+            of = f", thread {one.name}"
+            yield Row(
+                f"{one.share:.0%}", "bold cyan", cut(words, width - _LABEL - 1 - len(of)) + of
+            )
 
     def _dangers(self, lines: int | None = None) -> Iterator[RenderableType]:
         """Each in full, or cut to so many lines of what was found, and one of what to do.
@@ -228,6 +244,12 @@ class FirstLookReport:
             yield Text(could_be_tried(shown, len(self._slow()) - len(shown)), style="bold")
         for finding in shown:
             yield Row(_bound(finding), "bold yellow", *_finding_words(finding), most=lines)
+
+    def _notes(self) -> Iterator[RenderableType]:
+        """What costs nothing, but may change what the job learns: a line each."""
+        for note in self.verdict.findings:
+            if note.kind == "note" and note.parity == "changes learning":
+                yield Row("NOTE", "bold", _finding_words(note)[0], most=1)
 
     def _in_full(self) -> Iterator[RenderableType]:
         slow = self._slow()

@@ -1,0 +1,124 @@
+"""What the script's other threads do while it steps, such as one that makes its batches.
+
+Looked at by a thread of ours, where the script has any in its own code.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from types import FrameType
+
+from flatout.observe.observation import Observation, OtherThread, Site
+from flatout.observe.sites import is_users, read
+from flatout.observe.watch import Watch
+
+# From one look to the next, and longer where that would take more than this share of a CPU.
+_EVERY_S, _SHARE = 0.04, 0.0005
+# In these steps it is seen whether there are any.
+_ASKED = (1, 10, 100)
+# A thread that was looked at less often says little.
+_FEWEST, _MOST = 20, 16
+_OURS = "flatout-"
+# Where a thread stands that waits for another one.
+_WAITS = (
+    "threading.py",
+    "queue.py",
+    "selectors.py",
+    "socket.py",
+    "connection.py",
+    "synchronize.py",
+)
+
+
+@dataclass
+class _Thread:
+    """Looks at one thread."""
+
+    name: str
+    looks: int = 0
+    lines: Counter[tuple[str, int]] = field(default_factory=Counter)
+
+
+class OtherThreads:
+    """Looks at the threads that run code of the user's, but for the one that steps.
+
+    Attributes:
+        seconds: of a CPU, that looking has taken.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._end = threading.Event()
+        self._seen: dict[int, _Thread] = {}
+        self._looker: threading.Thread | None = None
+        self.seconds = 0.0
+        for step in _ASKED:
+            watch.at(step, self._begin)
+        watch.on_renewal.append(self._seen.clear)
+
+    def _begin(self) -> None:
+        """In the thread that steps."""
+        own = self._watch.lanes.thread or threading.get_ident()
+        if self._looker is None and any(self._of_user(own)):
+            self._looker = threading.Thread(target=self._run, name=f"{_OURS}threads", daemon=True)
+            self._looker.start()
+
+    def stop(self) -> None:
+        """Ends that; what was seen stays."""
+        self._end.set()
+
+    def fill(self, observation: Observation) -> None:
+        """Puts the line that each busy thread is at most often into an Observation."""
+        result = []
+        for one in list(self._seen.values()):
+            if one.looks >= _FEWEST and one.lines:
+                (file, line), most = one.lines.most_common(1)[0]
+                busy = one.lines.total() / one.looks
+                site = read(Site(file, line))
+                result.append(OtherThread(one.name, site, busy, most / one.looks))
+        observation.other_threads = sorted(result, key=lambda one: -one.busy)
+
+    def _run(self) -> None:
+        pause = _EVERY_S
+        while not self._end.wait(pause):
+            stepping = self._watch.lanes.thread
+            if not stepping:
+                continue  # nothing is watched now
+            began = time.thread_time()
+            for thread, frame in self._of_user(stepping):
+                self._note(thread, frame)
+            took = time.thread_time() - began
+            self.seconds += took
+            pause = max(_EVERY_S, took / _SHARE)
+
+    def _of_user(self, stepping: int) -> list[tuple[threading.Thread, FrameType]]:
+        """Threads in whose stacks there is code of the user's."""
+        frames = sys._current_frames()
+        result = []
+        for thread in threading.enumerate()[:_MOST]:
+            frame = frames.get(thread.ident or 0)
+            if frame is None or thread.ident == stepping or thread.name.startswith(_OURS):
+                continue
+            if _users(frame) is not None:
+                result.append((thread, frame))
+        return result
+
+    def _note(self, thread: threading.Thread, frame: FrameType) -> None:
+        seen = self._seen.setdefault(thread.ident or 0, _Thread(thread.name))
+        seen.looks += 1
+        users = _users(frame)
+        if users is not None and not frame.f_code.co_filename.endswith(_WAITS):
+            seen.lines[users] += 1
+
+
+def _users(frame: FrameType | None) -> tuple[str, int] | None:
+    """The innermost line of the user's."""
+    while frame is not None:
+        if is_users(frame.f_code.co_filename):
+            return frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back
+    return None

@@ -1,0 +1,48 @@
+"""What other threads of a script do while it steps."""
+
+import queue
+import threading
+import time
+
+from flatout.observe.observation import Observation
+from flatout.observe.other_threads import OtherThreads
+from flatout.observe.watch import Watch
+
+
+def work(end):
+    while not end.is_set():
+        sum(range(2000))  # the line
+
+
+def wait(given):
+    given.get()
+
+
+def test_the_line_of_a_busy_thread_is_told_and_one_that_waits_is_not():
+    end, given = threading.Event(), queue.Queue()
+    threads = [
+        threading.Thread(target=work, args=(end,), name="maker"),
+        threading.Thread(target=wait, args=(given,), name="waiter"),
+    ]
+    watch, seen = Watch(), Observation(["train.py"])
+    watch.lanes.thread = threading.get_ident()
+    others = OtherThreads(watch)
+    for thread in threads:
+        thread.start()
+    try:
+        others._begin()
+        until = time.monotonic() + 60
+        while not seen.other_threads and time.monotonic() < until:
+            time.sleep(0.1)
+            others.fill(seen)
+    finally:
+        others.stop()
+        end.set()
+        given.put(None)
+        for thread in threads:
+            thread.join()
+    (one,) = [item for item in seen.other_threads if item.name in ("maker", "waiter")]
+    assert (one.name, one.site.file) == ("maker", __file__)
+    assert "end.is_set" in one.site.code or "the line" in one.site.code
+    assert one.busy > 0.5
+    assert others.seconds > 0
