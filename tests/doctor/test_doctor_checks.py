@@ -115,6 +115,11 @@ def call(kind, ms_per_step, steps=STEPS, **detail):
     return Call(kind, HERE, STEPS, ms_per_step * STEPS / 1e3, steps, detail)
 
 
+def often(kind, times, ms_per_step, **detail):
+    """As `call`, so many times in each step."""
+    return replace(call(kind, ms_per_step, **detail), count=times * STEPS)
+
+
 def starving(**changes):
     loader = changes.pop("loader", {})
     return job(lanes={"input": 6.0, "forward": 1.5, "backward": 2.0}, loader=loader, **changes)
@@ -586,6 +591,12 @@ ROWS = {
         job(switched_on=None),
         cost=9.5,
     ),
+    "checkpointing_needless": Row(
+        job(calls=[call("checkpoint", 3.0)], checkpointed_mb=200.0),
+        job(calls=[call("checkpoint", 3.0)], checkpointed_mb=20_000.0),
+        job(calls=[call("checkpoint", 3.0)]),
+        cost=3.0,
+    ),
     "saved_each_step": Row(
         job(calls=[call("save", 3.0)]), job(calls=[call("save", 3.0, steps=3)]), job(**NO_STEPS),
         cost=3.0,
@@ -723,6 +734,12 @@ RANK_ROWS = {
         where="",
     ),
     "batch_uneven": Row(of_sizes(4, 3), of_sizes(4, 4), of_sizes(4, 3, wrapper=""), kind="note"),
+    "collectives_each_step": Row(
+        ranks(2, calls=[often("collective", 20, 2.0, name="all_reduce", bytes=4000)]),
+        ranks(2, calls=[often("collective", 20, 2.0, name="all_reduce", bytes=2 << 20)]),
+        ranks(2)[:1],
+        cost=1.9,
+    ),
     "shards_overlap": Row(
         ranks(
             2, {"taken": [*range(40)], "hashes": [1]}, {"taken": [*range(30, 70)], "hashes": [2]}
@@ -771,7 +788,8 @@ def test_garbage_of_a_late_import_is_none_of_each_step():
 
 ESTIMATES = {
     "garbage_each_step", "memory_returned", "retained_graph", "shapes_recompile",
-    "no_sync_missing", "one_reader", "zero_grad_zeros", "workers_restarted", "host_round_trip",
+    "checkpointing_needless", "collectives_each_step", "no_sync_missing", "one_reader",
+    "zero_grad_zeros", "workers_restarted", "host_round_trip",
     "fp32_slow", "workers_zero", "gradients_unused", "history_grows", "tf32_off",
 }  # fmt: skip
 
@@ -1269,3 +1287,63 @@ def test_samples_that_a_rank_draws_twice_are_no_shards():
     assert look(ranks(2, {"taken": drawn[:-1]}, other))
     alike = {"taken": [*range(40)], "hashes": [1, 2]}
     assert look(ranks(2, alike, alike)) == []
+
+
+def test_one_small_sum_of_each_step_is_named_and_the_sum_of_all_gradients_is_not():
+    look = look_of("collectives_each_step")
+    shown, ten = call("collective", 0.5, name="all_reduce", bytes=4), {"elements": 10_000}
+    (found,) = look(ranks(2, calls=[shown], optimizer=ten))
+    assert (found.cost_ms, "4 bytes" in found.what) == (0.5, True)
+    flat = call("collective", 0.5, name="all_reduce", bytes=40_000)
+    assert look(ranks(2, calls=[flat], optimizer=ten)) == []
+    slower = ranks(2, calls=[shown], optimizer=ten)
+    slower[0].calls = [replace(shown, seconds=4 * shown.seconds)]
+    assert look(slower)[0].cost_ms == 0.5  # the rest is the wait for the other rank
+
+
+def test_on_a_gpu_what_checkpointing_saves_is_held_against_its_own_memory():
+    look = look_of("checkpointing_needless")
+    of = {"calls": [call("checkpoint", 3.0)], "checkpointed_mb": 4000.0, "device_total_mb": 9000.0}
+    assert look(gpu_job(**of, device_peak_mb=3000.0))
+    assert look(gpu_job(**of, device_peak_mb=4000.0)) == []
+    with pytest.raises(NoSignal):
+        look(gpu_job(**of))
+
+
+def test_a_first_step_as_large_as_the_weights_is_a_danger():
+    look, options = look_of("optimizer_extreme"), {"options": {"lr": 0.3}} | ADAM
+    (found,) = look(job(optimizer=options | {"first_change": (6, 3.2)}))
+    assert "6 matrices by 3.2 times" in found.what
+    assert look(job(optimizer=options | {"first_change": (6, 0.4)})) == []
+
+
+def test_what_undivided_means_change_beside_adams_steps_is_said():
+    look, undivided = look_of("accumulation_undivided"), in_loss("undivided", backwards=4)
+    clipped = undivided | {"calls": [call("clip", 0.0)]}
+    words = {
+        "but for its eps": job(**undivided, optimizer=ADAM),
+        "clipped as if at 1/4": job(**clipped, optimizer=ADAM),
+        "decay counts 1/4": job(
+            **undivided,
+            optimizer={"kind": "torch.optim.adam.Adam", "options": {"weight_decay": 0.1}},
+        ),
+    }
+    for part, seen in words.items():
+        (found,) = look(seen)
+        assert (found.kind, part in found.what) == ("note", True), found.what
+
+
+def test_steps_that_are_left_out_for_nan_are_a_danger_unless_they_are_rare():
+    look = look_of("nan_hidden")
+
+    def skipping(count, of):
+        return job(loss_looks=8, in_losses=[InLoss("skipped", HERE, count, 99, {"of": of})])
+
+    (found,) = look(skipping(7, 90))
+    assert "7 of 90 losses" in found.what
+    assert look(skipping(1, 20)) == look(skipping(7, 900)) == []
+
+
+def test_gradients_of_a_moving_average_are_for_nothing_and_no_danger():
+    (found,) = look_of("optimizer_misses")(job(model={"moved": ["key.weight"], "moved_share": 0.5}))
+    assert (found.kind, "moving average" in found.what, found.cost_ms) == ("slow", True, 2.75)

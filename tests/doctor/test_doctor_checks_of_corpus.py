@@ -25,12 +25,19 @@ TWO = (
 NAMES = {
     "saved_by_all": TWO,
     "one_rank_works": TWO,
+    "collectives_each_step": TWO,
     "shards_overlap": TWO,
     "shards_uneven": TWO,
     "shapes_recompile": (),
     "openmp_settings_inert": (),
 }
-LONG = ("saved_by_all", "shards_overlap", "shards_uneven", "shapes_recompile")
+LONG = (
+    "collectives_each_step",
+    "saved_by_all",
+    "shards_overlap",
+    "shards_uneven",
+    "shapes_recompile",
+)
 
 
 def found_in(script, start, folder, machine=None):

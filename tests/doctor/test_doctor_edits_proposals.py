@@ -268,6 +268,22 @@ def test_empty_cache_goes_with_windows_line_ends(tmp_path):
     assert edited(tmp_path, "empty_cache", before) == b"for x in y:\r\n\tf(x)\r\n"
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("checkpoint(block, x, mask, use_reentrant=False)", "block(x, mask)"),
+        ("checkpoint(self.block, x, scale=(2 * y), debug=True)", "self.block(x, scale=(2 * y))"),
+        ("checkpoint(block, *xs)", "block(*xs)"),
+        ("checkpoint(lambda x: x * x, x)", None),
+        ("checkpoint(block, x, context_fn=chosen)", None),
+        ("checkpoint(block, x, **options)", None),
+    ],
+)
+def test_a_checkpointed_part_is_called(before, after, tmp_path):
+    found = edited(tmp_path, "checkpointing_needless", f"y = {before}  #!\n")
+    assert found == (after and f"y = {after}  #!\n")
+
+
 # -- tensors -------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ from flatout.observe import Observation
 from flatout.observe.lanes import EVALUATION, FORWARD, HOST
 from flatout.observe.line_sampler import _move_evaluation
 from flatout.observe.lines import growth
-from flatout.observe.stacks import Stack, codes, stacks_in
+from flatout.observe.stacks import Stack, _without_arguments, codes, stacks_in
 
 SCRIPT = """
 import torch
@@ -129,3 +129,16 @@ def test_a_line_that_evaluates_and_trains_is_not_moved_to_evaluation():
     assert (stacks[1].ns[EVALUATION], stacks[1].ns[FORWARD]) == (9.0, 0.0)
     _move_evaluation(stacks, ("train.py", 8), 0.1)
     assert stacks[0].ns[FORWARD] == 90.0
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("model.fit(x, y,", "model.fit"),
+        ("self.add(1).then(f(x),", "self.add(1).then"),
+        ("run(f(x))", "run"),
+        ("x @ y", "x @ y"),
+    ],
+)
+def test_a_call_is_told_without_its_arguments(text, words):
+    assert _without_arguments(text) == words

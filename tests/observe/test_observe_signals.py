@@ -1,6 +1,7 @@
 """What single signals are taken from: batches, generators, lines, numbers, modules, graphs."""
 
 import random
+import runpy
 import sys
 import types
 
@@ -11,14 +12,14 @@ from torch import nn
 
 from flatout.models.rewrites import find_pairs
 from flatout.observe.generators import Draws, drawn_alike, generators_of
-from flatout.observe.graphs import nodes_of
+from flatout.observe.graphs import line_that_fills, nodes_of
 from flatout.observe.inside import Inside, frozen_parts
 from flatout.observe.line_clock import LineClock
 from flatout.observe.metrics import MetricHooks
-from flatout.observe.model_facts import not_finite
+from flatout.observe.model_facts import describe, not_finite
 from flatout.observe.models import SeenModel
 from flatout.observe.numbers import Numbers, flushes_subnormals, subnormal_share
-from flatout.observe.observation import Optimizer
+from flatout.observe.observation import Model, Optimizer
 from flatout.observe.optimizers import SeenOptimizer
 from flatout.observe.padding import Padding
 from flatout.observe.watch import Watch
@@ -112,6 +113,18 @@ def test_copied_generators_draw_alike():
     assert alike[0] == alike[1]
 
 
+class Augmenting(Noisy):
+    def __getitem__(self, i):
+        return self.augment(i)
+
+    def augment(self, i):
+        return SHARED.random()
+
+
+def test_a_generator_of_a_module_is_found_in_the_methods_that_draw_from_it():
+    assert "dataset.augment.SHARED" in dict(generators_of(Augmenting(None)))
+
+
 def test_generators_that_are_seeded_for_each_sample_do_not():
     states = [worker(lambda self, i: self.inner.seeded.seed(i), first) for first in (0, 100)]
     name, alike = drawn_alike(states)
@@ -148,6 +161,42 @@ def test_lines_are_timed_with_what_they_call():
     assert set(clock.ns) == {("/of/a/user.py", line) for line in (1, 2, 3, 4, 5)}
     assert clock.ns.most_common(1)[0][0] == ("/of/a/user.py", 4)
     assert sum(clock.ns.values()) <= clock.whole_ns
+
+
+MODULE = """
+import sys
+
+losses = []
+for step in range(3):
+    losses.append(step)
+frame = sys._getframe()
+"""
+
+
+def test_the_line_of_a_module_that_fills_a_list_is_found(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(MODULE)
+    site = line_that_fills(runpy.run_path(str(script))["frame"], "losses")
+    assert (site.file, site.line) == (str(script), 6)
+
+
+class Dropping(nn.Module):
+    def forward(self, x):
+        return nn.functional.dropout(x, 0.1, self.training)
+
+
+def test_layers_that_drop_within_are_known():
+    layers = [
+        nn.GRU(4, 4, num_layers=2, dropout=0.2),
+        nn.GRU(4, 4, num_layers=2),
+        nn.MultiheadAttention(4, 2, dropout=0.1),
+        Dropping(),
+        nn.Linear(4, 4),
+    ]
+    facts = Model("Net")
+    describe(nn.ModuleList(layers), facts, whole=False)
+    found = {name: count for name, count in facts.layers.items() if "Dropout" in name}
+    assert found == {f"Dropout in {kind}": 1 for kind in ("GRU", "MultiheadAttention", "Dropping")}
 
 
 def test_numbers_that_are_none():

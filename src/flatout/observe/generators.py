@@ -115,8 +115,16 @@ def _parts(value: Any) -> list[tuple[str, Any]]:
         return [(f".{name}", inner) for name, inner in _seen_by(value)]
     if isinstance(value, type) or not hasattr(value, "__dict__"):
         return []
-    named = [(f".{name}", inner) for name, inner in vars(value).items()]
-    return named[:_MEMBERS]
+    named = [*vars(value).items(), *_of_class(type(value))]
+    return [(f".{name}", inner) for name, inner in named[:_MEMBERS]]
+
+
+def _of_class(owner: type) -> Iterator[tuple[str, Any]]:
+    """Its methods, and the generators that all of its objects share."""
+    for base in owner.__mro__:
+        for name, value in vars(base).items():
+            if isinstance(value, FunctionType) or _is_generator(value):
+                yield name, value
 
 
 def _seen_by(function: FunctionType) -> list[tuple[str, Any]]:

@@ -28,7 +28,7 @@ _LOOKS_TO_ASK = 4
 # What finding them takes, by what is allocated; and what is worth it for the fewest looks that say
 # something.
 _FEWEST = 2
-_NS_A_BLOCK, _CHEAP_NS = 40, 150_000_000
+_NS_A_BLOCK, _CHEAP_NS = 40, 40_000_000
 _WAITS = "graphs: so many objects are alive that looking through them costs too much"
 _CONTAINERS = (list, tuple, dict, set, deque)
 
@@ -148,7 +148,7 @@ def line_that_fills(frame: FrameType, name: str) -> Site | None:
         rf"|\b{re.escape(name)}\s*=.*\b{re.escape(name)}\b"
     )
     try:
-        lines, first = inspect.getsourcelines(frame.f_code)
+        lines, first = inspect.getsourcelines(frame)  # of a module's code it gives one line
     except OSError:
         return None
     first = max(first, 1)  # of a module it is 0

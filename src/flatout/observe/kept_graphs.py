@@ -80,10 +80,12 @@ class KeptLosses:
                 if held is not None:
                     self._held[key] = [*looks, held]
                     places[key] = adds_in
+        # Slow steps may end before the last look.
+        self.found = []
+        for key, adds_in in places.items():
+            if len(self._held[key]) >= _FEWEST:
+                self._tell(key[1], self._held[key][-1], adds_in())
         if step >= _LOOKS[-1]:
-            for key, adds_in in places.items():
-                if len(self._held[key]) >= _FEWEST:
-                    self._tell(key[1], self._held[key][-1], adds_in())
             self._held.clear()
 
     def _of(self, step: int, value: Any, before: _Held | None) -> _Held | None:

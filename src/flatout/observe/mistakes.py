@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from flatout.observe.checkpointed import Checkpointed
 from flatout.observe.clipping import Clipping
+from flatout.observe.first_update import FirstUpdate
 from flatout.observe.gradients import Gradients
 from flatout.observe.growing import GrowingHistories
 from flatout.observe.held_out import compare, sets_of
@@ -15,6 +17,7 @@ from flatout.observe.record import read_sites
 from flatout.observe.recurrent import Recurrent
 from flatout.observe.scalers import Scalers
 from flatout.observe.schedules import Schedules
+from flatout.observe.skipped import SkippedSteps
 from flatout.observe.switches import Switches
 from flatout.observe.tables import Tables
 from flatout.observe.unused_gradients import GradientUse
@@ -36,6 +39,7 @@ class Mistakes:
         self._switches = Switches(torch, watch)  # first: what the others switch is none of those
         self._graphs = LossGraphs(torch, watch)
         Gradients(torch, watch)
+        FirstUpdate(watch)
         self._uses = GradientUse(torch, watch)
         self._kept = KeptLosses(torch, watch)
         self._schedules = Schedules(torch.optim.lr_scheduler, watch)
@@ -43,6 +47,8 @@ class Mistakes:
         self._tables = Tables(torch, watch)
         self._recurrent = Recurrent(torch, watch)
         self._growing = GrowingHistories(torch, watch)
+        self._checkpointed = Checkpointed(torch, watch)
+        self._skipped = SkippedSteps(torch, watch)
 
     def watch_schedules(self) -> None:
         """Sees again where schedulers are stepped."""
@@ -53,11 +59,12 @@ class Mistakes:
         if not observation.steps:
             return
         observation.loss_looks = self._graphs.looks
-        observation.in_losses = list(self._graphs.found.values())
+        observation.in_losses = [*self._graphs.found.values(), *self._skipped.found]
         observation.schedules = self._schedules.results()
         observation.switched_on = self._switches.on
         observation.cells = self._recurrent.cells
         observation.growing = self._growing.found
+        observation.checkpointed_mb = self._checkpointed.mb
         observation.gradient_uses = self._uses.looks
         observation.unused_gradients = self._uses.results()
         observation.kept_graphs = self._kept.found

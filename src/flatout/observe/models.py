@@ -18,7 +18,7 @@ from flatout.observe.numbers import Numbers
 from flatout.observe.observation import Model, Site
 from flatout.observe.padding import Padding
 from flatout.observe.pools import look_at_pools
-from flatout.observe.replicas import look_at_replica, random_bytes
+from flatout.observe.replicas import look_at_replica, number_of, random_bytes
 from flatout.observe.sites import here
 from flatout.observe.watch import Watch
 
@@ -59,6 +59,7 @@ class SeenModel(Called):
         self._evaluated: dict[Mode, Site | None] = {}
         self._evaluated_in: set[int] = set()
         self._trained: dict[Mode, Site | None] = {}
+        self._first_numbers: dict[str, int] = {}
 
     def look_at_repeat(self, torch: Any, lanes: Lanes, given: list[Any]) -> None:
         """Whether this call gives what the last one has given."""
@@ -74,6 +75,17 @@ class SeenModel(Called):
         if is_known and last is not None and last[0] == now and len(last[1]) == len(tensors):
             is_same = all(a() is b for a, b in zip(last[1], tensors, strict=True))
             self.facts.repeats += is_same
+
+    def moved(self, module: Any, names: list[str]) -> set[str]:
+        """Which of these parameters have changed since they were asked for first."""
+        wanted = set(names)
+        now = {name: number_of([t]) for name, t in module.named_parameters() if name in wanted}
+        self._first_numbers = now | self._first_numbers
+        return {name for name, number in now.items() if number != self._first_numbers[name]}
+
+    def is_open(self, mode: Mode) -> bool:
+        """Whether it was called so, and it is not yet known what for."""
+        return mode in self._open
 
     def evaluates(self, mode: Mode) -> None:
         """Is called without gradients or in eval mode: whether to evaluate is not yet known."""
@@ -126,6 +138,12 @@ class SeenModel(Called):
         if facts.evaluated_in_train_mode and not changes_in_training(facts):
             facts.evaluated_in_train_mode = None
         return facts
+
+
+def _share(module: Any, some: set[str], of: set[str]) -> float:
+    """Of the numbers in these parameters, those in some of them."""
+    sizes = {name: tensor.numel() for name, tensor in module.named_parameters() if name in of}
+    return float(sum(sizes.get(name, 0) for name in some) / max(1, sum(sizes.values())))
 
 
 def changes_in_training(facts: Model) -> bool:
@@ -214,6 +232,9 @@ class Models:
         if mode == (True, True):
             if lanes.evaluations and model in lanes.evaluations and not self._trains_on_loader():
                 lanes.judge()
+        elif lanes.is_open and model.is_open(mode) and model.evaluations >= _EVALUATIONS:
+            if not has_grad:
+                return  # one more of an evaluation that goes on, or of an episode
         else:
             if not lanes.evaluations:
                 self._numbers.before_evaluation()
@@ -306,6 +327,10 @@ class Models:
                 model.is_stepped |= not model.tensors.isdisjoint(stepped)
                 if not model.tensors.isdisjoint(stepped):
                     missed = not_stepped(module, stepped)
-                    model.facts.not_stepped = [n for n in missed if n in model.with_gradient]
+                    having = [name for name in missed if name in model.with_gradient]
+                    moved = model.moved(module, having)
+                    model.facts.not_stepped = [name for name in having if name not in moved]
+                    model.facts.moved = [name for name in having if name in moved]
+                    model.facts.moved_share = _share(module, moved, model.with_gradient)
                     trained = [n for n, t in module.named_parameters() if t.requires_grad]
                     model.facts.misses_first = missed == trained[: len(missed)]

@@ -18,7 +18,7 @@ from flatout.observe.openmp import OPENMP
 from flatout.observe.replicas import has_peers, number_of
 from flatout.observe.watch import Watch
 
-_SAVED = 200
+_SAVED = 24
 # Of so many of them it is also seen whether ranks save the same.
 _NUMBERED = 8
 # By a package, where what is told can be left out.

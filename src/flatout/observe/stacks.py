@@ -77,8 +77,19 @@ def _without_arguments(text: str) -> str:
                 text = text[:at]
                 break
     else:
-        text = re.sub(r"\(\s*$", "", text)
+        text = _before_open_bracket(text)
     return text if len(text) <= _LONGEST_WORDS else text[: _LONGEST_WORDS - 3] + "..."
+
+
+def _before_open_bracket(text: str) -> str:
+    """The first line of a call that goes on in the next ones, up to its arguments."""
+    is_open: list[int] = []
+    for at, letter in enumerate(text):
+        if letter == "(":
+            is_open.append(at)
+        elif letter == ")" and is_open:
+            is_open.pop()
+    return text[: is_open[0]] if is_open else text
 
 
 @cache

@@ -19,7 +19,7 @@ from flatout.observe.watch import Watch
 # Optimizers and loaders read their own numbers.
 _OTHERS = (OPTIMIZER, INPUT)
 # Counting calls may take so much of a step, at so much for each of them.
-_MOST_NS, _CALL_NS = 2_000, 1_000
+_MOST_NS, _CALL_NS = 4_000, 3_000
 # Steps in which copies are asked from what memory they come.
 _ASKED = 8
 # What each method is told as.

@@ -17,7 +17,7 @@ from flatout.observe.lanes import Lanes
 from flatout.observe.quick import AFTER_STEPS, Quick
 
 # Of the time, that looks may take which can wait.
-_LOOKING_SHARE = 0.004
+_LOOKING_SHARE = 0.002
 # What is looked at once, in these steps, is no part of what each step takes longer.
 _FIRST_STEPS = 10
 

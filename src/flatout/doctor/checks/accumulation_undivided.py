@@ -5,10 +5,13 @@ from __future__ import annotations
 from flatout.doctor.checks.check import Findings, check
 from flatout.doctor.checks.signals import at, in_losses
 from flatout.doctor.finding import Finding
-from flatout.observe import Observation
+from flatout.observe import Observation, Optimizer
 
 _SCALED = ("SGD", "ASGD", "LBFGS")
 """Optimizers whose step grows with the gradient; that of Adam and its kin does not."""
+
+_DECOUPLED = ("AdamW",)
+"""Optimizers whose decay is no part of the gradient."""
 
 
 @check()
@@ -17,14 +20,27 @@ def look(observation: Observation) -> Findings:
     for loss in in_losses(observation, "undivided"):
         many = loss.detail["backwards"]
         optimizer = next(iter(observation.optimizers), None)
-        is_scaled = optimizer is not None and optimizer.kind.rpartition(".")[2] in _SCALED
+        name = "" if optimizer is None else optimizer.kind.rpartition(".")[2]
+        is_scaled = name in _SCALED
+        more = "" if is_scaled else _left_of_it(observation, optimizer, name, many)
         yield Finding(
             kind="danger" if is_scaled else "note",
-            what=f"{many} backward passes of mean losses go into a step, and none is divided: the "
-            f"gradient is {many} times that of their mean"
-            + ("" if is_scaled else ", which changes clipping and decay alone here"),
+            what=f"{many} losses that are means are added up, undivided: the gradient of a step is "
+            f"{many} times that of their mean{more}",
             do=f"(loss / {many}).backward(), so that the rate means the same as without "
             "accumulation",
             where=at(None if optimizer is None else optimizer.backward_site or optimizer.site),
             parity="changes learning",
         )
+
+
+def _left_of_it(observation: Observation, optimizer: Optimizer | None, name: str, many: int) -> str:
+    """What that changes where steps do not grow with the gradient."""
+    parts = []
+    if any(call.kind == "clip" for call in observation.calls):
+        parts.append(f"it is clipped as if at 1/{many} of the limit")
+    if optimizer and optimizer.options.get("weight_decay") and name not in _DECOUPLED:
+        parts.append(f"decay counts 1/{many}")
+    return f"; {name or 'the optimizer'} divides that out" + (
+        f", but {' and '.join(parts)}" if parts else " but for its eps"
+    )

@@ -1,24 +1,40 @@
-"""NaN and infinity are replaced on the way to the loss, and no one is told."""
+"""NaN and infinity are replaced on the way to the loss, or their steps left out, without a word."""
 
 from __future__ import annotations
 
 from flatout.doctor.checks.check import Findings, check
 from flatout.doctor.checks.signals import at, in_losses
 from flatout.doctor.finding import Finding
-from flatout.observe import Observation
+from flatout.observe import InLoss, Observation
+
+_FEW, _RARE = 2, 0.01
+"""Steps that are left out, and their share, up to which that is a guard against rare batches."""
+
+_DO = (
+    "look where they come from: a logarithm or root of zero, a division by it, a batch with NaN; "
+    "clamp there"
+)
 
 
 @check()
 def look(observation: Observation) -> Findings:
-    """How many of the numbers that nan_to_num got were none."""
+    """How many of the numbers that nan_to_num got were none, and how many losses."""
     for loss in in_losses(observation, "nan"):
         hidden, of = loss.detail["hidden"], loss.detail["of"]
-        yield Finding(
-            kind="danger",
-            what=f"nan_to_num hides {hidden:,} of {of:,} numbers that are NaN or infinite, in "
+        yield _finding(
+            loss,
+            f"nan_to_num hides {hidden:,} of {of:,} numbers that are NaN or infinite, in "
             f"{loss.count} of {observation.loss_looks} backward passes that were looked at",
-            do="look where they come from: a logarithm or root of zero, a division by it, a batch "
-            "with NaN; clamp there",
-            where=at(loss.site),
-            parity="changes learning",
         )
+    for loss in in_losses(observation, "skipped"):
+        of = loss.detail["of"]
+        if loss.count >= max(_FEW, _RARE * of):
+            yield _finding(
+                loss,
+                f"{loss.count:,} of {of:,} losses are NaN or infinite, and their steps are left "
+                "out: these samples are never learned",
+            )
+
+
+def _finding(loss: InLoss, what: str) -> Finding:
+    return Finding(kind="danger", what=what, do=_DO, where=at(loss.site), parity="changes learning")

@@ -16,6 +16,9 @@ _ADAM_RATE = 1.0
 _SGD_RATE = 100.0
 """Rates of 30 are in papers, for heads on normalized features."""
 
+_WIPES = 1.0
+"""Of its own size, that the first step changes a matrix by: little of it is left from there on."""
+
 _SHRINKS = 0.5
 """Of a weight, that decay takes in a step."""
 
@@ -50,6 +53,12 @@ def _extremes(optimizer: Optimizer) -> Iterator[str]:
         yield f"{name} with a rate of {rate:g}: each step moves each weight by about as much"
     if name == "SGD" and rate >= _SGD_RATE:
         yield f"SGD with a rate of {rate:g}"
+    many, change = optimizer.first_change or (0, 0.0)
+    if change >= _WIPES:
+        yield (
+            f"the first step changed {many} matrices by {change:.1f} times their own size in the "
+            f"median, at a rate of {rate:g}: what they were initialized to is gone"
+        )
     if len(rates) > 1 and not any(rates) and optimizer.first_target is None:
         yield "the learning rate is zero in each step, and no scheduler raises it"
     if options.get("momentum", 0.0) >= 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flatout.doctor.checks.check import Findings, check
-from flatout.doctor.checks.signals import at, few, models
+from flatout.doctor.checks.signals import at, few, kind_of, models
 from flatout.doctor.finding import Finding
 from flatout.observe import Model, Observation
 
@@ -12,6 +12,8 @@ from flatout.observe import Model, Observation
 def look(observation: Observation) -> Findings:
     """Parameters of a stepped model that had a gradient, and that no optimizer has."""
     for model in models(observation):
+        if model.moved:
+            yield _of_average(observation, model)
         if names := model.not_stepped:
             if model.misses_first and not any(
                 optimizer.orphans for optimizer in observation.optimizers
@@ -41,5 +43,21 @@ def _of_head(model: Model) -> Finding:
         do="requires_grad_(False) on them, where only the layers behind them are to train: that "
         "saves their backward; else give them to the optimizer",
         where=at(model.site),
+        parity="bit-identical",
+    )
+
+
+def _of_average(observation: Observation, model: Model) -> Finding:
+    """What the script changes itself learns, but not by these gradients."""
+    names, backward = model.moved, observation.lanes_ms.get("backward")
+    cost = None if backward is None else backward * model.moved_share
+    return Finding(
+        kind=kind_of(observation, cost),
+        what=f"backward computes gradients for {len(names)} parameters that no optimizer has, and "
+        f"that the script changes itself, as a moving average: {few(names)}",
+        do="call what they belong to under torch.no_grad()",
+        where=at(model.site),
+        cost_ms=cost,
+        is_estimate=True,
         parity="bit-identical",
     )

@@ -1,4 +1,4 @@
-"""Calls that go: what is tidied up in each step though no one needs it."""
+"""Calls that go: what is done in each step though no one needs it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import ast
 from flatout.doctor.edits.code import Unsure
 from flatout.doctor.edits.place import FoundAt
 from flatout.doctor.finding import Edit
+
+_OPTIONS = ("use_reentrant", "preserve_rng_state", "determinism_check", "debug", "early_stop")
+"""Keywords of `checkpoint`; all others are those of the part that it calls."""
 
 
 def empty_cache(at: FoundAt) -> list[Edit]:
@@ -19,6 +22,19 @@ def empty_cache(at: FoundAt) -> list[Edit]:
 def collect(at: FoundAt) -> list[Edit]:
     """The statement `gc.collect()` goes."""
     return _without(at, "collect", ("gc.collect",))
+
+
+def checkpointing(at: FoundAt) -> list[Edit]:
+    """`checkpoint(part, x, use_reentrant=False)` to `part(x)`."""
+    code, call = at.code, at.call("checkpoint")
+    if not call.args or not isinstance(call.args[0], (ast.Name, ast.Attribute)):
+        raise Unsure("what is checkpointed has no name")
+    if any(keyword.arg in (None, "context_fn") for keyword in call.keywords):
+        raise Unsure("what is computed again cannot be seen")
+    given = [*call.args[1:], *(word for word in call.keywords if word.arg not in _OPTIONS)]
+    words = ", ".join(code.source.text[code.begin(node) : code.end(node)] for node in given)
+    part = ast.unparse(call.args[0])
+    return [code.edit((code.begin(call), code.end(call), f"{part}({words})"))]
 
 
 def _without(at: FoundAt, name: str, written: tuple[str, ...]) -> list[Edit]:

@@ -1,0 +1,78 @@
+"""Ranks wait for one another oftener than they need: many small sums in a step, or one to show."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flatout.doctor.checks.check import Findings, rank_check
+from flatout.doctor.checks.signals import calls, cost_ms, has_peers, is_each_step, kind_of, ms
+from flatout.doctor.finding import Finding
+from flatout.observe import Call, Observation
+
+_SEVERAL = 1.5
+"""Calls of a line in a step, from which on they could be one."""
+
+_BUCKET = 1 << 20
+"""Bytes of a call from which on sending takes the time, not calling: torch's own first bucket."""
+
+_FEW = 1 << 16
+"""Bytes of what is no gradient of a model."""
+
+
+@rank_check()
+def look(observations: Sequence[Observation]) -> Findings:
+    """Lines that share little between ranks in most steps, by the rank that waits least there:
+    the others also wait for that one."""
+    if not has_peers(observations):
+        return
+    by_line: dict[tuple[str, str], list[tuple[float, Observation, Call]]] = {}
+    for seen in observations:
+        for call in calls(seen, "collective"):
+            if is_each_step(seen, call):
+                key = str(call.site), call.detail["name"]
+                by_line.setdefault(key, []).append((cost_ms(seen, call) or 0.0, seen, call))
+    for (_, name), ranks in by_line.items():
+        cost, seen, call = min(ranks, key=lambda one: one[0])
+        if call.count >= _SEVERAL * seen.steps and _bytes(call) <= _BUCKET:
+            yield _several(seen, call, name, cost)
+        elif _bytes(call) <= min(_FEW, _least_gradients(seen)):
+            yield _single(seen, call, name, cost)
+
+
+def _bytes(call: Call) -> int:
+    return int(call.detail.get("bytes", 0))
+
+
+def _least_gradients(seen: Observation) -> float:
+    """Bytes that the gradients of the smallest optimizer take at least."""
+    return min((item.elements for item in seen.optimizers if item.elements), default=_FEW)
+
+
+def _several(seen: Observation, call: Call, name: str, cost: float) -> Finding:
+    often = call.count / seen.steps
+    returned = cost * (1 - 1 / often)
+    return Finding(
+        kind=kind_of(seen, returned),
+        what=f"{name} is called {often:.0f} times in each step, for {_bytes(call):,} bytes in the "
+        f"mean: {ms(cost)} of each step in the rank that waits least",
+        do="put them into one tensor and share it by one call, as DistributedDataParallel does "
+        "for gradients during backward",
+        where=str(call.site),
+        cost_ms=returned,
+        is_estimate=True,  # ranks wait for the slowest one in each call
+        parity="rounding",
+    )
+
+
+def _single(seen: Observation, call: Call, name: str, cost: float) -> Finding:
+    size = f" of {_bytes(call):,} bytes" if _bytes(call) else ""
+    return Finding(
+        kind=kind_of(seen, cost),
+        what=f"{name}{size} in each step: the ranks wait for one another, {ms(cost)} in the one "
+        "that waits least",
+        do="share it every N steps, or once after the epoch, where it is only shown",
+        where=str(call.site),
+        cost_ms=cost,
+        is_estimate=True,
+        parity="bit-identical",
+    )

@@ -1,0 +1,70 @@
+"""By how much the first step changes the weights, in terms of what they were."""
+
+from __future__ import annotations
+
+import sys
+from statistics import median
+from typing import Any
+from weakref import ref
+
+from flatout.observe.model_facts import local
+from flatout.observe.watch import Watch
+
+# Of each matrix so many numbers are looked at, evenly spread.
+_SAMPLE = 1024
+# What is as good as zero begins there on purpose, as one half of an adapter does.
+_LEAST = 1e-3
+_MATRICES = 3
+
+
+class FirstUpdate:
+    """Compares matrices of the models before and after their first step."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._renew()
+        watch.with_gradients.append(self._keep)
+        for step in (1, 2):
+            watch.at(step, self._look)
+        watch.on_renewal.append(self._renew)
+
+    def _renew(self) -> None:
+        self._before: dict[int, tuple[ref[Any], Any]] = {}
+
+    def _keep(self) -> None:
+        """Before a step: those that have a gradient."""
+        for seen in self._watch.models:
+            model = seen.ref()
+            for tensor in () if model is None else model.parameters():
+                if tensor.dim() >= 2 and tensor.grad is not None and id(tensor) not in self._before:
+                    self._before[id(tensor)] = ref(tensor), _sample(tensor)
+
+    def _look(self) -> None:
+        """After a step."""
+        for optimizer in self._watch.optimizers:
+            if optimizer.facts.first_change is None:
+                changes = [change for item in optimizer.tensors() if (change := self._change(item))]
+                if len(changes) >= _MATRICES:
+                    optimizer.facts.first_change = len(changes), median(changes)
+        if self._watch.lanes.steps > 1:
+            self._before.clear()
+
+    def _change(self, tensor: Any) -> float:
+        """Root mean square of the change over that of the weights; 0 where that says nothing."""
+        kept = self._before.get(id(tensor))
+        if kept is None or kept[0]() is not tensor:
+            return 0.0
+        before = kept[1]
+        size = _rms(before)
+        return _rms(_sample(tensor) - before) / size if size > _LEAST else 0.0
+
+
+def _rms(values: Any) -> float:
+    return float(values.square().mean().sqrt())
+
+
+def _sample(tensor: Any) -> Any:
+    torch: Any = sys.modules["torch"]
+    with torch.no_grad():
+        values = local(tensor.detach()).reshape(-1)
+        return values[:: max(1, values.numel() // _SAMPLE)].float().cpu().clone()
