@@ -29,11 +29,14 @@ class Model(nn.Module):
         self.one, self.own = nn.Embedding(3000, 4), Own()
         self.bag = nn.EmbeddingBag(1500, 4, mode="sum")
         self.small, self.tied = nn.Embedding(10, 4), nn.Embedding(1200, 4)
+        self.hooked = nn.Embedding(1100, 4)
+        self.hooked.weight.register_hook(lambda g: torch.cat([g[:500] * 0, g[500:]]))
         self.head = nn.Linear(4, 1)
 
     def forward(self, ids):
         found = self.one(ids).sum(1) + self.own(ids % 2000).sum(1) + self.bag(ids % 1500)
         found = found + self.small(ids % 10).sum(1) + self.tied(ids % 1200).sum(1)
+        found = found + self.hooked(ids % 1100).sum(1) + self.own.weight[ids[:, 0] % 2000]
         return self.head(found) + (found @ self.tied.weight[:4]).mean(1, keepdim=True)
 
 model = Model()
@@ -93,3 +96,4 @@ def test_weights_moments_copies_and_averages_are_those_of_the_dense_step(
     assert cured.applied == {"compute.touched_rows": "3 tables of 6,500 rows, touched rows only"}
     told = cured.left.get("compute.touched_rows", "")
     assert ("several optimizers step a table" in told) is bool(arguments)
+    assert arguments or "a hook reads the gradient of a table of 1,100" in told

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from flatout.kernels import joined, table_rows
-from flatout.models import row_tables
+from flatout.models import TableParameter, row_tables
 from flatout.optim import TouchedRows, Update, steppable_rows
 
 pytestmark = pytest.mark.skipif(not table_rows.available(), reason="the C extension is absent")
@@ -261,10 +261,15 @@ def test_tables_that_are_not_read_by_rows_alone_are_named():
     model.halved = nn.Embedding(5, 2, dtype=torch.bfloat16)
     model.scaled = nn.utils.parametrizations.weight_norm(nn.Embedding(5, 2))
     model.frozen = nn.Embedding(5, 2).requires_grad_(False)
+    model.hooked, model.after = nn.Embedding(5, 2), nn.EmbeddingBag(5, 2)
+    model.hooked.weight.register_hook(lambda gradient: gradient * 2)
+    model.after.weight.register_post_accumulate_grad_hook(print)
     found, others = row_tables(model)
-    assert found == [model.bag]
+    assert found == [model.bag, model.patched]
     assert others["one"] == "tied reads all of it"
-    assert set(others) == {"one", "limited", "patched", "halved", "scaled", "frozen"}
+    assert others["hooked"] == others["after"] == "a hook reads its gradient"
+    named = {"limited", "halved", "scaled", "frozen"}
+    assert set(others) == {"one", "hooked", "after", *named}
 
 
 def test_rows_with_bad_numbers_are_held_back():
@@ -289,13 +294,20 @@ BAGS = {
 }
 
 
+class Wrapped(nn.Embedding):
+    """An embedding whose forward is the user's."""
+
+    def forward(self, input):
+        return 2 * super().forward(input % self.num_embeddings)
+
+
 class Ways(nn.Module):
     """A table that is read by ids in each way that there is."""
 
     def __init__(self, options):
         super().__init__()
         self.bag = nn.EmbeddingBag(40, 4, **options)
-        self.one = nn.Embedding(40, 4, padding_idx=3, scale_grad_by_freq=True)
+        self.one = Wrapped(40, 4, padding_idx=3, scale_grad_by_freq=True)
         self.one.weight = self.bag.weight
         self.weights = nn.Parameter(torch.rand(24))
 
@@ -308,7 +320,10 @@ class Ways(nn.Module):
             rows = torch.cat([rows, self.bag(ids.reshape(-1), offsets, self.weights)])
         if not last:
             rows = torch.cat([rows, self.bag(ids)])
-        return (rows.square().sum(1).sum() + self.one(input=ids).square().sum())[None, None]
+        weight = self.bag.weight
+        indexed = [weight[ids], weight[ids - 40, :], weight.index_select(0, ids[:, 0])]
+        found = [rows, self.one(input=ids + 40), *indexed, torch.index_select(weight, 0, ids[0])]
+        return sum(one.square().sum() for one in found)[None, None]
 
 
 @pytest.mark.parametrize("operators", [False, True])
@@ -344,11 +359,33 @@ def compare_ways(options, make, steps=12):
                     loss = model(ids).sum()
                 loss.backward()
             update()
+        assert type(model.bag.weight) is (TableParameter if touched else nn.Parameter)
         found.append(model)
     dense, ours = found
     assert_near(ours, dense, start)
     for name, value in dense.named_parameters():
         torch.testing.assert_close(dict(ours.named_parameters())[name], value)
+
+
+@pytest.mark.parametrize("operators", [False, True])
+def test_a_gradient_that_is_differentiated_itself_is_that_of_torch(operators, monkeypatch):
+    if operators:
+        monkeypatch.setattr(table_rows, "_by_extension", lambda tensor: False)
+    found = []
+    for touched in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(40, 4, padding_idx=3), nn.Tanh(), nn.Linear(4, 1))
+        optimizer = OPTIMIZERS["adam"](model.parameters())
+        update = Update(optimizer, rows=attached(model, optimizer) if touched else {})
+        for step in range(6):
+            update.begin()
+            loss = model(torch.tensor([[1, 3, 5], [5, step + 7, 2]])).square().sum()
+            (gradient,) = torch.autograd.grad(loss, model[0].weight, create_graph=True)
+            (loss + gradient.square().sum()).backward()
+            update()
+        found.append(model.state_dict())
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value)
 
 
 def test_the_gradient_of_a_table_has_the_rows_that_were_read_and_no_others():

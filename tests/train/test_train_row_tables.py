@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import flatout
@@ -56,12 +57,13 @@ def test_large_tables_are_stepped_by_rows_and_end_as_under_the_dense_optimizer()
     fit(dense, {"touched_rows": "off"})
     largest = []
     ours = Clicks()
-    ours.ids.weight.register_hook(
-        lambda g: largest.append(g._values().numel() if g.is_sparse else ROWS)
+    node = get_gradient_edge(ours.ids.weight).node
+    node.register_prehook(
+        lambda grads: largest.extend(g._values().numel() if g.is_sparse else ROWS for g in grads)
     )
     history, chosen, said = fit(ours)
     assert chosen == "on"
-    assert max(largest) <= 16 * 2 * WIDTH  # not even while `auto` looked
+    assert 0 < max(largest) <= 16 * 2 * WIDTH  # not even while `auto` looked
     for name, value in dense.state_dict().items():
         assert (ours.state_dict()[name] - value).norm() <= 1e-5 * value.norm(), name
     line = f"tables: 1 of {ROWS:,} rows · touched rows only, dense Adam's result (rounding)"
@@ -86,6 +88,44 @@ def test_large_tables_that_cannot_be_stepped_by_rows_are_named():
     assert history.notes[0] == (
         "tables: stepped whole: ids (max_norm changes rows where they are read)"
     )
+
+
+def half_of(gradient):
+    """What freezes the second half of a table's rows, as a hook."""
+    return torch.cat([gradient[: ROWS // 2], torch.zeros_like(gradient[ROWS // 2 :])])
+
+
+def halved(optimizer, args, kwargs):
+    weight = optimizer.param_groups[0]["params"][0]
+    weight.grad = half_of(weight.grad)
+
+
+def with_hook(parameters, lr):
+    optimizer = torch.optim.Adam(parameters, lr=lr)
+    optimizer.register_step_pre_hook(halved)
+    return optimizer
+
+
+def patched(parameters, lr):
+    optimizer = torch.optim.Adam(parameters, lr=lr)
+    step = optimizer.step
+    optimizer.step = lambda: (halved(optimizer, (), {}), step())
+    return optimizer
+
+
+@pytest.mark.parametrize("kind", [None, with_hook, patched])
+def test_code_of_the_user_gets_gradients_of_all_rows(kind):
+    model, why = Clicks(), "code around Adam's step may read its gradient"
+    start = model.ids.weight.detach().clone()
+    if kind is None:
+        model.ids.weight.register_hook(half_of)
+        why = "a hook reads its gradient"
+    history, chosen, _ = fit(model, kind=kind or torch.optim.Adam)
+    assert chosen == "off"
+    assert history.notes[0] == f"tables: stepped whole: ids ({why})"
+    moved = (model.ids.weight != start).any(1)
+    assert moved[: ROWS // 2].any()
+    assert not moved[ROWS // 2 :].any()
 
 
 def tables_of(**sizes):

@@ -101,7 +101,7 @@ class _Tables:
 
     def _why_not(self, torch: Any) -> str:
         """Begin to watch what could be a table; why nothing can."""
-        from flatout.models import watch_table
+        from flatout.models import is_hooked, watch_table
         from flatout.optim import why_dense
 
         name = type(self._optimizer).__name__
@@ -117,6 +117,10 @@ class _Tables:
                 why = why_dense(self._optimizer, group)
                 continue
             for parameter in large:
+                if is_hooked(parameter):
+                    why = f"a hook reads the gradient of a table of {len(parameter):,}"
+                    leave(FIELD, why)
+                    continue
                 self._watched[parameter] = _Watched()
                 watch_table(parameter, self._watched[parameter])
         return "" if self._watched else why or f"{name} has no table of {_FEWEST_ROWS:,} rows"

@@ -8,6 +8,8 @@ from flatout.models.adapter import weights_of as weights_of
 from flatout.models.batch_norm import move_statistics as move_statistics
 from flatout.models.dangers import moving_norms as moving_norms
 from flatout.models.dangers import not_stepped as not_stepped
+from flatout.models.embeddings import has_hooks_of_others as has_hooks_of_others
+from flatout.models.embeddings import is_hooked as is_hooked
 from flatout.models.embeddings import look_at_ids as look_at_ids
 from flatout.models.embeddings import row_tables as row_tables
 from flatout.models.fp32_operators import keep_in_fp32 as keep_in_fp32

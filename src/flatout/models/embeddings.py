@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
 from flatout.models.adapter import adapter_of
 from flatout.models.keras import tables
+from flatout.models.table_size import table_weight
 
 _KINDS = (nn.Embedding, nn.EmbeddingBag)
 
 
 def row_tables(model: nn.Module, *, split: bool = False) -> tuple[list[nn.Module], dict[str, str]]:
-    """Modules whose tables are read by rows alone, and why others are not, by name.
+    """Modules whose tables may be read by rows alone, and why others are not, by name.
 
-    What a forward that is not torch's own does with a table is not known, nor who else reads a
-    parameter that several modules have.
+    Who else reads a parameter that several modules have is not known. Whether a forward that is
+    not torch's own reads all of it, its gradient tells.
 
     Args:
         model: of torch or Keras.
@@ -33,6 +35,8 @@ def row_tables(model: nn.Module, *, split: bool = False) -> tuple[list[nn.Module
     for name, module, _ in adapter_of(model).tables():
         is_torch = isinstance(module, _KINDS)
         why = _why_not(module, readers, split) if is_torch else tables.why_whole(module, model)
+        if not why and is_hooked(table_weight(module)):
+            why = "a hook reads its gradient"
         if why:
             others[name] = why
         else:
@@ -52,11 +56,22 @@ def look_at_ids(model: nn.Module, names: Container[str]) -> list[Callable[[], No
     return [tables.look_at_ids(module) for module in named if not isinstance(module, _KINDS)]
 
 
+def has_hooks_of_others(*hooks: Mapping[int, Any] | None) -> bool:
+    """Whether hooks, as torch keeps them, are of someone other than Flatout."""
+    every = [getattr(hook, "func", hook) for of_kind in hooks for hook in (of_kind or {}).values()]
+    return not all(str(getattr(hook, "__module__", "")).startswith("flatout.") for hook in every)
+
+
+def is_hooked(weight: torch.Tensor) -> bool:
+    """Whether someone is told of its gradient, and expects one of all rows."""
+    after = getattr(weight, "_post_accumulate_grad_hooks", None)
+    return has_hooks_of_others(weight._backward_hooks, after)
+
+
 def _why_not(module: nn.Module, readers: dict[int, list[str]], split: bool) -> str:
     weight = module._parameters.get("weight")
-    own = (nn.Embedding.forward, nn.EmbeddingBag.forward)
-    if weight is None or type(module).forward not in own or "forward" in vars(module):
-        return "its weight or its forward is not torch's own"
+    if weight is None:
+        return "its weight is no parameter of its own"
     if type(weight) is not nn.Parameter:
         return f"its weight is a {type(weight).__name__}"
     if not weight.requires_grad:

@@ -28,6 +28,8 @@ _WITHOUT_VALUES = {
     *(getattr(torch, name) for name in ("is_complex", "is_floating_point", "numel")),
     *(getattr(Tensor, name).__set__ for name in ("_grad", "grad", "requires_grad")),
 }
+# What reads rows as an embedding does, where it is given whole numbers.
+_INDEXED = (Tensor.__getitem__, Tensor.index_select, torch.index_select)
 
 
 class Lookup(Protocol):
@@ -73,6 +75,9 @@ class TableParameter(nn.Parameter):
                 return _embedding(*args, **given)
             if func is functional.embedding_bag:
                 return _embedding_bag(*args, **given)
+            if func in _INDEXED and args and (ids := _rows_of(func, *args, **given)) is not None:
+                lookup = args[0]._reader.by_rows(ids)
+                return func(*args, **given) if lookup is None else lookup.embedding(None, False)
             if func is Tensor.to and (same := func(*args, **given)) is args[0]:
                 return same  # Keras asks before each use that it is on the device
             for table in _tables((args, given)):
@@ -169,3 +174,31 @@ def _lookup(ids: Any, weight: Any, max_norm: float | None) -> Lookup | None:
     for table in _tables((ids, weight)):  # max_norm changes it, and torch takes both orders
         table._reader.whole()
     return None
+
+
+def _rows_of(func: Any, table: Any, *given: Any, **named: Any) -> Tensor | None:
+    """The ids by which `table[ids]` or `table.index_select(0, ids)` reads rows; None of others."""
+    if func is Tensor.__getitem__:
+        ids = _first_index(*given)
+    else:
+        options = dict(zip(("dim", "index"), given, strict=False)) | named
+        ids = options.get("index") if options.get("dim") == 0 and len(options) == 2 else None
+    if type(table) is not TableParameter or type(ids) is not Tensor or not ids.dim():
+        return None
+    if ids.dtype not in (torch.int32, torch.int64) or ids.device != table.device:
+        return None
+    if func is not Tensor.__getitem__ or (ids.is_cpu and not bool((ids < 0).any())):
+        return ids
+    return torch.where(ids < 0, ids + len(table), ids)  # counted from the end
+
+
+def _first_index(index: Any) -> Any:
+    """What chooses the rows, where all of their columns are read."""
+    if not isinstance(index, tuple):
+        return index
+    is_whole = len(index) == 2 and (index[1] is Ellipsis or _is_all(index[1]))
+    return index[0] if is_whole else None
+
+
+def _is_all(index: Any) -> bool:
+    return isinstance(index, slice) and index == slice(None)

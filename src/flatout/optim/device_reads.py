@@ -171,8 +171,11 @@ class _Gathered(torch.autograd.Function):
         return F.embedding(known.view(shape), weight)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():  # it is to be differentiated itself
+            options = (ctx.table[0], ctx.padding_idx, ctx.scale_grad_by_freq)
+            ids = ctx.known.view(gradient.shape[:-1])
+            return whole_gradient(gradient, ids, *options), *[None] * 4
         known, values = ctx.known, gradient.reshape(-1, gradient.shape[-1])
         if ctx.scale_grad_by_freq:
             _, places, counts = known.unique(return_inverse=True, return_counts=True)
@@ -180,6 +183,21 @@ class _Gathered(torch.autograd.Function):
         if ctx.padding_idx is not None:  # a gradient of zero is as none
             values = values.masked_fill((known == ctx.padding_idx)[:, None], 0.0)
         return _as_read(known, values, ctx.table), None, None, None, None
+
+
+def whole_gradient(
+    gradient: torch.Tensor,
+    ids: torch.Tensor,
+    rows: int,
+    padding_idx: int | None,
+    scale_grad_by_freq: bool,
+) -> torch.Tensor:
+    """That of a table of so many rows, as torch makes it, which can be differentiated."""
+    padding = -1 if padding_idx is None else padding_idx
+    result: torch.Tensor = torch.ops.aten.embedding_dense_backward(
+        gradient, ids, rows, padding, scale_grad_by_freq
+    )
+    return result
 
 
 class _Compact(torch.autograd.Function):

@@ -11,7 +11,13 @@ from torch import nn
 
 from flatout.devices import huge_pages
 from flatout.kernels import Lower, Step, in_float32, table_rows
-from flatout.models import KerasOptimizer, KerasRule, Reader, given_optimizer
+from flatout.models import (
+    KerasOptimizer,
+    KerasRule,
+    Reader,
+    given_optimizer,
+    has_hooks_of_others,
+)
 from flatout.optim.by_row import ByRow
 
 State = tuple[torch.Tensor | None, torch.Tensor | None]
@@ -89,6 +95,8 @@ def why_dense(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str:
         return "the C extension is absent"
     if isinstance(optimizer, KerasOptimizer):
         return optimizer.why_all_rows()
+    if is_patched(optimizer) or has_hooks_of_others(optimizer._optimizer_step_pre_hooks):
+        return f"code around {type(optimizer).__name__}'s step may read its gradient"
     asked = [name for name in _OPTIONS if group.get(name)]
     if asked:
         return f"{asked[0]} steps all rows"
@@ -96,6 +104,15 @@ def why_dense(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str:
     if any(map(torch.is_tensor, numbers)):
         return "a learning rate that is a tensor steps all rows"
     return ""
+
+
+def is_patched(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether someone other than torch's schedulers has put a `step` on the object."""
+    own = optimizer.__dict__.get("step")
+    if own is None:
+        return False
+    wrapped = getattr(own, "__wrapped__", None)
+    return not getattr(own, "_wrapped_by_lr_sched", False) or wrapped is not type(optimizer).step
 
 
 def name_of(optimizer: torch.optim.Optimizer) -> str:

@@ -23,7 +23,7 @@ from flatout.devices import huge_pages
 from flatout.kernels import Change, Dealt, Groups, Lower, Step, Steps, Table, table_rows
 from flatout.models import Lookup, table_weight, unwatch_table, watch_table
 from flatout.optim.by_row import ByRow
-from flatout.optim.device_reads import DeviceReads
+from flatout.optim.device_reads import DeviceReads, whole_gradient
 from flatout.optim.row_rules import RowRule, State, clip_rows, name_of, rules_of, why_dense
 from flatout.optim.row_shards import RowShards
 
@@ -460,15 +460,17 @@ class _Gathered(torch.autograd.Function):
         padding_idx: int | None,
         scale_grad_by_freq: bool,
     ) -> torch.Tensor:
-        ctx.kept, ctx.groups = kept, groups
+        ctx.kept, ctx.groups, ctx.ids = kept, groups, ids
         ctx.padding_idx, ctx.scale_grad_by_freq = padding_idx, scale_grad_by_freq
         if fetched is not None:
             return F.embedding(fetched.numbers.reshape(ids.shape), fetched.block)
         return F.embedding(ids, weight)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():  # it is to be differentiated itself
+            options = (len(ctx.kept.weight), ctx.padding_idx, ctx.scale_grad_by_freq)
+            return whole_gradient(gradient, ctx.ids, *options), *[None] * 6
         groups = ctx.groups
         rows = groups.rows
         values = table_rows.sum_rows(gradient.reshape(-1, gradient.shape[-1]), groups)

@@ -25,6 +25,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from flatout.errors import ModelError
 from flatout.optim.fused import align_state, begins_late
+from flatout.optim.row_rules import is_patched
 from flatout.optim.row_shards import RowShards
 from flatout.optim.several import Optimizers, as_tuple
 from flatout.optim.touched_rows import TouchedRows
@@ -380,7 +381,7 @@ class Part:
             or optimizer._optimizer_step_post_hooks
             or torch_optimizer._global_optimizer_pre_hooks
             or torch_optimizer._global_optimizer_post_hooks
-            or _is_patched(optimizer)
+            or is_patched(optimizer)
         )
 
 
@@ -436,15 +437,6 @@ def direct_kernels(optimizer: torch.optim.Optimizer, own: Sequence[Tensors]) -> 
 
 def _no_step(gradients: Tensors, flag: torch.Tensor | None) -> None:
     """Of a group that has nothing but tables."""
-
-
-def _is_patched(optimizer: torch.optim.Optimizer) -> bool:
-    """A `step` put on the object by someone other than torch's schedulers must be called."""
-    own = optimizer.__dict__.get("step")
-    if own is None:
-        return False
-    wrapped = getattr(own, "__wrapped__", None)
-    return not getattr(own, "_wrapped_by_lr_sched", False) or wrapped is not type(optimizer).step
 
 
 def _states(

@@ -139,7 +139,8 @@ class Tables:
         if self.names:
             own = [item for item in self.by_rows if isinstance(item, ByRow)]
             kinds = dict.fromkeys(name_of(item) for item in self.by_rows if item not in own)
-            parts = [f"{len(self.names)} of {sum(self.names.values()):,} rows"]
+            weights = [weight for held in self.by_rows.values() for weight in held]
+            parts = [f"{len(weights)} of {sum(map(len, weights)):,} rows"]
             if kinds:
                 parts.append(f"touched rows only, dense {' and '.join(kinds)}'s result (rounding)")
             if any(item.dtype is torch.bfloat16 for own_ in self.by_rows.values() for item in own_):

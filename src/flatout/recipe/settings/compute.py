@@ -121,8 +121,10 @@ class Compute(Section):
         "are stepped by the rows that a batch has used, by Adam, AdamW, SGD, RMSprop and Adagrad, "
         "each as torch or Keras computes it. A row is brought through the steps that it missed "
         "before it is read, and all rows are before code reads a whole table, so the result is "
-        "that of the dense optimizer. A table that the loss reads whole is stepped whole; where it "
-        "does so for L2, a line names the `weight_decay` that is the same but for clipping. "
+        "that of the dense optimizer. Ids that index a table's weight look rows up, too. A table "
+        "that the loss reads whole is stepped whole; where it does so for L2, a line names the "
+        "`weight_decay` that is the same but for clipping. So is one whose gradient a hook "
+        "may read, on the table or around the optimizer's step. "
         "`auto`: on a CPU, taken where tables have many more rows than a batch has ids, tried "
         "where they have more; on a GPU with Triton, taken for tables of a billion numbers and "
         "more.",
