@@ -1,5 +1,6 @@
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from flatout.data.batch import Batch
@@ -15,6 +16,7 @@ from flatout.train.guard import (
 from flatout.train.losses import as_loss
 from flatout.train.settings import Switch
 from flatout.train.step import Stepper
+from flatout.train.table_reads import TableReads
 from flatout.world import LostRank, Place, World
 
 NAN, INF = float("nan"), float("inf")
@@ -336,3 +338,17 @@ def test_tensors_that_hold_no_numbers_are_passed_over():
             self.weight = nn.Parameter(torch.ones(2, dtype=torch.complex64))
 
     check_state(Odd(), "saving")
+
+
+def test_samples_that_read_a_row_are_found_however_their_ids_lie():
+    table, other = nn.Parameter(torch.zeros(9, 2)), nn.Parameter(torch.zeros(9, 2))
+    with TableReads() as reads:
+        F.embedding(torch.tensor([[1, 2], [3, 7], [4, 5]]), table)
+        F.embedding(torch.tensor([[7], [7], [7]]), other)
+        F.embedding_bag(torch.tensor([7, 1, 1, 2]), table, torch.tensor([0, 1, 1]))  # one is empty
+        starts = torch.tensor([0, 1, 1, 2])
+        F.embedding_bag(torch.tensor([1, 7]), table, starts, include_last_offset=True)
+        F.embedding(torch.tensor([7, 7]), table)  # of no sample, such as all there are
+    assert reads.samples(table, [7], 3) == [0, 1, 2]
+    assert reads.samples(table, [4, 5], 3) == [2]
+    assert reads.samples(table, [3, 8], 3) == [1]

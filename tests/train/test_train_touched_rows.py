@@ -120,13 +120,14 @@ class Roots(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.ids = nn.Embedding(500, 8)
+        self.ids, self.others = nn.Embedding(500, 8), nn.Embedding(600, 8)
         self.head = nn.Linear(8 * 4, 1)
         with torch.no_grad():
             self.ids.weight[499] = 0.0
 
     def forward(self, x):
-        return self.head(self.ids(x).abs().sqrt().flatten(1))
+        found = torch.cat([self.others(x[:, :1] + 99), self.ids(x[:, 1:])], 1)
+        return self.head(found.abs().sqrt().flatten(1))
 
 
 @pytest.mark.parametrize("touched_rows", ["on", "off"])
@@ -135,6 +136,7 @@ def test_a_row_whose_gradient_is_bad_is_named_with_its_sample_and_nothing_is_wri
     x, y = data()
     x[x == 499] = 498
     x[37, 2] = 499
+    x[3, 0] = 499  # of the other table
     before = None
 
     class Before(flatout.Callback):
@@ -149,7 +151,7 @@ def test_a_row_whose_gradient_is_bad_is_named_with_its_sample_and_nothing_is_wri
         recipe=flatout.Recipe(compute={"touched_rows": touched_rows, "precision": "fp32"}),
         allow="exact",
     )
-    with pytest.raises(FlatoutError, match=r"ids\.weight, row 499, read by sample 37"):
+    with pytest.raises(FlatoutError, match=r"ids\.weight, row 499, read by sample 37\n"):
         trainer.fit(x, y, batch_size=32, shuffle=False, callbacks=[Before()], progress=False)
     assert before is not None
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())

@@ -21,6 +21,7 @@ from flatout.errors import NumbersError
 from flatout.models import adapter_of, own_names, own_part, uncompiled
 from flatout.train.losses import Value
 from flatout.train.snapshot import untouched
+from flatout.train.table_reads import TableReads
 from flatout.world import ONE, LostRank, World
 
 EVERY = 50
@@ -205,11 +206,11 @@ def _first_bad_value(
     try:
         with uncompiled(model), untouched(model):
             for piece in pieces:
-                bad_value, loss = _in_forward(model, compute, piece)
+                bad_value, loss, reads = _in_forward(model, compute, piece)
                 if any(together.gather(bad_value is not None, "bad values in a forward")):
                     break
                 loss.backward()  # type: ignore[no-untyped-call]
-                bad = _in_backward(model, piece)
+                bad = _in_backward(model, piece, reads)
                 if any(together.gather(bad is not None, "bad gradients")):
                     suspicion = _BAD_GRADIENT if bad else _NOTHING_FOUND
                     return _Found([bad or "forward is finite"], suspicion)
@@ -225,8 +226,9 @@ def _first_bad_value(
 
 def _in_forward(
     model: nn.Module, compute: Callable[[Batch], Value], batch: Batch
-) -> tuple[str | None, torch.Tensor]:
-    """The first module or loss with a bad value, if there is one, and the loss."""
+) -> tuple[str | None, torch.Tensor, TableReads]:
+    """The first module or loss with a bad value, if there is one, the loss, and what tables were
+    read by."""
     first: list[str] = []
 
     def look(name: str, kind: str, inputs: tuple[Any, ...], output: Any) -> None:
@@ -236,26 +238,28 @@ def _in_forward(
                 by = ", made by the code around it" if words == "input" else ""
                 first.append(f"{words} of module {name} ({kind}){by}{samples}")
 
+    reads = TableReads()
     with ExitStack() as watches:
         adapter_of(model).watch(look, watches)
+        watches.enter_context(reads)
         value = compute(batch)
     loss = value[0] if isinstance(value, tuple) else value
     if not first and not torch.isfinite(loss).all():
         first.append("the loss itself, from finite model outputs")
-    return f"first bad value: {first[0]}" if first else None, loss
+    return (f"first bad value: {first[0]}" if first else None), loss, reads
 
 
-def _in_backward(model: nn.Module, batch: Batch) -> str | None:
-    named = model.named_parameters()
-    gradients = {n: own_part(p.grad) for n, p in named if p.grad is not None}
+def _in_backward(model: nn.Module, batch: Batch, reads: TableReads) -> str | None:
+    named = dict(model.named_parameters())
+    gradients = {n: own_part(p.grad) for n, p in named.items() if p.grad is not None}
     names = [name for name, gradient in gradients.items() if _is_bad(gradient)]
     # Gradients flow from the last layer to the first, so the last name had its own first.
     if not names:
         return None
     last = own_names(model, names)[names[-1]].rpartition("_torch_params.")[2]  # Keras' own path
     tables = {id(p) for _, module, _ in adapter_of(model).tables() for p in module.parameters()}
-    is_table = id(dict(model.named_parameters())[names[-1]]) in tables
-    rows = _rows_words(gradients[names[-1]], batch) if is_table else ""
+    weight = named[names[-1]]
+    rows = _rows_words(weight, gradients[names[-1]], batch, reads) if id(weight) in tables else ""
     return f"forward is finite; first bad gradient: weight {last}{rows}"
 
 
@@ -264,21 +268,19 @@ def _is_bad(gradient: torch.Tensor) -> bool:
     return bool(_bad_rows(values.reshape(1, -1)))
 
 
-def _rows_words(gradient: torch.Tensor, batch: Batch) -> str:
+def _rows_words(
+    weight: torch.Tensor, gradient: torch.Tensor, batch: Batch, reads: TableReads
+) -> str:
     """Which rows of a table have a bad gradient, and the samples that read them."""
     if gradient.is_sparse:
         gradient = gradient.coalesce()
         rows = gradient.indices()[0][_bad_rows(gradient.values())].tolist()
     else:
         rows = _bad_rows(gradient)
-    readers: set[int] = set()
-    for _, ids in named_tensors("inputs", batch.inputs):
-        if ids.dim() and len(ids) == batch.size:
-            reads = torch.isin(ids, torch.tensor(rows, dtype=ids.dtype)).reshape(len(ids), -1)
-            readers.update(reads.any(1).nonzero().flatten().tolist())
+    readers = reads.samples(weight, rows, batch.size)
     shown = ", ".join(map(str, rows[:_SHOWN])) + (", ..." if len(rows) > _SHOWN else "")
     words = f", row{'s' if len(rows) > 1 else ''} {shown}"
-    return f"{words}, read by {_samples(batch, sorted(readers))}" if readers else words
+    return f"{words}, read by {_samples(batch, readers)}" if readers else words
 
 
 def _bad_among(value: object, batch: Batch) -> str | None:

@@ -1,0 +1,44 @@
+"""By which ids a forward reads tables of embeddings, and which of a batch's samples read a row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+
+class TableReads(TorchFunctionMode):
+    """Within, notes by which ids F.embedding and F.embedding_bag read tables, as modules do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._reads: dict[int, list[tuple[torch.Tensor, torch.Tensor | None]]] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in (F.embedding, F.embedding_bag):
+            given = dict(zip(("input", "weight", "offsets"), args, strict=False)) | kwargs
+            offsets = given.get("offsets") if func is F.embedding_bag else None
+            read = given["input"].detach(), offsets
+            self._reads.setdefault(id(given["weight"]), []).append(read)
+        return func(*args, **kwargs)
+
+    def samples(self, weight: torch.Tensor, rows: list[int], size: int) -> list[int]:
+        """The samples, by their place in a batch of `size`, that have read rows of a table.
+
+        Where it does not show which sample an id is of, that is left out.
+        """
+        found: set[int] = set()
+        for ids, offsets in self._reads.get(id(weight), []):
+            is_bad = torch.isin(ids, torch.tensor(rows, dtype=ids.dtype, device=ids.device))
+            places = is_bad.reshape(-1).nonzero()[:, 0]
+            if offsets is not None and len(offsets) in (size, size + 1):
+                starts = offsets.to(places.dtype)
+                found.update((torch.searchsorted(starts, places, right=True) - 1).tolist())
+            elif offsets is None and ids.numel() and ids.numel() % size == 0:
+                found.update((places // (ids.numel() // size)).tolist())
+        return sorted(found)
