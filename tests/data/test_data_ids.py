@@ -1,9 +1,11 @@
 """Ids that are rows of a table: the ladder, growing, merging, and what is refused."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from flatout import data
 from flatout.data import IdMap, Ids
@@ -11,6 +13,7 @@ from flatout.data.ids import counting
 from flatout.data.schema import Column, Schema
 from flatout.errors import DataError
 from flatout.kernels.ids import IdNumbers, hash_ids
+from flatout.save import save_ids
 
 ONE = np.zeros(1, np.int64)
 
@@ -283,3 +286,31 @@ def test_ragged_rows_and_an_empty_map():
     map = IdMap.empty(of)
     assert rows(map, [1, 2]) == [1, 1]
     assert IdNumbers().items().ids.tolist() == []
+
+
+@pytest.mark.parametrize(
+    "ladder",
+    [
+        [Ids()],
+        [Ids(places=(1,), vocabulary="none", buckets=7), Ids(by_place=True, buckets=3, admit=2)],
+        [Ids(vocabulary="none", buckets=99_991)],
+    ],
+    ids=["one field", "fields", "hashed"],
+)
+def test_the_page_on_serving_gives_the_same_rows(tmp_path, ladder):
+    page = (Path(__file__).parents[2] / "docs" / "data" / "serve_ids.md").read_text()
+    title = 'python title="rows_of.py"'
+    code = page.split(title)[1].split("```")[0]
+    names = {}
+    exec(code, names)
+    draw = np.random.default_rng(0)
+    ids, new = draw.integers(-(2**63), 2**63 - 1, (2, 200, 3))
+    ids[:, 0] %= 50
+    of = column(*ladder)
+    map, _ = grow(IdMap.empty(of), of, ids)
+    header, arrays = map.as_data()
+    tensors = {f"ids.{name}": torch.from_numpy(array) for name, array in arrays.items()}
+    save_ids(tmp_path / "model.safetensors", {"columns": {"ids": header}}, tensors)
+    rows_of = names["RowsOf"](tmp_path / "model.ids.safetensors", "ids")
+    asked = np.concatenate([ids, new])
+    assert rows_of(torch.from_numpy(asked)).tolist() == rows(map, asked)

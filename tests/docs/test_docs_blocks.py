@@ -42,6 +42,7 @@ LONG_PAGES = [
     DOCS / "transfer.md",
     DOCS / "data" / "tables.md",
     DOCS / "data" / "ids.md",
+    DOCS / "data" / "serve_ids.md",
     *sorted((DOCS / "migrate").glob("*.md")),
 ]
 PAGES = [

@@ -220,13 +220,65 @@ def test_a_schema_that_lacks_the_field(days):
         trainer().evaluate(batches(paths[1])[1])
 
 
-def test_two_tables_of_one_name(days, monkeypatch):
-    job = trainer()
-    adapter = type(job.objective.adapter)
-    twice = [("table", job.model.linear, 9), ("table", job.model.factors, 9)]
-    monkeypatch.setattr(adapter, "tables", lambda self: iter(twice))
-    with pytest.raises(flatout.errors.ModelError, match="two tables of the model are called"):
-        fit(job, days[0][1])
+def test_ids_that_are_all_hashed_go_from_day_to_day(tmp_path):
+    paths = [write_day(tmp_path, day) for day in range(2)]
+    stated = schema(Ids(vocabulary="none", buckets=50))
+    job = trainer(Clicks(rows=5), run=tmp_path / "one")
+    fit(job, paths[0], stated)
+    held_out = batches(paths[1], stated)[1]
+    expected = job.evaluate(held_out)
+    loaded = trainer(Clicks(rows=5))
+    loaded.load(job.save(tmp_path / "day.safetensors"))
+    assert loaded.evaluate(held_out) == expected
+    next_day = trainer(Clicks(rows=9), warm_start=tmp_path / "one")
+    assert next_day.evaluate(held_out) == expected
+    fit(next_day, paths[1], stated)
+    assert len(next_day.model.factors.weight) == 51
+
+
+class Before(torch.nn.Module):
+    """An item and those before it, of one table."""
+
+    def __init__(self):
+        super().__init__()
+        self.items, self.out = torch.nn.Embedding(9, 4), torch.nn.Linear(4, 1)
+
+    def forward(self, item, before):
+        return self.out(self.items(item) * self.items(before).sum(1))[:, 0]
+
+
+def items_of_day(day, **ids):
+    draw = np.random.default_rng(day)
+    before = draw.integers(10 * day, 30 + 10 * day, (80, 3)) * 10**12
+    item = before[:, 0] + 10**12
+    rows = {"item": item, "before": list(before), "clicked": (item % 7 > 3).astype(np.float32)}
+    stated = flatout.data.table(rows, target="clicked").schema.with_ids(**ids)
+    return rows, flatout.data.table(rows, schema=stated).batch(8)
+
+
+def test_columns_that_one_table_reads_have_the_same_rows(tmp_path):
+    seen, last = set(), None
+    for day in range(2):
+        rows, batches_of_day = items_of_day(day, item=Ids(), before=Ids())
+        said = []
+        job = trainer(
+            Before(), metrics=[], run=tmp_path / str(day), warm_start=last, say=said.append
+        )
+        job.fit(batches_of_day, progress=False)
+        new = {*rows["item"].tolist(), *np.stack(rows["before"]).flat} - seen
+        seen |= new
+        (line,) = [line for line in said if line.startswith("item, before: ")]
+        assert line == f"item, before: {len(new)} new ids -> new rows; {len(seen) + 2} rows"
+        assert len(job.model.items.weight) == len(seen) + 2
+        maps = job.signature.ids.maps.values()
+        items = [(one.items.ids.tolist(), one.items.numbers.tolist()) for one in maps]
+        own = [dict(zip(*pair, strict=True)) for pair in items]
+        assert own[0] == own[1]
+        assert own[0].keys() == seen
+        last = tmp_path / str(day)
+    _, other = items_of_day(0, item=Ids(), before=Ids(admit=2))
+    with pytest.raises(DataError, match=r"one table .* columns 'item' and 'before'"):
+        trainer(Before(), metrics=[]).fit(other, progress=False)
 
 
 def test_tables_beyond_memory_are_refused_before(days, monkeypatch):
@@ -240,6 +292,8 @@ def test_tables_beyond_memory_are_refused_before(days, monkeypatch):
         fit(job, paths[1])
     assert "most = N" in error.value.do
     assert same(before, job.model)
+    with pytest.raises(DataError, match=r"factors 1,099,511,627,777 rows .*that ids share"):
+        fit(job, paths[1], schema(Ids(buckets=2**40)))
 
 
 def test_columns_of_a_table_are_each_mapped(tmp_path):

@@ -9,7 +9,8 @@ from train_clicks import Stop, batches, day_ids, write_day
 from train_jobs import same
 
 import flatout
-from flatout.errors import CheckpointError
+from flatout.data import Ids
+from flatout.errors import CheckpointError, ModelError
 
 keras = pytest.importorskip("keras")
 
@@ -146,3 +147,18 @@ def test_a_model_that_is_not_compiled(days, tmp_path):
     next_day.fit(train, validation_data=held_out, progress=False)
     layer = next_day.model.get_layer("vectors")
     assert layer.input_dim == next_day.signature.ids.maps["ids"].size
+
+
+def test_two_tables_of_one_name_are_refused():
+    def tower(name):
+        ids = keras.Input((), dtype="int64")
+        return keras.Model(ids, keras.layers.Embedding(9, 4, name="ids")(ids), name=name)
+
+    both = {name: keras.Input((), dtype="int64", name=name) for name in ("site", "user")}
+    outputs = keras.layers.Concatenate()([tower(f"{name}s")(both[name]) for name in both])
+    model = keras.Model(both, keras.layers.Dense(1)(outputs)[:, 0])
+    model.compile("adam", keras.losses.BinaryCrossentropy(from_logits=True))
+    rows = {name: np.arange(32) % 7 for name in both} | {"y": np.zeros(32, np.float32)}
+    stated = flatout.data.table(rows, target="y").schema.with_ids(site=Ids(), user=Ids())
+    with pytest.raises(ModelError, match="two tables of the model are called 'ids'"):
+        trainer(model).fit(flatout.data.table(rows, schema=stated).batch(8), verbose=0)

@@ -236,8 +236,8 @@ def _begins_at(optimizer: Any, weight: Tensor, key: str) -> float:
 
 def readers_of(
     tables: Mapping[str, Any], numbers: Sequence[tuple[str, range]], run: Any
-) -> dict[str, str]:
-    """Which table reads which column by its ids as they are.
+) -> dict[str, list[str]]:
+    """Which table reads which columns by their ids as they are, and nothing else.
 
     Args:
         tables: by name.
@@ -246,9 +246,9 @@ def readers_of(
         run: computes that batch.
 
     Returns:
-        the column by the table's name.
+        the columns by the table's name.
     """
-    result: dict[str, str | None] = {}
+    seen: dict[str, dict[str | None, None]] = {}
     handles = []
     for name, table in tables.items():
 
@@ -260,8 +260,7 @@ def readers_of(
             told = ids[ids != 0]  # without what fills up ragged rows
             low, high = (int(told.min()), int(told.max())) if len(told) else (0, 0)
             own = [c for c, held in numbers if held.start <= low and high < held.stop]
-            column = own[0] if own else None
-            result[name] = column if result.get(name, column) == column else None
+            seen.setdefault(name, {})[own[0] if own else None] = None
             inside = ids.remainder(len(table_weight(table))).to(given[0].dtype)
             if args:
                 return (inside, *args[1:]), kwargs
@@ -273,4 +272,28 @@ def readers_of(
     finally:
         for handle in handles:
             handle.remove()
-    return {name: column for name, column in result.items() if column is not None}
+    return {
+        name: [column for column in own if column is not None]
+        for name, own in seen.items()
+        if None not in own
+    }
+
+
+def read_together(
+    tables: Mapping[str, Any], readers: Mapping[str, Sequence[str]]
+) -> list[list[str]]:
+    """Columns whose ids have the same rows, since the same weights are read by them.
+
+    Args:
+        tables: by name.
+        readers: as `readers_of` finds them.
+    """
+    by_weight: dict[int, dict[str, None]] = {}
+    for name, columns in readers.items():
+        by_weight.setdefault(id(table_weight(tables[name])), {}).update(dict.fromkeys(columns))
+    groups: list[dict[str, None]] = []
+    for own in by_weight.values():
+        overlapping = [group for group in groups if group.keys() & own.keys()]
+        groups = [group for group in groups if not group.keys() & own.keys()]
+        groups.append(dict.fromkeys(column for group in (*overlapping, own) for column in group))
+    return [list(group) for group in groups]

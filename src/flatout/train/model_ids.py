@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flatout.data import Growth, IdMap, Pipeline, Source, digest_of
+from flatout.data import Column, Growth, IdMap, Pipeline, Source, digest_of, tensors_in
 from flatout.errors import CheckpointError, DataError, FlatoutError
 from flatout.kernels import Items
 from flatout.models import adapter_of, table_weight
@@ -23,6 +23,7 @@ from flatout.train.grow_tables import (
     Rows,
     as_built,
     check_memory,
+    read_together,
     readers_of,
     resize,
     set_rows,
@@ -158,26 +159,31 @@ def learn_ids(
         loop: has the ranks and the seed, and says what was found.
 
     Raises:
-        DataError: a column is missing or has other fields, or ids outgrow memory.
+        DataError: a column is missing or has other fields, ids outgrow memory, or columns whose
+            ids are of different fields are read by one table.
     """
     maps = _columns(source, known)
     if not maps:
         return known
     assert isinstance(source, Pipeline)
-    digest = source.digest
-    if any(value.learned_from != digest for value in maps.values()):
-        grown = _grown(source, maps, digest, loop)
-    else:  # the same data once more
-        grown = {name: (value, None) for name, value in maps.items()}
     tables = tables_of(model)
     if source.seekable:
         readers = _readers(source, tables, model, maps, loop)
     else:  # looking would use rows up
-        readers = {} if known is None else dict(known.tables)
+        readers = {} if known is None else {name: [own] for name, own in known.tables.items()}
+    groups = read_together(tables, readers)
+    unread = [name for name in maps if not any(name in group for group in groups)]
+    groups += [[name] for name in unread]
+    _check_shared_rows(source, tables, readers, optimizer)
+    digest = source.digest
+    if any(value.learned_from != digest for value in maps.values()):
+        grown = _grown(source, maps, groups, digest, loop)
+    else:  # the same data once more
+        grown = {name: (value, None) for name, value in maps.items()}
     built = {**as_built({name: tables[name] for name in readers}), **(known.built if known else {})}
     rows: dict[str, Rows] = {}
     new: dict[str, str] = {}
-    for name, column in readers.items():
+    for name, (column, *_) in readers.items():
         after, growth = grown[column]
         goes_on = known is not None and name in known.tables
         key = f"{loop.seed} {after.trainings}"
@@ -185,16 +191,18 @@ def learn_ids(
         new[name] = "" if growth is None else counted(growth.new, "new id")
     check_memory(tables, rows, optimizer, new)
     set_rows(tables, rows, optimizer, built)
-    for column, (after, growth) in grown.items():
+    for group in groups:
+        after, growth = grown[group[0]]
         if growth is not None:
-            loop.say(_words(after, growth))
-        if column not in readers.values():
+            loop.say(f"{', '.join(group)}: {_words(after, growth)}")
+        if group[0] in unread:
             loop.say(
-                f"no table of the model reads column {column!r} as it is, so none was enlarged: it "
-                f"has to have {after.size:,} rows"
+                f"no table of the model reads column {group[0]!r} as it is, so none was enlarged: "
+                f"it has to have {after.size:,} rows"
             )
     sizes = {name: len(table_weight(tables[name])) for name in readers}
-    return ModelIds({c: after for c, (after, _) in grown.items()}, readers, sizes, built)
+    columns = {name: own[0] for name, own in readers.items()}
+    return ModelIds({c: after for c, (after, _) in grown.items()}, columns, sizes, built)
 
 
 def with_ids(source: Source, ids: ModelIds | None) -> Source:
@@ -234,9 +242,16 @@ def _columns(source: Source, known: ModelIds | None) -> dict[str, IdMap]:
 
 
 def _grown(
-    source: Pipeline, maps: Mapping[str, IdMap], digest: str, loop: Loop
+    source: Pipeline,
+    maps: Mapping[str, IdMap],
+    groups: Sequence[Sequence[str]],
+    digest: str,
+    loop: Loop,
 ) -> dict[str, tuple[IdMap, Growth | None]]:
-    """The maps after the ids of the source were counted, each rank its part of the rows."""
+    """The maps after the ids of the source were counted, each rank its part of the rows.
+
+    Those of a group have the same rows: its ids are counted together.
+    """
     stated = {column.name: column for column in source.id_columns}
     columns = {name: stated.get(name) or value.as_column() for name, value in maps.items()}
     world = loop.world
@@ -247,10 +262,39 @@ def _grown(
     for other in (part for rank, part in enumerate(parts) if rank != world.rank):
         for name, value in other.items():
             counts[name].merge(Items(*value))
-    return {
-        name: value.grown(columns[name], counts[name].items(), digest)
-        for name, value in maps.items()
-    }
+    result: dict[str, tuple[IdMap, Growth | None]] = {}
+    for group in groups:
+        first, *others = sorted(group, key=lambda name: -maps[name].trainings)
+        for name in others:
+            _check_alike(columns[first], columns[name])
+            counts[first].merge(counts[name].items())
+        after, growth = maps[first].grown(columns[first], counts[first].items(), digest)
+        result |= {name: (after.of(columns[name]), growth) for name in group}
+    return result
+
+
+def _check_alike(one: Column, other: Column) -> None:
+    """See that two columns can have the same rows."""
+    by_place = any(item.by_place or item.places for item in one.ids)
+    if by_place or one.ids != other.ids:
+        raise DataError(
+            f"one table of the model is read by columns {one.name!r} and {other.name!r}, so that "
+            "they have the same rows, and the schema states other ids for each",
+            do="state the same ids for both, without places and by_place, or give each a table",
+        )
+
+
+def _check_shared_rows(
+    source: Pipeline,
+    tables: Mapping[str, Any],
+    readers: Mapping[str, Sequence[str]],
+    optimizer: Any,
+) -> None:
+    """Refuse more buckets than memory holds rows for, before ids are counted."""
+    shared = {column.name: IdMap.empty(column).size for column in source.id_columns}
+    read = {name: own[0] for name, own in readers.items() if own[0] in shared}
+    rows = {name: Rows(shared[column], None, "") for name, column in read.items()}
+    check_memory(tables, rows, optimizer, dict.fromkeys(rows, "that ids share"))
 
 
 class _Apart:
@@ -265,6 +309,15 @@ class _Apart:
         out.reshape(-1)[:] = self.numbers.start + np.arange(out.size) % _APART
         return -1
 
+    def among(self, inputs: Any) -> range:
+        """Those of its numbers that are in inputs."""
+        own = range(self.numbers.start, self.numbers.start)
+        for tensor in tensors_in(inputs):
+            mine = tensor[(tensor >= self.numbers.start) & (tensor < self.numbers.stop)]
+            if len(mine):
+                own = range(own.start, max(own.stop, int(mine.max()) + 1))
+        return own
+
 
 def _readers(
     source: Pipeline,
@@ -272,8 +325,8 @@ def _readers(
     model: nn.Module,
     maps: Mapping[str, IdMap],
     loop: Loop,
-) -> dict[str, str]:
-    """Which table of the model reads which column, seen in a forward of two rows."""
+) -> dict[str, list[str]]:
+    """Which table of the model reads which columns, seen in a forward of two rows."""
     apart = {name: _Apart(name, number) for number, name in enumerate(maps)}
     batch = source.with_ids(apart).peek(1)[0].rows(0, 2)
     inputs = loop.feed.inputs(batch.to(next(model.parameters()).device)).inputs
@@ -287,11 +340,12 @@ def _readers(
             except Exception:  # what the model does with such ids; training tells what is wrong
                 pass
 
-    return readers_of(tables, [(name, value.numbers) for name, value in apart.items()], run)
+    numbers = [(name, value.among(inputs)) for name, value in apart.items()]
+    return readers_of(tables, numbers, run)
 
 
 def _words(after: IdMap, growth: Growth) -> str:
-    """Such as "ids: 12,406 new ids -> new rows, 31 gone; 2,086,689 rows"."""
+    """Such as "12,406 new ids -> new rows, 31 gone; 2,086,689 rows"."""
     parts = [f"{counted(growth.new, 'new id')} -> new rows"]
     if growth.gone:
         parts.append(f"{growth.gone:,} gone")
@@ -299,4 +353,4 @@ def _words(after: IdMap, growth: Growth) -> str:
         parts.append(f"{growth.waiting:,} without a row yet")
     if growth.hashed:
         parts.append(f"{growth.hashed:,} hashed, {growth.collide:,} of them collide")
-    return f"{after.column}: {', '.join(parts)}; {after.size:,} rows"
+    return f"{', '.join(parts)}; {after.size:,} rows"

@@ -44,6 +44,8 @@ def refusal(value: Any) -> str | None:
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The values in row-major order as a flat uint8 tensor; a view where that is possible."""
+    if not tensor.numel():  # one of numpy's has strides of 0, by which torch views no bytes
+        return torch.empty(0, dtype=torch.uint8, device=tensor.device)
     plain = tensor.detach().resolve_conj().resolve_neg()
     return plain.contiguous().reshape(-1).view(torch.uint8)
 

@@ -132,6 +132,10 @@ class IdMap:
         """A column of these ids, for data whose schema does not state them."""
         return Column(name=self.column, dtype="int64", shape=(self.width,), ids=self.ladder)
 
+    def of(self, column: Column) -> IdMap:
+        """The same rows for the ids of another column, all of whose places are one field."""
+        return replace(self, column=column.name, width=width_of(column))
+
     @cached_property
     def places(self) -> Places:
         """What the places of a row are."""
