@@ -22,7 +22,7 @@ from flatout.train.loop import Loop
 from flatout.train.ranks import agreed, part_of
 from flatout.train.running_mean import RunningMean, mean_of
 from flatout.train.snapshot import untouched
-from flatout.train.tables import explain_ids, ids_checked, ids_checked_on_gpu
+from flatout.train.tables import explain_ids, ids_checked, ids_checked_where_unsaid
 
 # How many of a validation's batches are looked at before a fit.
 _BATCHES = 2
@@ -102,7 +102,7 @@ def evaluate_batches(
     whole = loop.world.size > 1 and meets
 
     def take(batch: Batch) -> None:
-        with ids_checked_on_gpu(objective.model, batch, source):
+        with ids_checked_where_unsaid(objective.model, batch, source):
             value = job.compute(batch)
         if batch.is_copy:
             pass  # another rank counts it

@@ -16,7 +16,7 @@ from flatout.train.evaluate import as_one_graph, at_the_fastest_size, evaluating
 from flatout.train.loop import Loop
 from flatout.train.objective import Objective
 from flatout.train.ranks import part_of
-from flatout.train.tables import explain_ids, ids_checked_on_gpu
+from flatout.train.tables import explain_ids, ids_checked_where_unsaid
 
 
 def predict(objective: Objective, loop: Loop, source: Source) -> Any:
@@ -43,7 +43,7 @@ def predict(objective: Objective, loop: Loop, source: Source) -> Any:
         )
 
     def take(batch: Batch) -> Any:
-        with ids_checked_on_gpu(objective.model, batch, source):
+        with ids_checked_where_unsaid(objective.model, batch, source):
             output = objective.output(batch.inputs, loop)
         _check(output)
         return rows_of_samples(map_tensors(partial(_to_host, batch.size), output), batch)

@@ -18,6 +18,7 @@ from flatout.train.broadcast import uncompiled
 from flatout.train.micro_batch import is_out_of_memory
 from flatout.train.snapshot import untouched
 
+_KINDS = (nn.Embedding, nn.EmbeddingBag)
 # What CUDA says where a kernel has found an index that is outside.
 _ASSERT = "device-side assert"
 
@@ -40,7 +41,7 @@ def ids_checked(model: nn.Module, batch: Batch, source: Source | None) -> Iterat
     errors: list[DataError] = []
     names: dict[int, str] = {}
     for name, table, size in adapter_of(model).tables():
-        if isinstance(table, (nn.Embedding, nn.EmbeddingBag)):  # read by F.embedding, as any other
+        if isinstance(table, _KINDS):  # read by F.embedding, as any other
             names[id(table.weight)] = name
             continue
 
@@ -94,16 +95,28 @@ def explain_ids(
             return
 
 
-def ids_checked_on_gpu(
+def ids_checked_where_unsaid(
     model: nn.Module, batch: Batch, source: Source | None
 ) -> AbstractContextManager[None]:
-    """`ids_checked` where an id outside of a table would end the use of the device.
+    """`ids_checked` where an id outside of a table would end the use of the device, or be taken.
 
-    On a CPU torch says so itself, and `explain_ids` names it.
+    Keras counts negative ids from the end. Others are refused on a CPU, and `explain_ids` names
+    them.
     """
-    if not ends_the_device(batch) or not any(adapter_of(model).tables()):
+    on_device = ends_the_device(batch)
+    if not on_device and not _has_negatives(batch):
+        return nullcontext()
+    tables = [module for _, module, _ in adapter_of(model).tables()]
+    if not any(on_device or not isinstance(module, _KINDS) for module in tables):
         return nullcontext()
     return ids_checked(model, batch, source)
+
+
+def _has_negatives(batch: Batch) -> bool:
+    """Whether numbers that may be ids are below 0."""
+    given = tensors_in(batch.inputs)
+    whole = [t for t in given if t.numel() and t.dtype in (torch.int32, torch.int64)]
+    return any(bool((tensor < 0).any()) for tensor in whole)
 
 
 def ends_the_device(batch: Batch) -> bool:
