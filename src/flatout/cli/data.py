@@ -222,7 +222,9 @@ def _show(report: Report, schema: Path | None, as_json: bool) -> None:
     if report.columns:
         out.print(_table(("column", "values", "role", "range", "lengths"), report.table()))
     if report.fields:
-        out.print(_table(_OF_FIELDS, report.field_table()))
+        out.print(_table(_OF_FIELDS, report.field_table(), is_narrow=True))
+        if note := report.field_note():
+            out.print(note, soft_wrap=whole)
     if report.advice:
         out.print(_pairs([(advice.topic, advice.words, advice.do) for advice in report.advice]))
 
@@ -368,15 +370,18 @@ def _console() -> Console:
     return Console(highlight=False, markup=False)
 
 
-def _table(headers: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Table:
+def _table(
+    headers: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, is_narrow: bool = False
+) -> Table:
     """A table without the columns that are empty in all rows."""
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    padding = (0, 1, 0, 0) if is_narrow else (0, 1)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=padding)
     used = [at for at in range(len(headers)) if any(row[at] for row in rows)]
     for at in used:
-        table.add_column(headers[at], overflow="fold")
+        table.add_column(headers[at], overflow="fold", no_wrap=is_narrow and at == 0)
     for row in rows:
         table.add_row(*(row[at] for at in used))
     return table

@@ -21,6 +21,8 @@ _MOST_FIELDS = 128
 _FEW = 1000
 _MANY_UNKNOWN = 0.2
 _FEWEST_BUCKETS = 1024
+HASH = 'hash, few ids come again: vocabulary = "none"'
+"""Of a field that wants no row for each id."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +55,10 @@ class FieldFacts:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Name, ids, seen once, most frequent, half of the values, unknown (ids), what to do."""
+        """Name, ids, seen once, most frequent, half of the values, unknown, what to do in short."""
         unknown = ""
         if self.unknown_share is not None:
-            unknown = f"{_share(self.unknown_share)} ({self.unknown_ids:,})"
+            unknown = _share(self.unknown_share)
         return (
             self.name,
             f"{self.ids:,}",
@@ -64,7 +66,7 @@ class FieldFacts:
             f"{self.top} {_share(self.top_share)}",
             f"{self.half:,}",
             unknown,
-            self.todo,
+            self.todo.replace(HASH, "hash"),
         )
 
 
@@ -173,7 +175,7 @@ def _todo(values: int, ids: int, once: int, unknown: float | None) -> str:
         return "constant"
     buckets = max(_FEWEST_BUCKETS, 1 << max(0, ids - once - 1).bit_length())
     if ids > _FEW and ids > values / 2:
-        return f'hash, few ids come again: vocabulary = "none", buckets = {buckets}'
+        return f"{HASH}, buckets = {buckets}"
     if ids > _FEW and once > ids / 2:
         return f"admit = 2: {ids - once:,} rows, {_share(once / values)} of the values unknown"
     if ids > _FEW and unknown is not None and unknown >= _MANY_UNKNOWN:

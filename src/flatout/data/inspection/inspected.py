@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout.data.inspection.advice import Advice
-from flatout.data.inspection.id_fields import FieldFacts
+from flatout.data.inspection.id_fields import HASH, FieldFacts
 from flatout.data.schema import Schema
 from flatout.errors import DataError, as_data_error
 from flatout.words import counted, rounded, size_words
@@ -185,10 +185,16 @@ class Report:
         """Of each field of ids, as `FieldFacts.words`."""
         return [field.words for field in self.fields]
 
+    def field_note(self) -> str:
+        """What stands for more than its word in `field_table`; "" where nothing does."""
+        is_hashed = any(field.todo.startswith(HASH) for field in self.fields)
+        return f"{HASH} and these buckets in the schema" if is_hashed else ""
+
     def __str__(self) -> str:
         lines = [self.headline(), self.bad_line(), *self.notes]
         lines += ["  ".join(filter(None, row)) for row in self.table()]
         lines += ["  ".join(filter(None, row)) for row in self.field_table()]
+        lines.append(self.field_note())
         lines += [f"{entry.topic}: {entry.words}" for entry in self.advice]
         return "\n".join(line for line in lines if line)
 
