@@ -141,9 +141,16 @@ def test_an_id_that_a_table_has_no_row_for_is_named(bad):
     x[37, 1] = bad
     recipe = flatout.Recipe(compute={"precision": "fp32", "touched_rows": "on"})
     trainer = flatout.Trainer(network(), recipe=recipe, say=lambda line: None)
-    with pytest.raises(DataError, match=f"id {bad} is not in 0..{ROWS - 1}, .* table ids") as told:
-        trainer.fit(x, y, batch_size=16, epochs=1, verbose=0, shuffle=False)
-    assert told.value.where == "inputs, column 1, sample 37"
+    for run in (
+        lambda: trainer.fit(x, y, batch_size=16, epochs=1, verbose=0, shuffle=False),
+        lambda: trainer.evaluate(x, y),
+        lambda: trainer.predict(x),
+    ):
+        with pytest.raises(
+            DataError, match=f"id {bad} is not in 0..{ROWS - 1}, .* table ids"
+        ) as told:
+            run()
+        assert told.value.where == "inputs, column 1, sample 37"
 
 
 ON_RANKS = """

@@ -100,11 +100,11 @@ def ids_checked_where_unsaid(
 ) -> AbstractContextManager[None]:
     """`ids_checked` where an id outside of a table would end the use of the device, or be taken.
 
-    Keras counts negative ids from the end. Others are refused on a CPU, and `explain_ids` names
-    them.
+    Keras counts negative ids from the end, and cuts them to 32 bits. Others are refused on a CPU,
+    and `explain_ids` names them.
     """
     on_device = ends_the_device(batch)
-    if not on_device and not _has_negatives(batch):
+    if not on_device and not _has_odd_numbers(batch):
         return nullcontext()
     tables = [module for _, module, _ in adapter_of(model).tables()]
     if not any(on_device or not isinstance(module, _KINDS) for module in tables):
@@ -112,11 +112,11 @@ def ids_checked_where_unsaid(
     return ids_checked(model, batch, source)
 
 
-def _has_negatives(batch: Batch) -> bool:
-    """Whether numbers that may be ids are below 0."""
+def _has_odd_numbers(batch: Batch) -> bool:
+    """Whether numbers that may be ids are below 0, or have more than 32 bits."""
     given = tensors_in(batch.inputs)
     whole = [t for t in given if t.numel() and t.dtype in (torch.int32, torch.int64)]
-    return any(bool((tensor < 0).any()) for tensor in whole)
+    return any(bool(((tensor < 0) | (tensor >= 2**31)).any()) for tensor in whole)
 
 
 def ends_the_device(batch: Batch) -> bool:
