@@ -1347,3 +1347,11 @@ def test_steps_that_are_left_out_for_nan_are_a_danger_unless_they_are_rare():
 def test_gradients_of_a_moving_average_are_for_nothing_and_no_danger():
     (found,) = look_of("optimizer_misses")(job(model={"moved": ["key.weight"], "moved_share": 0.5}))
     assert (found.kind, "moving average" in found.what, found.cost_ms) == ("slow", True, 2.75)
+
+
+def test_float64_costs_half_of_the_computing_and_deterministic_algorithms_are_a_note():
+    look = look_of("debugging_left_on")
+    (double,) = look(job(switched_on=["float64"], calls=[call("switch", 0.0, name="float64")]))
+    assert (double.kind, double.cost_ms, double.is_estimate) == ("slow", 4.75, True)
+    (noted,) = look(job(switched_on=["deterministic_algorithms"]))
+    assert (noted.kind, noted.cost_ms) == ("note", None)

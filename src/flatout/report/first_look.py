@@ -49,6 +49,8 @@ _ROOM = 3
 """Lines that what could be tried has before a note gets one."""
 _CUTS = (2, 1)
 """Lines of what was found, the first that fits."""
+_COMMANDS = 4
+"""Lines of commands that could come next."""
 _RANKS = 4
 """Ranks whose lanes are shown at most."""
 _TOLD = 0.001
@@ -99,7 +101,10 @@ class FirstLookReport:
         head = list(self._head(width))
         tail = list(self._whereabouts())
         if self.is_last:
-            tail += what_next(self.verdict.findings, self.what, self.cures)
+            commands = list(what_next(self.verdict.findings, self.what, self.cures))
+            while not self.verbose and len(commands) > 1 and height(commands) > _COMMANDS:
+                commands.pop()  # long ones: what was found comes first
+            tail += commands
         if self.verbose:
             middle = [*self._where_it_goes(len(self._lines()), width), *self._dangers()]
             middle += [*self._in_full(), *self._checks()]
@@ -122,12 +127,13 @@ class FirstLookReport:
         found = [list(self._dangers(cut)) for cut in (None, *_CUTS, 0)]
         lines = list(self._where_it_goes(_LINES, width))
         few = height(lines[:_FEW])
-        dangers = _fitting(found, left - few - bool(worth), height, "of the dangers")
+        dangers = _fitting(found, left - few - bool(worth), height)
         left -= height(dangers)
         notes = list(self._notes())[: max(0, left - few - _ROOM)][:1]
         room = left - few - len(notes)
-        tries = [list(self._proposals(cut)) for cut in _CUTS]
-        proposals = _fitting(tries, room, height, "to try", fewest=2)
+        numbers = range(_PROPOSALS, 0, -1)
+        tries = [list(self._proposals(cut, many)) for many in numbers for cut in _CUTS]
+        proposals = next((parts for parts in tries if parts and height(parts) <= room), [])
         if worth and not proposals:
             proposals = [Text(f"{worth} could be tried: --verbose", style="bold")]
         shown = lines[: max(0, left - height([*proposals, *notes]))]
@@ -234,12 +240,12 @@ class FirstLookReport:
         step = max((_step_ms(rank) for rank in self.verdict.observations), default=0.0)
         return [one for one in self._slow() if one.cost_ms is None or one.cost_ms >= _WORTH * step]
 
-    def _proposals(self, lines: int) -> Iterator[RenderableType]:
-        """What could return most, each cut to so many lines of what was found."""
+    def _proposals(self, lines: int, many: int) -> Iterator[RenderableType]:
+        """So many that could return most, each cut to so many lines of what was found."""
         worth = self._worth()
         once = {finding.name: finding for finding in reversed(worth) if finding.name in _GENERAL}
         # One setting for several models is one thing to try.
-        shown = [one for one in worth if once.get(one.name, one) is one][:_PROPOSALS]
+        shown = [one for one in worth if once.get(one.name, one) is one][:many]
         if shown:
             yield Text(could_be_tried(shown, len(self._slow()) - len(shown)), style="bold")
         for finding in shown:
@@ -301,23 +307,18 @@ def _fitting(
     choices: Sequence[list[RenderableType]],
     left: int,
     height: Height,
-    of: str,
-    fewest: int = 1,
 ) -> list[RenderableType]:
-    """The first of them that fits into the lines that are left; of the last one what fits.
-
-    Nothing where fewer parts than `fewest` do. `of` says what the hidden ones are more of.
-    """
+    """The first of them that fits into the lines that are left; of the last one what fits."""
     for parts in choices:
         if height(parts) <= left:
             return parts
     shown = list(choices[-1])
     while shown and height(shown) + 1 > left:
         shown.pop()
-    if len(shown) < fewest:
+    if not shown:
         return []
     hidden = len(choices[-1]) - len(shown)
-    return [*shown, Row("", "bold", f"{hidden} more {of}: --verbose")]
+    return [*shown, Row("", "bold", f"{hidden} more of the dangers: --verbose")]
 
 
 def cut(text: str, width: int, lines: int = 1) -> str:
