@@ -1,12 +1,14 @@
 """A fit whose frozen layers are computed once learns what it learns without."""
 
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 from torch import nn
+from train_cuts import SequentialCut
 from train_frozen import fitted, frozen, images, watched_cuts, written
 from train_jobs import figures, quiet, same
 
@@ -20,6 +22,7 @@ from flatout.train import auto, auto_budget, auto_check, feature_costs, frozen_p
 from flatout.train import features as kept
 from flatout.train.capture_graph import ModuleWatch
 from flatout.train.explanation import Explanation
+from flatout.train.frozen_choice import Choice
 
 
 @pytest.fixture(autouse=True)
@@ -433,6 +436,33 @@ def test_a_recorded_step_is_none_of_another_cut():
     assert not watch.holds()
     cut.apply()
     assert not watch.holds()
+
+
+def test_cuts_differ_in_what_is_computed_behind_them(monkeypatch):
+    """Not by the noise in the time of a long front; what is frozen there has no backward."""
+    seconds = {("prefix", 6): 40, ("rest", 6): 4, ("prefix", 3): 20, ("rest", 3): 20}
+    later, plain = [], []
+
+    def cuts(model, inputs, most):
+        both = [SequentialCut(model, count, inputs) for count in (6, 3)]
+        return SimpleNamespace(cuts=both, hindrance="", at=lambda places: [])
+
+    def timed(run, device):
+        cut = getattr(run.func, "__self__", None)
+        own = (run.func.__name__, len(cut.place)) if isinstance(cut, SequentialCut) else ""
+        return float(seconds.get(own, 0)), run()
+
+    def choose(options, samples, epochs, plain_s):
+        later.extend(plain_s - option.saved_s for option in options)
+        plain.append(plain_s)
+        return Choice(None, "nothing kept: tried out")
+
+    for name, own in {"find_cuts": cuts, "timed": timed, "choose": choose}.items():
+        monkeypatch.setattr(kept, name, own)
+    monkeypatch.setattr(kept, "making_s", lambda source: 0.5)
+    fitted("memory")
+    assert later == pytest.approx([1 + 2 * 1, 5 + 2 * 1])  # of each of four samples
+    assert plain == [pytest.approx(0.5 + (11 + 10) / 2 + 2 * 1)]
 
 
 def test_a_store_that_memory_cannot_hold_is_read_at_the_rate_of_the_disk(monkeypatch):

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from math import inf
+from statistics import median
 from typing import Any, TypeAlias
 
 import torch
@@ -420,43 +421,45 @@ class FrozenFeatures:
         elif beside or loop.device.type == "cpu":
             made_s = making_s(source)
         with untouched(self._model), torch.no_grad(), loop.autocast():
-            for cut in cuts:
-                # As many samples as it was found with, so that they are not the first ones.
-                measured = batch.rows(0, _MEASURED) if loop.device.type == "cpu" else batch
-                prefix_s, features = timed(partial(cut.prefix, measured.inputs), loop.device)
-                self.rows.look_at(cut, measured.inputs, features)
-                rows = self.rows.open(source, cut)
-                assert rows is not None
-                self._opened[cut.name] = rows
-                filled = rows.store.kept / samples.slots
-                cut.rest(features)
-                rest_s, _ = timed(partial(cut.rest, features), loop.device)
-                size, store = cut.bytes_per_sample, rows.store
-                read_s = size / read_rate(store.where, samples.slots * size, loop.device)
-                costs = Costs(
-                    made_s,
-                    prefix_s / measured.size,
-                    passes * rest_s / measured.size,
-                    named_s + read_s,
-                    beside,
-                )
-                step_s = max(step_s, costs.plain_s)
-                option = FeatureOption(
-                    cut.name,
-                    saved_s=costs.saved_s,
-                    bytes=size,
-                    variants=samples.variants,
-                    read_s=costs.read_s,
-                    room=room(store.where),
-                    filled=min(1.0, filled * (hosts if stays else 1)),
-                    hosts=hosts,
-                    stays=stays,
-                    sent_s=size / rate + 2 * costs.read
-                    if rate
-                    else inf,  # it is read there, kept here
-                )
-                options.append(option)
+            looked = [self._looked_at(source, cut, batch) for cut in cuts]
+        # Behind every cut are the layers that train; the frozen ones there have no backward.
+        trains_s = (passes - 1) * min(rest_s for _, _, rest_s in looked)
+        computed_s = median(prefix_s + rest_s for _, prefix_s, rest_s in looked)
+        for cut, (rows, _, rest_s) in zip(cuts, looked, strict=True):
+            size, store = cut.bytes_per_sample, rows.store
+            read_s = named_s + size / read_rate(store.where, samples.slots * size, loop.device)
+            # All cuts have one sum: two times of nearly the same long front differ by noise.
+            prefix_s = max(0.0, computed_s - rest_s)
+            costs = Costs(made_s, prefix_s, rest_s + trains_s, read_s, beside)
+            step_s = max(step_s, costs.plain_s)
+            option = FeatureOption(
+                cut.name,
+                saved_s=costs.saved_s,
+                bytes=size,
+                variants=samples.variants,
+                read_s=costs.read_s,
+                room=room(store.where),
+                filled=min(1.0, store.kept / samples.slots * (hosts if stays else 1)),
+                hosts=hosts,
+                stays=stays,
+                sent_s=size / rate + 2 * costs.read if rate else inf,  # it is read there, kept here
+            )
+            options.append(option)
         return choose(options, source.samples or samples.slots // samples.variants, left, step_s)
+
+    def _looked_at(self, source: Source, cut: Cut, batch: Batch) -> tuple[Rows, float, float]:
+        """The rows at a cut, and seconds of a sample in the forward before and behind it."""
+        device = self._loop.device
+        # As many samples as it was found with, so that they are not the first ones.
+        measured = batch.rows(0, _MEASURED) if device.type == "cpu" else batch
+        prefix_s, features = timed(partial(cut.prefix, measured.inputs), device)
+        self.rows.look_at(cut, measured.inputs, features)
+        rows = self.rows.open(source, cut)
+        assert rows is not None
+        self._opened[cut.name] = rows
+        cut.rest(features)
+        rest_s, _ = timed(partial(cut.rest, features), device)
+        return rows, prefix_s / measured.size, rest_s / measured.size
 
     def opened(self, name: str) -> Rows:
         """The rows at a cut that `choose` has opened; the others are let go."""
