@@ -72,6 +72,20 @@ def test_one_of_several_inputs_of_another_dtype():
     assert caught.value.do == "convert inputs[1] to float32, found float64"
 
 
+def test_a_dict_of_inputs_for_a_forward_that_has_other_names():
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, batch):
+            return self.linear(batch["x"])
+
+    with pytest.raises(DataError, match="unexpected keyword argument 'x'") as caught:
+        checked(Whole(), {"x": X, "labels": Y}, Y)
+    assert "by name: let forward take x, labels; targets stand beside it" in caught.value.do
+
+
 def test_inputs_of_another_shape():
     with pytest.raises(DataError, match=r"\(5x3 and 4x8\)") as caught:
         checked(network(), X[:, :3], Y)

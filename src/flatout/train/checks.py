@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -203,6 +203,11 @@ def _advice(error: Exception, model: nn.Module, batch: Batch) -> str:
     words = str(error)
     if "required positional argument" in words and "forward()" not in words:
         return "a compute of a Loop is called with the batch alone: def compute(batch)"
+    if isinstance(batch.inputs, Mapping) and "keyword argument" in words:
+        return (
+            f"a dict of inputs is passed by name: let forward take {', '.join(batch.inputs)}; "
+            "targets stand beside it, as (inputs, targets)"
+        )
     return _SHAPES if _is_of_shapes(error) else _input_advice(model, batch.inputs)
 
 
