@@ -253,7 +253,8 @@ class Explanation:
 
     def _features(self) -> Iterator[str]:
         result = self.history.get("features")
-        if result is not None:
+        reasons = (self.history.get("recipe") or {}).get("reasons", {})
+        if result is not None and result["line"] != reasons.get("input.features"):
             yield from _wrapped(result["line"])
 
     # -- the roofline ------------------------------------------------------------------------
