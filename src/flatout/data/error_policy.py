@@ -9,8 +9,8 @@ from flatout.errors import DataError
 
 OnError = Literal["fail", "skip"]
 
-# How many are told one by one.
-_TOLD = 5
+# How many are told one by one, and how many are remembered for that.
+_TOLD, _KNOWN = 5, 100
 
 
 class ErrorPolicy:
@@ -35,7 +35,8 @@ class ErrorPolicy:
         self.skip = on_error == "skip"
         self.max_errors = max_errors
         self.count = 0
-        self._told: list[tuple[str, str]] = []
+        self._known: list[tuple[str, str]] = []  # where and what, of the first
+        self._asked = 0  # of these rows `new_notes` has told
         self._lock = Lock()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -57,10 +58,10 @@ class ErrorPolicy:
             )
         with self._lock:
             self.count += 1
-            if len(self._told) < _TOLD:
-                self._told.append((where, what))
+            if len(self._known) < _KNOWN:
+                self._known.append((where, what))
             if self.count > self.max_errors:
-                first = f"; the first: {' '.join(self._told[0])}" if self.count > 1 else ""
+                first = f"; the first: {' '.join(self._known[0])}" if self.count > 1 else ""
                 raise DataError(
                     f"{self.count:,} {'rows are' if self.count > 1 else 'row is'} bad, and "
                     f"max_errors is {self.max_errors:,}{first}; the last: {what}",
@@ -70,16 +71,29 @@ class ErrorPolicy:
 
     def notes(self) -> list[str]:
         """How many rows were skipped and which came first, or nothing."""
-        if not self.count:
+        return self._words(0)
+
+    def new_notes(self) -> list[str]:
+        """The same of those that were skipped since this was asked last."""
+        with self._lock:
+            asked, self._asked = self._asked, self.count
+        return self._words(asked)
+
+    def _words(self, before: int) -> list[str]:
+        """Of the rows that were skipped behind so many."""
+        count = self.count - before
+        if not count:
             return []
+        told = self._known[before : before + _TOLD]
         alike: dict[str, list[str]] = {}
-        for where, what in self._told:  # what differs in the value found alone is said once
+        for where, what in told:  # what differs in the value found alone is said once
             places = alike.setdefault(what.partition(", found ")[0], [])
             places.append(where if places else f"{where} {what}")
         words = [
             first + (f" (and alike {', '.join(rest)})" if rest else "")
             for first, *rest in alike.values()
         ]
-        more = ", …" if self.count > len(self._told) else ""
-        rows = "row" if self.count == 1 else "rows"
-        return [f"{self.count:,} bad {rows} skipped: {', '.join(words)}{more}"]
+        if count > len(told):
+            words.append("…")
+        bad = f"{count:,} {'more ' if before else ''}bad {'row' if count == 1 else 'rows'} skipped"
+        return [f"{bad}: {', '.join(words)}"]

@@ -67,7 +67,7 @@ class Mixture:
         return [line for part in self.parts for line in getattr(part.origin, "notes", list)()]
 
     def skipped(self) -> list[str]:
-        """Rows of all that were skipped up to now."""
+        """Rows of all that were skipped since this was asked last."""
         return [line for part in self.parts for line in part.skipped()]
 
     def begin(self, options: Options, say: Callable[[str], None]) -> Begun:

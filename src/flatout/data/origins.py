@@ -35,7 +35,7 @@ class Origin(Protocol):
         return []
 
     def skipped(self) -> list[str]:
-        """How many rows were skipped while reading, up to now, and which."""
+        """How many rows were skipped in reading since this was asked last, and which."""
         return []
 
 

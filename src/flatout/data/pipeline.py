@@ -401,7 +401,7 @@ class Pipeline(Staged["Pipeline"]):
         return self._built.targets()
 
     def skipped(self) -> list[str]:
-        """How many rows were skipped while reading, up to now, and which; a line, or none."""
+        """How many rows were skipped in reading since this was asked last, and which."""
         return list(getattr(self.origin, "skipped", list)())
 
     def notes(self) -> list[str]:

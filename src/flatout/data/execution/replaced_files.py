@@ -18,6 +18,8 @@ from flatout.errors import DataError
 
 # Files that hold many rows are looked at when so much time has passed: there may be thousands.
 _EVERY_S = 1.0
+# Of files that were replaced, so many are named.
+_NAMED = 3
 
 
 class ReplacedFiles:
@@ -50,9 +52,9 @@ class ReplacedFiles:
         if new:
             first = np.array(new, np.int64) * self._variants
             self._store.leave((first[:, None] + np.arange(self._variants)).reshape(-1))
-            file = known[new[0]].partition("\n")[0]
-            more = f" and {len(new) - 1:,} more" if len(new) > 1 else ""
-            self._store.say(f"features: replaced, and computed each time in this run: {file}{more}")
+            files = ", ".join(known[number].partition("\n")[0] for number in new[:_NAMED])
+            more = f" and {len(new) - _NAMED:,} more" if len(new) > _NAMED else ""
+            self._store.say(f"features: replaced or gone, none kept in this run: {files}{more}")
 
 
 class WatchedFiles:

@@ -239,8 +239,8 @@ class FifoStream:
         return f"{WORDS[self.schema.format]} rows{wrap} of {self._names}{count}"
 
     def skipped(self) -> list[str]:
-        """How many rows of the latest pass were skipped up to now, and which."""
-        return self._policy.notes()
+        """How many rows of the latest pass were skipped since this was asked last, and which."""
+        return self._policy.new_notes()
 
     def notes(self) -> list[str]:
         """What was skipped in the latest pass."""

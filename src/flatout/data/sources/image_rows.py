@@ -227,8 +227,8 @@ class ImageRows(Rows):
         return f"{words}, {counted(len(each), 'class', 'classes')} ({listed})"
 
     def skipped(self) -> list[str]:
-        """How many images were skipped up to now, and which."""
-        return self._policy.notes()
+        """How many images were skipped since this was asked last, and which."""
+        return self._policy.new_notes()
 
     def notes(self) -> list[str]:
         """What was skipped or not read, and what a reduced decode costs."""
