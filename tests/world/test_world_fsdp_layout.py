@@ -143,11 +143,12 @@ def test_memory_is_told_in_words():
         states=[8_000_000],
         root=10**6,
         blocks=[2 * 10**6] * 3,
+        shared=4 * 10**6,
     )
     assert words == (
         "fsdp: each of 2 ranks will hold 16.0 MB = parameters 4.0 MB + gradients 4.0 MB + "
         "optimizer 8.0 MB; at its peak 10.0 MB more of weights that are whole, in 4 parts, "
-        "beside the activations"
+        "and 4.0 MB of memory that ranks share, beside the activations"
     )
 
 

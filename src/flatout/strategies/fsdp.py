@@ -12,6 +12,7 @@ stepped as the whole would be. At the end of a fit the model has its own paramet
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -143,7 +144,7 @@ class Fsdp(Strategy):
         for one in self._parts:
             one.own.data = torch.empty(0, dtype=one.own.dtype, device=device)
         self._known = {p for o in self._optimizers for g in o.param_groups for p in g["params"]}
-        self._say(self._expected())
+        self._say(self._expected(self._reserve()))
 
     def _blocks(self) -> list[nn.Module]:
         """Those that a rank with a batch has found; the same on all ranks."""
@@ -189,6 +190,18 @@ class Fsdp(Strategy):
             block.set_custom_reduce_scatter(ReduceScatterOf(world, gradients))
         else:
             block.set_custom_reduce_scatter(SharedReduceScatter(world, mailbox, gradients))
+
+    def _reserve(self) -> int:
+        """Let memory that ranks share have the size of what is sent at once; its bytes."""
+        if self._mailbox is None:
+            return 0
+        size, blocks = self._world.size, defaultdict[nn.Module, int](int)
+        for part in self._parts:
+            rows, nbytes = part.shard.shape[0], part.shard.numel() * part.shard.element_size()
+            # torch fills parts up to the same number of rows.
+            blocks[part.block] += -(-rows // size) * (nbytes // max(1, rows))
+        largest = max(blocks.values(), default=0)
+        return self._mailbox.reserve(largest * size if self._adds_up else largest)
 
     def _note_use_within(self, block: nn.Module) -> None:
         """Note which of its parameters this rank's backward reaches.
@@ -289,7 +302,8 @@ class Fsdp(Strategy):
         """The weights have changed; the first time, say what memory all takes."""
         if self.held is None:
             self.held = self._measured()
-            self._say(taken_words(self.held, self._world.rank))
+            shared = 0 if self._mailbox is None else self._mailbox.nbytes
+            self._say(taken_words(self.held, self._world.rank, shared))
         return False
 
     # -- whole again -------------------------------------------------------------------------
@@ -372,7 +386,7 @@ class Fsdp(Strategy):
 
     # -- memory ------------------------------------------------------------------------------
 
-    def _expected(self) -> str:
+    def _expected(self, shared: int) -> str:
         trained = {p for o in self._optimizers for g in o.param_groups for p in g["params"]}
         blocks: dict[nn.Module, int] = {self._model: 0}
         for part in self._parts:
@@ -385,6 +399,7 @@ class Fsdp(Strategy):
             states=[self._expected_in(optimizer) for optimizer in self._optimizers],
             root=blocks.pop(self._model),
             blocks=list(blocks.values()),
+            shared=shared,
         )
 
     def _measured(self) -> Held:

@@ -52,6 +52,7 @@ def expected_words(
     states: Sequence[int | None],
     root: int,
     blocks: Sequence[int],
+    shared: int = 0,
 ) -> str:
     """What the first step will take.
 
@@ -62,6 +63,7 @@ def expected_words(
         states: of each optimizer, the like; None where that is not known.
         root: bytes of what is whole from the beginning of the forward to the end of the backward.
         blocks: bytes of each of the others, whole.
+        shared: bytes of memory by which ranks of one node send.
     """
     known = sum(size for size in states if size is not None)
     optimizer = f"optimizer {size_words(known)}" if None not in states else "optimizer not known"
@@ -71,14 +73,18 @@ def expected_words(
         f"fsdp: each of {ranks} ranks will hold {size_words(parameters + gradients + known)} = "
         f"parameters {size_words(parameters)} + gradients {size_words(gradients)} + {optimizer}; "
         f"at its peak {size_words(passing)} more of weights that are whole, in "
-        f"{len(blocks) + 1} parts, beside the activations"
+        f"{len(blocks) + 1} parts{_shared_words(shared)}, beside the activations"
     )
 
 
-def taken_words(held: Held, rank: int) -> str:
+def taken_words(held: Held, rank: int, shared: int = 0) -> str:
     """What it has taken."""
     return (
         f"fsdp: rank {rank} holds {size_words(sum(held))} = parameters "
         f"{size_words(held.parameters)} + gradients {size_words(held.gradients)} + optimizer "
-        f"{size_words(held.states)}"
+        f"{size_words(held.states)}{_shared_words(shared)}"
     )
+
+
+def _shared_words(shared: int) -> str:
+    return f", and {size_words(shared)} of memory that ranks share" if shared else ""

@@ -52,6 +52,7 @@ class Mailbox:
 
     def __init__(self, group: Group, meet: Meeting) -> None:
         self._own, self._meet, self._turn = group.own, meet, 0
+        self._least = _LEAST_BYTES
         file = _file(mmap.PAGESIZE)
         try:
             there = gathered(group, (os.getpid(), file))
@@ -97,6 +98,20 @@ class Mailbox:
         whole = [item[: tensor.nbytes] for item in self.meet()]
         return [item.view(tensor.dtype).view(tensor.shape) for item in whole]
 
+    def reserve(self, length: int) -> int:
+        """Let boxes that are made from now on have room for so many bytes from the beginning.
+
+        Returns:
+            bytes of this rank's two boxes then, as long as no more is sent at once.
+        """
+        self._least = max(self._least, length)
+        return 2 * _in_pages(self._least)
+
+    @property
+    def nbytes(self) -> int:
+        """Of this rank's two boxes."""
+        return sum(len(boxes[self._own].bytes) for boxes in self._boxes if self._own in boxes)
+
     def room(self, length: int) -> torch.Tensor:
         """This rank's next box, to be filled before `meet`: uint8 of shape (length,)."""
         return self._begin(length).bytes[:length]
@@ -123,8 +138,8 @@ class Mailbox:
         own = boxes.get(self._own)
         if own is None or len(own.bytes) < length:
             had = 0 if own is None else len(own.bytes)
-            wanted = max(_LEAST_BYTES, 2 * had, length)
-            size = -(-wanted // mmap.PAGESIZE) * mmap.PAGESIZE
+            wanted = max(self._least, 2 * had, length)
+            size = _in_pages(wanted)
             if own is not None:
                 os.close(own.file)  # all others have met this rank since they opened it
             file = _file(size)
@@ -162,6 +177,10 @@ def _write(box: _Box, at: int, tensors: Sequence[torch.Tensor]) -> None:
         end, at = at + tensor.nbytes, at + to_eight(tensor.nbytes)
         if end < at:
             ctypes.memset(box.address + end, 0, at - end)
+
+
+def _in_pages(size: int) -> int:
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _file(size: int) -> int:
