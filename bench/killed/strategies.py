@@ -22,15 +22,16 @@ from killed.series import Kind, Outcome
 EXACT = ("fsdp", "local_sgd", "parameter_server")
 ASYNC = ("parameter_server,staleness=4", "parameter_server,spare_workers=1")
 ALL = (*EXACT, "staged", *ASYNC)
+IN_COPIES = "staged,stages=2"
 ROUNDING = 1e-4
 
 
-def undisturbed(folder: Path, strategy: str) -> dict[str, torch.Tensor]:
+def undisturbed(folder: Path, strategy: str, count: int) -> dict[str, torch.Tensor]:
     """The weights of a run that nothing kills; of each strategy it is made once."""
     place = folder / f"undisturbed {strategy}"
     if not place.exists():
         place.mkdir()
-        finished(place, begin(place, "merged", strategy))
+        finished(place, begin(place, "merged", strategy, count))
     return load_model(place / "final.safetensors")
 
 
@@ -43,14 +44,16 @@ def run(
     among: Sequence[str] = ALL,
 ) -> None:
     strategy = draw.choice(among)
-    expected = None if strategy in ASYNC else undisturbed(base, strategy)
     victims, count = ("0", "1", "command"), 2
     if strategy in ASYNC:
         victims, count = ("0", "1", "2", "1", "2", "command"), 3
+    elif strategy == IN_COPIES:
+        victims, count = ("0", "1", "2", "3", "command"), 4
+    expected = None if strategy in ASYNC else undisturbed(base, strategy, count)
     killed(folder, wanted, draw, outcome, victims, strategy, count)
     found = load_model(folder / "final.safetensors")
     for name, weight in (expected or {}).items():
-        bound = ROUNDING if strategy == "staged" else 0.0
+        bound = ROUNDING if strategy in ("staged", IN_COPIES) else 0.0
         if not torch.allclose(weight, found[name], rtol=0.0, atol=bound):
             raise Lost(f"{strategy}: the weights of {name} are not those of the undisturbed run")
     if any(not weight.isfinite().all() for weight in found.values()):
@@ -60,6 +63,12 @@ def run(
 
 def run_async(folder: Path, wanted: int, draw: random.Random, base: Path, outcome: Outcome) -> None:
     run(folder, wanted, draw, base, outcome, ASYNC)
+
+
+def run_copies(
+    folder: Path, wanted: int, draw: random.Random, base: Path, outcome: Outcome
+) -> None:
+    run(folder, wanted, draw, base, outcome, [IN_COPIES])
 
 
 STRATEGIES = Kind(
@@ -77,4 +86,12 @@ SERVERS = Kind(
     10,
     lambda folder: folder,
     run_async,
+)
+COPIES = Kind(
+    "copies",
+    "a rank of four that have two copies in stages, or the command",
+    50,
+    10,
+    lambda folder: folder,
+    run_copies,
 )
