@@ -28,7 +28,8 @@ def share_cpus(world: World, process: Process) -> None:
     Ranks that their launcher has bound to CPUs of their own keep them.
     """
     here = world.place
-    if here.local_world_size == 1 or process.affinity != "per_rank":
+    # All ranks decide alike: nodes may have unlike numbers of them.
+    if world.size == here.nodes or process.affinity != "per_rank":
         return
     mine = sorted(affinity())
     beside = [cpus for node, cpus in world.gather((here.node, mine)) if node == here.node]
