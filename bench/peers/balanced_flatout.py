@@ -15,7 +15,7 @@ from time import perf_counter
 import torch
 from torch import nn
 
-from flatout.strategies.server import Push, Share, rates_of
+from flatout.strategies.server import Push, rates_of, share_of
 from flatout.strategies.server_layout import Layout
 
 SERVERS, ROUNDS, WARM_UP = 4, 60, 10
@@ -43,12 +43,12 @@ def main() -> None:
     parameters = model()
     optimizer = torch.optim.Adam(parameters, lr=1e-3)
     layout = Layout(parameters, SERVERS)
-    shares = [Share(optimizer, layout, server) for server in range(SERVERS)]
+    shares = [share_of(optimizer, layout, server) for server in range(SERVERS)]
     rates = [rate for group in optimizer.param_groups for rate in rates_of(group)]
     push = Push(0, 1, 1.0, False, rates, [True] * len(parameters))
     seconds: list[list[float]] = [[] for _ in shares]
-    for share in shares:
-        share.take_weights()
+    for server, share in enumerate(shares):
+        share.values.copy_(layout.weights(server))
     gradients = [torch.full_like(share.values, 0.01) for share in shares]
     for turn in range(ROUNDS + WARM_UP):
         order = range(SERVERS) if turn % 2 else reversed(range(SERVERS))

@@ -288,6 +288,9 @@ def test_a_bad_recipe_stops_before_the_script_starts(folder, words, says) -> Non
         (["-m"], "Missing argument"),
         (["--devices", "0", "tell.py"], "--devices"),
         (["--no-such", "tell.py"], "--no-such"),
+        (["--servers", "0", "tell.py"], "--servers"),
+        (["--servers", "1", "--devices", "auto", "tell.py"], "say --devices N"),
+        (["--servers", "1", "--set", "world.servers=2", "tell.py"], "say unlike numbers"),
     ],
 )
 def test_wrong_usage_exits_with_2(folder, words, says) -> None:

@@ -86,18 +86,22 @@ LAUNCH = """
 import sys
 from flatout.world import Nodes
 from flatout.world.launch import launch
-command = [sys.executable, "-m", "flatout.world.start", *sys.argv[3:]]
-sys.exit(launch(command, Nodes(ranks=int(sys.argv[1])), int(sys.argv[2]), {}))
+ranks, restarts, servers = map(int, sys.argv[1:4])
+start = "flatout.strategies.start" if servers else "flatout.world.start"
+command = [sys.executable, "-m", start, *sys.argv[4:]]
+sys.exit(launch(command, Nodes(ranks=ranks, servers=servers), restarts, {}))
 """
 
 
-def run(folder, ranks, victims, restarts=0, **settings):
+def run(folder, ranks, victims, restarts=0, apart=0, **settings):
     """What each rank that came to the end found, and what was printed."""
     (folder / "job.py").write_text(textwrap.dedent(JOB))
     words = [str(folder), json.dumps(settings), json.dumps(victims)]
+    own = {"FLATOUT_SERVERS": str(apart)} if apart else {}
+    counts = map(str, (ranks, restarts, apart))
     done = subprocess.run(
-        [sys.executable, "-c", LAUNCH, str(ranks), str(restarts), str(folder / "job.py"), *words],
-        env={**os.environ, "FLATOUT_CACHE": str(folder / "cache")},
+        [sys.executable, "-c", LAUNCH, *counts, str(folder / "job.py"), *words],
+        env={**os.environ, "FLATOUT_CACHE": str(folder / "cache"), **own},
         cwd=folder,
         capture_output=True,
         text=True,
@@ -152,8 +156,10 @@ def test_a_server_goes_on_alone_without_its_only_worker(tmp_path, restarts):
 
 
 @pytest.mark.slow
-def test_a_worker_that_was_killed_is_started_again_and_taken_back(tmp_path):
-    found, printed = run(tmp_path, 3, {"2": 3, "back": 1}, restarts=1, spare_workers=1)
+@pytest.mark.parametrize("apart", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_a_worker_that_was_killed_is_started_again_and_taken_back(tmp_path, apart):
+    victims = {"2": 3, "back": 1}
+    found, printed = run(tmp_path, 3, victims, restarts=1, apart=apart, spare_workers=1)
     assert "rank 2 (process" in printed
     assert "the others go on, and it starts again (1 times at most)" in printed
     assert any("rank 2 is here again: all go on" in line for line in found[0][0]["said"])

@@ -1,6 +1,7 @@
 """Which node this is: from the command, or what a cluster has set."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ import torch.distributed as dist
 
 from flatout.errors import WorldError
 from flatout.world import nodes as nodes_module
+from flatout.world import place, servers
 from flatout.world.choose import candidates
 from flatout.world.cpus import own_cpus
 from flatout.world.nodes import (
@@ -195,3 +197,56 @@ def test_channels_know_which_ranks_have_one_gpu(monkeypatch):
     assert len({*gpus("cuda:0", "cuda:0", "cuda:1")}) == 2
     with pytest.raises(WorldError, match="rank 1 runs on a CPU, and rank 0 on a GPU"):
         gpus("cuda:0", "cpu", "cuda:1")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "count", "servers", "says"),
+    [
+        (1, 1, 1, "leaves one rank that computes"),
+        (1, 2, 1, "leaves one rank that computes"),
+        (2, 1, 3, "more servers than ranks"),
+        (1, 4, 4, "of 4 nodes one at least must compute"),
+        (1, 5, 3, "take 2 at most"),
+    ],
+)
+def test_servers_that_leave_too_few_ranks_are_refused(ranks, count, servers, says):
+    with pytest.raises(WorldError) as refused:
+        checked(Nodes(count=count, ranks=ranks, servers=servers, rendezvous="host1:29500"))
+    assert says in str(refused.value)
+
+
+def test_servers_are_beside_the_ranks_of_one_node_or_on_the_last_of_several():
+    one = checked(Nodes(ranks=4, servers=2))
+    assert (one.here, str(one)) == (6, "4 ranks on this node, and 2 servers")
+    four = [Nodes(4, rank, "host1:29500", ranks=2, servers=2) for rank in range(4)]
+    assert [checked(node).here for node in four] == [2, 2, 1, 1]
+    assert [str(node) for node in four[1:3]] == [
+        "2 ranks on this node, node 1 of 4",
+        "a server alone on this node, node 2 of 4",
+    ]
+
+
+def test_a_process_behind_the_ranks_is_a_server(monkeypatch):
+    """Ranks are told of those alone that compute."""
+    monkeypatch.setenv("FLATOUT_SERVERS", "2")
+    for nodes_, local, world, expected in ((1, 5, 5, (3, 3, 1)), (4, 2, 6, (4, 2, 2))):
+        env = {
+            "RANK": "1",
+            "WORLD_SIZE": str(world),
+            "LOCAL_RANK": "1",
+            "LOCAL_WORLD_SIZE": str(local),
+            "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": str(nodes_),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "29500",
+            "FLATOUT_SERVERS": "2",
+        }
+        there = place(env)
+        assert servers.number_of(there) is None
+        assert servers.number_of(replace(there, rank=world - 1)) == 1
+        servers.become_rank(there, env)
+        found = place(env)
+        assert (found.world_size, found.local_world_size, found.nodes) == expected
+        monkeypatch.setenv("FLATOUT_SERVERS", env["FLATOUT_SERVERS"])
+        assert servers.apart() == (2, nodes_ == 1)
+        monkeypatch.setenv("FLATOUT_SERVERS", "2")

@@ -13,7 +13,7 @@ from flatout.errors import ModelError, RecipeError, WorldError
 from flatout.optim import Lamb
 from flatout.recipe import Recipe
 from flatout.strategies import check_settings
-from flatout.strategies.server import Push, Server, Share, rates_of
+from flatout.strategies.server import Push, Server, rates_of, share_of
 from flatout.strategies.server_layout import (
     Layout,
     numbers_of,
@@ -87,8 +87,8 @@ def test_two_servers_step_as_the_optimizer_itself(make):
     layout = Layout(weights, 2)
     servers = []
     for server in range(2):
-        share = Share(optimizer, layout, server)
-        share.take_weights()
+        share = share_of(optimizer, layout, server)
+        share.values.copy_(layout.weights(server))
         servers.append(Server([share], 1, None))
     into = torch.zeros(layout.length)
     for step in range(1, 5):
@@ -125,8 +125,9 @@ def test_parts_that_are_joined_and_cut_are_stepped_as_ever(changes, most, monkey
     weights = [nn.Parameter(torch.randn(size)) for size in (3, 1, 4, 1, 5)]
     groups = [{"params": weights[:3]}, {"params": weights[3:], "weight_decay": 0.1}]
     optimizer = torch.optim.Adam(groups, lr=0.01)
-    share = Share(optimizer, Layout(weights, 1), 0)
-    share.take_weights()
+    layout = Layout(weights, 1)
+    share = share_of(optimizer, layout, 0)
+    share.values.copy_(layout.weights(0))
     for step in range(24):
         kind = step * changes // 24
         if step == 1:
@@ -139,7 +140,12 @@ def test_parts_that_are_joined_and_cut_are_stepped_as_ever(changes, most, monkey
         ):
             weight.grad = piece if is_used else None
         optimizer.step()
-        share.step(0, push(optimizer, used), gradient)
+        told = push(optimizer, used)
+        if step % 2:
+            share.step(0, told, gradient)
+        else:  # piece by piece
+            for place, piece in share.pieces(told.rates, told.used):
+                share.step_piece(piece, gradient[place])
         if step % 5 == 4:
             share.states()
     torch.testing.assert_close(share.values, torch.cat([w.detach() for w in weights]))
@@ -150,8 +156,7 @@ def test_parts_that_are_joined_and_cut_are_stepped_as_ever(changes, most, monkey
 def one_weight(workers, staleness=None, make=Server):
     weight = nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], 1.0)
-    share = Share(optimizer, Layout([weight], 1), 0)
-    share.take_weights()
+    share = share_of(optimizer, Layout([weight], 1), 0)
     return make([share], workers, staleness), push(optimizer, [True])
 
 
@@ -286,6 +291,13 @@ def test_settings_that_do_not_go_with_servers_are_refused_by_name():
         recipe = Recipe(world={"strategy": "parameter_server"}).replace({field: value})
         with pytest.raises(RecipeError, match=f"{field}={value}|{value}"):
             check_settings(recipe)
+
+
+def test_servers_that_compute_nothing_want_a_strategy_that_has_some(monkeypatch):
+    monkeypatch.setenv("FLATOUT_SERVERS", "2 apart")
+    check_settings(Recipe(world={"strategy": "parameter_server", "servers": 2}))
+    with pytest.raises(RecipeError, match=r"--servers 2 has started servers, .*ddp has none"):
+        check_settings(Recipe())
 
 
 def test_rates_of_a_group_are_what_schedules_change():

@@ -1,5 +1,7 @@
 """Two hosts with a network between them: found without help, and cut."""
 
+import os
+import signal
 import time
 from pathlib import Path
 
@@ -43,6 +45,26 @@ def begin(hosts, folder, epochs, *options):
 def test_two_hosts_give_what_one_rank_gives(tmp_path, hosts):
     nodes = begin(hosts, tmp_path, "2")
     assert [node.end() for node in nodes] == [0, 0], [node.said for node in nodes]
+    script = Path(__file__).with_name("small_job.py")
+    run_file(script, 1, tmp_path, tmp_path / "alone.safetensors")
+    together, alone = (
+        load_model(str(tmp_path / f"{name}.safetensors")) for name in ("runs", "alone")
+    )
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=2e-6)
+
+
+def test_a_server_has_a_host_of_its_own_and_is_started_again_where_it_was_killed(tmp_path, hosts):
+    asked = ("--devices", "2", "--servers", "1", "--set", "world.strategy=parameter_server")
+    nodes = begin(hosts, tmp_path, "2", *asked)
+    wait_for_step(tmp_path, 10, nodes)
+    [server] = nodes[1].ranks()
+    os.kill(server, signal.SIGKILL)
+    said = [(node.end(), node.said) for node in nodes]
+    assert [code for code, _ in said] == [0, 0], said
+    assert "servers: 1 on nodes of their own" in nodes[0].said
+    assert (
+        f"rank 2 (process {server}) was killed by SIGKILL; all ranks start again" in nodes[1].said
+    )
     script = Path(__file__).with_name("small_job.py")
     run_file(script, 1, tmp_path, tmp_path / "alone.safetensors")
     together, alone = (

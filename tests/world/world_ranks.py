@@ -68,3 +68,32 @@ def finish(ranks):
     for rank, (out, error) in zip(ranks, said, strict=True):
         assert rank.returncode == 0, f"{out}\n{error}"
     return said
+
+
+def run_served(script, nodes, servers, folder, *arguments):
+    """Ranks with servers that compute nothing behind them.
+
+    Args:
+        nodes: of each rank the node that it is on; the servers are on nodes of their own then. Or
+            how many ranks there are, on one node with the servers.
+    """
+    together = isinstance(nodes, int)
+    ranks = nodes if together else len(nodes)
+    own = [max(nodes) + 1 + n for n in range(servers)] if not together else []
+    nodes = [0] * (ranks + servers) if together else [*nodes, *own]
+    path = folder / f"served{ranks}.py"
+    path.write_text(textwrap.dedent(script))
+    port, started = free_port(), []
+    for number, node in enumerate(nodes):
+        own = environment(number, len(nodes), port) | {
+            "LOCAL_RANK": str(nodes[:number].count(node)),
+            "LOCAL_WORLD_SIZE": str(nodes.count(node)),
+            "GROUP_RANK": str(node),
+            "GROUP_WORLD_SIZE": str(nodes[-1] + 1),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "FLATOUT_SERVERS": str(servers),
+            "FLATOUT_CACHE": str(folder / "cache"),
+        }
+        command = ["-m", "flatout.strategies.start", path, folder, ranks, *arguments]
+        started.append(forked.start(command, folder, {**os.environ, **own}))
+    return finish(started)

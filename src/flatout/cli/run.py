@@ -69,6 +69,16 @@ def run(
             show_default=False,
         ),
     ] = None,
+    servers: Annotated[
+        int | None,
+        typer.Option(
+            "--servers",
+            min=1,
+            help="Parameter servers that compute nothing, for world.strategy=parameter_server: on "
+            "one node beside its ranks, of several one on each of the last nodes.",
+            show_default=False,
+        ),
+    ] = None,
     checkpoints: Annotated[
         str | None,
         typer.Option(
@@ -101,7 +111,7 @@ def run(
     takes the Recipe. In a script without them each part of the Recipe takes hold where it leads to
     the same training; what stays as written is said.
     """
-    from flatout.world import asked_for
+    from flatout.world import SERVERS, asked_for
 
     is_auto, ranks = devices == "auto", _count(devices)
     if not is_module and not Path(script).exists():
@@ -115,17 +125,23 @@ def run(
         variables["FLATOUT_PROFILE_BATCHES"] = "1"
     if recipe is not None:
         variables["FLATOUT_RECIPE"] = os.path.abspath(recipe)
+    given = [recipe is not None, bool(settings), bool(servers)]
+    os.environ.pop(SERVERS, None)
+    if servers:
+        settings = _with_servers(settings or [], servers, is_auto)
+        variables[SERVERS] = str(servers)
     if settings:
         variables["FLATOUT_SET"] = _after_inherited(settings)
     os.environ.update(variables)
-    where = asked_for(ranks, nodes, node_rank, rendezvous)
+    where = asked_for(ranks, nodes, node_rank, rendezvous, servers or 0)
     what = [*(["-m"] if is_module else []), script, *(args or [])]
     if is_auto and where.rank == 0:
         ranks = _measured(what, file, dry_run)
         where = asked_for(ranks, nodes, node_rank, rendezvous)
     elif is_auto:
         where = replace(where, ranks=None, is_open=True)
-    through = ["-m", "flatout.world.start"] if where.is_world else []
+    starts = "flatout.strategies.start" if servers else "flatout.world.start"
+    through = ["-m", starts] if where.is_world else []
     job = _Job(where, script, is_module, restarts, wait)
     # Without a Recipe the script starts at once and as it is: no setting is a default unmeasured.
     if not (os.environ.get("FLATOUT_RECIPE") or os.environ.get("FLATOUT_SET")):
@@ -137,10 +153,10 @@ def run(
     cpus = asked.process.affinity if isinstance(asked.process.affinity, tuple) else ()
     if cpus:
         set_affinity(cpus)
-    cures = {} if _trains_with_flatout(file) else _cures(asked)
+    cures = {} if servers or _trains_with_flatout(file) else _cures(asked)
     if cures:
         through = ["-m", "flatout.cures.start", *(["--rank"] if where.is_world else [])]
-    _say_applied(asked, cures, [recipe is not None, bool(settings)], dry_run)
+    _say_applied(asked, cures, given, dry_run)
     job = replace(job, timeout=asked.world.timeout, recipe=_asked_anywhere())
     start = [sys.executable, *through, *what]
     _start(start, variables | environment(asked), cpus, dry_run, job)
@@ -184,6 +200,17 @@ def _count(devices: str | None) -> int | None:
             f"--devices: expected a whole number above 0, or auto; found {devices!r}"
         )
     return int(devices)
+
+
+def _with_servers(settings: list[str], servers: int, is_auto: bool) -> list[str]:
+    """The settings, of which one says how many servers there are."""
+    own = f"world.servers={servers}"
+    for setting in settings:
+        if setting.replace(" ", "").startswith("world.servers=") and setting != own:
+            raise typer.BadParameter(f"--servers {servers} and --set {setting} say unlike numbers")
+    if is_auto:
+        raise typer.BadParameter("--devices auto measures ranks without servers: say --devices N")
+    return [*settings, own]
 
 
 def _measured(what: list[str], file: Path | None, dry_run: bool) -> int:
@@ -275,9 +302,8 @@ def _say_applied(
     }
     if left.pop("memory.allocator", None):
         say_as_is("allocator=keep is not possible: glibc's allocator does not serve this process")
-    options = [
-        name for name, is_given in zip(("--recipe", "--set"), given, strict=True) if is_given
-    ]
+    names = ("--recipe", "--set", "--servers")
+    options = [name for name, is_given in zip(names, given, strict=True) if is_given]
     options = options or ["FLATOUT_RECIPE and FLATOUT_SET from the environment"]
     waiting = f"; for a Trainer or Loop: {_short(left)}" if left else ""
     applied = " ".join(words_of(field, value) for field, value in taken.items())

@@ -1,4 +1,5 @@
 from flatout.strategies.async_server import AsyncParameterServer as AsyncParameterServer
+from flatout.strategies.async_servers_apart import AsyncServersApart as AsyncServersApart
 from flatout.strategies.ddp import Ddp as Ddp
 from flatout.strategies.fsdp import Fsdp as Fsdp
 from flatout.strategies.fsdp_keras import FsdpKeras as FsdpKeras
@@ -15,6 +16,7 @@ from flatout.strategies.reductions import check_reduction as check_reduction
 from flatout.strategies.reductions import reduction_of as reduction_of
 from flatout.strategies.replicas import check_replicas as check_replicas
 from flatout.strategies.replicas import digest_of as digest_of
+from flatout.strategies.servers_apart import ServersApart as ServersApart
 from flatout.strategies.sparse import sparse_weights as sparse_weights
 from flatout.strategies.strategy import Strategy as Strategy
 from flatout.strategies.strategy import Sums as Sums

@@ -22,56 +22,40 @@ With spare workers, servers wait for all but so many of the gradients of a step.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from functools import partial
-from threading import Lock, Thread
-from typing import Any, NamedTuple
+from threading import Lock
+from typing import Any
 
 import torch
 from torch import nn
 
 from flatout.strategies.parameter_server import gathered_states, share_words
-from flatout.strategies.server import Push, Server, Share, rates_of
+from flatout.strategies.server import Push, Server, rates_of, share_of
+from flatout.strategies.server_answers import HEAD, Answers
 from flatout.strategies.server_layout import Layout, numbers_of, place_of, state_beside
-from flatout.strategies.server_link import CLAIM, CLOSE, END, MEET, PULL, PUSH, REST, TICK, Link
+from flatout.strategies.server_link import (
+    CLAIM,
+    CLOSE,
+    END,
+    MEET,
+    PULL,
+    PUSH,
+    REST,
+    TICK,
+    Link,
+    answering,
+)
 from flatout.strategies.server_refusals import check_served, check_spare
 from flatout.strategies.server_spare import SpareServer
+from flatout.strategies.server_way import Way, gradient_of, length_of, way_of
 from flatout.strategies.strategy import Strategy, Sums, Tensors
 from flatout.words import counted
-from flatout.world import LostRank, World, dropped
+from flatout.world import Pair, World, dropped
 
-# Words of a message before rates and what is used: what is wanted, the optimizer, the vote, and to
-# which step the worker has come, the weight of its samples, and of which part of an epoch they are.
-_HEAD = 6
 # How long a server waits for the last words of workers that may have failed.
 _END_S = 5.0
-# How long it may take until a worker's agent knows that it was killed.
-_NOTICED_S = 20.0
-# How long a worker may send nothing, as while all evaluate; its end is noticed at once.
-_BETWEEN_S = 30 * 24 * 3600.0
-
-
-class _Way(NamedTuple):
-    """Between this rank and a server, for an optimizer's parameters.
-
-    Attributes:
-        up: gradients of the server's share.
-        down: its weights.
-        up_here: the same gradients beside the parameters; `up` itself where these are on the CPU.
-        down_here: and the weights.
-        cuts: of each parameter of which it has some, the number, and which of its numbers.
-        ups: where these lie in `up_here`.
-        downs: and in `down_here`.
-    """
-
-    up: torch.Tensor
-    down: torch.Tensor
-    up_here: torch.Tensor
-    down_here: torch.Tensor
-    cuts: list[tuple[int, slice]]
-    ups: list[torch.Tensor]
-    downs: list[torch.Tensor]
 
 
 class AsyncParameterServer(Strategy):
@@ -115,12 +99,12 @@ class AsyncParameterServer(Strategy):
         self._world, self._model, self._optimizers = world, model, optimizers
         self._servers, self._staleness, self._spare, self._say = servers, staleness, spare, say
         self._layouts: list[Layout] = []
-        self._ways: list[dict[int, _Way]] = []
+        self._ways: list[dict[int, Way]] = []
         self._is_on_cpu = all(parameter.is_cpu for parameter in model.parameters())
         self._server: Server | None = None
         self._links: dict[int, Link] = {}
         self._ends: dict[int, Link] = {}
-        self._threads: list[Thread] = []
+        self._answers: Answers | None = None
         self._hooks: list[Any] = []
         self._is_serving = False
         self._vote = 0.0
@@ -138,37 +122,45 @@ class AsyncParameterServer(Strategy):
         for optimizer in self._optimizers:
             own = [p for group in optimizer.param_groups for p in group["params"]]
             self._layouts.append(Layout(own, self._servers))
-        if self._world.rank < self._servers:
-            shares = [
-                Share(optimizer, layout, self._world.rank)
-                for optimizer, layout in zip(self._optimizers, self._layouts, strict=True)
-            ]
-            if self._spare:
-                self._server = SpareServer(shares, self._world.size, self._spare)
-            else:
-                self._server = Server(shares, self._world.size, self._staleness)
+        self._server = self._make_server()
         for optimizer in self._optimizers:
             optimizer.state.clear()  # the servers have it
         self._find()
+        if self._server is not None:
+            groups = [len(optimizer.param_groups) for optimizer in self._optimizers]
+            given = (self._length, groups, self._ids, self._world.timeout_s)
+            self._answers = Answers(self._server, *given)
         self._hooks = [
             optimizer.register_step_pre_hook(partial(self._push, place))
             for place, optimizer in enumerate(self._optimizers)
         ]
         self._say(share_words(self._layouts, self._servers))
 
+    def _make_server(self) -> Server | None:
+        """The server that this rank is, if it is one."""
+        if self._world.rank >= self._servers:
+            return None
+        shares = [
+            share_of(optimizer, layout, self._world.rank)
+            for optimizer, layout in zip(self._optimizers, self._layouts, strict=True)
+        ]
+        if self._spare:
+            return SpareServer(shares, self._world.size, self._spare)
+        return Server(shares, self._world.size, self._staleness)
+
     def _find(self) -> None:
         """Make a link between each worker and each server on another rank."""
         world = self._world
         nodes = world.gather(world.place.node, "nodes of the servers")
-        words = _HEAD + max(map(self._words_of, range(len(self._layouts))))
+        words = self._words_of_all()
         for server in range(self._servers):
             for worker in range(world.size):
                 group = None if worker == server else world.among((server, worker))
                 if group is None:
                     continue
-                sizes = [_length(layout, server) for layout in self._layouts]
+                sizes = [length_of(layout, server) for layout in self._layouts]
                 link = Link(
-                    group,
+                    Pair(group.channel, group.own),
                     same_node=nodes[server] == nodes[worker],
                     words=words,
                     length=max(sizes),
@@ -184,97 +176,48 @@ class AsyncParameterServer(Strategy):
             for layout in self._layouts
         ]
 
-    def _way(self, layout: Layout, server: int) -> _Way:
-        """Where gradients go to a server, and weights come from it."""
-        length, link = _length(layout, server), self._links.get(server)
+    def _way(self, layout: Layout, server: int) -> Way:
+        length, link = length_of(layout, server), self._links.get(server)
         if link is None:
             up, down = torch.zeros(2, length, dtype=layout.parameters[0].dtype)
         else:
             up, down = link.up[:length], link.down[:length]
-        device = layout.parameters[0].device
-        # To and from a GPU in one piece.
-        up_here, down_here = up.to(device), down.to(device)
-        numbers = range(len(layout.parameters))
-        cuts = [(n, cut) for n in numbers if (cut := layout.piece(n, server)).stop > cut.start]
-        pieces = [layout.pieces(memory, server) for memory in (up_here, down_here)]
-        return _Way(
-            up, down, up_here, down_here, cuts, *([own[n] for n, _ in cuts] for own in pieces)
-        )
+        return way_of(layout, server, up, down)
 
-    def _words_of(self, place: int) -> int:
-        groups = self._optimizers[place].param_groups
-        return 2 * len(groups) + len(self._layouts[place].parameters)
+    def _words_of_all(self) -> int:
+        """How many numbers a message to a server has."""
+        return HEAD + max(
+            2 * len(optimizer.param_groups) + len(layout.parameters)
+            for optimizer, layout in zip(self._optimizers, self._layouts, strict=True)
+        )
 
     def _serve(self) -> None:
         """Begin with the weights of now, and answer the workers from here on."""
         self._is_serving = True
         if self._server is not None:
-            for share in self._server.shares:
-                share.take_weights()
+            for share, layout in zip(self._server.shares, self._layouts, strict=True):
+                share.values.copy_(layout.weights(self._world.rank))
         self._answer_all()
         self._world.wait("all servers are there")
 
     def _answer_all(self) -> None:
         """As a server, answer each worker from here on."""
-        for worker, link in self._ends.items():
-            # Daemons: where a rank fails it must be able to end while others are waited for.
-            thread = Thread(target=self._answer, args=(worker, link), daemon=True)
-            self._threads.append(thread)
-            thread.start()
+        if self._answers is not None:
+            self._answers.start(self._ends)
 
-    def _answer(self, worker: int, link: Link) -> None:
-        """Answer a worker until it ends, in a thread of its own."""
-        assert self._server is not None
-        torch.set_num_threads(1)  # the rank's own step has the cores
-        result: list[float] = []
-        with suppress(RuntimeError):  # it has ended: its rank, or the launcher, says so
-            while (result := link.words(self._length, _BETWEEN_S))[0] != END:
-                self._answer_one(self._server, worker, link, result)
-        self._server.leave(worker)
-        if result[:1] != [END] and dropped.is_dropped(self._ids[worker], _NOTICED_S):
-            self._server.drop(worker)
-        else:
-            self._server.lose()
+    def _tell_servers(self, name: str, *arguments: Any) -> None:
+        """Let each server do something; all ranks call it."""
+        if self._answers is not None:
+            self._answers.called(name, *arguments)
 
-    def _answer_one(self, server: Server, worker: int, link: Link, told: Sequence[float]) -> None:
-        kind, place = int(told[0]), int(told[1])
-        if kind == CLOSE:
-            server.handing.close()
-            return
-        if kind == CLAIM:
-            link.send(torch.tensor(server.handing.claim(worker), dtype=torch.float64))
-            return
-        if kind == MEET:
-            met = server.rest(worker, self._world.timeout_s)
-            link.send(torch.tensor([float(item in met) for item in range(self.parts)]).double())
-            return
-        length, stop_at = _length(self._layouts[place], self._world.rank), 0
-        up, down = link.up[:length], link.down[:length]
-        if kind == REST:
-            server.leave(worker)
-            down = down[:0]
-        elif kind == PULL:
-            server.pull(worker, place, down)
-        else:
-            if kind == PUSH:
-                link.data(up)
-            stop_at = server.push(worker, self._push_of(kind, told), up, down)
-        link.send(torch.tensor([float(stop_at)], dtype=torch.float64), down)
+    def _of_first_server(self, name: str) -> Any:
+        """What the first server knows, on the first rank."""
+        return self._answers.called(name) if self._answers is not None else None
 
-    def _push_of(self, kind: int, told: Sequence[float]) -> Push:
-        place = int(told[1])
-        rates = 2 * len(self._optimizers[place].param_groups)
-        used = told[_HEAD + rates :][: len(self._layouts[place].parameters)]
-        is_push = kind == PUSH
-        return Push(
-            place,
-            int(told[3]),
-            told[4],
-            bool(told[2]),
-            list(told[_HEAD:][:rates]),
-            [bool(item) for item in used] if is_push else [],
-            int(told[5]),
-        )
+    @property
+    def _first(self) -> Server | None:
+        """The first server, where this rank is it."""
+        return self._server if self._world.is_first else None
 
     # -- around a step -----------------------------------------------------------------------
 
@@ -298,16 +241,9 @@ class AsyncParameterServer(Strategy):
 
         Before it gradients were clipped and seen to be finite, and a schedule has set the rates.
         """
-        gradients = [_numbers_of_gradient(p) for p in self._layouts[place].parameters]
+        gradients = [gradient_of(p) for p in self._layouts[place].parameters]
         for way in self._ways[place].values():
-            result = [
-                (up, gradients[n], cut) for (n, cut), up in zip(way.cuts, way.ups, strict=True)
-            ]
-            there = [(up, own[cut]) for up, own, cut in result if own is not None]
-            if there:
-                torch._foreach_copy_([up for up, _ in there], [own for _, own in there])
-            if way.up_here is not way.up:
-                way.up.copy_(way.up_here)
+            way.put(gradients)
         used = [gradient is not None for gradient in gradients]
         # On a GPU no one has waited for the check.
         ups = [] if self._is_on_cpu else [way.up for way in self._ways[place].values()]
@@ -337,7 +273,7 @@ class AsyncParameterServer(Strategy):
             words[2 : 2 + len(told)] = torch.tensor([*map(float, told)], dtype=torch.float64)
         stop_at = 0
         for server, link in self._links.items():
-            with _named(server):
+            with self._named(server):
                 link.send(words, ways[server].up if kind == PUSH else None)
         if self._server is not None:
             rank = self._world.rank
@@ -348,11 +284,15 @@ class AsyncParameterServer(Strategy):
                 result = self._server.push(rank, push, own.up, own.down)
                 stop_at = result if rank == 0 else stop_at
         for server, link in self._links.items():
-            with _named(server):
+            with self._named(server):
                 [found_at] = link.words(1)
                 link.data(ways[server].down)
             stop_at = int(found_at) if server == 0 else stop_at
         return stop_at
+
+    def _named(self, server: int) -> AbstractContextManager[None]:
+        """Tell which server it is that has failed."""
+        return answering(f"rank {server}, a parameter server,")
 
     def _words(self, kind: int, place: int = 0) -> torch.Tensor:
         """A message to a server."""
@@ -364,9 +304,7 @@ class AsyncParameterServer(Strategy):
         """The weights that came become the model's."""
         own = [numbers_of(p) for p in self._layouts[place].parameters]
         for way in self._ways[place].values():
-            if way.down_here is not way.down:
-                way.down_here.copy_(way.down)
-            torch._foreach_copy_([own[n][cut] for n, cut in way.cuts], way.downs)
+            way.take(own)
 
     def after_step(self) -> bool:
         """A step was made; returns whether this is the one after which all stop."""
@@ -379,10 +317,10 @@ class AsyncParameterServer(Strategy):
         if not self._is_serving:
             self._serve()
         self._before_section = self._steps
-        if self._server is not None:
-            self._server.begin(self._met, self._steps)
-            self._server.handing.open(steps)
-        dropped.may_end(self._ids[self._servers :])  # and those that wait to come back
+        may_end = self._may_end()  # and those that wait to come back
+        self._tell_servers("begin", self._met, self._steps)
+        self._tell_servers("open", steps, may_end)
+        dropped.may_end(may_end)
         self._world.wait("parts of an epoch")
 
     def claim(self) -> tuple[int, int]:
@@ -391,11 +329,10 @@ class AsyncParameterServer(Strategy):
         Raises:
             LostRank: the first server has ended.
         """
-        if self._world.is_first:
-            assert self._server is not None
-            return self._server.handing.claim(0)
+        if self._first is not None:
+            return self._first.handing.claim(0)
         link = self._links[0]
-        with self._speaking, _named(0):
+        with self._speaking, self._named(0):
             link.send(self._words(CLAIM))
             number, left = link.words(2)
         return int(number), int(left)
@@ -408,18 +345,17 @@ class AsyncParameterServer(Strategy):
 
     def dropped(self) -> list[int]:
         """Ranks that were killed and without which the others go on, as the first one knows."""
-        if self._server is None or not self._world.is_first:
+        if not (self._hooks and self._world.is_first):
             return []
-        here = {self._ids[item] for item in self._server.living()}
+        here = {self._ids[item] for item in self._of_first_server("living")}
         return sorted({*range(self._world.place.world_size)} - here)
 
     def close_section(self) -> None:
         """End the section with the step of which parts were claimed."""
-        if self._world.is_first:
-            assert self._server is not None
-            self._server.handing.close()
+        if self._first is not None:
+            self._first.handing.close()
             return
-        with self._speaking, _named(0):
+        with self._speaking, self._named(0):
             self._links[0].send(self._words(CLOSE))
 
     def _rest(self) -> list[int]:
@@ -429,17 +365,16 @@ class AsyncParameterServer(Strategy):
             RuntimeError: others have not.
         """
         for server, link in self._links.items():
-            with self._speaking, _named(server):
+            with self._speaking, self._named(server):
                 link.send(self._words(MEET if server == 0 else REST))
                 if server:
                     link.words(1)
-        if self._world.is_first:
-            assert self._server is not None
-            met = self._server.rest(0, self._world.timeout_s)
+        if self._first is not None:
+            met = self._first.rest(0, self._world.timeout_s)
         else:
             if self._server is not None:
                 self._server.leave(self._world.rank)
-            with self._speaking, _named(0):
+            with self._speaking, self._named(0):
                 there = self._links[0].words(self.parts)
             met = [item for item, is_there in enumerate(there) if is_there]
         if not met:
@@ -457,16 +392,21 @@ class AsyncParameterServer(Strategy):
         self._met = met
         self._world.go_on_with([self._ids[item] for item in met])
         self._find()
-        if self._server is not None:
-            self._server.begin(self._met, self._steps)
-            if self._world.is_first:
-                self._say(dropped_words(lost, self._server.handing.untaken(), self.parts))
+        self._begin_without(lost)
         self._answer_all()
 
+    def _begin_without(self, lost: list[int]) -> None:
+        self._tell_servers("begin", self._met, self._steps)
+        if self._world.is_first:
+            self._say(dropped_words(lost, self._of_first_server("untaken"), self.parts))
+
+    def _may_end(self) -> list[int]:
+        """Ranks without which the others can go on."""
+        return [*self._ids[self._servers :]]
+
     def _end_threads(self) -> None:
-        for thread in self._threads:
-            thread.join(_END_S)
-        self._threads.clear()
+        if self._answers is not None:
+            self._answers.join(_END_S)
 
     @torch.no_grad()
     def meet(self) -> bool:
@@ -491,8 +431,7 @@ class AsyncParameterServer(Strategy):
                 self._ask(place, None)
                 self._take(place)
             self._mean_of_buffers(own / since)
-            if self._server is not None:
-                self._server.begin(self._met, self._steps)
+            self._tell_servers("begin", self._met, self._steps)
             self._world.wait("weights from the servers")
         return bool(votes)
 
@@ -523,17 +462,15 @@ class AsyncParameterServer(Strategy):
         """Of each worker, how many of its gradients were how many steps old; all ranks call it."""
         if self._spare:
             return None
-        own = [] if self._server is None else [[*item.items()] for item in self._server.stale]
-        result = self._world.from_first(
-            [[list(pair) for pair in item] for item in own], "staleness"
-        )
+        own = self._of_first_server("stale") if self._world.is_first else None
+        result = self._world.from_first(own, "staleness")
         return [Counter(dict(item)) for item in result]
 
     def late(self) -> list[int] | None:
         """Of each rank, how many gradients came too late; None where none can; all call it."""
         if not self._spare:
             return None
-        own = self._server.late if isinstance(self._server, SpareServer) else []
+        own = self._of_first_server("late") if self._world.is_first else None
         result: list[int] = self._world.from_first(own, "gradients that came late")
         return result
 
@@ -550,7 +487,9 @@ class AsyncParameterServer(Strategy):
     def part_of(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Of an optimizer's whole state what this rank loads: its server takes the share."""
         if self._server is not None:
-            self._server.shares[place_of(optimizer, self._optimizers)].take_states(state["state"])
+            place = place_of(optimizer, self._optimizers)
+            own = self._layouts[place].states(self._world.rank, state["state"])
+            self._server.shares[place].take_states(own)
         return {**state, "state": {}}
 
     def close(self, error: BaseException | None = None) -> None:
@@ -596,27 +535,3 @@ def dropped_words(lost: Sequence[int], untaken: int, parts: int) -> str:
     if not untaken:
         return f"{words}, and have taken its parts of batches"
     return f"{words}; {counted(untaken, 'part')} of {parts} of a batch no one has taken this time"
-
-
-def _numbers_of_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """A parameter's gradient in the parameter's memory order, which it no longer has."""
-    gradient, parameter.grad = parameter.grad, None
-    if gradient is not None and gradient.stride() != parameter.stride():
-        gradient = torch.empty_like(parameter).copy_(gradient)
-    return None if gradient is None else numbers_of(gradient)
-
-
-def _length(layout: Layout, server: int) -> int:
-    own = layout.range(server)
-    return int(own.stop - own.start)
-
-
-@contextmanager
-def _named(server: int) -> Iterator[None]:
-    """Tell which server it is that has failed."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise LostRank(
-            f"rank {server}, a parameter server, has ended or does not answer ({error})"
-        ) from error

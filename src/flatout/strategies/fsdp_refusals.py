@@ -17,8 +17,7 @@ from flatout.world import World
 
 _DDP = "train with world.strategy=ddp"
 _WRAPPERS = (DataParallel, DistributedDataParallel, FSDPModule)
-# These step each element by itself, so that a part is stepped as the whole would be.
-_ELEMENTWISE = (
+ELEMENTWISE = (
     torch.optim.SGD,
     torch.optim.Adam,
     torch.optim.AdamW,
@@ -31,6 +30,7 @@ _ELEMENTWISE = (
     torch.optim.ASGD,
     torch.optim.Rprop,
 )
+"""These step each element by itself, so that a part is stepped as the whole would be."""
 
 
 def check_layout(model: nn.Module) -> None:
@@ -134,8 +134,8 @@ def check_elementwise(strategy: str, optimizer: torch.optim.Optimizer, known: se
     Raises:
         ModelError: it is such, or trains parameters that are not the model's.
     """
-    if type(optimizer) not in _ELEMENTWISE:
-        names = ", ".join(kind.__name__ for kind in _ELEMENTWISE)
+    if type(optimizer) not in ELEMENTWISE:
+        names = ", ".join(kind.__name__ for kind in ELEMENTWISE)
         raise ModelError(
             f"{strategy} lets ranks step parts of parameters by themselves, and "
             f"{type(optimizer).__name__} is not known to step each element alone",

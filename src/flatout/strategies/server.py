@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from flatout.strategies.server_handing import Handing
-from flatout.strategies.server_layout import Layout, numbers_of, part_of_state
+from flatout.strategies.server_layout import Layout
 from flatout.strategies.server_runs import Runs
 
 
@@ -49,57 +49,45 @@ class Share:
     """What a server has of an optimizer's parameters, in the memory of its CPU.
 
     Args:
-        optimizer: of the job; one like it steps the share.
-        layout: of its parameters.
-        server: whose share.
+        kind: of the optimizer.
+        groups: its parameter groups, with numbers of parameters as "params".
+        lengths: how many numbers of each parameter the server has.
+        dtype: of all of them.
+        most: how many numbers are stepped as one tensor at most; None for as many as are fast.
 
     Attributes:
         values: the weights of the share, in one piece of memory.
+        parameters: how many there are.
         version: how often they were stepped.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, layout: Layout, server: int) -> None:
-        self._layout, self._server = layout, server
-        own = layout.range(server)
-        dtype = layout.parameters[0].dtype
-        self.values = torch.zeros(own.stop - own.start, dtype=dtype)
-        self._parts = [
-            nn.Parameter(piece, requires_grad=p.requires_grad)
-            for piece, p in zip(layout.pieces(self.values, server), layout.parameters, strict=True)
-        ]
-        part_of = dict(zip(layout.parameters, self._parts, strict=True))
-        groups = [
+    def __init__(
+        self,
+        kind: type[torch.optim.Optimizer],
+        groups: Sequence[Mapping[str, Any]],
+        lengths: Sequence[int],
+        dtype: torch.dtype,
+        most: int | None = None,
+    ) -> None:
+        self.values = torch.zeros(sum(lengths), dtype=dtype)
+        self._parts = [nn.Parameter(piece) for piece in torch.split(self.values, list(lengths))]
+        own = [
             # What "capturable" wants is for GPUs alone.
-            {**group, "params": [part_of[p] for p in group["params"]], "capturable": False}
-            if group.get("capturable")
-            else {**group, "params": [part_of[p] for p in group["params"]]}
-            for group in optimizer.param_groups
+            {**group, "params": [self._parts[n] for n in group["params"]]}
+            | ({"capturable": False} if group.get("capturable") else {})
+            for group in groups
         ]
-        self._optimizer = type(optimizer)(groups, lr=float(groups[0]["lr"]))  # type: ignore[call-arg]
-        self._runs = Runs(self._optimizer, self._parts, self.values)
+        self._optimizer = kind(own, lr=float(groups[0]["lr"]))  # type: ignore[call-arg]
+        self._runs = Runs(self._optimizer, self._parts, self.values, most)
+        self.parameters = len(lengths)
         self.version = 0
         self._seen: dict[int, int] = {}
-        self.take_states(
-            {n: optimizer.state[p] for n, p in enumerate(layout.parameters) if p in optimizer.state}
-        )
-
-    def take_weights(self) -> None:
-        """Begin with the model's weights."""
-        with torch.no_grad():
-            for number, part in enumerate(self._parts):
-                piece = self._layout.piece(number, self._server)
-                part.copy_(numbers_of(self._layout.parameters[number])[piece])
 
     def take_states(self, states: Mapping[int, Mapping[str, Any]]) -> None:
-        """Begin with states of whole parameters, by their number."""
+        """Begin with states of its parts, by the number of the parameter."""
         self._runs.split()
         for number, state in states.items():
-            piece, whole = self._layout.piece(number, self._server), self._layout.parameters[number]
-            if piece.stop > piece.start:
-                self._optimizer.state[self._parts[number]] = {
-                    name: _on_cpu(part_of_state(value, whole, piece))
-                    for name, value in state.items()
-                }
+            self._optimizer.state[self._parts[number]] = dict(state)
 
     def states(self) -> dict[int, dict[str, Any]]:
         """Copies of the states of its parts, by the number of the parameter."""
@@ -119,12 +107,29 @@ class Share:
             gradient: of the share.
         """
         stale = self.version - self._seen.get(worker, 0)
-        rates = iter(push.rates)
-        for group in self._optimizer.param_groups:
-            _set_rates(group, next(rates), next(rates))
+        self._set_rates(push.rates)
         self._runs.step(push.used, gradient)
         self.version += 1
         return stale
+
+    def pieces(self, rates: Sequence[float], used: list[bool]) -> list[tuple[slice, nn.Parameter]]:
+        """Begin a step at these rates: what it changes of `values`, in order.
+
+        Args:
+            rates: as of a Push.
+            used: which parameters have a gradient.
+        """
+        self._set_rates(rates)
+        return self._runs.pieces(used)
+
+    def step_piece(self, piece: nn.Parameter, gradient: torch.Tensor) -> None:
+        """Step one of these."""
+        self._runs.step_piece(piece, gradient)
+
+    def _set_rates(self, rates: Sequence[float]) -> None:
+        each = iter(rates)
+        for group in self._optimizer.param_groups:
+            _set_rates(group, next(each), next(each))
 
     def is_current(self, worker: int) -> bool:
         """Whether a worker has read the weights of now."""
@@ -134,6 +139,39 @@ class Share:
         """Copy the weights for a worker."""
         into.copy_(self.values)
         self._seen[worker] = self.version
+
+
+def share_of(optimizer: torch.optim.Optimizer, layout: Layout, server: int) -> Share:
+    """The share of a server, with what the optimizer knows of it by now; its weights are zeros.
+
+    Args:
+        optimizer: of the job.
+        layout: of its parameters.
+        server: whose share.
+    """
+    lengths = layout.lengths(server)
+    groups = groups_of(optimizer, layout)
+    share = Share(type(optimizer), groups, lengths, layout.parameters[0].dtype)
+    states = {
+        n: optimizer.state[p] for n, p in enumerate(layout.parameters) if p in optimizer.state
+    }
+    share.take_states(layout.states(server, states))
+    return share
+
+
+def states_of(optimizer: torch.optim.Optimizer, layout: Layout) -> dict[int, dict[str, Any]]:
+    """The states of whole parameters, by their number."""
+    numbered, state = enumerate(layout.parameters), optimizer.state
+    return {number: state[whole] for number, whole in numbered if whole in state}
+
+
+def groups_of(optimizer: torch.optim.Optimizer, layout: Layout) -> list[dict[str, Any]]:
+    """The parameter groups of an optimizer, with numbers of parameters as "params"."""
+    number_of = {parameter: number for number, parameter in enumerate(layout.parameters)}
+    return [
+        {**group, "params": [number_of[p] for p in group["params"]]}
+        for group in optimizer.param_groups
+    ]
 
 
 class Server:
@@ -269,10 +307,6 @@ def rates_of(group: Mapping[str, Any]) -> list[float]:
     """What schedules change of a parameter group: its rate, and its momentum or first beta."""
     momentum = group["betas"][0] if "betas" in group else group.get("momentum", math.nan)
     return [float(group["lr"]), float(momentum)]
-
-
-def _on_cpu(value: Any) -> Any:
-    return value.cpu() if torch.is_tensor(value) else value
 
 
 def _set_rates(group: dict[str, Any], rate: float, momentum: float) -> None:

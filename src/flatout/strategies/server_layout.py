@@ -6,11 +6,14 @@ one tensor is. Of a parameter each server has at most one piece.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
+
+# Numbers of a chunk, and of how many chunks a small share has.
+_SMALLEST, _LARGEST, _CHUNKS = 1 << 14, 1 << 18, 16
 
 
 class Layout:
@@ -41,6 +44,30 @@ class Layout:
         own = self.range(server)
         first = min(max(own.start - start, 0), size)
         return slice(first, max(first, min(own.stop - start, size)))
+
+    def lengths(self, server: int) -> list[int]:
+        """How many numbers of each parameter a server has."""
+        pieces = [self.piece(number, server) for number in range(len(self.parameters))]
+        return [piece.stop - piece.start for piece in pieces]
+
+    def weights(self, server: int) -> torch.Tensor:
+        """What a server has of the parameters, end to end; a copy."""
+        each = [numbers_of(p)[self.piece(n, server)] for n, p in enumerate(self.parameters)]
+        return torch.cat(each)
+
+    def states(
+        self, server: int, states: Mapping[int, Mapping[str, Any]]
+    ) -> dict[int, dict[str, Any]]:
+        """What a server has of the states of parameters, by their number; copies on the CPU."""
+        result: dict[int, dict[str, Any]] = {}
+        for number, state in states.items():
+            piece, whole = self.piece(number, server), self.parameters[number]
+            if piece.stop > piece.start:
+                result[number] = {
+                    name: _on_cpu(part_of_state(value, whole, piece))
+                    for name, value in state.items()
+                }
+        return result
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The parameters' places in one piece of memory, each in the parameter's memory order."""
@@ -123,3 +150,19 @@ def state_beside(
         else value
         for name, value in state.items()
     }
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.cpu() if torch.is_tensor(value) else value
+
+
+def chunk_of(length: int) -> int:
+    """In chunks of how many numbers a share travels and is stepped: many, but not too small."""
+    return min(_LARGEST, max(_SMALLEST, -(-length // _CHUNKS)))
+
+
+def chunks_of(length: int) -> list[slice]:
+    """A share, cut evenly."""
+    count = -(-length // chunk_of(length))
+    bounds = [length * n // count for n in range(count + 1)] if count else [0]
+    return [slice(start, stop) for start, stop in pairwise(bounds)]

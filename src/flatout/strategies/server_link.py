@@ -8,22 +8,28 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 
-from flatout.world import Group, meeting
+from flatout.world import LostRank, Pair, meeting
 
 # What a worker wants of a server, the first number of its message.
 PUSH, TICK, PULL, CLAIM, CLOSE, REST, MEET, END = range(8)
+# And of one that computes nothing: these weights are those of now; gradients, to be measured; make
+# the step; gradients, and the step at once; tell or take states.
+VALUES, GRADIENTS, STEP, WHOLE_STEP, STATES, TAKE = range(8, 14)
+# The first rank wants something else.
+CALL = 14
 
 
 class Link:
     """One end of it.
 
     Args:
-        group: the two ranks, which make their ends at once.
+        pair: the channel, whose ends are made at once; that of the server is 0.
         same_node: whether they share a node.
         words: how many numbers a message to the server has.
         length: of the longest share.
@@ -35,20 +41,19 @@ class Link:
     """
 
     def __init__(
-        self, group: Group, *, same_node: bool, words: int, length: int, dtype: torch.dtype
+        self, pair: Pair, *, same_node: bool, words: int, length: int, dtype: torch.dtype
     ) -> None:
-        self._group, self._words = group, words
-        self._peer = group.ranks[1 - group.own]
-        shared = _shared(group, 2 * length * dtype.itemsize) if same_node else None
+        self.pair, self._words = pair, words
+        shared = _shared(pair, 2 * length * dtype.itemsize) if same_node else None
         self.is_shared = shared is not None
         both = torch.zeros(2 * length, dtype=dtype) if shared is None else shared.view(dtype)
         self.up, self.down = both[:length], both[length:]
 
     def send(self, words: torch.Tensor, data: torch.Tensor | None = None) -> None:
         """Send words, and what lies in `up` or `down`."""
-        dist.send(words, self._peer, group=self._group.channel)
+        self.pair.send(words).wait()
         if data is not None and len(data) and not self.is_shared:
-            dist.send(data, self._peer, group=self._group.channel)
+            self.pair.send(data).wait()
 
     def send_last(self, words: torch.Tensor, patience_s: float) -> None:
         """Send words to a server that may not listen any more.
@@ -56,9 +61,7 @@ class Link:
         Raises:
             RuntimeError: it does not.
         """
-        work = dist.isend(words, self._peer, group=self._group.channel)
-        assert work is not None
-        work.wait(timedelta(seconds=patience_s))
+        self.pair.send(words).wait(timedelta(seconds=patience_s))
 
     def words(self, count: int, patience_s: float | None = None) -> list[float]:
         """Words that come.
@@ -71,8 +74,7 @@ class Link:
             RuntimeError: the other rank has ended, or does not send any.
         """
         told = torch.zeros(count, dtype=torch.float64)
-        work = dist.irecv(told, self._peer, group=self._group.channel)
-        assert work is not None
+        work = self.pair.receive(told)
         work.wait(*([] if patience_s is None else [timedelta(seconds=patience_s)]))
         result: list[float] = told.tolist()
         return result
@@ -80,23 +82,23 @@ class Link:
     def data(self, into: torch.Tensor) -> None:
         """What comes behind the words, into `up` or `down`, or a part of it."""
         if len(into) and not self.is_shared:
-            dist.recv(into, self._peer, group=self._group.channel)
+            self.pair.receive(into).wait()
 
 
-def _shared(group: Group, size: int) -> torch.Tensor | None:
+def _shared(pair: Pair, size: int) -> torch.Tensor | None:
     """Memory that both ranks see; None where one cannot open the other's files."""
     size = max(size, 1)
-    file = os.memfd_create("flatout-server", os.MFD_CLOEXEC) if group.own == 0 else -1
+    file = os.memfd_create("flatout-server", os.MFD_CLOEXEC) if pair.own == 0 else -1
     try:
-        if group.own == 0:
+        if pair.own == 0:
             os.ftruncate(file, size)
-        pid, fd, inode = meeting.gathered(group, _told(file))[0]
+        pid, fd, inode = pair.gather(_told(file))[0]
         try:
             there = meeting.opened(pid, fd, os.O_RDWR)
             is_same = os.fstat(there).st_ino == inode
         except OSError:
             there, is_same = -1, False
-        could = all(meeting.gathered(group, is_same))
+        could = all(pair.gather(is_same))
         result = torch.frombuffer(mmap.mmap(there, size), dtype=torch.uint8) if could else None
         if there >= 0:
             os.close(there)
@@ -108,3 +110,21 @@ def _shared(group: Group, size: int) -> torch.Tensor | None:
 
 def _told(file: int) -> list[int]:
     return [os.getpid(), file, os.fstat(file).st_ino] if file >= 0 else [0, 0, 0]
+
+
+@contextmanager
+def answering(who: str) -> Iterator[None]:
+    """Within, a server is waited for: where it fails, that is told.
+
+    Args:
+        who: it is, for people.
+
+    Raises:
+        LostRank: it has failed.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, LostRank):
+            raise
+        raise LostRank(f"{who} has ended or does not answer ({error})") from error

@@ -47,12 +47,18 @@ class Runs:
         optimizer: has them in its parameter groups, in their order.
         parts: end to end in `values`; some may be empty.
         values: the weights of the share.
+        most: how many numbers are stepped as one tensor at most; None for as many as are fast.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, parts: Sequence[nn.Parameter], values: torch.Tensor
+        self,
+        optimizer: torch.optim.Optimizer,
+        parts: Sequence[nn.Parameter],
+        values: torch.Tensor,
+        most: int | None = None,
     ) -> None:
         self._optimizer, self._values = optimizer, values
+        self._most = most or _MOST_NUMBERS
         starts = accumulate((len(part) for part in parts), initial=0)
         self._start_of = dict(zip(parts, starts, strict=False))
         self._number_of = {part: number for number, part in enumerate(parts)}
@@ -68,16 +74,33 @@ class Runs:
             used: whether a part has one.
             gradient: of the share.
         """
+        self._prepare(used)
+        for run in self._runs:
+            for piece, place in zip(run.pieces, run.places, strict=True):
+                piece.grad = gradient[place]
+        self._optimizer.step()
+
+    def pieces(self, used: list[bool]) -> list[tuple[slice, nn.Parameter]]:
+        """What a step changes, in the order of the share: each may be stepped by itself."""
+        self._prepare(used)
+        result = [each for run in self._runs for each in zip(run.places, run.pieces, strict=True)]
+        for _, piece in result:
+            piece.grad = None
+        return result
+
+    def step_piece(self, piece: nn.Parameter, gradient: torch.Tensor) -> None:
+        """Step one of these alone."""
+        piece.grad = gradient
+        self._optimizer.step()
+        piece.grad = None
+
+    def _prepare(self, used: list[bool]) -> None:
         if used != self._used:
             self.split()
             self._changes += 1
             self._used = list(used)
         if not self._runs:
             self._join()
-        for run in self._runs:
-            for piece, place in zip(run.pieces, run.places, strict=True):
-                piece.grad = gradient[place]
-        self._optimizer.step()
 
     def split(self) -> None:
         """Let each part have its own state again, until the next step."""
@@ -128,7 +151,7 @@ class Runs:
 
     def _run(self, parts: list[nn.Parameter], may_cut: bool) -> _Run:
         first, last = self._start_of[parts[0]], self._start_of[parts[-1]] + len(parts[-1])
-        count = -(-(last - first) // _MOST_NUMBERS) if may_cut else 1
+        count = -(-(last - first) // self._most) if may_cut else 1
         bounds = [first + (last - first) * n // count for n in range(count + 1)]
         places = [slice(start, stop) for start, stop in pairwise(bounds)]
         if len(parts) == count == 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flatout.errors import RecipeError
 from flatout.recipe import SETTINGS, Recipe
+from flatout.world import servers
 
 _DDP = "train with world.strategy=ddp"
 _GATHERED = (
@@ -70,6 +71,9 @@ def check_settings(requested: Recipe) -> None:
         RecipeError: naming one.
     """
     strategy = requested.world.strategy
+    there = servers.apart()
+    if there is not None:
+        _check_apart(requested, there.size)
     if requested.world.staleness != "sync" and strategy != "parameter_server":
         raise RecipeError(
             f"world.staleness={requested.world.staleness} is about parameter servers, and "
@@ -121,4 +125,15 @@ def check_settings(requested: Recipe) -> None:
             "memory.micro_batch is how many samples a rank takes at once, and with "
             "world.strategy=staged world.micro_batches says into how many parts a batch is split",
             do="set world.micro_batches in its place",
+        )
+
+
+def _check_apart(requested: Recipe, count: int) -> None:
+    """Refuse servers that compute nothing where no one wants them."""
+    asked = requested.world
+    if asked.strategy != "parameter_server":
+        raise RecipeError(
+            f"flatout run --servers {count} has started servers, and "
+            f"world.strategy={asked.strategy} has none",
+            do="set world.strategy=parameter_server, or leave --servers out",
         )

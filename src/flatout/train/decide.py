@@ -27,6 +27,7 @@ from flatout.recipe import (
 from flatout.strategies import (
     LEFT_OUT,
     AsyncParameterServer,
+    AsyncServersApart,
     Beside,
     Ddp,
     Fsdp,
@@ -34,6 +35,7 @@ from flatout.strategies import (
     LocalSgd,
     ParameterServer,
     Reduction,
+    ServersApart,
     Shared,
     Strategy,
     reduction_of,
@@ -53,6 +55,7 @@ from flatout.train.snapshot import untouched
 from flatout.train.split_tables import SPLIT, check_split, splits_tables
 from flatout.train.step import Stepper
 from flatout.train.stragglers import Pace
+from flatout.world import servers
 
 # Samples of a first batch, where a forward of all would show.
 _CHECKED = 4
@@ -302,12 +305,7 @@ def _strategy(
     if asked.strategy == "staged":
         return _stages(loop, resolved, compute, first), resolved
     if asked.strategy == "parameter_server":
-        servers, optimizers, spare = asked.servers, loop.optimizers, asked.spare_workers
-        if asked.staleness == "sync" and not spare:
-            return ParameterServer(world, model, optimizers, servers, loop.tell), resolved
-        bound = asked.staleness if isinstance(asked.staleness, int) else None
-        given = (servers, bound, spare, loop.tell)
-        return AsyncParameterServer(world, model, optimizers, *given), resolved
+        return _served(loop, resolved), resolved
     adds_up, resolved = _reduction(loop, resolved)
     reduction = Beside(adds_up, loop.device)
     if asked.strategy == "local_sgd":
@@ -322,6 +320,21 @@ def _strategy(
         )
         return local, resolved
     return Ddp(world, model, reduction, loop.stepper.switch.shards), resolved
+
+
+def _served(loop: LoopState, resolved: ResolvedRecipe) -> Strategy:
+    """Servers step the weights: some of the ranks, or processes that compute nothing."""
+    asked, there = resolved.world, servers.apart()
+    bound = asked.staleness if isinstance(asked.staleness, int) else None
+    waits = asked.staleness == "sync" and not asked.spare_workers
+    to_all, say = (loop.world, loop.model, loop.optimizers), loop.tell
+    if there is None and waits:
+        return ParameterServer(*to_all, asked.servers, say)
+    if there is None:
+        return AsyncParameterServer(*to_all, asked.servers, bound, asked.spare_workers, say)
+    if waits:
+        return ServersApart(*to_all, there, loop.clip, say)
+    return AsyncServersApart(*to_all, there, bound, asked.spare_workers, say)
 
 
 def _stages(

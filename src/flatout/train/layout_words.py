@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from flatout.train.loop_state import LoopState
+from flatout.world import servers
 
 
 def layout_words(loop: LoopState, batch_size: int | None) -> str:
@@ -22,7 +23,11 @@ def layout_words(loop: LoopState, batch_size: int | None) -> str:
     if asked.strategy == "local_sgd":
         words += f" with an average every {asked.sync_every} steps"
     if asked.strategy == "parameter_server":
-        words += f" (servers: {asked.servers}, staleness: {asked.staleness})"
+        there, count, where = servers.apart(), asked.servers, ""
+        if there is not None:
+            count = there.size
+            where = " beside the ranks" if there.are_here else " on nodes of their own"
+        words += f" (servers: {count}{where}, staleness: {asked.staleness})"
         if asked.spare_workers:
             words += f", waiting for {ranks - asked.spare_workers} ranks in each step"
     if batch_size is not None and loop.takes_whole_batches:

@@ -17,9 +17,11 @@ from flatout.world.network import source_address as source_address
 from flatout.world.nodes import Nodes as Nodes
 from flatout.world.nodes import asked_for as asked_for
 from flatout.world.nodes import check_devices as check_devices
+from flatout.world.pair import Pair as Pair
 from flatout.world.place import ALONE as ALONE
 from flatout.world.place import RANK_TRIAL as RANK_TRIAL
 from flatout.world.place import RANKS_TRIED as RANKS_TRIED
+from flatout.world.place import SERVERS as SERVERS
 from flatout.world.place import Place as Place
 from flatout.world.place import place as place
 from flatout.world.place import restarts as restarts

@@ -99,6 +99,17 @@ def have_met() -> None:
         _store().add("times", 1)
 
 
+def times() -> int:
+    """As a rank: how often the others have taken ranks back."""
+    return _times
+
+
+def come_to(times: int) -> None:
+    """As a server that is no rank: the ranks have taken others back so often."""
+    global _times
+    _times = times
+
+
 def _is_any(what: str, ranks: Collection[int]) -> bool:
     if not _said:
         return False

@@ -117,7 +117,7 @@ def run_ranks(
         told.enter_context(_told_to_ranks(rendezvous))
         spec = WorkerSpec(
             role="flatout",
-            local_world_size=rendezvous.nodes.ranks or 1,
+            local_world_size=rendezvous.nodes.here,
             entrypoint=command[0],
             # torch takes ${local_rank} in arguments for its own; these are the script's as they are
             args=tuple(argument.replace("$", "$$") for argument in command[1:]),

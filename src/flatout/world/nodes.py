@@ -34,6 +34,8 @@ class Nodes:
         ranks: how many ranks each node has; None where no one has said.
         is_open: whether the first node is to say how many, which it measures.
         origin: what has said so, for people.
+        servers: how many parameter servers compute nothing: beside the ranks of one node, or one on
+            each of the last nodes.
     """
 
     count: int = 1
@@ -42,33 +44,55 @@ class Nodes:
     ranks: int | None = None
     origin: str = ""
     is_open: bool = False
+    servers: int = 0
 
     @property
     def is_world(self) -> bool:
         """Whether there are several ranks."""
         return self.count > 1 or (self.ranks or 1) > 1
 
+    @property
+    def computing(self) -> int:
+        """How many nodes have ranks that compute."""
+        return self.count - self.servers if self.count > 1 else 1
+
+    @property
+    def here(self) -> int:
+        """How many processes this node starts."""
+        if self.rank >= self.computing:
+            return 1
+        return (self.ranks or 1) + (self.servers if self.count == 1 else 0)
+
     def __str__(self) -> str:
+        if self.rank >= self.computing:
+            return f"a server alone on this node, node {self.rank} of {self.count}"
         ranks = f"{self.ranks or 1} ranks on this node"
+        if self.servers and self.count == 1:
+            ranks += f", and {counted(self.servers, 'server')}"
         return f"{ranks}, node {self.rank} of {self.count}" if self.count > 1 else ranks
 
 
 def asked_for(
-    ranks: int | None, count: int | None, rank: int | None, rendezvous: str | None
+    ranks: int | None,
+    count: int | None,
+    rank: int | None,
+    rendezvous: str | None,
+    servers: int = 0,
 ) -> Nodes:
     """What a command asks for; what it leaves out, the cluster may have said.
 
     Args:
-        ranks: on each node.
+        ranks: on each node that computes.
         count: how many nodes.
         rank: which of them this is.
         rendezvous: where they meet.
+        servers: how many servers compute nothing.
 
     Raises:
         WorldError: it makes no sense, or there are fewer devices than ranks.
     """
     found = nodes()
-    if ranks is not None and count is None and found.count == 1:
+    if (ranks is not None or servers) and count is None and found.count == 1:
         found = launched_nodes() or found
     found = Nodes(
         count=found.count if count is None else count,
@@ -76,13 +100,16 @@ def asked_for(
         rendezvous=found.rendezvous if rendezvous is None else rendezvous,
         ranks=found.ranks if ranks is None else ranks,
         origin=found.origin or "--nodes, --node-rank",
+        servers=servers,
     )
     if found.count > 1 and rank is None and count is not None:
         raise WorldError(
             f"--nodes {count}, but not which of them this is", do="pass --node-rank, from 0"
         )
-    check_devices(found.ranks or 1)
-    return checked(found)
+    checked(found)
+    if found.rank < found.computing:
+        check_devices(found.ranks or 1)
+    return found
 
 
 def check_devices(ranks: int, device: str | None = None) -> None:
@@ -250,4 +277,27 @@ def checked(found: Nodes) -> Nodes:
             f"nodes to meet; found {found.rendezvous!r}",
             do="pass --rendezvous host1:29500, the same on every node",
         )
+    if found.servers:
+        _check_servers(found)
     return found
+
+
+def _check_servers(found: Nodes) -> None:
+    servers, ranks = found.servers, found.computing * (found.ranks or 1)
+    if found.computing < 1:
+        raise WorldError(
+            f"--servers {servers} is a node for each server, and of {counted(found.count, 'node')} "
+            "one at least must compute",
+            do=f"take {found.count - 1} at most, or more nodes; with --set world.servers={servers} "
+            "ranks that compute are servers as well",
+        )
+    if ranks == 1:
+        raise WorldError(
+            f"--servers {servers} leaves one rank that computes, and servers step for several",
+            do="pass --devices 2 or more, take more nodes, or leave --servers out",
+        )
+    if servers > ranks:
+        raise WorldError(
+            f"--servers {servers} for {ranks} ranks that compute: more servers than ranks",
+            do=f"take {ranks} at most",
+        )

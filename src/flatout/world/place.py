@@ -22,6 +22,9 @@ _FIRST_PORT, _PORTS = 20_000, 10_000
 RANK_TRIAL = "FLATOUT_RANK_TRIAL"
 """Set for a job that is only to be measured: the file for the first rank's steps per second."""
 
+SERVERS = "FLATOUT_SERVERS"
+"""Set where processes behind the ranks are servers alone: how many; for a rank also where."""
+
 STARTED_BY = "FLATOUT_STARTED_BY"
 """Names the process that has started the ranks of this node and watches them."""
 

@@ -66,7 +66,11 @@ class Preflight:
             host=socket.gethostname(),
             pid=os.getpid(),
             key=uuid.uuid4().hex,
-            facts={"--nodes": str(nodes.count), **facts},
+            facts={
+                "--nodes": str(nodes.count),
+                **({"--servers": str(nodes.servers)} if nodes.servers else {}),
+                **facts,
+            },
         )
         self._gate: Gate | None = None
         self._wait_s = wait_s

@@ -10,6 +10,7 @@ import hashlib
 import hmac
 import os
 import socket
+from collections.abc import Callable
 from secrets import token_bytes, token_hex
 from typing import Any
 
@@ -96,11 +97,24 @@ def check_channel(rank: int, size: int, channel: Any = None) -> None:
     Raises:
         WorldError: one does not.
     """
+    prove(rank, lambda value: messages.gather(value, size, channel))
+
+
+def prove(rank: int, gather: Callable[[Any], list[Any]]) -> None:
+    """The same, where what all of them tell is had in another way.
+
+    Args:
+        rank: of this process among them.
+        gather: gives what each of them has called it with, by rank.
+
+    Raises:
+        WorldError: one does not.
+    """
     if not secret():
         return
-    nonces = [str(item).encode() for item in messages.gather(token_hex(_NONCE), size, channel)]
+    nonces = [str(item).encode() for item in gather(token_hex(_NONCE))]
     own = _proof(b"rank", *nonces, str(rank).encode()).hex()
-    for other, proof in enumerate(messages.gather(own, size, channel)):
+    for other, proof in enumerate(gather(own)):
         expected = _proof(b"rank", *nonces, str(other).encode()).hex()
         if not (isinstance(proof, str) and hmac.compare_digest(proof.encode(), expected.encode())):
             raise WorldError(

@@ -85,7 +85,8 @@ class World(Section):
     servers: Positive = setting(
         1,
         'How many ranks `strategy = "parameter_server"` makes servers, from the first on: each '
-        "steps an equal share of the weights, beside its own part of the batches.",
+        "steps an equal share of the weights, beside its own part of the batches. With "
+        "`flatout run --servers` they are processes that compute nothing, and this is how many.",
         # The same sums in another order.
         parity=Parity.TOLERANT,
         words="{} servers",

@@ -1,0 +1,83 @@
+"""Ranks of one host that are one for servers on other hosts: a tower.
+
+Gradients are added up in memory that they share, so that one of them sends the sum, and hands out
+the weights that come back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from flatout.strategies.reductions.shared import add_in_order
+from flatout.world import Mailbox, World, mailbox_of
+
+
+class Tower:
+    """The ranks of this host.
+
+    Args:
+        world: of this rank.
+        mailbox: of the ranks of its host, in their order; the first one leads.
+        is_leader: whether that is this rank.
+
+    Attributes:
+        is_leader: as above.
+    """
+
+    def __init__(self, world: World, mailbox: Mailbox, *, is_leader: bool) -> None:
+        self._world, self._mailbox, self.is_leader = world, mailbox, is_leader
+
+    def add_up(self, parts: Sequence[torch.Tensor]) -> None:
+        """On the leader tensors become the sums of those of all, in the order of the ranks."""
+        boxes = self._met(parts, "gradients of the ranks of this host")
+        if self.is_leader:
+            for box, part in zip(zip(*boxes, strict=True), parts, strict=True):
+                add_in_order(list(box), part)
+
+    def share(self, parts: Sequence[torch.Tensor], what: str) -> None:
+        """Tensors become those of the leader.
+
+        Args:
+            parts: of the same shapes on every rank of the host.
+            what: they are.
+        """
+        boxes = self._met(parts, what)
+        if not self.is_leader:
+            for box, part in zip(boxes[0], parts, strict=True):
+                part.copy_(box)
+
+    def _met(self, parts: Sequence[torch.Tensor], what: str) -> list[list[torch.Tensor]]:
+        """What each rank has laid there, to be read before the next call."""
+        sizes = [part.nbytes for part in parts]
+        room = self._mailbox.room(sum(sizes))
+        for part, into in zip(parts, torch.split(room, sizes), strict=True):
+            into.view(part.dtype).copy_(part)
+        with self._world.within(self._world.begun(None, what)):
+            boxes = self._mailbox.meet()
+        return [
+            [
+                own.view(part.dtype)
+                for own, part in zip(torch.split(box[: sum(sizes)], sizes), parts, strict=True)
+            ]
+            for box in boxes
+        ]
+
+
+def tower_of(world: World) -> tuple[list[int], Tower | None]:
+    """Which ranks speak with servers, one of each host; and the others of this one's host.
+
+    All ranks call it. Where those of some host share no memory, each rank speaks for itself.
+    """
+    nodes = world.gather(world.place.node, "nodes of the ranks")
+    by_node = [[r for r, node in enumerate(nodes) if node == own] for own in sorted({*nodes})]
+    group, mailbox = world.among(*by_node), None
+    assert group is not None
+    if len(group.ranks) > 1:
+        mailbox = mailbox_of(group, world.timeout_s)
+    could = mailbox is not None or len(group.ranks) == 1
+    if not all(world.gather(could, "memory that ranks of a host share")):
+        return [*range(world.size)], None
+    tower = None if mailbox is None else Tower(world, mailbox, is_leader=group.own == 0)
+    return [ranks[0] for ranks in by_node], tower

@@ -1,0 +1,82 @@
+"""Where gradients of a model lie on their way to a server, and weights on their way back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from flatout.strategies.server_layout import Layout, numbers_of
+
+
+class Way(NamedTuple):
+    """Between a rank and a server, for an optimizer's parameters.
+
+    Attributes:
+        up: gradients of the server's share.
+        down: its weights.
+        up_here: the same gradients beside the parameters; `up` itself where these are on the CPU.
+        down_here: and the weights.
+        cuts: of each parameter of which it has some, the number, and which of its numbers.
+        ups: where these lie in `up_here`.
+        downs: and in `down_here`.
+    """
+
+    up: torch.Tensor
+    down: torch.Tensor
+    up_here: torch.Tensor
+    down_here: torch.Tensor
+    cuts: list[tuple[int, slice]]
+    ups: list[torch.Tensor]
+    downs: list[torch.Tensor]
+
+    def put(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Lay gradients on it, of each parameter its numbers; what has none counts as zero."""
+        each = list(zip(self.cuts, self.ups, strict=True))
+        parts = [(up, own[cut]) for (n, cut), up in each if (own := gradients[n]) is not None]
+        if parts:
+            torch._foreach_copy_([up for up, _ in parts], [own for _, own in parts])
+        if len(parts) < len(each):
+            torch._foreach_zero_([up for (n, _), up in each if gradients[n] is None])
+        if self.up_here is not self.up:
+            self.up.copy_(self.up_here)
+
+    def take(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Copy the weights that came into each parameter's numbers."""
+        if self.down_here is not self.down:
+            self.down_here.copy_(self.down)
+        torch._foreach_copy_([parameters[n][cut] for n, cut in self.cuts], self.downs)
+
+
+def way_of(layout: Layout, server: int, up: torch.Tensor, down: torch.Tensor) -> Way:
+    """The way to a server.
+
+    Args:
+        layout: of the optimizer's parameters.
+        server: its number.
+        up: memory for the gradients of its share, on the CPU.
+        down: and for its weights.
+    """
+    device = layout.parameters[0].device
+    # To and from a GPU in one piece.
+    up_here, down_here = up.to(device), down.to(device)
+    numbers = range(len(layout.parameters))
+    cuts = [(n, cut) for n in numbers if (cut := layout.piece(n, server)).stop > cut.start]
+    pieces = [layout.pieces(memory, server) for memory in (up_here, down_here)]
+    ups, downs = ([own[n] for n, _ in cuts] for own in pieces)
+    return Way(up, down, up_here, down_here, cuts, ups, downs)
+
+
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    """A parameter's gradient as numbers in the parameter's memory order; it has none any more."""
+    gradient, parameter.grad = parameter.grad, None
+    if gradient is not None and gradient.stride() != parameter.stride():
+        gradient = torch.empty_like(parameter).copy_(gradient)
+    return None if gradient is None else numbers_of(gradient)
+
+
+def length_of(layout: Layout, server: int) -> int:
+    """How many numbers a server has."""
+    own = layout.range(server)
+    return int(own.stop - own.start)

@@ -1,0 +1,79 @@
+"""A channel between two processes, which need not be ranks of one World."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from flatout.world import messages
+from flatout.world.secret import prove
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Pair:
+    """One end of it: what is sent comes in order.
+
+    Args:
+        channel: torch's process group of two.
+        own: which of the two this process is, 0 or 1.
+    """
+
+    def __init__(self, channel: Any, own: int) -> None:
+        self._channel, self.own = channel, own
+
+    def send(self, tensor: torch.Tensor) -> Any:
+        """Begin to send a tensor; torch's `Work`."""
+        return self._channel.send([tensor], 1 - self.own, 0)
+
+    def receive(self, into: torch.Tensor) -> Any:
+        """Begin to receive one; likewise."""
+        return self._channel.recv([into], 1 - self.own, 0)
+
+    def tell(self, value: Any) -> None:
+        """Send a value, as `World.gather` takes it."""
+        import torch
+
+        message = messages.pack(value)
+        self.send(torch.tensor([len(message)])).wait()
+        self.send(message).wait()
+
+    def hear(self) -> Any:
+        """The value that the other one tells; its tensors lie on the CPU."""
+        import torch
+
+        length = torch.zeros(1, dtype=torch.int64)
+        self.receive(length).wait()
+        message = torch.empty(int(length), dtype=torch.uint8)
+        self.receive(message).wait()
+        return messages.unpack(message)
+
+    def gather(self, value: Any) -> list[Any]:
+        """What both tell, who both call it: that of 0 first."""
+        if self.own == 0:
+            self.tell(value)
+            return [value, self.hear()]
+        other = self.hear()
+        self.tell(value)
+        return [other, value]
+
+
+def open_pair(store: Any, own: int, timeout_s: float) -> Pair:
+    """Meet another process at a store.
+
+    Args:
+        store: of torch's, whose keys no one else uses.
+        own: which of the two this process is, 0 or 1.
+        timeout_s: how long to wait for the other one, and for what it sends, in seconds.
+
+    Raises:
+        RuntimeError: it does not come.
+        WorldError: it does not know the secret of the job.
+    """
+    import torch.distributed as dist
+
+    timeout = timedelta(seconds=timeout_s)
+    result = Pair(dist.ProcessGroupGloo(store, own, 2, timeout), own)
+    prove(own, result.gather)
+    return result

@@ -1,0 +1,108 @@
+"""Processes of a job that are parameter servers and compute nothing.
+
+`flatout run --servers` starts them behind the ranks: beside those of one node, or one on each of
+the last nodes. A rank is told of fewer processes than there are, so that its World has those alone
+that compute. Both meet at the job's store.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import MutableMapping
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+from flatout.world.network import INTERFACES
+from flatout.world.pair import Pair, open_pair
+from flatout.world.place import SERVERS, Place, place, restarts
+from flatout.world.stores import connect
+
+OVER = "over"
+"""In their store, once the first rank's script has ended."""
+
+
+class Servers(NamedTuple):
+    """The servers of a job, as a rank knows them.
+
+    Attributes:
+        size: how many there are.
+        are_here: whether they share the ranks' node; else each has a node of its own.
+    """
+
+    size: int
+    are_here: bool
+
+
+def apart() -> Servers | None:
+    """As a rank: the servers that compute nothing; None where there are none."""
+    words = os.environ.get(SERVERS, "").split()
+    return Servers(int(words[0]), words[1] == "here") if len(words) == 2 else None
+
+
+def number_of(here: Place) -> int | None:
+    """Which server a process is that was started for a job with some; None where it is a rank.
+
+    Args:
+        here: the place of the process among all.
+    """
+    number = here.rank - (here.world_size - int(os.environ[SERVERS]))
+    return number if number >= 0 else None
+
+
+def become_rank(here: Place, env: MutableMapping[str, str]) -> None:
+    """As a process that is to be a rank: know of the ranks alone.
+
+    Args:
+        here: its place among all processes.
+        env: its variables, which are changed.
+    """
+    # A number alone is what the launcher has set.
+    count, are_here = int(env[SERVERS]), here.nodes == 1
+    env["WORLD_SIZE"] = str(here.world_size - count)
+    env["LOCAL_WORLD_SIZE"] = str(here.local_world_size - count * are_here)
+    env["GROUP_WORLD_SIZE"] = str(1 if are_here else here.nodes - count)
+    env.setdefault("GROUP_RANK", str(here.node))
+    env[SERVERS] = f"{count} {'here' if are_here else 'apart'}"
+
+
+def become_server(here: Place, env: MutableMapping[str, str]) -> None:
+    """As a process that is to be a server: reach ranks of its node by loopback.
+
+    Args:
+        here: its place among all processes.
+        env: its variables, which are changed.
+    """
+    if here.nodes == 1:
+        for variable in INTERFACES:
+            env.setdefault(variable, "lo")
+
+
+def open_store(timeout_s: float) -> Any:
+    """Where servers and ranks meet, on a connection of its own.
+
+    Raises:
+        RuntimeError: it cannot be reached in time.
+    """
+    import torch.distributed as dist
+
+    there = connect(place(), timedelta(seconds=timeout_s))
+    return dist.PrefixStore(f"flatout-servers-{restarts()}", there)  # type: ignore[attr-defined]
+
+
+def pair_of(
+    store: Any, session: int, server: int, rank: int, *, is_rank: bool, timeout_s: float
+) -> Pair:
+    """The channel between a server and a rank, which both call.
+
+    Args:
+        store: as `open_store` gives it.
+        session: for the how manieth time ranks want servers.
+        server: its number.
+        rank: of the ranks.
+        is_rank: which of the two this process is.
+        timeout_s: how long to wait for the other one, in seconds.
+    """
+    import torch.distributed as dist
+
+    own = dist.PrefixStore(f"{session}-{server}-{rank}", store)  # type: ignore[attr-defined]
+    return open_pair(own, int(is_rank), timeout_s)
