@@ -29,7 +29,7 @@ from killed.processes import Hang, Lost, strays
 from killed.ranks import AGENTS, RANKS
 from killed.saves import MERGED, PIECES
 from killed.series import Kind, Outcome
-from killed.strategies import COPIES, SERVERS, STRATEGIES
+from killed.strategies import APART_SERVERS, COPIES, SERVERS, STRATEGIES
 from killed.tables import CACHES, CONVERTS
 from killed.workers import WORKERS
 from results import Key, Results, add_json_argument, finish, positive
@@ -43,6 +43,7 @@ KINDS = {
         STRATEGIES,
         SERVERS,
         COPIES,
+        APART_SERVERS,
         WORKERS,
         MERGED,
         PIECES,

@@ -12,6 +12,8 @@ as many micro-batches and from the stages' shares of it.
 one is three times slower (`peers/uneven_flatout.py`): where all wait for it, where no one does, and
 where steps do without the slowest. And of four servers the largest share of a model with tensors
 as unlike as Inception's beside the smallest, in bytes and in time (`peers/balanced_flatout.py`).
+And a step of four hosts in network namespaces with slow links, with four more that are servers
+alone, beside one with all_reduce (`peers/spare_hosts_flatout.py`; needs root).
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ ONE, STAGED, STAGED_AGAIN = "flatout-one-rank", "flatout-staged", "flatout-stage
 SYNC, SYNC_AGAIN = "uneven-sync", "uneven-sync-again"
 ASYNC, SPARE = "uneven-async", "uneven-spare"
 SHARES = "shares-of-servers"
+REDUCED, REDUCED_AGAIN, SERVED = "hosts-all-reduce", "hosts-all-reduce-again", "hosts-servers"
 # What each key needs.
 NEEDS = {
     "fsdp_vs_torch": (TORCH, BOUND, FSDP),
@@ -47,6 +50,8 @@ NEEDS = {
     "spare_workers_with_straggler": (SYNC, SPARE),
     "straggler_vs_itself": (SYNC, SYNC_AGAIN),
     "servers_balanced": (SHARES,),
+    "ps_sync_vs_all_reduce": (REDUCED, SERVED),
+    "all_reduce_vs_itself": (REDUCED, REDUCED_AGAIN),
 }
 
 
@@ -59,6 +64,9 @@ def peers_of(epochs: int, samples: int) -> list[Peer]:
 
     def uneven(name: str, way: str) -> Peer:
         return Peer(name, "uneven_flatout.py", ("--way", way), ("torch", "flatout"))
+
+    def hosts(name: str, way: str) -> Peer:
+        return Peer(name, "spare_hosts_flatout.py", ("--way", way), ("torch", "flatout"))
 
     return [
         Peer(TORCH, "strategies_torch.py", shared, ("torch",)),
@@ -73,6 +81,9 @@ def peers_of(epochs: int, samples: int) -> list[Peer]:
         uneven(ASYNC, "async"),
         uneven(SPARE, "spare"),
         Peer(SHARES, "balanced_flatout.py", (), ("torch", "flatout")),
+        hosts(REDUCED, "all_reduce"),
+        hosts(REDUCED_AGAIN, "all_reduce"),
+        hosts(SERVED, "servers"),
     ]
 
 
@@ -101,6 +112,13 @@ def keys_of(rows: Mapping[str, Row]) -> list[Key]:
         ),
         Key("straggler_vs_itself", ratio(rows, SYNC_AGAIN, SYNC), note=again),
         Key("servers_balanced", unevenness(rows[SHARES]), at_most=1.1, note=shares_words(rows)),
+        Key(
+            "ps_sync_vs_all_reduce",
+            ratio(rows, SERVED, REDUCED),
+            at_most=1.0,
+            note=hosts_words(rows),
+        ),
+        Key("all_reduce_vs_itself", ratio(rows, REDUCED_AGAIN, REDUCED), note=again),
     ]
 
 
@@ -119,6 +137,14 @@ def shares_words(rows: Mapping[str, Row]) -> str:
     fact = json.loads(rows[SHARES].notes[0])
     times = ", ".join(f"{one:.2f}" for one in fact["ms"])
     return f"{max(fact['bytes']) / 1e6:.1f} MB and {times} ms a step on four servers"
+
+
+def hosts_words(rows: Mapping[str, Row]) -> str:
+    if not rows[SERVED].measured:
+        return ""
+    fact = json.loads(rows[SERVED].notes[0])
+    count = fact["hosts"]
+    return f"{count} hosts at {fact['mbit']} Mbit/s, and {count} more with a server each"
 
 
 def uneven_words(rows: Mapping[str, Row], name: str, more: str) -> str:

@@ -63,6 +63,9 @@ trainer.save("final.safetensors")
 """.replace("EVERY", str(EVERY)).replace("EPOCHS", str(STEPS // 20))
 
 
+APART = ",apart"
+"""Behind a strategy: with a server that computes nothing, behind the ranks."""
+
 # The command would refuse more ranks than CPUs.
 LAUNCH = """
 import sys
@@ -78,11 +81,13 @@ def begin(folder: Path, pieces: str, strategy: str = "ddp", count: int = 2) -> p
     (folder / "train.py").write_text(JOB)
     call = "from flatout.cli.main import main; main()"
     command = [sys.executable, "-c", call, "run", "--devices", "2", "--restarts", "1000"]
+    if strategy.endswith(APART):
+        command += ["--servers", "1"]
     if count > 2:
         command = [sys.executable, "-c", LAUNCH, str(count)]
     with (folder / "said").open("ab") as said:
         return psutil.Popen(
-            [*command, "train.py", pieces, strategy],
+            [*command, "train.py", pieces, strategy.removesuffix(APART)],
             cwd=folder,
             stdout=said,
             stderr=said,

@@ -16,13 +16,14 @@ import torch
 
 from flatout.save.model_file import load_model
 from killed.processes import Lost
-from killed.ranks import begin, check_checkpoints, finished, killed
+from killed.ranks import APART, begin, check_checkpoints, finished, killed
 from killed.series import Kind, Outcome
 
 EXACT = ("fsdp", "local_sgd", "parameter_server")
 ASYNC = ("parameter_server,staleness=4", "parameter_server,spare_workers=1")
 ALL = (*EXACT, "staged", *ASYNC)
 IN_COPIES = "staged,stages=2"
+SERVED = f"parameter_server{APART}"
 ROUNDING = 1e-4
 
 
@@ -49,6 +50,8 @@ def run(
         victims, count = ("0", "1", "2", "1", "2", "command"), 3
     elif strategy == IN_COPIES:
         victims, count = ("0", "1", "2", "3", "command"), 4
+    elif strategy == SERVED:
+        victims = ("0", "1", "2", "2", "command")
     expected = None if strategy in ASYNC else undisturbed(base, strategy, count)
     killed(folder, wanted, draw, outcome, victims, strategy, count)
     found = load_model(folder / "final.safetensors")
@@ -69,6 +72,12 @@ def run_copies(
     folder: Path, wanted: int, draw: random.Random, base: Path, outcome: Outcome
 ) -> None:
     run(folder, wanted, draw, base, outcome, [IN_COPIES])
+
+
+def run_served(
+    folder: Path, wanted: int, draw: random.Random, base: Path, outcome: Outcome
+) -> None:
+    run(folder, wanted, draw, base, outcome, [SERVED])
 
 
 STRATEGIES = Kind(
@@ -94,4 +103,12 @@ COPIES = Kind(
     10,
     lambda folder: folder,
     run_copies,
+)
+APART_SERVERS = Kind(
+    "apart",
+    "a rank, a server that computes nothing, or the command",
+    50,
+    10,
+    lambda folder: folder,
+    run_served,
 )
