@@ -182,14 +182,14 @@ SCRIPT = """
         found["written on 3"] = fit({}, 4, folder / "written for 3")
         found["ddp on 3"] = fit(served(3), 4, folder / "ddp for 3")
     elif phase == "nodes":  # servers that compute nothing, on nodes of their own
-        found = exact(served(2), ("groups", "cycle"))
+        found = exact(served(2), ("groups", "cycle", "norm"))
         fit(served(2), 2, folder / "written")
         found["from ddp"] = fit(served(2), 4, folder / "ddp")
         found |= stopped(served(2))
     elif phase == "tower":  # two of three ranks on one node
-        found = exact(served(1), ("adamw", "groups", "cycle"))
+        found = exact(served(1), ("sgd", "adamw", "groups", "cycle"))
     elif phase == "here":
-        found = exact(served(1), ("adamw", "norm", "wide"))
+        found = exact(served(1), ("sgd", "adamw", "norm", "wide"))
     elif phase == "paused":
         found["paused"] = fit({**served(1, 2), "timeout": 6}, 2, callbacks=[Pauses()])
     else:
