@@ -1,7 +1,7 @@
 """`fit` with nothing set, beside the best that one writes by hand, over families of models.
 
     python bench/breadth.py [--seconds 30] [--restarts 1] [--only resnet gpt] [--compile]
-                            [--fresh 5] [--losses] [--json [FILE]]
+                            [--losses] [--json [FILE]]
 
 The planned run is as many steps as the plain loop makes in `--seconds`. By hand, each arm is a loop
 over tensors in a fresh process. The default is `Trainer.fit` with an empty cache, run whole.
@@ -9,7 +9,6 @@ over tensors in a fresh process. The default is `Trainer.fit` with an empty cach
 default all seconds of the fit, with what it measures. `steady_vs_...` compares steps: the median
 of the arm with that of the last third of the run.
 
-`--fresh N` runs the default N times more and tells which share of the settings is chosen alike.
 `--losses` compares the loss after 200 steps with that of the plain loop from three seeds: whether
 it lies where 95% of further seeds would (t with two degrees of freedom).
 """
@@ -17,7 +16,6 @@ it lies where 95% of further seeds would (t with two degrees of freedom).
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import math
 import os
@@ -102,9 +100,6 @@ def measure(family: str, a: argparse.Namespace) -> dict[str, Any]:
         "lost_share": max((one["before_s"] + one["lost_s"]) / one["fit_s"] for one in fits),
         "fits": fits,
     }
-    if a.fresh:
-        again = [run(family, "default", steps=steps)["chosen"] for _ in range(a.fresh)]
-        row["alike"] = alike([fits[0]["chosen"], *again])
     if a.losses:
         seeds = [run(family, "fp32", steps=LOSS_STEPS, seed=seed)["loss"] for seed in range(3)]
         loss = run(family, "default", steps=LOSS_STEPS)["loss"]
@@ -112,19 +107,6 @@ def measure(family: str, a: argparse.Namespace) -> dict[str, Any]:
         reach = T_OF_TWO * stdev(seeds) * math.sqrt(1 + 1 / len(seeds))
         row["within"] = abs(loss - mean(seeds)) <= reach
     return row
-
-
-def alike(chosen: list[dict[str, str]]) -> float:
-    """The share of settings that a pair of runs has chosen alike, of those that any has chosen."""
-    fields = sorted({field for one in chosen for field in one})
-    if not fields:
-        return 1.0
-    same = [
-        a.get(field) == b.get(field)
-        for field in fields
-        for a, b in itertools.combinations(chosen, 2)
-    ]
-    return sum(same) / len(same)
 
 
 def most_tuning(seconds: float) -> float:
@@ -157,8 +139,6 @@ def keys(rows: list[dict[str, Any]], a: argparse.Namespace) -> list[Key]:
             at_most=0.1,
         ),
     ]
-    if a.fresh:
-        found.append(Key("chosen_again", median(r["alike"] for r in rows), at_least=0.9))
     if a.losses:
         within = sum(r["within"] for r in rows) / len(rows)
         found.append(Key("loss_within_spread", within, at_least=1.0))
@@ -193,7 +173,6 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=30.0, help="of the plain run")
     parser.add_argument("--only", nargs="*", choices=FAMILIES)
     parser.add_argument("--compile", action="store_true", help="torch.compile by hand, too")
-    parser.add_argument("--fresh", type=int, default=0, help="more runs of the default")
     parser.add_argument("--losses", action="store_true", help="compare losses")
     a = parser.parse_args()
     rows = []

@@ -30,7 +30,7 @@ def row_of(vs_hand, vs_plain, **other):
 def test_whole_runs_are_judged_and_steady_steps_only_shown():
     longer = row_of(1.1, 1.6, lost_share=0.03)
     rows = [row_of(0.9, 1.2, lost_share=0.04, fit_s=8.0), longer, row_of(1.2, 1.8)]
-    found = {key.name: key for key in breadth.keys(rows, Namespace(seconds=30, fresh=0, losses=0))}
+    found = {key.name: key for key in breadth.keys(rows, Namespace(seconds=30, losses=0))}
     assert found["default_vs_best_by_hand"].value == 1.1
     assert found["default_vs_best_worst"].value == 0.9
     assert found["default_vs_best_worst"].met is False

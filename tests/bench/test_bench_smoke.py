@@ -159,6 +159,15 @@ def test_breadth(tmp_path):
     assert found["keys"]["seconds_before_first_step"] >= 0
 
 
+@pytest.mark.long
+def test_choices(tmp_path):
+    arguments = ["--seconds", "1", "--runs", "2", "--only", "mlp"]
+    found = run_bench("choices.py", *arguments, cwd=tmp_path)
+    (row,) = found["rows"]
+    assert len(row["chosen"]) == 2
+    assert 0 <= found["keys"]["chosen_again"] <= 1
+
+
 def test_observing(tmp_path):
     found = run_bench("observing.py", "--quadruples", "8", cwd=tmp_path)
     assert found["keys"]["added_us_counted"] > 0
