@@ -23,8 +23,8 @@ TERMS = ("compute", "shared host", "stragglers", "gradient sync", "input")
 # Rows go there, their gradients back, and both need the ids.
 _ROW_TRIPS = 2.1
 # By how much the model is wrong of what more ranks exchange than were timed: the standard deviation
-# of its logarithm. With it 90% of the lab's rates at 0.1 and 1 Gbit/s lie within their intervals,
-# see bench/forecast.py; published rates lie within them with and without.
+# of its logarithm. Without it a quarter of the lab's rates lie outside of their intervals of 90%,
+# with it 6%, see bench/forecast.py; published rates lie within them with and without.
 _EXCHANGE_ERROR = 0.1
 
 
