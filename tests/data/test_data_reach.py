@@ -77,7 +77,9 @@ def test_what_belongs_to_a_thread_is_found():
 
 
 @pytest.mark.parametrize(
-    "held", [RNG, np.random.RandomState(0), random.Random(0), torch.Generator()], ids=repr
+    "held",
+    [RNG, np.random.RandomState(0), random.Random(0), torch.Generator()],
+    ids=lambda held: type(held).__name__,
 )
 def test_own_generators_are_found(held):
     for thing in through(held):

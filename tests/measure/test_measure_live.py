@@ -234,7 +234,7 @@ FORGED = [
 ]
 
 
-@pytest.mark.parametrize("content", FORGED, ids=lambda content: content[:20] + content[-60:])
+@pytest.mark.parametrize("content", FORGED, ids=range(len(FORGED)))
 def test_a_file_that_no_job_has_written_is_passed_over(content):
     _own().parent.mkdir(parents=True, exist_ok=True)
     _own().write_text(_forged())
