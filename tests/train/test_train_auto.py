@@ -513,6 +513,59 @@ def test_an_exact_rewrite_may_differ_as_plain_passes_do_among_themselves(
     assert loop.resolved.compute.rewrites == ("off" if repeats else "on")
 
 
+def test_what_there_was_no_time_to_look_at_is_looked_at_on_a_step(
+    clock, cold, monkeypatch, tmp_path
+):
+    """A GPU's first passes take long, and a run may be short."""
+    monkeypatch.setattr(auto, "_has_bf16_units", lambda device: True)
+    others = dict.fromkeys(("fused_norms", "rewrites", "fused_optimizer"), "off")
+    open_ = Recipe(compute=others)
+
+    def train(spoil):
+        model = _InHalf(spoil)
+        forward = model.forward
+
+        def slow(x):
+            clock.now += 0.1 if len(x) < 64 and torch.is_grad_enabled() else 0.0
+            return forward(x)
+
+        model.forward = slow
+        seconds = lambda s: 0.02 if s.precision == "bf16" else 0.1  # noqa: E731
+        return tuned(model, seconds, clock, steps=60, recipe=open_)
+
+    loop = train(_other_values)
+    assert loop.resolved.compute.precision == "fp32"
+    assert "more than rounding" in loop.tuning["dropped"]["compute.precision"]
+    assert all("compute.precision" not in span["settings"] for span in loop.tuning["spans"])
+    assert loop.tuning["lost_s"] >= 0.2  # what the look took
+    monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "other"))
+    assert train(lambda y: y).resolved.compute.precision == "bf16"
+
+
+def test_options_that_are_right_alone_and_wrong_together_are_not_used_together(clock, monkeypatch):
+    monkeypatch.setattr(auto, "_has_bf16_units", lambda device: True)
+    model = small_net()
+    forward = model.forward
+
+    def spoil(x):
+        y = forward(x)
+        lies_last = model[0].weight.stride(1) == 1
+        return y.flip(1) if lies_last and torch.is_autocast_enabled("cpu") else y
+
+    model.forward = spoil
+
+    def seconds(s):
+        half = 0.5 if s.precision == "bf16" else 1.0
+        return 0.1 * half * (0.6 if s.memory_format == "channels_last" else 1.0)
+
+    loop = tuned(model, seconds, clock, steps=6_000)
+    both = {"compute.precision", "compute.memory_format"}
+    assert all(not both <= set(span["settings"]) for span in loop.tuning["spans"])
+    assert "more than rounding" in loop.tuning["dropped"]["together"]
+    assert loop.resolved.compute.precision == "bf16"
+    assert "more than rounding" in loop.tuning["dropped"]["compute.memory_format"]
+
+
 def test_the_answer_is_cached_and_keyed_by_the_job(clock):
     threads = torch.get_num_threads()
     first = tuned(small_net(), lambda s: 0.1 if s.memory_format == "contiguous" else 0.02, clock)
@@ -1174,6 +1227,14 @@ def test_compiling_is_for_long_runs(clock, monkeypatch):
     long = tuned(small_net(), seconds, clock, steps=1_000_000)
     assert long.resolved.compute.compile == "on"
     assert "compiled in" in long.resolved.choices["compute.compile"].reason
+
+    def spoil(self):
+        self._compiled_call_impl = lambda x: self.forward(x).flip(1)
+
+    monkeypatch.setattr(nn.Module, "compile", spoil)
+    wrong = tuned(nn.Sequential(small_net(), nn.ReLU()), seconds, clock, steps=1_000_000)
+    assert wrong.resolved.compute.compile == "off"
+    assert "more than rounding" in wrong.resolved.choices["compute.compile"].reason
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter as clock
 from typing import Any
 
@@ -46,7 +47,8 @@ _RATES_S, _RATES_SHARE = 3.0, 0.01
 # Why nothing is tried where steps are long, or others keep the machine busy.
 _KEPT_FIRST = "what frozen layers give is kept from the start, and no settings are tried before"
 _TOO_SLOW = "a few samples take too long to look at other settings before the first step"
-GRAPH, BENCHMARK = "compute.cuda_graph", "compute.cudnn_benchmark"
+COMPILE, GRAPH = "compute.compile", "compute.cuda_graph"
+BENCHMARK = "compute.cudnn_benchmark"
 # About what cuDNN takes to try the algorithms of a convolution and of its backward.
 _BENCHMARK_S = 0.1
 _REDRAWS = 'would draw other random numbers, as for dropout: allow="redrawn" permits it'
@@ -202,9 +204,9 @@ def _checked(
     threads = requested.get("process.threads") == "auto" and allow >= Parity.TOLERANT and is_cpu
     # What is drawn by sample does not reach into compiled code.
     compiles = (
-        requested.get("compute.compile") == "auto"
+        requested.get(COMPILE) == "auto"
         and stepper.dropout is None
-        and of_change("compute.compile", "off", "on", facts) <= allow
+        and of_change(COMPILE, "off", "on", facts) <= allow
     )
     captures = requested.get(CAPTURE) == "auto" and of_change(CAPTURE, "off", "on", facts) <= allow
     if captures and facts.draws_random:
@@ -244,7 +246,11 @@ def _checked(
         starts_cold=check.starts_cold,
         dropped=check.dropped,
         slower=check.slower,
+        unchecked=check.unchecked,
+        check=partial(check.of_step, facts=facts),
     )
+    if compiles and (trial := SETTINGS[COMPILE].trial) is not None:
+        search.unchecked.append(Option(COMPILE, trial))
     return search, ""
 
 
@@ -299,20 +305,29 @@ def agree(decision: Decision, world: World) -> None:
     search = decision.search
     own = None
     if search is not None:
-        fields = [option.field for option in search.options]
-        own = [fields, search.dropped, search.slower, search.budget.before_s, search.budget.step_s]
+        own = [
+            [option.field for option in search.options],
+            search.dropped,
+            search.slower,
+            [option.field for option in search.unchecked],
+            search.budget.before_s,
+            search.budget.step_s,
+        ]
     found = world.gather(own)
     if search is None or any(one is None for one in found):
         decision.search = None
         return
-    for fields, dropped, slower, _, _ in found:
+    for fields, dropped, slower, *_ in found:
         search.options = [option for option in search.options if option.field in fields]
         search.dropped.update(dropped)
         search.slower |= {k: max(v, search.slower.get(k, v)) for k, v in slower.items()}
+    asked = {field for one in found for field in one[3]}
+    known = {option.field: option for option in [*search.options, *search.unchecked]}
+    search.unchecked = [option for field, option in known.items() if field in asked]
     if search.captures:
         search.captures = False
         search.dropped[CAPTURE] = "that is for one rank on a CPU"
-    search.budget.before_s, search.budget.step_s = (max(one[i] for one in found) for i in (3, 4))
+    search.budget.before_s, search.budget.step_s = (max(one[i] for one in found) for i in (4, 5))
 
 
 def started(running: ResolvedRecipe, requested: Recipe, search: Search) -> ResolvedRecipe:

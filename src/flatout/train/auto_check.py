@@ -6,7 +6,8 @@ random states stay as they are. All else is measured on the job's own steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -60,6 +61,8 @@ class FirstCheck:
         compute, plain, budget: as given.
         dropped: fields that cannot be used, and why.
         slower: by field, how many times as long the few samples took; "together" for all at once.
+        unchecked: options that there was no time for, alone or beside the others: `of_step` looks
+            at them.
         few_s: seconds that these took under plain settings; None where they were not timed.
         starts_cold: whether a first pass says nothing of the next.
     """
@@ -79,6 +82,7 @@ class FirstCheck:
         self._few = batch.rows(0, max(min(_FEWEST, batch.size), batch.size // _PART))
         self.dropped: dict[str, str] = {}
         self.slower: dict[str, float] = {}
+        self.unchecked: list[Option] = []
         self.few_s: float | None = None
         self.starts_cold = _starts_cold(stepper.switch.device)
         self._rounding: float | None = None
@@ -164,12 +168,8 @@ class FirstCheck:
                 settings = self.plain.but(**{option.setting: option.value})
                 self._look_at(option, settings, plain, plain_s, facts)
             rest = [one for one in in_passes if one.field not in self.dropped]
-            if len(rest) > 1 and self.budget.pays_before(2 * plain_s):
-                together = self.plain.but(**{one.setting: one.value for one in rest})
-                try:
-                    self.slower["together"] = self._passes(together)[1] / plain_s
-                except Exception as error:
-                    self.dropped["together"] = f"fails here: {first_line(error)}"
+            if len(rest) > 1:
+                self._look_at_all(rest, plain, plain_s, facts)
         return True
 
     def frozen_rates(
@@ -263,8 +263,9 @@ class FirstCheck:
         facts: ModelFacts,
     ) -> None:
         if not self.budget.pays_before(2 * plain_s):
-            # Kernels take long to load on a GPU, and are torch's own: steps show if they fail.
-            if not self.starts_cold:
+            if self.starts_cold:  # a step has loaded its kernels when it is asked again
+                self.unchecked.append(option)
+            else:
                 self.dropped[option.field] = "was not checked: there was no time"
             return
         try:
@@ -276,10 +277,73 @@ class FirstCheck:
         if seconds > _FAR_SLOWER * plain_s:
             times = f"{seconds / plain_s:.1f}"
             self.dropped[option.field] = f"a few samples take {times} times as long with it"
-        elif not all(map(_is_finite, gradients)):
-            self.dropped[option.field] = "gave NaN"
-        elif why := self._differ(option, plain, gradients, facts):
+        elif why := self._wrong([option], plain, gradients, facts):
             self.dropped[option.field] = why
+
+    def _look_at_all(
+        self, options: list[Option], plain: Gradients, plain_s: float, facts: ModelFacts
+    ) -> None:
+        """All at once: what each does right alone may not be so beside the others."""
+        if not self.budget.pays_before(2 * plain_s):
+            self.unchecked = options
+            return
+        try:
+            gradients, seconds = self._passes(self._under(options))
+        except Exception as error:
+            why = f"fails here: {first_line(error)}"
+        else:
+            self.slower["together"] = seconds / plain_s
+            why = self._wrong(options, plain, gradients, facts)
+        if why:
+            self.dropped["together"] = why
+            self.unchecked = options  # some of them beside some others
+
+    def of_step(
+        self, options: Sequence[Option], settings: Settings, batch: Batch, facts: ModelFacts
+    ) -> str:
+        """Why settings are not to be tried on the next step of a run; "" where nothing says so.
+
+        Args:
+            options: of the settings, those that were not looked at before the first step: forward
+                and backward are compared with those without them.
+            settings: to be tried. The model is left under them.
+            batch: of the step.
+            facts: of the model, as `facts` gave them.
+        """
+        # Compiled code is made for the shape of a batch.
+        is_whole = any(LIVE[option.setting].switches == "once" for option in options)
+        check = copy.copy(self)
+        check._few = batch if is_whole else batch.rows(0, min(self._few.size, batch.size))
+        check.plain = settings.but(**{o.setting: getattr(self.plain, o.setting) for o in options})
+        check._random, check._rounding = random_state(), None
+        with check._keeping_gradients():
+            try:
+                plain = check._gradients_under(check.plain)
+                gradients = check._gradients_under(settings)
+            except Exception as error:
+                return f"fails here: {first_line(error)}"
+            finally:
+                self._stepper.update.forget()
+            if not all(map(_is_finite, plain)):
+                return ""  # the step itself will say why
+            why = check._wrong(options, plain, gradients, facts)
+            self._stepper.use(settings)
+        return why
+
+    def _gradients_under(self, settings: Settings) -> Gradients:
+        self._stepper.use(settings)
+        return self._gradients(self._few_as(settings))
+
+    def _wrong(
+        self, options: Sequence[Option], plain: Gradients, gradients: Gradients, facts: ModelFacts
+    ) -> str:
+        """What is wrong with gradients under some options; "" where nothing is.
+
+        That of which most is allowed is said of all.
+        """
+        if not all(map(_is_finite, gradients)):
+            return "gave NaN"
+        return min((self._differ(one, plain, gradients, facts) for one in options), key=len)
 
     def _differ(
         self, option: Option, plain: Gradients, gradients: Gradients, facts: ModelFacts
@@ -376,19 +440,27 @@ class FirstCheck:
         return found
 
     @contextmanager
-    def _leaving_no_trace(self) -> Any:
+    def _leaving_no_trace(self) -> Iterator[None]:
         self._random, self._loading_s = random_state(), 0.0
         began, before = self._clock(), self.budget.before_s
+        try:
+            with self._keeping_gradients():
+                yield
+        finally:
+            self._stepper.use(self.plain)
+            self.budget.before_s = before + self._clock() - began - self._loading_s
+
+    @contextmanager
+    def _keeping_gradients(self) -> Iterator[None]:
+        """All that passes change is as before behind it; settings stay."""
         model = self._stepper.switch.model
         kept = [(p, p.grad) for p in adapter_of(model).parameters()]
         try:
             with untouched(model):
                 yield
         finally:
-            self._stepper.use(self.plain)
             for parameter, gradient in kept:
                 parameter.grad = gradient
-            self.budget.before_s = before + self._clock() - began - self._loading_s
 
 
 def _starts_cold(device: torch.device) -> bool:

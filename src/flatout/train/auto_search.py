@@ -30,6 +30,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from flatout.data import Batch
 from flatout.measure import Promise, TrialResult, quadruples, run_trial
 from flatout.recipe import Trial
 from flatout.train.auto_budget import Budget
@@ -155,6 +156,9 @@ class Search:
             none where ranks have no stages.
         few_s: seconds that forward and backward of a few samples take, where they were measured.
         is_settled: whether an earlier run has tried all; but for the whole step, where `captures`.
+        unchecked: options whose gradients were not looked at before the first step, alone or beside
+            the others; once they were on a step, they are none of these.
+        check: says why options are not to be tried on a batch under settings; "" where they are.
         starts_cold: whether the first step under new settings loads kernels, as on a GPU.
 
     Attributes:
@@ -191,6 +195,8 @@ class Search:
     few_s: float | None = None
     is_settled: bool = False
     starts_cold: bool = False
+    unchecked: list[Option] = field(default_factory=list)
+    check: Callable[[Sequence[Option], Settings, Batch], str] = lambda *looked_at: ""
     promises: dict[str, Promise] = field(default_factory=dict)
     varied: bool = False
     splits: bool = False
@@ -353,7 +359,7 @@ class Search:
 
     def _all_together(self) -> _Steps:
         helping = [option for option in self._rest if self._saved(option) >= 0]
-        if len(helping) < 2:
+        if len(helping) < 2 or "together" in self.dropped:
             return
         everything = self.best.but(**{option.setting: option.value for option in helping})
         slower = max(1.0, self.slower.get("together", 1.0))

@@ -182,6 +182,8 @@ class Tuner:
         is_tried = settings != self.search.best
         if is_tried:
             self._moving.keep()
+            if why := self._objection(settings, batches):
+                return self._again(run, turn, number, why)
         self._stepper.may_split = not (is_tried and self._world.size == 1)
         finish_device()
         began = self._clock()
@@ -210,6 +212,27 @@ class Tuner:
         self._span(number, settings)
         self._count(seconds, batches, turn, number)
         return done
+
+    def _objection(self, settings: Settings | ByLength, batches: Sequence[Batch]) -> str:
+        """What speaks against settings of which something was not looked at before the first step.
+
+        It is asked before the first step under them, by all ranks. What it takes counts as tuning.
+        """
+        search = self.search
+        if isinstance(settings, ByLength) or not search.unchecked:
+            return ""
+        options = [one for one in search.unchecked if getattr(settings, one.setting) == one.value]
+        if not options:
+            return ""
+        began = self._clock()
+        own = search.check(options, settings, batches[0])
+        why: str = next(filter(None, self._world.gather(own)), "")
+        if why:
+            search.budget.lost_s += self._clock() - began
+        else:
+            search.unchecked = [one for one in search.unchecked if one not in options]
+            self._switched_s += self._clock() - began
+        return why
 
     def _without_graph(self, settings: Settings | ByLength) -> tuple[str, str] | None:
         """The setting by which steps were to be graphs, and why they were not; None where not."""
