@@ -6,7 +6,7 @@
                    roofline of this model says will lose
     3  allocator   before the others, because its limits cannot be put back
     4  one by one  each option against the best settings so far without it; what is not measured
-                   faster goes (where all together have won: what is measured slower), and what
+                   faster goes (where all together have won: what surely gives nothing), and what
                    others have changed since is tried once more
     5  parts       of a batch that passes through stages: more or fewer of them
     6  the whole   what is left against plain, where not all together have won; if that does not
@@ -47,7 +47,7 @@ _MIXED_STEPS, _FIRST_MIXED = 4, 24
 _MOST_PAIRS, TIE_FLOOR = 16, 0.015
 # A loss below 10% has to be seen in so many: two agree by chance too often.
 _LOST_PAIRS, _SMALL = 4, 0.1
-# A smaller gain is none, nor is a smaller loss one.
+# A smaller gain is none.
 _LEAST_GAIN = 0.005
 # Of an option that was not measured yet a step may take so much longer than it should.
 _UNKNOWN = 0.3
@@ -396,14 +396,13 @@ class Search:
 
         One that has won before, beside others, stays unless the trial denies it. And where all
         together have won, that is what is proven: a part of them goes where its interval says that
-        it makes them slower. To ask more of each would drop what noise hides, in each run another;
-        and what makes no difference would go in one run and stay in the next.
+        it gives them nothing. To ask more of each would drop what noise hides, in each run another.
         """
         before = self.results.get(field)
         if is_faster(result) or (before is not None and is_faster(before)):
             return result.ratio > 1
         together = self.together is not None and is_faster(self.together)
-        return together and result.high > 1 - _LEAST_GAIN
+        return together and result.high > 1 + _LEAST_GAIN
 
     def _confirm(self) -> _Steps:
         """What is left against plain."""
