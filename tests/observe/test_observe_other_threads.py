@@ -30,9 +30,9 @@ def test_the_line_of_a_busy_thread_is_told_and_one_that_waits_is_not():
     for thread in threads:
         thread.start()
     try:
-        others._begin()
         until = time.monotonic() + 60
         while not seen.other_threads and time.monotonic() < until:
+            others._begin()  # a thread that was just started may not run code of the user's yet
             time.sleep(0.1)
             others.fill(seen)
     finally:

@@ -190,6 +190,7 @@ def test_layers_that_drop_within_are_known():
         nn.GRU(4, 4, num_layers=2, dropout=0.2),
         nn.GRU(4, 4, num_layers=2),
         nn.MultiheadAttention(4, 2, dropout=0.1),
+        nn.MultiheadAttention(4, 2),
         Dropping(),
         nn.Linear(4, 4),
     ]

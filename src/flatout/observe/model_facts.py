@@ -55,8 +55,8 @@ def drops_within(module: Any) -> bool:
     """Whether a layer that is no dropout itself drops numbers in train mode: between the layers of
     a recurrent one, within attention, or by a function that its own forward calls."""
     share = getattr(module, "dropout", None)
-    if isinstance(share, float) and share > 0:
-        return getattr(module, "num_layers", 2) > 1
+    if isinstance(share, int | float):
+        return share > 0 and getattr(module, "num_layers", 2) > 1
     code = getattr(type(module).forward, "__code__", None)
     return code is not None and {"dropout", "training"} <= set(code.co_names)
 

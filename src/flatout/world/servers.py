@@ -96,7 +96,7 @@ def pair_of(
 
     Args:
         store: as `open_store` gives it.
-        session: for the how manieth time ranks want servers.
+        session: how many times ranks have asked for servers.
         server: its number.
         rank: of the ranks.
         is_rank: which of the two this process is.
