@@ -122,7 +122,7 @@ HOSTS_JOB = """
     import flatout
 
     torch.manual_seed(0)
-    deep = [layer for _ in range(4) for layer in (nn.Conv2d(32, 32, 3, padding=1), nn.ReLU())]
+    deep = [layer for _ in range(2) for layer in (nn.Conv2d(32, 32, 3, padding=1), nn.ReLU())]
     first, pool = nn.Conv2d(3, 32, 3, padding=1), nn.MaxPool2d(8)
     model = nn.Sequential(first, *deep, pool, nn.Flatten(), nn.Linear(2048, 3))
     model[:-1].requires_grad_(False)

@@ -28,7 +28,7 @@ _LOOKS_TO_ASK = 4
 # What finding them takes, by what is allocated; and what is worth it for the fewest looks that say
 # something.
 _FEWEST = 2
-_NS_A_BLOCK, _CHEAP_NS = 40, 40_000_000
+_NS_A_BLOCK, _CHEAP_NS = 40, 150_000_000
 _WAITS = "graphs: so many objects are alive that looking through them costs too much"
 _CONTAINERS = (list, tuple, dict, set, deque)
 

@@ -17,19 +17,20 @@ class Pair:
 
     Args:
         channel: torch's process group of two.
-        own: which of the two this process is, 0 or 1.
+        own: which of the two this process is, 0 or 1; the channel may number them otherwise.
     """
 
     def __init__(self, channel: Any, own: int) -> None:
         self._channel, self.own = channel, own
+        self._peer = 1 - channel.rank()
 
     def send(self, tensor: torch.Tensor) -> Any:
         """Begin to send a tensor; torch's `Work`."""
-        return self._channel.send([tensor], 1 - self.own, 0)
+        return self._channel.send([tensor], self._peer, 0)
 
     def receive(self, into: torch.Tensor) -> Any:
         """Begin to receive one; likewise."""
-        return self._channel.recv([into], 1 - self.own, 0)
+        return self._channel.recv([into], self._peer, 0)
 
     def tell(self, value: Any) -> None:
         """Send a value, as `World.gather` takes it."""
