@@ -17,7 +17,7 @@ from flatout.observe.sites import is_users, read
 from flatout.observe.watch import Watch
 
 # From one look to the next, and longer where that would take more than this share of a CPU.
-_EVERY_S, _SHARE = 0.04, 0.0005
+_EVERY_S, _SHARE = 0.04, 0.002
 # In these steps it is seen whether there are any.
 _ASKED = (1, 10, 100)
 # A thread that was looked at less often says little.
