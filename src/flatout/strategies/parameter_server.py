@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from flatout.errors import ModelError
 from flatout.strategies.replicas import check_replicas
 from flatout.strategies.server_layout import (
     Layout,
@@ -26,7 +25,7 @@ from flatout.strategies.server_layout import (
     state_beside,
     whole_state,
 )
-from flatout.strategies.server_refusals import check_served
+from flatout.strategies.server_refusals import check_known, check_served
 from flatout.strategies.strategy import Strategy, Sums, Tensors
 from flatout.words import size_words
 from flatout.world import World
@@ -130,13 +129,8 @@ class ParameterServer(Strategy):
         Raises:
             ModelError: an optimizer was given parameters since.
         """
-        if parameters is not self._seen and not self._known.issuperset(parameters):
-            raise ModelError(
-                "world.strategy=parameter_server shares out what the optimizers train before the "
-                "first step, and parameters were added since",
-                do="give the optimizer all parameters that will train from the start, or train "
-                "with world.strategy=ddp",
-            )
+        if parameters is not self._seen:
+            check_known(parameters, self._known)
         self._seen = parameters
         self._turn = [served for place, served in enumerate(self._served) if turn >> place & 1]
         for served in self._turn:

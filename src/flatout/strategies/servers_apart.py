@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatout.errors import ModelError
 from flatout.strategies.parameter_server import share_words
 from flatout.strategies.replicas import check_replicas
 from flatout.strategies.server import rates_of
@@ -43,7 +42,7 @@ from flatout.strategies.server_link import (
     WHOLE_STEP,
     Link,
 )
-from flatout.strategies.server_refusals import check_served
+from flatout.strategies.server_refusals import check_known, check_served
 from flatout.strategies.server_session import (
     answering_of,
     open_session,
@@ -182,13 +181,8 @@ class ServersApart(Strategy):
         Raises:
             ModelError: an optimizer was given parameters since.
         """
-        if parameters is not self._seen and not self._known.issuperset(parameters):
-            raise ModelError(
-                "world.strategy=parameter_server shares out what the optimizers train before the "
-                "first step, and parameters were added since",
-                do="give the optimizer all parameters that will train from the start, or train "
-                "with world.strategy=ddp",
-            )
+        if parameters is not self._seen:
+            check_known(parameters, self._known)
         self._seen = parameters
         self._turn = [place for place in range(len(self._layouts)) if turn >> place & 1]
         # Someone may have loaded other weights, on all ranks.
