@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, dataloader
 
 from flatout.cache_folder import cache_folder
-from flatout.cures import cut_features, features, kept_samples, record
+from flatout.cures import cut_features, kept_samples, record
 from flatout.cures.dataset_now import Dataset, DatasetNow
 from flatout.cures.features import keep_features, keep_whole
 from flatout.cures.kept_samples import FIELD
@@ -24,8 +24,6 @@ from flatout.train.frozen_choice import Choice
 
 @pytest.fixture(autouse=True)
 def _begun(monkeypatch):
-    # As in a process that has compiled nothing, whatever other tests did.
-    monkeypatch.setattr(features, "is_anything_compiled", lambda: False)
     monkeypatch.setattr(kept_samples, "_CHECKED", 0)
     monkeypatch.setattr(kept_samples, "_UNPROVEN", 1)
     record.begin({FIELD: "memory"})

@@ -182,7 +182,6 @@ def test_backward_is_wrapped_in_order_by_all_rooms(comes, monkeypatch):
 
 
 def test_calls_of_modules_are_searched_and_narrowed_by_two_rooms(monkeypatch):
-    monkeypatch.setattr("flatout.hooks.modules.is_anything_compiled", lambda: False)
     base = type("Module", (), {"__call__": lambda self: "called"})
     plain = base.__call__
     outer, inner = type("Outer", (base,), {}), type("Inner", (base,), {})

@@ -45,9 +45,7 @@ def test_each_hook_can_be_timed(name, monkeypatch):
         assert torch.equal(torch.get_rng_state(), state)  # it is the script's
 
 
-def test_what_is_called_too_often_is_timed_in_the_first_steps_alone(monkeypatch):
-    # As in a process that has compiled nothing, whatever other tests did.
-    monkeypatch.setattr("flatout.observe.frequent_calls.is_anything_compiled", lambda: False)
+def test_what_is_called_too_often_is_timed_in_the_first_steps_alone():
     watch = Watch()
     syncs = watch_syncs(torch, watch, RoundTrips(watch))
     tensor = torch.ones(1)
@@ -70,8 +68,7 @@ def test_what_is_called_too_often_is_timed_in_the_first_steps_alone(monkeypatch)
         syncs.remove()
 
 
-def test_what_tells_too_often_is_timed_in_the_first_steps_alone(monkeypatch):
-    monkeypatch.setattr("flatout.observe.frequent_calls.is_anything_compiled", lambda: False)
+def test_what_tells_too_often_is_timed_in_the_first_steps_alone():
     watch, owner = Watch(), SimpleNamespace(add_scalar=lambda name: None, print=lambda text: None)
     plain = owner.add_scalar
     told = Told(watch)

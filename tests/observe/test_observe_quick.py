@@ -24,12 +24,6 @@ from flatout.observe.watch import Watch
 pytestmark = pytest.mark.skipif(not clock.available(), reason="the C extension is absent")
 
 
-@pytest.fixture(autouse=True)
-def _nothing_compiled(monkeypatch):
-    """As in a process that has compiled nothing, whatever other tests did."""
-    monkeypatch.setattr(quick_hooks, "is_anything_compiled", lambda: False)
-
-
 class Job:
     """A job whose calls go through hooks that no other job has."""
 

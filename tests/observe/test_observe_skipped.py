@@ -12,9 +12,7 @@ NAN, ONE = torch.tensor(torch.nan), torch.tensor(1.0)
 
 
 @pytest.fixture
-def skipped(monkeypatch):
-    # As in a process that has compiled nothing, whatever other tests did.
-    monkeypatch.setattr("flatout.observe.skipped.is_anything_compiled", lambda: False)
+def skipped():
     watch = Watch()
     watch.lanes.thread, watch.lanes.steps = get_ident(), 5
     skipped = SkippedSteps(torch, watch)
