@@ -38,6 +38,13 @@ from results import Key, Results, add_arguments, finish, positive
 RAW_LOOP = "bf16_useless"
 # Beyond the seconds that it watches and tries: imports, data, the end of the ranks.
 GRACE_S = 180.0
+# Checks of what a script does wrong or for nothing without a word, beside the dangers.
+SILENT = {
+    "called_twice", "checkpointing_needless", "collectives_each_step", "history_grows",
+    "optimizer_extreme", "recurrent_by_step", "saved_each_step",
+}  # fmt: skip
+# Shorter steps may pay 5 us for being watched, whatever share of them that is.
+SHORT_MS = 0.5
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,8 @@ class Answer:
         added_us_per_step: that it reports; None where it does not.
         reason: why there is no answer, or the error that the script ended with, or empty.
         is_one: whether the doctor said anything that can be read.
+        explained: share of the step time that a line or a module is known for.
+        step_ms: of the rank that paid most for being watched, at the median.
     """
 
     findings: Sequence[Mapping[str, Any]] = ()
@@ -78,6 +87,15 @@ class Answer:
     reason: str = ""
     is_one: bool = True
     prescription: Mapping[str, Any] | None = None
+    explained: float | None = None
+    step_ms: float | None = None
+
+    @property
+    def added_share(self) -> float | None:
+        """Of a step; None of short ones."""
+        if self.step_ms is None or self.added_us_per_step is None or self.step_ms < SHORT_MS:
+            return None
+        return self.added_us_per_step / 1e3 / self.step_ms
 
     @property
     def is_tried(self) -> bool:
@@ -234,7 +252,16 @@ def answer_of(out: str, err: str, code: int) -> Answer:
         added_us_per_step=said.get("added_us_per_step"),
         reason=said.get("error", "").strip().split("\n")[-1],
         prescription=said.get("prescription"),
+        explained=said.get("explained"),
+        step_ms=_step_ms(said),
     )
+
+
+def _step_ms(said: Mapping[str, Any]) -> float | None:
+    for rank in said.get("observations", ()):
+        if rank["step_ms"] and rank["added_us_per_step"] == said.get("added_us_per_step"):
+            return median(rank["step_ms"])
+    return None
 
 
 def ask_all(
@@ -310,6 +337,7 @@ def keys_of(rows: Sequence[Seen]) -> list[Key]:
     ran = [seen for seen in rows if not seen.reason]
     to_name = [seen for seen in ran if seen.pitfall.must_be_named]
     dangers = [seen for seen in ran if seen.pitfall.danger]
+    silent_ones = [s for s in ran if s.pitfall.danger or SILENT & {*s.pitfall.checks}]
     named = [seen for seen in to_name if seen.is_named]
     answers = [answer for seen in ran for answer in (*seen.script, *seen.clean)]
     wrong: float | str = sum(len(seen.prescribed_wrongly) for seen in ran)
@@ -326,6 +354,7 @@ def keys_of(rows: Sequence[Seen]) -> list[Key]:
     return [
         Key("recall", _share(seen.is_named for seen in to_name), at_least=0.95),
         Key("danger_recall", _share(seen.is_named for seen in dangers), at_least=1.0),
+        Key("silent_recall", _share(seen.is_named for seen in silent_ones), at_least=0.95),
         Key("false_prescriptions", wrong, at_most=0, note=f"{tried} of {len(answers)} looks tried"),
         *_busy_keys(ran),
         Key("false_dangers", false_dangers, at_most=0),
@@ -340,9 +369,23 @@ def keys_of(rows: Sequence[Seen]) -> list[Key]:
             at_most=0.05,
             note=f"of {len(errors)} scripts",
         ),
+        *_keys_of_looks(answers),
         Key("located", _share(seen.is_located for seen in named), note="of those named"),
         Key("named_in_clean", sum(seen.is_named_in_clean for seen in ran), note="unproven"),
         Key("pitfalls", len(ran), note=f"{len(rows) - len(ran)} not run"),
+    ]
+
+
+def _keys_of_looks(answers: Sequence[Answer]) -> list[Key]:
+    """What first looks say of themselves, over all scripts, in the middle and at worst."""
+    explained = [one.explained for one in answers if one.explained is not None]
+    added = [share for one in answers if (share := one.added_share) is not None]
+    if not (explained and added):
+        return []
+    return [
+        Key("explained", median(explained), at_least=0.9, note=f"of {len(explained)} looks"),
+        Key("explained_least", min(explained), at_least=0.75),
+        Key("added_share_most", max(added), at_most=0.01, note=f"steps of {SHORT_MS} ms and more"),
     ]
 
 

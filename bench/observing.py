@@ -24,7 +24,7 @@ from torch import nn
 
 from flatout.measure import Interval
 from flatout.observe.backward import watch_backward
-from flatout.observe.cost import added_us_per_step
+from flatout.observe.cost import added
 from flatout.observe.models import Models
 from flatout.observe.optimizers import StepFinder, watch_optimizers
 from flatout.observe.outputs import watch_torch
@@ -137,7 +137,7 @@ def once(quadruples: int) -> tuple[dict[str, list[float]], float, float]:
     }
     takes = {"nothing": together([]), **alone, "all hooks": together([*alone.values()])}
     found = measure(block, takes, quadruples)
-    return found, added_us_per_step(watch, 0.0), block(FIRST)
+    return found, added(watch, 0.0).us_per_step, block(FIRST)
 
 
 def main() -> int:

@@ -315,3 +315,25 @@ def test_whole_runs_are_compared(tmp_path):
     assert remeasure.remeasure(script, 1, {"recipe": {}, "edits": []}, seconds=1) == Remeasured(
         reason="exit code 1: it is broken"
     )
+
+
+def test_what_looks_say_of_themselves_is_summed_up_but_the_share_of_short_steps():
+    row = seen(DANGER, [finding(DANGER)], [])
+    row.script = [
+        Answer([finding(DANGER)], added_us_per_step=8.0, explained=0.97, step_ms=2.0),
+        Answer([finding(DANGER)], added_us_per_step=4.0, explained=0.8, step_ms=0.1),
+    ]
+    found = keys(row)
+    assert (found["explained_least"].value, found["explained_least"].met) == (0.8, True)
+    assert found["added_share_most"].value == pytest.approx(0.004)
+    said = {"added_us_per_step": 5.0, "findings": [], "explained": 0.9, "observations": [
+        {"added_us_per_step": 3.0, "step_ms": [1.0]}, {"added_us_per_step": 5.0, "step_ms": [4.0]},
+    ]}  # fmt: skip
+    answer = answer_of(json.dumps(said), "", 0)
+    assert (answer.explained, answer.step_ms, answer.added_share) == (0.9, 4.0, 5.0 / 4000.0)
+
+
+def test_mistakes_without_a_word_are_dangers_and_some_that_cost_time():
+    slow = PITFALLS["history_grows"]
+    assert keys(seen(DANGER, [finding(DANGER)]), seen(slow))["silent_recall"].value == 0.5
+    assert keys(seen(SLOW))["silent_recall"].value is None

@@ -748,6 +748,12 @@ RANK_ROWS = {
         ranks(2, {"taken": None}, {"taken": None}),
         kind="danger",
     ),
+    "shards_missing": Row(
+        ranks(2, *({"parts": [(at, 4)] * 2, "parts_of": 800} for at in range(2))),
+        ranks(2, *({"parts": [(at, 2)] * 2, "parts_of": 800} for at in range(2))),
+        ranks(2, {"parts": None}, {"parts": [None]}),
+        kind="danger",
+    ),
     "sampler_missing": Row(
         ranks(2, {"hashes": [1, 2]}, {"hashes": [1, 2]}),
         ranks(2, {"hashes": [1, 2]}, {"hashes": [3, 4]}),
@@ -1287,6 +1293,54 @@ def test_samples_that_a_rank_draws_twice_are_no_shards():
     assert look(ranks(2, {"taken": drawn[:-1]}, other))
     alike = {"taken": [*range(40)], "hashes": [1, 2]}
     assert look(ranks(2, alike, alike)) == []
+
+
+def test_parts_of_a_dataset_that_no_one_takes():
+    look = look_of("shards_missing")
+
+    def found(*parts, lengths=(800, 800), **more):
+        return look(
+            ranks(
+                len(parts),
+                *({"parts": of, "parts_of": lengths[at % 2], **more}
+                  for at, of in enumerate(parts)),
+            )
+        )  # fmt: skip
+
+    (one,) = found([(0, 4)], [(1, 4)])
+    assert "each 4-th of 800 samples" in one.what
+    assert "50% of the samples are never" in one.what
+    # Parts that change from epoch to epoch, samples that are thinned out, files of each rank's own.
+    assert found([(0, 4), (2, 4)], [(1, 4), (3, 4), None]) == []
+    assert found([(0, 4)], [(2, 4)]) == []
+    assert found([(0, 4)], [(1, 4)], lengths=(800, 700)) == []
+    assert found([(0, 1)], [(0, 1)]) == found([(0, 4)], [(0, 1)]) == []
+    streams = {"is_iterable": True, "num_workers": 2}
+    (one,) = found([(0, 4), (1, 4)], [(1, 4), (2, 4)], **streams)
+    assert "2 ranks of 2 workers take" in one.what
+    assert "and others several times" in one.what
+    (one,) = found([(0, 3), (1, 3)], **streams)
+    assert one.what.startswith("2 workers take each 3-th")
+    assert found([(0, 2), (1, 2)], **streams) == []
+    with pytest.raises(NoSignal):
+        found([(0, 3), None], **streams)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "many"),
+    [
+        (((0, 101), (101, 101)), 2),  # of 404
+        (((101, 101), (0, 101)), 2),
+        (((0, 202), (202, 202)), 0),
+        (((0, 160), (160, 160)), 0),  # the rest is held out
+        (((0, 101), (202, 101)), 0),
+    ],
+)
+def test_blocks_of_a_dataset_that_no_one_takes_are_a_note(blocks, many):
+    given = [{"parts": [(0, 1)], "parts_of": 404, "block": (*block, 404)} for block in blocks]
+    found = look_of("shards_missing")(ranks(2, *given))
+    assert [one.kind for one in found] == ["note"] * bool(many)
+    assert all(f"{many} more such blocks" in one.what for one in found)
 
 
 def test_one_small_sum_of_each_step_is_named_and_the_sum_of_all_gradients_is_not():

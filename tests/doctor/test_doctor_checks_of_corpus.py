@@ -26,6 +26,7 @@ NAMES = {
     "saved_by_all": TWO,
     "one_rank_works": TWO,
     "collectives_each_step": TWO,
+    "shards_missing": TWO,
     "shards_overlap": TWO,
     "shards_uneven": TWO,
     "shapes_recompile": (),
@@ -34,6 +35,7 @@ NAMES = {
 LONG = (
     "collectives_each_step",
     "saved_by_all",
+    "shards_missing",
     "shards_overlap",
     "shards_uneven",
     "shapes_recompile",

@@ -28,7 +28,7 @@ def test_it_is_counted_in_an_evaluation_too(mode, monkeypatch):
     watch.lanes.steps = 10
     watch.calls.noted = 10
     with mode():
-        assert cost.added_us_per_step(watch, 0.0) > 0
+        assert cost.added(watch, 0.0).us_per_step > 0
     cost._once.cache_clear()
 
 

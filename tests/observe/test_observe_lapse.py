@@ -1,6 +1,7 @@
 """Epochs that end early, so that what comes after them is seen."""
 
 import ast
+import builtins
 import json
 import os
 import subprocess
@@ -87,6 +88,68 @@ def test_loops_that_step_go_through_a_function_of_ours(tmp_path):
     assert positions(code) == positions(plain)
 
 
+def run(code, **names):
+    """The names of a module whose code this is, and the loops that a function of ours got."""
+    asked = []
+
+    def around(number, what):
+        assert what is None
+        for turn in range(1000):
+            asked.append(number)
+            yield turn
+
+    builtins.__flatout_loops__ = around
+    try:
+        exec(code, names)
+    finally:
+        del builtins.__flatout_loops__
+    return names, asked
+
+
+@pytest.mark.parametrize(
+    ("source", "left"),
+    [
+        ("while left:\n    left -= 1\n    step()\n", 0),
+        (
+            "while True:\n    left -= 1\n    if left > 3: continue\n    step()\n    break\n",
+            3,
+        ),
+        ("while (now := left) > 2:\n    left -= 1\n    step()\n", 2),
+        ("while left:\n    step()\n    left -= 1\n    while left > 4:\n        left -= 1\n", 0),
+    ],
+)
+def test_a_while_that_steps_is_a_loop_of_ours_and_ends_as_before(tmp_path, source, left):
+    rewriting, code = _rewritten(tmp_path, source)
+    assert [line for _, line in rewriting.loops] == [1]
+    plain, steps = {"left": 9, "step": lambda: None}, []
+    exec(source, plain)
+    names, asked = run(code, left=9, step=lambda: steps.append(1))
+    assert names["left"] == plain["left"] == left
+    assert len(asked) >= len(steps) > 0
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "while left:\n    left -= 1\n",
+        "while left:\n    step()\n    left = 0\nelse:\n    left = 7\n",
+        "def f():\n while True:\n  step()\n  for x in []: break\n  return 1\n",
+    ],
+)
+def test_another_while_stays_as_it_is(tmp_path, source):
+    rewriting, code = _rewritten(tmp_path, source)
+    assert rewriting.loops == []
+    assert run(code, left=9, step=lambda: None)[1] == []
+
+
+def test_what_a_while_raises_is_told_with_its_lines(tmp_path):
+    source = "def train(step):\n    while ready(step):\n        step()\ntrain(len)\n"
+    _, code = _rewritten(tmp_path, source)
+    with pytest.raises(ZeroDivisionError) as failed:
+        run(code, ready=lambda step: 1 / 0)
+    assert [entry.lineno for entry in failed.traceback[-3:-1]] == [3, 1]
+
+
 def test_functions_that_step_are_known_by_name_across_files(tmp_path):
     (tmp_path / "engine").mkdir()
     (tmp_path / "engine" / "__init__.py").write_text("from .loop import run\n")
@@ -158,6 +221,18 @@ def test_where_a_loader_is_behind_a_loop_it_ends_by_itself():
     assert len(batches) == 20
     job.loops.ends_unsized = True
     assert sum(job.step() is None for _ in job.loops.around(1, iter(range(20)))) == 4
+
+
+def test_a_while_ends_early_where_it_steps_alone():
+    job = _Stepping()
+    job.loops.ends_early = job.loops.ends_unsized = True
+    job.watch.lanes.is_open = True
+    waits = job.loops.around(0, None)
+    assert len([turn for turn, _ in zip(range(50), waits, strict=False)]) == 50
+    waits.close()
+    job.watch.lanes.is_open = False
+    assert sum(job.step() is None for _ in job.loops.around(1, None)) == 4
+    assert job.loops.cut == {1: (4, None)}
 
 
 def test_loops_that_do_not_step_run_to_their_end():

@@ -75,8 +75,8 @@ class Job:
 
     def call(self, which, mode):
         model = self.models[which]
-        model.train(mode != "eval")
-        with torch.no_grad() if mode == "no_grad" else nullcontext():
+        model.train(mode not in ("eval", "held_out"))
+        with torch.no_grad() if mode in ("no_grad", "held_out") else nullcontext():
             model(torch.ones(1, 2), **({"scale": 2} if which < 2 else {}))
 
     def backward(self, keeps, failing):
@@ -115,10 +115,9 @@ class Job:
         )
 
 
+MODES = ("train", "train", "eval", "no_grad", "held_out")
 EVENTS = st.one_of(
-    st.tuples(
-        st.just("call"), st.integers(0, 2), st.sampled_from(["train", "train", "eval", "no_grad"])
-    ),
+    st.tuples(st.just("call"), st.integers(0, 2), st.sampled_from(MODES)),
     st.tuples(st.just("backward"), st.sampled_from(["", "", "by name", "by place"]), st.booleans()),
     st.tuples(st.just("step"), st.integers(0, 1), st.booleans()),
     st.tuples(st.just("batch"), st.integers(0, 1)),
@@ -131,6 +130,9 @@ EVENTS = st.one_of(
 @settings(deadline=None, max_examples=60)
 @given(st.lists(EVENTS, max_size=40))
 @example([("renew",), ("call", 0, "no_grad"), ("call", 0, "train")])
+@example([("call", 0, "held_out")] * 12 + [("call", 0, "train"), ("call", 0, "held_out")])
+@example([("call", 0, "no_grad")] * 12 + [("a step",), *[("call", 0, "no_grad")] * 3, ("batch", 0)])
+@example([("call", 1, "held_out")] * 12 + [("call", 0, "held_out"), ("call", 1, "no_grad")])
 def test_they_see_what_the_hooks_in_python_see(events):
     said = []
     for is_quick in (False, True):
@@ -179,6 +181,20 @@ def test_python_is_asked_about_nothing_that_is_as_before():
     assert [b - a for a, b in zip(before, after, strict=True)] == [10, 10, 10]
     assert job.watch.optimizers[0].backwards == {1: 16}
     assert job.watch.models[0].calls == 16
+
+
+def test_python_is_not_asked_in_an_evaluation_that_goes_on():
+    job = _quick_job()
+    for _ in range(12):
+        job.call(0, "held_out")
+    before = job.watch.quick.calls
+    for _ in range(10):
+        job.call(0, "held_out")
+    assert job.watch.quick.calls == before + 10
+    job.call(0, "no_grad")  # in another mode
+    job.call(0, "train")
+    assert job.watch.quick.calls == before + 10
+    assert job.watch.models[0].calls == 30
 
 
 def test_lanes_are_told_apart():

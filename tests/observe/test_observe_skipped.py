@@ -1,5 +1,6 @@
 """Steps that a script leaves out because their loss is no number."""
 
+from math import inf, isfinite, nan
 from threading import get_ident
 
 import pytest
@@ -48,4 +49,78 @@ def test_it_is_not_watched_any_more_where_it_is_asked_of_much_else(skipped):
     for _ in range(100):
         torch.isnan(ONE)
     seen._weigh()
+    assert not hasattr(torch.isnan, "_flatout_stack")
+
+
+class Model:
+    calls = 0
+
+
+@pytest.fixture
+def reading(skipped):
+    """Reads losses as `loss.item()` tells them, each after a call of the model."""
+    lanes, seen = skipped
+    model = Model()
+    seen._watch.models.append(model)
+
+    def read(number):
+        for look in seen._watch.on_number:
+            look(number)
+
+    def losses(*numbers):
+        for number in numbers:
+            model.calls += 1
+            yield number, read
+
+    return lanes, seen, losses
+
+
+def test_steps_left_out_for_a_number_that_was_read_are_counted(reading):
+    lanes, seen, losses = reading
+    for number, read in losses(1.0, inf, 1.0, nan, nan, 1.0, nan):
+        read(number)
+        if isfinite(number):
+            lanes.backwards += 1
+            lanes.steps += 1
+    (fact,) = seen.found
+    assert (fact.count, fact.site.file) == (3, __file__)  # of the last one no one knows
+
+
+def test_a_number_that_is_none_and_read_for_another_reason_is_not_skipped(reading):
+    lanes, seen, losses = reading
+    for number, read in losses(nan, nan, nan):
+        read(number)
+        lanes.backwards += 1  # trained on all the same
+    lanes.steps, lanes.backwards = lanes.steps + 1, 0
+    for number, read in losses(nan):
+        for _ in range(3):  # parts of one loss
+            read(number)
+        lanes.steps += 1
+    with torch.no_grad():
+        for number, read in losses(nan, nan):
+            read(number)
+    lanes.is_open = True
+    for number, read in losses(nan, nan):
+        read(number)
+    assert seen.found == []
+
+
+def test_a_loss_that_differs_from_itself_is_asked(skipped):
+    lanes, seen = skipped
+    for loss in (ONE, NAN, ONE):
+        if loss != loss:
+            continue
+        lanes.steps += 1
+    (fact,) = seen.found
+    assert (fact.count, fact.detail) == (1, {"of": 3})
+
+
+def test_tensors_are_asked_no_more_where_all_is_well(skipped):
+    lanes, seen = skipped
+    train(lanes, [ONE, NAN, ONE])
+    seen._settle()
+    assert hasattr(torch.isnan, "_flatout_stack")
+    seen._renew()
+    seen._open()
+    seen._settle()
     assert not hasattr(torch.isnan, "_flatout_stack")

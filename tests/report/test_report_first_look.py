@@ -21,6 +21,7 @@ from flatout.observe import (
     Line,
     Loader,
     Model,
+    ModuleTime,
     Observation,
     OtherThread,
     Site,
@@ -68,17 +69,21 @@ def test_what_did_not_contain_the_script_is_told(verdict):
 
 
 @pytest.mark.parametrize(
-    ("step_ms", "us", "words"),
+    ("step_ms", "us", "once", "words"),
     [
-        (412.0, 3.1, "added 3.1 us per step\n"),
-        (0.31, 3.1, "added 3.1 us per step (1.0%)\n"),
-        (40.0, 158.2, "added 158 us per step (0.4%)\n"),
-        (40.0, None, "added not counted\n"),
+        (412.0, 3.1, 20.0, "added 3.1 us per step\n"),
+        (0.31, 3.1, None, "added 3.1 us per step (1.0%)\n"),
+        (40.0, 158.2, 9.0, "added 158 us per step (0.4%)\n"),
+        (40.0, None, None, "added not counted\n"),
+        (0.4, 9.0, 70.4, "added 9 us per step (2.2%), 70 ms once\n"),
     ],
 )
-def test_what_observing_costs_is_told_with_its_share_of_a_step(step_ms, us, words):
+def test_what_observing_costs_is_told_with_its_share_of_a_step(step_ms, us, once, words):
     seen = dataclasses.replace(
-        observation(), step_ms=[step_ms, step_ms, 900.0], added_us_per_step=us
+        observation(),
+        step_ms=[step_ms, step_ms, 900.0],
+        added_us_per_step=us,
+        added_once_ms=once,
     )
     assert words in shown(judge([seen], inventory()))
 
@@ -163,6 +168,31 @@ def test_notes_on_what_is_learned_and_busy_threads_have_a_line_where_there_is_ro
     assert "idle" not in text
     crowded = dataclasses.replace(much(), findings=[*much().findings, note])
     assert "NOTE" not in shown(crowded)
+
+
+def test_backward_is_told_by_modules_where_they_stand_among_the_lines():
+    lines = [
+        Line(Site("train.py", 8), 58.0, {"forward": 58.0}, "model"),
+        Line(Site("train.py", 9), 87.0, {"backward": 87.0}, "loss.backward"),
+    ]
+    modules = [
+        ModuleTime("", "Net", 1, 0.0, 2.0),
+        ModuleTime("layers.*.attention", "Attention", 6, 20.0, 61.0, "Bmm"),
+        ModuleTime("", "", 1, 0.0, 15.0, "LogSoftmax"),
+        ModuleTime("head", "Linear", 1, 1.0, 14.0),
+    ]
+    seen = dataclasses.replace(observation(), lines=lines, modules=modules, explained=1.0)
+    text = shown(Verdict([seen], {}, None, [], [], []))
+    rows = (
+        "61 ms      backward of layers.*.attention (6 Attention), by Bmm\n"
+        "58 ms      train.py:8 model\n"
+        "15 ms      backward outside of the model's modules, by LogSoftmax\n"
+    )
+    assert rows in text
+    assert "head" not in text
+    full = shown(Verdict([seen], {}, None, [], [], []), verbose=True)
+    assert "14 ms      backward of head (Linear)\n" in full
+    assert "Net" not in full
 
 
 def test_what_returns_less_than_noise_and_calls_that_are_a_lane_are_not_listed():

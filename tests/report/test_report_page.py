@@ -12,7 +12,7 @@ import pytest
 from report_prescriptions import prescription
 from report_verdicts import LANES, finding, observation, verdict
 
-from flatout.observe import Ablation, DeviceTime, Lapse, LeftOut, Site
+from flatout.observe import Ablation, DeviceTime, Lapse, LeftOut, ModuleTime, Site
 from flatout.report.page import duration, page, sentence
 from flatout.report.pictures import MOST_RANKS, forest, histogram, lane_bars, lane_rows
 
@@ -361,8 +361,14 @@ def test_the_page_shows_what_was_left_out_cut_and_done_on_the_gpu():
         left_out=[call, faint],
         lapse=Lapse(6.0, 12, 2, ["validation", "checkpoint"], [("train.py:40", 6, 23_438)]),
         device_time=gpu,
+        modules=[
+            ModuleTime("layers.*", HOSTILE, 6, 120.0, 210.0, "Bmm"),
+            ModuleTime("head", "Linear", 1, 0.01, 0.01),
+        ],
     )
     parsed = Parsed(page(verdict(observations=[seen])))
+    assert f"layers.* (6 {HOSTILE}) forward 120 ms, backward 210 ms, most of it Bmm" in parsed.words
+    assert "head (Linear)" not in parsed.words
     assert "tracker.log(...) costs 2 ms a step [1.86, 2.13]" in parsed.words
     assert "faint.call" not in parsed.words
     assert "2 epochs ended early" in parsed.words

@@ -7,6 +7,7 @@ class Called:
     calls: int
     due: int
     has_parameters: bool
+    goes_on: int
     def __init__(self) -> None: ...
 
 class Clock:

@@ -58,6 +58,7 @@ typedef struct {
     PyObject *ref; /* a weak one */
     long long calls, due;
     char has_parameters;
+    int goes_on; /* the modes of an evaluation that goes on: 1 in eval mode, 2 in train mode */
 } Called;
 
 static Clock *clock_of(PyObject *clock)
@@ -252,35 +253,37 @@ static int find(ForwardHook *self, PyObject *module)
     return refers_to(((Called *)seen)->ref, module);
 }
 
-/* Whether a model is called as before, to be trained: nothing is to be looked at but the time.
-   Its Called is the latest one then. -1 with an error set. */
+/* Whether a model is called as before, to be trained or in an evaluation that goes on: nothing is to
+   be looked at but the time. Its Called is the latest one then. -1 with an error set. */
 static int is_as_before(ForwardHook *self, PyObject *module)
 {
     Clock *clock = clock_of(self->hook.clock);
     Called *seen;
-    PyObject *answer;
+    PyObject *trains, *grad;
     int is_known;
-    if (!clock->steps || clock->is_open)
+    if (!clock->steps)
         return 0;
     is_known = find(self, module);
     if (is_known <= 0)
         return is_known;
     seen = (Called *)self->latest;
-    if (!seen->has_parameters || seen->calls + 1 >= seen->due)
+    if (!seen->has_parameters || (clock->is_open && !seen->goes_on))
         return 0;
-    answer = PyObject_GenericGetAttr(module, training_name); /* its __getattr__ is for others */
-    if (answer == NULL) {
+    trains = PyObject_GenericGetAttr(module, training_name); /* its __getattr__ is for others */
+    if (trains == NULL) {
         PyErr_Clear(); /* it is asked again, in Python */
         return 0;
     }
-    Py_DECREF(answer);
-    if (answer != Py_True)
+    Py_DECREF(trains);
+    if (trains != Py_True && trains != Py_False)
         return 0;
-    answer = PyObject_CallNoArgs(self->is_grad_enabled);
-    if (answer == NULL)
+    grad = PyObject_CallNoArgs(self->is_grad_enabled);
+    if (grad == NULL)
         return -1;
-    Py_DECREF(answer);
-    return answer == Py_True;
+    Py_DECREF(grad);
+    if (clock->is_open)
+        return grad == Py_False && (seen->goes_on >> (trains == Py_True) & 1);
+    return trains == Py_True && grad == Py_True && seen->calls + 1 < seen->due;
 }
 
 static PyObject *forward_call(PyObject *object, PyObject *const *args, size_t flagged,
@@ -513,6 +516,8 @@ static PyMemberDef called_members[] = {
     {"calls", T_LONGLONG, offsetof(Called, calls), 0, "How often it was called."},
     {"due", T_LONGLONG, offsetof(Called, due), 0, "The call that is looked at next."},
     {"has_parameters", T_BOOL, offsetof(Called, has_parameters), 0, "Whether it has any."},
+    {"goes_on", T_INT, offsetof(Called, goes_on), 0,
+     "Modes of an evaluation without gradients that goes on: 1 in eval mode, 2 in train mode."},
     {NULL, 0, 0, 0, NULL},
 };
 

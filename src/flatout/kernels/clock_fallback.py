@@ -26,11 +26,13 @@ class Called:
         calls: how often it was called.
         due: the call that is looked at next.
         has_parameters: whether it has any.
+        goes_on: the modes of an evaluation without gradients that goes on: 1 in eval mode, 2 in
+            train mode.
     """
 
     def __init__(self) -> None:
         self.ref: ref[Any] | None = None
-        self.calls = self.due = 0
+        self.calls = self.due = self.goes_on = 0
         self.has_parameters = False
 
 

@@ -144,8 +144,11 @@ class Calls:
         entry.detail.update(detail)
         return entry
 
-    def count(self, kind: str) -> int:
-        """How many of this kind were noted."""
+    def count(self, kind: str, line: Site | None = None) -> int:
+        """How many of this kind were noted, by all lines or this one."""
+        if line is not None:
+            entry = self._of_lines.get((kind, line))
+            return 0 if entry is None else entry.count
         return sum(entry.count for entry in self._of_lines.values() if entry.kind == kind)
 
     def forget(self) -> None:

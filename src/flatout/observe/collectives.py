@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from threading import get_ident
+from functools import partial
 from typing import Any
 
 from flatout.observe.frequent_calls import FrequentCalls
 from flatout.observe.lanes import BACKWARD, OPTIMIZER, SAVING, SYNC
+from flatout.observe.timed_calls import timed
 from flatout.observe.watch import Watch
 
 KIND = "collective"
@@ -24,29 +24,19 @@ def watch_collectives(torch: Any, watch: Watch) -> None:
         return
     often = FrequentCalls(watch, _MOST_NS, _CALL_NS, SYNC)
     for name in _NAMES:
-        often.time(torch.distributed, name, KIND, _timed, name, watch, often.shifted)
+        around = partial(
+            timed,
+            kind=KIND,
+            lane=SYNC,
+            watch=watch,
+            detail={"name": name},
+            not_in=_OTHERS,
+            shifted=often.shifted,
+            size_of=_bytes,
+        )
+        often.time(torch.distributed, name, KIND, around)
     # A compiled function calls them by what they are.
     watch.quick.on_end.append(often.remove)
-
-
-def _timed(original: Any, name: str, watch: Watch, shifted: Counter[tuple[str, int]]) -> Any:
-    lanes, calls = watch.lanes, watch.calls
-    detail = {"name": name}
-
-    def collective(*args: Any, **kwargs: Any) -> Any:
-        if get_ident() != lanes.thread or lanes.current in _OTHERS:
-            return original(*args, **kwargs)
-        before = lanes.switch(SYNC)
-        began = lanes.last
-        try:
-            return original(*args, **kwargs)
-        finally:
-            lanes.switch(before)
-            took = lanes.last - began
-            shifted[KIND, before] += took
-            calls.note(KIND, took, 2, detail, _bytes([*args, *kwargs.values()]))
-
-    return collective
 
 
 def _bytes(arguments: list[Any]) -> int:

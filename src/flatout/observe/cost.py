@@ -8,7 +8,7 @@ there. To that comes what the looks at some steps have taken, and the threads th
 lines. A comparison
 of runs with and without could not resolve it.
 
-What is done once, in the first steps, is not counted: it is no part of each step.
+What is done once, in the first steps, is told apart: it is no part of each step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from itertools import chain
 from statistics import median
 from time import perf_counter_ns
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from flatout.observe.backward import watch_backward
 from flatout.observe.lanes import HOST
@@ -34,10 +34,25 @@ from flatout.observe.within_loader import probed
 
 # Of so many the median is taken; of fewer where other work on the machine makes each of them long.
 _QUADRUPLES, _FEWEST, _LONG_NS = 150, 30, 300_000_000
+# Looks come seldom: in less time than this they are no part of what each step pays.
+_RARE_NS = 2_000_000_000
 
 
-def added_us_per_step(watch: Watch, aside_seconds: float) -> float:
-    """Microseconds that each step of this Watch was longer by, to be called in a quiet moment.
+class Added(NamedTuple):
+    """What watching has added.
+
+    Attributes:
+        us_per_step: microseconds to each step.
+        once_ms: beside that, to the first steps; where too little was watched to tell what looks
+            and threads take in the long run, theirs too.
+    """
+
+    us_per_step: float
+    once_ms: float
+
+
+def added(watch: Watch, aside_seconds: float) -> Added:
+    """By how much the steps of this Watch were longer, to be called in a quiet moment.
 
     Args:
         watch: what the hooks have filled in.
@@ -70,7 +85,10 @@ def added_us_per_step(watch: Watch, aside_seconds: float) -> float:
     # The script may stand anywhere, as in an evaluation without gradients.
     with torch.inference_mode(False), torch.enable_grad():
         ns = sum(count * _once(*cost) for cost, count in ran.items() if count > 0)
-    return float((ns + watch.looking_ns + aside_seconds * 1e9) / 1e3 / steps)
+    looks = watch.looking_ns + aside_seconds * 1e9
+    if sum(watch.lanes.spent) < _RARE_NS:
+        return Added(ns / 1e3 / steps, (watch.first_ns + looks) / 1e6)
+    return Added((ns + looks) / 1e3 / steps, watch.first_ns / 1e6)
 
 
 @cache

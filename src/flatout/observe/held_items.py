@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import log2
 from typing import Any
 
@@ -52,24 +52,36 @@ def _lists_in(dataset: Any) -> Iterator[Any]:
     if isinstance(dataset, (list, tuple)):
         yield dataset
         return
-    length = _length(dataset)
-    for value in list(getattr(dataset, "__dict__", {}).values()):
-        if isinstance(value, (list, tuple)) and length and len(value) == length:
-            yield value
+    yield from of_all_samples(dataset, lambda value: isinstance(value, (list, tuple)))
 
 
 def _frames_in(dataset: Any) -> Iterator[Any]:
-    length = _length(dataset)
-    for value in list(getattr(dataset, "__dict__", {}).values()):
-        is_frame = type(value).__module__.startswith("pandas.") and hasattr(value, "itertuples")
-        if is_frame and hasattr(value, "columns") and length and len(value) == length:
+    yield from of_all_samples(dataset, _is_frame)
+
+
+def _is_frame(value: Any) -> bool:
+    is_pandas = type(value).__module__.startswith("pandas.")
+    return is_pandas and hasattr(value, "itertuples") and hasattr(value, "columns")
+
+
+def held_by(dataset: Any) -> list[Any]:
+    """What its own attributes are."""
+    return list(getattr(dataset, "__dict__", {}).values())
+
+
+def of_all_samples(dataset: Any, is_kind: Callable[[Any], bool]) -> Iterator[Any]:
+    """What it holds of this kind, with as many entries as it has samples."""
+    length = length_of(dataset)
+    for value in held_by(dataset) if length else ():
+        if is_kind(value) and length_of(value) == length:
             yield value
 
 
-def _length(dataset: Any) -> int | None:
+def length_of(sized: Any) -> int | None:
+    """How many entries or samples it says that it has; None where it does not."""
     try:
-        return len(dataset)
-    except Exception:  # what a dataset raises is its own
+        return len(sized)
+    except Exception:  # what a dataset raises is its own, as where a loader never asks for it
         return None
 
 
@@ -108,6 +120,6 @@ def _is_name(value: Any) -> bool:
 
 
 def _folders_of(dataset: Any) -> Iterator[str]:
-    for value in list(getattr(dataset, "__dict__", {}).values()):
+    for value in held_by(dataset):
         if isinstance(value, (str, os.PathLike)) and os.path.isdir(value):
             yield os.fspath(value)

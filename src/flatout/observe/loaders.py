@@ -16,18 +16,21 @@ from typing import Any, cast
 from weakref import ref
 
 from flatout.hooks import wrap
+from flatout.observe.held_items import held_by, length_of
 from flatout.observe.lanes import HOST
 from flatout.observe.observation import Loader, Site
 from flatout.observe.replicas import has_peers
 from flatout.observe.samples import (
     Samples,
+    behind_subsets,
     label_runs,
-    length_of,
     number_of_bytes,
     numbers_at,
+    numbers_in,
     samples_of,
 )
 from flatout.observe.series import series_of
+from flatout.observe.shards import ENOUGH, block_of, parts_of_indices, parts_of_rows
 from flatout.observe.sites import here, is_users, site_of_code
 from flatout.observe.tables import longer_series
 from flatout.observe.watch import Watch
@@ -37,6 +40,8 @@ from flatout.observe.within_loader import LOADER, Looker, Probe, first_tensor, s
 _WAITS, _EPOCHS = 20_000, 1000
 # Samples of an epoch that are compared with those of other ranks.
 _TAKEN = 512
+# Epochs whose first samples are looked at.
+_FIRSTS = 8
 # Once in so many batches it is counted what the dataset keeps, and old waits go.
 _LOOK_EVERY = 16
 # So many numbers of a batch are compared with those of another.
@@ -68,8 +73,10 @@ class SeenLoader:
         self.batches = 0
         self.began: int | None = None
         self.is_hashed = True
+        self.has_peers = self.is_taking_down = has_peers()
         self.indices: list[int] = []
-        self.is_taking_down = has_peers()
+        self.firsts: list[list[int]] = []  # of each of the first epochs
+        self.rows: list[list[int]] = []  # of each worker
         self.looker: Looker | None = None
         self._kept_at_first: int | None = None
 
@@ -102,6 +109,10 @@ class SeenLoader:
     def hash(self, index: Any) -> None:
         """The first batch of an epoch is made of these samples."""
         self.is_hashed = True
+        if self.has_peers and len(self.firsts) < _FIRSTS:
+            self.firsts.append([])
+            self.is_taking_down = True
+            self.take_down(index)
         if isinstance(index, (list, tuple)) and index and index[0] is not None:
             result = self.facts.hashes = self.facts.hashes or []
             if len(result) < _EPOCHS:
@@ -109,16 +120,30 @@ class SeenLoader:
 
     def take_down(self, index: Any) -> None:
         """A batch is made of these samples: the first ones are known by their numbers."""
-        if isinstance(index, (list, tuple)) and all(isinstance(at, int) for at in index):
-            self.indices += index
-        if len(self.indices) >= _TAKEN or self.facts.epochs > 1:
+        if not isinstance(index, (list, tuple)) or not all(isinstance(at, int) for at in index):
             self.is_taking_down = False
+            return
+        if not self.firsts:  # of an iteration that was not seen to begin
+            self.firsts.append([])
+        if len(self.firsts) == 1 and len(self.indices) < _TAKEN:
+            self.indices += index
+        if len(self.firsts[-1]) < ENOUGH:
+            self.firsts[-1] += index
+        has_all = len(self.firsts) > 1 or len(self.indices) >= _TAKEN
+        self.is_taking_down = not has_all or len(self.firsts[-1]) < ENOUGH
 
-    def compare_with_ranks(self) -> None:
-        """What the other ranks are asked for too: the bytes of the first samples."""
-        loader = self.ref()
-        if self.indices and loader is not None and not _draws_again(loader.sampler):
-            self.facts.taken = numbers_at(loader.dataset, self.indices[:_TAKEN])
+    def compare_with_others(self) -> None:
+        """What ranks and workers are asked for together: the first samples, and of which part."""
+        loader, facts = self.ref(), self.facts
+        if loader is None:
+            return
+        if self.indices and not _draws_again(loader.sampler):
+            facts.taken = numbers_at(loader.dataset, self.indices[:_TAKEN])
+            facts.parts = parts_of_indices(loader.dataset, self.firsts)
+            facts.parts_of = length_of(behind_subsets(loader.dataset)[0])
+            facts.block = block_of(loader.dataset)
+        elif any(self.rows):
+            facts.parts_of, facts.parts = parts_of_rows(loader.dataset, self.rows) or (None, None)
 
     def probe(self) -> tuple[Probe, Looker] | None:
         """What looks at its batches while this process makes them, until enough was seen."""
@@ -136,7 +161,7 @@ class SeenLoader:
             self._took_first(batch, self.began)
         if not self.batches % _LOOK_EVERY:
             self._look()
-        if self.facts.is_iterable and self.batches <= max(1, self.facts.num_workers or 0) + 1:
+        if self.facts.is_iterable and self.batches <= self._numbered:
             self._number(batch)
 
     def _took_first(self, batch: Any, began: int) -> None:
@@ -147,13 +172,24 @@ class SeenLoader:
         if self.facts.batch_bytes is None:
             self.facts.batch_bytes = size_of(batch)
 
+    @property
+    def _numbered(self) -> int:
+        """So many batches of a stream are told apart: the first ones of each worker."""
+        each = -(-ENOUGH // (self.facts.batch_size or ENOUGH))
+        return max(2, each + 1) * max(1, self.facts.num_workers or 0)
+
     def _number(self, batch: Any) -> None:
-        """Of the first batches of an IterableDataset's workers: do they give the same?"""
-        result = self.facts.worker_batches
-        tensor = first_tensor(batch)
-        if tensor is not None:
-            numbers = tensor.detach().reshape(-1)[:_NUMBERS].cpu().contiguous()
-            result.append(number_of_bytes(numbers.numpy().tobytes()))
+        """Of the first batches of an IterableDataset: do workers give the same, or parts?"""
+        tensor, workers = first_tensor(batch), max(1, self.facts.num_workers or 0)
+        if tensor is None:
+            return
+        values = tensor.detach().cpu()
+        if self.batches <= workers + 1:
+            numbers = values.reshape(-1)[:_NUMBERS].contiguous()
+            self.facts.worker_batches.append(number_of_bytes(numbers.numpy().tobytes()))
+        if values.ndim > 1 and (self.has_peers or workers > 1):
+            self.rows = self.rows or [[] for _ in range(workers)]
+            self.rows[(self.batches - 1) % workers] += numbers_in(values)
 
     def _look(self) -> None:
         """Now and then, after a batch."""
@@ -267,9 +303,7 @@ def _chain_of(dataset: Any) -> Iterator[Any]:
 
 def _entries(dataset: Any) -> int:
     """How many entries the containers have that a dataset holds itself."""
-    values = (
-        value for part in _chain_of(dataset) for value in getattr(part, "__dict__", {}).values()
-    )
+    values = (value for part in _chain_of(dataset) for value in held_by(part))
     return sum(len(item) for item in values if isinstance(item, (list, dict, set)))
 
 
@@ -422,10 +456,10 @@ def _hashed(original: Any) -> Any:
         result = self._flatout_seen
         if result is None:
             return index
-        if result.is_taking_down:
-            result.take_down(index)
         if not result.is_hashed:
             result.hash(index)
+        elif result.is_taking_down:
+            result.take_down(index)
         return index
 
     return next_index

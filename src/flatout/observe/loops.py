@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from threading import get_ident
 from typing import Any
 
@@ -31,6 +32,8 @@ class Turns:
         length: how many turns it would have; None where no one knows.
         steps: that had ended when its latest turn began.
         first: those when it began.
+        only_steps: whether it ends early only where it steps: what comes after a `while` may rely
+            on its condition, as where it gathers samples.
         turns: that have ended.
         short: turns that have ended since loops end early.
         has_stepped: whether a turn since then has taken a step.
@@ -41,6 +44,7 @@ class Turns:
     length: int | None
     steps: int
     first: int
+    only_steps: bool = False
     turns: int = 0
     short: int = 0
     has_stepped: bool = False
@@ -94,18 +98,22 @@ class Loops:
         taken = self._lanes.steps - turns.first
         return turns.turns >= 2 and taken >= _AN_EPOCH and not turns.holds_epochs
 
-    def around(self, number: int, what: Iterable[Any]) -> Iterable[Any]:
-        """What a loop goes through."""
+    def around(self, number: int, what: Iterable[Any] | None) -> Iterable[Any]:
+        """What a loop goes through; None for one that was a `while`, which ends by itself."""
+        if what is None:
+            return self._turns(number, repeat(None), only_steps=True)
         module: Any = sys.modules.get("torch.utils.data.dataloader")
         return what if module and isinstance(what, module.DataLoader) else self._turns(number, what)
 
-    def _turns(self, number: int, what: Iterable[Any]) -> Iterator[Any]:
+    def _turns(
+        self, number: int, what: Iterable[Any], *, only_steps: bool = False
+    ) -> Iterator[Any]:
         lanes = self._lanes
         if lanes.thread != get_ident():
             yield from what
             return
         length = len(what) if isinstance(what, (list, tuple, range)) else None
-        turns = Turns(number, length, lanes.steps, lanes.steps)
+        turns = Turns(number, length, lanes.steps, lanes.steps, only_steps)
         self._open.append(turns)
         try:
             for item in what:
@@ -136,7 +144,8 @@ class Loops:
             ends = may_end and turns.short >= STEPPING and self._steps(turns)
             self.has_cut |= ends
             return ends
-        return turns.short >= EVALUATING and self._lanes.is_open
+        is_evaluated = turns.short >= EVALUATING and self._lanes.is_open
+        return is_evaluated and not turns.only_steps
 
     def _close(self, turns: Turns) -> None:
         if turns not in self._open:

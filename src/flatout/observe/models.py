@@ -96,12 +96,17 @@ class SeenModel(Called):
         """The open calls have been an evaluation after this step."""
         self._evaluated = self._open | self._evaluated
         self._evaluated_in.add(step)
-        self._open = {}
+        self._end()
 
     def was_trained(self) -> None:
         """A backward pass has followed the open calls."""
         self._trained = self._open | self._trained
+        self._end()
+
+    def _end(self) -> None:
+        """It is known what the open calls have been."""
         self._open = {}
+        self.goes_on = 0
 
     @property
     def evaluated_at(self) -> Site | None:
@@ -234,7 +239,8 @@ class Models:
                 lanes.judge()
         elif lanes.is_open and model.is_open(mode) and model.evaluations >= _EVALUATIONS:
             if not has_grad:
-                return  # one more of an evaluation that goes on, or of an episode
+                model.goes_on |= 1 << module.training  # one more of it, or of an episode
+                return
         else:
             if not lanes.evaluations:
                 self._numbers.before_evaluation()

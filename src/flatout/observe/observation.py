@@ -139,6 +139,11 @@ class Loader:
             equal ones are equal, in other ranks too. Of an IterableDataset alone.
         taken: where there are several ranks, a number for each of the first samples of an epoch;
             None where they are out of sight, or may come twice.
+        parts: where several ranks or workers share samples out, which part its samples are of, in
+            each of the first epochs, or of a stream in each worker: each n-th of `parts_of`, as
+            the remainder by n, and n; None of too few samples, or where that is out of sight.
+        block: likewise, of a Subset of samples that follow one another: the first, how many, and of
+            how many.
     """
 
     kind: str
@@ -180,6 +185,9 @@ class Loader:
     scaling: Scaling | None = None
     worker_batches: list[int] = field(default_factory=list)
     taken: list[int] | None = None
+    parts: list[tuple[int, int] | None] | None = None
+    parts_of: int | None = None
+    block: tuple[int, int, int] | None = None
 
 
 @dataclass
@@ -547,6 +555,36 @@ class Line:
 
 
 @dataclass
+class ModuleTime:
+    """Modules of one class and place in the model, and the time of a step without those in them.
+
+    Attributes:
+        name: of the module, such as "head"; of several with a star for what differs, such as
+            "layers.*.attention". "" for the model itself.
+        kind: their class; "" for what lies in no module, such as a loss that is a function.
+        count: how many.
+        forward_ms, backward_ms: per step.
+        operator: what takes most of their backward, as autograd calls it, such as "Bmm"; "" where
+            none does, and for the layers of torch.
+    """
+
+    name: str
+    kind: str
+    count: int = 0
+    forward_ms: float = 0.0
+    backward_ms: float = 0.0
+    operator: str = ""
+
+    @property
+    def words(self) -> str:
+        """Which they are."""
+        if not self.kind:
+            return "outside of the model's modules"
+        several = f"{self.count} " if self.count > 1 else ""
+        return f"{self.name or 'the model itself'} ({several}{self.kind})"
+
+
+@dataclass
 class OtherThread:
     """A thread of the script's beside the one that steps.
 
@@ -726,8 +764,12 @@ class Observation:
             written meanwhile, and stays of a script that was killed.
         error: the script's own error, as Python prints it.
         added_us_per_step: what observing has cost, counted directly.
+        added_once_ms: beside that, of looks in the first steps; where less than two seconds were
+            watched, of all looks.
         lines: the user's lines that steps spend most time in, the dearest first; empty where no one
             looked at them.
+        modules: those in which forward and backward spend most time, on a CPU, the dearest first;
+            empty where they were not looked at.
         other_threads: of the script, that run code of the user's while it steps, the busiest
             first.
         explained: share of the time of steps that one of all lines, or a trainer's function, is
@@ -801,7 +843,9 @@ class Observation:
     ended: str = "done"
     error: str = ""
     added_us_per_step: float | None = None
+    added_once_ms: float | None = None
     lines: list[Line] = field(default_factory=list)
+    modules: list[ModuleTime] = field(default_factory=list)
     other_threads: list[OtherThread] = field(default_factory=list)
     explained: float | None = None
     ablations: dict[str, Ablation] = field(default_factory=dict)

@@ -6,7 +6,7 @@ import builtins
 import gc
 import logging
 import os
-from collections import Counter
+from functools import partial
 from threading import get_ident
 from typing import Any
 
@@ -16,6 +16,7 @@ from flatout.observe.lanes import GC, HOST, SAVING
 from flatout.observe.model_facts import local
 from flatout.observe.openmp import OPENMP
 from flatout.observe.replicas import has_peers, number_of
+from flatout.observe.timed_calls import timed
 from flatout.observe.watch import Watch
 
 _SAVED = 24
@@ -49,8 +50,11 @@ class Told:
 
     def time(self, owner: Any, name: str, kind: str, detail: dict[str, Any] | None = None) -> None:
         """Times the calls of a function, as of this kind."""
-        given = (kind, HOST, self._watch, detail, 2, self.calls.shifted)
-        self.calls.time(owner, name, kind, _timed, *given)
+        shifted = self.calls.shifted
+        around = partial(
+            timed, kind=kind, lane=HOST, watch=self._watch, detail=detail, shifted=shifted
+        )
+        self.calls.time(owner, name, kind, around)
 
 
 def _noting_openmp(original: Any, watch: Watch) -> Any:
@@ -66,9 +70,11 @@ def _noting_openmp(original: Any, watch: Watch) -> Any:
 
 def watch_torch(torch: Any, watch: Watch) -> None:
     """Hooks into torch.save and torch.cuda.empty_cache."""
-    _time(torch, "save", "save", SAVING, watch, depth=3)
+    saved = partial(timed, kind="save", lane=SAVING, watch=watch, depth=3)
+    wrap(torch, "save", "observe", saved)
     wrap(torch, "save", "observe", _saving, watch)
-    _time(torch.cuda, "empty_cache", "empty_cache", HOST, watch)
+    emptied = partial(timed, kind="empty_cache", lane=HOST, watch=watch)
+    wrap(torch.cuda, "empty_cache", "observe", emptied)
 
 
 def _watch_writer(module: Any, told: Told) -> None:
@@ -76,47 +82,6 @@ def _watch_writer(module: Any, told: Told) -> None:
     owner = module.SummaryWriter
     for name in [name for name in vars(owner) if name.startswith("add_")]:
         told.time(owner, name, "log", _LOGGED)
-
-
-def _time(
-    owner: Any,
-    name: str,
-    kind: str,
-    lane: int,
-    watch: Watch,
-    detail: dict[str, Any] | None = None,
-    depth: int = 2,
-) -> None:
-    wrap(owner, name, "observe", _timed, kind, lane, watch, detail, depth)
-
-
-def _timed(
-    original: Any,
-    kind: str,
-    lane: int,
-    watch: Watch,
-    detail: dict[str, Any] | None,
-    depth: int,
-    shifted: Counter[tuple[str, int]] | None = None,
-) -> Any:
-    """A call that is timed, in its own lane; `shifted` gets its ns, by kind and the lane before."""
-    lanes, calls = watch.lanes, watch.calls
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if get_ident() != lanes.thread or lanes.current == SAVING:
-            return original(*args, **kwargs)
-        before = lanes.switch(lane)
-        began = lanes.last
-        try:
-            return original(*args, **kwargs)
-        finally:
-            lanes.switch(before)
-            took = lanes.last - began
-            if shifted is not None:
-                shifted[kind, before] += took
-            calls.note(kind, took, depth, detail)
-
-    return call
 
 
 def _saving(original: Any, watch: Watch) -> Any:

@@ -110,7 +110,7 @@ def _make(model: SeenModel) -> tuple[str, int, tuple[tuple[str, int], ...]]:
 def _with_inside(loader: SeenLoader, folder: Path | None) -> Loader:
     """A loader's facts; with those of its workers, which are read once, at the end."""
     if folder is not None:
-        loader.compare_with_ranks()
+        loader.compare_with_others()
     facts = loader.result()
     if folder is not None:
         result = gather(folder, loader.number) if facts.num_workers else []

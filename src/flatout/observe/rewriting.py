@@ -1,8 +1,9 @@
 """The user's code as it is compiled where nothing of a run is kept.
 
 Loops can end early: `for x in xs:` becomes `for x in LOOPS(7, xs):`, where its body steps or
-evaluates. Calls can be left out whose value is not used: `log(x)` becomes `if CALLS[4]: log(x);
-CALLS[5]`, with the assignments before it that nothing else reads. Lines and columns stay as they
+evaluates, and a `while` whose body steps becomes such a loop. Calls can be left out whose value is
+not used: `log(x)` becomes `if CALLS[4]: log(x); CALLS[5]`, with the assignments before it that
+nothing else reads. Lines and columns stay as they
 are, and so does what Python keeps of compiled files.
 """
 
@@ -30,6 +31,8 @@ from flatout.observe.unused_calls import (
 
 _LOOPS = "__flatout_loops__"
 """The name in builtins of what stands around loops."""
+_TURN = "__flatout_turn__"
+"""What a loop that was a `while` counts by."""
 _STEPS = {"step", "backward", "training_step", "train_on_batch", "minimize"}
 """Methods whose call makes a function one that steps."""
 _MOST_FILES = 200
@@ -278,3 +281,32 @@ class _Loops(ast.NodeTransformer):
             around = ast.copy_location(ast.Name(_LOOPS, ast.Load()), at)
             node.iter = ast.copy_location(ast.Call(around, [number, at], []), at)
         return node
+
+    def visit_While(self, node: ast.While) -> ast.AST:
+        """`while more():` becomes `for TURN in LOOPS(7, None): if not more(): break`."""
+        called = {*_called(node.body)}
+        self.generic_visit(node)
+        if node.orelse or not called & self._stepping or not _can_end(node):
+            return node
+        number, at = self._number(node.lineno), node.test
+        around = ast.Call(
+            ast.Name(_LOOPS, ast.Load()), [ast.Constant(number), ast.Constant(None)], []
+        )
+        leaves = ast.If(ast.UnaryOp(ast.Not(), at), [ast.Break()], [])
+        turns = ast.For(ast.Name(_TURN, ast.Store()), around, [leaves, *node.body], [])
+        ast.copy_location(turns, node)
+        for part in (turns.target, *ast.walk(around), leaves, leaves.test, leaves.body[0]):
+            ast.copy_location(part, at)
+        return turns
+
+
+def _can_end(node: ast.While) -> bool:
+    """Whether what stands behind the loop can be reached from it."""
+    return not isinstance(node.test, ast.Constant) or any(map(_breaks, node.body))
+
+
+def _breaks(node: ast.AST) -> bool:
+    """Whether it ends the loop that it stands in."""
+    if isinstance(node, (ast.For, ast.While, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return any(map(_breaks, getattr(node, "orelse", ())))
+    return isinstance(node, ast.Break) or any(map(_breaks, ast.iter_child_nodes(node)))

@@ -10,7 +10,12 @@ from itertools import pairwise
 from math import log2, prod
 from typing import Any
 
-from flatout.observe.held_items import numbers_of_items, numbers_of_names
+from flatout.observe.held_items import (
+    length_of,
+    numbers_of_items,
+    numbers_of_names,
+    of_all_samples,
+)
 
 # Of so many samples the bytes are looked at, and so many numbers of each.
 _ROWS, _COLUMNS = 2**16, 128
@@ -106,14 +111,22 @@ def number_of_bytes(data: bytes) -> int:
 
 def row_numbers(table: Any, chosen: Sequence[int]) -> list[int] | None:
     """A number for the bytes of each of these rows; None where they may be equal by chance."""
-    columns = table.reshape(len(table), -1)
-    columns = columns[:, :: max(1, -(-columns.shape[1] // _COLUMNS))]
-    rows = as_array(columns[list(chosen)])
-    if rows.dtype.kind == "f":
-        rows = rows.astype("float32")
+    rows = _rows(table, chosen)
     if not len(rows) or _bits(rows) < _RICH:
         return None
     return [number_of_bytes(row.tobytes()) for row in rows]
+
+
+def numbers_in(batch: Any) -> list[int]:
+    """As `row_numbers` of all rows, whether they may be equal by chance or not."""
+    return [number_of_bytes(row.tobytes()) for row in _rows(batch, range(len(batch)))]
+
+
+def _rows(table: Any, chosen: Sequence[int]) -> Any:
+    columns = table.reshape(len(table), -1)
+    columns = columns[:, :: max(1, -(-columns.shape[1] // _COLUMNS))]
+    rows = as_array(columns[list(chosen)])
+    return rows.astype("float32") if rows.dtype.kind == "f" else rows
 
 
 def _moments(table: Any, chosen: Sequence[int]) -> Moments | None:
@@ -209,9 +222,7 @@ def _labels_in(dataset: Any) -> Any:
 
 def _held(dataset: Any) -> list[Any]:
     """Tensors and arrays in memory that a dataset has of all its samples."""
-    length = length_of(dataset) or None
-    own = [value for value in getattr(dataset, "__dict__", {}).values() if is_in_memory(value)]
-    return [item for item in own if item.ndim and len(item) == length]
+    return list(of_all_samples(dataset, is_in_memory))
 
 
 def is_in_memory(value: Any) -> bool:
@@ -222,14 +233,6 @@ def is_in_memory(value: Any) -> bool:
     if torch.is_tensor(value):
         return not value.is_meta and value.layout == torch.strided
     return type(value) is np.ndarray and value.dtype.kind in "iufb"
-
-
-def length_of(dataset: Any) -> int | None:
-    """How many samples it says that it has; None where it does not."""
-    try:
-        return len(dataset)
-    except Exception:  # a loader with a batch sampler never asks for it
-        return None
 
 
 def as_array(values: Any) -> Any:

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
+from flatout.observe.held_items import held_by, length_of
 from flatout.observe.observation import Scaling
-from flatout.observe.samples import as_array, behind_subsets, is_in_memory, length_of
+from flatout.observe.samples import as_array, behind_subsets, is_in_memory
 
 # A window has so many steps at least. Longer series are not looked at.
 _FEWEST, _NUMBERS = 4, 2**24
@@ -83,9 +84,7 @@ def _held(dataset: Any, first: int, end: int) -> Any:
 
 
 def _arrays_in(dataset: Any) -> Iterator[Any]:
-    for value in getattr(dataset, "__dict__", {}).values():
-        if is_in_memory(value) and value.ndim:
-            yield value
+    return (item for item in held_by(dataset) if is_in_memory(item) and item.ndim)
 
 
 def _is_series(value: Any) -> bool:

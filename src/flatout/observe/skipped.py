@@ -1,22 +1,36 @@
 """Losses that are no numbers, after which a script goes on without a step.
 
-`torch.isnan`, `isinf` and `isfinite` of single numbers are watched, asked by lines of the user's.
+`torch.isnan`, `isinf` and `isfinite` of single numbers are watched, asked by lines of the user's,
+and `loss != loss`. So are numbers that come to the host, as for `math.isnan(loss.item())`: one that
+is none was left out if the line reads another one after the model was called again, with no
+backward pass in between.
 """
 
 from __future__ import annotations
 
 import sys
 from threading import get_ident
-from typing import Any
+from typing import Any, NamedTuple
 
 from flatout.hooks import Hook, is_anything_compiled, wrap
 from flatout.observe.observation import InLoss, Site
-from flatout.observe.sites import is_users
+from flatout.observe.sites import is_users, users_frame
 from flatout.observe.watch import Watch
 
 _GOOD = {"isnan": False, "isinf": False, "isfinite": True}
 # Who asks more often than this in a step asks for more than its loss.
 _FROM, _WEIGHED, _MOST = 2, 20, 4
+# Where all was well so long, no more is asked.
+_SETTLED = 500
+
+
+class _Read(NamedTuple):
+    """A number that was none: where and when it came to the host."""
+
+    instruction: tuple[int, int]
+    site: Site
+    now: tuple[int, int]
+    calls: int
 
 
 class SkippedSteps:
@@ -29,15 +43,17 @@ class SkippedSteps:
         self._is_true = torch._C.TensorBase.__bool__
         self._hooks: list[Hook] = []
         self._renew()
+        watch.on_number.append(self._number)
         watch.at(_FROM, self._open)
         watch.at(_WEIGHED, self._weigh)
+        watch.at(_SETTLED, self._settle)
         watch.on_renewal.append(self._renew)
 
     @property
     def found(self) -> list[InLoss]:
         """One for each line after which steps were skipped."""
-        for fact in self._skipped.values():
-            fact.detail["of"] = self._asked
+        for line, fact in self._skipped.items():
+            fact.detail["of"] = self._watch.calls.count("item", line) or self._asked
         return list(self._skipped.values())
 
     def _renew(self) -> None:
@@ -45,6 +61,7 @@ class SkippedSteps:
         self._skipped: dict[Site, InLoss] = {}
         # The latest answer, whether it is a good one where true, by which line, and when.
         self._latest: tuple[Any, bool, Site, tuple[int, int]] | None = None
+        self._read: _Read | None = None
         self._end()
 
     def _open(self) -> None:
@@ -53,10 +70,15 @@ class SkippedSteps:
         for owner in (self._torch, self._torch.Tensor):
             for name, good in _GOOD.items():
                 self._hooks.append(wrap(owner, name, "observe", self._asking, good))
+        self._hooks.append(wrap(self._torch.Tensor, "__ne__", "observe", self._comparing))
         self._watch.quick.on_end.append(self._end)
 
     def _weigh(self) -> None:
         if self._asked > _MOST * (_WEIGHED - _FROM):
+            self._end()
+
+    def _settle(self) -> None:
+        if not self._skipped:
             self._end()
 
     def _end(self) -> None:
@@ -64,20 +86,35 @@ class SkippedSteps:
             hook.remove()
         self._hooks = []
 
+    # -- asked of tensors -------------------------------------------------------------------------
+
     def _asking(self, original: Any, good: bool) -> Any:
         lanes, tensor = self._watch.lanes, self._torch.Tensor
 
         def ask(number: Any, *args: Any, **kwargs: Any) -> Any:
             answer = original(number, *args, **kwargs)
             if type(number) is tensor and number.numel() == 1 and get_ident() == lanes.thread:
-                frame = sys._getframe(1)
-                if is_users(frame.f_code.co_filename):
-                    self._note(answer, good, Site(frame.f_code.co_filename, frame.f_lineno))
+                self._note(answer, good)
             return answer
 
         return ask
 
-    def _note(self, answer: Any, good: bool, site: Site) -> None:
+    def _comparing(self, original: Any) -> Any:
+        lanes = self._watch.lanes
+
+        def differs(number: Any, other: Any) -> Any:
+            answer = original(number, other)
+            if other is number and number.numel() == 1 and get_ident() == lanes.thread:
+                self._note(answer, good=False)
+            return answer
+
+        return differs
+
+    def _note(self, answer: Any, good: bool) -> None:
+        frame = sys._getframe(2)
+        if not is_users(frame.f_code.co_filename):
+            return
+        site = Site(frame.f_code.co_filename, frame.f_lineno)
         lanes = self._watch.lanes
         now = lanes.steps, lanes.backwards
         self._asked += 1
@@ -85,7 +122,34 @@ class SkippedSteps:
             before, was_good, line, then = self._latest
             # Read only now: on a GPU it has been computed meanwhile.
             if then == now and line == site and self._is_true(before) is not was_good:
-                fact = self._skipped.setdefault(line, InLoss("skipped", line))
-                fact.count += 1
-                fact.steps = lanes.steps
+                self._skips(line)
         self._latest = answer, good, site, now
+
+    def _skips(self, line: Site) -> None:
+        fact = self._skipped.setdefault(line, InLoss("skipped", line))
+        fact.count += 1
+        fact.steps = self._watch.lanes.steps
+
+    # -- read on the host -------------------------------------------------------------------------
+
+    def _number(self, number: float) -> None:
+        """A number has come to the host, in the thread that steps."""
+        is_one, before = number - number == 0.0, self._read
+        if is_one and before is None:
+            return
+        lanes = self._watch.lanes
+        now, calls = (lanes.steps, lanes.backwards), sum(x.calls for x in self._watch.models)
+        frame = users_frame(sys._getframe(2))
+        if frame is None:
+            return
+        instruction = id(frame.f_code), frame.f_lasti
+        if before is not None:
+            if before.now != now:
+                self._read = None
+            elif before.instruction == instruction and before.calls != calls:
+                self._skips(before.site)
+                self._read = None
+        is_trained = lanes.steps and not lanes.is_open and self._torch.is_grad_enabled()
+        if not is_one and is_trained and self._read is None:
+            site = Site(frame.f_code.co_filename, frame.f_lineno)
+            self._read = _Read(instruction, site, now, calls)

@@ -32,7 +32,7 @@ from flatout.observe.ablation import Ablations
 from flatout.observe.backward import watch_backward
 from flatout.observe.collectives import watch_collectives
 from flatout.observe.compiles import Compiles
-from flatout.observe.cost import added_us_per_step
+from flatout.observe.cost import added
 from flatout.observe.device_memory import DeviceMemory
 from flatout.observe.device_time import DeviceSteps
 from flatout.observe.exit_hooks import watch_exits
@@ -46,6 +46,7 @@ from flatout.observe.meters import Meters
 from flatout.observe.metrics import MetricHooks
 from flatout.observe.mistakes import Mistakes
 from flatout.observe.models import Models
+from flatout.observe.module_times import ModuleTimes
 from flatout.observe.observation import BECAME, Observation, Site
 from flatout.observe.opened import note_opened
 from flatout.observe.optimizers import StepFinder, watch_optimizers
@@ -132,6 +133,7 @@ class Observer:
         self._graphs: Graphs | None = None
         self._mistakes: Mistakes | None = None
         self._device: DeviceMemory | None = None
+        self._modules: ModuleTimes | None = None
         self._meters = Meters(self.watch)
         self._compiles = Compiles(self.watch)
         self._lines = LineSampler(self.watch)
@@ -200,6 +202,7 @@ class Observer:
         self._mistakes = Mistakes(torch, self.watch, self._scalers)
         self._models = Models(torch, self.watch)
         self._device = DeviceMemory(torch, self.watch)
+        self._modules = ModuleTimes(torch, self.watch)
         self._models.search()
         if self._asked.ablate:
             self._profiled = DeviceSteps(torch, self.watch)
@@ -264,8 +267,10 @@ class Observer:
         if observed.steps:
             self._lines.fill(observed)
             self._threads.fill(observed)
+            if self._modules is not None:
+                observed.modules = self._modules.results(observed)
             aside_s = self._writer.cpu_seconds + self._lines.seconds + self._threads.seconds
-            observed.added_us_per_step = added_us_per_step(self.watch, aside_s)
+            observed.added_us_per_step, observed.added_once_ms = added(self.watch, aside_s)
         return observed
 
     def forget(self) -> None:
@@ -340,7 +345,8 @@ class Observer:
         if observed.added_us_per_step is not None:
             say(
                 f"observed {observed.steps} steps; "
-                f"added {observed.added_us_per_step:.1f} us per step"
+                f"added {observed.added_us_per_step:.1f} us per step, "
+                f"{observed.added_once_ms or 0.0:.0f} ms once"
             )
 
     def _with_what_followed(self, observation: Observation, error: str) -> Observation:

@@ -22,6 +22,8 @@ _OTHERS = (OPTIMIZER, INPUT)
 _MOST_NS, _CALL_NS = 4_000, 3_000
 # Steps in which copies are asked from what memory they come.
 _ASKED = 8
+# Methods that give a number with a fraction.
+_NUMBERS = ("item", "__float__")
 # What each method is told as.
 _SYNCS = {
     "item": "item",
@@ -70,6 +72,7 @@ def timed(
     """
     lanes, calls = watch.lanes, watch.calls
     detail = {} if kind == name else {"by": name}
+    on_number = watch.on_number if name in _NUMBERS else []
 
     def to_host(self: Any, *args: Any, **kwargs: Any) -> Any:
         current = lanes.current
@@ -83,6 +86,8 @@ def timed(
             if shifted is not None:
                 shifted[kind, current] += took
         calls.note(kind, took, detail=detail)
+        for look in on_number:
+            look(value)
         if trips is not None and trips.is_open and value is not self:
             trips.went(value)
         return value

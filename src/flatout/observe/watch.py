@@ -36,6 +36,8 @@ class Watch:
     Attributes:
         rows: which rows of a table the model was called with last, to be trained; None of what is
             no table.
+        looking_ns: that looks have taken; without those of the first steps, which are first_ns.
+        on_number: called with each number that comes to the host, two frames below who reads it.
         scaled: the node of the loss that a scaler has multiplied last, in the first steps.
         then: what is done once enough was seen, in place of ending the script.
     """
@@ -55,11 +57,12 @@ class Watch:
         self.before_backward: list[Callable[[Any], None]] = []
         self.before_clipping: list[Callable[[], None]] = []
         self.scaled: Any = None
+        self.on_number: list[Callable[[float], None]] = []
         self.on_batch: list[Callable[[Any, Any, bool], None]] = []
         self.on_new_optimizer: list[Callable[[], None]] = []
         self.before_saving: list[Callable[[], None]] = []
         self.rows: object = None
-        self.looking_ns = 0
+        self.looking_ns = self.first_ns = 0
         self.on_renewal: list[Callable[[], None]] = []
         self.on_enough_again: Callable[[], None] = lambda: None
         self.then: Callable[[], None] | None = None
@@ -84,7 +87,7 @@ class Watch:
         """Forgets all that was seen; in the thread that steps, between steps."""
         for kept in (self.optimizers, self.models, self.saved, self.notes, self.frameworks):
             kept.clear()
-        self.looking_ns = 0
+        self.looking_ns = self.first_ns = 0
         self._has_begun = False
         self.lanes.renew()
         self.calls.renew()
@@ -135,6 +138,8 @@ class Watch:
             lanes.leave_out(took)
             if lanes.steps > _FIRST_STEPS:
                 self.looking_ns += took
+            elif lanes.steps:
+                self.first_ns += took
 
     def affords(self, ns: int) -> bool:
         """Whether a look that takes so long is cheap beside all that was watched until now."""

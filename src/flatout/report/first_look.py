@@ -19,7 +19,7 @@ from rich.text import Text
 
 from flatout.devices import Inventory, at_start
 from flatout.doctor import Finding, Verdict
-from flatout.observe import Ablation, Line, Observation
+from flatout.observe import Ablation, Line, ModuleTime, Observation
 from flatout.recipe import Recipe
 from flatout.report.lane_bars import BETWEEN, STEP, lane_bars
 from flatout.report.not_contained import not_contained
@@ -39,8 +39,8 @@ _GENERAL = ("channels_first", "cudnn_benchmark", "fp32_slow", "tf32_off")
 """Checks of settings that are the same for any script."""
 _GROWS = ("history_grows", "retained_graph")
 """Checks of what costs the more the longer a script runs: its cost in a look says little."""
-_PROPOSALS, _LINES = 3, 4
-"""Things to try, and lines of the script, that are listed at most."""
+_PROPOSALS, _LINES, _MODULES = 3, 4, 2
+"""Things to try, lines of the script, and modules of its backward, that are listed at most."""
 _FEW = 3
 """Rows about lines of the script, their heading included, that stand above what could be tried."""
 _BUSY, _THREADS = 0.1, 2
@@ -53,8 +53,8 @@ _COMMANDS = 4
 """Lines of commands that could come next."""
 _RANKS = 4
 """Ranks whose lanes are shown at most."""
-_TOLD = 0.001
-"""Share of a step from which on the share of watching is told."""
+_TOLD, _ONCE = 0.001, 0.05
+"""Share of a step from which on that of watching is told; and of all steps, what it took once."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class FirstLookReport:
                 commands.pop()  # long ones: what was found comes first
             tail += commands
         if self.verbose:
-            middle = [*self._where_it_goes(len(self._lines()), width), *self._dangers()]
+            middle = [*self._where_it_goes(width), *self._dangers()]
             middle += [*self._in_full(), *self._checks()]
         else:
             left = MOST_LINES - height(head) - height(tail)
@@ -125,7 +125,7 @@ class FirstLookReport:
         """
         worth = len(self._worth())
         found = [list(self._dangers(cut)) for cut in (None, *_CUTS, 0)]
-        lines = list(self._where_it_goes(_LINES, width))
+        lines = list(self._where_it_goes(width, _LINES))
         few = height(lines[:_FEW])
         dangers = _fitting(found, left - few - bool(worth), height)
         left -= height(dangers)
@@ -186,29 +186,40 @@ class FirstLookReport:
             f"added {_added(self.verdict)}"
         )
 
-    def _lines(self) -> list[tuple[Line, float]]:
-        """Lines worth telling, each with its share of the step, of the rank that matters."""
+    def _telling(self) -> Observation | None:
+        """The rank that matters, of those whose lines are known."""
         found = self.verdict.critical
         ranks = [rank for rank in self.verdict.observations if rank.lines]
         chosen = [rank for rank in ranks if found is not None and rank.rank == found.rank]
-        rank = next(iter([*chosen, *ranks]), None)
+        return next(iter([*chosen, *ranks]), None)
+
+    def _lines(self) -> list[Line]:
+        """Lines worth telling."""
+        rank = self._telling()
+        return [] if rank is None else [x for x in rank.lines if x.ms >= _WORTH * _whole_ms(rank)]
+
+    def _backwards(self) -> list[ModuleTime]:
+        """Modules whose backward is worth telling, the dearest first."""
+        rank = self._telling()
         if rank is None:
             return []
-        step = sum(rank.lanes_ms.get(name) or 0.0 for name in (*STEP, *BETWEEN))
-        shares = [(line, line.ms / max(step, 1e-9)) for line in rank.lines]
-        return [(line, share) for line, share in shares if share >= _WORTH]
+        worth = [one for one in rank.modules if one.backward_ms >= _WORTH * _whole_ms(rank)]
+        return sorted(worth, key=lambda one: -one.backward_ms)
 
-    def _where_it_goes(self, most: int, width: int) -> Iterator[RenderableType]:
-        """The lines of the script that take most, with those that led to them."""
-        explained = self.verdict.explained
-        lines = [line for line, _ in self._lines() if not _is_told_by_lanes(line)][:most]
-        if explained is None or not lines:
+    def _where_it_goes(self, width: int, most: int | None = None) -> Iterator[RenderableType]:
+        """The lines of the script that take most, with those that led to them; and modules of its
+        backward.
+        """
+        explained, room = self.verdict.explained, width - _LABEL - 1
+        lines = [line for line in self._lines() if not _is_told_by_lanes(line)]
+        modules = self._backwards()[: most and _MODULES]
+        if explained is None or not (lines or modules):
             return
+        rows = [(line.ms, _line_words(line, room)) for line in lines]
+        rows += [(one.backward_ms, cut(_module_words(one), room)) for one in modules]
         yield Text(f"WHERE IT GOES; {explained:.0%} explained", style="bold")
-        for line in lines:
-            yield Row(
-                f"{rounded(line.ms, 2)} ms", "bold cyan", _line_words(line, width - _LABEL - 1)
-            )
+        for ms, words in sorted(rows, key=lambda row: -row[0])[:most]:
+            yield Row(f"{rounded(ms, 2)} ms", "bold cyan", words)
         yield from self._other_threads(width)
 
     def _other_threads(self, width: int) -> Iterator[RenderableType]:
@@ -351,6 +362,12 @@ def _is_told_by_lanes(line: Line) -> bool:
     return most in ("backward", "optimizer") and not line.growth and bool(is_whole)
 
 
+def _module_words(one: ModuleTime) -> str:
+    """What backward computes, and by which operator."""
+    by = f", by {one.operator}" if one.operator else ""
+    return f"backward {'of ' if one.kind else ''}{one.words}{by}"
+
+
 def _line_words(line: Line, width: int) -> str:
     """The place and what it calls; then how it grows, what called it, as far as they fit."""
     words = f"{short(str(line.site))} {line.words}".rstrip()
@@ -368,6 +385,11 @@ def _line_words(line: Line, width: int) -> str:
     for choices in more:
         words += next((one for one in choices if len(words) + len(one) <= width), "")
     return cut(words, width)
+
+
+def _whole_ms(rank: Observation) -> float:
+    """Of a step, with what lies between two of them."""
+    return sum(rank.lanes_ms.get(name) or 0.0 for name in (*STEP, *BETWEEN))
 
 
 def _step_ms(rank: Observation) -> float:
@@ -493,10 +515,11 @@ def _added(verdict: Verdict) -> str:
     us = verdict.added_us_per_step
     if us is None:
         return "not counted"
-    steps_ms = next(r.step_ms for r in verdict.observations if r.added_us_per_step == us)
-    step_ms = median(steps_ms) if steps_ms else 0.0
-    share = us / 1e3 / step_ms if step_ms else 0.0
-    return f"{rounded(us, 2)} us per step" + (f" ({share:.1%})" if share >= _TOLD else "")
+    rank = next(rank for rank in verdict.observations if rank.added_us_per_step == us)
+    share = us / 1e3 / median(rank.step_ms) if rank.step_ms else 0.0
+    words = f"{rounded(us, 2)} us per step" + (f" ({share:.1%})" if share >= _TOLD else "")
+    once_ms = rank.added_once_ms or 0.0
+    return words + (f", {once_ms:.0f} ms once" if once_ms >= _ONCE * sum(rank.step_ms) else "")
 
 
 class Row:

@@ -1,0 +1,236 @@
+"""Which modules a step's forward and backward take their time in, seen in two of the first steps.
+
+Autograd numbers its nodes as forward makes them, and runs them in the calling thread: a node whose
+number lies between those at the beginning and the end of a module's call is a part of that module's
+backward, and takes until the next node begins. Nodes that add up a parameter's gradient have no
+number, and belong to the module that has the parameter.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from threading import get_ident
+from time import perf_counter_ns
+from typing import Any
+
+from flatout.hooks import PassingHook, is_anything_compiled
+from flatout.observe.lanes import BACKWARD, FORWARD
+from flatout.observe.observation import ModuleTime, Observation
+from flatout.observe.quick import AFTER_STEPS
+from flatout.observe.watch import Watch
+
+# The first steps set things up. Larger models and graphs take too long to be looked at.
+_FROM, _MODULES, _NODES = 2, 2000, 20_000
+# Groups of modules that are told.
+_TOLD = 20
+# An operator is told where it takes so much of the backward of modules that are none of torch's.
+_MOST = 0.5
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+_END = re.compile(r"Backward\d*$")
+
+
+def _adds_up(node: Any) -> bool:
+    """Whether it adds up the gradient of a parameter."""
+    return type(node).__name__ == "AccumulateGrad"
+
+
+def _is_on_cpu(module: Any) -> bool:
+    """Whether the nodes of its graph run in the thread that steps."""
+    return all(tensor.device.type == "cpu" for tensor in module.parameters())
+
+
+@dataclass
+class _Of:
+    """Time of one module without those within it, in ns."""
+
+    forward: int = 0
+    backward: int = 0
+    operators: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+
+
+class ModuleTimes:
+    """Hooks on all modules of the models that are trained on a CPU, and on their graphs' nodes."""
+
+    def __init__(self, torch: Any, watch: Watch) -> None:
+        self._torch = torch
+        self._watch = watch
+        self._handles: list[Any] = []
+        self._renew()
+        watch.at(_FROM, self._open)
+        watch.at(AFTER_STEPS, self._close)
+        watch.before_backward.append(self._backward_begins)
+        watch.on_renewal.append(self._renew)
+
+    def _renew(self) -> None:
+        self._remove()
+        self._of: dict[int, _Of] = defaultdict(_Of)  # by the number of a module; -1 for none
+        self._names: list[tuple[str, Any]] = []
+        self._numbers: dict[int, int] = {}  # of modules, and of their parameters, by id
+        # Calls that are open: the module, when it began, its first node, ns of calls within it.
+        self._calls: list[list[int]] = []
+        self._spans: list[tuple[int, int, int]] = []  # first and last node, and the module
+        self._ran: list[tuple[int, str, int]] = []  # nodes of a backward pass: module, name, when
+        self._since = self._lanes_ns = (0, 0)
+
+    # -- forward ----------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        roots = [model.ref() for model in self._watch.models if model.is_stepped]
+        found = [item for item in roots if item is not None and _is_on_cpu(item)]
+        if is_anything_compiled() or sum(len(list(root.modules())) for root in found) > _MODULES:
+            return
+        for root in found:
+            self._follow(root)
+        spent = self._watch.lanes.spent
+        self._since = spent[FORWARD], spent[BACKWARD]
+
+    def _follow(self, root: Any) -> None:
+        parameters = self._torch.nn.ParameterDict, self._torch.nn.ParameterList
+        by_name: dict[str, int] = {}
+        for name, module in root.named_modules():
+            if id(module) in self._numbers or isinstance(module, self._torch.jit.ScriptModule):
+                continue  # of two models, or compiled
+            above = by_name.get(name.rpartition(".")[0])
+            if above is not None and isinstance(module, parameters):
+                number = above  # what only holds them is never called, as in a layer of Keras
+            else:
+                number = by_name[name] = self._numbers[id(module)] = len(self._names)
+                self._names.append((name, type(module)))
+            for tensor in module._parameters.values():
+                if tensor is not None:
+                    self._numbers.setdefault(id(tensor), number)
+            begins = PassingHook(partial(self._begins, number))
+            self._handles += [
+                module.register_forward_pre_hook(begins),
+                module.register_forward_hook(PassingHook(self._ends)),
+            ]
+
+    def _is_forward(self) -> bool:
+        """Backward calls modules whose part of forward is checkpointed."""
+        lanes = self._watch.lanes
+        return get_ident() == lanes.thread and lanes.current != BACKWARD
+
+    def _begins(self, number: int, module: Any, args: Any) -> None:
+        if self._is_forward() and self._torch.is_grad_enabled():
+            node = self._torch._C._autograd._get_sequence_nr()
+            self._calls.append([number, perf_counter_ns(), node, 0])
+
+    def _ends(self, module: Any, args: Any, output: Any) -> None:
+        now = perf_counter_ns()
+        if not (self._calls and self._is_forward() and self._torch.is_grad_enabled()):
+            return
+        wanted = self._numbers.get(id(module))
+        while self._calls:  # one that has raised has not ended
+            number, began, node, within = self._calls.pop()
+            if number == wanted:
+                break
+        else:
+            return
+        self._of[number].forward += now - began - within
+        if self._calls:
+            self._calls[-1][3] += now - began
+        last = self._torch._C._autograd._get_sequence_nr()
+        if last > node:
+            self._spans.append((node, last, number))
+
+    # -- backward ---------------------------------------------------------------------------------
+
+    def _backward_begins(self, tensors: Any) -> None:
+        """Before the backward pass of these tensors."""
+        if not self._spans:
+            return
+        roots = [tensors] if isinstance(tensors, self._torch.Tensor) else list(tensors)
+        self._ran.clear()  # of one that has failed
+        nodes = self._graph([root.grad_fn for root in roots if root.grad_fn is not None])
+        if len(nodes) <= _NODES:
+            for number, node in self._owned(nodes):
+                operator = "" if _adds_up(node) else _END.sub("", node.name())
+                runs = partial(self._runs, number, operator)
+                self._handles.append(node.register_prehook(runs))
+        self._spans.clear()
+
+    def _graph(self, todo: list[Any]) -> list[Any]:
+        """All nodes below these, up to one more than are looked at."""
+        known = dict.fromkeys(todo)
+        while todo and len(known) <= _NODES:
+            for node, _ in todo.pop().next_functions:
+                if node is not None and node not in known:
+                    known[node] = None
+                    todo.append(node)
+        return list(known)
+
+    def _owned(self, nodes: list[Any]) -> Iterator[tuple[int, Any]]:
+        """Each node with the number of the innermost module in whose call it was made."""
+        spans = sorted(self._spans, key=lambda span: (span[0], -span[1]), reverse=True)
+        around: list[tuple[int, int, int]] = []
+        numbered = []
+        for node in nodes:
+            if _adds_up(node):
+                yield self._numbers.get(id(node.variable), -1), node
+            else:
+                numbered.append((node._sequence_nr(), node))
+        for place, node in sorted(numbered, key=lambda pair: pair[0]):
+            while spans and spans[-1][0] <= place:
+                around.append(spans.pop())
+            while around and around[-1][1] <= place:
+                around.pop()
+            yield (around[-1][2] if around else -1), node
+
+    def _runs(self, number: int, operator: str, gradients: Any) -> None:
+        """A node of a backward pass begins."""
+        if not self._ran:
+            # Called once all nodes have run.
+            self._torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
+        self._ran.append((number, operator, perf_counter_ns()))
+
+    def _backward_ends(self) -> None:
+        self._ran.append((-1, "", perf_counter_ns()))
+        for at, (number, operator, began) in enumerate(self._ran[:-1]):
+            took = self._ran[at + 1][2] - began
+            self._of[number].backward += took
+            self._of[number].operators[operator] += took
+        self._ran.clear()
+
+    # -- what was seen ----------------------------------------------------------------------------
+
+    def _remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _close(self) -> None:
+        self._remove()
+        spent = self._watch.lanes.spent
+        forward, backward = self._since
+        self._lanes_ns = spent[FORWARD] - forward, spent[BACKWARD] - backward
+
+    def results(self, observation: Observation) -> list[ModuleTime]:
+        """Modules of one kind and place together, those that take most first."""
+        if not all(self._lanes_ns):
+            return []  # none were looked at, or not to the end
+        groups: dict[tuple[str, str], ModuleTime] = {}
+        operators: dict[tuple[str, str], dict[str, int]] = defaultdict(lambda: defaultdict(int))
+        forward, backward = (
+            (observation.lanes_ms.get(lane) or 0.0) / ns
+            for lane, ns in zip(("forward", "backward"), self._lanes_ns, strict=True)
+        )
+        for number, of in self._of.items():
+            name, kind = self._names[number] if number >= 0 else ("", None)
+            key = _NUMBER.sub("*", name), "" if kind is None else kind.__name__
+            one = groups.setdefault(key, ModuleTime(name, key[1]))
+            one.count += 1
+            one.name = name if one.count == 1 else key[0]
+            one.forward_ms += forward * of.forward
+            one.backward_ms += backward * of.backward
+            if kind is None or not kind.__module__.startswith("torch.nn."):
+                for operator, ns in of.operators.items():
+                    operators[key][operator] += ns
+        for key, took in operators.items():
+            operator, ns = max(took.items(), key=lambda item: item[1], default=("", 0))
+            groups[key].operator = operator if ns >= _MOST * sum(took.values()) else ""
+        told = sorted(groups.values(), key=lambda one: -(one.forward_ms + one.backward_ms))
+        return told[:_TOLD]
