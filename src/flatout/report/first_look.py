@@ -516,10 +516,11 @@ def _added(verdict: Verdict) -> str:
     if us is None:
         return "not counted"
     rank = next(rank for rank in verdict.observations if rank.added_us_per_step == us)
-    share = us / 1e3 / median(rank.step_ms) if rank.step_ms else 0.0
-    words = f"{rounded(us, 2)} us per step" + (f" ({share:.1%})" if share >= _TOLD else "")
     once_ms = rank.added_once_ms or 0.0
-    return words + (f", {once_ms:.0f} ms once" if once_ms >= _ONCE * sum(rank.step_ms) else "")
+    if once_ms >= _ONCE * sum(rank.step_ms):  # so few steps that their share would say little
+        return f"{rounded(us, 2)} us per step, {once_ms:.0f} ms once"
+    share = us / 1e3 / median(rank.step_ms) if rank.step_ms else 0.0
+    return f"{rounded(us, 2)} us per step" + (f" ({share:.1%})" if share >= _TOLD else "")
 
 
 class Row:
