@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from flatout.kernels import Change, Read, Steps, Table, sum_tables, table_rows, triton_rows
-from flatout.optim.row_rules import rules_of
+from flatout.optim.adapter import rules_of
 
 pytestmark = [
     pytest.mark.gpu,

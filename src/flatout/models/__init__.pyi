@@ -48,8 +48,7 @@ from flatout.models.keras.model import has_own_step as has_own_step
 from flatout.models.keras.model import keras_values as keras_values
 from flatout.models.keras.model import modules_of as modules_of
 from flatout.models.keras.optimizer import KerasOptimizer as KerasOptimizer
-from flatout.models.keras.optimizer import given_optimizer as given_optimizer
-from flatout.models.keras.row_rule import KerasRule as KerasRule
+from flatout.models.keras.optimizer import keras_optimizers as keras_optimizers
 from flatout.models.keras.seeds import keras_seeds_moved as keras_seeds_moved
 from flatout.models.keras.slow_metrics import SlowMetrics as SlowMetrics
 from flatout.models.layout import FORMATS as FORMATS

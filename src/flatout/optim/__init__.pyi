@@ -1,4 +1,7 @@
 from flatout.models.keras.optimizer import KerasOptimizer as KerasOptimizer
+from flatout.optim.adapter import name_of as name_of
+from flatout.optim.adapter import optimizer_adapter as optimizer_adapter
+from flatout.optim.adapter import why_dense as why_dense
 from flatout.optim.by_row import ByRow as ByRow
 from flatout.optim.by_row import Ftrl as Ftrl
 from flatout.optim.by_row import LazyAdam as LazyAdam
@@ -16,8 +19,6 @@ from flatout.optim.rates import LrRule as LrRule
 from flatout.optim.rates import LrScale as LrScale
 from flatout.optim.rates import rates_of as rates_of
 from flatout.optim.rates import scaled as scaled
-from flatout.optim.row_rules import name_of as name_of
-from flatout.optim.row_rules import why_dense as why_dense
 from flatout.optim.row_shards import RowShards as RowShards
 from flatout.optim.several import Optimizers as Optimizers
 from flatout.optim.several import as_tuple as as_tuple

@@ -6,9 +6,7 @@ from typing import Any
 
 import torch
 
-from flatout.models import KerasOptimizer
-
-_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+from flatout.optim.adapter import optimizer_adapter
 
 
 def can_fuse(optimizer: torch.optim.Optimizer) -> bool:
@@ -16,24 +14,7 @@ def can_fuse(optimizer: torch.optim.Optimizer) -> bool:
 
     A user's explicit `fused=` or `foreach=` is respected: such an optimizer is left alone.
     """
-    if isinstance(optimizer, KerasOptimizer):
-        return optimizer.can_be_fused and optimizer.param_groups[0].get("fused") is None
-    return type(optimizer) in _FUSED and all(
-        group.get("fused") is None
-        and group.get("foreach") is None
-        and not group.get("differentiable")
-        and not group.get("capturable")
-        and all(_has_kernel(type(optimizer), parameter) for parameter in group["params"])
-        for group in optimizer.param_groups
-    )
-
-
-def _has_kernel(kind: type[torch.optim.Optimizer], parameter: torch.Tensor) -> bool:
-    if not parameter.is_floating_point() or parameter.layout != torch.strided:
-        return False
-    # torch 2.13's fused SGD for the CPU leaves half of a bf16 or fp16 tensor as it is.
-    wrong = kind is torch.optim.SGD and parameter.is_cpu and parameter.element_size() == 2
-    return not wrong
+    return optimizer_adapter(optimizer).can_be_fused
 
 
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:

@@ -14,10 +14,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-
 from flatout.errors import ModelError
-from flatout.models import KerasOptimizer
+from flatout.optim.adapter import optimizer_adapter
 from flatout.optim.several import Optimizers, as_tuple
 from flatout.words import counted, rounded
 
@@ -208,25 +206,8 @@ def scaled(optimizers: Optimizers, factor: float) -> Iterator[None]:
     """The learning rates of all parameter groups times `factor`, while this lasts."""
     with ExitStack() as each:
         for optimizer in as_tuple(optimizers):
-            each.enter_context(_scaled(optimizer, factor))
+            each.enter_context(optimizer_adapter(optimizer).scaled(factor))
         yield
-
-
-@contextmanager
-def _scaled(optimizer: torch.optim.Optimizer, factor: float) -> Iterator[None]:
-    if isinstance(optimizer, KerasOptimizer):
-        with optimizer.scaled(factor):
-            yield
-        return
-    groups = optimizer.param_groups
-    given = [group["lr"] for group in groups]
-    for group, rate in zip(groups, given, strict=True):
-        group["lr"] = rate * factor
-    try:
-        yield
-    finally:
-        for group, rate in zip(groups, given, strict=True):
-            group["lr"] = rate
 
 
 def rates_of(optimizers: Optimizers) -> list[float]:

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from flatout.devices import huge_pages
-from flatout.kernels import Lower, Step, in_float32, table_rows
-from flatout.models import (
-    KerasOptimizer,
-    KerasRule,
-    Reader,
-    given_optimizer,
-    has_hooks_of_others,
-)
+from flatout.kernels import Lower, Step, in_float32
+from flatout.models import Reader, has_hooks_of_others
 from flatout.optim.by_row import ByRow
 
 State = tuple[torch.Tensor | None, torch.Tensor | None]
@@ -87,14 +81,10 @@ class RowRule(Protocol):
         ...
 
 
-def why_dense(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str:
-    """What keeps a group of an optimizer from stepping single rows; "" where nothing does."""
-    if type(optimizer) not in _RULES and not isinstance(optimizer, KerasOptimizer | ByRow):
+def why_all_rows(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str:
+    """What keeps a group of torch's from stepping single rows; "" where nothing does."""
+    if type(optimizer) not in _RULES and not isinstance(optimizer, ByRow):
         return f"{type(optimizer).__name__} steps all rows"
-    if not table_rows.available():
-        return "the C extension is absent"
-    if isinstance(optimizer, KerasOptimizer):
-        return optimizer.why_all_rows()
     if is_patched(optimizer) or has_hooks_of_others(optimizer._optimizer_step_pre_hooks):
         return f"code around {type(optimizer).__name__}'s step may read its gradient"
     asked = [name for name in _OPTIONS if group.get(name)]
@@ -115,27 +105,11 @@ def is_patched(optimizer: torch.optim.Optimizer) -> bool:
     return not getattr(own, "_wrapped_by_lr_sched", False) or wrapped is not type(optimizer).step
 
 
-def name_of(optimizer: torch.optim.Optimizer) -> str:
-    """What the user calls an optimizer."""
-    return type(given_optimizer(optimizer)).__name__
-
-
-def rules_of(
-    optimizer: torch.optim.Optimizer, weights: Iterable[nn.Parameter]
-) -> Iterator[tuple[nn.Parameter, RowRule]]:
-    """By which an optimizer steps tables, of which `why_dense` says that it can."""
-    groups = {p: group for group in optimizer.param_groups for p in group["params"]}
-    for weight in weights:
-        if isinstance(optimizer, KerasOptimizer):
-            yield weight, KerasRule(optimizer, groups[weight], weight)
-        else:
-            yield weight, _TorchRule(optimizer, groups[weight], weight)
-
-
-def clip_rows(optimizer: torch.optim.Optimizer, weights: Sequence[nn.Parameter]) -> None:
-    """Clip the gradients of tables as the optimizer itself clips, which none of torch's does."""
-    if isinstance(optimizer, KerasOptimizer):
-        optimizer.clip_rows(weights)
+def row_rule(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], weight: nn.Parameter
+) -> RowRule:
+    """By which an optimizer of torch's steps a table, where `why_all_rows` says nothing."""
+    return _TorchRule(optimizer, group, weight)
 
 
 class _TorchRule:

@@ -24,7 +24,8 @@ from flatout.kernels import Change, Dealt, Groups, Lower, Step, Steps, Table, ta
 from flatout.models import Lookup, table_weight, unwatch_table, watch_table
 from flatout.optim.by_row import ByRow
 from flatout.optim.device_reads import DeviceReads, whole_gradient
-from flatout.optim.row_rules import RowRule, State, clip_rows, name_of, rules_of, why_dense
+from flatout.optim.adapter import name_of, optimizer_adapter, rules_of, why_dense
+from flatout.optim.row_rules import RowRule, State
 from flatout.optim.row_shards import RowShards
 
 # Of so many rows that no batch has read is looked at what their gradient is.
@@ -636,7 +637,7 @@ class TouchedRows:
                 kept.steps = None
         for kept in used:
             self._begin(kept)
-        clip_rows(self._optimizer, [kept.weight for kept in used])
+        optimizer_adapter(self._optimizer).clip_rows([kept.weight for kept in used])
         # Tables that are stepped by the same numbers go together.
         changes: dict[Steps, list[Change]] = {}
         written: dict[Steps, Step] = {}

@@ -14,7 +14,7 @@ import torch
 from flatout.optim.lamb import Lamb
 from flatout.optim.lars import Lars
 from flatout.optim.rates import LrScale
-from flatout.optim.row_rules import name_of
+from flatout.optim.adapter import name_of
 
 
 class Tried(NamedTuple):

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from flatout.errors import ModelError
-from flatout.models import KerasOptimizer, LayerModules, keras_values
+from flatout.models import LayerModules, keras_optimizers, keras_values
 from flatout.strategies.fsdp import Fsdp, Part, as_shard, state_part
 from flatout.strategies.fsdp_refusals import check_elementwise
 from flatout.strategies.strategy import Sums
@@ -29,16 +29,17 @@ class FsdpKeras(Fsdp):
         return self._layers.root
 
     def _check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        for optimizer in optimizers:
-            if not isinstance(optimizer, KerasOptimizer):
-                # Of the model's parameters statistics are some, too.
-                known = {p for group in optimizer.param_groups for p in group["params"]}
-                check_elementwise("world.strategy=fsdp", optimizer, known)
-            elif why := optimizer.why_whole():
+        self._keras = keras_optimizers(optimizers)
+        for own in self._keras.values():
+            if why := own.why_whole():
                 raise ModelError(
                     f"world.strategy=fsdp lets ranks step parts of weights by themselves: {why}",
                     do="leave that out, or train with world.strategy=ddp",
                 )
+        for optimizer in [item for item in optimizers if item not in self._keras]:
+            # Of the model's parameters statistics are some, too.
+            known = {p for group in optimizer.param_groups for p in group["params"]}
+            check_elementwise("world.strategy=fsdp", optimizer, known)
 
     def begin(self) -> None:
         """Lay the model and the states out, and say what memory that takes."""
@@ -48,10 +49,9 @@ class FsdpKeras(Fsdp):
 
     def _step_parts(self) -> None:
         super()._step_parts()
-        for optimizer in self._optimizers:
-            if isinstance(optimizer, KerasOptimizer):
-                for one in self._parts:
-                    optimizer.change_state(one.own, one.shard.shape, _cut(one))
+        for optimizer in self._keras.values():
+            for one in self._parts:
+                optimizer.change_state(one.own, one.shard.shape, _cut(one))
 
     # -- around a step -----------------------------------------------------------------------
 
@@ -87,9 +87,10 @@ class FsdpKeras(Fsdp):
 
     def _owners(self, optimizer: torch.optim.Optimizer) -> dict[int, Part]:
         owners = super()._owners(optimizer)
-        if not isinstance(optimizer, KerasOptimizer):
+        own = self._keras.get(optimizer)
+        if own is None:
             return owners
-        return {number: owners[place] for number, place in optimizer.state_places().items()}
+        return {number: owners[place] for number, place in own.state_places().items()}
 
     def close(self, error: BaseException | None = None) -> None:
         """Give the variables their own parameters and states back, whole.
@@ -99,10 +100,9 @@ class FsdpKeras(Fsdp):
         parts = [] if error is not None else list(self._parts)
         super().close(error)
         self._layers.close()
-        for optimizer in self._optimizers:
-            if isinstance(optimizer, KerasOptimizer):
-                for one in parts:
-                    optimizer.change_state(one.own, one.part.shape, self._put_together(one))
+        for optimizer in self._keras.values():
+            for one in parts:
+                optimizer.change_state(one.own, one.part.shape, self._put_together(one))
 
     def _put_together(self, one: Part) -> Any:
         return lambda _, value: self._gathered(as_shard(value, one), kept=True)
@@ -110,13 +110,14 @@ class FsdpKeras(Fsdp):
     # -- memory ------------------------------------------------------------------------------
 
     def _states_in(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-        if not isinstance(optimizer, KerasOptimizer):
+        own = self._keras.get(optimizer)
+        if own is None:
             return super()._states_in(optimizer)
-        state = optimizer.state_dict()["state"]
-        return [state[number]["value"] for number in optimizer.state_places()]
+        state = own.state_dict()["state"]
+        return [state[number]["value"] for number in own.state_places()]
 
     def _expected_in(self, optimizer: torch.optim.Optimizer) -> int | None:
-        if not isinstance(optimizer, KerasOptimizer):
+        if optimizer not in self._keras:
             return super()._expected_in(optimizer)
         return sum(value.nbytes for value in self._states_in(optimizer))  # they are there already
 

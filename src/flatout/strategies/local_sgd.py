@@ -24,7 +24,8 @@ import torch
 from torch import nn
 
 from flatout.errors import ModelError
-from flatout.models import KerasOptimizer, weights_of
+from flatout.models import weights_of
+from flatout.optim import optimizer_adapter
 from flatout.strategies.fragments import Fragments
 from flatout.strategies.reductions import Beside, Flat
 from flatout.strategies.strategy import Strategy, Sums, Tensors
@@ -70,7 +71,7 @@ class LocalSgd(Strategy):
         outer: bool = False,
         fragments: int = 1,
     ) -> None:
-        if any(isinstance(optimizer, KerasOptimizer) for optimizer in optimizers):
+        if not all(optimizer_adapter(optimizer).averages_state for optimizer in optimizers):
             raise ModelError(
                 "world.strategy=local_sgd averages the state of torch's optimizers, and this one "
                 "is Keras'",

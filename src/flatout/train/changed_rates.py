@@ -22,8 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from flatout.data import code_digest, words_of
 from flatout.errors import CheckpointError
-from flatout.models import given_optimizer
-from flatout.optim import KerasOptimizer
+from flatout.optim import optimizer_adapter
 
 # How an optimizer runs, which is this run's own.
 _RUNS = ("params", "param_names", "fused", "foreach", "capturable", "differentiable", "kind")
@@ -35,8 +34,6 @@ _PROGRESS = (
     "last_epoch", "_step_count", "_last_lr", "_is_initial", "_get_lr_called_within_step", "T_cur",
     "T_i", "best", "num_bad_epochs", "cooldown_counter", "verbose", "base_lrs",
 )  # fmt: skip
-# A number there is kept in the optimizer's state; in a schedule it is not.
-_KERAS_RATES = ("learning_rate", "inner_optimizer.learning_rate")
 _CLIPS = ("clipnorm", "clipvalue", "global_clipnorm")
 
 
@@ -67,11 +64,9 @@ class RateChanges:
 
 def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """The options of each parameter group, as plain values."""
-    if isinstance(optimizer, KerasOptimizer):
-        return [optimizer.options()]
     return [
         {name: _plain(value) for name, value in group.items() if name not in _RUNS}
-        for group in optimizer.param_groups
+        for group in optimizer_adapter(optimizer).options()
     ]
 
 
@@ -131,15 +126,13 @@ def take_over(
     """
     for number, group, name in changes.values:
         optimizer, fresh = optimizers[number], fresh_groups[number][group]
-        if isinstance(optimizer, KerasOptimizer):
-            if name in _KERAS_RATES:
-                optimizer.take_rate(job["options"][number][group][name])
-        elif name == "lr" and _plateaus(schedulers, optimizer):
+        if name == "lr" and _plateaus(schedulers, optimizer):
             then = state["job"]["options"][number][group]["lr"]
             reduced = optimizer.param_groups[group]["lr"] / then if then else 1.0
             optimizer.param_groups[group]["lr"] = fresh["lr"] * reduced
         else:
-            optimizer.param_groups[group][name] = fresh[name]
+            value = fresh[name] if name in fresh else job["options"][number][group].get(name)
+            optimizer_adapter(optimizer).take_option(group, name, value)
     for number in changes.replayed:
         optimizer = optimizers[number]
         for options, own in zip(optimizer.param_groups, fresh_groups[number], strict=True):
@@ -168,18 +161,18 @@ def _compare_options(
     saved_groups: Sequence[Mapping[str, Any]],
     changes: RateChanges,
 ) -> None:
-    scheduled = _schedules(schedulers, optimizer)
+    scheduled, adapter = _schedules(schedulers, optimizer), optimizer_adapter(optimizer)
     for at, (then, now) in enumerate(zip(then_groups, now_groups, strict=True)):
         skipped = _left_to_schedule(now) if scheduled else ()
         for name in {**then, **now}:
             was, is_now = then.get(name), now.get(name)
             # Another fit of the same process finds what the one before has left.
-            left = saved_groups[at].get("lr" if name in _KERAS_RATES else name)
+            left = saved_groups[at].get("lr" if name in adapter.rate_names else name)
             if was != is_now and left is not None and is_now == _plain(left):
                 now[name] = was  # what this job was given; the next resume compares with that
             if name in skipped or was == now.get(name):
                 continue
-            kind = type(given_optimizer(optimizer)).__qualname__
+            kind = type(adapter.given).__qualname__
             group = f", group {at + 1}" if len(now_groups) > 1 else ""
             words = f"{_words_of_option(name)} of {kind}{group}"
             difference = Difference(words, str(was), str(is_now))
@@ -305,7 +298,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _words_of_option(name: str) -> str:
-    return "learning rate" if name in ("lr", "initial_lr", *_KERAS_RATES) else name
+    is_rate = name.rpartition(".")[2] in ("lr", "initial_lr", "learning_rate")
+    return "learning rate" if is_rate else name
 
 
 def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

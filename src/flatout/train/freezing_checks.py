@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatout.models import moving_norms, not_stepped
-from flatout.optim import KerasOptimizer
+from flatout.models import moving_norms
+from flatout.optim import optimizer_adapter
 
 _NAMED = 3
 
@@ -21,10 +21,9 @@ def freezing_lines(model: nn.Module, optimizer: Any) -> Iterator[str]:
             f"frozen BatchNorm goes on to move its statistics in training: {listed(norms)}; "
             "flatout.freeze(model, layers=...) keeps it in evaluation"
         )
-    if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, KerasOptimizer):
+    if not isinstance(optimizer, torch.optim.Optimizer):
         return
-    grouped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if missing := not_stepped(model, grouped):
+    if missing := optimizer_adapter(optimizer).missed(model):
         yield (
             f"the optimizer misses parameters that require gradients: {listed(missing)}; they "
             "stay as they are: give them to it, or freeze them with flatout.freeze"

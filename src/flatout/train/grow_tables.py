@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from flatout.data import Growth, digest_of
 from flatout.errors import DataError, ModelError
 from flatout.measure import available_bytes
-from flatout.models import KerasOptimizer, adapter_of, set_table_rows, table_weight
+from flatout.models import adapter_of, set_table_rows, table_weight
+from flatout.optim import optimizer_adapter
 from flatout.words import size_words
 
 # Elements of a table as it was built that are kept, for new rows to be drawn from.
@@ -153,11 +154,15 @@ def _set_rows(
     weight.data = _arranged(weight.data, rows, fresh, elements, generator)
     weight.grad = None
 
+    if optimizer is None:
+        return
+    adapter = optimizer_adapter(optimizer)
+
     def change(key: str, value: Tensor) -> Tensor:
-        start = value.new_full((1,), _begins_at(optimizer, weight, key))
+        start = value.new_full((1,), adapter.first_state(weight, key))
         return _arranged(value, rows, fresh, start, generator)
 
-    _change_state(optimizer, weight, old, change)
+    adapter.change_state(weight, old, change)
 
 
 def resize(table: Any, size: int, optimizer: Any = None) -> None:
@@ -167,7 +172,9 @@ def resize(table: Any, size: int, optimizer: Any = None) -> None:
     if len(weight) != size:
         weight.data = weight.data.new_zeros(size, weight.shape[1])
         weight.grad = None
-        _change_state(optimizer, weight, old, lambda _, v: v.new_zeros(size, v.shape[1]))
+        if optimizer is not None:
+            own = optimizer_adapter(optimizer)
+            own.change_state(weight, old, lambda _, v: v.new_zeros(size, v.shape[1]))
     set_table_rows(table)
 
 
@@ -207,31 +214,6 @@ def _arranged(
 
 def _generator(key: str, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(int(digest_of(key, name)[:15], 16))
-
-
-@torch.no_grad()
-def _change_state(
-    optimizer: Any, weight: Tensor, old: torch.Size, change: Callable[[str, Tensor], Tensor]
-) -> None:
-    """Change the tensors of an optimizer's state that have a row for each of a weight's."""
-    if isinstance(optimizer, KerasOptimizer):
-        optimizer.change_state(weight, old, change)
-    elif optimizer is not None and weight in optimizer.state:
-        state = optimizer.state[weight]
-        for key, value in state.items():
-            if torch.is_tensor(value) and value.dim() == 2 and len(value) == old[0]:
-                state[key] = change(key, value)
-
-
-def _begins_at(optimizer: Any, weight: Tensor, key: str) -> float:
-    """What an element of the optimizer's state is before its first step."""
-    if isinstance(optimizer, KerasOptimizer):
-        is_sum = key == "_accumulators"
-        return float(getattr(optimizer.keras, "initial_accumulator_value", 0.0)) if is_sum else 0.0
-    for group in optimizer.param_groups:
-        if key == "sum" and any(weight is item for item in group["params"]):
-            return float(group.get("initial_accumulator_value", 0.0))
-    return 0.0
 
 
 def readers_of(

@@ -9,7 +9,7 @@ import torch
 
 from flatout.data import Source
 from flatout.errors import ModelError
-from flatout.optim import KerasOptimizer, LrRule, LrScale, rates_of, warnings_of
+from flatout.optim import LrRule, LrScale, optimizer_adapter, rates_of, warnings_of
 
 
 def scale_rates(
@@ -39,14 +39,12 @@ def scale_rates(
     steps = None if data is None or data.steps is None else -(-data.steps // accumulate)
     if len(optimizers) > 1:
         steps = None  # whose turn it is in which batch is the loop's own
-    updates = steps
-    optimizer = optimizers[0]
-    if isinstance(optimizer, KerasOptimizer):
-        # Keras may put batches together by itself; such a warm-up still counts ours.
-        together = optimizer.batches_per_update
-        batch = None if batch is None else batch * together
-        updates = None if steps is None else -(-steps // together)
-        scheduled = scheduled or optimizer.is_scheduled
+    first = optimizer_adapter(optimizers[0])
+    # Keras may put batches together by itself; such a warm-up still counts ours.
+    together = first.batches_per_update
+    batch = None if batch is None else batch * together
+    updates = None if steps is None else -(-steps // together)
+    scheduled = scheduled or first.is_scheduled
     scale, words = None, []
     if rule is not None:
         if batch is None:

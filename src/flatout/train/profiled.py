@@ -24,7 +24,8 @@ from torch import nn
 
 from flatout.data import Batch, Pipeline, files_read
 from flatout.measure import LANES, QUANTILES, RankProfile, Steps, Use, fingerprint, median_of
-from flatout.models import KerasOptimizer, adapter_of, given_optimizer
+from flatout.models import adapter_of
+from flatout.optim import optimizer_adapter
 from flatout.strategies import bytes_per_average
 from flatout.train.history import json_safe
 from flatout.train.loop_state import LoopState
@@ -196,7 +197,7 @@ def job(loop: LoopState) -> dict[str, str]:
     """What tells the job, in words; what only its data tell stands elsewhere."""
     facts = {name: words for name, (words, _) in loop.job.get("facts", {}).items()}
     for number, optimizer in enumerate(loop.optimizers, 1):
-        own = given_optimizer(optimizer)
+        own = optimizer_adapter(optimizer).given
         words = type(own).__name__
         for group in loop.job.get("options", [[]] * number)[number - 1][:1]:
             shown = [f"{name}={value}" for name, value in _given(own, group).items()]
@@ -291,7 +292,7 @@ def input_facts(loop: LoopState) -> dict[str, Any]:
 def communication(loop: LoopState) -> dict[str, Any]:
     """What ranks send each other in a step; of one what local SGD would have it send."""
     if loop.world.size == 1:
-        if any(isinstance(optimizer, KerasOptimizer) for optimizer in loop.optimizers):
+        if not all(optimizer_adapter(optimizer).averages_state for optimizer in loop.optimizers):
             return {}
         return {"bytes_per_average": bytes_per_average(loop.model, loop.optimizers)}
     assert loop.resolved is not None

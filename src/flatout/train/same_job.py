@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from flatout.errors import CheckpointError
-from flatout.models import given_optimizer
+from flatout.optim import optimizer_adapter
 from flatout.save import LoadedCheckpoint, check_fits
 from flatout.train.changed_rates import Difference, RateChanges, rate_changes
 from flatout.train.job_facts import UNREAD, Facts
@@ -94,7 +94,7 @@ def check_optimizers(optimizers: Sequence[torch.optim.Optimizer], state: Mapping
 
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
     """The class of an optimizer, of Keras' own where it drives one."""
-    return type(given_optimizer(optimizer)).__qualname__
+    return type(optimizer_adapter(optimizer).given).__qualname__
 
 
 def _optimizer_words(kind: str, groups: Sequence[Mapping[str, Any]]) -> str:

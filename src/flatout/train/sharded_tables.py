@@ -10,15 +10,8 @@ from torch import nn
 
 from flatout.data import Batch, tensors_in
 from flatout.errors import ModelError
-from flatout.models import (
-    KerasOptimizer,
-    adapter_of,
-    row_tables,
-    table_weight,
-    unwatch_table,
-    watch_table,
-)
-from flatout.optim import ByRow, RowShards, steppable_rows, why_read_whole
+from flatout.models import adapter_of, row_tables, table_weight, unwatch_table, watch_table
+from flatout.optim import ByRow, RowShards, optimizer_adapter, steppable_rows, why_read_whole
 from flatout.recipe import Recipe, ResolvedRecipe
 from flatout.train.loop_state import LoopState
 from flatout.train.loss_value import Compute, mean_of_value
@@ -76,7 +69,7 @@ def _why_not(loop: LoopState, resolved: ResolvedRecipe) -> str:
         return "memory.activation_checkpointing=on looks rows up again in the backward pass"
     if resolved.compute.compile == "on":
         return "compute.compile=on makes one graph of what ranks do together"
-    if any(isinstance(optimizer, KerasOptimizer) for optimizer in loop.optimizers):
+    if any(optimizer_adapter(optimizer).clips_itself for optimizer in loop.optimizers):
         return "the optimizer is Keras', which clips the gradients of all rows itself"
     if own := [optimizer for optimizer in loop.optimizers if isinstance(optimizer, ByRow)]:
         return f"{type(own[0]).__name__} steps rows itself, with its state on every rank"

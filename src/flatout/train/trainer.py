@@ -14,8 +14,8 @@ from torch import nn
 from flatout.console import say
 from flatout.data import Pipeline, Source
 from flatout.errors import CheckpointError, DataError, ModelError
-from flatout.models import adapter_of, given_optimizer, load_weights, weights_of
-from flatout.optim import LrRule
+from flatout.models import adapter_of, load_weights, weights_of
+from flatout.optim import LrRule, optimizer_adapter
 from flatout.recipe import Recipe, ResolvedRecipe
 from flatout.save import check_ending, check_fits, load_model_file, read_weights_of, save_model_file
 from flatout.train import guard
@@ -195,7 +195,7 @@ class Trainer:
         parts = [f"{type(self.model).__name__} of {_weights(self.model)}"]
         if self.optimizer is not None:
             rates = dict.fromkeys(rounded(group["lr"], 6) for group in self.optimizer.param_groups)
-            own = given_optimizer(self.optimizer)
+            own = optimizer_adapter(self.optimizer).given
             parts.append(f"{type(own).__name__}, lr {', '.join(rates)}")
         return f"<{type(self).__name__}: {', '.join(parts)}>"
 

@@ -13,15 +13,17 @@ Both agree where torch is given eps / sqrt(1 - b2^t), which is what each step do
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 
 from flatout.data import code_digest, is_library
 from flatout.errors import ModelError
 from flatout.models.keras.build_again import build_again
+from flatout.models.keras.row_rule import ROW_RULES, KerasRule
 from flatout.models.keras.tables import set_shape
 
 Tensors = list[torch.Tensor]
@@ -32,10 +34,6 @@ _OPTIONS = (
     "beta_2", "epsilon", "amsgrad", "momentum", "nesterov", "rho", "centered",
 )  # fmt: skip
 
-ROW_RULES = {
-    "Adam": "adam", "AdamW": "adam", "SGD": "sgd", "RMSprop": "rmsprop", "Adagrad": "adagrad",
-}  # fmt: skip
-"""By which rule of `flatout.kernels` rows of a table are stepped, by the optimizer's name."""
 # Under which a row's missed steps do not follow from its own state, or that no kernel has.
 _ALL_ROWS = ("amsgrad", "centered", "use_ema", "gradient_accumulation_steps")
 
@@ -52,6 +50,8 @@ _NOT_STATE = ("_variables", "_trainable_variables")
 class KerasOptimizer(torch.optim.Optimizer):
     """Steps a Keras optimizer, built over `variables`.
 
+    What Flatout asks of an optimizer, it answers as `TorchOptimizer` in `flatout.optim` does.
+
     Args:
         optimizer: a `keras.optimizers.Optimizer`; it is built if it is not yet, and built again
             where it does not know some of the variables.
@@ -61,6 +61,10 @@ class KerasOptimizer(torch.optim.Optimizer):
         keras: the user's own optimizer object.
         by_rows: tables that are stepped elsewhere, by the rows that a batch has used.
     """
+
+    averages_state = False
+    clips_itself = True
+    rate_names = ("learning_rate", "inner_optimizer.learning_rate")
 
     def __init__(self, optimizer: Any, variables: Sequence[Any]) -> None:
         if not optimizer.built:
@@ -79,12 +83,19 @@ class KerasOptimizer(torch.optim.Optimizer):
         super().__init__(self._parameters, {"lr": self._rate(), "kind": kind.__qualname__})
         self._count = torch.zeros((), device=self._parameters[0].device)
 
+    @property
+    def given(self) -> Any:
+        """The user's own object."""
+        return self.keras
+
     def drives(self, optimizer: Any, variables: Sequence[Any]) -> bool:
         """Whether this is that optimizer over these variables: `compile` may have come between."""
         driven = {*map(id, self._variables)}
         return optimizer is self.keras and {*map(id, variables)} == driven and not self._late
 
-    def hold(self, values: Sequence[torch.Tensor], model: Any, lr: float | None) -> None:
+    def hold(
+        self, values: Sequence[torch.Tensor], model: Any, lr: float | None, scheduler: Any = None
+    ) -> None:
         """Hold variables that do not train yet; `begin` lets Keras know of those that do.
 
         Args:
@@ -92,6 +103,7 @@ class KerasOptimizer(torch.optim.Optimizer):
             model: that they are of; its order decides theirs.
             lr: their rate where the optimizer's is as it was compiled; it follows that one's
                 schedule, and whatever callbacks make of it. None for the optimizer's own.
+            scheduler: None, as the optimizer has its own.
 
         Raises:
             ModelError: the optimizer's rate begins at 0, so nothing is a multiple of it.
@@ -150,11 +162,15 @@ class KerasOptimizer(torch.optim.Optimizer):
 
     @property
     def can_be_fused(self) -> bool:
-        """Whether torch's kernel computes what this optimizer does: a plain Adam or AdamW."""
+        """Whether torch's kernel computes what this optimizer does: a plain Adam or AdamW.
+
+        Not where it is in use already, or was refused.
+        """
         optimizer, variables = self.keras, self._variables
         names = {cls.__name__ for cls in type(optimizer).__mro__}
         return (
-            type(optimizer).__module__.startswith("keras.")
+            self.param_groups[0].get("fused") is None
+            and type(optimizer).__module__.startswith("keras.")
             and "Adam" in names
             and not names & {"Nadam", "Adamax", "LossScaleOptimizer"}
             and not (optimizer.gradient_accumulation_steps or optimizer.use_ema)
@@ -247,13 +263,17 @@ class KerasOptimizer(torch.optim.Optimizer):
             )
         optimizer._iterations.value.add_(1 if flag is None else (1 - flag).to(torch.int64))
 
-    def why_all_rows(self) -> str:
-        """What keeps it from stepping single rows of a table; "" where nothing does."""
+    def why_all_rows(self, group: Mapping[str, Any]) -> str:
+        """What keeps a group from stepping single rows of a table; "" where nothing does."""
         kind = type(self.keras)
         if kind.__name__ not in ROW_RULES or not kind.__module__.startswith("keras."):
             return f"{kind.__name__} steps all rows"
         asked = [name for name in _ALL_ROWS if getattr(self.keras, name, None)]
         return f"{asked[0]} steps all rows" if asked else ""
+
+    def row_rule(self, group: dict[str, Any], weight: nn.Parameter) -> KerasRule:
+        """By which it steps rows of a table, of which `why_all_rows` says that it can."""
+        return KerasRule(self, group, weight)
 
     def decays(self, weight: torch.Tensor) -> bool:
         """Whether its weight decay is also a variable's with this value."""
@@ -368,6 +388,15 @@ class KerasOptimizer(torch.optim.Optimizer):
                 result._value.data = change(name, result._value.data)
                 set_shape(result)
 
+    def first_state(self, parameter: torch.Tensor, name: str) -> float:
+        """What an element of a list of Keras' is before the first step."""
+        is_sum = name == "_accumulators"
+        return float(getattr(self.keras, "initial_accumulator_value", 0.0)) if is_sum else 0.0
+
+    def missed(self, model: nn.Module) -> Sequence[str]:
+        """No names: Keras gives an optimizer all that trains."""
+        return ()
+
     def state_places(self) -> dict[int, int]:
         """What of `state_dict` has a value for each element of which parameter, by number."""
         inner = self._inner
@@ -393,8 +422,8 @@ class KerasOptimizer(torch.optim.Optimizer):
         bound = [v.path for v in self._variables if v.constraint is not None]
         return f"the constraint of {bound[0]} reads all of it" if bound else ""
 
-    def options(self) -> dict[str, Any]:
-        """What the Keras optimizer was made with, as plain values by dotted name."""
+    def options(self) -> list[dict[str, Any]]:
+        """What the Keras optimizer was made with, as plain values by dotted name: one group."""
         try:
             config = self.keras.get_config()
         except NotImplementedError:  # a schedule of the user's that only runs
@@ -405,12 +434,13 @@ class KerasOptimizer(torch.optim.Optimizer):
             result["learning_rate.class_name"] = type(schedule).__qualname__
             if not is_library(type(schedule)):
                 result["learning_rate.code"] = code_digest(schedule)[:8]
-        return result
+        return [result]
 
-    def take_rate(self, rate: float) -> None:
-        """Go on with another learning rate than the one that was loaded."""
-        self._inner._learning_rate.assign(rate)
-        self._show_rates()
+    def take_option(self, group: int, name: str, value: Any) -> None:
+        """Go on with another learning rate than the one that was loaded; no state has the rest."""
+        if name in self.rate_names:
+            self._inner._learning_rate.assign(value)
+            self._show_rates()
 
     @contextmanager
     def own_rate(self) -> Iterator[None]:
@@ -508,6 +538,8 @@ def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, value if plain else str(value)
 
 
-def given_optimizer(optimizer: Any) -> Any:
-    """The object that the user knows an optimizer by: Keras' own where it is one of Keras'."""
-    return optimizer.keras if isinstance(optimizer, KerasOptimizer) else optimizer
+def keras_optimizers(
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> dict[torch.optim.Optimizer, KerasOptimizer]:
+    """Those of Keras', which keep their state in variables of its."""
+    return {item: item for item in optimizers if isinstance(item, KerasOptimizer)}

@@ -10,15 +10,18 @@ Keras' formulas are not torch's (src/backend/torch/optimizers of Keras):
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from flatout.kernels import Step, in_float32
-from flatout.models.keras.optimizer import ROW_RULES, KerasOptimizer
 from flatout.models.table_parameter import Reader, unwatch_table, watch_table
 
+ROW_RULES = {
+    "Adam": "adam", "AdamW": "adam", "SGD": "sgd", "RMSprop": "rmsprop", "Adagrad": "adagrad",
+}  # fmt: skip
+"""By which rule of `flatout.kernels` rows of a table are stepped, by the optimizer's name."""
 # Where Keras has the state of a rule.
 _SLOTS = {
     "adam": ("_momentums", "_velocities"),
@@ -26,6 +29,19 @@ _SLOTS = {
     "rmsprop": ("_momentums", "_velocities"),
     "adagrad": ("_accumulators", None),
 }
+
+
+class _Optimizer(Protocol):
+    """The `KerasOptimizer`, of which a rule asks this."""
+
+    keras: Any
+    by_rows: set[torch.Tensor]
+
+    def decays(self, weight: torch.Tensor) -> bool: ...
+
+    def slot(self, weight: torch.Tensor, name: str | None) -> Any: ...
+
+    def rate_of(self, group: dict[str, Any]) -> float: ...
 
 
 class KerasRule:
@@ -40,9 +56,7 @@ class KerasRule:
         name: one of `flatout.kernels.table_rows.RULES`.
     """
 
-    def __init__(
-        self, optimizer: KerasOptimizer, group: dict[str, Any], weight: nn.Parameter
-    ) -> None:
+    def __init__(self, optimizer: _Optimizer, group: dict[str, Any], weight: nn.Parameter) -> None:
         self._optimizer, self._group, self._weight = optimizer, group, weight
         self._keras = optimizer.keras
         self.name = ROW_RULES[type(self._keras).__name__]

@@ -9,7 +9,7 @@ import torch
 
 from flatout.errors import ModelError
 from flatout.models import frozen_parameters, moving_within, unfreeze
-from flatout.optim import KerasOptimizer, add_late_group
+from flatout.optim import optimizer_adapter
 from flatout.train.callbacks.callback import Callback, Figures
 from flatout.train.freezing_checks import listed
 from flatout.words import count_words
@@ -68,10 +68,8 @@ class Unfreeze(Callback):
         """Hand the parameters to the optimizer before anything is decided."""
         trainer = state.trainer
         self._waiting = frozen_parameters(trainer.model, self.layers, batch_norm=self.batch_norm)
-        if isinstance(trainer.optimizer, KerasOptimizer):
-            trainer.optimizer.hold(self._waiting, trainer.model, self.lr)
-        else:
-            _hand_over(trainer.optimizer, trainer.scheduler, self._waiting, self.lr)
+        optimizer = optimizer_adapter(trainer.optimizer)
+        optimizer.hold(self._waiting, trainer.model, self.lr, trainer.scheduler)
 
     def check(self, state: FitState, figures: Figures) -> None:
         """Let layers train at once where a resume goes on behind their epoch."""
@@ -90,8 +88,7 @@ class Unfreeze(Callback):
             return
         model, loop = state.trainer.model, state.trainer.loop
         unfreeze(model, self.layers, batch_norm=self.batch_norm)
-        if isinstance(state.trainer.optimizer, KerasOptimizer):
-            state.trainer.optimizer.begin()
+        optimizer_adapter(state.trainer.optimizer).begin()
         count = sum(parameter.numel() for parameter in self._waiting if parameter.requires_grad)
         self._waiting = []
         rate = "" if self.lr is None else f" at lr {self.lr:g}"
@@ -102,21 +99,3 @@ class Unfreeze(Callback):
                 "and goes on to move its statistics, as it did: Unfreeze(..., batch_norm=True) "
                 "lets it train, flatout.freeze(model, layers=...) keeps it in evaluation"
             )
-
-
-def _hand_over(
-    optimizer: torch.optim.Optimizer, scheduler: Any, waiting: list[torch.Tensor], lr: float | None
-) -> None:
-    """Let the optimizer hold the parameters, where a rate is given in a group of their own."""
-    groups = optimizer.param_groups
-    grouped = {id(p) for group in groups for p in group["params"]}
-    if lr is None:
-        own = [p for p in waiting if id(p) not in grouped]
-    else:
-        own = list(waiting)
-        moved = {id(p) for p in own}
-        for group in groups:
-            group["params"] = [p for p in group["params"] if id(p) not in moved]
-    if not own:
-        return
-    add_late_group(optimizer, scheduler, own, lr)

@@ -1,0 +1,154 @@
+"""What Flatout asks of an optimizer, answered for one of torch's; models/keras does it for Keras'."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from flatout.models import not_stepped
+from flatout.optim.late_group import add_late_group
+from flatout.optim.row_rules import RowRule, row_rule, why_all_rows
+
+_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+
+
+class TorchOptimizer:
+    """An optimizer, in the ways in which frameworks differ.
+
+    Attributes:
+        given: the user's own object.
+        averages_state: whether its state can be averaged over ranks that step alone.
+        clips_itself: whether it clips gradients by options of its own, in its step.
+        is_scheduled: whether it changes the learning rate without a scheduler.
+        batches_per_update: how many batches it puts together for one change of the weights.
+        rate_names: what `options` call the learning rate.
+    """
+
+    averages_state = True
+    clips_itself = False
+    is_scheduled = False
+    batches_per_update = 1
+    rate_names = ("lr",)
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.given: Any = optimizer
+
+    @property
+    def can_be_fused(self) -> bool:
+        """Whether torch has a fused kernel for it, and the user has not chosen already."""
+        kind = type(self.given)
+        return kind in _FUSED and all(
+            group.get("fused") is None
+            and group.get("foreach") is None
+            and not group.get("differentiable")
+            and not group.get("capturable")
+            and all(_has_kernel(kind, parameter) for parameter in group["params"])
+            for group in self.given.param_groups
+        )
+
+    # -- rates and options -------------------------------------------------------------------
+
+    @contextmanager
+    def scaled(self, factor: float) -> Iterator[None]:
+        """Multiply the learning rates of all groups while this lasts."""
+        groups = self.given.param_groups
+        given = [group["lr"] for group in groups]
+        for group, rate in zip(groups, given, strict=True):
+            group["lr"] = rate * factor
+        try:
+            yield
+        finally:
+            for group, rate in zip(groups, given, strict=True):
+                group["lr"] = rate
+
+    def options(self) -> list[dict[str, Any]]:
+        """The options of each group."""
+        return list(self.given.param_groups)
+
+    def take_option(self, group: int, name: str, value: Any) -> None:
+        """Go on with another option than the one that was loaded."""
+        self.given.param_groups[group][name] = value
+
+    # -- parameters --------------------------------------------------------------------------
+
+    def missed(self, model: nn.Module) -> Sequence[str]:
+        """The names of the model's parameters that require gradients and are not in any group."""
+        grouped = {id(p) for group in self.given.param_groups for p in group["params"]}
+        return not_stepped(model, grouped)
+
+    def hold(
+        self, values: Sequence[torch.Tensor], model: Any, lr: float | None, scheduler: Any = None
+    ) -> None:
+        """Hold parameters that do not train yet.
+
+        Args:
+            values: the parameters.
+            model: that they are of.
+            lr: their rate, in a group of their own; None for the optimizer's.
+            scheduler: of the optimizer's rates.
+        """
+        groups = self.given.param_groups
+        grouped = {id(p) for group in groups for p in group["params"]}
+        if lr is None:
+            own = [p for p in values if id(p) not in grouped]
+        else:
+            own = list(values)
+            moved = {id(p) for p in own}
+            for group in groups:
+                group["params"] = [p for p in group["params"] if id(p) not in moved]
+        if own:
+            add_late_group(self.given, scheduler, own, lr)
+
+    def begin(self) -> None:
+        """Step those that train by now, which torch's optimizers do by themselves."""
+
+    # -- rows of tables ----------------------------------------------------------------------
+
+    def why_all_rows(self, group: Mapping[str, Any]) -> str:
+        """What keeps a group from stepping single rows of a table; "" where nothing does."""
+        return why_all_rows(self.given, group)
+
+    def row_rule(self, group: dict[str, Any], weight: nn.Parameter) -> RowRule:
+        """By which it steps rows of a table, of which `why_all_rows` says that it can."""
+        return row_rule(self.given, group, weight)
+
+    def clip_rows(self, weights: Sequence[torch.Tensor]) -> None:
+        """Clip the gradients of tables as the optimizer itself clips, which none of torch's does."""
+
+    @torch.no_grad()
+    def change_state(
+        self,
+        parameter: torch.Tensor,
+        shape: torch.Size,
+        change: Callable[[str, torch.Tensor], torch.Tensor],
+    ) -> None:
+        """Change the tensors that have a row for each of a table's.
+
+        Args:
+            parameter: the table.
+            shape: that it has had.
+            change: gives the new tensor for a name in the state and the old tensor.
+        """
+        state = self.given.state[parameter] if parameter in self.given.state else {}
+        for key, value in state.items():
+            if torch.is_tensor(value) and value.dim() == 2 and len(value) == shape[0]:
+                state[key] = change(key, value)
+
+    def first_state(self, parameter: torch.Tensor, name: str) -> float:
+        """What an element of a tensor of its state is before the first step."""
+        for group in self.given.param_groups:
+            if name == "sum" and any(parameter is item for item in group["params"]):
+                return float(group.get("initial_accumulator_value", 0.0))
+        return 0.0
+
+
+def _has_kernel(kind: type[torch.optim.Optimizer], parameter: torch.Tensor) -> bool:
+    if not parameter.is_floating_point() or parameter.layout != torch.strided:
+        return False
+    # torch 2.13's fused SGD for the CPU leaves half of a bf16 or fp16 tensor as it is.
+    wrong = kind is torch.optim.SGD and parameter.is_cpu and parameter.element_size() == 2
+    return not wrong
