@@ -74,7 +74,7 @@ def test_a_look_whether_keras_is_there_is_no_import(tmp_path):
 
 
 @pytest.mark.slow
-def test_afterwards_keras_is_as_if_nobody_had_looked(tmp_path):
+def test_afterwards_keras_is_as_if_never_looked_at(tmp_path):
     program = (
         "import flatout, keras, pickle\n"
         "print(type(keras.__loader__).__module__, keras.__spec__.loader is keras.__loader__)\n"

@@ -26,7 +26,7 @@ def test_names_are_unique_across_threads() -> None:
     assert all(map(is_unfinished, names))
 
 
-def test_a_writer_is_alive_until_it_ends_even_if_nobody_has_asked_for_its_exit_status() -> None:
+def test_a_writer_is_alive_until_it_ends_even_if_its_exit_status_was_never_asked_for() -> None:
     program = "from flatout.unfinished import new_name; print(new_name(), flush=True); input()"
     process = subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

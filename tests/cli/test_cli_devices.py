@@ -36,6 +36,6 @@ def test_the_table_has_a_row_for_each_thing_even_in_a_narrow_terminal() -> None:
         assert names[-1] == "torch"
 
 
-def test_hidden_gpus_are_numbered_by_nobody() -> None:
+def test_hidden_gpus_have_no_number() -> None:
     found = json.loads(devices("--json", CUDA_VISIBLE_DEVICES=""))
     assert all(gpu["cuda_index"] is None for gpu in found["gpus"])

@@ -220,7 +220,7 @@ def test_a_deaf_script_that_never_steps_is_ended(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_script_that_starts_itself_anew_is_told_as_such(tmp_path):
+def test_a_script_that_starts_itself_again_is_told_as_such(tmp_path):
     again = "import os, sys\nif 'AGAIN' not in os.environ:\n    os.environ['AGAIN'] = '1'\n"
     again += "    os.execv(sys.executable, [sys.executable, *sys.argv])\n"
     done = run(Bad(again + SOME_STEPS, 0, ""), tmp_path)

@@ -125,7 +125,7 @@ def test_a_terminal_is_asked_and_no_is_an_answer(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [["--json"], []])
-def test_nobody_is_asked_without_a_terminal_or_a_wish(folder, more):
+def test_nothing_is_asked_without_a_terminal_or_a_wish(folder, more):
     done = subprocess.run(
         command(*more, "--steps", "20", "train.py"),
         cwd=folder,

@@ -87,7 +87,7 @@ def test_streams_that_were_closed_lead_nowhere(closed, tmp_path) -> None:
     assert {told[shut[one]] for one in closed.split()} == {"/dev/null"}
 
 
-def test_nobody_is_asked_where_standard_input_was_closed(tmp_path) -> None:
+def test_nothing_is_asked_where_standard_input_was_closed(tmp_path) -> None:
     (tmp_path / "auto").mkdir()
     (tmp_path / "auto" / MARK).touch()
     (tmp_path / "auto" / "one").write_text("{}")

@@ -85,7 +85,7 @@ class Fetched:
         return self.value
 
 
-def test_sums_of_numbers_on_their_way_wait_for_nobody():
+def test_sums_of_numbers_on_their_way_do_not_wait():
     numbers = [Fetched(0.1 * i) for i in range(1, 6)]
     total = 0.0
     for number in numbers:

@@ -106,7 +106,7 @@ def noisy(x, y, rng):
     return x + rng.random(dtype=np.float32), y
 
 
-def test_each_time_that_a_row_comes_it_is_drawn_anew():
+def test_each_time_that_a_row_comes_it_is_redrawn():
     x = torch.arange(100.0).reshape(100, 1, 1, 1).repeat(1, 3, 2, 2) * torch.arange(1.0, 3)
     base = flatout.data.arrays(x, (torch.arange(100) >= 90).long())
     for changed in (

@@ -483,7 +483,7 @@ def marks(files):
 
 
 @pytest.mark.parametrize("to", ["tfrecord", "parquet"])
-def test_shards_that_are_good_stay_and_others_are_written_anew(tmp_path, to):
+def test_shards_that_are_good_stay_and_others_are_written_again(tmp_path, to):
     source = svm(tmp_path / "a.svm")
     first = convert(source, tmp_path / f"out/a.{to}", shards=5)
     wanted, before = contents(tmp_path / "out"), marks(first.files)
@@ -548,7 +548,7 @@ def test_shards_of_somebody_else_are_left_alone(tmp_path):
         assert (tmp_path / name / "rows.bin").read_bytes() == b"mine"
 
 
-def test_a_damaged_row_cache_is_made_anew(tmp_path):
+def test_a_damaged_row_cache_is_made_again(tmp_path):
     source = svm(tmp_path / "a.svm")
     convert(source, tmp_path / "a.rows")
     path = tmp_path / "a.rows" / "rows.bin"

@@ -133,7 +133,7 @@ def test_a_fault_is_named_and_leaves_nothing_half(server, tmp_path, fault, words
     assert server.asked.count("a.gz") == 1
 
 
-def test_nobody_answers(server, tmp_path):
+def test_a_server_that_is_gone(server, tmp_path):
     server.shutdown()
     server.server_close()
     with pytest.raises(DataError, match=r"failed after 0 bytes: .*refused"):

@@ -312,7 +312,7 @@ def test_a_stream_without_rows(made, write):
     assert caught.value.where == fifo
 
 
-def test_nobody_writes(made):
+def test_a_pipe_without_a_writer(made):
     with pytest.raises(DataError, match=r"nothing came in 0\.2 s; waited for a writer"):
         list(read(made(), timeout_s=0.2).batch(32).batches(0))
 

@@ -116,7 +116,7 @@ def test_samples_that_do_not_fit_together_are_named(made, words):
         columns_of(made, "f")
 
 
-def test_buffers_are_used_again_only_when_nobody_holds_them():
+def test_buffers_are_used_again_only_when_nothing_holds_them():
     buffers = Buffers()
     first = buffers.empty((256, 256), np.float32)
     first[:] = 7  # what lay there may be NaN, which equals nothing

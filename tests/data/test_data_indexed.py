@@ -59,7 +59,7 @@ def test_held_and_read_batches_are_the_same(days):
     assert "stay on the disk" in "".join(read.notes())
 
 
-def test_the_index_is_kept_and_made_anew_for_other_bytes(days, monkeypatch):
+def test_the_index_is_kept_and_made_again_for_other_bytes(days, monkeypatch):
     first = rows_of(days)
     digest = first.digest
     built = []
@@ -76,7 +76,7 @@ def test_the_index_is_kept_and_made_anew_for_other_bytes(days, monkeypatch):
     assert changed.take(np.array([0]), Buffers()).columns["label"][0] == 1
 
 
-def test_a_damaged_index_is_made_anew(days):
+def test_a_damaged_index_is_made_again(days):
     rows_of(days)
     (path,) = (indexed.cache_folder() / "index").glob("*.npz")
     path.write_bytes(path.read_bytes()[:100])

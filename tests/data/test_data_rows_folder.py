@@ -175,7 +175,7 @@ def test_a_flipped_bit_anywhere_is_told(folder, name, at, bit):
 
 
 @pytest.mark.parametrize("column", ["targets", "lengths"])
-def test_what_is_known_beforehand_is_compared_too(folder, column):
+def test_what_is_known_before_is_compared_too(folder, column):
     flipped(folder / "rows.bin", 2000, 0)
     with pytest.raises(DataError, match=r"rows\.bin: block 0"):
         getattr(FolderRows(folder), column)()

@@ -313,7 +313,7 @@ def test_a_dataset_that_changes_is_compared_again():
     assert any("another one in each epoch" in trial for trial in source.tuner.trials)
 
 
-def test_peeking_asks_nobody_else_and_draws_nothing():
+def test_peeking_asks_nothing_else_and_draws_nothing():
     source = tuned(Drawing())
     state = random_state()
     assert same(source.peek(1)[0], next(DatasetSource(Drawing(), plan()).batches(0)))

@@ -77,7 +77,7 @@ def test_what_does_not_come_back_is_no_ping_pong(cuda, step) -> None:
     assert find_ping_pong(lambda: step(x, cuda)) == []
 
 
-def test_a_buffer_that_was_filled_anew_brings_other_data(cuda) -> None:
+def test_a_buffer_that_was_filled_again_brings_other_data(cuda) -> None:
     x, buffer = torch.empty(4, device=cuda), torch.empty(4)
 
     def step() -> None:

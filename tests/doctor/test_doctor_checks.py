@@ -960,7 +960,7 @@ def test_files_of_ranks_with_the_same_tensors_are_noted():
     assert rank_check("saved_by_all")(unknown) == []
 
 
-def test_a_rank_that_works_longer_is_left_alone_where_nobody_waits_for_it():
+def test_a_rank_that_works_longer_is_left_alone_where_no_rank_waits_for_it():
     assert rank_check("one_rank_works")(each(EVALUATING | {}, {})) == []
 
 
@@ -1120,7 +1120,7 @@ def test_what_input_takes_grows_with_the_batch():
     assert look_of("batch_too_small")(starving(model={"elements": 1000})) == []
 
 
-def test_large_batches_are_those_that_nobody_has_tried():
+def test_large_batches_are_those_that_were_never_tried():
     from flatout.optim import tried
 
     look = look_of("batch_very_large")

@@ -244,7 +244,7 @@ def test_a_killed_controller_leaves_no_process_and_the_next_start_no_folder(tmp_
 
 
 @pytest.mark.slow
-def test_what_fills_a_cache_is_not_counted_where_nobody_knows_how_long_it_does(tmp_path):
+def test_what_fills_a_cache_is_not_counted_where_it_is_unknown_how_long_it_does(tmp_path):
     filling = TIMED.replace("0.004", "0.03 if step < 20 else 0.003")
     with measured_against(job(tmp_path, TIMED, "1000000"), 60) as plain:
         for settles in (False, True):
@@ -281,7 +281,7 @@ def test_what_says_that_it_keeps_more_is_not_counted_though_it_grows_no_faster(
 
 
 @pytest.mark.parametrize("slower_ms", [0.0, 0.02])
-def test_a_script_that_grows_slower_is_started_anew_before_the_next_trial(tmp_path, slower_ms):
+def test_a_script_that_grows_slower_is_restarted_before_the_next_trial(tmp_path, slower_ms):
     growing = TIMED.replace("0.004", f"0.004 + step * {slower_ms} / 1000")
     same = job(tmp_path, growing, "1000000")
     started = []
@@ -331,7 +331,7 @@ def test_both_are_begun_several_times_where_that_takes_little(
 
 
 @pytest.mark.parametrize("most_steps", [None, 150])
-def test_a_script_that_ends_before_a_block_does_finds_its_pace_anew(tmp_path, most_steps):
+def test_a_script_that_ends_before_a_block_does_finds_its_pace_again(tmp_path, most_steps):
     waking = TIMED.replace("0.004", "0.01 if step < 60 else 0.002")
     with (
         scratch() as folder,

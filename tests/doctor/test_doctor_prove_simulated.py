@@ -179,7 +179,7 @@ def test_what_adds_nothing_to_another_goes():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_memory_that_a_cure_makes_come_anew_in_each_step_is_tried_to_be_kept(seed):
+def test_memory_that_a_cure_makes_come_again_in_each_step_is_tried_to_be_kept(seed):
     machine = Machine(by_set(plain=10, memory_format=8, allocator_and_memory_format=5), seed)
     machine.faults[frozenset({LAST})] = 3000
     given = proven(machine, LAST)
@@ -195,7 +195,7 @@ def test_memory_that_a_cure_makes_come_anew_in_each_step_is_tried_to_be_kept(see
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_memory_that_costs_nothing_to_come_anew_is_left_to_the_allocator(seed):
+def test_memory_that_costs_nothing_to_come_again_is_left_to_the_allocator(seed):
     machine = Machine(by_set(plain=10, memory_format=8, allocator_and_memory_format=8), seed)
     machine.faults[frozenset({LAST})] = 3000
     given = proven(machine, LAST)
@@ -206,7 +206,7 @@ def test_memory_that_costs_nothing_to_come_anew_is_left_to_the_allocator(seed):
     assert proof.trial is given.together.trial  # what was measured last is what is told
 
 
-def test_memory_that_comes_anew_in_a_few_steps_is_not_looked_after():
+def test_memory_that_comes_again_in_a_few_steps_is_not_looked_after():
     machine = Machine(by_set(plain=10, memory_format=8, allocator_and_memory_format=5))
     machine.faults[frozenset({LAST})] = 100  # a hundredth of a step
     assert outcomes(proven(machine, LAST)) == {LAST: "prescribed"}
@@ -283,7 +283,7 @@ def test_where_there_is_time_for_one_trial_it_is_made_and_has_the_last_word(seed
     assert machine.left_s < machine.needed_s
 
 
-def test_what_ran_out_of_time_when_measured_anew_has_not_failed():
+def test_what_ran_out_of_time_when_measured_again_has_not_failed():
     alone = Machine(by_set(plain=10, precision=4))
     alone.too_long.append(frozenset({BF16}))
     given = proven(alone, BF16)

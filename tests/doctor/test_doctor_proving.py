@@ -229,7 +229,7 @@ def test_redrawn_holds_for_the_same_level_and_not_for_another():
     assert not any(judged(1.3).holds for _ in range(50))
 
 
-def test_what_was_not_drawn_anew_is_judged_by_rounding():
+def test_what_was_not_redrawn_is_judged_by_rounding():
     rounded = [loss * (1 + 4e-3 * RNG.standard_normal()) for loss in CURVE]
 
     def parity(one, other, **batches):

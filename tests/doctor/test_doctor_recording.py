@@ -63,7 +63,7 @@ def test_what_cannot_be_read_has_none():
     assert content_of(torch.ones(2, device="meta")) is None
 
 
-def test_workers_give_the_same_numbers_and_drawing_anew_does_not():
+def test_workers_give_the_same_numbers_and_redrawing_does_not():
     class Noisy(TensorDataset):
         def __getitem__(self, index):
             (x,) = super().__getitem__(index)

@@ -48,7 +48,7 @@ def test_the_order_has_a_reason_for_each():
 
 
 @pytest.mark.parametrize("comes", list(permutations(KINDS)))
-def test_it_is_that_of_the_tuple_whoever_comes_first(comes):
+def test_it_is_that_of_the_tuple_in_either_order(comes):
     owner, calls = SimpleNamespace(act=lambda: "acted"), []
     plain = owner.act
     hooks = {kind: wrap(owner, "act", kind, naming, kind, calls) for kind in comes}

@@ -200,7 +200,7 @@ def test_another_thread_changes_nothing(kind):
 
 
 @each_kind
-def test_it_begins_anew(kind):
+def test_it_starts_over(kind):
     one = kind()
     one.switch(1)
     one.lap(False)

@@ -400,7 +400,7 @@ def test_an_empty_integer_can_become_nan():
     assert parsed.integers[0, 1] == 5
 
 
-def test_labels_that_nobody_wants_are_checked_all_the_same():
+def test_labels_that_are_not_wanted_are_checked_all_the_same():
     parsed = _parse_rows([b"1\t5", b"x\t5", b"99999999999\t5"], widths=(1, 0), with_labels=False)
     assert parsed.status.tolist() == [0, Bad.LABEL, 0]
     assert parsed.integers[:, 0].tolist() == [5, 0, 5]

@@ -73,7 +73,7 @@ def test_lanes_are_of_the_latest_steps_and_starvation_is_counted():
     live.close()
 
 
-def test_a_timeline_that_begins_anew_is_read_anew():
+def test_a_timeline_that_starts_over_is_read_again():
     timeline = Timeline()
     live = Live(timeline)
     _record(timeline, steps=100, input=50, forward=50)

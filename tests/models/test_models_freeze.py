@@ -37,7 +37,7 @@ def acting(model: nn.Module) -> set[str]:
     return {n for n, m in model.named_modules() if isinstance(m, kinds) and m.training}
 
 
-def test_the_front_stays_in_evaluation_whoever_calls_train() -> None:
+def test_the_front_stays_in_evaluation_where_train_is_called() -> None:
     model = flatout.freeze(small(), until="0")
     model.train()
     model[0].train()

@@ -140,7 +140,7 @@ def test_a_part_of_the_samples_alone(name, keyed):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_step_seed_and_call_draws_anew(name, keyed):
+def test_every_step_seed_and_call_draws_again(name, keyed):
     model = MODELS[name].train()
     draws, other = keyed(model), None
     x = torch.randn(7, 6, 8)

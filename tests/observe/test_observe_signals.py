@@ -132,7 +132,7 @@ def test_generators_that_are_seeded_for_each_sample_do_not():
     assert alike[0] != alike[1]
 
 
-def test_equal_generators_that_nobody_draws_from_are_no_matter():
+def test_equal_generators_that_are_never_drawn_from_are_no_matter():
     assert drawn_alike([worker(lambda self, i: i, 0)] * 2) == ("", [])
 
 

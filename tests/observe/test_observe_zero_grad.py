@@ -57,7 +57,7 @@ def test_it_is_let_alone_after_the_first_steps_and_its_time_stays_the_optimizers
     assert seen["optimizer"] >= taken
 
 
-def test_whoever_has_wrapped_it_since_keeps_it(watch):
+def test_a_later_wrapper_keeps_it(watch):
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)
     hooked = torch.optim.Optimizer.zero_grad
 
@@ -73,7 +73,7 @@ def test_whoever_has_wrapped_it_since_keeps_it(watch):
     assert torch.optim.Optimizer.zero_grad is others
 
 
-def test_it_is_timed_again_when_all_begins_anew(watch):
+def test_it_is_timed_again_after_a_restart(watch):
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)
     _steps(watch, optimizer, WINDOW)
     plain = torch.optim.Optimizer.zero_grad

@@ -324,7 +324,7 @@ def test_a_bad_step_is_held_back(name, fused, when, bad):
     assert not torch.equal(model[0].weight, kept[0])
 
 
-def test_a_bad_step_stays_known_when_the_optimizer_is_looked_at_anew():
+def test_a_bad_step_stays_known_when_the_optimizer_is_looked_at_again():
     (model, optimizer), _ = pair(*OPTIMIZERS["adam"])
     update = Update(optimizer)
     backward(model, 0)

@@ -118,7 +118,7 @@ def test_request_asks_for_exactly_these_values(resolved):
 
 @settings(max_examples=25)
 @given(resolved_recipes())
-def test_anew_keeps_what_no_machine_decides(resolved):
+def test_undecided_keeps_what_no_machine_decides(resolved):
     again = resolved.undecided()
     assert all(again.get(field) == "auto" for field in TAKES_AUTO)
     assert again.process == Recipe().process  # CPUs, threads and denormals are of that machine

@@ -275,7 +275,7 @@ def elsewhere(tmp_path):
     return tmp_path / "recipe.toml", other
 
 
-def test_a_recipe_from_another_machine_is_decided_anew_and_says_so(tmp_path, monkeypatch):
+def test_a_recipe_from_another_machine_is_decided_again_and_says_so(tmp_path, monkeypatch):
     path, other = elsewhere(tmp_path)
     given = {"by hand": other, "by file": None}
     for how, recipe in given.items():

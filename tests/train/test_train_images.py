@@ -265,7 +265,7 @@ def test_a_bad_number_is_still_explained(photos):
         trainer(network(Breaks())).fit(images(photos).batch(8), epochs=1, progress=False)
 
 
-def test_other_images_with_the_same_model_are_normalized_anew(photos):
+def test_other_images_with_the_same_model_are_normalized_again(photos):
     job = trainer()
     job.fit(images(photos).batch(8), epochs=1, progress=False)
     assert job.signature.pixels == Normalization()

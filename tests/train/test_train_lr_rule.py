@@ -293,7 +293,7 @@ def test_a_loop_of_ones_own():
     assert loop.notes()[0].startswith("learning rate 0.1 -> 0.2: sqrt rule")
 
 
-def test_without_data_nobody_knows_the_batch():
+def test_without_data_the_batch_is_unknown():
     model = network()
     loop = flatout.Loop(lr_rule=LrRule("linear", 8), say=quiet)
     with pytest.raises(ModelError, match=r"needs the size of a batch(.|\n)*compute and data"):

@@ -338,7 +338,7 @@ def test_what_is_asked_for_by_name_holds_on_resume(tmp_path, monkeypatch):
     assert job.trainer.resolved.save.every == 3
 
 
-def test_on_another_machine_settings_are_decided_anew_and_said(tmp_path, monkeypatch):
+def test_on_another_machine_settings_are_decided_again_and_said(tmp_path, monkeypatch):
     run = tmp_path / "run"
     whole = Job().fit()
     Job(run).fit(1)
@@ -512,7 +512,7 @@ def test_a_loops_checkpoint_is_no_trainers(tmp_path):
         job.fit(data(), resume=True, progress=False)
 
 
-def test_a_run_folder_in_use_is_not_begun_anew(run):
+def test_a_run_folder_in_use_is_not_begun_again(run):
     """A script that is started again without resume must not mix its checkpoints with the old."""
     with pytest.raises(CheckpointError) as caught:
         Job(run).fit()

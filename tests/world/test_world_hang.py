@@ -31,7 +31,7 @@ def test_a_rank_that_waits_for_the_missing_one_itself_is_not_blamed():
     assert explain(8, 0, stands, 31).culprits == (2,)
 
 
-def test_a_rank_that_waits_elsewhere_is_blamed_where_nobody_else_can_be():
+def test_a_rank_that_waits_elsewhere_is_blamed_where_no_other_can_be():
     hang = explain(8, 0, {0: stand(8, 8), 1: stand(7, 7, last=GATHER)}, 31)
     assert hang.culprits == (1,)
     assert "rank 1 (process 7) waits in loss of an evaluation, step 7" in hang.lines[1]

@@ -314,7 +314,7 @@ def test_errors_of_more_ranks_or_fewer_add_up_to_the_same():
     assert [loaded(states, own, 4)[0] for own in range(4)] == [1, 10, 100, 0]
 
 
-def test_a_layout_that_differs_begins_anew():
+def test_a_layout_that_differs_starts_over():
     reduction = PowerSgd(Group((0,), 0, None), 2)
     values = torch.randn(600)
     kept = reduction._kept_of(Flat(values, 0, [(30, 20)], "as it was"))

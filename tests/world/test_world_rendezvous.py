@@ -30,7 +30,7 @@ made = []
 
 
 @pytest.fixture(autouse=True)
-def _nobody_goes_on():
+def _no_rank_goes_on():
     yield
     for one in made[::-1]:
         one.shutdown()

@@ -31,7 +31,7 @@ def meetings(count, timeout_s=20.0):
     ]
 
 
-def test_nobody_goes_on_before_all_have_come():
+def test_no_rank_goes_on_before_all_have_come():
     came, wrong = [0] * 3, []
 
     def rank(own, meet):

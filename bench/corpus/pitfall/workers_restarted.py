@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset
 
 
 class FewShots(Dataset):
-    """Pictures of 32x32 in 5 classes, turned and shifted anew each time."""
+    """Pictures of 32x32 in 5 classes, turned and shifted differently each time."""
 
     def __init__(self, count):
         rng = np.random.default_rng(0)
