@@ -205,7 +205,6 @@ def test_an_output_that_cannot_say_it_all(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(90)
 def test_a_deaf_script_that_never_steps_is_ended(tmp_path):
     script = tmp_path / "deaf.py"
     script.write_text(

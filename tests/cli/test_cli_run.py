@@ -114,7 +114,7 @@ def test_a_signal_ends_the_script_as_it_would_without_us(folder, number) -> None
         try:
             assert process.stdout.readline() == "ready\n"
             process.send_signal(number)
-            return process.wait(timeout=30)
+            return process.wait(timeout=120)
         finally:
             process.kill()
             process.wait()
@@ -135,7 +135,7 @@ def test_the_script_handles_a_signal_itself(folder) -> None:
     try:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGTERM)
-        output, _ = process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=120)
     finally:
         process.kill()
         process.wait()

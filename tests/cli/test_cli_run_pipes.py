@@ -48,7 +48,7 @@ JOB = """
         threads.append(threading.Thread(target=write, args=(path, counts[rank], passes)))
         threads[-1].daemon = True
         threads[-1].start()
-        return flatout.data.fifo(path, schema=schema, timeout_s=30, **options)
+        return flatout.data.fifo(path, schema=schema, timeout_s=100, **options)
 
 
     def number(output, target):
@@ -87,7 +87,7 @@ JOB = """
     rows_of = rows_of_rank
     found["evaluated"] = trainer.evaluate(pipe("e", even, passes=1).batch(16))["loss"]
     for thread in threads:
-        thread.join(30)
+        thread.join(100)
     found["written"] = len(written)
     try:
         trainer.predict(pipe("predicted", even).batch(16))

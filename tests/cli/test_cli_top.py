@@ -151,7 +151,7 @@ def _end_a_screen_with_ctrl_c(folder):
         except OSError:  # no one writes any more
             break
     os.close(own)
-    assert screen.wait(timeout=30) == 0
+    assert screen.wait(timeout=120) == 0
     assert seen.count(b"STARVED: ") >= 2
     assert b"Traceback" not in seen
 

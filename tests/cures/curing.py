@@ -53,7 +53,7 @@ class Scripts:
         # A process that another test forked may hold this pipe as well: closing it ends nothing.
         self._process.stdin.write("\n")
         self._process.stdin.close()
-        self._process.wait(timeout=30)
+        self._process.wait(timeout=120)
         self._process.stdout.close()
 
 

@@ -11,7 +11,7 @@ from flatout.data.schema import Column, Schema
 from flatout.errors import DataError
 
 NODES, LOCAL, ROWS = 2, 2, 103
-LIMIT_S = 30
+LIMIT_S = 100
 SCHEMA = Schema(
     format="libsvm",
     columns=(

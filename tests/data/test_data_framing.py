@@ -45,7 +45,7 @@ def read(content, split, text, **limits):
     try:
         os.write(writing, content)
         os.close(writing)
-        pipe = Pipe(f"/dev/fd/{reading}", timeout_s=20)
+        pipe = Pipe(f"/dev/fd/{reading}", timeout_s=100)
         pipe.open()
         try:
             for piece in pieces(pipe, split, text=text, **limits):

@@ -100,7 +100,7 @@ def test_a_notice_for_a_thread_that_ends_goes_to_another():
         rest = []
         taking = threading.Thread(target=lambda to=rest, of=ahead: to.extend(of), daemon=True)
         taking.start()
-        taking.join(20)
+        taking.join(100)
         assert rest == list(range(1, 50))
 
 
@@ -110,7 +110,7 @@ def test_a_loop_may_be_closed_by_one_of_its_own_threads():
 
     def make(at):
         if at == 2:
-            gone.wait(20)
+            gone.wait(100)
             ahead.close()
             closed.set()
         return at
@@ -119,6 +119,6 @@ def test_a_loop_may_be_closed_by_one_of_its_own_threads():
     loop = iter(ahead)
     assert next(loop) == 0
     gone.set()
-    assert closed.wait(20)
+    assert closed.wait(100)
     with pytest.raises(RuntimeError, match="closed"):
         list(loop)

@@ -80,7 +80,7 @@ class SshHosts:
         return self
 
     def _wait_for(self, host):
-        until = time.monotonic() + 20
+        until = time.monotonic() + 100
         while True:
             done = subprocess.run(
                 [*self.before, "ssh", "-F", str(self.config), host, "true"],

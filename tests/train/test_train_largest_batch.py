@@ -84,7 +84,7 @@ def test_what_is_said():
 
 def test_a_child_tells_what_it_found_and_changes_nothing_here():
     seen = []
-    assert Child(lambda: seen.append(1) or {"pid": os.getppid()}).result(30) == (
+    assert Child(lambda: seen.append(1) or {"pid": os.getppid()}).result(120) == (
         {"pid": os.getpid()},
         "",
     )
@@ -104,8 +104,8 @@ def test_a_child_that_fails_or_hangs():
     def fail():
         raise ValueError("no\nsecond line")
 
-    assert Child(fail).result(30).why == "ValueError: no"
-    assert Child(lambda: os._exit(3)).result(30).why == "ended with exit code 3"
+    assert Child(fail).result(120).why == "ValueError: no"
+    assert Child(lambda: os._exit(3)).result(120).why == "ended with exit code 3"
     assert Child(lambda: time.sleep(60)).result(0.2).why == TIME
 
 

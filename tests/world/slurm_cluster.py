@@ -129,7 +129,7 @@ class Cluster:
         for daemon in reversed(self.daemons):
             daemon.terminate()
             try:
-                daemon.wait(20)
+                daemon.wait(60)
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()

@@ -19,7 +19,7 @@ from flatout.world.meeting import Meeting
 two_cpus = pytest.mark.skipif(usable_cpus() < 2, reason="two ranks take two CPUs")
 
 
-def meetings(count, timeout_s=20.0):
+def meetings(count, timeout_s=100.0):
     ends = {(a, b): os.pipe() for a in range(count) for b in range(count) if a != b}
     return [
         Meeting(

@@ -46,7 +46,7 @@ def come(log, what):
     log.waiting = Waiting(log.begin(what), clock())
 
 
-def said(capsys, words, within_s=20.0):
+def said(capsys, words, within_s=100.0):
     """What was printed, once that has `words` in it."""
     text, until = "", time.monotonic() + within_s
     while words not in text:
