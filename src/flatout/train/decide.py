@@ -212,7 +212,7 @@ def _decision(
 def _left_out(loop: LoopState) -> dict[str, str]:
     """Settings that are not tried with this strategy, and why."""
     asked = loop.requested
-    left_out = LEFT_OUT.get(asked.world.strategy, {}) if loop.world.size > 1 else {}
+    left_out = LEFT_OUT.get(loop.asked_strategy, {})
     return {field: why for field, why in left_out.items() if asked.get(field) == "auto"}
 
 

@@ -42,7 +42,8 @@ _LONG_S, _PATIENCE_S = 20.0, 60.0
 _FIRST_PATIENCE_S = 300.0
 # The batch that a learning rate was found with, where no one says: that of `fit`.
 _REFERENCE = 32
-_STRATEGIES = ("ddp", "local_sgd")
+# Under which each rank has the whole model; "" of one rank.
+_STRATEGIES = ("", "ddp", "local_sgd")
 
 
 class Try(NamedTuple):
@@ -160,7 +161,7 @@ def check_is_open(objective: Objective, x: Any, y: Any, loop: Loop) -> None:
             "split until they fit, so the largest is all of the data",
             do="leave one of them out",
         )
-    if loop.world.size > 1 and asked.world.strategy not in _STRATEGIES:
+    if loop.asked_strategy not in _STRATEGIES:
         raise ModelError(
             f"batch_size='auto' tries steps of each rank alone, and with world.strategy="
             f"{asked.world.strategy} a rank has a part of the model",

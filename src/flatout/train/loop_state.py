@@ -197,19 +197,24 @@ class LoopState:
         return ONE if self._stepper is None else self._stepper.together
 
     @property
+    def asked_strategy(self) -> str:
+        """How the job is to be laid over its ranks; "" of one rank, which has no others."""
+        return self.requested.world.strategy if self.world.size > 1 else ""
+
+    @property
     def lays_out(self) -> bool:
         """Whether each rank is to hold a part of the model alone."""
-        return self.world.size > 1 and self.requested.world.strategy in ("fsdp", "staged")
+        return self.asked_strategy in ("fsdp", "staged")
 
     @property
     def is_staged(self) -> bool:
         """Whether each rank is to hold some of the layers."""
-        return self.lays_out and self.requested.world.strategy == "staged"
+        return self.asked_strategy == "staged"
 
     @property
     def has_servers(self) -> bool:
         """Whether other ranks step weights of this one."""
-        return self.world.size > 1 and self.requested.world.strategy == "parameter_server"
+        return self.asked_strategy == "parameter_server"
 
     @property
     def takes_whole_batches(self) -> bool:

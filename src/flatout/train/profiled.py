@@ -169,10 +169,8 @@ def over_periods(ms: npt.NDArray[np.float64], period: int) -> npt.NDArray[np.flo
 
 def _period(loop: LoopState) -> int:
     """Steps from one average of local SGD to the next; else 1."""
-    if loop.world.size == 1 or loop.resolved is None:
-        return 1
-    world = loop.resolved.world
-    return world.sync_every // world.fragments if world.strategy == "local_sgd" else 1
+    world = loop.requested.world
+    return world.sync_every // world.fragments if loop.asked_strategy == "local_sgd" else 1
 
 
 def _times(rates: tuple[float, float, float], size: float) -> tuple[float, float, float]:
@@ -211,15 +209,16 @@ def job(loop: LoopState) -> dict[str, str]:
 
 def world(loop: LoopState) -> dict[str, Any]:
     """The ranks, and what more of them on this node have given."""
-    size, place, resolved = loop.world.size, loop.world.place, loop.resolved
+    place = loop.world.place
+    strategy = "" if loop.resolved is None else loop.asked_strategy
     tried = {}
     with suppress(ValueError):
         tried = json.loads(os.environ.get(RANKS_TRIED, "{}"))
     return {
-        "size": size,
+        "size": loop.world.size,
         "nodes": place.nodes,
         "ranks_per_node": place.local_world_size,
-        "strategy": None if resolved is None or size == 1 else resolved.world.strategy,
+        "strategy": strategy or None,
         **({"steps_per_s_by_ranks": tried} if tried else {}),
     }
 

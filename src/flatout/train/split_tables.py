@@ -34,7 +34,7 @@ def check_split(loop: LoopState, resolved: ResolvedRecipe) -> None:
 
 def _why_not(loop: LoopState, resolved: ResolvedRecipe) -> str:
     world = resolved.world
-    if loop.world.size > 1 and (world.strategy != "ddp" or world.tables != "replicated"):
+    if loop.asked_strategy and (world.strategy != "ddp" or world.tables != "replicated"):
         layout = f"world.strategy={world.strategy} with world.tables={world.tables}"
         return f"several ranks keep lower halves with replicated tables of ddp, not with {layout}"
     if resolved.compute.touched_rows != "on":
