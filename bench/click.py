@@ -142,7 +142,7 @@ def tables_of(name: str) -> tuple[str, ...]:
 
 
 def on_two_hosts(warm_up: int, nodes: Sequence[str]) -> list[Peer]:
-    """The ways on two ranks again, each rank on a node of its own."""
+    """The ways on two ranks again, each rank on its own node."""
     found = []
     for name in RANKS:
         epochs = 1 if name == DDP else warm_up

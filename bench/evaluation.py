@@ -5,7 +5,7 @@
 
 By hand it is `model.eval()` under `torch.no_grad()` over tensors, at the batch size of training;
 once more under `torch.inference_mode()`, and so with `torch.compile`, which is done before the
-passes that count. Each arm is a process with a cache of its own: passes over the same samples for
+passes that count. Each arm is a process with its own cache: passes over the same samples for
 `--seconds`, after one that does not count. A figure is the median pass: where Flatout takes other
 batches, those passes in which it measured them are among them. The arm `long` is Flatout in a
 process that lives long enough for the forward to be compiled beside its passes and measured: it is

@@ -28,7 +28,7 @@ _processes = []
 
 
 def start(command, folder, environment, loaded=TRAINING):
-    """A script begins, beside others that were started: each has a hash seed of its own.
+    """A script begins, beside others that were started: each has its own hash seed.
 
     Args:
         command: a script's path, -m and a module's name, or -c and code, and the arguments.

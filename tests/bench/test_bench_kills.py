@@ -10,7 +10,7 @@ import pytest
 from flatout.measure import usable_cpus
 
 BENCH = Path(__file__).parents[2] / "bench"
-# What is killed here is killed in tests of its own as well: two kinds show that the bench works.
+# What is killed here is killed in its own tests as well: two kinds show that the bench works.
 SOME = ["agents", "pieces"]
 OTHERS = ["fits", "ranks", "strategies", "workers", "saves", "caches", "converts"]
 

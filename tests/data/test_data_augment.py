@@ -232,7 +232,7 @@ def test_resized_crops_are_drawn_by_torchvisions_rule(shape):
     assert (left >= 0).all()
     assert (top + high <= height).all()
     assert (left + wide <= width).all()
-    # The same rule step by step, with a generator of its own: distributions agree.
+    # The same rule step by step, with its own generator: distributions agree.
     generator = np.random.default_rng(2)
     want = []
     for _ in range(4_000):

@@ -1,6 +1,6 @@
 """Scripts that train on one GPU: what the doctor says of them, proves, and cures.
 
-Each is shown to it as a user would, in a process of its own. Of the CPU, with
+Each is shown to it as a user would, in its own process. Of the CPU, with
 FLATOUT_GPU_TESTS_ON=cpu, only what holds there too is asked.
 """
 

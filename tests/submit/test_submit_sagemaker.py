@@ -115,7 +115,7 @@ def test_what_sagemaker_would_refuse_is_said_at_once(changes, words, tmp_path):
 @pytest.mark.slow
 @pytest.mark.long
 def test_the_sdk_sends_the_same_requests(tmp_path):
-    """In an environment of its own: what it wants installed is not what others here want."""
+    """In its own environment: what it wants installed is not what others here want."""
     venv.create(tmp_path / "sdk", with_pip=True)
     python = str(tmp_path / "sdk" / "bin" / "python")
     install = [python, "-m", "pip", "install", "-q", "sagemaker-core==2.27.0"]

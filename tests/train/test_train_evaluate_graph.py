@@ -111,7 +111,7 @@ def by_clock(trainer, clock):
 
 
 class Clocked(flatout.Callback):
-    """A fit makes a Loop of its own."""
+    """A fit makes its own Loop."""
 
     def on_fit_start(self, state):
         by_clock(state.trainer, state.trainer.model.tick.__self__)

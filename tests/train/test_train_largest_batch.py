@@ -114,7 +114,7 @@ def test_a_child_that_fails_or_hangs():
 
 @pytest.mark.slow
 def test_what_memory_holds():
-    """In a process of its own: what others have freed there would be taken again."""
+    """In its own process: what others have freed there would be taken again."""
     tests = Path(__file__).with_name("train_in_little_memory.py")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(tests)],

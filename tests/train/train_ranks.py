@@ -6,7 +6,7 @@ import sys
 
 
 def run_on_two_ranks(folder):
-    """Run `train.py` of a folder, with a cache of its own; returns what came of it."""
+    """Run `train.py` of a folder, with its own cache; returns what came of it."""
     call = "from flatout.cli.main import main; main()"
     return subprocess.run(
         [sys.executable, "-c", call, "run", "--devices", "2", "train.py"],

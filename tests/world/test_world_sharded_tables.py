@@ -178,7 +178,7 @@ APART = (
     """
     import os
 
-    # As if each rank had a node of its own: what they exchange goes through sockets.
+    # As if each rank had its own node: what they exchange goes through sockets.
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     os.environ |= {"GROUP_RANK": os.environ["RANK"], "GROUP_WORLD_SIZE": os.environ["WORLD_SIZE"]}
 """

@@ -33,7 +33,7 @@ KINDS = (
     "casts",
     "dispatch",
 )
-"""Kinds of operators. All but those with arithmetic of their own are bound by memory alone."""
+"""Kinds of operators. All but those with their own arithmetic are bound by memory alone."""
 
 # Whose best rate is that of matrix products.
 _AS_MATMUL = ("attention", "recurrent")

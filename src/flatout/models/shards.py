@@ -24,7 +24,7 @@ def own_part(tensor: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A shard put together, in memory of its own: all ranks call it. Another tensor as it is."""
+    """A shard put together, in its own memory: all ranks call it. Another tensor as it is."""
     parts: Any = tensor
     return parts.full_tensor() if is_shard(tensor) else tensor
 

@@ -134,7 +134,7 @@ class DeviceLookup:
     def embedding_bag(
         self, offsets: torch.Tensor | None, padding_idx: int | None, **options: Any
     ) -> torch.Tensor:
-        """What torch's operator gives of the rows of ids, as a table of their own.
+        """What torch's operator gives of the rows of ids, as their own table.
 
         They rise in it, but for those that fill up and for that of padding, which come last.
         """

@@ -42,7 +42,7 @@ _GATHERED_BYTES = 1 << 23
 # In the place of a table's number: a forward is over.
 _NO_MORE = -1
 _FLOAT = 4
-# As many tables have a bit of their own in an int64.
+# As many tables have their own bit in an int64.
 _MOST_TOGETHER = 62
 
 # What a rank says in a lookup that was foretold: that it is that one, or another.

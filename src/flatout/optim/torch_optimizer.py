@@ -22,7 +22,7 @@ class TorchOptimizer:
     Attributes:
         given: the user's own object.
         averages_state: whether its state can be averaged over ranks that step alone.
-        clips_itself: whether it clips gradients by options of its own, in its step.
+        clips_itself: whether it clips gradients by its own options, in its step.
         is_scheduled: whether it changes the learning rate without a scheduler.
         batches_per_update: how many batches it puts together for one change of the weights.
         rate_names: what `options` call the learning rate.
@@ -88,7 +88,7 @@ class TorchOptimizer:
         Args:
             values: the parameters.
             model: that they are of.
-            lr: their rate, in a group of their own; None for the optimizer's.
+            lr: their rate, in their own group; None for the optimizer's.
             scheduler: of the optimizer's rates.
         """
         groups = self.given.param_groups

@@ -422,7 +422,7 @@ class _Lookup(NamedTuple):
     def embedding_bag(
         self, offsets: torch.Tensor | None, padding_idx: int | None, **options: Any
     ) -> torch.Tensor:
-        """What torch's operator gives of the rows of ids, as a table of their own.
+        """What torch's operator gives of the rows of ids, as their own table.
 
         They rise in it: in which order the operator adds up follows from that.
         """

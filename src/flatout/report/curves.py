@@ -53,7 +53,7 @@ class Chart:
         y_ticks: (pixels from the top, words).
         words: what it shows, for those who hear the page.
         height: of the lines, in pixels.
-        shows_names: whether its lines are told apart by a legend of its own.
+        shows_names: whether its lines are told apart by its own legend.
     """
 
     title: str
@@ -90,7 +90,7 @@ def chart(
         x_is: "samples" or "seconds".
         from_zero: whether the scale begins there.
         unit: behind the numbers of the vertical scale.
-        shows_names: whether it has a legend of its own.
+        shows_names: whether it has its own legend.
     """
     lines = [_finite(line) for line in lines]
     lines = [line for line in lines if len(line.points) > 1]

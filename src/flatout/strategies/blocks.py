@@ -2,7 +2,7 @@
 
 A part's parameters are whole only while its forward or backward runs. So whatever reads one from
 outside of that, as tied layers do, or attention that computes with the weights of a layer it never
-calls, keeps them out of a part of their own: they are gathered with the whole model.
+calls, leaves them no part: they are gathered with the whole model.
 """
 
 from __future__ import annotations

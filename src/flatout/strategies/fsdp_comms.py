@@ -60,7 +60,7 @@ def add_up_unused(block: Any) -> None:
         block.set_reduce_scatter_unused_params(True, recurse=False)
         return
     group = block._get_fsdp_state()._fsdp_param_group
-    if group is None:  # the block has no parameters of its own
+    if group is None:  # the block gathers no parameters
         return
     post_backward = group.post_backward
 

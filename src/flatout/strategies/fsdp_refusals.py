@@ -81,7 +81,7 @@ def check_gpus(world: World) -> None:
         raise WorldError(
             "world.strategy=fsdp gives each rank a part of the model, and these ranks share a GPU, "
             "which would hold all of them",
-            do=f"give each rank a GPU of its own, or {_DDP}",
+            do=f"give each rank its own GPU, or {_DDP}",
         )
 
 
@@ -115,7 +115,7 @@ def refusal_of(parameter: nn.Parameter) -> str:
     if not parameter.is_floating_point():
         return f"holds {str(parameter.dtype).removeprefix('torch.')}"
     if parameter._backward_hooks or _after_accumulating(parameter):
-        return "has hooks of its own"
+        return "has its own hooks"
     return ""
 
 

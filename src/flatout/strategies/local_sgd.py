@@ -31,7 +31,7 @@ from flatout.strategies.reductions import Beside, Flat
 from flatout.strategies.strategy import Strategy, Sums, Tensors
 from flatout.world import World
 
-# Numbers that travel at a time, at most and at least, in buckets of their own.
+# Numbers that travel at a time, at most and at least, in their own buckets.
 _LENGTH, _LEAST, _NUMBER = 1 << 22, 1 << 10, 1 << 30
 
 # Those of the paper.

@@ -28,7 +28,7 @@ def sparse_weights(model: nn.Module) -> set[torch.Tensor]:
     """Tables of the model whose gradients have only the rows that a batch has used."""
     weights: set[torch.Tensor] = set()
     for layer in modules_of(model):
-        # Keras keeps the weights of a layer in a module of their own.
+        # Keras keeps the weights of a layer in their own module.
         own = [p for p in layer._parameters.values() if p is not None]
         is_sparse = isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse
         weights.update(p for p in own if is_sparse or isinstance(p, TableParameter))

@@ -521,7 +521,7 @@ class Staged(Strategy):
         return {name: result[id(value)] for name, value in state.items()}
 
     def _fetched(self, value: torch.Tensor, owner: int, *, kept: bool) -> torch.Tensor:
-        """A tensor of another rank, in memory of its own here; all ranks call it."""
+        """A tensor of another rank, in its own memory here; all ranks call it."""
         is_mine = owner == self._world.rank
         result = (
             value.detach().contiguous() if is_mine else torch.empty(value.shape, dtype=value.dtype)

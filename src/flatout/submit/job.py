@@ -121,7 +121,7 @@ class Job:
         return self.nodes * self.devices
 
     def of_seed(self, seed: int) -> Job:
-        """The run of one seed, as a job of its own."""
+        """The run of one seed, as its own job."""
 
         def filled(text: str) -> str:
             return text.replace(SEED, str(seed))

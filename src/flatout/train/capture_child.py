@@ -1,4 +1,4 @@
-"""Compiles a step's graph in a process of its own: `python -m` this, FOLDER.
+"""Compiles a step's graph in its own process: `python -m` this, FOLDER.
 
 The folder holds `graph.pt`; `step.pt2` is there when the process has ended well.
 

@@ -1,7 +1,7 @@
 """Runs something in a child of this process that can take no more memory than it may.
 
 The child is a copy of this process (fork): what it runs sees the model and the data as they are,
-and nothing that it does is done here. It runs in a thread of its own: OpenMP's threads are not in
+and nothing that it does is done here. It runs in its own thread: OpenMP's threads are not in
 the copy, the thread that forks would wait for them, and a new one begins with new ones. A process
 that has used a GPU cannot use it in a child.
 """

@@ -349,7 +349,7 @@ class Recorded:
 
     def _record(self, place: _Place) -> None:
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # the graph has memory of its own
+        torch.cuda.empty_cache()  # the graph has its own memory
         # Other threads go on: they bring batches to the device.
         self._graph.capture_begin(pool=place.pool, capture_error_mode="thread_local")
         try:

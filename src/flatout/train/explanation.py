@@ -21,7 +21,7 @@ TABLES = "tables: "
 
 _WIDTH = 80
 _BAR = 20
-# Columns of a trial's name; of a longer one the figures stand on a line of their own.
+# Columns of a trial's name; of a longer one the figures stand on their own line.
 _NAME = 34
 # Ranges of steps that are listed of each of the settings that ran.
 _MOST_SPANS = 5

@@ -202,7 +202,7 @@ class Feed:
     def samples_of(self, batches: Sequence[Batch], ranks: int) -> int:
         """Samples of all ranks that go with a step of these batches of this rank.
 
-        About, where ranks have samples of their own.
+        About, where ranks have their own samples.
         """
         samples = 0
         for batch in batches:

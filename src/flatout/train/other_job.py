@@ -1,7 +1,7 @@
 """Settings for a job that has become another one: other parameters train than before.
 
 The settings are decided as before the first step, for the steps that are left: from the cache, or
-by a search on the steps, under a key of their own. Where the rest of the run is too short for that,
+by a search on the steps, under their own key. Where the rest of the run is too short for that,
 those of the job before go on.
 """
 

@@ -1,6 +1,6 @@
 """Ranks of one node give one another bytes in memory that all of them see.
 
-Each rank writes into a box of its own, all meet, and each reads where the others have what is meant
+Each rank writes into its own box, all meet, and each reads where the others have what is meant
 for it. There are two boxes in turn: a rank that writes into one of them again has met all others
 since they have read it.
 """

@@ -310,7 +310,7 @@ def fifo(
             RecordWrapperType: whole files, or one Example each.
         rows: how many come in a pass, over all pipes. Fewer or more are then an error. Without it,
             a writer that dies between two rows cannot be told from one that has finished.
-        presharded: by what the rows were split before, of which each rank has a pipe of its own:
+        presharded: by what the rows were split before, of which each rank has its own pipe:
             by "rank", so that all that comes is this rank's; by "local_rank", so that it comes to
             the ranks of this number on every node; by "node", so that it comes to all ranks of this
             node; None, so that it comes to all ranks. Those to whom the same rows come keep every

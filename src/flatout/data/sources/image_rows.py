@@ -146,7 +146,7 @@ class ImageRows(Rows):
         return digest.hexdigest()[:16]
 
     def row_stamps(self, numbers: Numbers | None = None) -> list[str] | None:
-        """What each row is read from, where images lie in files of their own."""
+        """What each row is read from, where images lie in their own files."""
         stamps = getattr(self._images, "stamps", None)
         return None if stamps is None else stamps(numbers)
 
@@ -155,7 +155,7 @@ class ImageRows(Rows):
         return f"{self.schema.format} {self._look}"
 
     def row_keys(self) -> list[str] | None:
-        """Paths within the folder, where images lie in files of their own."""
+        """Paths within the folder, where images lie in their own files."""
         keys: list[str] | None = getattr(self._images, "keys", None)
         return keys
 

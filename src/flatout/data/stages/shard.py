@@ -185,7 +185,7 @@ def shard(
             spares reading what others read.
         presharded: by what the files were split before. By "node", as ShardedByS3Key does it: the
             ranks of this node share out what is here. By "local_rank", so that each rank of a node
-            has a folder of its own, the same on every node: the ranks of this number share it out.
+            has its own folder, the same on every node: the ranks of this number share it out.
             By "rank": what is here is this rank's alone. True is "node", and with a rank given
             "rank".
         steps: with `presharded`, batches in an epoch, the same number on every rank. A Trainer

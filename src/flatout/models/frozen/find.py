@@ -178,7 +178,7 @@ class _Search:
         return Cuts(cuts, hindrance, self.cuts_at), len(places) - len(cuts)
 
     def cuts_at(self, places: Sequence[Sequence[int]]) -> list[Cut]:
-        """The cuts that hold, each with a name of its own."""
+        """The cuts that hold, each with its own name."""
         result: dict[str, Cut] = {}
         with _left_alone(self.model), torch.enable_grad():
             for place in places:
@@ -274,7 +274,7 @@ class _Search:
         return f"{_words(event)} {why}{do}"
 
     def weighs(self, index: int) -> bool:
-        """Whether an event has weights of its own."""
+        """Whether an event has its own weights."""
         return self.noted.events[index].weighs
 
     def cut(self, prefix: list[int]) -> Cut | None:
@@ -393,7 +393,7 @@ def _features_if_it_holds(cut: Cut, inputs: Any) -> list[Any] | None:
 def _features_in_both_modes(cut: Cut, inputs: Any) -> list[Any] | None:
     """What is kept of this batch; None where a model in evaluation gives something else.
 
-    An epoch's rows serve both, which may round otherwise: attention has a kernel of its own there.
+    An epoch's rows serve both, which may round otherwise: attention has its own kernel there.
     """
     trained = _features_if_it_holds(cut, inputs)
     if trained is None:

@@ -2,7 +2,7 @@
 
 What is left out takes no time, and needs before it all that it is given: a closure of the graph,
 whose best is a minimum cut (Picard, 1976), found here by Dinic's algorithm (1970). A value that
-several calls read is a node of its own, so that it is kept, and counted, once. All cuts that are
+several calls read is its own node, so that it is kept, and counted, once. All cuts that are
 best for some price of a byte come from solving between two known ones (Eisner and Severance, 1976);
 with a limit on bytes, the same bounds what is left to try. In integers, so exact.
 """

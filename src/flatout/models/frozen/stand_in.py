@@ -1,6 +1,6 @@
 """What stands for a tensor while a forward is noted, or run in part.
 
-A stand-in is a torch.Tensor with shape, dtype and device, but without data of its own. Every
+A stand-in is a torch.Tensor with shape, dtype and device, but without its own data. Every
 function of torch that is given one asks the run that made it what to do.
 """
 

@@ -95,7 +95,7 @@ class World(Section):
         "sync",
         'Whether the servers of `strategy = "parameter_server"` wait: `sync` steps when the '
         "gradients of all ranks are there, with the result of one rank. A number lets each "
-        "gradient be a step of its own, and a rank be so many steps ahead of the slowest; "
+        "gradient be its own step, and a rank be so many steps ahead of the slowest; "
         "`unbounded` sets no bound.",
         parity=Parity.LEARNING,
         words="staleness {}",

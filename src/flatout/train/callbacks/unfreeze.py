@@ -33,7 +33,7 @@ class Unfreeze(Callback):
     Args:
         epoch: from which on they train, counted from 1.
         layers: their names, as in `flatout.freeze`; None for all that are frozen.
-        lr: their learning rate, in a parameter group of their own; None for the optimizer's own.
+        lr: their learning rate, in their own parameter group; None for the optimizer's own.
             A scheduler makes of it what it would had the group been there from the start; under
             OneCycleLR and CyclicLR it is the highest rate, and the others are the same shares of
             it as in the first group. Of a compiled Keras model: where the optimizer's is as
