@@ -103,8 +103,8 @@ def test_a_thread_that_gains_nothing_is_put_back():
     source = source_of(plain(clock), clock)
     found = epochs(source, clock)
     assert [is_ahead for is_ahead, _ in found] == [False, True, False, False]
-    assert source.found.kept is None
-    assert "put back" in source.found.trials[0]
+    assert source.report.kept is None
+    assert "put back" in source.report.trials[0]
 
 
 def test_no_thread_where_nothing_is_waited_for_or_asked():
@@ -128,7 +128,7 @@ def test_a_generator_that_draws_random_numbers_is_read_as_written():
 
     source = source_of(make, clock)
     assert not any(is_ahead for is_ahead, _ in epochs(source, clock))
-    assert source.found.trials == ["a thread: it draws random numbers"]
+    assert source.report.trials == ["a thread: it draws random numbers"]
 
 
 @pytest.mark.parametrize("workers", ["auto", "thread"])
@@ -142,7 +142,7 @@ def test_a_generator_that_works_with_the_model_is_read_as_written(workers):
 
     source = source_of(make, clock, workers)
     assert not any(is_ahead for is_ahead, _ in epochs(source, clock))
-    assert "Linear" in "".join(source.found.trials + source.found.notes)
+    assert "Linear" in "".join(source.report.trials + source.report.notes)
 
 
 def test_what_a_thread_cannot_read_is_read_again_by_the_process():
@@ -167,7 +167,7 @@ def test_what_a_thread_cannot_read_is_read_again_by_the_process():
     for _, batches in found:
         assert [batch.inputs[0].item() for batch in batches] == list(range(STEPS))
     assert not found[-1][0]
-    assert "SQLite objects created in a thread" in "".join(source.found.trials)
+    assert "SQLite objects created in a thread" in "".join(source.report.trials)
 
 
 class _Hidden:
@@ -217,9 +217,9 @@ def test_a_loader_without_workers_gives_the_same_and_resumes():
 
 def test_who_has_workers_needs_no_thread():
     loader = DataLoader(Squares(8), batch_size=4, num_workers=1)
-    assert from_loader(loader, "auto").found is None
-    assert iterable([(torch.ones(1, 1), torch.ones(1))]).found is None
-    assert isinstance(dataset(Squares(8)).found.settled, int)
+    assert from_loader(loader, "auto").report is None
+    assert iterable([(torch.ones(1, 1), torch.ones(1))]).report is None
+    assert isinstance(dataset(Squares(8)).report.settled, int)
     assert isinstance(iterable(iter([torch.ones(1, 1)])), IterableSource)
 
 

@@ -61,7 +61,7 @@ def test_only_rows_before_are_known():
     one = one_named("p2.xlarge")
     other = replace(one, rates=(*one.rates[:4], *(9 * rate for rate in one.rates[4:])))
     early, changed = (
-        [case.found for case in judge([each]) if case.rows <= 4] for each in (one, other)
+        [case.predicted for case in judge([each]) if case.rows <= 4] for each in (one, other)
     )
     assert early == changed
 
@@ -106,7 +106,7 @@ def test_regret_is_what_a_choice_costs_or_is_late():
 def replace_found(one, place, factor):
     """A case of two calibrated rows that says so many times the published rate."""
     rate = one.series.rates[place] * factor
-    return replace(one, place=place, found=Spreading(rate, rate, rate))
+    return replace(one, place=place, predicted=Spreading(rate, rate, rate))
 
 
 @pytest.mark.slow

@@ -79,7 +79,7 @@ def test_what_a_host_tells_of_its_node(tmp_path):
     def ask():
         command = ["sh", "-c", detached.ask("node-0")]
         said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-        return detached.told(said.stdout)
+        return detached.state_of(said.stdout)
 
     def write(kind, text=""):
         (tmp_path / f"node-0.{kind}").write_text(text)

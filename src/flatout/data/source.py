@@ -107,10 +107,10 @@ class SourceReport(Protocol):
     notes: list[str]
 
 
-def found_of(source: Source | None) -> SourceReport | None:
+def report_of(source: Source | None) -> SourceReport | None:
     """Who makes its batches, where that is found while they are used."""
-    found: SourceReport | None = getattr(source, "found", None)
-    return found
+    report: SourceReport | None = getattr(source, "report", None)
+    return report
 
 
 _TAKEN = (

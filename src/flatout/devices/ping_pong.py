@@ -75,7 +75,7 @@ def find_ping_pong(step: Callable[[], object]) -> list[PingPong]:
 
     with _uncompiled(), Watch():  # type: ignore[no-untyped-call]
         step()
-    return sorted(trips.found(), key=lambda trip: -trip.bytes)
+    return sorted(trips.all(), key=lambda trip: -trip.bytes)
 
 
 # In-place operators that do not read their first argument.
@@ -107,7 +107,7 @@ class _Trips:
                 # A reused buffer now holds other data.
                 self._departed.pop(_key(tensor), None)
 
-    def found(self) -> Iterator[PingPong]:
+    def all(self) -> Iterator[PingPong]:
         """Yields what came back."""
         for trip, (times, size) in self._found.items():
             yield PingPong(*trip, times, size)

@@ -44,7 +44,7 @@ class Case:
         growth: its devices as a multiple of the largest calibrated row's.
         is_crossing: whether it is the first row on several hosts, or such a row when none was
             calibrated on: the network is known from its line rate alone.
-        found: the predicted rate, with its interval before it is widened.
+        predicted: the rate, with its interval before it is widened.
     """
 
     series: Series
@@ -52,7 +52,7 @@ class Case:
     place: int
     growth: float
     is_crossing: bool
-    found: Spreading
+    predicted: Spreading
 
     @property
     def truth(self) -> float:
@@ -62,12 +62,12 @@ class Case:
     @property
     def error(self) -> float:
         """Of the predicted rate, as a share of the published one."""
-        return self.found.middle / self.truth - 1
+        return self.predicted.middle / self.truth - 1
 
     @property
     def score(self) -> float:
         """How far off it is, in half widths of the interval on that side."""
-        return self.found.score(self.truth)
+        return self.predicted.score(self.truth)
 
     @property
     def is_number(self) -> bool:
@@ -83,7 +83,7 @@ class Case:
         before = self.place - 1
         shapes, rates = self.series.shapes, self.series.rates
         ideal = rates[before] * shapes[self.place].ranks / shapes[before].ranks
-        return self.truth / ideal, self.found.middle / ideal
+        return self.truth / ideal, self.predicted.middle / ideal
 
 
 def judge(wanted: Iterable[Series] | None = None) -> list[Case]:
@@ -124,7 +124,7 @@ def _predicted(series: Series, rows: int) -> list[Case]:
                 place=place,
                 growth=row.shape.ranks / largest,
                 is_crossing=row.shape.hosts > 1 and not has_crossed,
-                found=Spreading.of(row.shape.samples / seconds, COVERED),
+                predicted=Spreading.of(row.shape.samples / seconds, COVERED),
             )
         )
     return cases
@@ -217,7 +217,7 @@ def regrets(cases: Sequence[Case]) -> list[float]:
     for alike in beginnings.values():
         one, rows = alike[0].series, alike[0].rows
         truths = [*one.rates[:rows], *(case.truth for case in alike)]
-        said = [*one.rates[:rows], *(case.found.middle for case in alike)]
+        said = [*one.rates[:rows], *(case.predicted.middle for case in alike)]
         ranks = [shape.ranks for shape in one.shapes[: len(truths)]]
         for share in DEADLINES:
             needed = one.rates[rows - 1] / share

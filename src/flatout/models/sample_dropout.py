@@ -41,7 +41,7 @@ _ATTENTION = F.scaled_dot_product_attention
 _ALPHA = 1.7580993408473766
 
 
-class _Seen(NamedTuple):
+class _DropoutCall(NamedTuple):
     """A call while looking where samples lie: whose, and what was given."""
 
     site: int
@@ -81,16 +81,16 @@ class SampleDropout:
         ModelError: the model is compiled.
 
     Attributes:
-        found: whether `look` has seen dropout at work.
+        has_calls: whether `look` has seen dropout at work.
         layouts: where samples lie in the input of each layer, by its number.
     """
 
     def __init__(self, model: nn.Module, seed: int) -> None:
-        self.found = False
+        self.has_calls = False
         self._seed = seed
         self._marked: list[tuple[str, nn.Module]] = []
         self.layouts: dict[int, Layout] = {}
-        self._looking: list[_Seen] | None = None
+        self._looking: list[_DropoutCall] | None = None
         self._step = self._start = self._size = self._site = self._thread = 0
         self._calls: Counter[int] = Counter()
         self._known: dict[tuple[int, int], int] = {}
@@ -137,7 +137,7 @@ class SampleDropout:
             finally:
                 result, self._looking = self._looking, None
             seen.append(result)
-        self.found = bool(seen[0])
+        self.has_calls = bool(seen[0])
         for a, b in zip(*seen, strict=False):
             if a.site == b.site:
                 self._place(a.site, _layout(a.given, b.given), a.given.shape)
@@ -236,7 +236,7 @@ class SampleDropout:
 
     def _drop(self, name: str, x: torch.Tensor, p: float) -> torch.Tensor:
         if self._looking is not None:
-            self._looking.append(_Seen(self._site, x.detach().clone()))
+            self._looking.append(_DropoutCall(self._site, x.detach().clone()))
             return x
         in_place, kind = name.endswith("_"), name.rstrip("_")
         if kind == "dropout":
@@ -269,7 +269,7 @@ class SampleDropout:
         if self._looking is not None:
             # What is dropped is as large as the weights; its values do not matter here.
             weights = query.new_zeros(*query.shape[:-1], key.shape[-2])
-            self._looking.append(_Seen(self._site, weights))
+            self._looking.append(_DropoutCall(self._site, weights))
             return _ATTENTION(query, key, value, attn_mask, 0.0, is_causal, **given)
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             attn_mask = query.new_zeros(attn_mask.shape).masked_fill_(~attn_mask, -math.inf)

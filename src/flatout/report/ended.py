@@ -7,7 +7,7 @@ import signal
 from flatout.doctor import FirstLook, Verdict
 
 
-def told(look: FirstLook, verdict: Verdict | None) -> list[str]:
+def ending_lines(look: FirstLook, verdict: Verdict | None) -> list[str]:
     """Returns how the script ended, where that needs words; an error with its last lines."""
     if look.interrupted_by is not None:
         until = "what was seen until then is above" if verdict else "before anything was seen"

@@ -33,7 +33,7 @@ from flatout.recipe import Parity
 from flatout.report import changes, recipe_file
 from flatout.report.baseline import Compared
 from flatout.report.consent import agreed, has_terminal, provable, terms
-from flatout.report.ended import told
+from flatout.report.ended import ending_lines
 from flatout.report.files import Files
 from flatout.report.first_look import FirstLookReport, what_next
 from flatout.report.proven import ProvenReport
@@ -133,7 +133,7 @@ def diagnose(asked: Asked) -> int:
         console.print(report, crop=False)
         if runs and asked.proves and obstacle(verdict):
             console.print(f"no trial can be made: {obstacle(verdict)}")
-    for line in told(look, verdict):
+    for line in ending_lines(look, verdict):
         console.print(line)
     treated = _Treated(met=look.interrupted_by)
     if proves and to_prove is not None:
@@ -287,7 +287,7 @@ def _print_json(
 ) -> None:
     reason = "failed" if look.failed else "no steps"
     nothing = {"command": asked.what, "ended": reason, "findings": []}
-    told_of = {
+    answer = {
         "exit_code": look.exit_code,
         "interrupted_by": look.interrupted_by,
         "output": look.output,
@@ -299,4 +299,4 @@ def _print_json(
         "verified": treated.verified.as_dict() if treated.verified else None,
         "compared": compared.as_dict() if compared else None,
     }
-    print(json.dumps((verdict.as_dict() if verdict else nothing) | told_of, indent=2))
+    print(json.dumps((verdict.as_dict() if verdict else nothing) | answer, indent=2))

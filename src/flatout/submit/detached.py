@@ -65,7 +65,7 @@ def read(name: str, follow: bool) -> str:
 
 
 def ask(name: str) -> str:
-    """A command of sh that prints what has become of it: a word, and numbers that `told` reads."""
+    """A command of sh that prints what has become of it: a word, and numbers that `state_of` reads."""
     lock, code, canceled, begun, left = (
         shlex.quote(f"{name}.{kind}")
         for kind in ("lock", "exit_code", "canceled", "begun", "remaining")
@@ -93,7 +93,7 @@ def stop(name: str) -> str:
     )
 
 
-def told(text: str) -> JobState:
+def state_of(text: str) -> JobState:
     """What `ask` has printed."""
     word, *pairs = text.split() or [""]
     fields = {name: int(n) for name, _, n in (pair.partition("=") for pair in pairs) if n.isdigit()}

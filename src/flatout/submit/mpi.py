@@ -81,7 +81,7 @@ class Mpi:
         answer = _here(folder, detached.ask(NAME))
         if answer.code != 0:
             raise SubmitError(f"the job's folder does not answer: {answer.last_words}")
-        return detached.told(answer.output)
+        return detached.state_of(answer.output)
 
     def logs(self, id: str, folder: Path, *, follow: bool) -> Iterator[str]:
         """The file that mpirun prints into."""

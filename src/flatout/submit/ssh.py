@@ -235,7 +235,7 @@ class _Way:
     def _state(self, host: str, answer: Answer) -> JobState:
         if answer.code in (None, _BROKEN):
             raise SubmitError(f"{host} does not answer: {answer.last_words}")
-        return detached.told(answer.output if answer.code == 0 else "absent")
+        return detached.state_of(answer.output if answer.code == 0 else "absent")
 
     def logs(self, follow: bool) -> Iterator[str]:
         """Lines of all hosts' logs, as they come."""

@@ -97,8 +97,8 @@ class EvaluateBatch:
             self._settle(search)
 
     def _settle(self, search: _Search) -> None:
-        self.trials += search.found
-        won = [item for item in search.found if item["chosen"] == "b"]
+        self.trials += search.compared
+        won = [item for item in search.compared if item["chosen"] == "b"]
         gain = 1.0
         for item in won:
             gain *= item["ratio"]
@@ -126,7 +126,7 @@ class _Search:
         self.given = self.size = self.block = given
         self.spent_s = 0.0
         self.trials: Generator[int, float, int] | None = None
-        self.found: list[dict[str, Any]] = []
+        self.compared: list[dict[str, Any]] = []
         self.is_over = False
 
     def begin(self, sample_bytes: int | None) -> None:
@@ -163,7 +163,7 @@ class _Search:
         self.block = max(a, b, self.given)
         result = yield from quadruples(a, b, max_pairs=4, floor=_LEAST_GAIN, enough=_is_clear)
         wins = result.wins or (result.pairs == 1 and result.ratio > _clear_from(result))
-        self.found.append({"a": a, "b": b, **result.figures, "chosen": "b" if wins else "a"})
+        self.compared.append({"a": a, "b": b, **result.figures, "chosen": "b" if wins else "a"})
         return wins
 
 

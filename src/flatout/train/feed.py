@@ -17,7 +17,7 @@ from flatout.data import (
     Features,
     Pipeline,
     Source,
-    found_of,
+    report_of,
     prefetch,
 )
 from flatout.recipe import Choice, Parity, Recipe, ResolvedRecipe
@@ -214,7 +214,7 @@ class Feed:
     def notes(self) -> list[str]:
         """What happened since the last call that the user should know."""
         notes: list[str] = []
-        for item in (found_of(self.source), self.device_data):
+        for item in (report_of(self.source), self.device_data):
             if item is not None:
                 notes += [f"input: {note}" for note in item.notes]
                 item.notes.clear()
@@ -229,7 +229,7 @@ class Feed:
 
     def with_workers(self, requested: Recipe, resolved: ResolvedRecipe) -> ResolvedRecipe:
         """The Recipe with who makes the batches, where that was found while training."""
-        result = found_of(self.source)
+        result = report_of(self.source)
         if result is None or not result.trials or requested.input.workers != "auto":
             return resolved
         choice = Choice(

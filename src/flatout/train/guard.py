@@ -30,7 +30,7 @@ _SHOWN = 5
 _NOTHING_FOUND, _BAD_GRADIENT, _BAD_FORWARD, _BAD_SAMPLES = range(4)
 
 
-class _Found(NamedTuple):
+class _Cause(NamedTuple):
     lines: list[str]
     suspicion: int
 
@@ -197,7 +197,7 @@ def _first_bad_value(
     compute: Callable[[Batch], Value],
     pieces: Sequence[Batch],
     together: World,
-) -> _Found:
+) -> _Cause:
     """Run the step's forward and backward again and say where the first bad value appears.
 
     Ranks that compute together go as far as the first of them that has found something.
@@ -213,15 +213,15 @@ def _first_bad_value(
                 bad = _in_backward(model, piece, reads)
                 if any(together.gather(bad is not None, "bad gradients")):
                     suspicion = _BAD_GRADIENT if bad else _NOTHING_FOUND
-                    return _Found([bad or "forward is finite"], suspicion)
+                    return _Cause([bad or "forward is finite"], suspicion)
             if bad_value is not None:
-                return _Found([bad_value], _BAD_FORWARD)
+                return _Cause([bad_value], _BAD_FORWARD)
     except Exception as error:
-        return _Found([f"running the step again failed: {error}"], _NOTHING_FOUND)
+        return _Cause([f"running the step again failed: {error}"], _NOTHING_FOUND)
     finally:
         model.zero_grad()
     words = "running the step again gave finite gradients: random draws may decide"
-    return _Found([words], _NOTHING_FOUND)
+    return _Cause([words], _NOTHING_FOUND)
 
 
 def _in_forward(

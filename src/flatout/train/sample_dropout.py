@@ -78,7 +78,7 @@ def sample_dropout(
             f"{others[0]} draws random numbers that are not keyed by sample: "
             "they are each rank's own, and others in micro-batches"
         )
-    draws = facts.draws_random or keyed.found
+    draws = facts.draws_random or keyed.has_calls
     return keyed, replace(facts, draws_random=draws, draws_by_sample=not others)
 
 

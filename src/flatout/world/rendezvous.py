@@ -37,7 +37,7 @@ _SILENCE_S = 5.0
 _LAST_WORDS_S = 5.0
 
 
-class _Seen(NamedTuple):
+class _NodeCounts(NamedTuple):
     """How many nodes have come to a start of the ranks, want the next one, and are done."""
 
     round: int
@@ -74,7 +74,7 @@ class Rendezvous(RendezvousHandler):
         self._heard: dict[int, tuple[bytes, float]] = {}
         # What the listening thread has found, and what it is to tell.
         self._trouble: str | None = None
-        self._seen = _Seen(0, 0, 0, 0)
+        self._counts = _NodeCounts(0, 0, 0, 0)
         self._done = 0
         self._told = (0, 0)
         self._answered = time.monotonic()
@@ -143,7 +143,7 @@ class Rendezvous(RendezvousHandler):
         return self._preflight.store_port
 
     def _all_here(self) -> bool:
-        result = self._seen
+        result = self._counts
         return (result.round, result.here) == (self.rounds, self.nodes.count)
 
     def num_nodes_waiting(self) -> int:
@@ -155,7 +155,7 @@ class Rendezvous(RendezvousHandler):
         if self.nodes.count == 1:
             return 0
         self._look()
-        result = self._seen
+        result = self._counts
         return result.waiting if result.round == self.rounds else 0
 
     def finished(self) -> bool:
@@ -168,7 +168,7 @@ class Rendezvous(RendezvousHandler):
             return True
         self._done = self.rounds
         self._look()
-        result = self._seen
+        result = self._counts
         return (result.round, result.done) == (self.rounds, self.nodes.count)
 
     def end(self, why: str) -> None:
@@ -222,7 +222,7 @@ class Rendezvous(RendezvousHandler):
         others = [node for node in range(self.nodes.count) if node != self.nodes.rank]
         self._compare(others, store.multi_get([f"beat/{node}" for node in others]))
         now, done = self.rounds, self._done
-        self._seen = _Seen(
+        self._counts = _NodeCounts(
             round=now,
             here=store.add(f"round/{now}", int(now > self._told[0])),
             waiting=store.add(f"round/{now + 1}", 0),

@@ -132,7 +132,7 @@ class IterableSource:
             self.reader.epochs = total
 
     @property
-    def found(self) -> EpochReader | None:
+    def report(self) -> EpochReader | None:
         """Who reads the batches, and how that was found; None where nothing is to be found."""
         return self.reader
 

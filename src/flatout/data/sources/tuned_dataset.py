@@ -101,7 +101,7 @@ class TunedDatasetSource(DatasetSource):
         return self._tuned(epoch, start_step)
 
     @property
-    def found(self) -> WorkerTuner:
+    def report(self) -> WorkerTuner:
         """Who makes the batches, and how that was found."""
         return self.tuner
 
