@@ -86,11 +86,11 @@ class _Used:
         self._names = {
             id(p): name for name, p in module.module.named_parameters() if p.requires_grad
         }
-        self._found: set[int] = set()
+        self._have_gradients: set[int] = set()
         self.steps = 0
         self.unused = ""
         self._handles = [
-            p.register_post_accumulate_grad_hook(lambda p: self._found.add(id(p)))
+            p.register_post_accumulate_grad_hook(lambda p: self._have_gradients.add(id(p)))
             for p in module.module.parameters()
             if p.requires_grad
         ]
@@ -101,9 +101,9 @@ class _Used:
     def close(self) -> None:
         """A step begins."""
         self.steps += 1
-        without = [name for number, name in self._names.items() if number not in self._found]
+        without = [name for number, name in self._names.items() if number not in self._have_gradients]
         self.unused = self.unused or next(iter(without), "")
-        self._found.clear()
+        self._have_gradients.clear()
 
     def end(self) -> None:
         for handle in self._handles:

@@ -84,9 +84,9 @@ class ErrorPolicy:
         count = self.count - before
         if not count:
             return []
-        told = self._known[before : before + _TOLD]
+        named = self._known[before : before + _TOLD]
         alike: dict[str, list[str]] = {}
-        for where, what in told:  # what differs in the value found alone is said once
+        for where, what in named:  # what differs in the value found alone is said once
             places = alike.setdefault(what.partition(", found ")[0], [])
             places.append(where if places else f"{where} {what}")
         words = [

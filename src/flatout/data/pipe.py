@@ -143,17 +143,17 @@ class Pipe:
         folder = os.path.dirname(self._path) or "."
         if not os.path.isdir(folder):
             raise DataError(f"there is no folder {folder!r}", where=self._path)
-        found: str | None = None
+        place: str | None = None
 
         def is_there() -> bool:
-            nonlocal found
-            found = self._place()
-            return found is not None or self._stopped.wait(_SLICE_S)
+            nonlocal place
+            place = self._place()
+            return place is not None or self._stopped.wait(_SLICE_S)
 
         self._wait(is_there, lambda: f"a FIFO {self._path} or {self._path}_{self._turn}")
-        assert found is not None
-        self.name = found
-        with as_data_error("cannot be opened", found):
+        assert place is not None
+        self.name = place
+        with as_data_error("cannot be opened", place):
             number = os.open(found, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         self._never_blocks = True
         return number

@@ -180,8 +180,8 @@ class Pipeline(Staged["Pipeline"]):
     def id_columns(self) -> tuple[Column, ...]:
         """The columns of which the schema states what becomes of their ids."""
         if (parts := getattr(self.origin, "parts", None)) is not None:
-            found: tuple[Column, ...] = parts[0].id_columns
-            return found
+            columns: tuple[Column, ...] = parts[0].id_columns
+            return columns
         schema = getattr(self.origin, "schema", None)
         columns = schema.columns if isinstance(schema, Schema) else ()
         return tuple(column for column in columns if column.ids)

@@ -92,8 +92,8 @@ def _links(world: World, names: list[str], first: list[int], seconds: float) -> 
         figures = None
         if world.rank in (first[item], first[other]):
             figures = _link(world.rank == first[item], first[item], first[other], each)
-        told = world.gather(figures, f"the link of {names[item]} and {names[other]}")
-        rtt, rate = told[first[item]]
+        figures_of = world.gather(figures, f"the link of {names[item]} and {names[other]}")
+        rtt, rate = figures_of[first[item]]
         result.append(Link(between=(names[item], names[other]), rtt_s=rtt, bytes_per_s=rate))
     return result
 

@@ -136,8 +136,8 @@ def _differentiable(
         passes = (result > 0) & ((result < 6) if ctx.saved.activation == "relu6" else True)
         gradient = gradient * passes
     wanted = [item for item in (x, weight, bias) if item is not None and item.requires_grad]
-    found = iter(torch.autograd.grad(result, wanted, gradient, create_graph=True))
+    gradients = iter(torch.autograd.grad(result, wanted, gradient, create_graph=True))
     return (
-        *(next(found) if p is not None and p.requires_grad else None for p in (x, weight, bias)),
+        *(next(gradients) if p is not None and p.requires_grad else None for p in (x, weight, bias)),
         gradient if ctx.has_skip else None,
     )

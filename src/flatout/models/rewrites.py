@@ -112,7 +112,7 @@ class Pair:
 
 def find_pairs(model: nn.Module) -> list[Pair]:
     """What `rewrites_of` would exchange in a torch module, one by one, with its place."""
-    found: list[Pair] = []
+    pairs: list[Pair] = []
     done: set[nn.Module] = set()
     for name, module in model.named_modules():
         if module in done or not module.training or not _may_pool(module):
@@ -120,17 +120,17 @@ def find_pairs(model: nn.Module) -> list[Pair]:
         traced = trace(module, with_lines=True)
         if traced is None:
             continue
-        pairs = [
+        own = [
             Pair(_words(name, node.args[0]), _words(name, node), *line_of(node))
             for node in traced.graph.nodes
             if _is_pool(node, module)
             and isinstance(node.args[0], fx.Node)
             and _is_movable(node.args[0], module)
         ]
-        if pairs:
+        if own:
             done.update(traced.inlined)
-        found += pairs
-    return found
+        pairs += own
+    return pairs
 
 
 def _words(prefix: str, node: fx.Node) -> str:

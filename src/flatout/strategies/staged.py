@@ -200,11 +200,11 @@ class Staged(Strategy):
         buffers = {name: value.clone() for name, value in self._model.named_buffers()}
         with torch.random.fork_rng(devices=[]):
             with self._within():
-                found: Cut = cut(chain, measure(chain, piece), self._parts, ns_per_byte)
+                best: Cut = cut(chain, measure(chain, piece), self._parts, ns_per_byte)
             with torch.no_grad():
-                self._check_same(found, piece, buffers)
+                self._check_same(best, piece, buffers)
                 self._put_back(buffers)
-        return found.places, found.shares
+        return best.places, best.shares
 
     def _put_back(self, buffers: Mapping[str, torch.Tensor]) -> None:
         for name, value in self._model.named_buffers():
@@ -594,13 +594,13 @@ class Staged(Strategy):
 
 
 def _check_rows(
-    found: Sequence[torch.Tensor], gives: Sequence[Shape], rows: int, *, is_all: bool
+    outputs: Sequence[torch.Tensor], gives: Sequence[Shape], rows: int, *, is_all: bool
 ) -> None:
     """Whether what came in parts is what the model gives for all at once.
 
     Where other copies have the rest, what they give is to be put behind it.
     """
-    for value, shape in zip(found, gives, strict=True):
+    for value, shape in zip(outputs, gives, strict=True):
         if tuple(value.shape) != shape.size or not (is_all or shape.size[:1] == (rows,)):
             raise ModelError(
                 f"the model gives {tuple(value.shape)} for {rows} samples in parts, and "

@@ -118,8 +118,8 @@ def _of_the_first(lines: list[str]) -> list[str]:
     before, result, _ = lines[first].partition("flatout: ")
     own = [line for line in lines[first:] if line.startswith(before)] if result else lines[first:]
     after = (n for n in range(1, len(own)) if own[n].startswith(f"{before}flatout: "))
-    told = own[: next(after, len(own))]
-    return told if len(told) <= _LAST_LINES else [told[0], "  …", *told[-_LAST_LINES:]]
+    cause = own[: next(after, len(own))]
+    return cause if len(cause) <= _LAST_LINES else [cause[0], "  …", *cause[-_LAST_LINES:]]
 
 
 def recent(*, everything: bool = False, ledger: Ledger | None = None) -> list[JobStatus]:

@@ -345,13 +345,13 @@ def _draws(node: torch.fx.Node) -> bool:
 
 def tensors_of(batch: Batch) -> Tensors:
     """What a step reads of a batch."""
-    found: Tensors = []
+    tensors: Tensors = []
     for part in batch[:3]:
         if isinstance(part, torch.Tensor):
-            found.append(part)
+            tensors.append(part)
         elif part is not None:
-            map_tensors(found.append, part)
-    return found
+            map_tensors(tensors.append, part)
+    return tensors
 
 
 def shapes_of(tensors: Tensors) -> Shapes:

@@ -343,9 +343,9 @@ class Recorded:
 
     def _taken(self) -> list[torch.Tensor | None]:
         """The gradients, which parameters have no longer."""
-        found = [p.grad for p in self._parameters]
+        gradients = [p.grad for p in self._parameters]
         self._stepper.joint.update.forget()
-        return found
+        return gradients
 
     def _record(self, place: _Place) -> None:
         torch.cuda.synchronize()
@@ -374,8 +374,8 @@ class Recorded:
             if not share <= _ROUNDING:
                 raise Unfit(f"weights would differ by {share:.0%}: more than rounding")
             return
-        found = dict(self._gradients)
-        share = difference(wanted, [self._loss, *map(found.get, self._parameters)])
+        gradients = dict(self._gradients)
+        share = difference(wanted, [self._loss, *map(gradients.get, self._parameters)])
         if not share <= _ROUNDING:
             raise Unfit(f"gradients would differ by {share:.0%}: more than rounding")
 

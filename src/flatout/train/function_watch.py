@@ -66,11 +66,11 @@ class FunctionWatch:
             raise ValueError(f"it writes to {written}")
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         defaults = {**(function.__kwdefaults__ or {})}
-        found: list[tuple[Any, str]] = [(cell, name) for name, cell in cells]
-        found += [(function.__globals__, n) for n in _names(function.__code__)]
+        reads: list[tuple[Any, str]] = [(cell, name) for name, cell in cells]
+        reads += [(function.__globals__, n) for n in _names(function.__code__)]
         for name, value in [*defaults.items(), ("a default", function.__defaults__ or ())]:
             self._look(name, value)
-        for holder, name in found:
+        for holder, name in reads:
             value = _read(holder, name)
             if any(value is act for act in _ACTS):
                 raise ValueError(f"it calls {name}")

@@ -230,7 +230,7 @@ def readers_of(
     Returns:
         the columns by the table's name.
     """
-    seen: dict[str, dict[str | None, None]] = {}
+    columns_of: dict[str, dict[str | None, None]] = {}
     handles = []
     for name, table in tables.items():
 
@@ -239,10 +239,10 @@ def readers_of(
             if not given or not torch.is_tensor(given[0]) or not given[0].numel():
                 return None
             ids = given[0].detach().to(torch.int64)
-            told = ids[ids != 0]  # without what fills up ragged rows
-            low, high = (int(told.min()), int(told.max())) if len(told) else (0, 0)
+            trained = ids[ids != 0]  # without what fills up ragged rows
+            low, high = (int(trained.min()), int(trained.max())) if len(trained) else (0, 0)
             own = [c for c, held in numbers if held.start <= low and high < held.stop]
-            seen.setdefault(name, {})[own[0] if own else None] = None
+            columns_of.setdefault(name, {})[own[0] if own else None] = None
             inside = ids.remainder(len(table_weight(table))).to(given[0].dtype)
             if args:
                 return (inside, *args[1:]), kwargs
@@ -256,7 +256,7 @@ def readers_of(
             handle.remove()
     return {
         name: [column for column in own if column is not None]
-        for name, own in seen.items()
+        for name, own in columns_of.items()
         if None not in own
     }
 

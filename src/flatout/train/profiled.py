@@ -117,8 +117,8 @@ def _quantiles(steady: Steady) -> dict[str, list[float]]:
         return {}
     ms = steady.rows[:, 1:] / 1e6
     lanes = np.column_stack([ms, ms.sum(axis=1)])
-    found = np.quantile(lanes, QUANTILES, axis=0).round(6).T.tolist()
-    return dict(zip((*LANES[:7], "step"), found, strict=True))
+    quantiles = np.quantile(lanes, QUANTILES, axis=0).round(6).T.tolist()
+    return dict(zip((*LANES[:7], "step"), quantiles, strict=True))
 
 
 def steps(loop: LoopState, before: int, steady: Steady, *, is_over: bool) -> Steps:

@@ -75,7 +75,7 @@ class Recording:
         if isinstance(loop.resume, Resume):
             self._resumed = Resumed(loop.resume.name, loop.step_count, loop.epoch)
         self._epochs: list[dict[str, Any]] = []
-        self._told: list[RankProfile] = []
+        self._rank_profiles: list[RankProfile] = []
         self._data: dict[str, Any] | None = None
         self._use = Use(_gpu_of(loop.device))
         run = loop.run or ""
@@ -122,8 +122,8 @@ class Recording:
         if world.size > 1:
             steady = profiled.steady_steps(self._loop)
             own = profiled.rank_profile(self._loop, self._use, self._waited, steady)
-            result = world.gather(asdict(own), "what ranks record")
-            self._told = [RankProfile(**item) for item in result]
+            gathered = world.gather(asdict(own), "what ranks record")
+            self._rank_profiles = [RankProfile(**item) for item in gathered]
 
     def close(self, error: BaseException | None) -> None:
         """Write the Profile and how the run ended; a run without a step leaves the Profile alone.
@@ -176,7 +176,7 @@ class Recording:
             },
             communication=profiled.communication(loop),
             steps=profiled.steps(loop, self._first_step, steady, is_over=is_over),
-            ranks=[own, *self._told[1:]],
+            ranks=[own, *self._rank_profiles[1:]],
             epochs=list(self._epochs),
             notes=[*self.notes, *loop.stepper.notes],
             step_times=self.step_times,

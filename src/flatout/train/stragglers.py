@@ -128,12 +128,12 @@ class RankTimes:
         self._pace.reset()
         gathered = self._world.gather(tuple(own), "the ranks' times, after an epoch")
         result = [Times(*times) for times in gathered]
-        told = [note for times in result for note in times.notes]
+        all_notes = [note for times in result for note in times.notes]
         slow = straggler(result, self._waits) if self._alike else None
         if slow is not None and (slow.ranks, slow.lane) not in self._named:
             self._named.add((slow.ranks, slow.lane))
-            told.append(slow.words)
-        return told
+            all_notes.append(slow.words)
+        return all_notes
 
 
 class Straggler(NamedTuple):

@@ -32,13 +32,13 @@ class TableReads(TorchFunctionMode):
 
         Where it does not show which sample an id is of, that is left out.
         """
-        found: set[int] = set()
+        samples: set[int] = set()
         for ids, offsets in self._reads.get(id(weight), []):
             is_bad = torch.isin(ids, torch.tensor(rows, dtype=ids.dtype, device=ids.device))
             places = is_bad.reshape(-1).nonzero()[:, 0]
             if offsets is not None and len(offsets) in (size, size + 1):
                 starts = offsets.to(places.dtype)
-                found.update((torch.searchsorted(starts, places, right=True) - 1).tolist())
+                samples.update((torch.searchsorted(starts, places, right=True) - 1).tolist())
             elif offsets is None and ids.numel() and ids.numel() % size == 0:
-                found.update((places // (ids.numel() // size)).tolist())
-        return sorted(found)
+                samples.update((places // (ids.numel() // size)).tolist())
+        return sorted(samples)

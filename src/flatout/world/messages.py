@@ -119,9 +119,9 @@ def exchange(
     sizes, size = [len(part) for part in own], len(parts)
     notes: list[list[int]] = []
     if lengths is None:
-        told = torch.tensor([*note, *sizes])
-        result = [torch.empty_like(told) for _ in parts]
-        dist.all_gather(result, told, group=channel)
+        header = torch.tensor([*note, *sizes])
+        result = [torch.empty_like(header) for _ in parts]
+        dist.all_gather(result, header, group=channel)
         each = torch.stack(result)
         notes = each[:, :-size].tolist()
         counts = each[:, -size:]

@@ -198,9 +198,9 @@ class World:
         with _together(self, self.collectives.begin(what)):
             if mailbox is not None:
                 return [one.clone() for one in mailbox.gather(tensor)]
-            found = [torch.empty_like(tensor) for _ in range(self.size)]
-            dist.all_gather(found, tensor)
-        return found
+            gathered = [torch.empty_like(tensor) for _ in range(self.size)]
+            dist.all_gather(gathered, tensor)
+        return gathered
 
     def exchange(
         self,

@@ -193,8 +193,8 @@ def _size(size: Any) -> tuple[int, int]:
 def _resize(resize: Any) -> Resize:
     if resize not in get_args(Resize):
         raise DataError(f"resize: expected 'stretch', 'crop' or 'fit', found {resize!r}")
-    found: Resize = resize
-    return found
+    mode: Resize = resize
+    return mode
 
 
 def _names(classes: Any) -> tuple[str, ...]:

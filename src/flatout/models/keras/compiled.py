@@ -376,11 +376,11 @@ def _outputs_of_samples(outputs: Any, batch: Batch) -> Any:
         return outputs
 
     def cut(tensor: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = rows_of_samples(tensor, batch)
+        own: torch.Tensor = rows_of_samples(tensor, batch)
         mask = getattr(tensor, "_keras_mask", None)
         if mask is not None:
-            found._keras_mask = rows_of_samples(mask, batch)  # type: ignore[attr-defined]
-        return found
+            own._keras_mask = rows_of_samples(mask, batch)  # type: ignore[attr-defined]
+        return own
 
     return map_tensors(cut, outputs)
 
