@@ -26,7 +26,7 @@ _FUNCTIONS = {
 
 
 @dataclass
-class _Seen:
+class _History:
     """What one line has put together."""
 
     words: str
@@ -38,7 +38,7 @@ class GrowingHistories:
     """Looks at what is put together in some steps.
 
     Attributes:
-        found: what grows by about as much with each step.
+        histories: what grows by about as much with each step.
     """
 
     def __init__(self, torch: Any, watch: Watch) -> None:
@@ -52,8 +52,8 @@ class GrowingHistories:
         watch.on_renewal.append(self._renew)
 
     def _renew(self) -> None:
-        self.found: list[Growing] = []
-        self._seen: dict[Site | None, _Seen] = {}
+        self.histories: list[Growing] = []
+        self._by_line: dict[Site | None, _History] = {}
         self._end()
 
     def _open(self) -> None:
@@ -84,17 +84,17 @@ class GrowingHistories:
             finally:
                 self._is_inside = False
             took = perf_counter_ns() - began
-            seen = self._seen.setdefault(here(1), _Seen(words))
+            history = self._by_line.setdefault(here(1), _History(words))
             # The first of a step: what grows within a step begins again in the next.
-            seen.sizes.setdefault(lanes.steps, _numbers(result))
-            seen.ns[lanes.steps] = seen.ns.get(lanes.steps, 0) + took
+            history.sizes.setdefault(lanes.steps, _numbers(result))
+            history.ns[lanes.steps] = history.ns.get(lanes.steps, 0) + took
             return result
 
         return put_together
 
     def _close(self) -> None:
         self._end()
-        for site, value in self._seen.items():
+        for site, value in self._by_line.items():
             sizes = list(value.sizes.values())
             apart = [after - before for before, after in pairwise(sizes)]
             if site is None or len(apart) < _LEAST - 1 or len(apart) < (_UNTIL - _FROM) // 2:
@@ -102,10 +102,10 @@ class GrowingHistories:
             mean = sum(apart) / len(apart)
             if mean > 0 and all(abs(item - mean) <= _EVEN * mean for item in apart):
                 last = sorted(value.ns.values())[len(value.ns) // 2]
-                self.found.append(
+                self.histories.append(
                     Growing(value.words, site, sizes[-1], round(mean), last / 1e6, max(value.sizes))
                 )
-        self._seen.clear()
+        self._by_line.clear()
 
 
 def _numbers(result: Any) -> int:

@@ -83,7 +83,7 @@ class LineSampler:
             if _made_input(stacks, called):
                 _share_input(stacks, observation)
         lines = Lines(stacks, observation.lanes_ms, observation.steps, self._stacks.steps_per_bin)
-        observation.lines, observation.explained = lines.told(), lines.explained
+        observation.lines, observation.explained = lines.most(), lines.explained
 
 
 def _place(site: Site) -> tuple[str, int]:

@@ -93,7 +93,7 @@ class Lines:
         total_ms = sum(of.ms for of in self._of.values())
         self.explained = min(1.0, total_ms / max(sum(ms.values()), 1e-9))
 
-    def told(self) -> list[Line]:
+    def most(self) -> list[Line]:
         """Those that take most, first."""
         lines = sorted(self._of.items(), key=lambda item: -item[1].ms)[:_LINES]
         return [self._line(*key, of) for key, of in lines]

@@ -66,7 +66,7 @@ _ADDED = ("hidden", "of", "batches", "of_one")
 _FILE = re.compile(r'File "(.*)", line (\d+)')
 
 
-class _Found(NamedTuple):
+class _Sign(NamedTuple):
     kind: str
     node: Any
     detail: dict[str, Any]
@@ -77,7 +77,7 @@ class LossGraphs:
 
     Attributes:
         looks: how many graphs were looked at.
-        found: by kind and what was found.
+        signs: of mistakes, by kind and what they are of.
         reached: parameters that a loss has reached, by id.
     """
 
@@ -116,7 +116,7 @@ class LossGraphs:
 
     def _renew(self) -> None:
         self.looks = 0
-        self.found: dict[tuple[str, str], InLoss] = {}
+        self.signs: dict[tuple[str, str], InLoss] = {}
         self.reached: dict[int, ref[Any]] = {}
         self._reduced: list[tuple[Any, Any]] = []
         self._changes: int | None = None
@@ -150,12 +150,12 @@ class LossGraphs:
     def _note_lines(self, mode: bool, check_nan: bool) -> None:
         self._torch.set_anomaly_enabled(mode, check_nan)
 
-    def _keep(self, value: _Found) -> bool:
+    def _keep(self, value: _Sign) -> bool:
         """Whether its line is not known yet."""
         key = value.kind, repr({name: value.detail.get(name) for name in ("outer", "inner")})
-        fact = self.found.get(key)
+        fact = self.signs.get(key)
         if fact is None:
-            fact = self.found[key] = InLoss(value.kind)
+            fact = self.signs[key] = InLoss(value.kind)
         fact.count += 1
         fact.steps = max(fact.steps, self._watch.lanes.steps + 1)
         before, fact.detail = fact.detail, dict(value.detail)
@@ -198,11 +198,11 @@ class LossGraphs:
         # Adding to it is one change of a gradient each: another one may have been the division.
         is_whole = (gradient._version if changes is None else changes) < len(several)
         if is_whole and {how for _, how in several} == {"mean"}:
-            fact = self.found.setdefault(("undivided", ""), InLoss("undivided"))
+            fact = self.signs.setdefault(("undivided", ""), InLoss("undivided"))
             fact.count += 1
             fact.detail = {"backwards": len(several)}
 
-    def _findings(self, root: Any) -> Iterator[_Found]:
+    def _findings(self, root: Any) -> Iterator[_Sign]:
         has_labels = False
         for node, parent in _nodes(root.grad_fn):
             name = node.name()
@@ -221,7 +221,7 @@ class LossGraphs:
             if name == "NanToNumBackward0":
                 hidden = int((~node._saved_self.isfinite()).sum())
                 if hidden:
-                    yield _Found("nan", node, {"hidden": hidden, "of": node._saved_self.numel()})
+                    yield _Sign("nan", node, {"hidden": hidden, "of": node._saved_self.numel()})
 
     def _find_unregistered(self) -> None:
         """Parameters that a loss has reached, though no module that was called has them, and no
@@ -295,7 +295,7 @@ def _input(node: Any) -> Any:
     return child
 
 
-def _twice(node: Any, name: str, parent: Any) -> Iterator[_Found]:
+def _twice(node: Any, name: str, parent: Any) -> Iterator[_Sign]:
     """A loss that is given what it would compute itself."""
     outer, own = _LOSSES[name]
     inner = _input(node)
@@ -305,12 +305,12 @@ def _twice(node: Any, name: str, parent: Any) -> Iterator[_Found]:
         outer = "log_softmax"
     activation = _ACTIVATIONS.get(inner.name(), "")
     if activation in own:
-        yield _Found("twice", node, {"outer": outer, "inner": activation})
+        yield _Sign("twice", node, {"outer": outer, "inner": activation})
     elif name in _NLL and inner.name() in _LAYERS:
-        yield _Found("twice", node, {"outer": outer, "inner": "a layer"})
+        yield _Sign("twice", node, {"outer": outer, "inner": "a layer"})
 
 
-def _labels(torch: Any, node: Any) -> Iterator[_Found]:
+def _labels(torch: Any, node: Any) -> Iterator[_Sign]:
     """How many classes a batch of labels holds."""
     labels = node._saved_target
     if labels.dim() != 1 or labels.numel() < _LEAST_LABELS or labels.is_floating_point():
@@ -320,7 +320,7 @@ def _labels(torch: Any, node: Any) -> Iterator[_Found]:
         return
     classes = torch.unique(labels).tolist()
     is_one = len(classes) == 1
-    yield _Found(
+    yield _Sign(
         "labels",
         node,
         {
@@ -336,7 +336,7 @@ def _shape(node: Any) -> tuple[int, ...]:
     return tuple(int(size) for size in node._input_metadata[0].shape)
 
 
-def _pairs(torch: Any, node: Any, name: str, parent: Any) -> Iterator[_Found]:
+def _pairs(torch: Any, node: Any, name: str, parent: Any) -> Iterator[_Sign]:
     """An output that was broadcast against its target: [N, 1] and [N] make N x N differences."""
     tracked = [child for child, _ in node.next_functions if child is not None]
     full = tuple(node._saved_self.shape) if name in _DISTANCES else _shape(node)
@@ -348,7 +348,7 @@ def _pairs(torch: Any, node: Any, name: str, parent: Any) -> Iterator[_Found]:
         others, other = _unexpanded(tracked[1])
         is_plain = not any(item is not None and item.name() in _SHAPED for item in (source, other))
         if is_plain and {shape, others} == {(rows, 1), (rows,)}:
-            yield _Found("pairs", node, {"output": list(shape), "target": list(others)})
+            yield _Sign("pairs", node, {"output": list(shape), "target": list(others)})
         return
     if shape not in ((rows, 1), (rows,)):
         return
@@ -360,7 +360,7 @@ def _pairs(torch: Any, node: Any, name: str, parent: Any) -> Iterator[_Found]:
         explicit = source is not None and source.name() in _SHAPED
         is_broadcast = not explicit and _is_outer(torch, parent, shape)
     if is_broadcast:
-        yield _Found("pairs", node, {"output": list(shape), "target": list(target)})
+        yield _Sign("pairs", node, {"output": list(shape), "target": list(target)})
 
 
 def _unexpanded(node: Any) -> tuple[tuple[int, ...], Any]:

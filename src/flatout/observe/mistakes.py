@@ -59,11 +59,11 @@ class Mistakes:
         if not observation.steps:
             return
         observation.loss_looks = self._graphs.looks
-        observation.in_losses = [*self._graphs.found.values(), *self._skipped.found]
+        observation.in_losses = [*self._graphs.signs.values(), *self._skipped.lines]
         observation.schedules = self._schedules.results()
         observation.switched_on = self._switches.on
         observation.cells = self._recurrent.cells
-        observation.growing = self._growing.found
+        observation.growing = self._growing.histories
         observation.checkpointed_mb = self._checkpointed.mb
         observation.gradient_uses = self._uses.looks
         observation.unused_gradients = self._uses.results()

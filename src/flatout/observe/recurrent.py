@@ -18,7 +18,7 @@ _LEAST = 4
 _MOST = 0.9
 
 
-class _Seen:
+class _Cell:
     """One cell, and the loop that it is called in."""
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class Recurrent:
 
     def _renew(self) -> None:
         self.cells: list[Cell] = []
-        self._seen: dict[int, tuple[Any, _Seen]] = {}
+        self._cells: dict[int, tuple[Any, _Cell]] = {}
         self._end()
 
     def _open(self) -> None:
@@ -81,8 +81,8 @@ class Recurrent:
             module = model.ref()
             inner = () if module is None or not model.is_stepped else module.modules()
             for item in inner:
-                if isinstance(item, kinds) and id(item) not in self._seen:
-                    self._seen[id(item)] = item, _Seen()
+                if isinstance(item, kinds) and id(item) not in self._cells:
+                    self._cells[id(item)] = item, _Cell()
                     self._handles += [
                         item.register_forward_pre_hook(PassingHook(self._begins), with_kwargs=True),
                         item.register_forward_hook(PassingHook(self._ends)),
@@ -91,13 +91,13 @@ class Recurrent:
     def _begins(self, module: Any, args: Any, kwargs: Any) -> None:
         given = [*args, *kwargs.values()]
         if self._torch.is_grad_enabled():
-            cell = self._seen[id(module)][1]
+            cell = self._cells[id(module)][1]
             cell.site = cell.site or here(1)
             cell.begins(given[0], given[1] if len(given) > 1 else None)
 
     def _ends(self, module: Any, args: Any, result: Any) -> None:
         if self._torch.is_grad_enabled():
-            self._seen[id(module)][1].ends(result)
+            self._cells[id(module)][1].ends(result)
 
     def _end(self) -> None:
         for handle in self._handles:
@@ -106,9 +106,9 @@ class Recurrent:
 
     def _close(self) -> None:
         self._end()
-        for module, item in self._seen.values():
+        for module, item in self._cells.values():
             loops = [count for count in item.loops if count >= _LEAST]
             if loops and sum(loops) >= _MOST * item.calls:
                 ms = item.ns / 1e6 / (_UNTIL - _FROM)
                 self.cells.append(Cell(type(module).__name__, item.site, int(median(loops)), ms))
-        self._seen.clear()
+        self._cells.clear()

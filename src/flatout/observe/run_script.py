@@ -82,7 +82,7 @@ def of_script(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
-def told(error: BaseException) -> str:
+def traceback_of(error: BaseException) -> str:
     """The error as Python prints it."""
     return "".join(traceback.format_exception(type(error), error, of_script(error.__traceback__)))
 

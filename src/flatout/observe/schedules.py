@@ -16,7 +16,7 @@ from flatout.observe.watch import Watch
 _STEPS = 8
 
 
-class _Seen:
+class _Watched:
     def __init__(self, scheduler: Any, site: Site | None) -> None:
         self.ref = ref(scheduler)
         self.facts = Schedule(type(scheduler).__name__, site)
@@ -28,7 +28,7 @@ class Schedules:
 
     def __init__(self, module: Any, watch: Watch) -> None:
         self._watch = watch
-        self._seen: list[_Seen] = []
+        self._watched: list[_Watched] = []
         self._hook: Hook | None = None
         self._owner = module.LRScheduler
         wrap(self._owner, "__init__", "observe", self._made)
@@ -37,7 +37,7 @@ class Schedules:
         watch.on_renewal.append(self._begin)
 
     def _begin(self) -> None:
-        for schedule in self._seen:
+        for schedule in self._watched:
             scheduler = schedule.ref()
             schedule.facts = Schedule(schedule.facts.kind, schedule.facts.site)
             schedule.begins_at = 0 if scheduler is None else int(scheduler.last_epoch)
@@ -56,7 +56,7 @@ class Schedules:
         def init(scheduler: Any, *args: Any, **kwargs: Any) -> None:
             original(scheduler, *args, **kwargs)
             if get_ident() == self._watch.lanes.thread:
-                self._seen.append(_Seen(scheduler, here(1)))
+                self._watched.append(_Watched(scheduler, here(1)))
 
         return init
 
@@ -67,7 +67,7 @@ class Schedules:
             original(scheduler, *args, **kwargs)
             if getattr(scheduler, "_is_initial", False) or get_ident() != lanes.thread:
                 return
-            for schedule in self._seen:
+            for schedule in self._watched:
                 if schedule.ref() is scheduler and schedule.facts.first_after is None:
                     schedule.facts.first_after = lanes.steps
                     schedule.facts.stepped_at = here(1)
@@ -77,7 +77,7 @@ class Schedules:
     def results(self) -> list[Schedule]:
         """What was seen of those that still exist, but for parts of another one."""
         result = []
-        alive = [(item, scheduler) for item in self._seen if (scheduler := item.ref()) is not None]
+        alive = [(item, scheduler) for item in self._watched if (scheduler := item.ref()) is not None]
         parts = {id(part) for _, whole in alive for part in getattr(whole, "_schedulers", ())}
         optimizers = [optimizer.ref() for optimizer in self._watch.optimizers]
         for item, scheduler in alive:

@@ -50,7 +50,7 @@ class SkippedSteps:
         watch.on_renewal.append(self._renew)
 
     @property
-    def found(self) -> list[InLoss]:
+    def lines(self) -> list[InLoss]:
         """One for each line after which steps were skipped."""
         for line, fact in self._skipped.items():
             fact.detail["of"] = self._watch.calls.count("item", line) or self._asked

@@ -55,7 +55,7 @@ from flatout.observe.outputs import watch_garbage, watch_outputs, watch_torch
 from flatout.observe.parallel import watch_parallel
 from flatout.observe.record import observation
 from flatout.observe.rewriting import Rewriting
-from flatout.observe.run_script import compiled, run, show_as_python_does, told
+from flatout.observe.run_script import compiled, run, show_as_python_does, traceback_of
 from flatout.observe.scalers import Scalers
 from flatout.observe.sites import read
 from flatout.observe.tensors import IndexWindow, watch_tensors
@@ -407,7 +407,7 @@ class Observer:
             if self.watch.is_enough:
                 return self._stopped()
             is_fine = isinstance(error, SystemExit) and error.code in (None, 0)
-            words = "" if is_fine else told(error)
+            words = "" if is_fine else traceback_of(error)
             if self._observed is not None:  # it was observed to the end
                 return self._stopped("" if isinstance(error, KeyboardInterrupt) else words)
             self.finish("done" if is_fine else "failed", words)

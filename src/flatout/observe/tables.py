@@ -30,7 +30,7 @@ _SERIES = 2**24
 _FEWEST, _FEW = 3, 16
 
 
-class _Seen:
+class _HeldTable:
     """A table that was found."""
 
     def __init__(self, value: Any, facts: Table, model: Any) -> None:
@@ -56,13 +56,13 @@ class Tables:
     def __init__(self, torch: Any, watch: Watch) -> None:
         self._torch = torch
         self._watch = watch
-        self._found: list[_Seen] = []
+        self._tables: list[_HeldTable] = []
         self._calls = {True: 0, False: 0}
         watch.on_batch.append(self._look)
         watch.on_renewal.append(self._renew)
 
     def _renew(self) -> None:
-        self._found.clear()
+        self._tables.clear()
         self._calls = {True: 0, False: 0}
 
     def _look(self, model: Any, batch: Any, is_trained: bool) -> None:
@@ -76,7 +76,7 @@ class Tables:
         wanted = _rows(batch)
         if wanted is None:
             return
-        known = next((item for item in self._found if item.has(wanted)), None)
+        known = next((item for item in self._tables if item.has(wanted)), None)
         if known is None and self._calls[is_trained] < _CALLS:
             self._calls[is_trained] += 1
             known = self._search(model, wanted, len(batch), is_trained)
@@ -84,12 +84,12 @@ class Tables:
             known.facts.in_training = True
             self._watch.rows = id(known), wanted.tobytes()
 
-    def _search(self, model: Any, wanted: Any, rows: int, is_trained: bool) -> _Seen | None:
+    def _search(self, model: Any, wanted: Any, rows: int, is_trained: bool) -> _HeldTable | None:
         """Looks through what the script's names mean, for the smallest that is no batch."""
         result = sorted(
             self._having(wanted, rows, sys._getframe()), key=lambda value: len(value[1])
         )
-        trained = [item for item in self._found if item.facts.in_training]
+        trained = [item for item in self._tables if item.facts.in_training]
         # What training and validation were split from is neither.
         larger = [
             (name, value)
@@ -101,8 +101,8 @@ class Tables:
             return None
         name, value = chosen
         facts = Table(name, here(), len(value), rows, in_training=is_trained)
-        self._found.append(_Seen(value, facts, model))
-        return self._found[-1]
+        self._tables.append(_HeldTable(value, facts, model))
+        return self._tables[-1]
 
     def _is_of_loader(self, is_trained: bool) -> bool:
         """Whether a DataLoader has given the batch, as far as that is known."""
@@ -119,11 +119,11 @@ class Tables:
             if len(value) >= rows and _has(value, wanted):
                 yield name, value
 
-    def results(self) -> list[_Seen]:
+    def results(self) -> list[_HeldTable]:
         """Those that are trained on, and those that a model is called with to evaluate."""
         steps = self._watch.lanes.steps
         return [
-            item for item in self._found if item.facts.in_training or item.model.is_evaluated(steps)
+            item for item in self._tables if item.facts.in_training or item.model.is_evaluated(steps)
         ]
 
     def fill(self, observation: Observation) -> None:
