@@ -32,7 +32,7 @@ def train(lanes, losses):
 def test_steps_without_a_loss_are_counted(skipped):
     lanes, seen = skipped
     train(lanes, [ONE, NAN, ONE, NAN, NAN, ONE])
-    (fact,) = seen.found
+    (fact,) = seen.lines
     assert (fact.count, fact.detail, fact.site.file) == (3, {"of": 6}, __file__)
 
 
@@ -41,7 +41,7 @@ def test_a_loss_that_is_stepped_on_all_the_same_is_not_skipped(skipped):
     for loss in (ONE, NAN, ONE):
         assert not torch.isfinite(loss) or loss.item() == 1.0
         lanes.backwards += 1
-    assert seen.found == []
+    assert seen.lines == []
 
 
 def test_it_is_not_watched_any_more_where_it_is_asked_of_much_else(skipped):

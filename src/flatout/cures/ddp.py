@@ -101,7 +101,9 @@ class _Used:
     def close(self) -> None:
         """A step begins."""
         self.steps += 1
-        without = [name for number, name in self._names.items() if number not in self._have_gradients]
+        without = [
+            name for number, name in self._names.items() if number not in self._have_gradients
+        ]
         self.unused = self.unused or next(iter(without), "")
         self._have_gradients.clear()
 

@@ -93,7 +93,7 @@ class ErrorPolicy:
             first + (f" (and alike {', '.join(rest)})" if rest else "")
             for first, *rest in alike.values()
         ]
-        if count > len(told):
+        if count > len(named):
             words.append("…")
         bad = f"{count:,} {'more ' if before else ''}bad {'row' if count == 1 else 'rows'} skipped"
         return [f"{bad}: {', '.join(words)}"]

@@ -154,7 +154,7 @@ class Pipe:
         assert place is not None
         self.name = place
         with as_data_error("cannot be opened", place):
-            number = os.open(found, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            number = os.open(place, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         self._never_blocks = True
         return number
 

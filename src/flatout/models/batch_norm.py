@@ -138,6 +138,9 @@ def _differentiable(
     wanted = [item for item in (x, weight, bias) if item is not None and item.requires_grad]
     gradients = iter(torch.autograd.grad(result, wanted, gradient, create_graph=True))
     return (
-        *(next(gradients) if p is not None and p.requires_grad else None for p in (x, weight, bias)),
+        *(
+            next(gradients) if p is not None and p.requires_grad else None
+            for p in (x, weight, bias)
+        ),
         gradient if ctx.has_skip else None,
     )

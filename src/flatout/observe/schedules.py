@@ -77,7 +77,9 @@ class Schedules:
     def results(self) -> list[Schedule]:
         """What was seen of those that still exist, but for parts of another one."""
         result = []
-        alive = [(item, scheduler) for item in self._watched if (scheduler := item.ref()) is not None]
+        alive = [
+            (item, scheduler) for item in self._watched if (scheduler := item.ref()) is not None
+        ]
         parts = {id(part) for _, whole in alive for part in getattr(whole, "_schedulers", ())}
         optimizers = [optimizer.ref() for optimizer in self._watch.optimizers]
         for item, scheduler in alive:

@@ -123,7 +123,9 @@ class Tables:
         """Those that are trained on, and those that a model is called with to evaluate."""
         steps = self._watch.lanes.steps
         return [
-            item for item in self._tables if item.facts.in_training or item.model.is_evaluated(steps)
+            item
+            for item in self._tables
+            if item.facts.in_training or item.model.is_evaluated(steps)
         ]
 
     def fill(self, observation: Observation) -> None:

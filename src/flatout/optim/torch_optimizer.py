@@ -1,4 +1,4 @@
-"""What Flatout asks of an optimizer, answered for one of torch's; models/keras does it for Keras'."""
+"""What Flatout asks of an optimizer, answered for torch's; models/keras does it for Keras'."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class TorchOptimizer:
         return row_rule(self.given, group, weight)
 
     def clip_rows(self, weights: Sequence[torch.Tensor]) -> None:
-        """Clip the gradients of tables as the optimizer itself clips, which none of torch's does."""
+        """Clip the gradients of tables as the optimizer clips by itself: none of torch's does."""
 
     @torch.no_grad()
     def change_state(
@@ -133,7 +133,7 @@ class TorchOptimizer:
             shape: that it has had.
             change: gives the new tensor for a name in the state and the old tensor.
         """
-        state = self.given.state[parameter] if parameter in self.given.state else {}
+        state = self.given.state.get(parameter, {})
         for key, value in state.items():
             if torch.is_tensor(value) and value.dim() == 2 and len(value) == shape[0]:
                 state[key] = change(key, value)

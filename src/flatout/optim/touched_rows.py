@@ -22,9 +22,9 @@ from torch import nn
 from flatout.devices import huge_pages
 from flatout.kernels import Change, Dealt, Groups, Lower, Step, Steps, Table, table_rows
 from flatout.models import Lookup, table_weight, unwatch_table, watch_table
+from flatout.optim.adapter import name_of, optimizer_adapter, rules_of, why_dense
 from flatout.optim.by_row import ByRow
 from flatout.optim.device_reads import DeviceReads, whole_gradient
-from flatout.optim.adapter import name_of, optimizer_adapter, rules_of, why_dense
 from flatout.optim.row_rules import RowRule, State
 from flatout.optim.row_shards import RowShards
 

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import torch
 
+from flatout.optim.adapter import name_of
 from flatout.optim.lamb import Lamb
 from flatout.optim.lars import Lars
 from flatout.optim.rates import LrScale
-from flatout.optim.adapter import name_of
 
 
 class Tried(NamedTuple):

@@ -65,7 +65,7 @@ def read(name: str, follow: bool) -> str:
 
 
 def ask(name: str) -> str:
-    """A command of sh that prints what has become of it: a word, and numbers that `state_of` reads."""
+    """A command of sh that prints what has become of it: a word, and numbers for `state_of`."""
     lock, code, canceled, begun, left = (
         shlex.quote(f"{name}.{kind}")
         for kind in ("lock", "exit_code", "canceled", "begun", "remaining")

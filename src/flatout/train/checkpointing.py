@@ -159,7 +159,9 @@ class Checkpointing:
             raise  # there is none to tell any more
         except Exception as error:
             failed, words = error, first_line(error)
-        outcomes = self._world.gather((failed is not None, words), "each rank's part of a checkpoint")
+        outcomes = self._world.gather(
+            (failed is not None, words), "each rank's part of a checkpoint"
+        )
         if failed is not None:
             raise failed
         causes = [f"rank {r}: {why}" for r, (_, why) in enumerate(outcomes) if why is not None]

@@ -17,8 +17,8 @@ from flatout.data import (
     Features,
     Pipeline,
     Source,
-    report_of,
     prefetch,
+    report_of,
 )
 from flatout.recipe import Choice, Parity, Recipe, ResolvedRecipe
 from flatout.train.device_data import DeviceData
