@@ -56,6 +56,10 @@ def _on_its_own(monkeypatch, tmp_path_factory):
     dynamo = sys.modules.get("torch._dynamo.utils")
     if dynamo is not None:
         dynamo.counters.clear()
+    before = set(os.environ)
+    yield
+    for name in [n for n in os.environ if n.startswith("FLATOUT_") and n not in before]:
+        del os.environ[name]
 
 
 class FakeClock:
