@@ -225,7 +225,7 @@ def test_a_slow_dataset_shows_as_input(tmp_path):
         "    def __len__(self):\n"
         "        return 16\n"
         "    def __getitem__(self, i):\n"
-        "        time.sleep(0.02)\n"
+        "        time.sleep(0.1)\n"
         "        return torch.ones(4)\n"
         "for batch in torch.utils.data.DataLoader(Slow(), 2):\n"
         "    model(batch).sum().backward()\n"

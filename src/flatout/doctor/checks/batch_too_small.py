@@ -42,50 +42,58 @@ _AS_LONG = 0.9
 
 
 @check()
-def look(seen: Observation) -> list[Finding]:
+def look(observation: Observation) -> list[Finding]:
     """Whether the step's time depends on its samples: by the last batches, else by its FLOP."""
-    whole = step_ms(seen)
-    if seen.world_size > 1:
+    whole = step_ms(observation)
+    if observation.world_size > 1:
         raise NoSignal("what the ranks wait for one another is a part of each step")
-    if share(seen, lane(seen, "forward", "backward", "optimizer")) < _COMPUTES:
+    if share(observation, lane(observation, "forward", "backward", "optimizer")) < _COMPUTES:
         return []
-    model = models(seen)[0]
-    busy = busy_share(seen)
+    model = models(observation)[0]
+    busy = busy_share(observation)
     if busy is not None:
         if busy >= WAITS:
             return []
         time = f"the GPU computes for {busy:.0%} of a step of {ms(whole)}, and else waits for the "
-        return [_finding(f"{time}host to call the next operators", _site(seen))]
-    by_size = _last_and_whole(seen)
+        return [_finding(f"{time}host to call the next operators", _site(observation))]
+    by_size = _last_and_whole(observation)
     if by_size is not None:
         left, last = by_size
         if last < _AS_LONG * whole:
             return []
         what = f"the last batch of an epoch has {left} samples and takes {ms(last)}, a whole one"
-        return [_finding(f"{what} {ms(whole)}", _site(seen))]
-    mean, size = arithmetic_rate(seen, model), samples_per_call(seen)
-    if is_gpu(seen) or mean is None or size is None:
+        return [_finding(f"{what} {ms(whole)}", _site(observation))]
+    mean, size = arithmetic_rate(observation, model), samples_per_call(observation)
+    if is_gpu(observation) or mean is None or size is None:
         raise NoSignal("no batches of two sizes were seen, nor how much a step computes")
-    fast = sorted(seen.step_ms)[int(_FAST * len(seen.step_ms))]
-    rate = mean * max(1.0, 1 / share(seen, fast))
+    fast = sorted(observation.step_ms)[int(_FAST * len(observation.step_ms))]
+    rate = mean * max(1.0, 1 / share(observation, fast))
     if rate * _ROOM >= SLOW_RATE:
         return []
     what = f"a batch of {size} takes {ms(fast)} or more, at {rate / 1e6:,.0f} MFLOP/s or less"
-    return [_finding(f"{what}: calling operators takes the time, not the samples", _site(seen))]
+    return [
+        _finding(f"{what}: calling operators takes the time, not the samples", _site(observation))
+    ]
 
 
-def _last_and_whole(seen: Observation) -> tuple[int, float] | None:
+def _last_and_whole(observation: Observation) -> tuple[int, float] | None:
     """The samples of the last batch of an epoch and its ms; None where steps are not so ordered."""
     try:
-        (loader,) = training_loaders(seen)
+        (loader,) = training_loaders(observation)
     except (NoSignal, ValueError):
         return None
     left = _left(loader)
-    if left is None or batches_per_step(seen) != 1 or len(seen.step_ms) != seen.steps:
+    if (
+        left is None
+        or batches_per_step(observation) != 1
+        or len(observation.step_ms) != observation.steps
+    ):
         return None
     each = ceil((loader.length or 0) / (loader.batch_size or 1))
-    last = seen.step_ms[each - 1 :: each]
-    is_whole = ceil(seen.steps / each) == loader.epochs and loader.batches - seen.steps in (0, 1)
+    last = observation.step_ms[each - 1 :: each]
+    is_whole = ceil(
+        observation.steps / each
+    ) == loader.epochs and loader.batches - observation.steps in (0, 1)
     if each < 2 or len(last) < _FEWEST or not is_whole:
         return None
     return left, median(last)
@@ -98,9 +106,9 @@ def _left(loader: Loader) -> int | None:
     return left if 0 < left <= _PART * loader.batch_size else None
 
 
-def _site(seen: Observation) -> Site | None:
-    sites = [loader.site for loader in seen.loaders if loader.in_training]
-    return next((site for site in sites if site is not None), seen.models[0].site)
+def _site(observation: Observation) -> Site | None:
+    sites = [loader.site for loader in observation.loaders if loader.in_training]
+    return next((site for site in sites if site is not None), observation.models[0].site)
 
 
 def _finding(what: str, site: Site | None) -> Finding:

@@ -11,7 +11,7 @@ from flatout.doctor.edits.place import FoundAt
 from flatout.doctor.finding import Edit, Finding
 from flatout.observe import Observation
 
-Seen = TypeVar("Seen", Observation, Sequence[Observation])
+Observed = TypeVar("Observed", Observation, Sequence[Observation])
 Findings: TypeAlias = Iterable[Finding]
 Write: TypeAlias = Callable[[FoundAt], list[Edit]]
 
@@ -20,7 +20,7 @@ class NoSignal(Exception):
     """What a check needs was not seen, and why."""
 
 
-class Check(NamedTuple, Generic[Seen]):
+class Check(NamedTuple, Generic[Observed]):
     """One pitfall.
 
     Attributes:
@@ -32,7 +32,7 @@ class Check(NamedTuple, Generic[Seen]):
     """
 
     name: str
-    look: Callable[[Seen], list[Finding]]
+    look: Callable[[Observed], list[Finding]]
     edit: Write | None
     lane: str
 
@@ -59,13 +59,13 @@ def rank_check(
 
 
 def _register(
-    checks: list[Check[Seen]], edit: Write | None, lane: str, look: Callable[[Seen], Findings]
-) -> Callable[[Seen], list[Finding]]:
+    checks: list[Check[Observed]], edit: Write | None, lane: str, look: Callable[[Observed], Findings]
+) -> Callable[[Observed], list[Finding]]:
     name = look.__module__.rpartition(".")[2]
 
     @wraps(look)
-    def named(seen: Seen) -> list[Finding]:
-        return [replace(finding, name=name) for finding in look(seen)]
+    def named(observed: Observed) -> list[Finding]:
+        return [replace(finding, name=name) for finding in look(observed)]
 
     checks.append(Check(name, named, edit, lane))
     return named

@@ -26,33 +26,35 @@ def look(observations: Sequence[Observation]) -> Findings:
     if not has_peers(observations):
         return
     by_line: dict[tuple[str, str], list[tuple[float, Observation, Call]]] = {}
-    for seen in observations:
-        for call in calls(seen, "collective"):
-            if is_each_step(seen, call):
+    for observation in observations:
+        for call in calls(observation, "collective"):
+            if is_each_step(observation, call):
                 key = str(call.site), call.detail["name"]
-                by_line.setdefault(key, []).append((cost_ms(seen, call) or 0.0, seen, call))
+                by_line.setdefault(key, []).append(
+                    (cost_ms(observation, call) or 0.0, observation, call)
+                )
     for (_, name), ranks in by_line.items():
-        cost, seen, call = min(ranks, key=lambda one: one[0])
-        if call.count >= _SEVERAL * seen.steps and _bytes(call) <= _BUCKET:
-            yield _several(seen, call, name, cost)
-        elif _bytes(call) <= min(_FEW, _least_gradients(seen)):
-            yield _single(seen, call, name, cost)
+        cost, observation, call = min(ranks, key=lambda one: one[0])
+        if call.count >= _SEVERAL * observation.steps and _bytes(call) <= _BUCKET:
+            yield _several(observation, call, name, cost)
+        elif _bytes(call) <= min(_FEW, _least_gradients(observation)):
+            yield _single(observation, call, name, cost)
 
 
 def _bytes(call: Call) -> int:
     return int(call.detail.get("bytes", 0))
 
 
-def _least_gradients(seen: Observation) -> float:
+def _least_gradients(observation: Observation) -> float:
     """Bytes that the gradients of the smallest optimizer take at least."""
-    return min((item.elements for item in seen.optimizers if item.elements), default=_FEW)
+    return min((item.elements for item in observation.optimizers if item.elements), default=_FEW)
 
 
-def _several(seen: Observation, call: Call, name: str, cost: float) -> Finding:
-    often = call.count / seen.steps
+def _several(observation: Observation, call: Call, name: str, cost: float) -> Finding:
+    often = call.count / observation.steps
     returned = cost * (1 - 1 / often)
     return Finding(
-        kind=kind_of(seen, returned),
+        kind=kind_of(observation, returned),
         what=f"{name} is called {often:.0f} times in each step, for {_bytes(call):,} bytes in the "
         f"mean: {ms(cost)} of each step in the rank that waits least",
         do="put them into one tensor and share it by one call, as DistributedDataParallel does "
@@ -64,10 +66,10 @@ def _several(seen: Observation, call: Call, name: str, cost: float) -> Finding:
     )
 
 
-def _single(seen: Observation, call: Call, name: str, cost: float) -> Finding:
+def _single(observation: Observation, call: Call, name: str, cost: float) -> Finding:
     size = f" of {_bytes(call):,} bytes" if _bytes(call) else ""
     return Finding(
-        kind=kind_of(seen, cost),
+        kind=kind_of(observation, cost),
         what=f"{name}{size} in each step: the ranks wait for one another, {ms(cost)} in the one "
         "that waits least",
         do="share it every N steps, or once after the epoch, where it is only shown",

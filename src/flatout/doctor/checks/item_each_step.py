@@ -20,26 +20,35 @@ _KINDS = ("item", "tolist", "cpu", "numpy")
 
 
 @check(edit=tensors.read_later, lane="item")
-def look(seen: Observation) -> list[Finding]:
+def look(observation: Observation) -> list[Finding]:
     """Which lines wait for the device in most steps."""
     return [
-        _finding(seen, call, cost_ms(seen, call), returned_ms(seen, cost_ms(seen, call)))
-        for call in calls(seen, *_KINDS)
-        if is_each_step(seen, call)
+        _finding(
+            observation,
+            call,
+            cost_ms(observation, call),
+            returned_ms(observation, cost_ms(observation, call)),
+        )
+        for call in calls(observation, *_KINDS)
+        if is_each_step(observation, call)
     ]
 
 
-def _finding(seen: Observation, call: Call, own: float | None, cost: float | None) -> Finding:
-    often = call.count / seen.steps
+def _finding(
+    observation: Observation, call: Call, own: float | None, cost: float | None
+) -> Finding:
+    often = call.count / observation.steps
     times = f"{often:.0f} times" if often >= 1.5 else "once"
     waits = f" and waits {ms(own)}" if own is not None else ""
     return Finding(
-        kind=kind_of(seen, cost),
+        kind=kind_of(observation, cost),
         what=f".{call.kind}() is called {times} in each step{waits}: the host stands still until "
         "the device has come so far",
         do="keep sums as tensors on the device, and read them every N steps",
         where=str(call.site),
         cost_ms=cost,
         parity="bit-identical",
-        recipe={"script.host_syncs": "deferred"} if is_gpu(seen) and call.kind == "item" else {},
+        recipe={"script.host_syncs": "deferred"}
+        if is_gpu(observation) and call.kind == "item"
+        else {},
     )

@@ -24,23 +24,23 @@ _MAKES = re.compile(rf"\btorch\.({'|'.join((*_CONSTANT, *_DRAWN))})\(.*\)\.(to|c
 
 
 @check(edit=devices.on_device)
-def look(seen: Observation) -> Findings:
+def look(observation: Observation) -> Findings:
     """Which lines do so in most steps."""
-    found = calls(seen, "to_device")
-    if not is_gpu(seen):
+    found = calls(observation, "to_device")
+    if not is_gpu(observation):
         return
     for call in found:
         made = _MAKES.search(call.site.code)
-        if made is not None and is_each_step(seen, call):
-            yield _finding(seen, call, made[1], made[0])
+        if made is not None and is_each_step(observation, call):
+            yield _finding(observation, call, made[1], made[0])
 
 
-def _finding(seen: Observation, call: Call, made: str, words: str) -> Finding:
-    own = cost_ms(seen, call)
-    cost = returned_ms(seen, own)
+def _finding(observation: Observation, call: Call, made: str, words: str) -> Finding:
+    own = cost_ms(observation, call)
+    cost = returned_ms(observation, own)
     takes = "" if own is None else f" ({ms(own)} for the copy)"
     return Finding(
-        kind=kind_of(seen, cost),
+        kind=kind_of(observation, cost),
         what=f"torch.{made} makes a tensor on the host in each step, which is then copied to the "
         f"GPU{takes}: the host waits there for all that the GPU still has to do",
         do=f"torch.{made}(..., device=device)",
