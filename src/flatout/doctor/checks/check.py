@@ -59,7 +59,10 @@ def rank_check(
 
 
 def _register(
-    checks: list[Check[Observed]], edit: Write | None, lane: str, look: Callable[[Observed], Findings]
+    checks: list[Check[Observed]],
+    edit: Write | None,
+    lane: str,
+    look: Callable[[Observed], Findings],
 ) -> Callable[[Observed], list[Finding]]:
     name = look.__module__.rpartition(".")[2]
 
