@@ -115,7 +115,7 @@ def refusal_of(parameter: nn.Parameter) -> str:
     if not parameter.is_floating_point():
         return f"holds {str(parameter.dtype).removeprefix('torch.')}"
     if parameter._backward_hooks or _after_accumulating(parameter):
-        return "has its own hooks"
+        return "has hooks"
     return ""
 
 
