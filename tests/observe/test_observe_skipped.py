@@ -82,7 +82,7 @@ def test_steps_left_out_for_a_number_that_was_read_are_counted(reading):
         if isfinite(number):
             lanes.backwards += 1
             lanes.steps += 1
-    (fact,) = seen.found
+    (fact,) = seen.lines
     assert (fact.count, fact.site.file) == (3, __file__)  # of the last one no one knows
 
 
@@ -102,7 +102,7 @@ def test_a_number_that_is_none_and_read_for_another_reason_is_not_skipped(readin
     lanes.is_open = True
     for number, read in losses(nan, nan):
         read(number)
-    assert seen.found == []
+    assert seen.lines == []
 
 
 def test_a_loss_that_differs_from_itself_is_asked(skipped):
@@ -111,7 +111,7 @@ def test_a_loss_that_differs_from_itself_is_asked(skipped):
         if loss != loss:
             continue
         lanes.steps += 1
-    (fact,) = seen.found
+    (fact,) = seen.lines
     assert (fact.count, fact.detail) == (1, {"of": 3})
 
 
