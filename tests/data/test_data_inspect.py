@@ -52,7 +52,7 @@ def test_click_logs(tmp_path):
     assert (report.values_a_row, report.max_id) == ((1, 41), 3000)
     label, ids, values = report.columns
     assert (label.low, label.high, label.role) == (0, 1, "target")
-    assert (ids.kind, ids.low, ids.high) == ("int64 ragged", 0, 2999)
+    assert (ids.kind, ids.low, ids.high) == ("int64 ragged", 1, 3000)
     assert ids.lengths == {0: 1, 50: 39, 90: 39, 99: 39, 100: 41}
     assert values.range == "1 … 1"
     words = f"{size / 1e3:.1f} kB" if size < 9e5 else f"{size / 1e6:.1f} MB"

@@ -263,7 +263,7 @@ def _report(
 ) -> Report:
     origin: Any = pipeline.origin
     schema = getattr(origin, "schema", None)
-    result = [_column(column, counts) for column in columns]
+    result = [_column(column, counts, _base_of(schema)) for column in columns]
     targets = [column for column in columns if column.role == "target"]
     index = getattr(origin, "index", None)
     facts = {} if index is None else index.facts
@@ -318,16 +318,18 @@ def _skipped(notes: Sequence[str]) -> tuple[_Skipped, list[str]]:
     return result, others
 
 
-def _column(column: Column, counts: ColumnCounts) -> ColumnFacts:
+def _column(column: Column, counts: ColumnCounts, base: int) -> ColumnFacts:
+    """What is in a column, ids as they stand in the files: `base` was taken away from them."""
     part = counts.columns.get(column.name)
     empty = part is None or part.low > part.high
+    base = base if column.role == "input" and column.dtype == "int64" else 0
     lengths = percentiles(part.lengths) if part is not None and part.lengths else None
     return ColumnFacts(
         name=column.name,
         kind=column.words.removeprefix(column.name + " "),
         role=column.role,
-        low=None if empty or part is None else part.low,
-        high=None if empty or part is None else part.high,
+        low=None if empty or part is None else part.low + base,
+        high=None if empty or part is None else part.high + base,
         lengths=lengths,
     )
 
