@@ -49,6 +49,7 @@ PAGES = [
     DOCS / "loop.md",
     DOCS / "other_systems.md",
     DOCS / "data" / "pipes.md",
+    DOCS / "data" / "jagged.md",
     DOCS / "freezing.md",
 ]
 # What measuring decides differs between machines, and so do the machines themselves.

@@ -349,6 +349,7 @@ def test_samples_that_read_a_row_are_found_however_their_ids_lie():
         starts = torch.tensor([0, 1, 1, 2])
         F.embedding_bag(torch.tensor([1, 7]), table, starts, include_last_offset=True)
         F.embedding(torch.tensor([7, 7]), table)  # of no sample, such as all there are
-    assert reads.samples(table, [7], 3) == [0, 1, 2]
-    assert reads.samples(table, [4, 5], 3) == [2]
-    assert reads.samples(table, [3, 8], 3) == [1]
+    batch = Batch(torch.zeros(3), None, None, None, 3)
+    assert reads.samples(table, [7], batch) == [0, 1, 2]
+    assert reads.samples(table, [4, 5], batch) == [2]
+    assert reads.samples(table, [3, 8], batch) == [1]

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from flatout.data.source import as_source
-from flatout.errors import WorldError
+from flatout.errors import DataError, WorldError
 from flatout.train.ranks import check_ranks, part_of
 from flatout.world import ONE, Place, World
 
@@ -53,15 +53,45 @@ def test_another_order_on_another_rank():
     (first, *_) = part_of(source, Two(None)).batches(0)
     assert first.inputs.tolist() == [[0.0], [1.0]]
     with pytest.raises(WorldError, match="ranks 0 and 1 have read different batches"):
-        next(part_of(source, Two(["0123", "4567"])).batches(0))
+        next(part_of(source, Two([False, ["0123", "4567"]])).batches(0))
 
 
 def test_what_flatout_orders_is_not_compared():
     source = as_source(torch.ones(8, 1), torch.zeros(8), batch_size=4)
-    assert len(list(part_of(source, Two(["0123", "4567"])).batches(0))) == 2
+    assert len(list(part_of(source, Two([False, ["0123", "4567"]])).batches(0))) == 2
 
 
 def test_data_of_other_values_are_told_apart():
     with pytest.raises(WorldError, match="train on different data, of other values") as caught:
         check_ranks(nn.Linear(3, 3), Data(), Two(("4567", 10, 7, "some data")))
     assert "a seed" in caught.value.do
+
+
+def jagged(shift=0):
+    for start in range(shift, 12, 4):
+        yield (torch.arange(start, start + 6), torch.tensor([0, 2, 2, 3])), torch.zeros(4)
+
+
+@pytest.mark.parametrize(
+    ("use", "whole", "words"),
+    [
+        ("train", False, "all ranks have read the same batch"),
+        ("evaluate", True, "world.strategy=staged cuts batches"),
+    ],
+)
+def test_jagged_batches_that_ranks_cannot_share(use, whole, words):
+    part = part_of(as_source(jagged), Two(None), use=use, whole=whole)
+    with pytest.raises(DataError, match=words):
+        next(part.batches(0))
+
+
+def test_jagged_batches_of_each_rank():
+    source = as_source([*jagged()])
+    theirs = Two([True, ["0123"]])
+    first, *_ = part_of(source, theirs, use="train").batches(0)
+    assert (first.size, first.copies) == (4, 1)
+    with pytest.raises(DataError, match="no common order"):
+        next(part_of(source, theirs, use="predict").batches(0))
+    # Evaluated by all, and counted once.
+    first, *_ = part_of(source, Two(None)).batches(0)
+    assert (first.size, first.copies, first.whole) == (4, 2, 4)

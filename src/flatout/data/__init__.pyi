@@ -52,6 +52,7 @@ from flatout.data.ids.id_map import IdMap as IdMap
 from flatout.data.inspection.inspect import inspect as inspect
 from flatout.data.inspection.inspected import Report as Report
 from flatout.data.inspection.rate import bench as bench
+from flatout.data.jagged_batch import samples_of_items as samples_of_items
 from flatout.data.mixture import Mixture as Mixture
 from flatout.data.mixture import mix as mix
 from flatout.data.normalization import Normalization as Normalization
@@ -111,3 +112,4 @@ from flatout.data.stages import Cache as Cache
 from flatout.data.stages import Map as Map
 from flatout.data.stages import only as only
 from flatout.data.tensors import are_arrays as are_arrays
+from flatout.data.tensors import jagged as jagged

@@ -8,10 +8,16 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from flatout.data.objects import mapped_object, tensors_of_object
+from flatout.errors import DataError
 
 # One tensor, or a tuple or dict of them; nesting is allowed. mypy knows no recursive form that
 # `isinstance` can take apart, hence Any.
 Tensors: TypeAlias = Tensor | tuple[Any, ...] | dict[str, Any]
+# What may stand beside tensors in the inputs of a jagged batch.
+_PLAIN = (bool, int, float, str, bytes)
 
 
 class Features(tuple[Tensor, ...]):
@@ -36,10 +42,11 @@ class KeptFeatures(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """The samples of one step. Tensors have one row per sample.
+    """The samples of one step. Tensors have one row per sample, but for inputs of jagged batches.
 
     Attributes:
-        inputs: what the model takes: a tensor, or a tuple or dict of tensors.
+        inputs: what the model takes: a tensor, a tuple or dict of tensors, or an object that holds
+            some.
         targets: what the loss compares with: as `inputs`, or None.
         weight: weight of each sample, of shape (size,), or None.
         indices: number of each sample in the data, int64 of shape (size,) on the CPU; None where
@@ -54,6 +61,8 @@ class Batch(NamedTuple):
             their order, and is () where there are none; a step completes it (train/features.py).
         turns: of samples that may come several times in an epoch, which time it is, as
             `execution/turns.py` numbers them: int64 of shape (size,) on the CPU; else None.
+        is_jagged: whether the inputs have no row for each sample, as flat ids with offsets, packed
+            sequences and graphs. Such a batch is taken whole.
     """
 
     inputs: Tensors
@@ -68,6 +77,7 @@ class Batch(NamedTuple):
     padding: int = 0
     kept: KeptFeatures | None = None
     turns: Tensor | None = None
+    is_jagged: bool = False
 
     @property
     def samples(self) -> int:
@@ -79,6 +89,9 @@ class Batch(NamedTuple):
 
         They are views: nothing is copied. A batch of fewer than `n` samples gives one micro-batch
         per sample, so that none is empty.
+
+        Raises:
+            DataError: a jagged batch is to be cut.
         """
         if n == 1:
             return [self]
@@ -92,7 +105,19 @@ class Batch(NamedTuple):
         return pieces
 
     def rows(self, start: int, stop: int) -> Batch:
-        """Samples `start` to `stop` of the batch, as views."""
+        """Samples `start` to `stop` of the batch, as views.
+
+        Raises:
+            DataError: a jagged batch is to be cut.
+        """
+        if self.is_jagged:
+            if start == 0 and stop >= self.size:
+                return self
+            raise DataError(
+                f"a batch of {self.size:,} samples would have to be cut, and its inputs have no "
+                "row for each sample (flat ids with offsets, packed sequences, graphs)",
+                do="let the loader make smaller batches: such a batch is taken whole",
+            )
         inputs, targets, weight, indices = map_tensors(lambda tensor: tensor[start:stop], self[:4])
         stop = min(stop, self.size)
         return self._replace(
@@ -108,7 +133,12 @@ class Batch(NamedTuple):
         )
 
     def repeated(self, size: int) -> Batch:
-        """So many samples: those of this batch again and again, to try what a batch takes."""
+        """So many samples: those of this batch again and again, to try what a batch takes.
+
+        A jagged batch stays as it is.
+        """
+        if self.is_jagged:
+            return self
 
         def take(tensor: Tensor) -> Tensor:
             return tensor[torch.arange(size, device=tensor.device) % self.size]
@@ -170,22 +200,38 @@ class Batch(NamedTuple):
 
 def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
     """The same structure, lists as tuples, with `function` applied to each tensor or whatever else
-    is no dict, tuple, list or None."""
+    is no dict, tuple, list, number, text or None.
+
+    Objects that hold tensors are copied.
+    """
+    if isinstance(value, Tensor):
+        return function(value)
     if isinstance(value, dict):
         return {key: map_tensors(function, part) for key, part in value.items()}
-    if isinstance(value, (tuple, list)):
+    if isinstance(value, (tuple, list)) and not isinstance(value, PackedSequence):
         made = (map_tensors(function, part) for part in value)
         return Features(made) if isinstance(value, Features) else tuple(made)
-    return None if value is None else function(value)
+    if value is None or isinstance(value, _PLAIN):
+        return value
+    if tensors_of_object(value) is None:
+        return function(value)
+    return mapped_object(value, lambda part: map_tensors(function, part))
 
 
 def named_tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor of a structure with its name, such as `inputs['image']`."""
-    if isinstance(value, (dict, tuple, list)):
+    """Each tensor of a structure with its name, such as `inputs['image']` or `inputs.x`."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, (dict, tuple, list)) and not isinstance(value, PackedSequence):
         for key, part in value.items() if isinstance(value, dict) else enumerate(value):
             yield from named_tensors(f"{name}[{key!r}]", part)
-    elif value is not None:
-        yield name, value
+    elif value is not None and not isinstance(value, _PLAIN):
+        held = tensors_of_object(value)
+        if held is None:
+            yield name, value
+        else:
+            for key, part in held.items():
+                yield from named_tensors(f"{name}.{key}", part)
 
 
 def tensors_in(value: Any) -> list[Tensor]:

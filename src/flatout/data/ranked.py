@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from itertools import chain
+from typing import Any, Literal, TypeAlias
 
 from flatout.data.batch import Batch
 from flatout.data.block import Numbers
@@ -16,14 +17,19 @@ from flatout.data.source import Source
 from flatout.data.sources.arrays import ArraySource
 from flatout.errors import DataError
 
+Share: TypeAlias = Literal["part", "own", "copy"]
+"""What a rank has of the batches that it reads: its part of each, batches of its own, or a copy of
+those of all ranks."""
+
 
 def ranked(
     source: Source,
     rank: int,
     world_size: int,
-    look: Callable[[Batch], None] | None = None,
+    look: Callable[[Batch], Share] | None = None,
     *,
     whole: bool = False,
+    ends: Callable[[Iterator[Batch]], Iterator[Batch]] = iter,
 ) -> Source:
     """The source for one rank of several: each global batch is cut in parts, one for each rank.
 
@@ -33,8 +39,10 @@ def ranked(
         source: of whole batches.
         rank: whose part.
         world_size: how many ranks there are.
-        look: gets the first whole batch of each epoch, where ranks read whole batches.
+        look: gets the first whole batch of each epoch, where ranks read whole batches, and tells
+            what this rank has of it and those behind it.
         whole: every rank gets each batch whole, and that of the last one counts.
+        ends: gives a rank's own batches while all ranks have one.
 
     Raises:
         DataError: the source is already the part of another rank.
@@ -49,7 +57,7 @@ def ranked(
         )
     if world_size == 1 or (shard is not None and shard.has_own_rows):
         return source
-    return _Ranked(source, rank, world_size, look, whole)
+    return _Ranked(source, rank, world_size, look, whole, ends)
 
 
 class _Ranked:
@@ -60,11 +68,12 @@ class _Ranked:
         source: Source,
         rank: int,
         world_size: int,
-        look: Callable[[Batch], None] | None,
+        look: Callable[[Batch], Share] | None,
         all_whole: bool,
+        ends: Callable[[Iterator[Batch]], Iterator[Batch]],
     ) -> None:
         self._rank, self._world_size, self._all_whole = rank, world_size, all_whole
-        self._look = look
+        self._look, self._ends = look, ends
         self._whole = source
         # A Pipeline makes only the rows of its own rank; of any other source each rank cuts what
         # it has read.
@@ -88,7 +97,7 @@ class _Ranked:
             features: as of `Pipeline.batches`; no other source looks at them.
         """
         if self._own is None:
-            return map(self._part, self._looked_at(self._whole.batches(epoch, start_step)))
+            return self._parts(self._whole.batches(epoch, start_step))
         made = self._own.batches(epoch, start_step, features)
         rank = self._rank
         return (self._counted(batch, step, rank) for step, batch in enumerate(made, start_step))
@@ -128,18 +137,25 @@ class _Ranked:
             assert claim is not None
             yield self._counted(batch, *claim)
 
-    def _looked_at(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        look = self._look
-        for batch in batches:
-            if look is not None:
-                look(batch)
-                look = None
-            yield batch
+    def _parts(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        first = next(batches, None)
+        if first is None:
+            return
+        share = "part" if self._look is None else self._look(first)
+        batches = chain([first], batches)
+        del first  # not held while it is used
+        if share == "own":
+            yield from self._ends(batches)
+        elif share == "copy":
+            yield from (self._copy(batch, self._rank) for batch in batches)
+        else:
+            yield from map(self._part, batches)
 
     def peek(self, count: int) -> list[Batch]:
         """This rank's parts of the first batches."""
         if self._own is None:
-            return [self._part(batch) for batch in self._whole.peek(count)]
+            first = self._whole.peek(count)
+            return [batch if batch.is_jagged else self._part(batch) for batch in first]
         made = enumerate(self._own.peek(count))
         return [self._counted(batch, step, self._rank) for step, batch in made]
 

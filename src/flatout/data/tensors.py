@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from collections import UserDict
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +12,12 @@ import torch
 from torch import Tensor
 
 from flatout.data.batch import Batch, Tensors, named_tensors
+from flatout.data.jagged_batch import holds_object, is_surely_jagged, samples_without_targets
+from flatout.data.objects import tensors_of_object
 from flatout.errors import DataError
+
+Others: TypeAlias = list[tuple[str, Any]]
+"""Names and values of what is no tensor."""
 
 
 def is_array(value: Any) -> bool:
@@ -51,19 +57,38 @@ def as_tensor(name: str, value: Any, where: str | None = None) -> Tensor:
     return _from_numpy(name, np.asarray(value), where)
 
 
-def as_tensors(name: str, value: Any, where: str | None = None) -> Tensors:
+def as_tensors(
+    name: str, value: Any, where: str | None = None, others: Others | None = None
+) -> Tensors:
     """A tensor, or a tuple or dict of tensors, from arrays in the same structure.
+
+    Args:
+        name: of the value, for messages.
+        value: an array, or a tuple, list or dict of what is allowed as `value`.
+        where: it comes from, for messages.
+        others: gets names and values of numbers and None, which stay as they are, as objects that
+            hold tensors do; where it is None they are refused.
 
     Raises:
         DataError: as `as_tensor`, or a tuple, list or dict is empty.
     """
+    if isinstance(value, UserDict):  # as tokenizers give
+        value = value.data
+    if others is not None:
+        if value is None or isinstance(value, (bool, int, float)):
+            others.append((name, value))
+            return value  # type: ignore[return-value]
+        if tensors_of_object(value) is not None:
+            return value  # type: ignore[no-any-return]
     if not isinstance(value, (tuple, list, dict)):
         return as_tensor(name, value, where)
     if not value:
         raise DataError(f"{name}: expected arrays, found an empty {type(value).__name__}")
     if isinstance(value, dict):
-        return {key: as_tensors(f"{name}[{key!r}]", part, where) for key, part in value.items()}
-    return tuple(as_tensors(f"{name}[{i}]", part, where) for i, part in enumerate(value))
+        return {
+            key: as_tensors(f"{name}[{key!r}]", part, where, others) for key, part in value.items()
+        }
+    return tuple(as_tensors(f"{name}[{i}]", part, where, others) for i, part in enumerate(value))
 
 
 def parts_of(value: Any, where: str | None = None) -> tuple[Any, Any, Any]:
@@ -84,28 +109,132 @@ def parts_of(value: Any, where: str | None = None) -> tuple[Any, Any, Any]:
     return inputs, targets, weight
 
 
-def as_batch(value: Any, where: str) -> Batch:
+def as_batch(value: Any, where: str, *, is_jagged: bool | None = None) -> Batch:
     """A Batch from what a loader or an iterable gives.
 
+    Args:
+        value: x, (x, y), (x, y, weight), or a Batch.
+        where: it comes from, for messages.
+        is_jagged: whether batches before it had no row for each sample; None for a first one.
+
     Raises:
-        DataError: a part is no array, the batch is empty, or its parts differ in length.
+        DataError: a part is no array, the batch is empty, or its parts differ in length and are
+            not surely jagged.
     """
     if isinstance(value, Batch):
         return value
-    inputs, targets, weight = parts_of(value, where)
-    inputs = as_tensors("inputs", inputs, where)
-    targets = None if targets is None else as_tensors("targets", targets, where)
-    weight = None if weight is None else as_tensor("weight", weight, where)
-    size = count_rows(inputs, targets, weight, where)
+    # A PackedSequence is a tuple, too.
+    is_tuple = isinstance(value, (tuple, list)) and not tensors_of_object(value)
+    parts = parts_of(value, where) if is_tuple else (value, None, None)
+    others: Others = []
+    inputs, targets, weight = _converted(parts, where, others)
+    size = _size_of(targets, weight)
+    if is_jagged or _is_jagged(inputs, size, looks=is_jagged is None):
+        return _jagged(inputs, targets, weight, size, where)
+    for name, other in others:
+        as_tensor(name, other, where)  # refuses them
+    size = count_rows(inputs, targets, weight, where, do=_SAY_JAGGED)
     if size == 0:
         raise DataError("the batch is empty: expected at least 1 sample, found 0", where=where)
     return Batch(inputs, targets, weight, None, size)
 
 
+def jagged(inputs: Any, targets: Any = None, weight: Any = None, *, samples: Any = None) -> Batch:
+    """A batch whose inputs have no row for each sample; what a loader gives in place of (x, y).
+
+    It is taken whole: never cut into micro-batches, nor over ranks, each of which reads its own.
+    Flat ids with offsets and graphs are mostly known by themselves; this is for all others.
+
+    Args:
+        inputs: what the model takes: tensors, a tuple or dict of them, with numbers and None beside
+            them, or an object that holds tensors (a dataclass, or one with `.to(device)`).
+        targets: with a row for each sample, or None.
+        weight: of each sample, of shape (samples,), or None.
+        samples: how many there are, where neither targets nor weights tell.
+
+    Raises:
+        DataError: a part is no array, targets and weight differ in length, or nothing tells how
+            many samples there are.
+    """
+    where = "flatout.data.jagged"
+    inputs, targets, weight = _converted((inputs, targets, weight), where, [])
+    known = _size_of(targets, weight)
+    if samples is not None and known is not None and known != samples:
+        raise DataError(
+            f"samples is {samples:,}, but the targets have {known:,} rows",
+            where=where,
+            do="leave samples out",
+        )
+    return _jagged(inputs, targets, weight, known if samples is None else int(samples), where)
+
+
+_SAY_JAGGED = (
+    "give as many of each; where inputs have no row for each sample (flat ids with offsets, packed "
+    "sequences, graphs), give flatout.data.jagged(inputs, targets) in place of (inputs, targets)"
+)
+
+
+def _converted(
+    parts: tuple[Any, Any, Any], where: str, others: Others
+) -> tuple[Tensors, Tensors | None, Tensor | None]:
+    """Inputs, targets and weight as tensors; the targets of a graph may be within it."""
+    inputs, targets, weight = parts
+    inputs = as_tensors("inputs", inputs, where, others)
+    if targets is None and isinstance(of_graph := getattr(inputs, "y", None), Tensor):
+        targets = of_graph
+    targets = None if targets is None else as_tensors("targets", targets, where)
+    return inputs, targets, None if weight is None else as_tensor("weight", weight, where)
+
+
+def _size_of(targets: Tensors | None, weight: Tensor | None) -> int | None:
+    """How many samples targets or weights are of; None where there are none."""
+    first = next(named_tensors("", (targets, weight)), None)
+    return None if first is None or not first[1].dim() else len(first[1])
+
+
+def _is_jagged(inputs: Tensors, size: int | None, *, looks: bool) -> bool:
+    """Whether inputs are surely so; where all have as many rows, only on a first look."""
+    if isinstance(inputs, Tensor):
+        return False
+    if holds_object(inputs):
+        return True
+    lengths = {len(tensor) for _, tensor in named_tensors("", inputs) if tensor.dim()}
+    if size is None:
+        return len(lengths) > 1 and samples_without_targets(inputs) is not None
+    return (looks or lengths != {size}) and is_surely_jagged(inputs, size)
+
+
+def _jagged(
+    inputs: Tensors, targets: Tensors | None, weight: Tensor | None, size: int | None, where: str
+) -> Batch:
+    if size is None:
+        size = samples_without_targets(inputs)
+    if size is None:
+        raise DataError(
+            "nothing tells how many samples the batch has",
+            where=where,
+            do="give targets, or flatout.data.jagged(inputs, samples=...)",
+        )
+    if targets is not None or weight is not None:
+        count_rows((), targets, weight, where)
+    if size <= 0:
+        raise DataError("the batch is empty: expected at least 1 sample, found 0", where=where)
+    return Batch(inputs, targets, weight, None, size, is_jagged=True)
+
+
 def count_rows(
-    inputs: Tensors, targets: Tensors | None, weight: Tensor | None, where: str | None = None
+    inputs: Tensors,
+    targets: Tensors | None,
+    weight: Tensor | None,
+    where: str | None = None,
+    do: str | None = None,
 ) -> int:
     """How many samples all the tensors have.
+
+    Args:
+        inputs, targets, weight: of the samples.
+        where: they come from, for messages.
+        do: what to do where they differ in length, for messages.
 
     Raises:
         DataError: a tensor has no rows or another number of them, or `weight` is no vector.
@@ -123,6 +252,7 @@ def count_rows(
             raise DataError(
                 f"{first} and {name} differ in length: {size:,} and {len(tensor):,} samples",
                 where=where,
+                do=do,
             )
     if weight is not None and weight.ndim != 1:
         raise DataError(

@@ -54,6 +54,7 @@ _BENCHMARK_S = 0.1
 _REDRAWS = 'would draw other random numbers, as for dropout: allow="redrawn" permits it'
 # Why a step is not compiled as a whole.
 _DRAWS = "the model draws random numbers"
+_JAGGED = "the inputs have no row for each sample"
 # The reason of a setting that is still being measured, and where that came to no end.
 MEASURING, _NOT_MEASURED = "being measured", "was not measured: the run ended"
 
@@ -211,6 +212,8 @@ def _checked(
     captures = requested.get(CAPTURE) == "auto" and of_change(CAPTURE, "off", "on", facts) <= allow
     if captures and facts.draws_random:
         captures, check.dropped[CAPTURE] = False, _DRAWS
+    if captures and batch.is_jagged:
+        captures, check.dropped[CAPTURE] = False, _JAGGED
     graphs = stepper.cuda_graphs
     if graphs is not None and (why := graphs.objection(check.compute, (batch,))):
         check.dropped[GRAPH] = why

@@ -59,10 +59,17 @@ def _options(group: dict[str, Any]) -> dict[str, str]:
 def _shapes(batch: Batch) -> list[Any]:
     named = {"inputs": batch.inputs, "targets": batch.targets, "weight": batch.weight}
     return [
-        (name, list(tensor.shape), str(tensor.dtype))
+        (name, _shape(tensor, is_jagged=batch.is_jagged), str(tensor.dtype))
         for part, value in named.items()
         for name, tensor in named_tensors(part, value)
     ]
+
+
+def _shape(tensor: torch.Tensor, *, is_jagged: bool) -> list[int]:
+    """Of a jagged batch lengths count by their order of magnitude: they differ in each."""
+    if not is_jagged:
+        return list(tensor.shape)
+    return [size.bit_length() for size in tensor.shape]
 
 
 class KeptSettings(NamedTuple):

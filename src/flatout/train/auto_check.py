@@ -79,7 +79,9 @@ class FirstCheck:
         self._stepper, self.compute, self.plain = stepper, compute, plain
         self.budget, self._clock = budget, clock
         self._whole = batch
-        self._few = batch.rows(0, max(min(_FEWEST, batch.size), batch.size // _PART))
+        self._few = batch
+        if not batch.is_jagged:
+            self._few = batch.rows(0, max(min(_FEWEST, batch.size), batch.size // _PART))
         self.dropped: dict[str, str] = {}
         self.slower: dict[str, float] = {}
         self.unchecked: list[Option] = []
@@ -312,6 +314,7 @@ class FirstCheck:
         """
         # Compiled code is made for the shape of a batch.
         is_whole = any(LIVE[option.setting].switches == "once" for option in options)
+        is_whole |= batch.is_jagged
         check = copy.copy(self)
         check._few = batch if is_whole else batch.rows(0, min(self._few.size, batch.size))
         check.plain = settings.but(**{o.setting: getattr(self.plain, o.setting) for o in options})

@@ -277,7 +277,7 @@ class Program:
 
     def _tensors_of(self, batch: Batch) -> Tensors | None:
         """The batch as inputs of the graph; None where it has another shape."""
-        if batch.padding or batch.copies > 1 or batch.kept is not None:
+        if batch.padding or batch.copies > 1 or batch.kept is not None or batch.is_jagged:
             return None
         tensors = tensors_of(batch)
         for tensor, (shape, strides, dtype) in zip(tensors, self._of_batch, strict=False):
@@ -594,6 +594,8 @@ class Capture:
             return "a step is made of several batches or micro-batches"
         if batches[0].kept is not None or batches[0].padding:
             return "samples come from what frozen layers gave, or fill a batch up"
+        if batches[0].is_jagged:
+            return "the inputs have no row for each sample"
         if stepper.dropout is not None or stepper.scaler is not None:
             return "dropout by sample and the scaled loss of fp16 are not captured"
         for name, live in LIVE.items():

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
 
 from flatout.data import Batch, Features, Source, rows_of_samples
 from flatout.errors import FlatoutError
@@ -19,12 +20,12 @@ from flatout.train.micro_batch import is_out_of_memory
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
-    """`model(x)`, `model(*tuple)` or `model(**mapping)`; features are one argument."""
-    if torch.is_tensor(inputs) or isinstance(inputs, Features):
-        return model(inputs)
+    """`model(x)`, `model(*tuple)` or `model(**mapping)`; features and objects are one argument."""
     if isinstance(inputs, Mapping):
         return model(**inputs)
-    return model(*inputs)
+    if isinstance(inputs, (tuple, list)) and not isinstance(inputs, (Features, PackedSequence)):
+        return model(*inputs)
+    return model(inputs)
 
 
 class ModelCompute:

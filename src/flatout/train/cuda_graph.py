@@ -153,6 +153,8 @@ class CudaGraphs:
             return "a step is made of several batches or micro-batches"
         if any(batch.kept is not None or batch.padding for batch in batches):
             return "samples come from what frozen layers gave, or fill a batch up"
+        if any(batch.is_jagged for batch in batches):
+            return "the inputs have no row for each sample"
         if stepper.dropout is not None or stepper.scaler is not None:
             return "dropout by sample and the scaled loss of fp16 are not recorded"
         for name, value in {"activation_checkpointing": "off", "touched_rows": "off"}.items():

@@ -232,6 +232,8 @@ def _planned(loop: LoopState, first: list[Batch]) -> Planned | None:
     source = loop.feed.source
     if source is None or not first or first[0].indices is None or loop.planned_epochs is None:
         return None
+    if first[0].is_jagged:
+        return None
     may_keep = loop.requested.input.features != "off" and loop.allow >= Parity.TOLERANT
     if not (may_keep and source.samples and adapter_of(loop.model).is_partly_frozen()):
         return None

@@ -73,6 +73,9 @@ class EvaluateBatch:
         first = next(iterator, None)
         if first is None:
             return
+        if first.is_jagged:
+            yield from chain([first], iterator)
+            return
         search = self._searches.setdefault(_kind(first), _Search(first.size))
         self._latest = search
         iterator = chain([first], iterator)
@@ -196,7 +199,7 @@ def regrouped(batches: list[Batch], size: int) -> Iterator[Batch]:
         ):
             yield _joined(group)
             group = []
-        if batch.size > size:
+        if batch.size > size and not batch.is_jagged:
             yield from (batch.rows(at, at + size) for at in range(0, batch.size, size))
         else:
             group.append(batch)
@@ -218,7 +221,8 @@ def _rows_of(batch: Batch) -> list[Any] | tuple[Any, ...]:
 def _can_join(before: Batch, batch: Batch) -> bool:
     """Whether `batch` may follow in one batch: of this rank alone, and all samples before it."""
     alone = all(
-        item.copies == 1 and not item.is_copy and not item.whole for item in (before, batch)
+        item.copies == 1 and not item.is_copy and not item.whole and not item.is_jagged
+        for item in (before, batch)
     )
     return alone and not before.padding and _rows_of(before) == _rows_of(batch)
 
@@ -269,6 +273,8 @@ def bytes_of_sample(run: Run, batch: Batch) -> int | None:
         run: the model's outputs.
         batch: of which a few samples are run, all together and half of them.
     """
+    if batch.is_jagged:
+        return None
     few = batch.rows(0, _FEW)
     if few.size < 2:
         return None

@@ -249,9 +249,11 @@ class ModelRows:
             cut: at which they are kept.
             epoch: of the batch.
         """
+        if rows is None or batch.is_jagged:
+            return batch
         if isinstance(rows, NamedRows):
             return self._complete_named(batch, rows, cut, epoch)
-        if rows is None or batch.indices is None:
+        if batch.indices is None:
             return batch
         numbers = batch.indices.numpy()
         turns = epoch if batch.turns is None else batch.turns.numpy()

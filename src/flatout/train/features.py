@@ -318,7 +318,8 @@ class FrozenFeatures:
         self._decided_in, self._has_dropped = epoch, False
         if self._calls is not None and self._calls.root is not None:
             self._model = self.rows.model = self._calls.root
-            self._given.template = None if batch is None else batch.rows(0, 1).inputs
+            few = None if batch is None or batch.is_jagged else batch.rows(0, 1)
+            self._given.template = None if few is None else few.inputs
         looked, result = self.look(source, batch)
         with loop.autocast():
             cuts, result = agreed_cuts(looked, result, loop.world, self.rows.known())
@@ -372,6 +373,8 @@ class FrozenFeatures:
             return f"world.strategy={strategy} leaves each rank a part of the model"
         if batch is None or (batch.indices is None and isinstance(samples, Numbered)):
             return "the source does not number its samples"
+        if batch.is_jagged:
+            return "the inputs have no row for each sample"
         if loop.allow < Parity.TOLERANT:
             return 'allow="exact": other batches may round otherwise'
         if self._calls is not None and self._calls.root is None:

@@ -111,7 +111,7 @@ class Feed:
         source = self.source
         if self.device_data is not None:
             source = self.device_data.trained_on(source)
-        part, log = part_of(source, world, note, whole=whole), world.collectives
+        part, log = part_of(source, world, note, whole=whole, use="train"), world.collectives
         if hasattr(self.source, "expect_epochs"):
             self.source.expect_epochs(epochs)
         features = self.features

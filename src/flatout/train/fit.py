@@ -192,7 +192,8 @@ class Fit:
         figures = self._figures()
         if loop.world.size > 1:
             tell = loop.note if loop.stepper.strategy.layout else loop.say
-            tell(layout_words(loop, self.source.batch_size))
+            own = loop.has_own_batches
+            tell(layout_words(loop, loop.first_batch_size if own else self.source.batch_size))
         if isinstance(self.source, Pipeline):
             for note in (*self.trainer.input_lines, *self.source.notes()):
                 loop.say(f"input: {note}")
@@ -201,7 +202,8 @@ class Fit:
             loop.tell_skipped(self.validation)
         state.history.recipe = loop.resolved
         state.history.classes = list(self.trainer.classes or ())
-        if self.source.batch_size is None and loop.first_batch_size is not None:
+        is_told = self.source.batch_size is not None and not loop.has_own_batches
+        if not is_told and loop.first_batch_size is not None:
             # Batches that come ready-made: the first one tells their size.
             state.batch_size = loop.first_batch_size * loop.accumulate
             state.history.batch_size = state.batch_size

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from flatout.data import Batch, named_tensors
+from flatout.data import Batch, named_tensors, samples_of_items
 from flatout.errors import NumbersError
 from flatout.models import adapter_of, own_names, own_part, uncompiled
 from flatout.train.losses import Value
@@ -163,7 +163,8 @@ def _bad_samples(batch: Batch) -> list[str]:
         for name, tensor in named_tensors(part, getattr(batch, part)):
             rows = _bad_rows(tensor)
             if rows:
-                words.append(f"{name}: NaN or infinity in {_samples(batch, rows)}")
+                where = _samples_at(batch, tensor, rows) or f"place {rows[0]}"
+                words.append(f"{name}: NaN or infinity in {where}")
     return words
 
 
@@ -179,6 +180,16 @@ def _bad_rows(tensor: torch.Tensor) -> list[int]:
     fine = torch.isfinite(tensor).reshape(len(tensor), -1).all(1)
     rows: list[int] = (~fine).nonzero().flatten().tolist()
     return rows
+
+
+def _samples_at(batch: Batch, tensor: torch.Tensor, rows: list[int]) -> str:
+    """The samples that rows of a tensor are of; "" where that is not known."""
+    if len(tensor) == batch.size:
+        return _samples(batch, rows)
+    of_items = samples_of_items(batch.inputs, len(tensor), batch.size) if batch.is_jagged else None
+    if of_items is None:
+        return ""
+    return _samples(batch, sorted(set(of_items[rows].tolist())))
 
 
 def _samples(batch: Batch, rows: list[int]) -> str:
@@ -277,7 +288,7 @@ def _rows_words(
         rows = gradient.indices()[0][_bad_rows(gradient.values())].tolist()
     else:
         rows = _bad_rows(gradient)
-    readers = reads.samples(weight, rows, batch.size)
+    readers = reads.samples(weight, rows, batch)
     shown = ", ".join(map(str, rows[:_SHOWN])) + (", ..." if len(rows) > _SHOWN else "")
     words = f", row{'s' if len(rows) > 1 else ''} {shown}"
     return f"{words}, read by {_samples(batch, readers)}" if readers else words
@@ -290,6 +301,6 @@ def _bad_among(value: object, batch: Batch) -> str | None:
         if isinstance(tensor, torch.Tensor):
             rows = _bad_rows(tensor if tensor.dim() else tensor.reshape(1))
             if rows:
-                are_samples = tensor.dim() > 0 and len(tensor) == batch.size
-                return f", {_samples(batch, rows)}" if are_samples else ""
+                words = _samples_at(batch, tensor, rows) if tensor.dim() else ""
+                return f", {words}" if words else ""
     return None

@@ -20,6 +20,7 @@ def scale_rates(
     accumulate: int,
     *,
     scheduled: bool,
+    own_batches: bool = False,
 ) -> tuple[LrScale | None, list[str]]:
     """What the rule does to this job, and what to say of it.
 
@@ -30,11 +31,13 @@ def scale_rates(
         first_batch: samples of the first batch on all ranks, for data in their own batches.
         accumulate: batches of one optimizer step.
         scheduled: whether a scheduler changes the rates.
+        own_batches: whether batches of the data are one rank's of several.
 
     Raises:
         ModelError: the rule asks for what is not known of the data.
     """
-    size = (data and data.batch_size) or first_batch
+    size = None if data is None or own_batches else data.batch_size
+    size = size or first_batch
     batch = None if size is None else size * accumulate
     steps = None if data is None or data.steps is None else -(-data.steps // accumulate)
     if len(optimizers) > 1:

@@ -34,7 +34,7 @@ from flatout.data import Batch, Source
 from flatout.devices import process
 from flatout.errors import ModelError
 from flatout.measure import cuda_lanes
-from flatout.models import has_compiled
+from flatout.models import calls_hooks, has_compiled
 from flatout.optim import Optimizers, as_tuple
 from flatout.recipe import ResolvedRecipe, dumps
 from flatout.strategies import check_replicas
@@ -57,7 +57,7 @@ from flatout.train.resume import Resume, find_checkpoint, own_state_of, state_of
 from flatout.train.running_mean import mean_of
 from flatout.train.settings import Switch
 from flatout.train.step import Stepper
-from flatout.train.tables import explain_ids
+from flatout.train.tables import explain_ids, with_ids_checked
 from flatout.train.tuning import capture_steps, report_tables, tune
 from flatout.train.turn import Turn, check_gathered
 from flatout.train.watch_calls import Calls
@@ -171,6 +171,11 @@ class Loop(LoopState):
             self._trial = RankTrial(lambda: self.step_count, tunes, world.is_first)
         self.monitor.begin(facts)
         return model, optimizer
+
+    @cached_property
+    def _takes_negative_ids(self) -> bool:
+        """Whether tables read ids below 0 without an error, as Keras' do."""
+        return not calls_hooks(self.model)
 
     @cached_property
     def monitor(self) -> Monitor:
@@ -308,6 +313,8 @@ class Loop(LoopState):
         is_checked = self.trainer_facts is None and not turn.has_stepped
         try:
             run = watched(compute) if is_checked else compute
+            if self._takes_negative_ids and self.device.type == "cpu":
+                run = with_ids_checked(run, self.model, self.feed.source)
             if self._other_job is not None and self.is_other_job:
                 self.stepper.switch.gather_rows()
                 with self.uncounted():

@@ -86,6 +86,7 @@ class LoopState:
         undo: what `close` puts back; it is told whether training has failed.
         why_device: why this rank computes on its device.
         largest_batch: how a Trainer has decided how large batches are, as plain data; else None.
+        has_own_batches: whether each rank reads batches of its own, which are not cut.
     """
 
     def __init__(
@@ -121,6 +122,7 @@ class LoopState:
         self.feed = Feed()
         self.first_samples: list[int] | None = None
         self.first_batch_size: int | None = None
+        self.has_own_batches = False
         self.placement: Placement
         self.lr_scale: LrScale | None = None
         self.planned_epochs: int | None = None

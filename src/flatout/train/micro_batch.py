@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from flatout.data import Batch, named_tensors
-from flatout.errors import OutOfMemory
+from flatout.errors import DataError, OutOfMemory
 from flatout.measure import available_bytes
 from flatout.models import is_batch_coupled
 from flatout.train.snapshot import untouched
@@ -88,6 +88,32 @@ def not_split(micro_batch: str | int, size: int, when: str, on_rank: str) -> Out
     )
 
 
+def check_not_jagged(batch: Batch, pieces: int, micro_batch: str | int) -> None:
+    """Refuse to cut a batch whose inputs have no row for each sample, as was asked for.
+
+    Raises:
+        DataError: with what to do.
+    """
+    if batch.is_jagged and pieces > 1:
+        raise DataError(
+            f"micro_batch={micro_batch!r} wants a batch of {batch.size:,} samples cut, and its "
+            "inputs have no row for each sample (flat ids with offsets, packed sequences, graphs)",
+            do="let the loader make smaller batches, with accumulate=N for the same step, and "
+            "leave memory.micro_batch=auto",
+        )
+
+
+def jagged_out_of_memory(size: int, when: str, on_rank: str) -> OutOfMemory:
+    """Memory ran out on a batch that cannot be cut."""
+    return OutOfMemory(
+        f"memory ran out{on_rank}, and the batch cannot be split: its inputs have no row for each "
+        "sample",
+        where=f"{when}, batch of {size}",
+        do="let the loader make smaller batches, with accumulate=N for the same step, or use "
+        "Memory(activation_checkpointing='on')",
+    )
+
+
 def not_split_alone(what: str, size: int, when: str, on_rank: str, *, staged: bool) -> OutOfMemory:
     """Memory ran out on a rank that others wait for within the step.
 
@@ -134,7 +160,7 @@ class Parts:
             OutOfMemory: on a single sample, or on what cannot be run in parts.
         """
         done: list[_T] = []
-        start = 0
+        start, whole = 0, whole or batch.is_jagged
         while start < batch.size:
             size = batch.size if self._most is None or whole else self._most
             part = batch if size >= batch.size else batch.rows(start, start + size)
@@ -154,9 +180,11 @@ class Parts:
                 do="use a smaller model or input",
             ) from error
         if whole:
+            why = "several ranks compute together"
+            if part.is_jagged:
+                why = "cannot be split: the inputs have no row for each"
             raise OutOfMemory(
-                f"memory ran out in the evaluation of {part.size:,} samples, which several ranks "
-                "compute together",
+                f"memory ran out in the evaluation of {part.size:,} samples, which {why}",
                 do="lower the batch size of the evaluation",
             ) from error
         forget_frames(error)
@@ -183,7 +211,7 @@ def estimate_pieces(model: nn.Module, forward: Callable[[Batch], object], batch:
     process. So the bytes that autograd keeps for backward are counted on a few samples and on twice
     as many, and extended to the batch. Model, buffers and random states are left as they were.
     """
-    if batch.size < 4 or is_batch_coupled(model):
+    if batch.size < 4 or batch.is_jagged or is_batch_coupled(model):
         return 1
     few = 1 if batch.size < 8 else 2  # attention takes another way for a single sample
     once, twice = (_kept_bytes(model, forward, batch.rows(0, n)) for n in (few, 2 * few))

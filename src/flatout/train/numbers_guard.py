@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 import torch
 
 from flatout.data import Batch, Source
-from flatout.data.ranked import ranked
+from flatout.data.ranked import Share, ranked
 from flatout.errors import NumbersError
 from flatout.train import guard
 from flatout.train.loss_value import Compute
-from flatout.train.micro_batch import pieces_for
 from flatout.train.snapshot import untouched
 from flatout.train.step import Stepper, placed
 from flatout.train.turn import Turn
@@ -103,7 +102,7 @@ class NumbersGuard:
         if source is None or not source.seekable:
             return []
         whole = self._stepper.strategy.takes_whole_batches
-        own = ranked(source, self._world.rank, self._world.size, whole=whole)
+        own = ranked(source, self._world.rank, self._world.size, _share_of, whole=whole)
         again = own.batches(step.epoch, step.first_batch)
         return [self._ready(batch) for batch in islice(again, step.batches)]
 
@@ -125,7 +124,7 @@ class NumbersGuard:
         def pieces(batch: Batch) -> int:
             if together.size > 1:
                 return stepper.pieces_on_all_ranks(batch)
-            return pieces_for(batch.size, stepper.micro_batch) * stepper.pieces
+            return stepper.wanted_pieces(batch)
 
         # Of several batches the first with a bad loss; where only a gradient is bad, the first.
         culprit = next(iter(batches), None)
@@ -150,6 +149,11 @@ class NumbersGuard:
                 world=world,
                 together=together,
             )
+
+
+def _share_of(batch: Batch) -> Share:
+    """What was trained on: jagged batches are each rank's own."""
+    return "own" if batch.is_jagged else "part"
 
 
 def _is_finite(value: Any) -> bool:

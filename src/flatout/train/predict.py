@@ -8,7 +8,15 @@ from typing import Any
 
 import torch
 
-from flatout.data import Batch, Pipeline, Source, is_pipe, map_tensors, rows_of_samples
+from flatout.data import (
+    Batch,
+    Pipeline,
+    Source,
+    is_pipe,
+    map_tensors,
+    rows_of_samples,
+    tensors_in,
+)
 from flatout.errors import DataError, ModelError
 from flatout.train import guard
 from flatout.train.checks import explained
@@ -46,10 +54,13 @@ def predict(objective: Objective, loop: Loop, source: Source) -> Any:
         with ids_checked_where_unsaid(objective.model, batch, source):
             output = objective.output(batch.inputs, loop)
         _check(output)
-        return rows_of_samples(map_tensors(partial(_to_host, batch.size), output), batch)
+        size = batch.size
+        if batch.is_jagged and batch.targets is None:  # the outputs tell how many there are
+            size = next((len(t) for t in tensors_in(output) if t.dim()), size)
+        return rows_of_samples(map_tensors(partial(_to_host, size), output), batch)
 
     outputs = []
-    part = part_of(source, world, loop.say, whole=loop.takes_whole_batches)
+    part = part_of(source, world, loop.say, whole=loop.takes_whole_batches, use="predict")
     graph = as_one_graph(objective, loop, source)
     with (
         loop.feed.evaluated(source, part) as made,

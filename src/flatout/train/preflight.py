@@ -37,6 +37,8 @@ def check_last_batch(
     # Of several ranks each has a part; synchronized statistics are those of the whole batch.
     ones = [number for number, batch in enumerate(first, 1) if (batch.whole or batch.size) == 1]
     is_known = size not in (None, 1) and last_batch_of(source) == 1
+    if first[0].is_jagged:
+        return  # a batch of one graph has many nodes
     if not (is_known or ones) or not is_batch_coupled(model):
         return
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from flatout.data import Batch, Source, is_pipe
+from flatout.data import Batch, Pipeline, Source, is_pipe
 from flatout.devices import place
 from flatout.strategies import check_reduction, check_settings
 from flatout.train.decide import samples_of
@@ -13,7 +13,7 @@ from flatout.train.loop_state import LoopState
 from flatout.train.loss_value import Compute
 from flatout.train.preflight import check_last_batch
 from flatout.train.rank_device import device_here
-from flatout.train.ranks import agreed, check_ranks, part_of
+from flatout.train.ranks import agreed, check_ranks, jagged_in_stages, part_of
 from flatout.train.resume import first_samples, source_state
 
 
@@ -51,8 +51,12 @@ def first_batches(loop: LoopState, data: Source | None, compute: Compute | None)
         return []
     part = part_of(data, loop.world, loop.note, whole=loop.is_staged)
     first = part.peek(2)
+    if loop.is_staged and any(batch.is_jagged for batch in first):
+        raise jagged_in_stages()
     # A rank may have none where others have some; all ask.
     loop.first_batch_size = round(sum(loop.world.gather(samples_of(first)))) or None
+    loop.has_own_batches = loop.world.size > 1 and not isinstance(data, Pipeline)
+    loop.has_own_batches &= any(batch.is_jagged for batch in first)
     if first:
         # The first rank's part begins with the same samples on any World.
         loop.first_samples = first_samples(first) if loop.world.is_first else None
@@ -73,6 +77,7 @@ def follow_rule(loop: LoopState) -> None:
         loop.first_batch_size,
         loop.accumulate,
         scheduled=bool(loop.schedulers),
+        own_batches=loop.has_own_batches,
     )
     if loop.resume is None:
         loop.stepper.notes += words  # after a resume the History has them

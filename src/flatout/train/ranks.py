@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
 
 from flatout.console import say
-from flatout.data import Batch, OwnPipe, Pipeline, Source, is_pipe, listed, named_tensors, own_pipe
-from flatout.data.ranked import ranked
+from flatout.data import (
+    ArraySource,
+    Batch,
+    DatasetSource,
+    IterableSource,
+    OwnPipe,
+    Pipeline,
+    Source,
+    is_pipe,
+    listed,
+    named_tensors,
+    own_pipe,
+)
+from flatout.data.ranked import Share, ranked
 from flatout.errors import DataError, ModelError, WorldError
 from flatout.models import has_own_moments, modules_of
 from flatout.strategies import digest_of
 from flatout.world import World
+
+Use: TypeAlias = Literal["train", "evaluate", "predict"]
+_NO_ROWS = "the inputs of these batches have no row for each sample"
 
 
 def agreed(source: Source, world: World) -> Source:
@@ -38,7 +53,7 @@ def check_ranks(model: nn.Module, data: Source | None, world: World) -> None:
 
     Raises:
         ModelError: a layer works on each rank's part of a batch in a way that cannot be joined.
-        WorldError: the ranks have different data.
+        WorldError: the ranks have different data, and batches that are cut by rows.
     """
     if world.size == 1:
         return
@@ -48,6 +63,9 @@ def check_ranks(model: nn.Module, data: Source | None, world: World) -> None:
         return
     own = (data.digest, data.batch_size, data.steps, data.describe())
     values = world.gather(own)
+    if any(theirs[:3] != values[0][:3] for theirs in values) and _are_own(data, world):
+        _check_same_steps(values)
+        return
     for rank, theirs in enumerate(values):
         if theirs[:3] != values[0][:3]:
             alike = theirs[1:] == values[0][1:]
@@ -59,6 +77,23 @@ def check_ranks(model: nn.Module, data: Source | None, world: World) -> None:
             )
     if isinstance(data, Pipeline):
         _check_names(data, world)
+
+
+def _are_own(data: Source, world: World) -> bool:
+    """Whether each rank reads batches of its own, which are not cut; all ranks ask."""
+    is_read = isinstance(data, (IterableSource, DatasetSource))
+    return all(world.gather(is_read and any(batch.is_jagged for batch in data.peek(1))))
+
+
+def _check_same_steps(values: list[tuple[Any, ...]]) -> None:
+    for rank, theirs in enumerate(values):
+        if theirs[2] != values[0][2]:
+            raise WorldError(
+                f"ranks 0 and {rank} have unlike numbers of batches in an epoch, and each step "
+                "takes one of each",
+                where=f"rank 0: {_words(values[0])}\n  rank {rank}: {_words(theirs)}",
+                do="give each as many, as torch.utils.data.DistributedSampler does",
+            )
 
 
 def _check_names(data: Pipeline, world: World) -> None:
@@ -95,21 +130,29 @@ def _check_layer(layer: Any) -> None:
 
 
 def part_of(
-    source: Source, world: World, say: Callable[[str], None] = say, *, whole: bool = False
+    source: Source,
+    world: World,
+    say: Callable[[str], None] = say,
+    *,
+    whole: bool = False,
+    use: Use = "evaluate",
 ) -> Source:
     """What this rank reads of a source.
 
-    Where an iterator of the user's own decides the order, the ranks compare an epoch's first batch.
-    Of pipes each rank reads its own, and all end an epoch together.
+    Of batches that come ready made the ranks compare an epoch's first one. Jagged batches are not
+    cut: each rank trains on its own. Of pipes each rank reads its own, and all end an epoch
+    together.
 
     Args:
         source: the same on all ranks.
         world: of this rank.
-        say: gets a line about what is left over in pipes, on all ranks.
+        say: gets a line about what is left over, on all ranks.
         whole: every rank reads each batch whole, as stages of one model do.
+        use: what the batches are for.
 
     Raises:
-        DataError: ranks read whole batches, and the source has other rows for each.
+        DataError: ranks read whole batches, and the source has other rows for each; while reading,
+            ranks train on the same jagged batches, or predict others.
         WorldError: while reading, on every rank: they have read different batches.
     """
     if whole and isinstance(source, Pipeline) and (source.has_own_rows or is_pipe(source)):
@@ -121,8 +164,11 @@ def part_of(
     own = _own_pipe(source, world)
     if own is not None:
         return OwnPipe(own, partial(_dry, world), world.gather, say)
-    look = None if source.seekable else partial(_check_same_batch, world=world)
-    return ranked(source, world.rank, world.size, look, whole=whole)
+    look = None
+    if not isinstance(source, (Pipeline, ArraySource)):
+        look = partial(_share_of, world=world, whole=whole, use=use, is_random=not source.seekable)
+    ends = iter if use != "train" or source.steps else partial(_while_all_have, world, say)
+    return ranked(source, world.rank, world.size, look, whole=whole, ends=ends)
 
 
 def _dry(world: World, is_dry: bool) -> int:
@@ -132,17 +178,79 @@ def _dry(world: World, is_dry: bool) -> int:
     return int(count)
 
 
-def _check_same_batch(batch: Batch, world: World) -> None:
-    digests = world.gather([digest_of(tensor) for _, tensor in named_tensors("", batch[:3])])
-    for rank, theirs in enumerate(digests):
-        if theirs != digests[0]:
-            raise WorldError(
-                f"ranks 0 and {rank} have read different batches, so samples would be missing and "
-                "others come twice",
-                do="seed what shuffles the data alike on all ranks, such as "
-                "DataLoader(generator=torch.Generator().manual_seed(0)), or pass arrays, a Dataset "
-                "or a source of flatout.data, whose order Flatout decides",
-            )
+def _while_all_have(
+    world: World, say: Callable[[str], None], batches: Iterator[Batch]
+) -> Iterator[Batch]:
+    """A rank's own batches, until the first rank has no more."""
+    while True:
+        batch = next(batches, None)
+        dry = _dry(world, batch is None)
+        if batch is None or dry:
+            if dry < world.size:
+                say(f"the epoch ended when {dry} of {world.size} ranks had no more batches")
+            return
+        yield batch
+
+
+def _share_of(batch: Batch, *, world: World, whole: bool, use: Use, is_random: bool) -> Share:
+    """What this rank has of batches that begin with this one; all ranks ask.
+
+    Args:
+        batch: the first that this rank has read.
+        world: of this rank.
+        whole: every rank reads each batch whole.
+        use: what the batches are for.
+        is_random: whether code of the user's draws their order.
+    """
+    if not is_random and not batch.is_jagged:
+        return "part"
+    own = [digest_of(tensor) for _, tensor in named_tensors("", batch[:3])]
+    values = world.gather([batch.is_jagged, own])
+    other = next((rank for rank, theirs in enumerate(values) if theirs != values[0]), None)
+    if all(is_jagged for is_jagged, _ in values):
+        return _share_of_jagged(other, whole=whole, use=use)
+    if other is not None:
+        raise WorldError(
+            f"ranks 0 and {other} have read different batches, so samples would be missing and "
+            "others come twice",
+            do="seed what shuffles the data alike on all ranks, such as "
+            "DataLoader(generator=torch.Generator().manual_seed(0)), or pass arrays, a Dataset "
+            "or a source of flatout.data, whose order Flatout decides",
+        )
+    return "part"
+
+
+def jagged_in_stages() -> DataError:
+    """What to raise where stages of a model are given jagged batches."""
+    return DataError(
+        f"world.strategy=staged cuts batches into micro-batches, and {_NO_ROWS}",
+        do="train with world.strategy=ddp, each rank with a loader of its own",
+    )
+
+
+def _share_of_jagged(other: int | None, *, whole: bool, use: Use) -> Share:
+    """What a rank has of jagged batches; `other` is a rank that has read another one than rank 0.
+
+    Raises:
+        DataError: ranks cannot use these.
+    """
+    if whole:
+        raise jagged_in_stages()
+    if use == "train" and other is None:
+        raise DataError(
+            f"all ranks have read the same batch, and {_NO_ROWS}, by which it could be cut over "
+            "the ranks",
+            do="let each rank's loader give other samples: a DataLoader with "
+            "sampler=torch.utils.data.DistributedSampler(data, num_replicas=place().world_size, "
+            "rank=place().rank), with place of flatout.world",
+        )
+    if use == "predict" and other is not None:
+        raise DataError(
+            "predictions come in the order of the samples, and ranks that read batches of their "
+            "own have no common order",
+            do="give all ranks the same batches, or predict on one rank",
+        )
+    return "copy" if other is None else "own"
 
 
 def _words(own: tuple[object, ...]) -> str:

@@ -60,6 +60,8 @@ class Resume:
         self._is_due = True
         self.own = [own["own"] for own in loaded.own]
         self._own = loaded.own[loop.world.rank if len(loaded.own) == loop.world.size else 0]
+        # Where ranks read batches of their own, each has its own data, too.
+        self._data = {**loaded.state, "source": self._own.get("data") or loaded.state["source"]}
 
     def recipe(self, loop: LoopState) -> Recipe:
         """What is asked for now: the settings of then, but for those that are asked for by name.
@@ -110,7 +112,7 @@ class Resume:
         Raises:
             DataError: with both in words.
         """
-        check_same_data(source, self._loaded.state, first)
+        check_same_data(source, self._data, first)
 
     def put_back(self, loop: LoopState) -> None:
         """Bring a prepared Loop to where the checkpoint was written, and say so."""
@@ -131,7 +133,7 @@ class Resume:
         if not self._is_due or self._loaded.state["source"] is None:
             return
         self._is_due = False
-        check_same_data(source, self._loaded.state, None)
+        check_same_data(source, self._data, None)
         source.load_state_dict(self._own["source"])
         # Once more, because callbacks may have drawn since the checkpoint was loaded.
         set_random_state(self._own["random"])
@@ -216,6 +218,9 @@ def own_state_of(loop: LoopState, own: Any) -> dict[str, Any]:
     return {
         "random": random_state(),
         "source": None if loop.feed.source is None else loop.feed.source.state_dict(),
+        "data": source_state(loop.feed.source)
+        if loop.feed.source is not None and loop.has_own_batches
+        else None,
         "reduction": _reduction_state(loop),
         "own": own,
     }

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from flatout.data import Batch, map_tensors, same_state
-from flatout.errors import RecipeError
+from flatout.errors import DataError, RecipeError
 from flatout.models import Layout, SampleDropout, adapter_of
 from flatout.recipe import ModelFacts, Recipe
 from flatout.train.loss_value import Compute
@@ -45,6 +45,7 @@ def sample_dropout(
     Raises:
         RecipeError: the Recipe asks for `compile` too.
         ModelError: a layer cannot be keyed by sample.
+        DataError: inputs have no row for each sample.
     """
     if recipe.compute.dropout != "by_sample":
         return None, facts
@@ -52,6 +53,12 @@ def sample_dropout(
         raise RecipeError(
             "compute.dropout = by_sample does not reach into what compute.compile = on compiles",
             do="set one of the two only",
+        )
+    if first and first[0].is_jagged:
+        raise DataError(
+            "compute.dropout = by_sample keys what is dropped by the row of a sample, and the "
+            "inputs of these batches have no row for each sample",
+            do="leave compute.dropout out",
         )
     keyed = SampleDropout(model, seed)
     others: list[str] = []

@@ -31,8 +31,10 @@ from flatout.strategies.rank_rng import rank_rng
 from flatout.train.loss_value import Compute, Weighing, mean_of_value, not_zero, sum_of_value
 from flatout.train.losses import Value
 from flatout.train.micro_batch import (
+    check_not_jagged,
     forget_frames,
     is_out_of_memory,
+    jagged_out_of_memory,
     not_split,
     not_split_alone,
     pieces_for,
@@ -389,7 +391,7 @@ class Stepper:
 
     def pieces_on_all_ranks(self, batch: Batch) -> int:
         """Into how many: equally many on each where what they compute has collectives in it."""
-        wanted = pieces_for(batch.size, self.micro_batch) * self.pieces
+        wanted = self.wanted_pieces(batch)
         may_differ = isinstance(self.micro_batch, int) or wanted > 1
         if not may_differ or not self._meets_in_compute:
             return wanted
@@ -398,6 +400,13 @@ class Stepper:
         self.world.sum(table, "number of micro-batches")
         # No rank has fewer samples than pieces.
         return min(int(table[0].max()), int(table[1].min()))
+
+    def wanted_pieces(self, batch: Batch) -> int:
+        """Into how many this rank alone would split a batch."""
+        if batch.is_jagged:
+            check_not_jagged(batch, pieces_for(batch.size, self.micro_batch), self.micro_batch)
+            return 1
+        return pieces_for(batch.size, self.micro_batch) * self.pieces
 
     def _all_together(self) -> AbstractContextManager[None]:
         """Within, all ranks run the same forward and backward, and draw each their own numbers."""
@@ -491,7 +500,7 @@ class Stepper:
         """
         while True:
             try:
-                return at(batch.split(pieces_for(batch.size, self.micro_batch) * self.pieces))
+                return at(batch.split(self.wanted_pieces(batch)))
             except (RuntimeError, MemoryError) as error:
                 self._shrink(error, (batch,), 0)
 
@@ -511,6 +520,8 @@ class Stepper:
         world = self.world if self._norms is None else self._norms.ranks
         on_rank = f" on rank {world.rank}" if world.size > 1 else ""
         when = f"step {step}" if step else "before the first step"
+        if any(batch.is_jagged for batch in batches):
+            raise jagged_out_of_memory(largest, when, on_rank) from error
         if self.micro_batch != "auto":
             raise not_split(self.micro_batch, largest, when, on_rank) from error
         if on_rank and (what := self._meets_others_by(step)):

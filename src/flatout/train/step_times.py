@@ -69,6 +69,9 @@ def step_times(loop: Loop, compute: Compute, source: Source) -> tuple[Any, Any, 
     set_random_state(before)
     if few is None or source.batch_size is None:
         return [], [], ["step times by batch are not measured: batches have no size"]
+    if few.is_jagged:
+        why = "the inputs have no row for each sample"
+        return [], [], [f"step times by batch are not measured: {why}"]
     steps = _Steps(loop, compute, loop.ready(few).without_padding())
     local = max(1, round(source.batch_size / loop.world.size))
     sizes = list(dict.fromkeys(max(1, local // part) for part in _PARTS))

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from flatout.data import Batch, samples_of_items
+
 
 class TableReads(TorchFunctionMode):
     """Within, notes by which ids F.embedding and F.embedding_bag read tables, as modules do."""
@@ -27,11 +29,12 @@ class TableReads(TorchFunctionMode):
             self._reads.setdefault(id(given["weight"]), []).append(read)
         return func(*args, **kwargs)
 
-    def samples(self, weight: torch.Tensor, rows: list[int], size: int) -> list[int]:
-        """The samples, by their place in a batch of `size`, that have read rows of a table.
+    def samples(self, weight: torch.Tensor, rows: list[int], batch: Batch) -> list[int]:
+        """The samples, by their place in the batch, that have read rows of a table.
 
         Where it does not show which sample an id is of, that is left out.
         """
+        size = batch.size
         samples: set[int] = set()
         for ids, offsets in self._reads.get(id(weight), []):
             is_bad = torch.isin(ids, torch.tensor(rows, dtype=ids.dtype, device=ids.device))
@@ -39,6 +42,10 @@ class TableReads(TorchFunctionMode):
             if offsets is not None and len(offsets) in (size, size + 1):
                 starts = offsets.to(places.dtype)
                 samples.update((torch.searchsorted(starts, places, right=True) - 1).tolist())
+            elif offsets is None and batch.is_jagged and ids.dim():
+                of_items = samples_of_items(batch.inputs, len(ids), size)
+                if of_items is not None:
+                    samples.update(of_items[places // max(1, ids.numel() // len(ids))].tolist())
             elif offsets is None and ids.numel() and ids.numel() % size == 0:
                 samples.update((places // (ids.numel() // size)).tolist())
         return sorted(samples)

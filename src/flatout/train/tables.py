@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from flatout.data import Batch, Pipeline, Source, named_tensors, tensors_in
+from flatout.data import Batch, Pipeline, Source, named_tensors, samples_of_items, tensors_in
 from flatout.errors import DataError, FlatoutError
 from flatout.models import adapter_of, own_names
 from flatout.train.broadcast import uncompiled
 from flatout.train.micro_batch import is_out_of_memory
 from flatout.train.snapshot import untouched
 
+_T = TypeVar("_T")
 _KINDS = (nn.Embedding, nn.EmbeddingBag)
 # What CUDA says where a kernel has found an index that is outside.
 _ASSERT = "device-side assert"
@@ -110,6 +111,18 @@ def ids_checked_where_unsaid(
     if not any(on_device or not isinstance(module, _KINDS) for module in tables):
         return nullcontext()
     return ids_checked(model, batch, source)
+
+
+def with_ids_checked(
+    compute: Callable[[Batch], _T], model: nn.Module, source: Source | None
+) -> Callable[[Batch], _T]:
+    """The same function, within `ids_checked_where_unsaid` of what it is called with."""
+
+    def checked(batch: Batch) -> _T:
+        with ids_checked_where_unsaid(model, batch, source):
+            return compute(batch)
+
+    return checked
 
 
 def _has_odd_numbers(batch: Batch) -> bool:
@@ -231,13 +244,17 @@ def _check(
 def _row(given: list[Any], at: list[int], batch: Batch) -> tuple[int | None, list[int]]:
     """The row of the batch that holds the id, and the id's place in it."""
     ids = given[0]
+    offsets = given[1] if len(given) > 1 else None
+    in_bags = ids.dim() == 1 and torch.is_tensor(offsets)
+    if in_bags or batch.is_jagged:
+        marks = (offsets,) if in_bags else batch.inputs
+        of_items = samples_of_items(marks, len(ids), batch.size)
+        if of_items is not None:
+            row = int(of_items[at[0]])
+            return row, [at[0] - int((of_items < row).sum()), *at[1:]]
     if len(ids) == batch.size:
         return at[0], at[1:]
-    offsets = given[1] if len(given) > 1 else None
-    if ids.dim() == 1 and torch.is_tensor(offsets) and len(offsets) == batch.size:
-        row = int((offsets <= at[0]).sum()) - 1
-        return row, [at[0] - int(offsets[row])]
-    if ids.dim() == 1 and len(ids) % batch.size == 0:
+    if ids.dim() == 1 and len(ids) % batch.size == 0 and not batch.is_jagged:
         row, place = divmod(at[0], len(ids) // batch.size)
         return row, [place]
     return None, at
@@ -248,7 +265,10 @@ def _column(
 ) -> str:
     """Which of the inputs, and which column of it: where it went into the table as it is, or else
     where the row has this number."""
-    if whole := _input_of(ids, batch):
+    whole = _input_of(ids, batch)
+    if whole and batch.is_jagged:
+        return f"{whole}, place {at[0]}"
+    if whole:
         return whole + "".join(f", column {number}" for number in place[:1])
     for name, tensor in named_tensors("inputs", batch.inputs):
         if tensor.dim() == 2 and len(tensor) == len(ids) and ids.dim() == 1:

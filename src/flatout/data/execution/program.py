@@ -553,6 +553,12 @@ def _padded(batch: Batch, rows: int, padding: int, epoch: int, step: int) -> Bat
 
     Functions do not see this weight: the last batch would need another function than the others.
     """
+    if batch.is_jagged:
+        raise DataError(
+            f"batch {step:,} of epoch {epoch}: {padding:,} samples only fill it up, and its inputs "
+            "have no row for each sample by which these could be left out again",
+            do='write batch(last="keep") or batch(last="drop")',
+        )
     if batch.size != rows:
         raise DataError(
             f"batch {step:,} of epoch {epoch}: a function made {batch.size:,} rows of {rows:,}, of "

@@ -31,6 +31,10 @@ from flatout.kernels import gather_rows
 
 # torch gathers no rows of these dtypes, but of their signed counterparts.
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+_READY_MADE = (
+    "give as many of each; data in memory are cut by rows, and inputs that have no row for each "
+    "sample (flat ids with offsets, graphs) come in batches, from a DataLoader or as a list"
+)
 # Batches are gathered together up to so many bytes, which stay in the cache until they are used,
 # and up to so many.
 _TOGETHER, _MOST_TOGETHER = 1 << 18, 32
@@ -76,7 +80,7 @@ class Arrays(Staged[Pipeline]):
         self.inputs = as_tensors("inputs", inputs)
         self.targets = None if targets is None else as_tensors("targets", targets)
         self.weight = None if weight is None else as_tensor("weight", weight)
-        self.samples = count_rows(self.inputs, self.targets, self.weight)
+        self.samples = count_rows(self.inputs, self.targets, self.weight, do=_READY_MADE)
         if self.samples == 0:
             raise DataError("the data is empty: expected at least 1 sample, found 0")
         self.device = _only_device(self._named())

@@ -54,6 +54,7 @@ class DatasetSource:
         self.workers = check_workers(workers)
         self.fetch = Fetch(dataset, collate or default_collate)
         self._pin = pin_memory and torch.accelerator.is_available()
+        self._is_jagged: bool | None = None  # whether batches were so; None before the first
         self._loader = self._new_loader()
 
     def _new_loader(self) -> DataLoader[Any]:
@@ -143,21 +144,21 @@ class DatasetSource:
         )
         made = zip(named_faults(loader), wanted, strict=True)
         for step, (value, numbers) in enumerate(made, start_step):
-            yield _checked(value, numbers, f"epoch {epoch}, step {step}")
+            yield self._checked(value, numbers, f"epoch {epoch}, step {step}")
+
+    def _checked(self, value: Any, indices: Tensor, where: str) -> Batch:
+        if isinstance(value, DataError):
+            raise value
+        batch = as_batch(value, where, is_jagged=self._is_jagged)
+        self._is_jagged = self._is_jagged or batch.is_jagged
+        # A collate function may leave samples out; then it is unknown which are left.
+        return batch._replace(indices=indices if batch.size == len(indices) else None)
 
     def numbers(self, epoch: int, start_step: int) -> tuple[Tensor, ...]:
         """The samples of each batch of an epoch from `start_step` on; int64."""
         plan = self.plan
         order = torch.from_numpy(plan.order(epoch))
         return torch.split(order[plan.first(start_step) : plan.used], plan.batch_size)
-
-
-def _checked(value: Any, indices: Tensor, where: str) -> Batch:
-    if isinstance(value, DataError):
-        raise value
-    batch = as_batch(value, where)
-    # A collate function may leave samples out; then it is unknown which are left.
-    return batch._replace(indices=indices if batch.size == len(indices) else None)
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -76,6 +76,7 @@ class IterableSource:
         self._generators = generators
         self._peek = peek
         self._start: dict[str, Any] | None = None
+        self._is_jagged: bool | None = None  # whether batches were so; None before the first
 
     @cached_property
     def digest(self) -> str:
@@ -100,7 +101,7 @@ class IterableSource:
             raw = list(islice(self._begin(0), count))
         set_random_state(here)
         self._set_generators(owned)
-        return [as_batch(value, f"epoch 0, batch {i}") for i, value in enumerate(raw)]
+        return [self._batch(value, 0, i) for i, value in enumerate(raw)]
 
     def state_dict(self) -> dict[str, Any]:
         """What a resume needs besides (epoch, step): random states, as tensors and numbers."""
@@ -178,8 +179,13 @@ class IterableSource:
                 # Read to the end before the last batch is out: samplers draw once more there, and
                 # a state taken after the last step must include that.
                 following = next(iterator, _END)
-            yield as_batch(value, f"epoch {epoch}, batch {step}")
+            yield self._batch(value, epoch, step)
             value = next(iterator, _END) if following is _NOT_READ else following
+
+    def _batch(self, value: Any, epoch: int, step: int) -> Batch:
+        batch = as_batch(value, f"epoch {epoch}, batch {step}", is_jagged=self._is_jagged)
+        self._is_jagged = self._is_jagged or batch.is_jagged
+        return batch
 
     def _open(self, epoch: int, start_step: int) -> Iterator[Any]:
         """The iterator of an epoch, after its first `start_step` batches."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_map
 
 from flatout.data import Features, map_tensors, tensors_in
@@ -138,9 +139,11 @@ def _is_of_rows(at: Any) -> bool:
 
 def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """How a model is called with a batch's inputs."""
-    if torch.is_tensor(inputs):
-        return (inputs,), {}
-    return ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    if isinstance(inputs, (tuple, list)) and not isinstance(inputs, PackedSequence):
+        return tuple(inputs), {}
+    return (inputs,), {}
 
 
 def autocast_now(device: str) -> tuple[bool, torch.dtype]:
