@@ -78,6 +78,8 @@ def samples_of_items(inputs: Any, items: int, size: int) -> Tensor | None:
         if result is not None and not torch.equal(result, of_items):
             return None
         result = of_items
+    if result is None and items == size:  # targets are those of tokens or nodes
+        result = torch.arange(size)
     return result
 
 
