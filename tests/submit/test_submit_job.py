@@ -6,7 +6,7 @@ import shutil
 import pytest
 from jobs import NOW, job
 
-from flatout.errors import SubmitError
+from flatout.errors import FlatoutError, SubmitError
 from flatout.recipe import Recipe, dump
 from flatout.submit import (
     Asked,
@@ -98,6 +98,28 @@ def test_the_nodes_measure_how_many_ranks_are_fastest(tmp_path):
         job(tmp_path, "data", "convert", script="flatout", devices=None)
 
 
+def test_servers_that_compute_nothing_are_started_by_flatout_run(tmp_path):
+    hosts = ("hosts=a,b,c,d",)
+    strategy = ("world.strategy=parameter_server",)
+    asked = {"nodes": 4, "devices": 2, "servers": 2, "settings": strategy}
+    for name, options in (
+        ("slurm", ()),
+        ("ssh", hosts),
+        ("mpi", hosts),
+        ("ray", ("storage=/shared",)),
+        ("kubernetes", ("image=a", "code=/code")),
+    ):
+        made = job(tmp_path, **asked, options=options)
+        texts = "".join(one.text for one in target_of(name).artifacts(made))
+        given = texts.replace("'", "").replace(",", "").replace("\n", " ").replace(" - ", " ")
+        assert "--servers 2" in " ".join(given.split()), name
+    assert made.size_words == "2 nodes of 2 ranks, 2 servers on nodes of their own"
+    assert made.ranks == 4
+    one = job(tmp_path, devices=3, servers=1, threads=2)
+    assert one.size_words == "1 node of 3 ranks, 1 server beside them"
+    assert "--cpus-per-task=7\n" in target_of("slurm").artifacts(one)[0].text
+
+
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
@@ -109,6 +131,10 @@ def test_the_nodes_measure_how_many_ranks_are_fastest(tmp_path):
         ({"environment": ("no",)}, "expected NAME=VALUE"),
         ({"time": "60"}, "before the time limit"),
         ({"devices": 0}, "expected 1 or more"),
+        ({"devices": 2, "servers": 3}, "more servers than ranks"),
+        ({"nodes": 2, "servers": 2}, "one at least must compute"),
+        ({"nodes": 2, "servers": 1}, "leaves one rank"),
+        ({"devices": None, "servers": 1}, "not with --devices auto"),
         ({"options": ("a=1", "a=2")}, "twice"),
         ({"price": 0.68}, "not in which currency"),
         ({"currency": "USD"}, "but no price"),
@@ -122,7 +148,7 @@ def test_what_is_refused(tmp_path, asked, said):
     root.mkdir()
     (root / "train.py").write_text("")
     (tmp_path / "outside.py").write_text("")
-    with pytest.raises(SubmitError, match=said):
+    with pytest.raises(FlatoutError, match=said):
         job_of(Asked(**{"script": "train.py", **asked}), root, NOW)
 
 

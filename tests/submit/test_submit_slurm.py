@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -119,6 +120,20 @@ def test_on_two_nodes_preempted_then_at_its_time_limit_and_gone_on(flatout, clus
     assert "rank 1 of 2" in flatout("logs", other["id"], "-f")
     cut = load_model(str(tmp_path / "cut.safetensors"))
     torch.testing.assert_close(cut, load_model(whole), rtol=0, atol=0)
+
+
+@pytest.mark.long
+def test_srun_starts_a_server_on_a_node_of_its_own(cluster, tmp_path):
+    out = [str(tmp_path / f"{name}.safetensors") for name in ("served", "alone")]
+    strategy = ("--set", "world.strategy=parameter_server")
+    for words, path in zip((("--devices", "2", "--servers", "1", *strategy), ()), out, strict=True):
+        run = shlex.join([*MAIN, "run", *words, str(SMALL_JOB), path])
+        nodes = ("-N2", "--ntasks-per-node=1") if words else ("-N1",)
+        log = tmp_path / f"{len(nodes)}.log"
+        where = (f"-D{tmp_path}", f"-o{log}")
+        cluster.ask("sbatch", "--wait", *nodes, *where, "--wrap", f"srun {run}")
+        assert ("servers: 1 on nodes of their own" in log.read_text()) == bool(words)
+    torch.testing.assert_close(*map(load_model, out), rtol=1e-4, atol=2e-6)
 
 
 @pytest.mark.long

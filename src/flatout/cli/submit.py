@@ -49,6 +49,16 @@ def _command(target: str) -> Callable[..., None]:
                 help="Ranks on each node; auto lets the first node measure how many are fastest.",
             ),
         ] = "1",
+        servers: Annotated[
+            int | None,
+            typer.Option(
+                "--servers",
+                min=1,
+                help="Parameter servers that compute nothing, as in flatout run: on one node "
+                "beside its ranks, of several one on each of the last.",
+                show_default=False,
+            ),
+        ] = None,
         threads: Annotated[
             int | None,
             typer.Option(
@@ -159,6 +169,7 @@ def _command(target: str) -> Callable[..., None]:
             arguments=tuple(args or ()),
             nodes=nodes,
             devices=ranks_of(devices),
+            servers=servers or 0,
             threads=threads,
             gpus=gpus,
             time=time,

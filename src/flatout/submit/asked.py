@@ -29,7 +29,7 @@ class Asked:
 
     Attributes:
         script, is_module, arguments: as for `flatout run`.
-        nodes, threads, gpus, seeds, retries: as in Job.
+        nodes, servers, threads, gpus, seeds, retries: as in Job.
         devices: ranks on each node; None lets the nodes measure how many are fastest.
         time: the most it may take, such as "2h", "1h30m" or "1:30:00".
         stop_ahead: such as "120s".
@@ -51,6 +51,7 @@ class Asked:
     arguments: tuple[str, ...] = ()
     nodes: int = 1
     devices: int | None = 1
+    servers: int = 0
     threads: int | None = None
     gpus: int | None = None
     time: str | None = None
@@ -116,6 +117,7 @@ def job_of(asked: Asked, root: Path, now: datetime) -> Job:
         arguments=asked.arguments,
         nodes=asked.nodes,
         devices=1 if asked.devices is None else asked.devices,
+        servers=asked.servers,
         is_auto=asked.devices is None,
         threads=threads or max(1, fingerprint().cpus // (asked.devices or 1)),
         has_measured_threads=threads is not None,

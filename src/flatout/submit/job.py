@@ -14,6 +14,7 @@ from flatout.submit.code import CodeArchive
 from flatout.submit.inputs import Input
 from flatout.submit.price import Price
 from flatout.words import counted
+from flatout.world import Nodes, check_servers
 
 # https://www.rfc-editor.org/rfc/rfc1035#section-2.3.1, in lower case as Kubernetes wants it.
 _LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
@@ -33,7 +34,9 @@ class Job:
         is_module: whether the script is a module, as in `python -m`.
         arguments: of the script, passed on as they are.
         nodes: how many nodes.
-        devices: ranks on each node.
+        devices: ranks on each node that computes.
+        servers: parameter servers that compute nothing, as of `flatout run`: beside the ranks of
+            one node, or one on each of the last nodes.
         is_auto: the nodes measure how many ranks are fastest; `devices` is 1 then, and `threads`
             the CPUs of a node.
         threads: CPUs of each rank.
@@ -67,6 +70,7 @@ class Job:
     arguments: tuple[str, ...] = ()
     nodes: int = 1
     devices: int = 1
+    servers: int = 0
     is_auto: bool = False
     threads: int = 1
     has_measured_threads: bool = True
@@ -99,7 +103,17 @@ class Job:
             )
         if self.is_auto and self.is_command:
             raise SubmitError("--devices auto measures a script that trains, no command of Flatout")
+        if self.servers:
+            self._check_servers()
         self._check_seeds()
+
+    def _check_servers(self) -> None:
+        if self.is_auto or self.is_command:
+            raise SubmitError(
+                "--servers are for ranks that train: not with --devices auto, nor for a command of "
+                "Flatout"
+            )
+        check_servers(Nodes(count=self.nodes, ranks=self.devices, servers=self.servers))
 
     def _check_seeds(self) -> None:
         marked = any(SEED in argument for argument in self.arguments)
@@ -116,9 +130,19 @@ class Job:
             )
 
     @property
+    def computing(self) -> int:
+        """How many nodes have ranks."""
+        return self.nodes - self.servers if self.nodes > 1 else 1
+
+    @property
     def ranks(self) -> int:
         """Of all nodes."""
-        return self.nodes * self.devices
+        return self.computing * self.devices
+
+    @property
+    def cpus(self) -> int:
+        """Of each node: a server beside ranks has one."""
+        return self.devices * self.threads + (self.servers if self.nodes == 1 else 0)
 
     def of_seed(self, seed: int) -> Job:
         """The run of one seed, as its own job."""
@@ -144,7 +168,11 @@ class Job:
     def size_words(self) -> str:
         """For people: how many nodes of how many ranks."""
         ranks = "as many ranks as are fastest" if self.is_auto else counted(self.devices, "rank")
-        return f"{counted(self.nodes, 'node')} of {ranks}"
+        words = f"{counted(self.computing, 'node')} of {ranks}"
+        if not self.servers:
+            return words
+        where = "beside them" if self.nodes == 1 else "on nodes of their own"
+        return f"{words}, {counted(self.servers, 'server')} {where}"
 
     @property
     def is_command(self) -> bool:
@@ -167,6 +195,7 @@ class Job:
             return ["flatout", *self.arguments]
         by = ["--recipe", recipe] if self.recipe is not None else []
         by += [part for setting in self.settings for part in ("--set", setting)]
+        by += ["--servers", str(self.servers)] if self.servers else []
         resumed = ["--checkpoints", self.checkpoint] if self.checkpoint is not None else []
         script = f"./{self.script}" if self.script.startswith("-") else self.script
         what = ["-m", self.script] if self.is_module else [script]

@@ -322,7 +322,7 @@ def _environment(job: Job, options: Mapping[str, str]) -> list[Manifest]:
 
 
 def _resources(job: Job, options: Mapping[str, str]) -> Manifest:
-    amounts = {"cpu": str(job.devices * job.threads)}
+    amounts = {"cpu": str(job.cpus)}
     if "memory" in options:
         amounts["memory"] = options["memory"]
     if job.gpus:

@@ -141,7 +141,7 @@ if __name__ == "__main__":
 
 def driver(job: Job, storage: str | None) -> str:
     """The script, for `python driver.py` on a node of the cluster."""
-    resources: dict[str, int] = {"CPU": job.devices * job.threads}
+    resources: dict[str, int] = {"CPU": job.cpus}
     if job.gpus:
         resources["GPU"] = job.gpus
     words = job.command_with(*job.devices_option)

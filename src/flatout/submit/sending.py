@@ -56,6 +56,7 @@ def facts_of(job: Job, target: Target) -> dict[str, Any]:
         "root": str(job.root),
         "nodes": job.nodes,
         "devices": "auto" if job.is_auto else job.devices,
+        "servers": job.servers,
         "threads": job.threads,
         "gpus": job.gpus,
         "time_s": job.time_s,

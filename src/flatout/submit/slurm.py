@@ -217,7 +217,7 @@ def _directives(job: Job) -> list[str]:
         (
             ("exclusive", "", "flatout run measures how many ranks a whole node is fastest with")
             if _takes_nodes(job)
-            else ("cpus-per-task", str(job.devices * job.threads), "")
+            else ("cpus-per-task", str(job.cpus), "")
         ),
         *([("gpus-per-node", str(job.gpus), "")] if job.gpus else []),
         *_time(job),

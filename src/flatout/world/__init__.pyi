@@ -17,6 +17,7 @@ from flatout.world.network import source_address as source_address
 from flatout.world.nodes import Nodes as Nodes
 from flatout.world.nodes import asked_for as asked_for
 from flatout.world.nodes import check_devices as check_devices
+from flatout.world.nodes import check_servers as check_servers
 from flatout.world.pair import Pair as Pair
 from flatout.world.place import ALONE as ALONE
 from flatout.world.place import RANK_TRIAL as RANK_TRIAL

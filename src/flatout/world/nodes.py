@@ -278,11 +278,16 @@ def checked(found: Nodes) -> Nodes:
             do="pass --rendezvous host1:29500, the same on every node",
         )
     if found.servers:
-        _check_servers(found)
+        check_servers(found)
     return found
 
 
-def _check_servers(found: Nodes) -> None:
+def check_servers(found: Nodes) -> None:
+    """Refuse servers that leave too few ranks.
+
+    Raises:
+        WorldError: with how many there may be.
+    """
     servers, ranks = found.servers, found.computing * (found.ranks or 1)
     if found.computing < 1:
         raise WorldError(
