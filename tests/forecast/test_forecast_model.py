@@ -130,6 +130,8 @@ def test_a_step_is_the_sum_of_its_terms():
         ({"strategy": "fsdp"}, False),
         ({"row_bytes": 1e6}, False),
         ({"strategy": "parameter_server", "served": "reduced"}, False),
+        ({"strategy": "parameter_server", "served": "towers", "servers": 4}, True),
+        ({"strategy": "parameter_server", "served": "apart", "servers": 2}, False),
         ({"strategy": "local_sgd", "averaged": 40e9}, False),
     ],
 )
@@ -140,6 +142,20 @@ def test_what_is_sent_decides_how_long_it_takes(changes, is_faster):
         step_terms(one, shape, draws)["gradient sync"][0] for one in (job, replace(job, **changes))
     )
     assert bool(other < plain) is is_faster
+
+
+def test_servers_on_hosts_of_their_own_are_as_fast_as_the_fullest_link():
+    """n hosts, k more: n / k of the bytes on a server's link, and once all of them on a rank's."""
+    draws = known(nic=1e8, summing=1e12, rtt=2e-6, inside=1e12)
+    job = Job(buckets=cut(100 * MB), batch=64, strategy="parameter_server", served="towers")
+    for servers, per_host, seconds in ((4, 1, 1.0), (2, 1, 2.0), (8, 2, 1.0), (2, 2, 2.0)):
+        made = replace(job, servers=servers)
+        found = step_terms(made, Shape(4, per_host, 64), draws)["gradient sync"][0]
+        assert found == pytest.approx(seconds, rel=0.01)
+    # Where no one waits, each of a host's ranks sends its own.
+    each = replace(job, servers=4, served="apart")
+    found = step_terms(each, Shape(4, 2, 64), draws)["gradient sync"][0]
+    assert found == pytest.approx(2.0, rel=0.01)
 
 
 def test_rows_of_replicated_tables_go_from_each_rank_to_all():

@@ -247,6 +247,22 @@ def test_the_network_is_named_where_it_holds_back(runs):
     assert faster.sides[0].points[0].rate.middle > 1.3 * plain.sides[0].points[0].rate.middle
 
 
+def test_servers_that_compute_nothing_stay_on_hosts_of_their_own(tmp_path):
+    made = profile(tmp_path, 4, hosts=4)
+    world = made.world | {"strategy": "parameter_server", "servers_apart": 2}
+    values = {"world.servers": 2, "world.staleness": "sync"}
+    for staleness, served in (("sync", "towers"), (4, "apart")):
+        recipe = {"summary": "", "values": values | {"world.staleness": staleness}, "reasons": {}}
+        replace(made, world=world, recipe=recipe).write(tmp_path)
+        found = forecast([str(tmp_path)], hosts=(4, 8))
+        job = found.sides[0].measured.job
+        assert (job.served, job.servers) == (served, 2)
+        decision = next(one for one in decisions(found) if one.about == "servers")
+        assert decision.words.endswith("at 8 hosts, 2 more hosts with a server each")
+    named = forecast([str(tmp_path)], settings={"world.strategy": "parameter_server"})
+    assert named.sides[0].measured.job.served == "ranks"
+
+
 def test_bad_input_is_named(tmp_path, runs):
     one = runs[0]
     summed = {"op": "all_reduce", "ranks": 2, "hosts": 1, "bytes": 4096, "seconds": [1e-4]}

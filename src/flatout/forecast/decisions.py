@@ -13,7 +13,7 @@ from flatout.forecast.interval import Spreading
 from flatout.forecast.job import Job
 from flatout.forecast.profiled import BUSY, input_wait, use_of
 from flatout.forecast.uncertain import MEASUREMENTS, shares
-from flatout.words import duration, rounded
+from flatout.words import counted, duration, rounded
 
 WAITS = 0.1
 """From what share of a step on input holds a job back."""
@@ -208,10 +208,14 @@ def _servers(side: Side) -> Iterator[Decision]:
     if point.hosts == 1 or job.strategy not in ("ddp", "parameter_server"):
         return
     summed = replace(job, strategy="ddp")
-    served = replace(job, strategy="parameter_server", servers=point.shape.ranks, served="reduced")
+    served, where = job, f"{counted(job.servers, 'more host')} with a server each"
+    if job.served not in ("towers", "apart"):
+        size = point.shape.ranks
+        served = replace(job, strategy="parameter_server", servers=size, served="reduced")
+        where = "each rank a server"
     ratio = Spreading.of(side.rates(point.shape, served) / side.rates(point.shape, summed), COVERED)
     words = f"{ratio.middle:.2f}x [{ratio.low:.2f},{ratio.high:.2f}] of an all-reduce's speed"
-    words += f" at {point.hosts} hosts, each rank a server"
+    words += f" at {point.hosts} hosts, {where}"
     choice = "servers" if ratio.low > 1 else "all_reduce"
     taken = "parameter servers" if choice == "servers" else "all-reduce"
     yield Decision("servers", choice, f"{taken}: servers have {words}", ratio.middle)

@@ -32,7 +32,9 @@ class Job:
         served: how gradients reach the servers. "hosts": each host sends the sum of its ranks, as
             gradients get ready; "ranks": each rank sends its own when its backward has ended, as
             Flatout's asynchronous ones do; "reduced": then each server's share is reduced to it,
-            and its weights are broadcast, as Flatout's synchronous ones do.
+            and its weights are broadcast, as Flatout's synchronous ones do. To servers on hosts of
+            their own: "towers" as "hosts", but when the backward has ended, as Flatout's
+            synchronous ones do, and "apart" as "ranks".
         largest: bytes of the largest tensor that a server holds whole; 0 where shares are equal.
         row_bytes: of tables' rows that a rank uses, per sample.
         tables: whether every rank holds these tables, as `world.tables`.
@@ -50,7 +52,7 @@ class Job:
     compression: Compression = "off"
     powersgd_rank: int = 4
     servers: int = 1
-    served: Literal["hosts", "ranks", "reduced"] = "hosts"
+    served: Literal["hosts", "ranks", "reduced", "towers", "apart"] = "hosts"
     largest: float = 0.0
     row_bytes: float = 0.0
     tables: Literal["sharded", "replicated"] = "sharded"

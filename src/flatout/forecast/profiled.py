@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -254,7 +254,7 @@ def _job(first: Profile, last: Profile, settings: Mapping[str, Any], notes: list
         reduction=reduction,
         compression=values.get("world.compression", "off"),
         powersgd_rank=values.get("world.powersgd_rank", 4),
-        served="reduced" if values.get("world.staleness", "sync") == "sync" else "ranks",
+        served=_served(last, values, settings),
         servers=values.get("world.servers", 1),
         row_bytes=rows / (float(last.steps.batch_size or 1) / ranks),
         tables=tables,
@@ -263,6 +263,18 @@ def _job(first: Profile, last: Profile, settings: Mapping[str, Any], notes: list
         averaged=_averaged(first, last),
         spread=Spread(None if _steps_apart(first) else first.steps.step_ms),
     )
+
+
+def _served(
+    last: Profile, values: Mapping[str, Any], settings: Mapping[str, Any]
+) -> Literal["ranks", "reduced", "towers", "apart"]:
+    """How gradients reach servers, as in `Job`."""
+    waits = values.get("world.staleness", "sync") == "sync" and not values.get(
+        "world.spare_workers"
+    )
+    if last.world.get("servers_apart") and "world.strategy" not in settings:
+        return "towers" if waits else "apart"
+    return "reduced" if waits else "ranks"
 
 
 def _averaged(first: Profile, last: Profile) -> float:

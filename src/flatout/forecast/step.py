@@ -176,6 +176,17 @@ def _serving(job: Job, shape: Shape, inner: Link, outer: Link, hides: Floats) ->
             )
         case "reduced":
             return collectives.reduce_and_broadcast(job.bytes, shape.ranks, servers, outer)
+        case "towers":
+            within = collectives.shared(job.bytes, shape.per_host, inner)
+            return within + _to_servers_apart(job, shape.hosts, 1, servers, outer)
+        case "apart":
+            return _to_servers_apart(job, shape.ranks, shape.per_host, servers, outer)
+
+
+def _to_servers_apart(job: Job, workers: int, per_host: int, servers: int, link: Link) -> Floats:
+    """To hosts that compute nothing and back: by the fullest server's link, or a worker's own."""
+    fullest = collectives.fullest_server(job.bytes, workers, 0, servers, job.largest, link)
+    return np.maximum(fullest, per_host * job.bytes * link.beta)
 
 
 def sending(job: Job, sent: Sent, draws: Draws) -> Floats:

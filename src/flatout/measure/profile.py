@@ -151,7 +151,8 @@ class Profile:
         resumed: where it went on from; None where it began. All figures are of what came after.
         model: `name`, `parameters`, `trained`, both in numbers.
         job: what tells this job from others, in words, such as `loss` or `optimizer 1`.
-        world: `size`, `nodes`, `ranks_per_node`, `strategy`.
+        world: `size`, `nodes`, `ranks_per_node`, `strategy`, and where there are some,
+            `servers_apart`: how many servers compute nothing.
         versions: `flatout`, `torch`, `python`, and `keras` where it is used.
         network: `address`, `interface`, `mbit_per_s` of rank 0 where there are several ranks.
         recipe: `summary`, `values`, `reasons` and `measured`, by the names of the Recipe's fields.

@@ -30,7 +30,7 @@ from flatout.strategies import bytes_per_average
 from flatout.train.history import json_safe
 from flatout.train.loop_state import LoopState
 from flatout.train.resume import source_state
-from flatout.world import RANKS_TRIED, interface_of, source_address
+from flatout.world import RANKS_TRIED, interface_of, servers, source_address
 
 # The latest steps, of which a Profile has quantiles and which it keeps singly.
 _MOST_STEPS = 2_000
@@ -211,6 +211,7 @@ def world(loop: LoopState) -> dict[str, Any]:
     """The ranks, and what more of them on this node have given."""
     place = loop.world.place
     strategy = "" if loop.resolved is None else loop.asked_strategy
+    there = servers.apart()
     tried = {}
     with suppress(ValueError):
         tried = json.loads(os.environ.get(RANKS_TRIED, "{}"))
@@ -219,6 +220,7 @@ def world(loop: LoopState) -> dict[str, Any]:
         "nodes": place.nodes,
         "ranks_per_node": place.local_world_size,
         "strategy": strategy or None,
+        **({"servers_apart": there.size} if there is not None else {}),
         **({"steps_per_s_by_ranks": tried} if tried else {}),
     }
 
