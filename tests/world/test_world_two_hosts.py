@@ -73,6 +73,17 @@ def test_a_server_has_a_host_of_its_own_and_is_started_again_where_it_was_killed
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=2e-6)
 
 
+def test_a_stop_signal_for_a_servers_host_alone_stops_the_job_with_a_checkpoint(tmp_path, hosts):
+    asked = ("--devices", "2", "--servers", "1", "--set", "world.strategy=parameter_server")
+    nodes = begin(hosts, tmp_path, "100", *asked)
+    wait_for_step(tmp_path, 7, nodes)
+    nodes[1].process.send_signal(signal.SIGTERM)
+    said = [(node.end(), node.said) for node in nodes]
+    assert [code for code, _ in said] == [143, 143], said
+    assert "SIGTERM step" in nodes[0].said
+    assert len(list((tmp_path / "runs" / "checkpoints").iterdir())) > 0
+
+
 @pytest.mark.long
 def test_a_short_cut_does_no_harm(tmp_path, hosts):
     nodes = begin(hosts, tmp_path, "4")

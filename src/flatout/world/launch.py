@@ -209,6 +209,7 @@ class _Agent(LocalElasticAgent):
         # before; and how many may be yet.
         self._started: dict[int, int] = {}
         self._more = spec.max_restarts
+        self._has_stopped = False
 
     def kill(self) -> None:
         """End ranks that still run."""
@@ -229,6 +230,9 @@ class _Agent(LocalElasticAgent):
         try:
             result: RunResult = super()._invoke_run(role)
             return result
+        except SignalException as stop:
+            self._nodes.tell_stop(int(stop.sigval))
+            raise
         except WorldError:
             # Ranks that have lost another node cannot agree on a last checkpoint.
             self._shutdown_timeout = _SOON_S
@@ -240,6 +244,7 @@ class _Agent(LocalElasticAgent):
         self._remaining_restarts = worker_group.spec.max_restarts - self._nodes.rounds + 1
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._take_stop()
         if not self._is_over():
             return RunResult(WorkerState.HEALTHY)
         result: RunResult = self._without_dropped(super()._monitor_workers(worker_group))
@@ -256,6 +261,13 @@ class _Agent(LocalElasticAgent):
             again = self._another_node_starts_again(result)
             self._remaining_restarts = self._remaining_restarts if again else 0
         return result
+
+    def _take_stop(self) -> None:
+        """Give the first rank the stop signal that the node of a server alone was given."""
+        ranks, signum = self._pcontext, self._nodes.stop
+        if signum and not self._has_stopped and isinstance(ranks, SubprocessContext):
+            self._has_stopped = True
+            ranks.subprocess_handlers[0].proc.send_signal(signum)
 
     def _lost_one_that_waits(self, result: RunResult) -> bool:
         """Whether ranks have lost one that was killed, when they could not go on without it."""

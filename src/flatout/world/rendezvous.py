@@ -35,6 +35,8 @@ _BEAT_EVERY_S = 0.1
 _SILENCE_S = 5.0
 # How long the first node stays so that the others hear why the job is over.
 _LAST_WORDS_S = 5.0
+# In the store, the signal with which the node of a server alone was stopped.
+_STOP = "stopped"
 
 
 class _NodeCounts(NamedTuple):
@@ -60,6 +62,8 @@ class Rendezvous(RendezvousHandler):
 
     Attributes:
         rounds: how often all nodes have met to start ranks.
+        stop: the signal with which the node of a server alone was stopped, where this is the first
+            node; 0 where none was.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class Rendezvous(RendezvousHandler):
     ) -> None:
         self.nodes = nodes
         self.rounds = 0
+        self.stop = 0
         self._silent_s = silent_s
         self._preflight = Preflight(nodes, facts, wait_s=wait_s, answer_s=silent_s)
         self._own = self._preflight.own
@@ -79,6 +84,7 @@ class Rendezvous(RendezvousHandler):
         self._told = (0, 0)
         self._answered = time.monotonic()
         self._last_words: str | None = None
+        self._own_stop = 0
         self._over = threading.Event()
         self._listening: threading.Thread | None = None
 
@@ -178,6 +184,11 @@ class Rendezvous(RendezvousHandler):
             self._over.set()
             self._listening.join(_LAST_WORDS_S)
 
+    def tell_stop(self, signum: int) -> None:
+        """This node was given a stop signal; the first one hears of it where this has no rank."""
+        if self.nodes.rank >= self.nodes.computing:
+            self._own_stop = signum
+
     def silent(self) -> str:
         """Which node has not been heard of for some seconds, in words; "" where all have."""
         now = time.monotonic()
@@ -229,6 +240,10 @@ class Rendezvous(RendezvousHandler):
             done=store.add(f"done/{done}", int(done > self._told[1])) if done == now else 0,
         )
         self._told = (now, done)
+        if self._own_stop:
+            store.set(_STOP, str(self._own_stop))
+        elif self.nodes.rank == 0 and self.nodes.servers and store.check([_STOP]):
+            self.stop = int(store.get(_STOP))
 
     def _compare(self, others: list[int], beats: list[bytes]) -> None:
         now = time.monotonic()
