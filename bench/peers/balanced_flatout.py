@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from flatout.strategies.server import Push, rates_of, share_of
-from flatout.strategies.server_layout import Layout
+from flatout.strategies.server_layout import layout_of
 
 SERVERS, ROUNDS, WARM_UP = 4, 60, 10
 
@@ -41,8 +41,12 @@ def main() -> None:
     asked = parser.parse_args()
     torch.set_num_threads(1)
     parameters = model()
-    optimizer = torch.optim.Adam(parameters, lr=1e-3)
-    layout = Layout(parameters, SERVERS)
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.01},
+        {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    layout = layout_of(optimizer, SERVERS)
     shares = [share_of(optimizer, layout, server) for server in range(SERVERS)]
     rates = [rate for group in optimizer.param_groups for rate in rates_of(group)]
     push = Push(0, 1, 1.0, False, rates, [True] * len(parameters))

@@ -12,15 +12,17 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))
 from lab import lab, on_host, why_not
 from two_nodes import LINK
 
-COMPUTING, MBIT = 4, 200
+COMPUTING, MBIT = 4, 50
 WAYS = ("all_reduce", "servers")
-STEPS, EPOCHS = 4, 6
+STEPS, EPOCHS = 2, 4
 PORT = 29500  # of the namespace, where no one else listens
 
 
@@ -88,7 +90,21 @@ def start(way: str) -> int:
             command = [*on_host(host), sys.executable, *runs, *sys.argv]
             environment = {**os.environ, **{name: str(value) for name, value in own.items()}}
             processes.append(subprocess.Popen(command, env=environment))
-        return max(abs(process.wait()) for process in processes)
+        return finished(processes)
+
+
+def finished(processes: Sequence[subprocess.Popen[bytes]]) -> int:
+    """Wait for the hosts; where one fails, end the others."""
+    try:
+        while any(process.poll() is None for process in processes):
+            if failed := [process.returncode for process in processes if process.returncode]:
+                return abs(failed[0])
+            time.sleep(0.05)
+        return max(abs(process.returncode) for process in processes)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 if __name__ == "__main__":
