@@ -188,6 +188,8 @@ SCRIPT = """
         found |= stopped(served(2))
     elif phase == "tower":  # two of three ranks on one node
         found = exact(served(1), ("sgd", "adamw", "groups", "cycle"))
+    elif phase == "four":  # beside the ranks, or on nodes of their own
+        found = exact(served(3))
     elif phase == "here":
         found = exact(served(1), ("sgd", "adamw", "norm", "wide"))
     elif phase == "paused":
@@ -286,6 +288,21 @@ def test_servers_that_compute_nothing_give_what_one_rank_gives_too(tmp_path, alo
     for found in (nodes[0]["resumed"], nodes[0]["from ddp"], one["written on 1"]):
         close(found, wanted["whole"])
     assert any("sample" in rank["spoiled"] and "nan" in rank["spoiled"].lower() for rank in nodes)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("nodes", [None, [0, 1, 2, 3], [0, 0, 1, 1]])
+def test_four_ranks_give_what_one_rank_gives(tmp_path, alone, nodes):
+    if nodes is None:
+        run(SCRIPT, 4, tmp_path, "four")
+    else:
+        run_served(SCRIPT, nodes, 3, tmp_path, "four")
+    first, *others = read(tmp_path, "four", 4)
+    wanted, _ = alone
+    for name in first:
+        assert all(other[name]["bits"] == first[name]["bits"] for other in others)
+        close(first[name], wanted[name])
 
 
 @pytest.mark.slow

@@ -13,9 +13,11 @@ from flatout.errors import ModelError, RecipeError, WorldError
 from flatout.optim import Lamb
 from flatout.recipe import Recipe
 from flatout.strategies import check_settings
+from flatout.strategies.parameter_server import times_words
 from flatout.strategies.server import Push, Server, rates_of, share_of
 from flatout.strategies.server_layout import (
     Layout,
+    layout_of,
     numbers_of,
     part_of_state,
     whole_state,
@@ -28,9 +30,10 @@ from flatout.train.staleness import late_words, staleness_facts, staleness_words
 @given(
     st.lists(st.integers(0, 50), min_size=1, max_size=8).filter(lambda sizes: sum(sizes) >= 4),
     st.integers(1, 4),
+    st.lists(st.integers(0, 2), min_size=8, max_size=8),
 )
-def test_servers_have_equal_shares_and_together_all(sizes, servers):
-    layout = Layout([torch.zeros(size) for size in sizes], servers)
+def test_servers_have_equal_shares_and_together_all(sizes, servers, kinds):
+    layout = Layout([torch.zeros(size) for size in sizes], servers, kinds[: len(sizes)])
     lengths = [layout.range(s).stop - layout.range(s).start for s in range(servers)]
     assert max(lengths) - min(lengths) <= 1
     assert sum(lengths) == layout.length == sum(sizes)
@@ -42,6 +45,21 @@ def test_servers_have_equal_shares_and_together_all(sizes, servers):
         own = flat[layout.range(server)]
         together = torch.cat([*layout.pieces(own, server), own[:0]])
         assert together.equal(own)
+    parts = {(number, cut.start): place for number, cut, place in layout.whole(flat)}
+    assert torch.cat([parts[key] for key in parts]).equal(flat)
+
+
+def test_each_parameter_group_is_shared_out_evenly():
+    """No server has more of a group whose update takes longer, nor more bytes."""
+    sizes = [40_000, 300, 90_000, 7, 20_000, 50_000]
+    weights = [nn.Parameter(torch.zeros(size)) for size in sizes]
+    groups = [{"params": weights[:3], "weight_decay": 0.1}, {"params": weights[3:]}]
+    weights[4].requires_grad_(False)  # it is never stepped
+    layout = layout_of(torch.optim.Adam(groups), 3)
+    lengths = torch.tensor([layout.lengths(server) for server in range(3)])
+    for kind in ([0, 1, 2], [3, 5], [4]):
+        each = lengths[:, kind].sum(dim=1)
+        assert each.max() - each.min() <= 1
 
 
 def test_a_state_is_cut_in_the_order_of_its_weights_memory():
@@ -102,7 +120,9 @@ def test_two_servers_step_as_the_optimizer_itself(make):
             own = layout.range(number)
             assert server.push(0, told, flat[own], into[own]) == 0
         by_itself(step)
-        found = layout.views(into)
+        found = [torch.zeros_like(weight) for weight in weights]
+        for number, cut, place in layout.whole(into):
+            numbers_of(found[number])[cut] = place
         torch.testing.assert_close(found, [w.detach() for w in weights], rtol=1e-6, atol=1e-6)
     states = [server.shares[0].states() for server in servers]
     for number, weight in enumerate(weights):
@@ -272,6 +292,17 @@ def test_what_servers_cannot_step_is_refused_with_what_to_do():
         check_spare(3, 1, 3)
     with pytest.raises(WorldError, match="servers=2: each server might find other"):
         check_spare(1, 2, 3)
+
+
+def test_how_long_servers_update_is_said():
+    server, told = one_weight(1)
+    assert times_words([server.shares[0].update_ms()]) == ""
+    server.push(0, told, torch.ones(1), torch.zeros(1))
+    assert server.shares[0].update_ms() > 0
+    assert times_words([1.24, 1.31, 1.2]).endswith(
+        "an update takes each of 3 servers 1.2 to 1.31 ms"
+    )
+    assert times_words([2.0]).endswith("an update takes a server 2 ms")
 
 
 def test_settings_that_do_not_go_with_servers_are_refused_by_name():

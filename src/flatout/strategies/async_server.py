@@ -31,10 +31,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatout.strategies.parameter_server import gathered_states, share_words
+from flatout.strategies.parameter_server import gathered_states, share_words, times_words
 from flatout.strategies.server import Push, Server, rates_of, share_of
 from flatout.strategies.server_answers import HEAD, Answers
-from flatout.strategies.server_layout import Layout, numbers_of, place_of, state_beside
+from flatout.strategies.server_layout import (
+    Layout,
+    layout_of,
+    numbers_of,
+    place_of,
+    state_beside,
+)
 from flatout.strategies.server_link import (
     CLAIM,
     CLOSE,
@@ -120,8 +126,7 @@ class AsyncParameterServer(Strategy):
     def begin(self) -> None:
         """Share the weights out, and find the servers."""
         for optimizer in self._optimizers:
-            own = [p for group in optimizer.param_groups for p in group["params"]]
-            self._layouts.append(Layout(own, self._servers))
+            self._layouts.append(layout_of(optimizer, self._servers))
         self._server = self._make_server()
         for optimizer in self._optimizers:
             optimizer.state.clear()  # the servers have it
@@ -213,6 +218,12 @@ class AsyncParameterServer(Strategy):
     def _of_first_server(self, name: str) -> Any:
         """What the first server knows, on the first rank."""
         return self._answers.called(name) if self._answers is not None else None
+
+    def _update_ms(self) -> list[float]:
+        """How long each server's update takes, in ms; all ranks call it, the first one knows."""
+        server = self._server
+        own = 0.0 if server is None else sum(share.update_ms() for share in server.shares)
+        return self._world.gather(own, "times of the servers")[: self._servers]
 
     @property
     def _first(self) -> Server | None:
@@ -474,6 +485,10 @@ class AsyncParameterServer(Strategy):
         result: list[int] = self._world.from_first(own, "gradients that came late")
         return result
 
+    def _say_times(self) -> None:
+        if words := times_words(self._update_ms()):
+            self._say(words)
+
     def state_of(self, optimizer: torch.optim.Optimizer, *, kept: bool) -> dict[str, Any]:
         """An optimizer's state, from the servers; all ranks call it."""
         place = place_of(optimizer, self._optimizers)
@@ -504,6 +519,7 @@ class AsyncParameterServer(Strategy):
             hook.remove()
         self._hooks.clear()
         if error is None:
+            self._say_times()
             for optimizer, layout in zip(self._optimizers, self._layouts, strict=True):
                 states = self.state_of(optimizer, kept=True)["state"]
                 for number, state in states.items():

@@ -120,6 +120,10 @@ class AsyncServersApart(AsyncParameterServer):
     def _named(self, server: int) -> AbstractContextManager[None]:
         return answering_of(server, self._servers)
 
+    def _update_ms(self) -> list[float]:
+        first = self._links if self._world.is_first else ()
+        return [self._call(server, "update_ms") for server in first]
+
     def _may_end(self) -> list[int]:
         # The first rank speaks for all.
         return [*self._ids[1:]]

@@ -19,6 +19,7 @@ from torch import nn
 from flatout.strategies.replicas import check_replicas
 from flatout.strategies.server_layout import (
     Layout,
+    layout_of,
     numbers_of,
     part_of_state,
     place_of,
@@ -26,8 +27,9 @@ from flatout.strategies.server_layout import (
     whole_state,
 )
 from flatout.strategies.server_refusals import check_known, check_served
+from flatout.strategies.server_way import gradient_of
 from flatout.strategies.strategy import Strategy, Sums, Tensors
-from flatout.words import size_words
+from flatout.words import rounded, size_words
 from flatout.world import World
 
 # Of the numbers that travel, behind the sums: whether a rank has used each parameter.
@@ -41,15 +43,16 @@ class _Served(NamedTuple):
         layout: which server has what.
         parts: of each parameter what this rank has as a server, in the parameter's own memory;
             empty where it has none. The optimizer steps these.
-        flat: gradients on their way to the servers, and weights on their way back.
-        views: of the parameters, within.
+        flat: gradients on their way to the servers, and weights on their way back, one server's
+            range after the other.
+        whole: all pieces of the parameters, as `Layout.whole` gives them of `flat`.
         sums: of `parts`, within; empty where they are.
     """
 
     layout: Layout
     parts: list[nn.Parameter]
     flat: torch.Tensor
-    views: list[torch.Tensor]
+    whole: list[tuple[int, slice, torch.Tensor]]
     sums: list[torch.Tensor]
 
 
@@ -94,19 +97,19 @@ class ParameterServer(Strategy):
     def begin(self) -> None:
         """Share the weights out, and say how much each server has."""
         for optimizer in self._optimizers:
-            own = [p for group in optimizer.param_groups for p in group["params"]]
-            layout = Layout(own, self._servers)
+            layout = layout_of(optimizer, self._servers)
+            own: list[Any] = layout.parameters
             pieces = [self._piece(layout, number) for number in range(len(own))]
             parts = [
                 nn.Parameter(numbers_of(p)[piece], requires_grad=p.requires_grad)
                 for p, piece in zip(own, pieces, strict=True)
             ]
             flat = torch.zeros(layout.length, dtype=own[0].dtype, device=own[0].device)
-            sums = [
-                flat[start + piece.start : start + piece.stop]
-                for start, piece in zip(layout.starts, pieces, strict=True)
-            ]
-            self._served.append(_Served(layout, parts, flat, layout.views(flat), sums))
+            sums = [flat[:0]] * len(own)
+            if self._world.rank < self._servers:
+                mine = layout.range(self._world.rank)
+                sums = layout.pieces(flat[mine], self._world.rank)
+            self._served.append(_Served(layout, parts, flat, layout.whole(flat), sums))
             for number, (p, part) in enumerate(zip(own, parts, strict=True)):
                 state = optimizer.state.pop(p, None)
                 if state and len(part):
@@ -180,9 +183,8 @@ class ParameterServer(Strategy):
         """The servers have stepped: their weights go to all ranks."""
         waiting = []
         for served in self._turn:
-            parameters = [p.detach() for p in served.layout.parameters]
             if self._world.rank < self._servers:
-                torch._foreach_copy_(served.views, parameters)
+                torch._foreach_copy_(served.sums, [part.detach() for part in served.parts])
             for server in self._ranges:
                 piece = served.flat[served.layout.range(server)]
                 if len(piece):
@@ -191,8 +193,9 @@ class ParameterServer(Strategy):
         for later in waiting:
             self._world.until_done(later)
         for served in self._turn:
-            parameters = [p.detach() for p in served.layout.parameters]
-            torch._foreach_copy_(parameters, served.views)
+            numbers = [numbers_of(p) for p in served.layout.parameters]
+            own = [numbers[number][cut] for number, cut, _ in served.whole]
+            torch._foreach_copy_(own, [place for *_, place in served.whole])
         return False
 
     # -- whole again -------------------------------------------------------------------------
@@ -240,8 +243,26 @@ def share_words(layouts: Sequence[Layout], servers: int) -> str:
         for server in range(servers):
             own = layout.range(server)
             each[server] += (own.stop - own.start) * size
-    who = "1 server has" if servers == 1 else f"{servers} servers have each"
-    return f"parameter_server: {who} {size_words(max(each))} of the weights and steps them for all"
+    who, does = (
+        ("1 server has", "steps") if servers == 1 else (f"{servers} servers have each", "step")
+    )
+    size = size_words(max(each))
+    return f"parameter_server: {who} {size} of the weights and {does} them for all"
+
+
+def times_words(update_ms: Sequence[float]) -> str:
+    """A line about how long each server's update takes; "" where that is not known.
+
+    Args:
+        update_ms: of each server, in ms.
+    """
+    known = [ms for ms in update_ms if ms]
+    if not known:
+        return ""
+    least, most = rounded(min(known)), rounded(max(known))
+    span = least if least == most else f"{least} to {most}"
+    who = "a server" if len(known) == 1 else f"each of {len(known)} servers"
+    return f"parameter_server: an update takes {who} {span} ms"
 
 
 def gathered_states(
@@ -267,16 +288,17 @@ def gathered_states(
 
 def _gather_gradients(served: _Served) -> None:
     """Put a rank's gradients into one piece of memory; what has none counts as zero."""
-    views, gradients = [], []
-    for parameter, view in zip(served.layout.parameters, served.views, strict=True):
-        if parameter.grad is None:
-            view.zero_()
+    gradients = [gradient_of(parameter) for parameter in served.layout.parameters]
+    places, own = [], []
+    for number, cut, place in served.whole:
+        gradient = gradients[number]
+        if gradient is None:
+            place.zero_()
             continue
-        views.append(view)
-        gradients.append(parameter.grad)
-        parameter.grad = None
-    if views:
-        torch._foreach_copy_(views, gradients)
+        places.append(place)
+        own.append(gradient[cut])
+    if places:
+        torch._foreach_copy_(places, own)
 
 
 def _exchange(optimizer: torch.optim.Optimizer, instead: dict[nn.Parameter, nn.Parameter]) -> None:

@@ -8,10 +8,12 @@ Synchronous Parallel Parameter Server", 2013).
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from statistics import median
 from threading import Condition
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +22,9 @@ from torch import nn
 from flatout.strategies.server_handing import Handing
 from flatout.strategies.server_layout import Layout
 from flatout.strategies.server_runs import Runs
+
+# Of how many updates it is known how long they took.
+_TIMED = 1000
 
 
 class Push(NamedTuple):
@@ -58,7 +63,7 @@ class Share:
     Attributes:
         values: the weights of the share, in one piece of memory.
         parameters: how many there are.
-        version: how often they were stepped.
+        version: how often they were stepped; in pieces it is not counted.
     """
 
     def __init__(
@@ -81,6 +86,7 @@ class Share:
         self._runs = Runs(self._optimizer, self._parts, self.values, most)
         self.parameters = len(lengths)
         self.version = 0
+        self._update_ms: deque[float] = deque(maxlen=_TIMED)
         self._seen: dict[int, int] = {}
 
     def take_states(self, states: Mapping[int, Mapping[str, Any]]) -> None:
@@ -107,8 +113,10 @@ class Share:
             gradient: of the share.
         """
         stale = self.version - self._seen.get(worker, 0)
+        began = perf_counter()
         self._set_rates(push.rates)
         self._runs.step(push.used, gradient)
+        self._update_ms.append((perf_counter() - began) * 1e3)
         self.version += 1
         return stale
 
@@ -119,12 +127,21 @@ class Share:
             rates: as of a Push.
             used: which parameters have a gradient.
         """
+        began = perf_counter()
         self._set_rates(rates)
-        return self._runs.pieces(used)
+        result = self._runs.pieces(used)
+        self._update_ms.append((perf_counter() - began) * 1e3)
+        return result
 
     def step_piece(self, piece: nn.Parameter, gradient: torch.Tensor) -> None:
         """Step one of these."""
+        began = perf_counter()
         self._runs.step_piece(piece, gradient)
+        self._update_ms[-1] += (perf_counter() - began) * 1e3
+
+    def update_ms(self) -> float:
+        """How long an update takes, in ms: the median of the last ones, 0 where there was none."""
+        return median(self._update_ms) if self._update_ms else 0.0
 
     def _set_rates(self, rates: Sequence[float]) -> None:
         each = iter(rates)

@@ -147,6 +147,8 @@ class Answers:
         elif name == "states":
             with server.at_rest():
                 return list(server.shares[arguments[0]].states().items())
+        elif name == "update_ms":
+            return sum(share.update_ms() for share in server.shares)
         elif name == "living":
             return server.living()
         elif name == "untaken":

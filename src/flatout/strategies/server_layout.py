@@ -1,12 +1,14 @@
-"""Parameters end to end, cut into ranges of equal length: one for each parameter server.
+"""Which parameter server has what of the parameters: as many numbers of each parameter group.
 
-A range may begin and end within a tensor, so that no server has more than its share however large
-one tensor is. Of a parameter each server has at most one piece.
+A group's parameters, end to end, are cut into ranges of equal length, one for each server. So no
+server is slower than the others for a large tensor, or a group whose update takes longer. Of a
+parameter each server has at most one piece.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -22,28 +24,57 @@ class Layout:
     Args:
         parameters: in the same order on every rank; each fills its memory without gaps.
         servers: how many.
+        kinds: of each parameter; those of one kind take as long to step, for each number. None is
+            one kind for all.
 
     Attributes:
-        starts: where each parameter begins.
         length: numbers in all.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], servers: int) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        servers: int,
+        kinds: Sequence[Hashable] | None = None,
+    ) -> None:
         self.parameters = list(parameters)
-        ends = list(accumulate((p.numel() for p in self.parameters), initial=0))
-        self.starts, self.length = ends[:-1], ends[-1]
-        self._bounds = [self.length * server // servers for server in range(servers + 1)]
+        self.length = sum(p.numel() for p in self.parameters)
+        # By parameter, then by server.
+        self._pieces: dict[int, list[slice]] = {}
+        for numbers in self._alike(kinds or [None] * len(self.parameters)):
+            self._pieces |= self._cut(numbers, servers)
+        lengths = [sum(self.lengths(server)) for server in range(servers)]
+        self._bounds = list(accumulate(lengths, initial=0))
+
+    def _alike(self, kinds: Sequence[Hashable]) -> list[list[int]]:
+        """Numbers of parameters of one kind; kinds of less than a slice are one."""
+        sizes: Counter[Hashable] = Counter()
+        for kind, parameter in zip(kinds, self.parameters, strict=True):
+            sizes[kind] += parameter.numel()
+        result: dict[Hashable, list[int]] = {}
+        for number, kind in enumerate(kinds):
+            own = (kind,) if sizes[kind] >= _SMALLEST else ()
+            result.setdefault(own, []).append(number)
+        return list(result.values())
+
+    def _cut(self, numbers: Sequence[int], servers: int) -> dict[int, list[slice]]:
+        """The pieces of some parameters, of which each server gets as much."""
+        sizes = [self.parameters[number].numel() for number in numbers]
+        *starts, length = accumulate(sizes, initial=0)
+        bounds = [length * server // servers for server in range(servers + 1)]
+        result: dict[int, list[slice]] = {}
+        for number, start, size in zip(numbers, starts, sizes, strict=True):
+            within = [min(max(bound - start, 0), size) for bound in bounds]
+            result[number] = [slice(first, last) for first, last in pairwise(within)]
+        return result
 
     def range(self, server: int) -> slice:
-        """What a server has of all numbers."""
+        """Where a server's pieces lie, in memory that has those of one server after the other."""
         return slice(self._bounds[server], self._bounds[server + 1])
 
     def piece(self, number: int, server: int) -> slice:
         """What a server has of a parameter's own numbers; empty where it has none."""
-        start, size = self.starts[number], self.parameters[number].numel()
-        own = self.range(server)
-        first = min(max(own.start - start, 0), size)
-        return slice(first, max(first, min(own.stop - start, size)))
+        return self._pieces[number][server]
 
     def lengths(self, server: int) -> list[int]:
         """How many numbers of each parameter a server has."""
@@ -69,13 +100,6 @@ class Layout:
                 }
         return result
 
-    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The parameters' places in one piece of memory, each in the parameter's memory order."""
-        return [
-            flat.as_strided(p.size(), p.stride(), start)
-            for p, start in zip(self.parameters, self.starts, strict=True)
-        ]
-
     def pieces(self, flat: torch.Tensor, server: int) -> list[torch.Tensor]:
         """A server's pieces of the parameters, where its range alone lies in memory."""
         result, at = [], 0
@@ -85,6 +109,26 @@ class Layout:
             result.append(flat[at : at + size])
             at += size
         return result
+
+    def whole(self, flat: torch.Tensor) -> list[tuple[int, slice, torch.Tensor]]:
+        """All servers' pieces: of which parameter, which of its numbers, and where they lie.
+
+        Args:
+            flat: memory that has the ranges of all servers, one after the other.
+        """
+        return [
+            (number, self.piece(number, server), place)
+            for server in range(len(self._bounds) - 1)
+            for number, place in enumerate(self.pieces(flat[self.range(server)], server))
+            if len(place)
+        ]
+
+
+def layout_of(optimizer: torch.optim.Optimizer, servers: int) -> Layout:
+    """The layout of an optimizer's parameters over so many servers."""
+    groups = list(enumerate(optimizer.param_groups))
+    own = [(p, (place, p.requires_grad)) for place, group in groups for p in group["params"]]
+    return Layout([p for p, _ in own], servers, [kind for _, kind in own])
 
 
 def place_of(optimizer: torch.optim.Optimizer, optimizers: Sequence[torch.optim.Optimizer]) -> int:

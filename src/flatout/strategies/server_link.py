@@ -19,10 +19,10 @@ from flatout.world import LostRank, Pair, meeting
 # What a worker wants of a server, the first number of its message.
 PUSH, TICK, PULL, CLAIM, CLOSE, REST, MEET, END = range(8)
 # And of one that computes nothing: these weights are those of now; gradients, to be measured; make
-# the step; gradients, and the step at once; tell or take states.
-VALUES, GRADIENTS, STEP, WHOLE_STEP, STATES, TAKE = range(8, 14)
+# the step; gradients, and the step at once; tell or take states; tell how long an update takes.
+VALUES, GRADIENTS, STEP, WHOLE_STEP, STATES, TAKE, TIMES = range(8, 15)
 # The first rank wants something else.
-CALL = 14
+CALL = 15
 
 
 class Link:

@@ -28,6 +28,7 @@ from flatout.strategies.server_link import (
     STATES,
     STEP,
     TAKE,
+    TIMES,
     VALUES,
     Link,
 )
@@ -202,6 +203,8 @@ class _Session:
                 first.pair.tell(list(self._shares[number].states().items()))
             elif kind == TAKE:
                 self._shares[number].take_states(dict(first.pair.hear()))
+            elif kind == TIMES:
+                first.pair.tell(sum(share.update_ms() for share in self._shares))
             elif kind == STEP:
                 self._step(number, factor, told)
             else:

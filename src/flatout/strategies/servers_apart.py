@@ -22,12 +22,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatout.strategies.parameter_server import share_words
+from flatout.strategies.parameter_server import share_words, times_words
 from flatout.strategies.replicas import check_replicas
 from flatout.strategies.server import rates_of
 from flatout.strategies.server_layout import (
     Layout,
     chunks_of,
+    layout_of,
     numbers_of,
     place_of,
     state_beside,
@@ -38,6 +39,7 @@ from flatout.strategies.server_link import (
     STATES,
     STEP,
     TAKE,
+    TIMES,
     VALUES,
     WHOLE_STEP,
     Link,
@@ -116,8 +118,7 @@ class ServersApart(Strategy):
     def begin(self) -> None:
         """Find the servers, and share the weights out."""
         for optimizer in self._optimizers:
-            own = [p for group in optimizer.param_groups for p in group["params"]]
-            self._layouts.append(Layout(own, self._there.size))
+            self._layouts.append(layout_of(optimizer, self._there.size))
         if not self._there.are_here and self._world.size > self._world.place.nodes:
             self._leaders, self._tower = tower_of(self._world)
         self._find()
@@ -329,6 +330,15 @@ class ServersApart(Strategy):
 
     # -- whole again -------------------------------------------------------------------------
 
+    def _say_times(self) -> None:
+        found: list[float] = []
+        for server, link in enumerate(self._links if self._world.is_first else ()):
+            with self._answering(server):
+                link.send(self._message(TIMES))
+                found.append(link.pair.hear())
+        if words := times_words(found):
+            self._say(words)
+
     def state_of(self, optimizer: torch.optim.Optimizer, *, kept: bool) -> dict[str, Any]:
         """An optimizer's state, from the servers; all ranks call it."""
         place = place_of(optimizer, self._optimizers)
@@ -360,6 +370,7 @@ class ServersApart(Strategy):
             for hook in self._hooks:
                 undone.callback(hook.remove)
             if error is None and self._hooks:
+                self._say_times()
                 for optimizer, layout in zip(self._optimizers, self._layouts, strict=True):
                     states = self.state_of(optimizer, kept=True)["state"]
                     for number, state in states.items():
