@@ -283,7 +283,7 @@ def gathered_states(
     for server, states in enumerate(world.gather(told, "the servers' states")[:servers]):
         for number, state in states:
             pieces.setdefault(number, []).append((layout.piece(number, server), state))
-    return {number: whole_state(layout.parameters[number], pieces[number]) for number in pieces}
+    return {n: whole_state(layout.parameters[n], pieces[n]) for n in sorted(pieces)}
 
 
 def _gather_gradients(served: _Served) -> None:
