@@ -246,8 +246,8 @@ def share_words(layouts: Sequence[Layout], servers: int) -> str:
     who, does = (
         ("1 server has", "steps") if servers == 1 else (f"{servers} servers have each", "step")
     )
-    size = size_words(max(each))
-    return f"parameter_server: {who} {size} of the weights and {does} them for all"
+    share = size_words(max(each))
+    return f"parameter_server: {who} {share} of the weights and {does} them for all"
 
 
 def times_words(update_ms: Sequence[float]) -> str:
