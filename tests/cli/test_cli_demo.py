@@ -199,7 +199,7 @@ def test_the_plain_loop_learns_and_tells_each_epoch() -> None:
     assert [epoch for epoch, _ in seen] == [1, 2, 3]
     assert job.accuracy == seen[-1][1] > 0.8
     assert job.epochs == 3
-    assert job.seconds * 1e3 > 60 * job.step_ms > 0
+    assert job.seconds * 1e3 > 34 * job.step_ms > 0  # the median of 69
     with torch.no_grad():
         right = sum(
             int((model(x).argmax(1) == y).sum())
