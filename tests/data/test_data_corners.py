@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import flatout
-from flatout.data.execution.digests import Nameless, function_name
+from flatout.data.execution.digests import NoDigest, function_name
 from flatout.errors import DataError
 
 X = np.arange(40, dtype=np.float32)
@@ -118,7 +118,7 @@ def test_other_functions_have_other_caches(one, other, tmp_path):
 def test_functions_without_code_have_names():
     assert function_name(torch.sin) != function_name(torch.cos)
     assert function_name(operator.itemgetter(0)) != function_name(operator.itemgetter(1))
-    with pytest.raises(Nameless):
+    with pytest.raises(NoDigest):
         function_name(Times(threading.Lock()))
 
 

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 
 from flatout.data.batch import Batch
 from flatout.errors import OutOfMemory
-from flatout.strategies import Beside, Ddp
+from flatout.strategies import Ddp, ThreadedReduction
 from flatout.strategies.reductions.all_reduce import AllReduce
 from flatout.train.compute import ModelCompute
 from flatout.train.losses import as_loss
@@ -91,7 +91,7 @@ def data(size=10):
 def step(model, world, given, steps=1, **options):
     stepper = Stepper(Switch(model, torch.optim.SGD(model.parameters(), lr=1.0), CPU), **options)
     stepper.meet(world)
-    strategy = Ddp(world, model, Beside(Named(world), CPU))
+    strategy = Ddp(world, model, ThreadedReduction(Named(world), CPU))
     stepper.train_with(world, given.size, strategy)
     compute = ModelCompute(model, as_loss("cross_entropy"), (), unweighted=False)
     try:

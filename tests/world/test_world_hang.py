@@ -3,14 +3,14 @@
 import pytest
 
 from flatout.world.collective_log import CollectiveLog
-from flatout.world.hang import Stand, explain
+from flatout.world.hang import RankStatus, explain
 
 SUM, GATHER = "sum of gradients", "loss of an evaluation"
 
 
 def stand(begun, waiting=None, *, last=SUM, state="", stack=()):
     recent = [(number, SUM, number) for number in range(1, begun)] + [(begun, last, begun)]
-    return Stand(begun, waiting, recent, f"process {begun}", state, list(stack))
+    return RankStatus(begun, waiting, recent, f"process {begun}", state, list(stack))
 
 
 def test_the_rank_that_has_not_come_is_named_with_its_stack():
@@ -53,7 +53,7 @@ def test_a_rank_that_came_and_does_not_answer():
 
 
 def test_a_rank_that_never_told_anything():
-    hang = explain(8, 0, {0: stand(8, 8), 1: Stand(state="has not joined the others")}, 31)
+    hang = explain(8, 0, {0: stand(8, 8), 1: RankStatus(state="has not joined the others")}, 31)
     assert "rank 1 has not joined the others" in hang.lines[1]
 
 

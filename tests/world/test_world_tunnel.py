@@ -6,7 +6,7 @@ import pytest
 
 from flatout.world.network import listen
 from flatout.world.secret import Refused, Stranger, admit, new_secret, secret
-from flatout.world.tunnel import Gate, Way, entered
+from flatout.world.tunnel import Gate, Tunnel, entered
 
 LOOPBACK = "127.0.0.1"
 
@@ -52,7 +52,7 @@ def say(peer, words):
 
 def test_who_knows_the_secret_comes_through(gate, monkeypatch):
     monkeypatch.setenv("FLATOUT_SECRET", "one")
-    way = Way(LOOPBACK, gate)
+    way = Tunnel(LOOPBACK, gate)
     for _ in range(3):
         with socket.create_connection((LOOPBACK, way.port)) as peer:
             assert say(peer, b"a" * 300_000) == b"A" * 300_000
@@ -132,7 +132,7 @@ def test_a_gate_that_ends_amid_the_handshake_has_not_refused():
 
 
 def test_a_gate_goes_on_when_threads_cannot_be_started(gate, monkeypatch):
-    way = Way(LOOPBACK, gate)
+    way = Tunnel(LOOPBACK, gate)
     start, failed = threading.Thread.start, threading.Event()
 
     def fails(thread):

@@ -8,10 +8,10 @@ from flatout.strategies.local_sgd import bytes_per_average as bytes_per_average
 from flatout.strategies.micro_batches import others_to_try as others_to_try
 from flatout.strategies.parameter_server import ParameterServer as ParameterServer
 from flatout.strategies.rank_rng import rank_rng as rank_rng
-from flatout.strategies.reductions import Beside as Beside
 from flatout.strategies.reductions import Flat as Flat
 from flatout.strategies.reductions import Reduction as Reduction
 from flatout.strategies.reductions import Shared as Shared
+from flatout.strategies.reductions import ThreadedReduction as ThreadedReduction
 from flatout.strategies.reductions import check_reduction as check_reduction
 from flatout.strategies.reductions import reduction_of as reduction_of
 from flatout.strategies.replicas import check_replicas as check_replicas

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from flatout.strategies.reductions import Beside, Flat
+from flatout.strategies.reductions import Flat, ThreadedReduction
 from flatout.world import Later, World
 
 # As in torch's DistributedDataParallel: the first bucket is small, so that sending begins early.
@@ -23,7 +23,7 @@ class Bucket:
         number: int,
         parameters: Sequence[torch.Tensor],
         name: str,
-        reduction: Beside,
+        reduction: ThreadedReduction,
         more: int = 0,
     ) -> None:
         self.parameters = list(parameters)
@@ -64,7 +64,7 @@ class Bucket:
         if views:
             torch._foreach_copy_(views, gradients)
 
-    def send(self, world: World, reduction: Beside) -> None:
+    def send(self, world: World, reduction: ThreadedReduction) -> None:
         """Begin to add up."""
         self.fill()
         self.sending = world.begun(reduction.begin(self.whole), self.name)

@@ -22,7 +22,7 @@ from torch import nn
 
 from flatout.optim import RowShards
 from flatout.strategies.buckets import DENSE, SPARSE, Bucket, bucket_groups
-from flatout.strategies.reductions import Beside
+from flatout.strategies.reductions import ThreadedReduction
 from flatout.strategies.sparse import sparse_weights, sum_own_rows, sum_rows
 from flatout.strategies.strategy import Strategy, Sums, Tensors
 from flatout.world import World
@@ -55,7 +55,7 @@ class _Summed:
         self,
         world: World,
         parameters: Sequence[torch.Tensor],
-        reduction: Beside,
+        reduction: ThreadedReduction,
         *,
         sparse: Collection[torch.Tensor] = (),
         turn: int = 1,
@@ -271,10 +271,14 @@ class Ddp(Strategy):
         shards: whose tables each rank steps in the rows that it owns; None without such.
     """
 
-    reduction: Beside
+    reduction: ThreadedReduction
 
     def __init__(
-        self, world: World, model: nn.Module, reduction: Beside, shards: RowShards | None = None
+        self,
+        world: World,
+        model: nn.Module,
+        reduction: ThreadedReduction,
+        shards: RowShards | None = None,
     ) -> None:
         super().__init__()
         self._world, self._model, self.reduction = world, model, reduction
@@ -334,7 +338,9 @@ class Ddp(Strategy):
         self.reduction.close()
 
 
-def _has_room_for_numbers(groups: Sequence[Sequence[torch.Tensor]], reduction: Beside) -> bool:
+def _has_room_for_numbers(
+    groups: Sequence[Sequence[torch.Tensor]], reduction: ThreadedReduction
+) -> bool:
     """Whether gradients are added up exactly, in numbers that losses and weights fit in as well."""
     kinds = {parameter.dtype for group in groups for parameter in group}
     return bool(groups) and reduction.is_exact and kinds in ({torch.float32}, {torch.float64})

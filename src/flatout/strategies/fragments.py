@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from flatout.errors import ModelError
-from flatout.strategies.reductions import Beside, Flat
+from flatout.strategies.reductions import Flat, ThreadedReduction
 from flatout.strategies.strategy import Tensors
 from flatout.world import Later, World
 
@@ -48,7 +48,7 @@ class Fragments:
         count: likewise.
     """
 
-    def __init__(self, world: World, reduction: Beside, count: int) -> None:
+    def __init__(self, world: World, reduction: ThreadedReduction, count: int) -> None:
         self._world, self._reduction, self.count = world, reduction, count
         self._fragments: list[Fragment] = []
         self._sent: Sent | None = None

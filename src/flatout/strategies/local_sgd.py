@@ -27,7 +27,7 @@ from flatout.errors import ModelError
 from flatout.models import weights_of
 from flatout.optim import optimizer_adapter
 from flatout.strategies.fragments import Fragments
-from flatout.strategies.reductions import Beside, Flat
+from flatout.strategies.reductions import Flat, ThreadedReduction
 from flatout.strategies.strategy import Strategy, Sums, Tensors
 from flatout.world import World
 
@@ -58,14 +58,14 @@ class LocalSgd(Strategy):
     """
 
     steps_apart = True
-    reduction: Beside
+    reduction: ThreadedReduction
 
     def __init__(
         self,
         world: World,
         model: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
-        reduction: Beside,
+        reduction: ThreadedReduction,
         *,
         every: int,
         outer: bool = False,

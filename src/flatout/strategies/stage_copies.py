@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from flatout.strategies.buckets import Bucket, bucket_groups
-from flatout.strategies.reductions import Beside, reduction_among
+from flatout.strategies.reductions import ThreadedReduction, reduction_among
 from flatout.strategies.strategy import Tensors
 from flatout.world import Group, World
 
@@ -47,7 +47,7 @@ class Copies:
         self.pipeline: Group = pipeline
         # The ranks that have this stage, one for each copy.
         self._peers = world.among(*map(self.ranks_of, range(stages))) if self.count > 1 else None
-        self._reduction: Beside | None = None
+        self._reduction: ThreadedReduction | None = None
         # By turn of the job's optimizers.
         self._buckets: dict[int, tuple[list[torch.Tensor], list[Bucket]]] = {}
 
@@ -107,11 +107,11 @@ class Copies:
         self._buckets[turn] = parameters, buckets
         return buckets
 
-    def _beside(self) -> Beside:
+    def _beside(self) -> ThreadedReduction:
         if self._reduction is None:
             assert self._peers is not None
             result = reduction_among(self._peers, self._world)
-            self._reduction = Beside(result, torch.device("cpu"))
+            self._reduction = ThreadedReduction(result, torch.device("cpu"))
         return self._reduction
 
     @torch.no_grad()

@@ -12,7 +12,7 @@ from torch import nn
 
 from flatout.data import Batch
 from flatout.models import weights_of
-from flatout.strategies.reductions import Beside
+from flatout.strategies.reductions import ThreadedReduction
 
 Tensors = Sequence[torch.Tensor]
 
@@ -65,7 +65,7 @@ class Strategy:
     alike_every = 1
     layout = ""
     micro_batches = 0
-    reduction: Beside | None = None
+    reduction: ThreadedReduction | None = None
     across: Callable[[torch.Tensor], None] | None = None
 
     def __init__(self) -> None:

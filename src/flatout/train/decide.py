@@ -28,7 +28,6 @@ from flatout.strategies import (
     LEFT_OUT,
     AsyncParameterServer,
     AsyncServersApart,
-    Beside,
     Ddp,
     Fsdp,
     FsdpKeras,
@@ -38,6 +37,7 @@ from flatout.strategies import (
     ServersApart,
     Shared,
     Strategy,
+    ThreadedReduction,
     reduction_of,
 )
 from flatout.train import auto, device_data
@@ -309,7 +309,7 @@ def _strategy(
     if asked.strategy == "parameter_server":
         return _served(loop, resolved), resolved
     adds_up, resolved = _reduction(loop, resolved)
-    reduction = Beside(adds_up, loop.device)
+    reduction = ThreadedReduction(adds_up, loop.device)
     if asked.strategy == "local_sgd":
         local = LocalSgd(
             world,

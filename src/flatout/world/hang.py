@@ -13,7 +13,7 @@ _RANKS = 8
 
 
 @dataclass
-class Stand:
+class RankStatus:
     """Where a rank stands, as it told itself, or as far as others know.
 
     Attributes:
@@ -61,7 +61,7 @@ class Hang:
     culprits: tuple[int, ...]
 
 
-def explain(number: int, rank: int, stands: Mapping[int, Stand], seconds: float) -> Hang:
+def explain(number: int, rank: int, stands: Mapping[int, RankStatus], seconds: float) -> Hang:
     """Say who keeps a collective from ending.
 
     Args:
@@ -103,14 +103,16 @@ def explain(number: int, rank: int, stands: Mapping[int, Stand], seconds: float)
     return Hang([first], f"{name} did not end, though all ranks had come to it", ())
 
 
-def _told(first: str, blame: str, culprits: Sequence[int], stands: Mapping[int, Stand]) -> Hang:
+def _told(
+    first: str, blame: str, culprits: Sequence[int], stands: Mapping[int, RankStatus]
+) -> Hang:
     lines = [first]
     for rank in culprits[:_STACKS]:
         lines += _about(rank, stands[rank])
     return Hang(lines, blame, tuple(culprits))
 
 
-def _about(rank: int, stand: Stand) -> list[str]:
+def _about(rank: int, stand: RankStatus) -> list[str]:
     who = f"rank {rank}" + (f" ({stand.process})" if stand.process else "")
     if stand.waiting is not None and not stand.state:
         does = f"waits in {stand.name(stand.waiting)}"

@@ -28,7 +28,7 @@ from flatout.world.network import LOOPBACK, is_here, listen, listener, listening
 from flatout.world.nodes import Nodes
 from flatout.world.secret import VARIABLE, Refused, Stranger, secret
 from flatout.world.stores import served
-from flatout.world.tunnel import Gate, Way, entered
+from flatout.world.tunnel import Gate, Tunnel, entered
 
 T = TypeVar("T")
 
@@ -98,7 +98,7 @@ class Preflight:
             alone = self.nodes.count == 1
             return self._store, [self.own] if alone else self._receive(until)
         self.address = self._enter(until)
-        self.store_port = Way(self.host, self.port).port
+        self.store_port = Tunnel(self.host, self.port).port
         self._store = within(self._answer_s, self.connect)
         came = within(self._wait_s + 2 * _LAST_WORDS_S, lambda: self._arrive(until))
         return self._store, came

@@ -58,7 +58,7 @@ class Gate:
             _carry(peer, store)
 
 
-class Way:
+class Tunnel:
     """A port on loopback that stands for the store of another node.
 
     Args:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from flatout.console import say
 from flatout.world.collective_log import CollectiveLog, Waiting
-from flatout.world.hang import Stand, explain
+from flatout.world.hang import RankStatus, explain
 from flatout.world.place import Place, restarts
 from flatout.world.points import all_ask
 from flatout.world.stacks import Process, look_at, own_stack, this_process
@@ -173,10 +173,10 @@ class RankWatch:
         record = self._board.read(rank)
         return None if record is None else json.loads(record)
 
-    def _stand(self) -> Stand:
+    def _stand(self) -> RankStatus:
         log = self._log
         waiting = log.waiting
-        return Stand(
+        return RankStatus(
             begun=log.begun,
             waiting=None if waiting is None else waiting.number,
             recent=list(log.recent)[-_LATEST:],
@@ -247,11 +247,11 @@ class RankWatch:
         self._set("blame", hang.blame)
         self._question = question._replace(is_told=True)
 
-    def _stand_of(self, rank: int, question: _Question) -> Stand:
+    def _stand_of(self, rank: int, question: _Question) -> RankStatus:
         answer = self._get(f"answer/{question.number}/{rank}")
         if answer is not None:
-            return Stand(**answer)
-        stand = Stand(**(self._told_by(rank) or {}))
+            return RankStatus(**answer)
+        stand = RankStatus(**(self._told_by(rank) or {}))
         process, result = self._get(f"process/{rank}"), self._get(f"seen/{question.number}/{rank}")
         if process is not None:
             stand.process = Process(**process).words

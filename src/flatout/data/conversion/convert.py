@@ -14,9 +14,9 @@ from flatout.data.conversion.converted import Converted, ShardSizes, To
 from flatout.data.conversion.job import Conversion, job_of
 from flatout.data.conversion.passes import pieces_of
 from flatout.data.conversion.shards import (
+    CountedFile,
     Encoded,
     Manifest,
-    Out,
     ShardFiles,
     Writer,
     begin,
@@ -245,7 +245,7 @@ def _to_rows(
 
 
 def _encoded_bytes(writer: Writer, job: Conversion) -> int:
-    out = Out(None)
+    out = CountedFile(None)
     sink = writer.open(out)
     sink.write(writer.encode(job.probe))
     sink.close()

@@ -70,7 +70,7 @@ class Writer(Protocol):
         """Rows as a sink takes them. Several threads may call at once."""
         ...
 
-    def open(self, out: Out) -> Sink:
+    def open(self, out: CountedFile) -> Sink:
         """Begin a shard."""
         ...
 
@@ -102,7 +102,7 @@ class Encoded(NamedTuple):
 Tell: TypeAlias = Callable[[int, str], None]
 
 
-class Out:
+class CountedFile:
     """A file that counts what is written to it. pyarrow writes to it as well.
 
     Attributes:
@@ -353,11 +353,11 @@ def _is_whole(folder: Path, shard: Shard) -> bool:
 
 
 @contextmanager
-def open_shard(place: ShardFiles, name: str) -> Iterator[Out]:
+def open_shard(place: ShardFiles, name: str) -> Iterator[CountedFile]:
     """A shard to write: whole under its name when the block ends well, else absent."""
     path = place.folder / name
     with atomic_write(path, "wb", durable=True, draft=f".{name}.part") as file:
-        out = Out(file)
+        out = CountedFile(file)
         try:
             yield out
         except BaseException:

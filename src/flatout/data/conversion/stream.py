@@ -11,8 +11,8 @@ from flatout.data.block import Block, take
 from flatout.data.buffers import Buffers
 from flatout.data.conversion.converted import SHARD_BYTES, Converted, ShardSizes
 from flatout.data.conversion.shards import (
+    CountedFile,
     Manifest,
-    Out,
     Shard,
     ShardFiles,
     Writer,
@@ -115,7 +115,9 @@ class _Writing:
             self._manifest.shards.append(shard)
             self._manifest.save(self._place.manifest)
 
-    def _shard(self, out: Out, block: Block, blocks: Iterator[Block]) -> tuple[int, Block | None]:
+    def _shard(
+        self, out: CountedFile, block: Block, blocks: Iterator[Block]
+    ) -> tuple[int, Block | None]:
         """Fill one shard; returns its rows, and what belongs into the next one."""
         sink, rows = self._writer.open(out), 0
         rest: Block | None = block

@@ -19,7 +19,7 @@ _READ = 64 * 2**20
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
-class Nameless(Exception):
+class NoDigest(Exception):
     """There is something whose content cannot be put into words."""
 
 
@@ -32,7 +32,7 @@ def function_digest(function: Any) -> str:
     """16 hex digits over a function's code and what it has at hand, as far as that has a name."""
     try:
         return function_name(function)
-    except Nameless:
+    except NoDigest:
         return digest_of(_kind(function), code_words(getattr(function, "__code__", None)))
 
 
@@ -43,7 +43,7 @@ def function_name(function: Any) -> str:
     method of, and the functions and plain values that it reads from global names.
 
     Raises:
-        Nameless: one of these values cannot be pickled.
+        NoDigest: one of these values cannot be pickled.
     """
     return digest_of(*_words(function, set()))
 
@@ -138,7 +138,7 @@ def _pickled(value: Any) -> str:
     try:
         return hashlib.blake2b(pickle.dumps(value, protocol=4)).hexdigest()
     except Exception as error:  # whatever an object's own pickling raises
-        raise Nameless(f"{_kind(value)}: {error}") from error
+        raise NoDigest(f"{_kind(value)}: {error}") from error
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:

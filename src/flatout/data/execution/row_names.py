@@ -13,7 +13,7 @@ import numpy.typing as npt
 from flatout.data.block import Numbers
 from flatout.data.execution.augmented import Augmented
 from flatout.data.execution.cache import Cached
-from flatout.data.execution.digests import Nameless, digest_of, function_name
+from flatout.data.execution.digests import NoDigest, digest_of, function_name
 from flatout.data.execution.samples import Decoded, Mapped, Samples
 from flatout.data.features.row_log import Names
 
@@ -83,7 +83,7 @@ def _own_words(samples: Augmented | Cached | Mapped) -> str | None:
         return None if samples.draws_by_number else " ".join(samples.words)
     try:
         return None if samples.wants_rng else function_name(samples.function)
-    except Nameless:
+    except NoDigest:
         return None
 
 

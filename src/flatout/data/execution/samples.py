@@ -24,7 +24,7 @@ from flatout.data.block import (
     take,
 )
 from flatout.data.buffers import Buffers
-from flatout.data.execution.digests import Nameless, digest_of, function_digest, function_name
+from flatout.data.execution.digests import NoDigest, digest_of, function_digest, function_name
 from flatout.data.execution.turns import Turns, places_left, turns_at, turns_left
 from flatout.data.files import stamps_of
 from flatout.data.form import Form, columns_of, form_of
@@ -350,7 +350,7 @@ class Mapped(Made):
             return None
         try:
             own = function_name(self.function)
-        except Nameless:
+        except NoDigest:
             return None
         return digest_of(inner, "map", own)
 

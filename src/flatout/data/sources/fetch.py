@@ -29,7 +29,7 @@ _PIECE = 1 << 20
 _QUIET_S = 1.0
 
 
-class _Home(NamedTuple):
+class _Location(NamedTuple):
     """Where a data set lies, and the MD5 of each of its files."""
 
     url: str
@@ -38,7 +38,7 @@ class _Home(NamedTuple):
 
 # Fashion-MNIST's checksums are those of its README; MNIST's are of the files as first published.
 _HOMES = {
-    "fashion_mnist": _Home(
+    "fashion_mnist": _Location(
         "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",
         {
             "train-images-idx3-ubyte.gz": "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
@@ -47,7 +47,7 @@ _HOMES = {
             "t10k-labels-idx1-ubyte.gz": "bb300cfdad3c16e7a12a480ee83cd310",
         },
     ),
-    "mnist": _Home(
+    "mnist": _Location(
         "https://ossci-datasets.s3.amazonaws.com/mnist",
         {
             "train-images-idx3-ubyte.gz": "f68b3c2dcbeaaa9fbdd348bbdeb94873",
@@ -101,13 +101,13 @@ def fetch(
     return target
 
 
-def _home(name: str, url: str | None, files: dict[str, str] | None) -> _Home:
+def _home(name: str, url: str | None, files: dict[str, str] | None) -> _Location:
     if files is not None:
         if url is None:
             raise DataError(
                 f"the files of {name!r} are named, but not where they lie", do="give url"
             )
-        return _Home(url, files)
+        return _Location(url, files)
     if name not in _HOMES:
         raise DataError(
             f"unknown data set {name!r}; known: {', '.join(_HOMES)}",

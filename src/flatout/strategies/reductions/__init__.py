@@ -1,6 +1,5 @@
 """How the gradients of all ranks are added up: a file per reduction."""
 
-from flatout.strategies.reductions.beside import Beside
 from flatout.strategies.reductions.choose import (
     check_reduction,
     reduction_among,
@@ -8,12 +7,13 @@ from flatout.strategies.reductions.choose import (
 )
 from flatout.strategies.reductions.reduction import Flat, Reduction
 from flatout.strategies.reductions.shared import Shared
+from flatout.strategies.reductions.threaded import ThreadedReduction
 
 __all__ = [
-    "Beside",
     "Flat",
     "Reduction",
     "Shared",
+    "ThreadedReduction",
     "check_reduction",
     "reduction_among",
     "reduction_of",

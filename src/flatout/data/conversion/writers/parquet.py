@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from flatout.data.block import Block, Ragged, Values
-from flatout.data.conversion.shards import Out
+from flatout.data.conversion.shards import CountedFile
 from flatout.data.schema import Column, Schema
 
 
@@ -41,7 +41,7 @@ class ParquetWriter:
         ]
         return pa.Table.from_arrays(arrays, schema=self._arrow)
 
-    def open(self, out: Out) -> ParquetFile:
+    def open(self, out: CountedFile) -> ParquetFile:
         """Begin a shard."""
         return ParquetFile(out, self._arrow)
 
@@ -49,7 +49,7 @@ class ParquetWriter:
 class ParquetFile:
     """A shard that is being written."""
 
-    def __init__(self, out: Out, schema: pa.Schema) -> None:
+    def __init__(self, out: CountedFile, schema: pa.Schema) -> None:
         self._writer = pq.ParquetWriter(
             out, schema, compression="zstd", write_page_checksum=True, use_dictionary=False
         )

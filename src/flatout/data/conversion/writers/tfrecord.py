@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from flatout.data.block import Block, Ragged, Values
-from flatout.data.conversion.shards import Out
+from flatout.data.conversion.shards import CountedFile
 from flatout.data.schema import Column, Schema
 from flatout.errors import DataError
 from flatout.kernels import example
@@ -61,7 +61,7 @@ class TfrecordWriter:
         records, _ = example.encode(columns)
         return records
 
-    def open(self, out: Out) -> TfrecordFile:
+    def open(self, out: CountedFile) -> TfrecordFile:
         """Begin a shard."""
         return TfrecordFile(out)
 
@@ -69,7 +69,7 @@ class TfrecordWriter:
 class TfrecordFile:
     """A shard that is being written."""
 
-    def __init__(self, out: Out) -> None:
+    def __init__(self, out: CountedFile) -> None:
         self._out = out
 
     def write(self, encoded: Any) -> None:

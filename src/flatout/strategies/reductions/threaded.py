@@ -68,7 +68,7 @@ class Pending:
             torch.cuda.current_stream(self._device).wait_event(self._done)
 
 
-class Beside:
+class ThreadedReduction:
     """Runs a reduction in a thread; the library's own all-reduce needs none.
 
     Args:
