@@ -21,8 +21,8 @@ weight).
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from time import perf_counter_ns as clock
 from typing import Any, TypeVar
@@ -57,7 +57,7 @@ from flatout.train.resume import Resume, find_checkpoint, own_state_of, state_of
 from flatout.train.running_mean import mean_of
 from flatout.train.settings import Switch
 from flatout.train.step import Stepper
-from flatout.train.tables import explain_ids, with_ids_checked
+from flatout.train.tables import explain_ids, ids_checked_in_step
 from flatout.train.tuning import capture_steps, report_tables, tune
 from flatout.train.turn import Turn, check_gathered
 from flatout.train.watch_calls import Calls
@@ -172,9 +172,14 @@ class Loop(LoopState):
         self.monitor.begin(facts)
         return model, optimizer
 
+    def _ids_checked(self, batches: Sequence[Batch]) -> AbstractContextManager[None]:
+        """Within, tables refuse ids below 0, where they would read rows by them, as Keras' do."""
+        if not self._takes_negative_ids or self.device.type != "cpu":
+            return nullcontext()
+        return ids_checked_in_step(self.model, batches, self.feed.source)
+
     @cached_property
     def _takes_negative_ids(self) -> bool:
-        """Whether tables read ids below 0 without an error, as Keras' do."""
         return not calls_hooks(self.model)
 
     @cached_property
@@ -313,14 +318,14 @@ class Loop(LoopState):
         is_checked = self.trainer_facts is None and not turn.has_stepped
         try:
             run = watched(compute) if is_checked else compute
-            if self._takes_negative_ids and self.device.type == "cpu":
-                run = with_ids_checked(run, self.model, self.feed.source)
+
             if self._other_job is not None and self.is_other_job:
                 self.stepper.switch.gather_rows()
                 with self.uncounted():
                     self._other_job.decide(compute, batches[0])
             number, tuner = self.next_step, self.tuner
-            with nullcontext() if self.features is None else self.features.watching(batches):
+            watching = nullcontext() if self.features is None else self.features.watching(batches)
+            with watching, self._ids_checked(batches):
                 if tuner is None or number < tuner.next_step:
                     done = self.stepper(run, batches, number, turn)
                 else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,6 @@ from flatout.train.broadcast import uncompiled
 from flatout.train.micro_batch import is_out_of_memory
 from flatout.train.snapshot import untouched
 
-_T = TypeVar("_T")
 _KINDS = (nn.Embedding, nn.EmbeddingBag)
 # What CUDA says where a kernel has found an index that is outside.
 _ASSERT = "device-side assert"
@@ -113,16 +112,12 @@ def ids_checked_where_unsaid(
     return ids_checked(model, batch, source)
 
 
-def with_ids_checked(
-    compute: Callable[[Batch], _T], model: nn.Module, source: Source | None
-) -> Callable[[Batch], _T]:
-    """The same function, within `ids_checked_where_unsaid` of what it is called with."""
-
-    def checked(batch: Batch) -> _T:
-        with ids_checked_where_unsaid(model, batch, source):
-            return compute(batch)
-
-    return checked
+def ids_checked_in_step(
+    model: nn.Module, batches: Sequence[Batch], source: Source | None
+) -> AbstractContextManager[None]:
+    """`ids_checked_where_unsaid` of the first batch of a step that may have such an id."""
+    odd = next((batch for batch in batches if _has_odd_numbers(batch)), None)
+    return nullcontext() if odd is None else ids_checked_where_unsaid(model, odd, source)
 
 
 def _has_odd_numbers(batch: Batch) -> bool:
