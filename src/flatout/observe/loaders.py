@@ -40,8 +40,8 @@ from flatout.observe.within_loader import LOADER, Looker, Probe, first_tensor, s
 _WAITS, _EPOCHS = 20_000, 1000
 # Samples of an epoch that are compared with those of other ranks.
 _TAKEN = 512
-# Epochs whose first samples are looked at.
-_FIRSTS = 8
+# Epochs whose first samples are looked at; and after how many batches those of the first one are.
+_FIRSTS, _COMPARED = 8, 16
 # Once in so many batches it is counted what the dataset keeps, and old waits go.
 _LOOK_EVERY = 16
 # So many numbers of a batch are compared with those of another.
@@ -75,6 +75,7 @@ class SeenLoader:
         self.is_hashed = True
         self.has_peers = self.is_taking_down = has_peers()
         self.indices: list[int] = []
+        self.compared_at = 0  # so many batches
         self.firsts: list[list[int]] = []  # of each of the first epochs
         self.rows: list[list[int]] = []  # of each worker
         self.looker: Looker | None = None
@@ -105,6 +106,7 @@ class SeenLoader:
         """An iteration over it begins."""
         self.facts.epochs += 1
         self.began = began
+        self.compared_at = self._numbered if self.facts.is_iterable else _COMPARED
 
     def hash(self, index: Any) -> None:
         """The first batch of an epoch is made of these samples."""
@@ -133,9 +135,12 @@ class SeenLoader:
         self.is_taking_down = not has_all or len(self.firsts[-1]) < ENOUGH
 
     def compare_with_others(self) -> None:
-        """What ranks and workers are asked for together: the first samples, and of which part."""
+        """What ranks and workers are asked for together: the first samples, and of which part.
+
+        Early, as the dataset of a script that has ended is gone; and once more where it is not.
+        """
         loader, facts = self.ref(), self.facts
-        if loader is None:
+        if loader is None or not (self.has_peers or any(self.rows)):
             return
         if self.indices and not _draws_again(loader.sampler):
             facts.taken = numbers_at(loader.dataset, self.indices[:_TAKEN])
@@ -445,6 +450,8 @@ def _timed(original: Any, watch: Watch) -> Any:
             lanes.switch(HOST)
             raise
         result.took(batch, hand_over())
+        if result.batches == result.compared_at:
+            watch.aside(result.compare_with_others)
         return batch
 
     return take

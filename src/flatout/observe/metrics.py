@@ -7,6 +7,7 @@ from threading import get_ident
 from time import perf_counter_ns
 from types import FunctionType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from flatout.hooks import when_imported, wrap
 from flatout.observe.watch import Watch
@@ -21,6 +22,7 @@ class MetricHooks:
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
         self._is_inside = False
+        self._names: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
         when_imported("sklearn.metrics", self._hook_sklearn)
         when_imported("torchmetrics.metric", self._hook_torchmetrics)
         when_imported("keras.src.trainers.compile_utils", self._hook_keras)
@@ -63,8 +65,16 @@ class MetricHooks:
                 return original(*args, **kwargs)
             finally:
                 self._is_inside = False
-                names = name or ", ".join(type(metric).__name__ for metric in args[0].metrics)
+                names = name or self._names_of(args[0])
                 if names:
                     calls.note("metric", perf_counter_ns() - began, detail={"name": names})
 
         return metric
+
+    def _names_of(self, metrics: Any) -> str:
+        """Of all that a Keras model is compiled with: asking it takes longer than timing it."""
+        names = self._names.get(metrics, "")
+        if not names:
+            names = ", ".join(type(metric).__name__ for metric in metrics.metrics)
+            self._names[metrics] = names
+        return names
