@@ -15,6 +15,8 @@ _SAMPLE = 1024
 # What is as good as zero begins there on purpose, as one half of an adapter does.
 _LEAST = 1e-3
 _MATRICES = 3
+# By this step each of several optimizers has stepped, where one steps more often than others.
+_LAST = 8
 
 
 class FirstUpdate:
@@ -24,7 +26,7 @@ class FirstUpdate:
         self._watch = watch
         self._renew()
         watch.with_gradients.append(self._keep)
-        for step in (1, 2):
+        for step in range(1, _LAST + 1):
             watch.at(step, self._look)
         watch.on_renewal.append(self._renew)
 
@@ -32,11 +34,11 @@ class FirstUpdate:
         self._before: dict[int, tuple[ref[Any], Any]] = {}
 
     def _keep(self) -> None:
-        """Before a step: those that have a gradient."""
+        """Before the first steps."""
         for seen in self._watch.models:
             model = seen.ref()
             for tensor in () if model is None else model.parameters():
-                if tensor.dim() >= 2 and tensor.grad is not None and id(tensor) not in self._before:
+                if tensor.dim() >= 2 and tensor.requires_grad and id(tensor) not in self._before:
                     self._before[id(tensor)] = ref(tensor), _sample(tensor)
 
     def _look(self) -> None:
@@ -46,7 +48,7 @@ class FirstUpdate:
                 changes = [change for item in optimizer.tensors() if (change := self._change(item))]
                 if len(changes) >= _MATRICES:
                     optimizer.facts.first_change = len(changes), median(changes)
-        if self._watch.lanes.steps > 1:
+        if self._watch.lanes.steps >= _LAST:
             self._before.clear()
 
     def _change(self, tensor: Any) -> float:

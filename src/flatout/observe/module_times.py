@@ -61,20 +61,24 @@ class ModuleTimes:
         self._handles: list[Any] = []
         self._renew()
         watch.at(_FROM, self._open)
-        watch.at(AFTER_STEPS, self._close)
+        for step in range(_FROM + 1, AFTER_STEPS + 1):
+            watch.at(step, self._end_step)
+        watch.at(AFTER_STEPS, self._remove)
         watch.before_backward.append(self._backward_begins)
         watch.on_renewal.append(self._renew)
 
     def _renew(self) -> None:
         self._remove()
         self._of: dict[int, _Of] = defaultdict(_Of)  # by the number of a module; -1 for none
+        self._steps: list[dict[int, _Of]] = []  # those of steps that have ended
+        self._lanes_ns: list[tuple[int, int]] = []  # of forward and backward, in these
         self._names: list[tuple[str, Any]] = []
         self._numbers: dict[int, int] = {}  # of modules, and of their parameters, by id
         # Calls that are open: the module, when it began, its first node, ns of calls within it.
         self._calls: list[list[int]] = []
         self._spans: list[tuple[int, int, int]] = []  # first and last node, and the module
         self._ran: list[tuple[int, str, int]] = []  # nodes of a backward pass: module, name, when
-        self._since = self._lanes_ns = (0, 0)
+        self._since = (0, 0)
 
     # -- forward ----------------------------------------------------------------------------------
 
@@ -202,23 +206,34 @@ class ModuleTimes:
             handle.remove()
         self._handles.clear()
 
-    def _close(self) -> None:
-        self._remove()
+    def _end_step(self) -> None:
         spent = self._watch.lanes.spent
-        forward, backward = self._since
-        self._lanes_ns = spent[FORWARD] - forward, spent[BACKWARD] - backward
+        now, (forward, backward) = (spent[FORWARD], spent[BACKWARD]), self._since
+        self._lanes_ns.append((now[0] - forward, now[1] - backward))
+        self._steps.append(self._of)
+        self._since, self._of = now, defaultdict(_Of)
+
+    def _typical(self) -> Iterator[tuple[int, _Of]]:
+        """Of each module the step that took least: in the other one it may have had to wait."""
+        for number in {number for step in self._steps for number in step}:
+            steps = [step[number] for step in self._steps if number in step]
+            least = min(steps, key=lambda of: of.backward)
+            forward = min(of.forward for of in steps)
+            yield number, _Of(forward, least.backward, least.operators)
 
     def results(self, observation: Observation) -> list[ModuleTime]:
         """Modules of one kind and place together, those that take most first."""
-        if not all(self._lanes_ns):
+        lanes = ("forward", "backward")
+        least = [min(each, default=0) for each in zip(*self._lanes_ns, strict=True)]
+        if not (any(self._steps) and all(least)):
             return []  # none were looked at, or not to the end
         groups: dict[tuple[str, str], ModuleTime] = {}
         operators: dict[tuple[str, str], dict[str, int]] = defaultdict(lambda: defaultdict(int))
         forward, backward = (
             (observation.lanes_ms.get(lane) or 0.0) / ns
-            for lane, ns in zip(("forward", "backward"), self._lanes_ns, strict=True)
+            for lane, ns in zip(lanes, least, strict=True)
         )
-        for number, of in self._of.items():
+        for number, of in self._typical():
             name, kind = self._names[number] if number >= 0 else ("", None)
             key = _NUMBER.sub("*", name), "" if kind is None else kind.__name__
             one = groups.setdefault(key, ModuleTime(name, key[1]))
