@@ -654,6 +654,81 @@ def test_a_block_of_bad_rows_alone_is_empty(pets):
     assert block.columns["label"].shape == (0,)
 
 
+class Writer:
+    """A process that has written the first half of a file, and ends once it has written all."""
+
+    SCRIPT = (
+        "import sys\n"
+        "content = open(sys.argv[2], 'rb').read()\n"
+        "with open(sys.argv[1], 'wb', buffering=0) as file:\n"
+        "    file.write(content[: len(content) // 2])\n"
+        "    print('half', flush=True)\n"
+        "    sys.stdin.readline()\n"
+        "    file.write(content[len(content) // 2 :])\n"
+    )
+
+    def __init__(self, path, content, folder):
+        whole = folder / "whole"
+        whole.write_bytes(content)
+        command = [sys.executable, "-S", "-c", self.SCRIPT, str(path), str(whole)]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+        assert self.process.stdout.readline() == "half\n"
+
+    def end(self, *_):
+        self.process.communicate("go on\n", timeout=60)
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_a_file_that_is_being_written_is_awaited(pets, tmp_path, monkeypatch, skips):
+    source = rows(pets, size=50, **({"on_error": "skip"} if skips else {}))
+    writer = Writer(pets / "cat/1.jpg", encoded(photo(90, 80, 5)), tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(image_rows, "sleep", writer.end)  # in place of a pause
+        block = take(source)
+    assert block.numbers.tolist() == [0, 1, 2, 3, 4]
+    assert source.skipped() == []
+    np.testing.assert_array_equal(
+        block.columns["image"], take(rows(pets, size=50)).columns["image"]
+    )
+
+
+def test_a_file_that_is_written_later_is_read_then(pets, tmp_path):
+    """Though it was damaged when it was read first; and it counts as damaged no more."""
+    source = rows(pets, size=50, on_error="skip", max_errors=1)
+    writer = Writer(pets / "cat/1.jpg", encoded(photo(90, 80, 5)), tmp_path)
+    for _ in range(2):
+        assert take(source).numbers.tolist() == [0, 2, 3, 4]
+    (line,) = source.skipped()
+    assert line.startswith("1 bad row skipped: ")
+    writer.end()
+    np.testing.assert_array_equal(pixels(source), pixels(rows(pets, size=50)))
+    (line,) = source.skipped()
+    assert line.startswith("1 row read again, written since: ")
+    assert line.endswith("cat/1.jpg")
+    (pets / "dog/3.jpg").unlink()
+    assert take(source).numbers.tolist() == [0, 1, 2, 4]
+    (line,) = source.skipped()
+    assert line.startswith("1 more bad row skipped: ")
+
+
+def test_a_file_that_is_written_without_end_is_skipped_and_read_later(pets, monkeypatch):
+    source, path, whole = rows(pets, on_error="skip"), pets / "cat/1.jpg", encoded(photo(120, 160))
+    path.write_bytes(whole[:2000])
+    times = iter([0.0, 0.0, 0.0, 1.0, 6.0, *[0.0] * 5])
+
+    def write_on(_):
+        with path.open("ab") as file:
+            file.write(whole[2000:2010])
+
+    with monkeypatch.context() as patched:
+        patched.setattr(image_rows, "monotonic", lambda: next(times))
+        patched.setattr(image_rows, "sleep", write_on)
+        assert take(source, [1]).numbers.tolist() == []
+    path.write_bytes(whole)
+    assert take(source).numbers.tolist() == [0, 1, 2, 3, 4]
+
+
 @pytest.mark.parametrize("skips", [False, True])
 def test_a_file_that_goes_or_is_damaged_while_it_is_read(pets, skips):
     source = rows(pets, **({"on_error": "skip"} if skips else {}))

@@ -24,6 +24,7 @@ JOB = '''
     import numpy as np
     import torch
     from keras import layers, ops
+    from PIL import Image
 
     import flatout
     from flatout.world import place
@@ -205,6 +206,17 @@ JOB = '''
            batch_size=None, test=(x, y), class_weight={0: 3.0, 2: 0.2})
     rows = flatout.data.arrays(words[:31], tags[:31]).batch(10, last="pad")
     fitted("padded, with masks", compiled(tagger()), rows, batch_size=None, test=(words, tags))
+    # Of the first batch one of three ranks has images alone that cannot be read.
+    photos = folder / f"photos-{size}-{rank}"
+    for number in range(24):
+        path = photos / "ab"[number // 12] / f"{number:02}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray((images[number].clip(0, 7) * 36).astype("uint8")).save(path)
+        if number in (0, 1, 2, 7, 20):
+            path.write_bytes(path.read_bytes()[:-30])
+    skipping = flatout.data.images(photos, size=6, on_error="skip").batch(10)
+    fitted("images that are skipped", compiled(convolutions(-1)), skipping, batch_size=None,
+           test=(images, kinds))
     fitted("a PyDataset", compiled(dense()), Rows(), batch_size=None, test=(x, y))
     fitted("a generator", compiled(dense()), forever(), batch_size=None, steps_per_epoch=4,
            test=(x, y))
@@ -347,6 +359,7 @@ CASES = (
     "padded",
     "padded, with masks",
     "padded, with class weights",
+    "images that are skipped",
     "a PyDataset",
     "a generator",
     "an optimizer that gathers",

@@ -65,6 +65,17 @@ JOB = """
             trainer.fit(colors.batch(10).shard(rank, size, presharded=True), epochs=1)
         except WorldError as error:
             found["other classes"] = str(error)
+        # Of rows that cannot be read the first rank tells those of the others, too.
+        text = folder / f"part{rank}.svm"
+        text.write_text("0 1:1 20:2\\n1 3:1\\n" * 6 + "what is this\\n" * rank)
+        mine = flatout.data.libsvm(text, on_error="skip").map(lambda i, t: (i.float(), t.long()))
+        found["said"] = []
+        trainer = flatout.Trainer(
+            nn.Linear(20, 2), optimizer="sgd", loss="cross_entropy", lr=0.1,
+            say=found["said"].append,
+        )
+        steps = mine.batch(10).shard(rank, size, presharded=True)
+        trainer.fit(steps, epochs=1, progress=False)
     torch.save(found, folder / f"found-{size}-{rank}.pt")
 """
 
@@ -83,3 +94,6 @@ def test_ranks_with_rows_of_their_own(tmp_path):
         assert "their own samples have no common order" in found["predict"]
         assert "the pipeline is the part of rank 0 of 3" in found["another part"]
         assert "ranks 0 and 1 number classes or texts differently" in found["other classes"]
+        skipped = [line for line in found["said"] if "skipped" in line]
+        assert len(skipped) == (rank == 0)
+        assert all("part1.svm" in line for line in skipped)

@@ -6,6 +6,7 @@ from threading import Lock
 from typing import Any, Literal
 
 from flatout.errors import DataError
+from flatout.words import counted
 
 OnError = Literal["fail", "skip"]
 
@@ -21,7 +22,7 @@ class ErrorPolicy:
         max_errors: with "skip", the most rows that may be skipped.
 
     Attributes:
-        count: how many were skipped.
+        count: how many are skipped; not those that could be read later.
 
     Raises:
         DataError: an argument makes no sense.
@@ -36,7 +37,9 @@ class ErrorPolicy:
         self.max_errors = max_errors
         self.count = 0
         self._known: list[tuple[str, str]] = []  # where and what, of the first
+        self._noted = 0  # so many were ever skipped
         self._asked = 0  # of these rows `new_notes` has told
+        self._again: list[str] = []  # where rows stand that were skipped before, untold
         self._lock = Lock()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -58,6 +61,7 @@ class ErrorPolicy:
             )
         with self._lock:
             self.count += 1
+            self._noted += 1
             if len(self._known) < _KNOWN:
                 self._known.append((where, what))
             if self.count > self.max_errors:
@@ -69,19 +73,31 @@ class ErrorPolicy:
                     do="look at these rows, correct the schema, or raise max_errors",
                 )
 
+    def good(self, where: str) -> None:
+        """A row that was counted as bad could be read."""
+        with self._lock:
+            self.count -= 1
+            self._again.append(where)
+
     def notes(self) -> list[str]:
         """How many rows were skipped and which came first, or nothing."""
         return self._words(0)
 
     def new_notes(self) -> list[str]:
-        """The same of those that were skipped since this was asked last."""
+        """The same of those that were skipped, or read after all, since this was asked last."""
         with self._lock:
-            asked, self._asked = self._asked, self.count
-        return self._words(asked)
+            asked, self._asked = self._asked, self._noted
+            again, self._again = self._again, []
+        lines = self._words(asked)
+        if again:
+            more = ", …" if len(again) > _TOLD else ""
+            rows = counted(len(again), "row")
+            lines.append(f"{rows} read again, written since: {', '.join(again[:_TOLD])}{more}")
+        return lines
 
     def _words(self, before: int) -> list[str]:
         """Of the rows that were skipped behind so many."""
-        count = self.count - before
+        count = self._noted - before
         if not count:
             return []
         named = self._known[before : before + _TOLD]

@@ -15,6 +15,7 @@ from flatout.data.execution.samples import Joined
 from flatout.data.ids.lookup import Lookup
 from flatout.data.normalization import Normalization
 from flatout.data.order import order as drawn
+from flatout.data.origins import Gather, alone
 from flatout.data.pipeline import Pipeline
 from flatout.data.planner import Begun, build_rows
 from flatout.data.stages import Normalize, Options
@@ -66,9 +67,9 @@ class Mixture:
         """What the user should know of the sources of all."""
         return [line for part in self.parts for line in getattr(part.origin, "notes", list)()]
 
-    def skipped(self) -> list[str]:
-        """Rows of all that were skipped since this was asked last."""
-        return [line for part in self.parts for line in part.skipped()]
+    def skipped(self, gather: Gather = alone) -> list[str]:
+        """Rows of all that any rank has skipped since this was asked last."""
+        return [line for part in self.parts for line in part.skipped(gather)]
 
     def begin(self, options: Options, say: Callable[[str], None]) -> Begun:
         """The samples of all, in their mixed order."""

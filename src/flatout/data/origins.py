@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, TypeGuard
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, TypeAlias, TypeGuard
 
 import numpy.typing as npt
 
 from flatout.data.block import Block, Numbers
 from flatout.data.buffers import Buffers
 from flatout.data.schema import Schema
+
+# Gives the values of all ranks, by rank, for this rank's own.
+Gather: TypeAlias = Callable[[Any], list[Any]]
+
+
+def alone(value: Any) -> list[Any]:
+    """The values of all ranks where there is one."""
+    return [value]
 
 
 class Origin(Protocol):
@@ -34,8 +42,12 @@ class Origin(Protocol):
         """What the user should know, such as how many rows were skipped."""
         return []
 
-    def skipped(self) -> list[str]:
-        """How many rows were skipped in reading since this was asked last, and which."""
+    def skipped(self, gather: Gather = alone) -> list[str]:
+        """How many rows any rank has skipped in reading since this was asked last, and which.
+
+        Args:
+            gather: of the ranks that read these data, all of which ask.
+        """
         return []
 
 

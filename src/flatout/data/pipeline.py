@@ -28,7 +28,7 @@ from flatout.data.explanation import Explanation
 from flatout.data.ids.counting import IdCounts, count_ids
 from flatout.data.ids.lookup import Lookup, looked_up
 from flatout.data.normalization import Normalization
-from flatout.data.origins import is_rows, is_stream
+from flatout.data.origins import Gather, alone, is_rows, is_stream
 from flatout.data.planner import Built, BuiltStream, build, check
 from flatout.data.schema import Column, Schema
 from flatout.data.stages import Batch as BatchStage
@@ -400,9 +400,13 @@ class Pipeline(Staged["Pipeline"]):
         """
         return self._built.targets()
 
-    def skipped(self) -> list[str]:
-        """How many rows were skipped in reading since this was asked last, and which."""
-        return list(getattr(self.origin, "skipped", list)())
+    def skipped(self, gather: Gather = alone) -> list[str]:
+        """How many rows any rank has skipped in reading since this was asked last, and which.
+
+        Args:
+            gather: gives the values of all ranks for this rank's own; all of them ask.
+        """
+        return list(self.origin.skipped(gather)) if hasattr(self.origin, "skipped") else []
 
     def notes(self) -> list[str]:
         """What the user should know: rows skipped, stages moved, order of classes."""

@@ -37,12 +37,14 @@ class SyncBatchNorm:
         ranks: those that train together.
         world: the ranks whose parts make the present batch.
         copies: how many ranks compute the present batch; 1 where each has its own part.
+        is_filling: whether no row of this rank's part is a sample, so that none counts.
     """
 
     def __init__(self, model: nn.Module, world: World) -> None:
         self.ranks = world
         self.world = ONE
         self.copies = 1
+        self.is_filling = False
         modules = modules_of(model)
         self.layers = [
             layer
@@ -51,7 +53,7 @@ class SyncBatchNorm:
         ]
         for layer in self.layers:
             layer.forward = _forward(self, layer)  # type: ignore[method-assign]
-        self.of_keras = share_moments(modules, lambda: self.world)
+        self.of_keras = share_moments(modules, lambda: (self.world, self.is_filling))
 
     @property
     def has_layers(self) -> bool:
@@ -65,7 +67,7 @@ class SyncBatchNorm:
         try:
             yield
         finally:
-            self.world, self.copies = ONE, 1
+            self.world, self.copies, self.is_filling = ONE, 1, False
 
     def close(self) -> None:
         """Give the layers their own code back."""
@@ -99,7 +101,8 @@ class _Normalized(torch.autograd.Function):
         dims = [dim for dim in range(x.dim()) if dim != 1]
         count = x.numel() / x.size(1)
         variance, mean = torch.var_mean(values, dims, correction=0)
-        mean, variance, total = _over_all(sync.world, mean, variance, count)
+        own = -count if sync.is_filling else count
+        mean, variance, total = _over_all(sync.world, mean, variance, own)
         if sync.world.size > 1 and total <= sync.copies:
             # As torch says it of a whole batch on one rank.
             raise ValueError(
@@ -109,6 +112,7 @@ class _Normalized(torch.autograd.Function):
         scale = torch.rsqrt(variance + layer.eps)
         ctx.save_for_backward(x, weight, mean, scale)
         ctx.world, ctx.dims, ctx.total = sync.world, dims, total
+        ctx.is_filling = sync.is_filling and sync.world.size > 1
         ctx.has_bias = bias is not None
         factor = scale if weight is None else scale * weight
         shift = -mean * factor if bias is None else bias - mean * factor
@@ -126,6 +130,8 @@ class _Normalized(torch.autograd.Function):
         sums = both.view(2, -1) / ctx.total
         factor = scale if weight is None else scale * weight
         inner = gradient - _spread(sums[0], x) - normal * _spread(sums[1], x)
+        if ctx.is_filling:  # the statistics do not depend on it
+            inner = torch.zeros_like(inner)
         # The parameters' own gradients are this rank's part, and are added up with all others.
         return (
             (inner * _spread(factor, x)).to(x.dtype),
@@ -139,7 +145,10 @@ class _Normalized(torch.autograd.Function):
 def _over_all(
     world: World, mean: torch.Tensor, variance: torch.Tensor, count: float
 ) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Mean, variance and count of all ranks' parts, from those of each."""
+    """Mean, variance and count of all ranks' parts, from those of each.
+
+    A count below 0 is of filling, which counts only where there is nothing else.
+    """
     channels = len(mean)
     table = torch.zeros(world.size, 2 * channels + 1, dtype=torch.float64, device=mean.device)
     table[world.rank, :channels] = mean
@@ -147,6 +156,7 @@ def _over_all(
     table[world.rank, -1] = count
     world.sum(table, "BatchNorm's statistics")
     means, variances, counts = table[:, :channels], table[:, channels:-1], table[:, -1:]
+    counts = torch.where((counts > 0).any(), counts.clamp_min(0), -counts / len(counts))
     total = counts.sum()
     whole = (means * counts).sum(0) / total
     spread = ((variances + (means - whole) ** 2) * counts).sum(0) / total

@@ -274,6 +274,8 @@ class ModelRows:
             at = missing.to(self._loop.device, non_blocking=True)
             inputs = map_tensors(lambda tensor: tensor.index_select(0, at), inputs)
         made = self._computed(cut, inputs, len(missing), alone=batch.size == 1)
+        if batch.kept is not None and rows.files is not None:
+            rows.files.look(numbers[~there])  # which may be others since they were asked for
         if cut.contents.are_same():
             _keep(batch, rows, slots, missing, made)
         if there.any():

@@ -65,6 +65,8 @@ Rows: TypeAlias = FeatureRows | NamedRows
 _TUNED = 60
 # Samples that are measured on a CPU.
 _MEASURED = 4
+# Batches among which one of several samples is looked for.
+_PEEKED = 4
 
 
 class FrozenFeatures:
@@ -88,6 +90,7 @@ class FrozenFeatures:
         self.rows = ModelRows(loop, model)
         self._loop, self._model = loop, model
         self._source: Source | None = None  # that is trained on
+        self._part: Source | None = None  # what this rank reads of it
         self._cut: Cut | None = None
         self._undo: Callable[[], None] | None = None
         self._opened: dict[str, Rows] = {}  # of each cut, while it is looked at
@@ -153,6 +156,7 @@ class FrozenFeatures:
             Whether the epoch's batches need be looked at.
         """
         self._source, self._trains, self._restarts = source, True, False
+        self._part = part
         self._given.begin(part, epoch)
         self._is_new_epoch = True
         for _, rows in self._of_source.values():
@@ -315,6 +319,7 @@ class FrozenFeatures:
 
     def _decide(self, source: Source, batch: Batch | None, epoch: int) -> None:
         loop = self._loop
+        batch = self._of_several(source, batch)
         self._decided_in, self._has_dropped = epoch, False
         if self._calls is not None and self._calls.root is not None:
             self._model = self.rows.model = self._calls.root
@@ -386,6 +391,14 @@ class FrozenFeatures:
         if batch.size < 2:
             return "a batch of one sample does not tell whether samples depend on each other"
         return ""
+
+    def _of_several(self, source: Source, batch: Batch | None) -> Batch | None:
+        """The batch; where it has a single sample, as where others were skipped, one with more."""
+        part, samples = self._part, samples_of(source)
+        if batch is None or batch.size > 1 or part is None or not isinstance(samples, Numbered):
+            return batch
+        more = (self._loop.ready(one) for one in part.peek(_PEEKED) if one.size > 1)
+        return next(more, batch)
 
     def _may_send(self, source: Source) -> bool:
         """Whether hosts may get rows from one another: all ranks begin each epoch together."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from time import perf_counter_ns as clock
 from typing import Protocol
 
@@ -220,9 +221,15 @@ class Feed:
                 item.notes.clear()
         return notes
 
-    def skipped(self, source: Source | None) -> list[str]:
-        """Which rows of a source were skipped, in words that were not told yet."""
-        lines = source.skipped() if isinstance(source, Pipeline) else []
+    def skipped(self, source: Source | None, world: World) -> list[str]:
+        """Which rows of a source any rank has skipped, in words that were not told yet.
+
+        Args:
+            source: the same on all ranks, all of which ask.
+            world: of this rank.
+        """
+        gather = partial(world.gather, what="rows that ranks have skipped")
+        lines = source.skipped(gather) if isinstance(source, Pipeline) else []
         new = [words for line in lines if (words := f"input: {line}") not in self._told]
         self._told.update(new)
         return new

@@ -195,9 +195,8 @@ class Fit:
             own = loop.has_own_batches
             tell(layout_words(loop, loop.first_batch_size if own else self.source.batch_size))
         if isinstance(self.source, Pipeline):
-            for note in (*self.trainer.input_lines, *self.source.notes()):
+            for note in (*self.trainer.input_lines, *self._input_notes(self.source)):
                 loop.say(f"input: {note}")
-            loop.feed.skipped(self.source)  # the notes have said it
         if self.validation is not None:
             loop.tell_skipped(self.validation)
         state.history.recipe = loop.resolved
@@ -230,6 +229,16 @@ class Fit:
         alike, waits = not loop.takes_whole_batches, not loop.stepper.strategy.steps_apart
         self._times = RankTimes(loop.world, loop.timeline, loop.pace, alike=alike, waits=waits)
         self._count, self._job_changes = operator_count(loop), loop.job_changes
+
+    def _input_notes(self, source: Pipeline) -> list[str]:
+        """What there is to say of the data, of each rank's own where they have other rows."""
+        world, of_ranks = self.loop.world, None
+        if source.has_own_rows:
+            of_ranks = world.gather(source.notes(), "what ranks say of their data")
+        self.loop.feed.skipped(source, world)  # which the notes say
+        if of_ranks is None:
+            return source.notes()
+        return list(dict.fromkeys(note for notes in of_ranks for note in notes))
 
     def _figures(self) -> Figures:
         """What the logs will have, of a validation too, which is looked at for that."""
@@ -304,6 +313,8 @@ class Fit:
                 loop.checkpointing.wait()
                 return
             loop.meet_others()
+            for line in loop.feed.skipped(self.source, loop.world):  # in an epoch that was left
+                self._note(line)
             state.history.stop_reason = state.stop_reason
             self._note_staleness()
             self._note_settings()
@@ -556,6 +567,7 @@ class Fit:
         state, loop = self.state, self.loop
         loop.check_numbers(self.compute)
         loop.meet_others()
+        loop.tell_skipped(self.source)
         every = loop.stepper.strategy.alike_every
         if every and self._is_time_to_compare():
             after = f"after epoch {state.epoch + 1}"

@@ -264,7 +264,8 @@ class Loop(LoopState):
         batches = self.feed.batches(
             self.world, self.note, self.epoch, self.planned_epochs, whole=whole
         )
-        return self._told_at_end(batches, source)
+        # A fit tells at the end of its epochs, where ranks meet.
+        return batches if self.trainer_facts is not None else self._told_at_end(batches, source)
 
     def _told_at_end(self, batches: Iterator[Batch], source: Source) -> Iterator[Batch]:
         yield from batches

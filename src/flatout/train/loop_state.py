@@ -277,11 +277,9 @@ class LoopState:
             self.stepper.notes.append(line)
 
     def tell_skipped(self, source: Source) -> None:
-        """Say which rows of a source were skipped, where that was not said yet."""
-        for line in self.feed.skipped(source):
+        """Say which rows of a source any rank has skipped, and not said yet; all ranks call it."""
+        for line in self.feed.skipped(source, self.world):
             self.tell(line)
-            if self._stepper is not None and not self.world.is_first:
-                self._stepper.notes.append(line)  # a fit tells those of all ranks
 
     @property
     def next_step(self) -> int:

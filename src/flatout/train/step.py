@@ -332,6 +332,8 @@ class Stepper:
 
         def loss(piece: Batch) -> torch.Tensor:
             value = self._forward(compute, piece)
+            if not piece.samples and not isinstance(value, tuple):
+                value = value * 0.0, 0.0  # a mean over rows that only fill a batch up
             if samples is None:
                 mean, weight = mean_of_value(value, piece.size)
                 part.add(mean.detach(), weight)
@@ -370,6 +372,7 @@ class Stepper:
     def _forward(self, compute: Compute, piece: Batch) -> Value:
         if self._norms is not None:
             self._norms.copies = piece.copies
+            self._norms.is_filling = not piece.samples
         if self.dropout is not None:
             self.dropout.at(piece.start, piece.size)
         if not self._use_autocast:

@@ -19,6 +19,7 @@ from flatout.data.decoder import Encoded
 from flatout.data.error_policy import ErrorPolicy, OnError
 from flatout.data.execution.parallel import Ahead, Tuner
 from flatout.data.framing import LONGEST_RECORD, pieces
+from flatout.data.origins import Gather, alone
 from flatout.data.pipe import STANDARD_INPUT, Pipe
 from flatout.data.pipeline import Pipeline
 from flatout.data.schema import Given, Schema
@@ -238,9 +239,11 @@ class FifoStream:
         wrap = " in RecordIO" if self._wrap else ""
         return f"{WORDS[self.schema.format]} rows{wrap} of {self._names}{count}"
 
-    def skipped(self) -> list[str]:
-        """How many rows of the latest pass were skipped since this was asked last, and which."""
-        return self._policy.new_notes()
+    def skipped(self, gather: Gather = alone) -> list[str]:
+        """How many rows of the latest pass any rank has skipped since this was asked last."""
+        if self._on_error != "skip":
+            return []
+        return [line for lines in gather(self._policy.new_notes()) for line in lines]
 
     def notes(self) -> list[str]:
         """What was skipped in the latest pass."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -45,6 +46,7 @@ class ImageFolders:
     def __init__(
         self, paths: Paths, labeled: bool, classes: tuple[str, ...] | None, policy: ErrorPolicy
     ) -> None:
+        self._opened_ns = time.time_ns()
         files = find_images(paths)
         if labeled and classes is None:
             check_no_splits(files, paths, takes_classes=True)
@@ -82,6 +84,18 @@ class ImageFolders:
         chosen = range(len(self._entries)) if numbers is None else numbers.tolist()
         entries = [self._entries[number] for number in chosen]
         return [f"{entry.key}\n{stamp_of(entry.path)}" for entry in entries]
+
+    def stamp(self, number: int) -> str:
+        """What differs where the image's file was written or replaced."""
+        return stamp_of(self._entries[number].path)
+
+    def is_written_since(self, number: int) -> bool:
+        """Whether the image's file was written, or has gone, since these were opened."""
+        try:
+            changed_ns = os.stat(self._entries[number].path).st_ctime_ns
+        except OSError:
+            return True
+        return changed_ns > self._opened_ns
 
     def contents(self, numbers: Numbers, buffers: Buffers) -> Content:
         """What reads the files, each when it is asked for, as it is by then."""

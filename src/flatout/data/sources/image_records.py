@@ -103,6 +103,14 @@ class ImageRecords:
         data = _each(self._records.take(numbers, buffers).columns["image"])
         return lambda place, header: (data(place), header)
 
+    def stamp(self, number: int) -> str:
+        """Nothing: where a shard was written since, reading it is an error."""
+        return ""
+
+    def is_written_since(self, number: int) -> bool:
+        """Not one of them alone."""
+        return False
+
     def where(self, number: int) -> str:
         """Such as "pets-00000.tfrecord: byte 1,024 (cat/7.jpg)"."""
         place = self._records.where(number)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
+from time import monotonic, sleep
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -16,7 +17,7 @@ from flatout.data.block import Block, Numbers, Values
 from flatout.data.buffers import Buffers
 from flatout.data.error_policy import ErrorPolicy
 from flatout.data.files import File
-from flatout.data.origins import Rows
+from flatout.data.origins import Gather, Rows, alone
 from flatout.data.schema import Column, Role, Schema
 from flatout.data.sources.image_decode import (
     HAVE_SIMPLEJPEG,
@@ -34,6 +35,8 @@ from flatout.words import counted
 # Images on which the loss of a reduced decode is measured.
 _MEASURED = 8
 _TOLD = 3
+# A file that is being written is read again after so long, for so long.
+_PAUSE_S, _WRITTEN_S = 0.1, 5.0
 
 
 class Wanted(NamedTuple):
@@ -83,6 +86,14 @@ class Images(Protocol):
         """
         ...
 
+    def stamp(self, number: int) -> str:
+        """What differs where an image was written or replaced; "" where that is an error."""
+        ...
+
+    def is_written_since(self, number: int) -> bool:
+        """Whether an image was written since these were opened."""
+        ...
+
     def where(self, number: int) -> str:
         """Where an image is stored."""
         ...
@@ -112,7 +123,10 @@ class ImageRows(Rows):
     def __init__(self, images: Images, wanted: Wanted, policy: ErrorPolicy) -> None:
         self._images = images
         self._policy = policy
-        self._bad: set[int] = set()
+        self._bad: dict[int, str] = {}  # images that cannot be read, with their stamps then
+        # Of these, and of those that could be read later, what other ranks are not told yet.
+        self._new: list[list[Any]] = []  # number, what, where and stamp
+        self._again: list[list[Any]] = []  # number and where
         self.rows = len(images.headers)
         self.classes = images.classes
         size, self._is_resized = wanted.size, wanted.resize is not None
@@ -177,24 +191,68 @@ class ImageRows(Rows):
         scratch = buffers.empty(largest, np.uint8)
         kept: list[int] = []
         for place, number in enumerate(numbers.tolist()):
-            if number in self._bad:
-                continue
-            try:
-                data, header = content(place, headers[place])
-                if header is not headers[place]:
-                    scratch = self._room_for(header, scratch)
-                decode(data, header, look, pixels[len(kept)], scratch)
-            except Damaged as error:
-                self._policy.bad(str(error), self.where(number))
-                # Counted once, however many epochs meet it.
-                self._bad.add(number)
-            else:
+            known = self._bad.get(number)
+            if known is not None and known == self._images.stamp(number):
+                continue  # counted once, however many epochs meet it
+            read = partial(content, place, headers[place])
+            room = self._decoded(number, read, headers[place], pixels[len(kept)], scratch)
+            if room is not None:
+                scratch = room
                 kept.append(number)
         good = np.array(kept, np.int64)
         columns: dict[str, Values] = {"image": pixels[: len(kept)].transpose(0, 3, 1, 2)}
         if self._images.labels is not None:
             columns["label"] = self._images.labels[good]
         return Block(columns, good)
+
+    def _decoded(
+        self,
+        number: int,
+        read: Callable[[], tuple[bytes | memoryview, Header]],
+        header: Header,
+        out: npt.NDArray[np.uint8],
+        scratch: npt.NDArray[np.uint8],
+    ) -> npt.NDArray[np.uint8] | None:
+        """Decode an image; once more, or until it is whole, where its file is being written.
+
+        Args:
+            number: of the image.
+            read: gives its bytes, and the header that they have by now.
+            header: that it had.
+            out: gets the pixels.
+            scratch: memory to decode in.
+
+        Returns:
+            the scratch memory, another one where the image is larger by now; None where it cannot
+            be read.
+        """
+        before, until = "", monotonic() + _WRITTEN_S
+        while True:
+            try:
+                data, now = read()
+                if now is not header:
+                    scratch = self._room_for(now, scratch)
+                decode(data, now, self._look, out, scratch)
+            except Damaged as error:
+                stamp = self._images.stamp(number)
+                if stamp == before or monotonic() > until:
+                    self._skip(number, str(error), stamp if stamp == before else "")
+                    return None
+                before = stamp
+                if self._images.is_written_since(number):
+                    sleep(_PAUSE_S)
+            else:
+                break
+        if self._bad.pop(number, None) is not None:
+            self._policy.good(self.where(number))
+            self._again.append([number, self.where(number)])
+        return scratch
+
+    def _skip(self, number: int, what: str, stamp: str) -> None:
+        if number not in self._bad:
+            self._policy.bad(what, self.where(number))
+            self._new.append([number, what, self.where(number), stamp])
+        self._bad[number] = stamp
 
     def _room_for(self, header: Header, scratch: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
         """Scratch memory for an image that was replaced, once it may be used."""
@@ -226,9 +284,34 @@ class ImageRows(Rows):
         listed = ", ".join(each) if len(each) <= _TOLD else f"{each[0]} … {each[-1]}"
         return f"{words}, {counted(len(each), 'class', 'classes')} ({listed})"
 
-    def skipped(self) -> list[str]:
-        """How many images were skipped since this was asked last, and which."""
+    def skipped(self, gather: Gather = alone) -> list[str]:
+        """How many images any rank has skipped since this was asked last, and which.
+
+        Raises:
+            DataError: all ranks together have skipped too many.
+        """
+        if not self._policy.skip:
+            return []
+        # Threads may add to these lists meanwhile.
+        new, again = self._new[:], self._again[:]
+        del self._new[: len(new)], self._again[: len(again)]
+        mine = [self.digest, new, again]
+        for theirs in gather(mine):
+            if theirs != mine:
+                self._take_over(*theirs)
         return self._policy.new_notes()
+
+    def _take_over(self, digest: str, new: list[list[Any]], again: list[list[Any]]) -> None:
+        """Count what another rank has skipped, or read again, and do so where rows are the same."""
+        is_same = digest == self.digest
+        for number, what, where, stamp in new:
+            if not is_same or number not in self._bad:
+                self._policy.bad(what, where)
+            if is_same:
+                self._bad.setdefault(number, stamp)
+        for number, where in again:
+            if not is_same or self._bad.pop(number, None) is not None:
+                self._policy.good(where)
 
     def notes(self) -> list[str]:
         """What was skipped or not read, and what a reduced decode costs."""

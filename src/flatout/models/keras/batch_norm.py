@@ -39,12 +39,15 @@ def _kind() -> type | None:
     return getattr(layers, "BatchNormalization", None)
 
 
-def share_moments(modules: Iterable[nn.Module], world: Callable[[], World]) -> list[nn.Module]:
+def share_moments(
+    modules: Iterable[nn.Module], part: Callable[[], tuple[World, bool]]
+) -> list[nn.Module]:
     """Let BatchNormalizations take their moments over a World, until `own_moments`.
 
     Args:
         modules: among which they are.
-        world: gives the ranks that have the parts of a batch.
+        part: gives the ranks that have the parts of a batch, and whether no row of this rank's
+            part is a sample, so that none counts.
 
     Returns:
         the layers that do.
@@ -52,7 +55,7 @@ def share_moments(modules: Iterable[nn.Module], world: Callable[[], World]) -> l
     layers = [layer for layer in modules if _is_norm(layer)]
     for layer in layers:
         # Past Keras' own __setattr__, which would track it as a part of the layer.
-        vars(layer)["_moments"] = _moments_over(world, layer)
+        vars(layer)["_moments"] = _moments_over(part, layer)
     return layers
 
 
@@ -62,15 +65,16 @@ def own_moments(layers: Iterable[nn.Module]) -> None:
         del vars(layer)["_moments"]
 
 
-def _moments_over(world: Callable[[], World], layer: Any) -> Moments:
+def _moments_over(part: Callable[[], tuple[World, bool]], layer: Any) -> Moments:
     """What replaces the layer's `_moments(inputs, mask)`."""
 
     def moments(
         inputs: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if world().size == 1:
+        world, is_filling = part()
+        if world.size == 1:
             return type(layer)._moments(layer, inputs, mask)  # type: ignore[no-any-return]
-        return _Moments.apply(inputs, mask, layer.axis, world())  # type: ignore[no-any-return, no-untyped-call]
+        return _Moments.apply(inputs, mask, layer.axis, world, is_filling)  # type: ignore[no-any-return, no-untyped-call]
 
     return moments
 
@@ -80,13 +84,18 @@ class _Moments(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, mask: torch.Tensor | None, axis: int, world: World
+        ctx: Any,
+        x: torch.Tensor,
+        mask: torch.Tensor | None,
+        axis: int,
+        world: World,
+        is_filling: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         axis %= x.dim()
         dims = [dim for dim in range(x.dim()) if dim != axis]
         counted = None if mask is None else mask.bool().unsqueeze(-1).expand_as(x)
-        own = _of_part(x, counted, dims, axis)
-        mean, squares, count = _over_all(world, *own)
+        mean, squares, count = _of_part(x, counted, dims, axis)
+        mean, squares, count = _over_all(world, mean, squares, -count if is_filling else count)
         if mask is not None:
             # Keras divides by the count and its epsilon, so that nothing counted gives no NaN.
             divisor = count + _epsilon()
@@ -97,7 +106,7 @@ class _Moments(torch.autograd.Function):
             divisor = count
         mean, variance = mean.to(x.dtype), (squares / divisor).to(x.dtype)
         ctx.save_for_backward(x, counted, mean, divisor.to(x.dtype))
-        ctx.axis, ctx.world = axis, world
+        ctx.axis, ctx.world, ctx.is_filling = axis, world, is_filling
         return mean, variance
 
     @staticmethod
@@ -108,7 +117,10 @@ class _Moments(torch.autograd.Function):
         of_mean, of_variance = both.view(2, -1) / divisor
         inner = (x - _spread(mean, x, ctx.axis)) * _spread(2 * of_variance, x, ctx.axis)
         inner += _spread(of_mean, x, ctx.axis)
-        return inner if counted is None else inner.where(counted, 0), None, None, None
+        if ctx.is_filling:  # the statistics do not depend on it
+            inner = torch.zeros_like(inner)
+        inner = inner if counted is None else inner.where(counted, 0)
+        return inner, None, None, None, None
 
 
 def _of_part(
@@ -128,11 +140,15 @@ def _of_part(
 def _over_all(
     world: World, mean: torch.Tensor, squares: torch.Tensor, count: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same of all ranks' parts together, in float64."""
+    """The same of all ranks' parts together, in float64.
+
+    Counts below 0 are of filling, which counts only where there is nothing else.
+    """
     table = torch.zeros(world.size, 3, len(mean), dtype=torch.float64, device=mean.device)
     table[world.rank] = torch.stack([mean, squares, count])
     world.sum(table, "BatchNormalization's statistics")
     means, deviations, counts = table.unbind(1)
+    counts = torch.where((counts > 0).any(), counts.clamp_min(0), -counts / len(counts))
     total = counts.sum(0)
     whole = (means * counts).sum(0) / total.clamp_min(1)
     return whole, (deviations + counts * (means - whole) ** 2).sum(0), total
