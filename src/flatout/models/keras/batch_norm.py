@@ -148,7 +148,9 @@ def _over_all(
     table[world.rank] = torch.stack([mean, squares, count])
     world.sum(table, "BatchNormalization's statistics")
     means, deviations, counts = table.unbind(1)
-    counts = torch.where((counts > 0).any(), counts.clamp_min(0), -counts / len(counts))
+    is_any = (counts > 0).any()
+    share = torch.where(is_any, (counts > 0).double(), 1 / len(counts))
+    deviations, counts = deviations * share, counts.abs() * share
     total = counts.sum(0)
     whole = (means * counts).sum(0) / total.clamp_min(1)
     return whole, (deviations + counts * (means - whole) ** 2).sum(0), total
