@@ -1,3 +1,4 @@
+import collections
 import copy
 import random
 
@@ -258,3 +259,48 @@ def test_what_batch_norm_changes_is_put_back():
     model(torch.randn(8, 4))
     moving.put_back()
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+class Keeps(nn.Module):
+    """A cell whose state, and all else that it keeps, lies in plain attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.GRUCell(3, 3)
+        self.state, self.counts, self.seen = None, torch.zeros(2), [1]
+        self.by_size, self.sizes, self.latest = {}, set(), collections.deque([0], maxlen=2)
+        self.wide = torch.zeros(1, 3).expand(4, 3)
+
+    def forward(self, x):
+        if not hasattr(self, "first"):
+            self.first, self.pair = torch.zeros(len(x), 3), (x, x)
+        state = self.first if self.state is None else self.state
+        self.state = self.cell(x, state).detach()
+        self.counts += 1
+        self.seen.append(len(x))
+        self.by_size[len(x)] = x
+        self.sizes.add(len(x))
+        self.latest.append(len(x))
+        return self.state
+
+
+def test_what_a_forward_keeps_in_attributes_is_put_back():
+    """A state of few samples would not fit the next batch."""
+    model = Keeps()
+    for _ in range(2):
+        with untouched(model):
+            model(torch.ones(4, 3))
+            model(torch.ones(4, 3))
+        assert model.state is None
+        assert not hasattr(model, "first")
+        assert not hasattr(model, "pair")
+        assert model.counts.tolist() == [0, 0]
+        assert model.seen == [1]
+        assert (model.by_size, model.sizes, [*model.latest]) == ({}, set(), [0])
+    model(torch.ones(2, 3))
+    kept, first = model.state, model.first
+    with untouched(model):
+        model(torch.ones(2, 3))
+    assert model.state is kept
+    assert model.first is first
+    assert model.seen == [1, 2]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,7 +41,7 @@ def untouched(model: nn.Module, *, only_on_error: bool = False) -> Iterator[None
     """For a trial forward: afterwards buffers, modes and random states are as before.
 
     Args:
-        model: its buffers and plain attributes (numbers, words) are put back.
+        model: its buffers and plain attributes (numbers, tensors, what lists hold) are put back.
         only_on_error: leave them as they are if the block ends well.
 
     Raises:
@@ -143,29 +144,83 @@ class Snapshot:
 
 
 class _Surroundings:
-    """What a forward may change of a model: its buffers, and plain attributes such as counters."""
+    """What a forward may change of a model: its buffers, and what it keeps in plain attributes.
+
+    These are numbers and words, tensors such as the state of a cell between batches, and what
+    lists, dicts and the like hold.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._names = [(m._buffers, dict(m._buffers)) for m in model.modules()]
-        self._values = [(tensor, _clone(tensor)) for tensor in adapter_of(model).untrained()]
         self._attributes = [
-            (m, {name: value for name, value in vars(m).items() if isinstance(value, _PLAIN)})
+            (m, set(vars(m)), {n: v for n, v in vars(m).items() if isinstance(v, _KEPT)})
             for m in model.modules()
         ]
+        own = [
+            value
+            for module in model.modules()
+            for name, value in vars(module).items()
+            if name not in _OF_TORCH
+        ]
+        self._held = [(v, copy.copy(v)) for v in own if type(v) in _REFILLED and len(v) <= _MOST]
+        self._values = [(tensor, _clone(tensor)) for tensor in adapter_of(model).untrained()]
+        self._small = [(t, t._version, _clone(t)) for t in own if _is_small(t)]
 
     def restore(self) -> None:
-        """Names of buffers that came since are taken away."""
+        """Names of buffers that came since are taken away, and of tensors in attributes."""
         for buffers, before in self._names:
             buffers.clear()
             buffers.update(before)
         for buffer, value in self._values:
             # .data: no graph of the caller may notice that the value came and went.
             buffer.data.copy_(value)
-        for module, attributes in self._attributes:
+        for tensor, version, value in self._small:
+            if tensor._version != version:
+                tensor.data.copy_(value)
+        for held, before in self._held:
+            _REFILLED[type(held)](held, before)
+        for module, names, attributes in self._attributes:
+            for name in vars(module).keys() - names:
+                if _has_tensors(vars(module)[name]):
+                    delattr(module, name)
             vars(module).update(attributes)
 
 
-_PLAIN = (bool, int, float, str, type(None))
+_KEPT = (bool, int, float, str, type(None), torch.Tensor, tuple)
+_OF_TORCH = frozenset(vars(nn.Module()))
+# What holds more, such as a vocabulary, is not looked at.
+_MOST = 100_000
+
+
+def _refill_list(held: Any, before: Any) -> None:
+    held.clear()
+    held.extend(before)
+
+
+def _refill(held: Any, before: Any) -> None:
+    held.clear()
+    held.update(before)
+
+
+_REFILLED: dict[type, Callable[[Any, Any], None]] = {
+    list: _refill_list,
+    deque: _refill_list,
+    dict: _refill,
+    set: _refill,
+}
+
+
+def _is_small(value: Any) -> bool:
+    """Whether it is a tensor of which a copy costs nothing."""
+    if type(value) is not torch.Tensor or value.layout is not torch.strided:
+        return False
+    return value.nbytes <= _SMALL_BYTES and not value.is_inference()
+
+
+def _has_tensors(value: Any) -> bool:
+    """Whether it is a tensor, or a few of them as an LSTM's state."""
+    parts = value if isinstance(value, list | tuple) else [value]
+    return any(isinstance(part, torch.Tensor) for part in parts)
 
 
 def _clone(tensor: torch.Tensor | None) -> Any:
