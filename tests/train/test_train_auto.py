@@ -1285,3 +1285,49 @@ def test_what_is_taken_where_nothing_is_measured(monkeypatch):
     for field in FIELDS:
         if Recipe().get(field) == "auto":
             assert chosen[field] == special.get(field, (PLAIN.get(field), "plain"))
+
+
+def test_bf16_is_left_once_it_changes_gradients(clock, monkeypatch):
+    """As where they have become so small that they are mostly rounding."""
+    monkeypatch.setattr(auto, "_has_bf16_units", lambda device: True)
+    model, said = _InHalf(_other_values, samples=1_000), []
+    loop, compute, source = job(
+        model, lambda s: 0.01 if s.precision == "bf16" else 0.1, clock, steps=4_000, said=said
+    )
+    run(loop, compute, source)
+    assert loop.resolved.compute.precision == "bf16"
+    before, model.samples = loop.step_count, 0
+    while loop.resolved.compute.precision == "bf16" and loop.step_count < 2 * before + 1_200:
+        for batch in loop.batches(source):
+            loop.step(compute, batch)
+        loop.finish_epoch()
+    assert not torch.is_autocast_enabled("cpu")
+    assert loop.stepper.switch.now.precision == loop.resolved.compute.precision == "fp32"
+    spans = loop.tuning["spans"]
+    assert spans[-2]["settings"]["compute.precision"] == "bf16"
+    assert "compute.precision" not in spans[-1]["settings"]
+    assert all(a["last"] + 1 == b["first"] for a, b in itertools.pairwise(spans))
+    assert spans[-1]["last"] == loop.step_count
+    assert "more than rounding" in loop.tuning["dropped"]["compute.precision"]
+    assert sum("steps run in fp32" in line for line in said) == 1
+
+
+def test_metrics_do_not_count_what_is_looked_at_on_a_step(clock):
+    loop, compute, source = job(small_net(), lambda s: 0.1, clock)
+    search, within, asked = loop.tuner.search, [False], []
+    search.unchecked, check = [*search.options], search.check
+
+    @contextlib.contextmanager
+    def uncounted():
+        within[0] = True
+        yield
+        within[0] = False
+
+    def watched(*given):
+        asked.append(within[0])
+        return check(*given)
+
+    loop.uncounted, search.check = uncounted, watched
+    run(loop, compute, source)
+    assert asked
+    assert all(asked)

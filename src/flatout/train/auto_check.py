@@ -333,6 +333,29 @@ class FirstCheck:
             self._stepper.use(settings)
         return why
 
+    def rounding(self, batch: Batch, settings: Settings) -> float:
+        """By what share of their norm gradients differ from those at plain precision.
+
+        Args:
+            batch: of the next step of a run, or a part of it.
+            settings: of that step. The model is left under them.
+
+        Raises:
+            RuntimeError, MemoryError: as of a pass under either.
+        """
+        check = copy.copy(self)
+        check._few, check._random = batch, random_state()
+        exact = settings.but(precision=self.plain.precision)
+        with check._keeping_gradients():
+            try:
+                plain = check._gradients_under(exact)
+                gradients = check._gradients_under(settings)
+            finally:
+                self._stepper.update.forget()
+                self._stepper.use(settings)
+        # The step itself will say why where they are not finite.
+        return difference(plain, gradients) if all(map(_is_finite, plain)) else 0.0
+
     def _gradients_under(self, settings: Settings) -> Gradients:
         self._stepper.use(settings)
         return self._gradients(self._few_as(settings))

@@ -38,6 +38,7 @@ def captured_steps(
     stepper, feed, tuner = loop.stepper, loop.feed, loop.tuner
     if tuner is not None:
         most = min(most, tuner.next_step - 1 - loop.step_count)
+    most = min(most, loop.rounding.next_step - 1 - loop.step_count)
     capture = stepper.capture
     # Between batches that are made elsewhere, code of the user's runs.
     are_ours = type(feed.source) is ArraySource and loop.accumulate == 1

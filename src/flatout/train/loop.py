@@ -54,6 +54,7 @@ from flatout.train.profiled import bytes_per_sample, model_facts
 from flatout.train.rank_trial import RankTrial, is_trial
 from flatout.train.rehearsal import rehearse
 from flatout.train.resume import Resume, find_checkpoint, own_state_of, state_of
+from flatout.train.rounding_watch import RoundingWatch
 from flatout.train.running_mean import mean_of
 from flatout.train.settings import Switch
 from flatout.train.step import Stepper
@@ -85,6 +86,7 @@ class Loop(LoopState):
     Attributes:
         features: keeps what frozen leading layers give; None before `prepare`.
         numbers: checks whether each step's numbers are finite, from `prepare` on.
+        rounding: compares gradients in bf16 with those in fp32 now and then, from `prepare` on.
 
     `LoopState` has the others.
     """
@@ -92,6 +94,7 @@ class Loop(LoopState):
     resume: Resume | None
     features: FrozenFeatures | None = None
     numbers: NumbersGuard
+    rounding: RoundingWatch
     _other_job: OtherJob | None = None
     _trial: RankTrial | None = None
     # That was being handled when training began: it is not what ends it.
@@ -155,6 +158,7 @@ class Loop(LoopState):
             self._saved = (self.epoch, self.step_count)
         elif world.is_first:
             self.stepper.notes += elsewhere  # after a resume the History has them
+        self.rounding = RoundingWatch(self)
         report_tables(self, first)
         follow_rule(self)
         # A Trainer's loss calls the model with what it is given.
@@ -325,6 +329,8 @@ class Loop(LoopState):
                 with self.uncounted():
                     self._other_job.decide(compute, batches[0])
             number, tuner = self.next_step, self.tuner
+            if number >= self.rounding.next_step:
+                self.rounding.look(compute, batches, turn)
             watching = nullcontext() if self.features is None else self.features.watching(batches)
             with watching, self._ids_checked(batches):
                 if tuner is None or number < tuner.next_step:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import Any
 
@@ -52,6 +53,7 @@ class Tuner:
         note: gets what the user should know.
         clock: returns seconds.
         changed: called where other parameters train than before.
+        uncounted: within, metrics do not count batches.
 
     Attributes:
         search: what is tried, and what came of it.
@@ -74,6 +76,7 @@ class Tuner:
         note: Callable[[str], None],
         clock: Callable[[], float] = perf_counter,
         changed: Callable[[], None] = lambda: None,
+        uncounted: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.search = search
         self.done = False
@@ -83,7 +86,7 @@ class Tuner:
         self._look_at = 0
         self._stepper, self._feed, self._world = stepper, feed, world
         self._settle, self._note, self._clock = settle, note, clock
-        self._changed_job = changed
+        self._changed_job, self._uncounted = changed, uncounted
         # Of the jobs before this one: their trials, and what they have cost before and in steps.
         self._trials: list[dict[str, Any]] = []
         self._dropped: dict[str, str] = {}
@@ -225,7 +228,8 @@ class Tuner:
         if not options:
             return ""
         began = self._clock()
-        own = search.check(options, settings, batches[0])
+        with self._uncounted():
+            own = search.check(options, settings, batches[0])
         why: str = next(filter(None, self._world.gather(own)), "")
         if why:
             search.budget.lost_s += self._clock() - began
@@ -444,6 +448,25 @@ class Tuner:
         """Look at steps again; `last` is the number of the latest."""
         if not self.is_searching:
             self._look_at = last + self._look_every
+
+    def leave(self, plain: Mapping[str, Any], why: str, last: int) -> None:
+        """Go on without settings that were chosen, and never try them again.
+
+        Args:
+            plain: what they are from the next step on, by their fields in the Recipe.
+            why: they no longer hold.
+            last: the number of the latest step.
+        """
+        search = self.search
+        begun = self.spans[-1][1] + 1 if self.spans else 1
+        if last >= begun:
+            self.spans.append((begun, last, self.holds))
+            self._last = last
+        self.stop_splitting()
+        search.options = [option for option in search.options if option.field not in plain]
+        search.dropped |= dict.fromkeys(plain, why)
+        search.best = search.best.but(**{f.partition(".")[2]: v for f, v in plain.items()})
+        self._changed = 0
 
     def restart_numbers(self) -> None:
         """The steps so far were none of the run's."""

@@ -29,7 +29,14 @@ def tune(loop: LoopState, decision: Decision, changed: Callable[[], None]) -> Tu
     assert decision.search is not None
     result = partial(settle, loop, decision)
     loop.tuner = Tuner(
-        decision.search, loop.stepper, loop.feed, loop.world, result, loop.note, changed=changed
+        decision.search,
+        loop.stepper,
+        loop.feed,
+        loop.world,
+        result,
+        loop.note,
+        changed=changed,
+        uncounted=lambda: loop.uncounted(),  # a Trainer sets it later
     )
     return loop.tuner
 
