@@ -96,12 +96,13 @@ def test_json_is_one_object_and_the_options_behind_the_script_are_its_own(script
 
 
 def test_a_script_that_fails_shows_its_own_last_lines(script):
-    folder = script("def rain():\n    raise ValueError('no such weather')\nrain()\n")
-    done = doctor(folder, "train.py")
+    name = "a_long_name_" * 10 + ".py"
+    folder = script("def rain():\n    raise ValueError('no such weather')\nrain()\n", name)
+    done = doctor(folder, name)
     assert done.returncode == 1
     assert "error: the script failed (exit code 1)" in done.stdout
     assert "ValueError: no such weather" in done.stdout
-    assert "train.py" in done.stdout
+    assert f'/{name}", line 2' in done.stdout  # wider than the screen, and whole
     assert "do: it ran in a scratch copy, offline; --in-place runs it as it is" in done.stdout
     assert "flatout/observe" not in done.stdout
 

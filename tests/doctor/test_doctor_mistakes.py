@@ -46,7 +46,7 @@ def findings_of(commands, folder):
         input=json.dumps(work),
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         text=True,
-        timeout=240,
+        timeout=600,
         check=True,
     )
     found, machine = {}, inventory()

@@ -134,7 +134,7 @@ def diagnose(asked: Asked) -> int:
         if runs and asked.proves and obstacle(verdict):
             console.print(f"no trial can be made: {obstacle(verdict)}")
     for line in ending_lines(look, verdict):
-        console.print(line)
+        console.print(line, overflow="ignore", crop=False)  # a path stays in one piece
     treated = _Treated(met=look.interrupted_by)
     if proves and to_prove is not None:
         treated = _treated(asked, look, to_prove, cures, console)

@@ -62,10 +62,12 @@ class RoundingWatch:
         """
         loop, number = self._loop, self._loop.next_step
         self.next_step = _behind(number)
-        if loop.is_tuning() or not self._applies(batches[0]):
+        if loop.is_tuning() or not self._applies():
             return
         began = clock()
-        share = max(loop.world.gather(self._share(compute, batches[0], turn)))
+        # Rows of features may be kept on some of the ranks alone.
+        own = 0.0 if _is_kept(batches[0]) else self._share(compute, batches[0], turn)
+        share = max(loop.world.gather(own))
         if loop.tuner is not None:
             loop.tuner.search.budget.lost_s += clock() - began
         self._looks = self._looks + 1 if share > _MOSTLY else 0
@@ -75,16 +77,14 @@ class RoundingWatch:
         elif self._looks:
             self.next_step = number + 1
 
-    def _applies(self, batch: Batch) -> bool:
+    def _applies(self) -> bool:
         """Whether steps are in bf16, and each rank can make a forward and backward by itself."""
         stepper = self._loop.stepper
         now, strategy = stepper.switch.now, stepper.strategy
         meets = strategy.steps_apart or strategy.takes_whole_batches or strategy.meets_in_compute
-        if now.precision != "bf16" or now.cuda_graph == "on" or meets or stepper.switch.shards:
-            return False
-        # What kept features were computed with holds for them.
-        are_kept = any(isinstance(tensor, KeptInput) for tensor in tensors_in(batch.inputs))
-        return not are_kept and not isinstance(batch.inputs, Features)
+        return now.precision == "bf16" and not (
+            now.cuda_graph == "on" or meets or stepper.switch.shards
+        )
 
     def _share(self, compute: Compute, batch: Batch, turn: Turn) -> float:
         """By what share of their norm gradients differ; 0 where that cannot be asked."""
@@ -124,6 +124,12 @@ class RoundingWatch:
             {**loop.resolved.choices, **choices}, loop.resolved.machine, loop.facts
         )
         loop.note(f"auto: steps run in fp32: {why}")
+
+
+def _is_kept(batch: Batch) -> bool:
+    """Whether it holds kept features: what they were computed with holds for them."""
+    are_kept = any(isinstance(tensor, KeptInput) for tensor in tensors_in(batch.inputs))
+    return are_kept or isinstance(batch.inputs, Features)
 
 
 def _behind(step: int) -> int:
