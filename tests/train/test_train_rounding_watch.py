@@ -43,7 +43,7 @@ def data():
     return x, x @ torch.randn(16, 1, generator=generator)
 
 
-def job(model, precision="auto", rate=0.1):
+def job(model, precision="auto", rate=0.1, samples=None):
     """A Loop in bf16 as `auto` takes it from its cache, with all that it says."""
     said = []
     loop = Loop(Recipe(compute={"precision": precision}), say=said.append)
@@ -51,7 +51,7 @@ def job(model, precision="auto", rate=0.1):
     def compute(batch):
         return nn.functional.mse_loss(model(batch.inputs).float(), batch.targets)
 
-    source = as_source(data(), batch_size=64)
+    source = as_source(data(), batch_size=64) if samples is None else as_source(samples)
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     loop.prepare(model, optimizer, compute=compute, data=source, steps=30)
     loop.stepper.use(loop.stepper.switch.now.but(precision="bf16"))
@@ -122,6 +122,21 @@ def test_a_model_that_takes_whole_batches_only_is_looked_at_whole():
     model = Spoiled()
     loop, compute, source, _ = job(model)
     model.sizes, model.spoils = [64], True
+    train(loop, compute, source, 68)
+    assert precision(loop) == "fp32"
+
+
+def test_batches_that_cannot_be_cut_are_looked_at_whole():
+    class Bags(Spoiled):
+        def forward(self, bags):
+            ids, offsets = bags
+            counts = nn.functional.embedding_bag(ids, torch.eye(16), offsets, mode="sum")
+            return super().forward(counts)
+
+    model = Bags()
+    batch = (torch.arange(64) % 16, torch.arange(0, 64, 2)), torch.ones(32, 1)
+    loop, compute, source, _ = job(model, samples=[batch] * STEPS_OF_EPOCH)
+    model.spoils = True
     train(loop, compute, source, 68)
     assert precision(loop) == "fp32"
 
