@@ -197,7 +197,7 @@ def source_text(source: Source, cases: Sequence[Case]) -> Iterator[str]:
 def case_text(case: Case, cases: Sequence[Case]) -> str:
     """One prediction."""
     one, factor = case.series, factor_without(cases, case)
-    found = case.found.widened(factor)
+    found = case.predicted.widened(factor)
     ranks = [shape.ranks for shape in one.shapes]
     known = ", ".join(map(str, ranks[: case.rows]))
     kind = f" ({kind_of(case)})" if case.is_crossing else ""
