@@ -52,6 +52,7 @@ from flatout.data.ids.id_map import IdMap as IdMap
 from flatout.data.inspection.inspect import inspect as inspect
 from flatout.data.inspection.inspected import Report as Report
 from flatout.data.inspection.rate import bench as bench
+from flatout.data.jagged_batch import NO_ROWS as NO_ROWS
 from flatout.data.jagged_batch import samples_of_items as samples_of_items
 from flatout.data.mixture import Mixture as Mixture
 from flatout.data.mixture import mix as mix

@@ -132,6 +132,10 @@ class Batch(NamedTuple):
             turns=None if self.turns is None else self.turns[start:stop],
         )
 
+    def first(self, count: int) -> Batch:
+        """At most so many samples to look at, as views; a jagged batch stays whole."""
+        return self if self.is_jagged else self.rows(0, count)
+
     def repeated(self, size: int) -> Batch:
         """So many samples: those of this batch again and again, to try what a batch takes.
 

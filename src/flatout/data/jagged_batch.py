@@ -20,6 +20,9 @@ from torch.nn.utils.rnn import PackedSequence
 from flatout.data.batch import tensors_in
 from flatout.data.objects import tensors_of_object
 
+NO_ROWS = "the inputs have no row for each sample"
+"""Why a jagged batch is not cut, compiled for a shape or kept."""
+
 
 def is_surely_jagged(inputs: Any, size: int) -> bool:
     """Whether inputs of `size` samples have no row for each, beyond doubt.

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatout.data import Batch
+from flatout.data import NO_ROWS, Batch
 from flatout.devices import allocator
 from flatout.errors import OutOfMemory
 from flatout.kernels import table_rows
@@ -54,7 +54,6 @@ _BENCHMARK_S = 0.1
 _REDRAWS = 'would draw other random numbers, as for dropout: allow="redrawn" permits it'
 # Why a step is not compiled as a whole.
 _DRAWS = "the model draws random numbers"
-_JAGGED = "the inputs have no row for each sample"
 # The reason of a setting that is still being measured, and where that came to no end.
 MEASURING, _NOT_MEASURED = "being measured", "was not measured: the run ended"
 
@@ -213,7 +212,7 @@ def _checked(
     if captures and facts.draws_random:
         captures, check.dropped[CAPTURE] = False, _DRAWS
     if captures and batch.is_jagged:
-        captures, check.dropped[CAPTURE] = False, _JAGGED
+        captures, check.dropped[CAPTURE] = False, NO_ROWS
     graphs = stepper.cuda_graphs
     if graphs is not None and (why := graphs.objection(check.compute, (batch,))):
         check.dropped[GRAPH] = why

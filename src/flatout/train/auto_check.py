@@ -79,9 +79,7 @@ class FirstCheck:
         self._stepper, self.compute, self.plain = stepper, compute, plain
         self.budget, self._clock = budget, clock
         self._whole = batch
-        self._few = batch
-        if not batch.is_jagged:
-            self._few = batch.rows(0, max(min(_FEWEST, batch.size), batch.size // _PART))
+        self._few = batch.first(max(min(_FEWEST, batch.size), batch.size // _PART))
         self.dropped: dict[str, str] = {}
         self.slower: dict[str, float] = {}
         self.unchecked: list[Option] = []

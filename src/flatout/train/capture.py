@@ -29,7 +29,7 @@ from flatout import unfinished
 from flatout.cache_folder import cache_folder, is_made, kind_folder
 from flatout.cache_folder import remove as remove_made
 from flatout.console import first_line
-from flatout.data import Batch
+from flatout.data import NO_ROWS, Batch
 from flatout.measure import fingerprint, usable_cpus
 from flatout.optim import scaled
 from flatout.recipe import SETTINGS
@@ -595,7 +595,7 @@ class Capture:
         if batches[0].kept is not None or batches[0].padding:
             return "samples come from what frozen layers gave, or fill a batch up"
         if batches[0].is_jagged:
-            return "the inputs have no row for each sample"
+            return NO_ROWS
         if stepper.dropout is not None or stepper.scaler is not None:
             return "dropout by sample and the scaled loss of fp16 are not captured"
         for name, live in LIVE.items():

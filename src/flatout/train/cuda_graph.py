@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_map_only
 
 from flatout.console import first_line
-from flatout.data import Batch, randomness, tensors_in
+from flatout.data import NO_ROWS, Batch, randomness, tensors_in
 from flatout.models import KerasJob
 from flatout.train.auto_check import difference
 from flatout.train.capture_graph import (
@@ -154,7 +154,7 @@ class CudaGraphs:
         if any(batch.kept is not None or batch.padding for batch in batches):
             return "samples come from what frozen layers gave, or fill a batch up"
         if any(batch.is_jagged for batch in batches):
-            return "the inputs have no row for each sample"
+            return NO_ROWS
         if stepper.dropout is not None or stepper.scaler is not None:
             return "dropout by sample and the scaled loss of fp16 are not recorded"
         for name, value in {"activation_checkpointing": "off", "touched_rows": "off"}.items():

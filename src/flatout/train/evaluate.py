@@ -203,9 +203,7 @@ def look_at_validation(
     with untouched(objective.model):
         whole = loop.takes_whole_batches
         part = part_of(agreed(source, world), world, lambda line: None, whole=whole)
-        batches = [
-            b.rows(0, most) if b.size > most and not b.is_jagged else b for b in part.peek(_BATCHES)
-        ]
+        batches = [b.first(most) if b.size > most else b for b in part.peek(_BATCHES)]
         for batch in batches:
             try:
                 with ids_checked(objective.model, batch, source):

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from flatout.data import (
+    NO_ROWS,
     Batch,
     FeatureRows,
     Numbered,
@@ -379,7 +380,7 @@ class FrozenFeatures:
         if batch is None or (batch.indices is None and isinstance(samples, Numbered)):
             return "the source does not number its samples"
         if batch.is_jagged:
-            return "the inputs have no row for each sample"
+            return NO_ROWS
         if loop.allow < Parity.TOLERANT:
             return 'allow="exact": other batches may round otherwise'
         if self._calls is not None and self._calls.root is None:

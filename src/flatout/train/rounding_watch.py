@@ -93,7 +93,7 @@ class RoundingWatch:
         now = stepper.switch.now
         check = FirstCheck(stepper, compute, batch, now.but(precision="fp32"), Budget(None), clock)
         samples = max(1, batch.size // (_PART * stepper.pieces))
-        parts = [] if batch.is_jagged else [batch.rows(0, max(min(_FEWEST, batch.size), samples))]
+        parts = [batch.first(max(min(_FEWEST, batch.size), samples))]
         if stepper.pieces == 1:
             parts.append(batch)  # a model may take batches of one size only
         for part in parts:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from flatout.data import Batch, Source
+from flatout.data import NO_ROWS, Batch, Source
 from flatout.devices import affinity, set_affinity
 from flatout.measure import RanksOnHost, StepTimes, available_bytes, finish_device, usable_cpus
 from flatout.strategies import Strategy
@@ -70,7 +70,7 @@ def step_times(loop: Loop, compute: Compute, source: Source) -> tuple[Any, Any, 
     if few is None or source.batch_size is None:
         return [], [], ["step times by batch are not measured: batches have no size"]
     if few.is_jagged:
-        why = "the inputs have no row for each sample"
+        why = NO_ROWS
         return [], [], [f"step times by batch are not measured: {why}"]
     steps = _Steps(loop, compute, loop.ready(few).without_padding())
     local = max(1, round(source.batch_size / loop.world.size))
