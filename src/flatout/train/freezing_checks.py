@@ -1,14 +1,16 @@
-"""What goes wrong in silence where a model is frozen in part, said before the first step."""
+"""What goes wrong in silence where a model is frozen in part."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
-from flatout.models import moving_norms
+from flatout.models import calls_hooks, has_compiled, moving_norms
 from flatout.optim import optimizer_adapter
 
 _NAMED = 3
@@ -28,6 +30,57 @@ def freezing_lines(model: nn.Module, optimizer: Any) -> Iterator[str]:
             f"the optimizer misses parameters that require gradients: {listed(missing)}; they "
             "stay as they are: give them to it, or freeze them with flatout.freeze"
         )
+
+
+@contextmanager
+def gradients_watched(model: nn.Module, say: Callable[[str], None]) -> Iterator[None]:
+    """Within a step, looks which parts the model itself calls without gradients; says so after it.
+
+    They do not train, though their parameters require gradients, and as that may change with
+    each step, nothing of what they give is kept. What is also called with gradients trains. A model
+    that is compiled, and one whose calls go through no hooks, as those of Keras', is left alone.
+
+    Args:
+        model: that trains in the step.
+        say: is given the line.
+    """
+    if has_compiled(model) or not calls_hooks(model):
+        yield
+        return
+    trained = {part for part in model.modules() if _trains(part)}
+    called: dict[bool, set[nn.Module]] = {False: set(), True: set()}
+
+    def note(part: nn.Module, args: Any) -> None:
+        if part in trained:
+            called[torch.is_grad_enabled()].add(part)
+
+    hook = register_module_forward_pre_hook(note)
+    try:
+        yield
+    finally:
+        hook.remove()
+    if names := _whole(model, called[False] - called[True], trained):
+        say(
+            f"called without gradients (torch.no_grad), so it does not train: {listed(names)}; "
+            f'flatout.freeze(model, layers=["{names[0]}"]) says so, and what it gives may be kept'
+        )
+
+
+def _trains(part: nn.Module) -> bool:
+    return any(tensor.requires_grad for tensor in part.parameters(recurse=False))
+
+
+def _whole(
+    model: nn.Module, off: Collection[nn.Module], trained: Collection[nn.Module]
+) -> list[str]:
+    """Names of the modules all of whose trained parts are among these, the outermost ones."""
+    result: list[str] = []
+    for name, part in model.named_modules():
+        own = [child for child in part.modules() if child in trained]
+        is_inside = any(name.startswith(f"{outer}.") for outer in result)
+        if name and own and not is_inside and all(child in off for child in own):
+            result.append(name)
+    return result
 
 
 def listed(names: Sequence[str]) -> str:

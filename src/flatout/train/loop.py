@@ -43,6 +43,7 @@ from flatout.train.broadcast import watched
 from flatout.train.decide import decide, make_stepper
 from flatout.train.device_data import DeviceData, room
 from flatout.train.features import FrozenFeatures
+from flatout.train.freezing_checks import gradients_watched
 from flatout.train.loop_state import LoopState, Scheduler
 from flatout.train.loss_value import Compute
 from flatout.train.monitor import Monitor
@@ -331,8 +332,9 @@ class Loop(LoopState):
             number, tuner = self.next_step, self.tuner
             if number >= self.rounding.next_step:
                 self.rounding.look(compute, batches, turn)
+            first = nullcontext() if turn.has_stepped else gradients_watched(self.model, self.note)
             watching = nullcontext() if self.features is None else self.features.watching(batches)
-            with watching, self._ids_checked(batches):
+            with first, watching, self._ids_checked(batches):
                 if tuner is None or number < tuner.next_step:
                     done = self.stepper(run, batches, number, turn)
                 else:
