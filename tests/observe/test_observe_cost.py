@@ -63,6 +63,7 @@ def test_what_is_called_too_often_is_timed_in_the_first_steps_alone():
         assert told["item"].count == 4 * 2000
         assert told["item"].detail["watched_steps"] == 25
         assert watch.calls.count("tolist") == 1  # which is rare
+        assert watch.calls.noted_once == 2001
         assert [note for note in watch.notes if "80 calls a step are too many" in note]
     finally:
         syncs.remove()
@@ -104,3 +105,25 @@ def test_weights_are_read_before_saves_that_are_far_apart_alone(monkeypatch):
         watch.aside(*watch.before_saving)
         now += 10**8
     assert len(looks) == 3 + 4  # the first three, and one in each second
+
+
+def test_looks_that_were_planned_before_are_no_part_of_each_step():
+    watch, looked = Watch(), []
+
+    def look():
+        looked.append(watch.lanes.steps)
+
+    watch.at(24, look)
+    watch.optimizers.append(object())
+    watch.lanes.steps = 24
+    watch.attend()
+    once_ns = watch.once_ns
+    assert once_ns > 0
+    assert watch.looking_ns == 0
+    watch.at(48, look)  # as what looks again and again
+    watch.lanes.steps = 48
+    watch.attend()
+    assert watch.once_ns == once_ns
+    assert watch.looking_ns > 0
+    assert looked == [24, 48]
+    assert not watch.affords(0)  # by now both have taken more than their share

@@ -1,9 +1,10 @@
 """What models are called with is looked at now and then."""
 
+import pytest
 import torch
 
 from flatout.observe.models import Models
-from flatout.observe.tables import _rows
+from flatout.observe.tables import _has, _rows
 from flatout.observe.watch import Watch
 
 
@@ -42,3 +43,30 @@ def test_looking_at_rows_of_a_batch_keeps_nothing_for_backward():
     with keep:
         assert _rows(batch) is not None
     assert not saved  # checkpointing runs forward again, and counts what was saved
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        lambda images: images,
+        lambda images: images.double().numpy(),
+        lambda images: images.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2),
+        lambda images: images.flatten(1),
+    ],
+    ids=["tensor", "array", "channels_last", "flat"],
+)
+def test_rows_of_a_batch_are_known_in_their_table_behind_a_background(held):
+    draw = torch.Generator().manual_seed(0)
+    images = torch.rand(500, 1, 28, 28, generator=draw)
+    images[:, :, :8] = images[:, :, :, :8] = 0  # as handwriting has it, in its first numbers too
+    batch = images[37:69]
+    assert _has(held(images), _rows(batch))
+    assert not _has(held(images), _rows(batch * 1.01))
+    assert not _has(held(images[:60]), _rows(batch))  # its last rows are not there
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.int64])
+def test_rows_are_known_in_a_table_of_another_dtype(dtype):
+    table = torch.arange(40_000).remainder(251).reshape(1000, 40).to(dtype)
+    assert _has(table, _rows(table[100:164].float()))
+    assert not _has(table, _rows(table[100:164].float() + 0.5))

@@ -171,6 +171,12 @@ class Calls:
         """Calls of this kind were watched in so many steps only; they are told as if in all."""
         self._windows[kind] = window
 
+    @property
+    def noted_once(self) -> int:
+        """How many were noted of kinds that are no longer watched."""
+        entries = self._of_lines.values()
+        return sum(entry.count for entry in entries if entry.kind in self._windows)
+
     def all(self) -> list[Call]:
         """One Call for each kind and user's line, most time first."""
         steps = self._lanes.steps

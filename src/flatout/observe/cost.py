@@ -8,7 +8,8 @@ there. To that comes what the looks at some steps have taken, and the threads th
 lines. A comparison
 of runs with and without could not resolve it.
 
-What is done once, in the first steps, is told apart: it is no part of each step.
+What is done once, in the first steps or at steps that were planned before, is told apart: it is no
+part of each step.
 """
 
 from __future__ import annotations
@@ -51,12 +52,13 @@ class Added(NamedTuple):
     once_ms: float
 
 
-def added(watch: Watch, aside_seconds: float) -> Added:
+def added(watch: Watch, aside_seconds: float, first_seconds: float = 0.0) -> Added:
     """By how much the steps of this Watch were longer, to be called in a quiet moment.
 
     Args:
         watch: what the hooks have filled in.
         aside_seconds: of a CPU, that writing and looking at lines have taken.
+        first_seconds: that looks at the job have taken beside its first steps.
     """
     steps = max(1, watch.lanes.steps)
     quick, rounds = watch.quick, [optimizer.backwards for optimizer in watch.optimizers]
@@ -64,6 +66,8 @@ def added(watch: Watch, aside_seconds: float) -> Added:
     calls = sum(model.calls for model in watch.models)
     inner = sum(model.calls * model.inner for model in watch.models)
     quick_inner = inner * quick.calls // max(1, calls)
+    # Of those that came too often, in the first steps alone.
+    noted_once = min(watch.calls.noted, watch.calls.noted_once)
     ran: dict[tuple[Any, ...], int] = {
         (_batch_ns,): sum(loader.batches for loader in watch.loaders),
         (_fetch_ns,): sum(
@@ -77,7 +81,7 @@ def added(watch: Watch, aside_seconds: float) -> Added:
         (_module_ns, False, True): quick.calls,
         (_module_ns, True, False): inner - quick_inner,
         (_module_ns, True, True): quick_inner,
-        (_call_ns,): watch.calls.noted,
+        (_call_ns,): watch.calls.noted - noted_once,
         (_search_ns,): watch.calls.sought,
         (_copy_ns,): watch.calls.passed,
     }
@@ -85,10 +89,13 @@ def added(watch: Watch, aside_seconds: float) -> Added:
     # The script may stand anywhere, as in an evaluation without gradients.
     with torch.inference_mode(False), torch.enable_grad():
         ns = sum(count * _once(*cost) for cost, count in ran.items() if count > 0)
+        once = watch.once_ns + first_seconds * 1e9
+        if noted_once:
+            once += noted_once * _once(_call_ns)
     looks = watch.looking_ns + aside_seconds * 1e9
     if sum(watch.lanes.spent) < _RARE_NS:
-        return Added(ns / 1e3 / steps, (watch.first_ns + looks) / 1e6)
-    return Added((ns + looks) / 1e3 / steps, watch.first_ns / 1e6)
+        return Added(ns / 1e3 / steps, (once + looks) / 1e6)
+    return Added((ns + looks) / 1e3 / steps, once / 1e6)
 
 
 @cache

@@ -764,8 +764,8 @@ class Observation:
             written meanwhile, and stays of a script that was killed.
         error: the script's own error, as Python prints it.
         added_us_per_step: what observing has cost, counted directly.
-        added_once_ms: beside that, of looks in the first steps; where less than two seconds were
-            watched, of all looks.
+        added_once_ms: beside that, of looks in the first steps and at some later ones; where less
+            than two seconds were watched, of all looks.
         lines: the user's lines that steps spend most time in, the dearest first; empty where no one
             looked at them.
         modules: those in which forward and backward spend most time, on a CPU, the dearest first;

@@ -270,13 +270,14 @@ class Observer:
             if self._modules is not None:
                 observed.modules = self._modules.results(observed)
             aside_s = self._writer.cpu_seconds + self._lines.seconds + self._threads.seconds
-            observed.added_us_per_step, observed.added_once_ms = added(self.watch, aside_s)
+            first_s = self._writer.first_seconds
+            observed.added_us_per_step, observed.added_once_ms = added(self.watch, aside_s, first_s)
         return observed
 
     def forget(self) -> None:
         """Begins again, as if nothing had been seen."""
         self.watch.renew()
-        self._writer.cpu_seconds = 0.0
+        self._writer.cpu_seconds = self._writer.first_seconds = 0.0
 
     def stop_writing(self) -> None:
         """Ends that, and takes away what `flatout top` is shown."""

@@ -7,6 +7,7 @@ model is called with. It is looked for where the model is called.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from math import prod
 from types import FrameType, ModuleType
@@ -22,8 +23,9 @@ from flatout.observe.watch import Watch
 # Calls of models that are looked at, of those that train and those that evaluate.
 _CALLS = 4
 _NAMES, _FRAMES = 300, 8
-# Larger ones are not searched; of rows so many columns are compared.
-_NUMBERS, _COLUMNS = 2**26, 64
+# Larger ones are not searched; of rows so many columns are compared, all at once where so few rows
+# are left.
+_NUMBERS, _COLUMNS, _TOGETHER = 2**26, 64, 16
 # A longer series is not looked at.
 _SERIES = 2**24
 # So many numbers of a row tell it from others. Longer lists are not looked through.
@@ -154,29 +156,48 @@ def _rows(batch: Any) -> Any:
     chosen = plain[sorted({0, last // 3, 2 * last // 3, last})]
     chosen = chosen.cpu().numpy() if hasattr(chosen, "cpu") else chosen
     rows = chosen.reshape(len(chosen), -1).astype("float64")
-    return rows if len({*rows[0, :_COLUMNS].tolist()}) >= _FEWEST else None
+    return rows if len({*rows[0, _columns(rows.shape[1])].tolist()}) >= _FEWEST else None
+
+
+def _columns(width: int) -> list[int]:
+    """Those that are compared, from all parts of a row."""
+    return [*range(0, width - 1, max(1, width // _COLUMNS)), width - 1]
 
 
 def _has(table: Any, wanted: Any) -> bool:
     """Whether it has rows of these numbers."""
     if wanted is None or prod(table.shape[1:]) != wanted.shape[1]:
         return False
-    flat = table.reshape(len(table), -1)
-    return all(_has_row(flat, row) for row in wanted.tolist())
+    return all(_has_row(table, row) for row in wanted)
 
 
-def _has_row(flat: Any, wanted: list[float]) -> bool:
-    rows = None
-    for column in {*range(0, len(wanted), max(1, len(wanted) // _COLUMNS)), len(wanted) - 1}:
-        numbers = flat[:, column] if rows is None else flat[rows, column]
-        # A table in float64 is rounded on its way to the model.
-        is_equal = abs(numbers - wanted[column]) <= 1e-6 * abs(wanted[column])
-        at = is_equal.nonzero()
-        at = at[0] if isinstance(at, tuple) else at[:, 0]
+def _has_row(table: Any, wanted: Any) -> bool:
+    columns = _columns(len(wanted))
+    # A background, as of images, is in every row: the rarest numbers leave the fewest.
+    often = Counter(wanted[columns].tolist())
+    columns.sort(key=lambda column: often[wanted[column]])
+    rows: Any = None
+    while columns and (rows is None or len(rows) > _TOGETHER):
+        column = columns.pop(0)
+        numbers = _numbers(table, slice(None) if rows is None else rows, column)
+        at = _is_equal(numbers, wanted[column]).nonzero()[0]
         rows = at if rows is None else rows[at]
-        if not len(rows):
-            return False
-    return True
+    if not columns or not len(rows):
+        return len(rows) > 0
+    numbers = _numbers(table, rows[:, None], columns)
+    return bool(_is_equal(numbers, wanted[columns]).all(1).any())
+
+
+def _numbers(table: Any, rows: Any, columns: Any) -> Any:
+    """Those of rows, in columns counted as of flat rows; a table of any strides is not copied."""
+    from numpy import unravel_index
+
+    return as_array(table[(rows, *unravel_index(columns, table.shape[1:]))])
+
+
+def _is_equal(numbers: Any, wanted: Any) -> Any:
+    """A table in float64 is rounded on its way to the model."""
+    return abs(numbers - wanted) <= 1e-6 * abs(wanted)
 
 
 def _named_in(frame: FrameType | None) -> Iterator[tuple[str, Any]]:

@@ -36,7 +36,8 @@ class Watch:
     Attributes:
         rows: which rows of a table the model was called with last, to be trained; None of what is
             no table.
-        looking_ns: that looks have taken; without those of the first steps, which are first_ns.
+        looking_ns: that looks have taken which go on for as long as is watched.
+        once_ns: that others have taken: in the first steps, or planned before for a step.
         on_number: called with each number that comes to the host, two frames below who reads it.
         scaled: the node of the loss that a scaler has multiplied last, in the first steps.
         then: what is done once enough was seen, in place of ending the script.
@@ -62,13 +63,13 @@ class Watch:
         self.on_new_optimizer: list[Callable[[], None]] = []
         self.before_saving: list[Callable[[], None]] = []
         self.rows: object = None
-        self.looking_ns = self.first_ns = 0
+        self.looking_ns = self.once_ns = self._waited_ns = 0
         self.on_renewal: list[Callable[[], None]] = []
         self.on_enough_again: Callable[[], None] = lambda: None
         self.then: Callable[[], None] | None = None
         self._most = sys.maxsize if steps is None else steps
         self._seconds = seconds
-        self._looks: list[tuple[int, int, Callable[[], None]]] = []
+        self._looks: list[tuple[int, int, Callable[[], None], bool]] = []
         self._planned: list[tuple[int, Callable[[], None]]] = []
         self._order = count()
         self._has_begun = False
@@ -78,16 +79,17 @@ class Watch:
 
     def at(self, step: int, look: Callable[[], None]) -> None:
         """Calls `look` in the thread that steps, once so many steps have ended."""
-        if not self.optimizers:  # from the beginning, so also when that is renewed
+        is_planned = not self.optimizers
+        if is_planned:  # from the beginning, so also when that is renewed
             self._planned.append((step, look))
-        heapq.heappush(self._looks, (step, next(self._order), look))
+        heapq.heappush(self._looks, (step, next(self._order), look, is_planned))
         self.lanes.due = min(self.lanes.due, step)
 
     def renew(self) -> None:
         """Forgets all that was seen; in the thread that steps, between steps."""
         for kept in (self.optimizers, self.models, self.saved, self.notes, self.frameworks):
             kept.clear()
-        self.looking_ns = self.first_ns = 0
+        self.looking_ns = self.once_ns = self._waited_ns = 0
         self._has_begun = False
         self.lanes.renew()
         self.calls.renew()
@@ -112,16 +114,21 @@ class Watch:
             if self._seconds is not None:
                 lanes.until = perf_counter_ns() + int(self._seconds * 1e9)
         while self._looks and self._looks[0][0] <= lanes.steps:
-            self.aside(heapq.heappop(self._looks)[2])
+            *_, look, is_planned = heapq.heappop(self._looks)
+            self.aside(look, is_once=is_planned)
         lanes.due = min(self._looks[0][0] if self._looks else self._most, self._most)
         lanes.skip()  # looking was no part of a step
         if lanes.steps >= self._most or lanes.last >= lanes.until:
             self._end()
 
-    def aside(self, *looks: Callable[[], None]) -> None:
+    def aside(self, *looks: Callable[[], None], is_once: bool = False) -> None:
         """Calls `looks`: what they do is no part of a step, and none of the script's calls.
 
         One that fails is noted: no mistake of ours may end the script.
+
+        Args:
+            looks: what to do.
+            is_once: whether that comes no oftener where more is watched.
         """
         lanes = self.lanes
         thread, lanes.thread = lanes.thread, 0
@@ -136,15 +143,18 @@ class Watch:
             lanes.thread = thread
             took = perf_counter_ns() - began
             lanes.leave_out(took)
-            if lanes.steps > _FIRST_STEPS:
+            is_first = lanes.steps <= _FIRST_STEPS
+            if not is_first:
+                self._waited_ns += took
+            if not (is_first or is_once):
                 self.looking_ns += took
             elif lanes.steps:
-                self.first_ns += took
+                self.once_ns += took
 
     def affords(self, ns: int) -> bool:
         """Whether a look that takes so long is cheap beside all that was watched until now."""
         watched = self.lanes.last - self._since
-        return self.looking_ns + ns <= _LOOKING_SHARE * watched
+        return self._waited_ns + ns <= _LOOKING_SHARE * watched
 
     def go_on(self, seconds: float) -> None:
         """Watches for so many seconds more; to be called in `then`."""

@@ -40,7 +40,8 @@ class Writer:
         place: of this process among the ranks.
 
     Attributes:
-        cpu_seconds: what that has taken from the script since its first step.
+        cpu_seconds: what writing has taken from the script since its first step.
+        first_seconds: what looking at the job has, of which there are a few.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Writer:
         self._seen_so_far = seen_so_far
         self._place = place
         self._end = threading.Event()
-        self.cpu_seconds = 0.0
+        self.cpu_seconds = self.first_seconds = 0.0
         self._thread = threading.Thread(target=self._run, name="flatout-observe", daemon=True)
         self._thread.start()
 
@@ -74,10 +75,13 @@ class Writer:
             began = time.thread_time()
             if looks < _LOOKS:
                 looks += self._look()
+                if looks:  # it steps
+                    self.first_seconds += time.thread_time() - began
+            began = time.thread_time()
             if time.monotonic() >= due:
                 write(self._path, self._seen_so_far())
-                due = time.monotonic() + max(_EVERY_S, (time.thread_time() - began) / _SHARE)
-            if looks:  # it steps
-                self.cpu_seconds += time.thread_time() - began
+                took = time.thread_time() - began
+                due = time.monotonic() + max(_EVERY_S, took / _SHARE)
+                self.cpu_seconds += took if looks else 0.0
             left = max(0.0, due - time.monotonic())
             pause = min(left, _LOOK_S) if looks < _LOOKS else left
