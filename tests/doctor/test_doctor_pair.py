@@ -40,6 +40,7 @@ for step in range(int(sys.argv[1])):
     at_step()
 """
 WITH_WORKERS = """
+import gc
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -47,7 +48,9 @@ torch.set_num_threads(1)
 model = torch.nn.Linear(8, 1)
 optimizer = torch.optim.SGD(model.parameters(), 0.01)
 data = TensorDataset(torch.randn(100_000, 8), torch.randn(100_000, 1))
-for x, y in DataLoader(data, batch_size=16, num_workers=2, prefetch_factor=3):
+batches = iter(DataLoader(data, batch_size=16, num_workers=2, prefetch_factor=3))
+gc.freeze()  # they are in no list then
+for x, y in batches:
     optimizer.zero_grad()
     (model(x) - y).square().mean().backward()
     optimizer.step()

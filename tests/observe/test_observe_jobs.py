@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 THREADS = {"OMP_NUM_THREADS": "1"}
 
 MANY_SIGNALS = """
-import hashlib, os, sys, torch
+import gc, hashlib, os, sys, torch
 from sklearn.metrics import f1_score
 from torch import nn
 
@@ -47,6 +47,7 @@ def main():
     model = Sums()
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad])
     losses = []
+    gc.freeze()  # no search finds the list then
     for step in range(110):
         x, y = torch.randn(16, 8), torch.randint(0, 2, (16,))
         score = model(x)

@@ -17,6 +17,7 @@ from flatout.observe.lines import growth
 from flatout.observe.stacks import Stack, _without_arguments, codes, stacks_in
 
 SCRIPT = """
+import gc
 import torch
 from tracker import Tracker
 
@@ -28,6 +29,7 @@ tracker = Tracker()
 def batch():
     return torch.tensor([[float(i + j) for j in range(16)] for i in range(64)])
 
+gc.freeze()  # the collector does not list what is frozen
 for step in range(100000):
     rows = batch()
     loss = model(rows).square().mean()

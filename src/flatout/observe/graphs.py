@@ -81,10 +81,11 @@ class Graphs:
     def _keeper(self, kept: list[Any]) -> Site | None:
         frames = list(users_frames(sys._getframe()))
         result = {id(holder) for holder in _holders(kept)}
+        held = result | {id(tensor) for tensor in kept}
         for frame in frames:
             for name, value in frame.f_locals.items():
                 inside = getattr(value, "__dict__", {}).values()
-                if id(value) in result or any(id(v) in result for v in inside):
+                if any(id(v) in result or _is_frozen_holder(v, held) for v in (value, *inside)):
                     return line_that_fills(frame, name)
         # No container: a sum that goes on from step to step.
         tensor = self._torch.Tensor
@@ -112,6 +113,13 @@ def _holders(kept: list[Any]) -> list[Any]:
     first = sorted(first, key=len, reverse=True)[:_ASKED]
     second = gc.get_referrers(*first) if first else []
     return [*first, *(h for h in second if isinstance(h, _CONTAINERS) and h is not first)]
+
+
+def _is_frozen_holder(value: Any, held: set[int]) -> bool:
+    """Whether a container holds one of these and may be frozen, so that no search finds it."""
+    if not (gc.get_freeze_count() and isinstance(value, _CONTAINERS)):
+        return False
+    return any(id(item) in held for item in gc.get_referents(value))
 
 
 def nodes_of(tensors: Iterable[Any]) -> int:

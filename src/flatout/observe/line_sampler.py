@@ -6,10 +6,14 @@ them is the lane of input.
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import Counter
+from collections.abc import Callable
+from threading import get_ident
 from types import CodeType, FrameType
 
+from flatout.hooks import wrap
 from flatout.kernels import stacks_of
 from flatout.observe.lanes import EVALUATION, HOST, INPUT
 from flatout.observe.lines import Lines
@@ -37,8 +41,27 @@ class LineSampler:
         if self._stacks is None:
             return
         self._outer: list[CodeType] = []
+        self._frozen: list[CodeType] = []
+        wrap(gc, "freeze", "observe", self._freezing)
         watch.at(1, self._begin)
         watch.on_renewal.append(self._stacks.renew)
+
+    def _freezing(self, original: Callable[[], None]) -> Callable[[], None]:
+        """The collector lists what is alive, but not what it was told to leave alone: functions
+        are listed before. To unfreeze them at the end would freeze all else with them again.
+        """
+
+        def look() -> None:
+            self._frozen = list(codes(self._frozen).values())
+
+        def freeze() -> None:
+            if get_ident() == self._watch.lanes.thread:
+                self._watch.aside(look)
+            else:
+                look()
+            original()
+
+        return freeze
 
     def _begin(self) -> None:
         """In the thread that steps."""
@@ -66,7 +89,7 @@ class LineSampler:
             observation.notes.append("lines: this Python's frames cannot be read from beside it")
             return
         models = list(self._watch.models)
-        stacks = list(stacks_in(self._stacks.seen(), codes(self._outer)))
+        stacks = list(stacks_in(self._stacks.seen(), codes([*self._outer, *self._frozen])))
         samples = sum(stack.samples for stack in stacks)
         if samples < _FEWEST:
             observation.notes.append(

@@ -161,5 +161,10 @@ def _queued_batches() -> int:
     import gc
 
     kind = loader._MultiProcessingDataLoaderIter
+    is_frozen = gc.get_freeze_count() > 0
+    if is_frozen:  # as script.garbage does at the first step: what is frozen is not listed
+        gc.unfreeze()
     alive = [item for item in gc.get_objects() if isinstance(item, kind)]
+    if is_frozen:  # with what was made since: cycles of that stay until the trial ends
+        gc.freeze()
     return max((item._num_workers * (item._prefetch_factor or 1) for item in alive), default=0)
