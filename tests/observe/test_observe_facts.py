@@ -1,5 +1,6 @@
 """What is read of a process and of what it saves: OpenMP, compilations, contents of files."""
 
+import math
 import os
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ from torch import nn
 from flatout.observe.compiles import Compiles
 from flatout.observe.gpus import memory_mb
 from flatout.observe.loaders import SeenLoader
+from flatout.observe.model_facts import some_of
 from flatout.observe.openmp import libraries, settings
 from flatout.observe.outputs import contents_of
 from flatout.observe.round_trips import RoundTrips
@@ -184,3 +186,16 @@ def test_a_look_that_fails_is_noted_and_the_script_goes_on():
     (note,) = watch.notes
     assert note.startswith("a look failed, and what it would have seen is missing: KeyError")
     assert "test_observe_facts.py" in note
+
+
+@pytest.mark.parametrize(
+    "shape", [(1024, 1024), (1025, 1025), (64, 256, 4, 4), (4096,), (3, 0), ()]
+)
+def test_numbers_that_are_looked_at_lie_in_all_rows_and_columns(shape):
+    at = torch.arange(math.prod(shape)).reshape(shape)
+    looked = some_of(at, 1024)
+    assert len(looked) >= min(at.numel(), 1000)
+    if len(shape) == 2 and at.numel():
+        rows, columns = looked // shape[1], looked % shape[1]
+        assert len(rows.unique()) > 1000
+        assert len(columns.unique()) > 1000

@@ -1,5 +1,6 @@
 """The learning rate that an optimizer stepped with, and where it was made."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -24,3 +25,13 @@ def test_a_rate_is_that_of_the_step_before_the_scheduler_goes_on():
     del optimizer, warm_up
     seen.look_at_rate()
     assert len(seen.facts.rates) == 3
+
+
+@pytest.mark.parametrize(("is_sparse", "share"), [(False, 0.02), (True, 1.0)])
+def test_steps_go_through_all_rows_of_a_table_but_with_sparse_gradients(is_sparse, share):
+    table = torch.nn.Embedding(100, 4, sparse=is_sparse)
+    optimizer = torch.optim.SGD(table.parameters(), 0.1)
+    seen = SeenOptimizer(optimizer, facts_of(optimizer, None))
+    table(torch.tensor([3, 7, 7])).sum().backward()
+    seen.look_at_tables([table.weight])
+    assert seen.facts.sparse_share == share

@@ -7,10 +7,10 @@ from statistics import median
 from typing import Any
 from weakref import ref
 
-from flatout.observe.model_facts import local
+from flatout.observe.model_facts import local, some_of
 from flatout.observe.watch import Watch
 
-# Of each matrix so many numbers are looked at, evenly spread.
+# Of each matrix so many numbers are looked at.
 _SAMPLE = 1024
 # What is as good as zero begins there on purpose, as one half of an adapter does.
 _LEAST = 1e-3
@@ -68,5 +68,4 @@ def _rms(values: Any) -> float:
 def _sample(tensor: Any) -> Any:
     torch: Any = sys.modules["torch"]
     with torch.no_grad():
-        values = local(tensor.detach()).reshape(-1)
-        return values[:: max(1, values.numel() // _SAMPLE)].float().cpu().clone()
+        return some_of(local(tensor.detach()), _SAMPLE).float().cpu().clone()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from math import gcd, prod
 from typing import Any
 
 from flatout.observe.observation import Model
@@ -87,6 +88,14 @@ def _is_broken(tensor: Any, *, also_inf: bool) -> bool:
 def local(tensor: Any) -> Any:
     """What this rank has of a tensor that is shared out: asking for more would wait for others."""
     return getattr(tensor, "_local_tensor", tensor)
+
+
+def some_of(tensor: Any, many: int) -> Any:
+    """About so many of its numbers, evenly spread over its rows and its columns."""
+    every = max(1, tensor.numel() // many)
+    while gcd(every, prod(tensor.shape[1:])) > 1:  # else a few columns would be all: a dead unit
+        every += 1
+    return tensor.reshape(-1)[::every]
 
 
 def _ddp_options(module: Any) -> dict[str, Any]:

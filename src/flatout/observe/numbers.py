@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from time import perf_counter_ns
 from typing import Any
 
-from flatout.observe.model_facts import local, not_finite
+from flatout.observe.model_facts import local, not_finite, some_of
 from flatout.observe.watch import Watch
 
 # Of the time, and of that in evaluation, and of that from one save to the next.
@@ -124,7 +124,6 @@ def _share(numbers: Any) -> float:
     if numbers.numel() < _LEAST_NUMBERS or numbers.layout != torch.strided:
         return 0.0
     # As bits: where the units for floats flush subnormals, they compare as zeros too.
-    every = max(1, numbers.numel() // _SAMPLE)
-    bits = numbers.detach().reshape(-1)[::every].view(torch.int32) & 0x7FFFFFFF
+    bits = some_of(numbers.detach(), _SAMPLE).view(torch.int32) & 0x7FFFFFFF
     is_subnormal = (bits > 0) & (bits < 0x00800000)
     return int(is_subnormal.sum()) / int(bits.numel())

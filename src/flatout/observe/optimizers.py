@@ -52,13 +52,14 @@ class SeenOptimizer:
         return [] if optimizer is None else tensors_of(optimizer)
 
     def look_at_tables(self, tables: list[Any]) -> None:
-        """Which share of the rows of these embeddings has a gradient now."""
+        """Which share of the rows that a step goes through, of these tables, has a gradient now."""
         mine = {id(tensor) for tensor in self.tensors()}
         rows = touched = 0
         for table in tables:
             if id(table) in mine and table.grad is not None:
-                rows += table.shape[0]
-                touched += _touched_rows(table.grad)
+                stepped, having = _rows(table.grad)
+                rows += stepped
+                touched += having
         if rows:
             self.facts.sparse_share = touched / rows
 
@@ -93,10 +94,12 @@ def _options(groups: list[dict[str, Any]]) -> dict[str, float]:
     return result
 
 
-def _touched_rows(gradient: Any) -> int:
-    if gradient.is_sparse:
-        return int(gradient.coalesce().indices().shape[1])
-    return int((gradient != 0).any(dim=1).sum())
+def _rows(gradient: Any) -> tuple[int, int]:
+    """How many rows of a table a step goes through, and how many of them have a gradient."""
+    if gradient.is_sparse:  # through no others
+        having = int(gradient.coalesce().indices().shape[1])
+        return having, having
+    return int(gradient.shape[0]), int((gradient != 0).any(dim=1).sum())
 
 
 class StepFinder:

@@ -9,10 +9,10 @@ import sys
 import zlib
 from typing import Any
 
-from flatout.observe.model_facts import local
+from flatout.observe.model_facts import local, some_of
 from flatout.observe.observation import Model
 
-# Of each tensor so many numbers are looked at, evenly spread.
+# Of each tensor so many numbers are looked at.
 _SAMPLE = 1024
 
 
@@ -51,7 +51,6 @@ def number_of(tensors: list[Any]) -> int:
     number = 0
     for tensor in tensors:
         values = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
-        every = max(1, values.numel() // _SAMPLE)
-        sample = values.reshape(-1)[::every].double().cpu()
+        sample = some_of(values, _SAMPLE).double().cpu()
         number = zlib.crc32(sample.numpy().tobytes(), number)
     return number
