@@ -25,14 +25,16 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
+from flatout.report.first_look import MOST_LINES
 from load import beside_load
 from pitfalls import Pitfall, absence, read_index
 from remeasure import FLATOUT, Remeasured, remeasure, run_to_end
 from restarts import end_peers_on_sigterm
 from results import Key, Results, add_arguments, finish, positive
+from screens import WIDTHS, lines_on_screens
 
 # The clean script with the smallest steps of all, written as a plain loop.
 RAW_LOOP = "bf16_useless"
@@ -80,6 +82,9 @@ class Answer:
         is_one: whether the doctor said anything that can be read.
         explained: share of the step time that a line or a module is known for.
         step_ms: of the rank that paid most for being watched, at the median.
+        lines: that the first look takes on a screen of 80 or of 100 columns, where it takes more.
+        look_s: that the first look took, from the end of the first step of the rank that came to it
+            last.
     """
 
     findings: Sequence[Mapping[str, Any]] = ()
@@ -89,6 +94,8 @@ class Answer:
     prescription: Mapping[str, Any] | None = None
     explained: float | None = None
     step_ms: float | None = None
+    lines: int | None = None
+    look_s: float | None = None
 
     @property
     def added_share(self) -> float | None:
@@ -254,6 +261,8 @@ def answer_of(out: str, err: str, code: int) -> Answer:
         prescription=said.get("prescription"),
         explained=said.get("explained"),
         step_ms=_step_ms(said),
+        lines=max(lines_on_screens(said)) if said.get("observations") else None,
+        look_s=_look_s(said),
     )
 
 
@@ -262,6 +271,12 @@ def _step_ms(said: Mapping[str, Any]) -> float | None:
         if rank["step_ms"] and rank["added_us_per_step"] == said.get("added_us_per_step"):
             return median(rank["step_ms"])
     return None
+
+
+def _look_s(said: Mapping[str, Any]) -> float | None:
+    starts = [rank.get("start_s") for rank in said.get("observations", ())]
+    known = [seconds for seconds in starts if seconds is not None]
+    return said["seconds"] - max(known) if known else None
 
 
 def ask_all(
@@ -369,24 +384,55 @@ def keys_of(rows: Sequence[Seen]) -> list[Key]:
             at_most=0.05,
             note=f"of {len(errors)} scripts",
         ),
-        *_keys_of_looks(answers),
+        *_wide_errors(errors),
+        *_keys_of_looks(ran),
         Key("located", _share(seen.is_located for seen in named), note="of those named"),
         Key("named_in_clean", sum(seen.is_named_in_clean for seen in ran), note="unproven"),
         Key("pitfalls", len(ran), note=f"{len(rows) - len(ran)} not run"),
     ]
 
 
-def _keys_of_looks(answers: Sequence[Answer]) -> list[Key]:
-    """What first looks say of themselves, over all scripts, in the middle and at worst."""
-    explained = [one.explained for one in answers if one.explained is not None]
-    added = [share for one in answers if (share := one.added_share) is not None]
-    if not (explained and added):
-        return []
-    return [
-        Key("explained", median(explained), at_least=0.9, note=f"of {len(explained)} looks"),
-        Key("explained_least", min(explained), at_least=0.75),
-        Key("added_share_most", max(added), at_most=0.01, note=f"steps of {SHORT_MS} ms and more"),
+def _keys_of_looks(rows: Sequence[Seen]) -> list[Key]:
+    """What first looks say of themselves and take, over all scripts: in the middle and at worst."""
+    looks = [
+        (f"{seen.pitfall.name}{kind}", answer)
+        for seen in rows
+        for kind, answers in (("", seen.script), (", clean", seen.clean))
+        for answer in answers
     ]
+    explained = [(one.explained, name) for name, one in looks if one.explained is not None]
+    added = [(share, name) for name, one in looks if (share := one.added_share) is not None]
+    lines = [(one.lines, name) for name, one in looks if one.lines is not None]
+    seconds = [(one.look_s, name) for name, one in looks if one.look_s is not None]
+    keys = []
+    if explained:
+        middle = median(share for share, _ in explained)
+        least, name = min(explained)
+        keys += [
+            Key("explained", middle, at_least=0.9, note=f"of {len(explained)} looks"),
+            Key("explained_least", least, at_least=0.75, note=name),
+        ]
+    if added:
+        most, name = max(added)
+        note = f"{name}; of steps of {SHORT_MS} ms and more"
+        keys.append(Key("added_share_most", most, at_most=0.01, note=note))
+    if lines:
+        longest, name = max(lines)
+        columns = " and ".join(map(str, WIDTHS))
+        note = f"{name}; at {columns} columns"
+        keys.append(Key("lines_on_screen", longest, at_most=MOST_LINES, note=note))
+    if seconds:
+        slowest, name = max(seconds)
+        note = f"{name}; from the end of its first step"
+        keys.append(Key("first_look_s", slowest, at_most=30, note=note))
+    return keys
+
+
+def _wide_errors(errors: Sequence[float]) -> list[Key]:
+    """How far off promises are at the 90th percentile, where there are enough to have one."""
+    if len(errors) < 10:
+        return []
+    return [Key("trial_error_90", quantiles(errors, n=10)[-1], at_most=0.15)]
 
 
 def _busy_keys(ran: Sequence[Seen]) -> list[Key]:

@@ -5,13 +5,19 @@ import json
 import sys
 
 import pytest
+from rich.text import Text
 
 import doctor
 import remeasure
+import screens
 from doctor import Answer, Asked, Seen, answer_of, ask, ask_all, keys_of, take_kept, words_of
+from flatout.devices import inventory
 from flatout.doctor.finding import Edit
+from flatout.doctor.judge import judge
 from flatout.doctor.prescription import Prescription, Proof
 from flatout.measure import TrialResult
+from flatout.observe import Ablation, LeftOut, Observation, Site
+from flatout.report.first_look import MOST_LINES, FirstLookReport
 from pitfalls import Pitfall, read_index
 from remeasure import Remeasured
 
@@ -326,14 +332,45 @@ def test_what_looks_say_of_themselves_is_summed_up_but_the_share_of_short_steps(
     found = keys(row)
     assert (found["explained_least"].value, found["explained_least"].met) == (0.8, True)
     assert found["added_share_most"].value == pytest.approx(0.004)
-    said = {"added_us_per_step": 5.0, "findings": [], "explained": 0.9, "observations": [
-        {"added_us_per_step": 3.0, "step_ms": [1.0]}, {"added_us_per_step": 5.0, "step_ms": [4.0]},
-    ]}  # fmt: skip
-    answer = answer_of(json.dumps(said), "", 0)
-    assert (answer.explained, answer.step_ms, answer.added_share) == (0.9, 4.0, 5.0 / 4000.0)
+    assert "lines_on_screen" not in found
+    assert "first_look_s" not in found
 
 
 def test_mistakes_without_a_word_are_dangers_and_some_that_cost_time():
     slow = PITFALLS["history_grows"]
     assert keys(seen(DANGER, [finding(DANGER)]), seen(slow))["silent_recall"].value == 0.5
     assert keys(seen(SLOW))["silent_recall"].value is None
+
+
+def test_an_answer_has_the_time_of_its_look_and_the_lines_of_its_screens():
+    ranks = [
+        Observation(["train.py"], rank=0, world_size=2, added_us_per_step=3.0, step_ms=[1.0]),
+        Observation(["train.py"], rank=1, world_size=2, added_us_per_step=5.0, step_ms=[4.0]),
+    ]
+    for rank in ranks:
+        rank.steps, rank.explained, rank.start_s = 1, 0.9, 3.0 + rank.rank
+        rank.lanes_ms = {"forward": 1.0}
+        proven = Ablation(1.5, 1.4, 1.6, 0.02, 4, 6.0, 4.0)
+        site = Site("a_folder/with/a_long/name/engine/tracker.py", 34)
+        rank.left_out = [LeftOut(site, "self.tracker.log", proven)] * 12
+    verdict = judge(ranks, inventory())
+    said = verdict.as_dict() | {"seconds": 31.0, "held": "overlay", "lacks": []}
+    answer = answer_of(json.dumps(said), "", 0)
+    assert (answer.explained, answer.step_ms, answer.added_share) == (0.9, 4.0, 5.0 / 4000.0)
+    assert answer.look_s == 27.0
+    assert 5 < answer.lines <= MOST_LINES
+    found = keys(Seen(DANGER, "", [answer], [Answer(lines=21, look_s=30.5)]))
+    assert found["lines_on_screen"].value == 21
+    assert found["lines_on_screen"].met is False
+    assert found["lines_on_screen"].note == "eval_missing, clean; at 80 and 100 columns"
+    assert (found["first_look_s"].value, found["first_look_s"].met) == (30.5, False)
+
+
+def test_a_line_that_a_terminal_breaks_counts_as_several(monkeypatch):
+    monkeypatch.setattr(
+        FirstLookReport,
+        "__rich_console__",
+        lambda *_: [Text("x" * 90, no_wrap=True, overflow="ignore")],
+    )
+    report = FirstLookReport(judge([Observation(["a.py"])], inventory()), inventory(), 1.0, [])
+    assert screens.screen(report, 80).count("\n") == 1

@@ -129,10 +129,24 @@ def much():
     return Verdict([seen], {}, critical([seen]), found, ["pin_memory"], unknown)
 
 
+def of_ranks(many, verdict):
+    """As if each rank had shown all that can stand above what was found."""
+    (seen,) = verdict.observations
+    faster = Ablation(2.5, 2.4, 2.6, 0.01, 5, 412.0, 161.0, 255.0)
+    seen = dataclasses.replace(
+        seen,
+        ablations=dict.fromkeys(("input", "log", "evaluation", "saving", "item", "sync"), faster),
+        left_out=[LeftOut(Site("engine/tracker.py", 34), "self.tracker.log", faster)] * 9,
+        lapse=Lapse(8.0, 20, 2, ["validation", "checkpoint"], [("train.py:40", 6, 23_438)]),
+    )
+    ranks = [dataclasses.replace(seen, rank=rank, world_size=many) for rank in range(many)]
+    return dataclasses.replace(verdict, observations=ranks, critical=critical(ranks))
+
+
 @pytest.mark.parametrize("width", [80, 100])
 def test_a_first_look_has_twenty_lines_of_whole_words_and_the_rest_is_verbose(width):
     few = dataclasses.replace(much(), findings=much().findings[:2] + much().findings[9:])
-    for verdict, cures in ((much(), 3), (few, 0)):
+    for verdict, cures in ((much(), 3), (few, 0), (of_ranks(8, much()), 3)):
         text = shown(verdict, width=width, cures=cures)
         lines = text.splitlines()
         assert len(lines) <= MOST_LINES, text

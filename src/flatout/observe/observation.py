@@ -228,7 +228,8 @@ class Optimizer:
         elements: how many numbers.
         local_bytes: of the parts of them that this rank holds.
         devices, dtypes: of the parameters.
-        sparse_share: share of the elements whose gradient is not zero, of tables of embeddings.
+        sparse_share: of the rows of embeddings that a step goes through, the share whose gradient
+            is not zero; those of sparse gradients have one.
         rates: the learning rate of its first group in some of its first steps: [step, rate].
         first_target: what a scheduler took for the full rate; None without a scheduler.
         subnormal_share: the largest share that numbers too small for full precision had in one of
@@ -764,6 +765,7 @@ class Observation:
             written meanwhile, and stays of a script that was killed.
         error: the script's own error, as Python prints it.
         added_us_per_step: what observing has cost, counted directly.
+        start_s: from the beginning to the end of its first step; None before that.
         added_once_ms: beside that, of looks in the first steps and at some later ones; where less
             than two seconds were watched, of all looks.
         lines: the user's lines that steps spend most time in, the dearest first; empty where no one
@@ -843,6 +845,7 @@ class Observation:
     ended: str = "done"
     error: str = ""
     added_us_per_step: float | None = None
+    start_s: float | None = None
     added_once_ms: float | None = None
     lines: list[Line] = field(default_factory=list)
     modules: list[ModuleTime] = field(default_factory=list)

@@ -46,6 +46,7 @@ def observation(
         threads=_threads(),
         usable_cpus=meters.usable_cpus,
         steps=steps,
+        start_s=watch.start_s,
         step_ms=watch.lanes.step_ms(_LIVE_STEPS) if is_live else watch.lanes.step_ms(),
         calls=watch.calls.all(),
         optimizers=[optimizer.result() for optimizer in list(watch.optimizers)],

@@ -73,9 +73,14 @@ class Watch:
         self._planned: list[tuple[int, Callable[[], None]]] = []
         self._order = count()
         self._has_begun = False
-        self._since = 0
+        self._made, self._since = perf_counter_ns(), 0
         self.at(AFTER_STEPS, self.quick.begin)
         self.on_renewal.append(self.quick.renew)
+
+    @property
+    def start_s(self) -> float | None:
+        """Seconds from the beginning to the end of its first step; None before that."""
+        return (self._since - self._made) / 1e9 if self._has_begun else None
 
     def at(self, step: int, look: Callable[[], None]) -> None:
         """Calls `look` in the thread that steps, once so many steps have ended."""
@@ -91,6 +96,7 @@ class Watch:
             kept.clear()
         self.looking_ns = self.once_ns = self._waited_ns = 0
         self._has_begun = False
+        self._made = perf_counter_ns()
         self.lanes.renew()
         self.calls.renew()
         for renew in self.on_renewal:

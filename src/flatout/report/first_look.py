@@ -41,6 +41,8 @@ _GROWS = ("history_grows", "retained_graph")
 """Checks of what costs the more the longer a script runs: its cost in a look says little."""
 _PROPOSALS, _LINES, _MODULES = 3, 4, 2
 """Things to try, lines of the script, and modules of its backward, that are listed at most."""
+_CALLS = 2
+"""Calls that were left out that are told at most, each with what it costs."""
 _FEW = 3
 """Rows about lines of the script, their heading included, that stand above what could be tried."""
 _BUSY, _THREADS = 0.1, 2
@@ -51,8 +53,10 @@ _CUTS = (2, 1)
 """Lines of what was found, the first that fits."""
 _COMMANDS = 4
 """Lines of commands that could come next."""
-_RANKS = 4
-"""Ranks whose lanes are shown at most."""
+_RANKS, _FEW_RANKS = 4, 2
+"""Ranks whose lanes are shown at most, and where there is little room."""
+_FOUND = 6
+"""Lines that what was found has at least, before steps without a part are told."""
 _TOLD, _ONCE = 0.001, 0.05
 """Share of a step from which on that of watching is told; and of all steps, what it took once."""
 
@@ -110,6 +114,9 @@ class FirstLookReport:
             middle += [*self._in_full(), *self._checks()]
         else:
             left = MOST_LINES - height(head) - height(tail)
+            if left < _FOUND:
+                head = list(self._head(width, is_short=True))
+                left = MOST_LINES - height(head) - height(tail)
             middle = list(self._middle(left, width, height))
         for part in (*head, *middle, *tail):
             if isinstance(part, Text) and not part.no_wrap:
@@ -140,22 +147,26 @@ class FirstLookReport:
         # A heading alone tells nothing.
         yield from (*(shown if len(shown) > 1 else ()), *dangers, *proposals, *notes)
 
-    def _head(self, width: int) -> Iterator[RenderableType]:
+    def _head(self, width: int, *, is_short: bool = False) -> Iterator[RenderableType]:
+        """What was seen of steps, and of steps without a part; in short the steps of few ranks."""
         yield Text(header(self.verdict, self.machine))
         yield Text(self._heading(), style="bold")
         ranks = self.verdict.observations
         for note in dict.fromkeys(rank.became for rank in ranks if rank.became):
             yield Text(note)
-        for rank in ranks[:_RANKS]:
+        shown = _FEW_RANKS if is_short else _RANKS
+        for rank in ranks[:shown]:
             yield from lane_bars(rank, len(ranks) > 1, width)
             yield from _on_gpu(rank)
-        if len(ranks) > _RANKS:
-            yield Text(f"{len(ranks) - _RANKS} more ranks: --page or --json")
+        if len(ranks) > shown:
+            yield Text(f"{len(ranks) - shown} more ranks: --page or --json")
         found = self.verdict.critical
         if found is not None:
             yield Text(", ".join(part for part in (found.words, short(found.where)) if part))
+        if is_short:
+            return
         yield from _taken_out(ranks)
-        yield from _left_out(ranks, width)
+        yield from _left_out(ranks, width, None if self.verbose else _CALLS)
         yield from self._lapse(width)
 
     def _lapse(self, width: int) -> Iterator[RenderableType]:
@@ -491,9 +502,15 @@ def _taken_out(ranks: Sequence[Observation]) -> Iterator[RenderableType]:
         yield Text(f"taken out in place: {', '.join(words)}")
 
 
-def _left_out(ranks: Sequence[Observation], width: int) -> Iterator[RenderableType]:
-    """A line for each call that costs a step something, with its interval and its share."""
-    for one in (one for rank in ranks for one in rank.left_out if one.is_proven):
+def _left_out(
+    ranks: Sequence[Observation], width: int, most: int | None
+) -> Iterator[RenderableType]:
+    """A line for each call that costs a step something, with its interval and its share; of so
+    many that cost most.
+    """
+    proven = [one for rank in ranks for one in rank.left_out if one.is_proven]
+    proven.sort(key=lambda one: -one.ms()[1])
+    for one in proven[:most]:
         low, middle, high = one.ms()
         share = middle / max(one.measured.step_ms, 1e-9)
         costs = (
