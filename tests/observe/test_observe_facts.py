@@ -109,7 +109,7 @@ def test_a_round_trip_is_what_goes_back_from_the_same_memory_in_the_same_step():
         step(watch)
         on_host, other = torch.ones(4, 4), torch.ones(4, 4)  # as if one came from a GPU
         if trips.is_open:
-            trips.went(on_host)
+            trips.to_host(on_host)
         to(torch.from_numpy(on_host.numpy())[1:], "meta")
         to(other, "meta")
         to(on_host, torch.float64)
@@ -138,7 +138,7 @@ def test_what_goes_back_in_a_later_step_is_no_round_trip():
     on_host = torch.ones(4, 4)
     for _ in range(3):
         step(watch)
-    trips.went(on_host)
+    trips.to_host(on_host)
     step(watch)
     to(on_host, "meta")
     assert trips.is_open

@@ -821,7 +821,7 @@ def test_tuning_costs_its_share_whatever_a_step_takes(clock, steps, plain_s, fac
         return
     chosen, record = seconds(loop.stepper.switch.now), loop.tuning
     run_s = max(20.0, clock.now - before) if steps is None else steps * chosen
-    # What cannot be foretold is one pass of a few samples, and one step under each setting.
+    # What cannot be predicted is one pass of a few samples, and one step under each setting.
     assert record["before_first_step_s"] <= min(6.0, 0.1 * run_s) + plain_s / 16 * factor
     slower = [s for s in record["spans"] if s["settings"]] if factor > 1 else []
     assert record["lost_s"] <= 0.05 * run_s + plain_s * (factor - 1) * len(slower)

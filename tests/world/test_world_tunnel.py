@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from flatout.world.network import listen
-from flatout.world.secret import Refused, Stranger, admit, new_secret, secret
+from flatout.world.secret import Refused, UnknownPeer, admit, new_secret, secret
 from flatout.world.tunnel import Gate, Tunnel, entered
 
 LOOPBACK = "127.0.0.1"
@@ -97,7 +97,7 @@ def test_many_strangers_at_once_are_turned_away(gate):
 
 
 def test_what_listens_there_is_no_gate(echo):
-    with pytest.raises(Stranger):
+    with pytest.raises(UnknownPeer):
         entered(LOOPBACK, echo)
 
 

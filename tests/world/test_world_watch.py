@@ -106,7 +106,7 @@ class Timed:
 
     def look(self):
         self.now += self._watch._next_look()
-        self._watch._mind_own_waiting()
+        self._watch._check_own_waiting()
 
 
 def test_a_wait_is_told_when_patience_ends_and_not_some_beats_later(store, monkeypatch, capsys):

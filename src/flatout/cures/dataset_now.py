@@ -14,7 +14,7 @@ class Dataset(NamedTuple):
     """Samples that batches are made of.
 
     Attributes:
-        identity: tells it from others.
+        identity: identifies it.
         name: of its class.
         samples: how many it has; None where that is not known.
         passes: over it that have begun.
@@ -69,7 +69,7 @@ class DatasetNow:
         return __next__
 
     def _identity_of(self, dataset: Any) -> tuple[int, int | None]:
-        """What tells a dataset from others, and its length.
+        """What identifies a dataset, and its length.
 
         One that takes the place of another, such as where a script makes it again for each epoch,
         is the same.

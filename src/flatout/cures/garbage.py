@@ -43,23 +43,23 @@ class Garbage:
     def _after_step(self) -> None:
         if self._steps.count == 1 and gc.isenabled():
             gc.disable()
-            self._tidy_all()
+            self._collect_all()
             took(FIELD, "garbage is collected between epochs")
         if monotonic() < self._due:
             return
         self._due = monotonic() + _EVERY_S
         if resident_bytes() > self._resident * (1 + _GROWTH) + _GROWTH_BYTES:
-            self._tidy_all()
+            self._collect_all()
 
-    def _tidy_all(self) -> None:
+    def _collect_all(self) -> None:
         if self._is_frozen:
             gc.unfreeze()
-        self._tidy()
+        self._collect_now()
         if self._is_frozen or not gc.get_freeze_count():  # else the script does so itself
             gc.freeze()
             self._is_frozen = True
 
-    def _tidy(self) -> None:
+    def _collect_now(self) -> None:
         self._collect()
         self._collected_at = self._steps.count
         self._resident = resident_bytes()
@@ -82,7 +82,7 @@ class Garbage:
         def iterate(loader: Any) -> Any:
             is_new = steps.count > self._collected_at and not gc.isenabled()
             if is_new and get_ident() == steps.thread and is_on():
-                self._tidy()
+                self._collect_now()
             return original(loader)
 
         return iterate

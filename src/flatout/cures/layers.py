@@ -1,4 +1,4 @@
-"""What tells a module's layers from all others: their tensors, and what they compute with them."""
+"""What identifies a module's layers: their tensors, and what they compute with them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""script.log_every: of what the training loop tells in each step, only each Nth step's is told."""
+"""script.log_every: the training loop prints and logs only in each Nth step."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def _keeping_interop_threads(original: Any) -> Any:
 
 
 def keep_memory(torch: Any, steps: Steps) -> None:
-    """Tells the allocator so, if it is glibc's."""
+    """Sets the allocator so, if it is glibc's."""
     if allocator.current() == "keep" or allocator.keep_memory():
         took("memory.allocator", "allocator=keep")
     else:

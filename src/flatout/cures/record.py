@@ -49,7 +49,7 @@ def leave(field: str, why: str) -> None:
     """A cure is left out, here or everywhere: says so the first time."""
     if (field, why) not in _left:
         _left[field, why] = None
-        if _is_speaker():
+        if _is_first_rank():
             say(f"left as written: {words_of(field, _asked.get(field))} ({why})")
 
 
@@ -69,7 +69,7 @@ def stand_down(why: str) -> None:
     global _stood_down
     if not _stood_down:
         _stood_down = why
-        if _is_speaker():
+        if _is_first_rank():
             say(why)
 
 
@@ -78,7 +78,7 @@ def is_on() -> bool:
     return not _stood_down
 
 
-def _is_speaker() -> bool:
+def _is_first_rank() -> bool:
     """The first rank speaks for all; a worker that it has forked does not."""
     return os.getpid() == _process and place().rank == 0
 

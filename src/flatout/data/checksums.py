@@ -27,7 +27,7 @@ _ROOM = 64 << 20
 _BLANK = "0" * 8
 
 Marks: TypeAlias = npt.NDArray[np.uint8]
-# What tells a file's present content from any other: path, size, when it was last written.
+# What identifies a file's present content: path, size, when it was last written.
 Key: TypeAlias = tuple[str, int, int]
 
 

@@ -1,8 +1,8 @@
 """glibc's allocator told to keep the memory that a step frees, for the next step to use.
 
-By default glibc maps large blocks afresh and unmaps them when freed, and hands the top of its heap
-back to the system. The kernel then clears and maps every page again in every step: page faults that
-can cost a CPU job a third of its time. The parameters are those of mallopt(3).
+By default glibc maps large blocks and unmaps them when freed, and hands the top of its heap back to
+the system. The kernel then clears and maps every page again in every step: page faults that can
+cost a CPU job a third of its time. The parameters are those of mallopt(3).
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def _of_gpu(rank: Observation) -> Critical | None:
 
 
 def _kernel(name: str) -> str:
-    """The name of a kernel without its types and arguments, as far as it tells them apart."""
+    """The name of a kernel without its types and arguments, as far as it shows them."""
     plain = re.sub(r"<.*|\(.*", "", name.removeprefix("void ")).rpartition("::")[2]
     if _OF_TEMPLATE.fullmatch(plain):  # which it is stands in its first type
         plain = re.split(r"[<>,( ]", name.partition("<")[2])[0].rpartition("::")[2]

@@ -11,7 +11,7 @@ _DOCS = "https://flatout.readthedocs.io"
 
 
 def docs_page(check: str) -> str:
-    """Where the documentation tells of what this check of a script finds."""
+    """Where the documentation describes what this check of a script finds."""
     return f"{_DOCS}/checks/{check}/"
 
 

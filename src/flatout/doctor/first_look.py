@@ -193,7 +193,7 @@ def _read(folder: Path) -> list[Observation]:
 
 
 def _opened(path: Path) -> list[tuple[str, str]]:
-    """What was noted; a line that the end of the process has cut tells nothing."""
+    """What was noted; a line that the end of the process has cut says nothing."""
     result = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         with suppress(ValueError):

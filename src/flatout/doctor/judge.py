@@ -156,7 +156,7 @@ def _sort(
     passed: list[str],
     unknown: list[tuple[str, str]],
 ) -> None:
-    """Tells each thing once, though several ranks may show it."""
+    """Reports each thing once, though several ranks may show it."""
     merged: dict[tuple[str, str], list[tuple[int, Finding]]] = {}
     for rank, findings in of_ranks.items():
         for finding in findings if isinstance(findings, list) else ():

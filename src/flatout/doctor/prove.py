@@ -182,7 +182,7 @@ class Proving:
         return pair, pair.result
 
     def _believe_cpu_time(self, pair: Pair) -> None:
-        """Where wall time tells little, and the CPU does all the work."""
+        """Where wall time says little, and the CPU does all the work."""
         cpu, device = pair.cpu, self._verdict.observations[0].device
         if cpu is not None and device == "cpu":
             strayed = math.exp(abs(math.log(cpu.ratio))) - 1
@@ -417,11 +417,11 @@ class Proving:
         is_in_steps = counts_between(final.cure)
         a_between, b_between = (0.0, 0.0) if is_in_steps else between_s(pair.blocks, looked)
         a_step, b_step = result.step_s
-        found = {"step_before_s": a_step + a_between, "step_after_s": b_step + b_between}
+        times = {"step_before_s": a_step + a_between, "step_after_s": b_step + b_between}
         if steps is not None:
-            found["before_s"] = whole_s(pair.a, pair.a, steps, a_step, a_between)
-            found["after_s"] = whole_s(pair.a, pair.b, steps, b_step, b_between)
-        return found
+            times["before_s"] = whole_s(pair.a, pair.a, steps, a_step, a_between)
+            times["after_s"] = whole_s(pair.a, pair.b, steps, b_step, b_between)
+        return times
 
 
 def _untried(cure: Cure, reason: str, outcome: Outcome = "not tried") -> Proof:

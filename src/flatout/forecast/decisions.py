@@ -244,9 +244,9 @@ def device(forecast: Forecast) -> Iterator[Decision]:
     """CPU or GPU, or which of two machines: in time and in money, one host each."""
     if len(forecast.sides) < 2:
         return
-    one, other = forecast.sides[:2]
-    names = [_name(side, place) for place, side in enumerate((one, other), 1)]
-    rates = [side.rates(side.shape(1)) for side in (one, other)]
+    first, second = forecast.sides[:2]
+    names = [_name(side, place) for place, side in enumerate((first, second), 1)]
+    rates = [side.rates(side.shape(1)) for side in (first, second)]
     # Draws of two machines have nothing to do with each other.
     apart = np.random.default_rng(4).permutation(rates[1]) / rates[0]
     ratio = Spreading.of(apart, COVERED).widened(widenings()["measured"])
@@ -257,11 +257,11 @@ def device(forecast: Forecast) -> Iterator[Decision]:
         f"{names[fast]}: {factor:.2f}x [{ends[0]:.2f},{ends[1]:.2f}] as fast as {names[1 - fast]}"
     )
     yield Decision("device", names[fast], words, factor)
-    if one.price is None or other.price is None:
+    if first.price is None or second.price is None:
         return
     costs = [
         side.price[1] / 3600 / float(np.median(rate)) * 1e6
-        for side, rate in zip((one, other), rates, strict=True)
+        for side, rate in zip((first, second), rates, strict=True)
         if side.price is not None
     ]
     cheap = 0 if costs[0] <= costs[1] else 1

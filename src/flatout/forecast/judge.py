@@ -215,12 +215,12 @@ def regrets(cases: Sequence[Case]) -> list[float]:
             key = (case.series.source, case.series.name, case.rows)
             beginnings.setdefault(key, []).append(case)
     for alike in beginnings.values():
-        one, rows = alike[0].series, alike[0].rows
-        truths = [*one.rates[:rows], *(case.truth for case in alike)]
-        said = [*one.rates[:rows], *(case.predicted.middle for case in alike)]
-        ranks = [shape.ranks for shape in one.shapes[: len(truths)]]
+        series, rows = alike[0].series, alike[0].rows
+        truths = [*series.rates[:rows], *(case.truth for case in alike)]
+        said = [*series.rates[:rows], *(case.predicted.middle for case in alike)]
+        ranks = [shape.ranks for shape in series.shapes[: len(truths)]]
         for share in DEADLINES:
-            needed = one.rates[rows - 1] / share
+            needed = series.rates[rows - 1] / share
             best, chosen = (_cheapest(ranks, rates, needed) for rates in (truths, said))
             if best is None or chosen is None:
                 continue

@@ -44,7 +44,7 @@ class StepLanes:
 
     def start(self) -> None:
         """Begin, at the first step or again after a stop."""
-        rank, world_size = _standing()
+        rank, world_size = _rank_and_size()
         self.within = None
         self.runs = True
         self.timeline.start()
@@ -149,10 +149,10 @@ def words(timeline: Timeline, hidden: dict[str, str]) -> list[str]:
 
 def hidden_sync(lane: str = "backward") -> dict[str, str]:
     """Of several ranks, the sync is somewhere inside the backward pass; one rank has none."""
-    return {"sync": lane} if _standing()[1] > 1 else {}
+    return {"sync": lane} if _rank_and_size()[1] > 1 else {}
 
 
-def _standing() -> tuple[int, int]:
+def _rank_and_size() -> tuple[int, int]:
     """Rank, and how many there are."""
     import torch.distributed as dist
 

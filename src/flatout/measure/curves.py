@@ -52,13 +52,14 @@ def compare_curves(
     Raises:
         DataError: if the curves are empty or of different lengths.
     """
-    one, other = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
-    if one.ndim != 1 or one.shape != other.shape or not one.size:
+    first, second = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
+    if first.ndim != 1 or first.shape != second.shape or not first.size:
         raise DataError(
-            f"expected two curves over the same steps, found shapes {one.shape} and {other.shape}"
+            "expected two curves over the same steps, found shapes "
+            f"{first.shape} and {second.shape}"
         )
-    absolute = _absolute(one, other)
-    relative = _relative(one, other, absolute, _SCALE_FLOOR * max(_scale(one), _scale(other)))
+    absolute = _absolute(first, second)
+    relative = _relative(first, second, absolute, _SCALE_FLOOR * max(_scale(first), _scale(second)))
     if not absolute.any():
         return CurveDifference(0.0, None, None)
     step = int(relative.argmax())

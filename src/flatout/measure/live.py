@@ -142,7 +142,7 @@ def withdraw() -> None:
 
 @dataclass
 class Rank:
-    """A rank of a running job, as its file tells.
+    """A rank of a running job, as its file says.
 
     Attributes:
         pid: its process.
@@ -215,7 +215,7 @@ class Ranks:
         return rank
 
     def _observed(self, pid: int, file: Path) -> dict[str, Any]:
-        """What an observation tells; nothing where it cannot be read yet."""
+        """What an observation holds; nothing where it cannot be read yet."""
         try:
             status, written = _read(file)
         except (OSError, ValueError):
@@ -236,11 +236,11 @@ def _read(file: Path) -> tuple[dict[str, Any], float]:
     """An object of JSON in a file of this user's, and when that was written."""
     # What is no file must not be waited for, and a link may lead to anything.
     handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-    with open(handle, "rb") as it:
-        status = os.fstat(it.fileno())
+    with open(handle, "rb") as opened:
+        status = os.fstat(opened.fileno())
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
             raise ValueError("not a file of this user's")
-        content = it.read(_MOST_BYTES + 1)
+        content = opened.read(_MOST_BYTES + 1)
     if len(content) > _MOST_BYTES:
         raise ValueError("too large")
     try:

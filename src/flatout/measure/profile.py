@@ -150,7 +150,7 @@ class Profile:
         evaluation_s, saving_s: in all, of rank 0, in seconds.
         resumed: where it went on from; None where it began. All figures are of what came after.
         model: `name`, `parameters`, `trained`, both in numbers.
-        job: what tells this job from others, in words, such as `loss` or `optimizer 1`.
+        job: what identifies this job, in words, such as `loss` or `optimizer 1`.
         world: `size`, `nodes`, `ranks_per_node`, `strategy`, and where there are some,
             `servers_apart`: how many servers compute nothing.
         versions: `flatout`, `torch`, `python`, and `keras` where it is used.

@@ -158,7 +158,7 @@ class Watched:
             self._disk_s += idle
 
     def pulse(self, processes: Sequence[ProcessUse], gpu_busy: float | None) -> Pulse:
-        """Ends a stretch, and tells of the last minute.
+        """Ends a stretch, and reports the last minute.
 
         Args:
             processes: the process and all that it has started, in this stretch.
@@ -201,7 +201,7 @@ def pulse_of(stretches: Sequence[Stretch], workers: int) -> Pulse:
 
 
 def _workers(processes: Sequence[ProcessUse]) -> list[ProcessUse]:
-    """Those that multiprocessing has started: forked ones bear their parent's command."""
+    """Those that multiprocessing has started: forked ones have their parent's command."""
     if not processes:
         return []
     root, *others = processes

@@ -23,7 +23,7 @@ _ATTENTION = "scaled_dot_product_attention"
 
 def may_be_slower_in_bf16(model: nn.Module) -> bool:
     """Whether the model has such operators, as far as its modules and their code show."""
-    return any(_is_strided_depthwise(m) or _attends(m) for m in model.modules())
+    return any(_is_strided_depthwise(m) or _uses_attention(m) for m in model.modules())
 
 
 def keep_in_fp32(model: nn.Module) -> list[Callable[[], None]]:
@@ -45,7 +45,7 @@ def _is_strided_depthwise(module: nn.Module) -> bool:
     return module.groups == module.in_channels > 1 and max(module.stride) > 1
 
 
-def _attends(module: nn.Module) -> bool:
+def _uses_attention(module: nn.Module) -> bool:
     kinds = type(module).__mro__[: type(module).__mro__.index(nn.Module)]
     functions = [f for kind in kinds for f in vars(kind).values() if isinstance(f, FunctionType)]
     return any("Attention" in kind.__name__ for kind in kinds) or any(

@@ -124,7 +124,7 @@ class SampleDropout:
         Raises:
             ModelError: a layer's input is not divided among samples.
         """
-        seen = []
+        calls = []
         for count in (_FEW, _FEW + 1):
             self._looking = []
             try:
@@ -136,9 +136,9 @@ class SampleDropout:
                 return  # the first real step will say what is wrong
             finally:
                 result, self._looking = self._looking, None
-            seen.append(result)
-        self.has_calls = bool(seen[0])
-        for a, b in zip(*seen, strict=False):
+            calls.append(result)
+        self.has_calls = bool(calls[0])
+        for a, b in zip(*calls, strict=False):
             if a.site == b.site:
                 self._place(a.site, _layout(a.given, b.given), a.given.shape)
 

@@ -1,4 +1,4 @@
-"""A parameter that tells when someone reads its values, and by which rows an embedding reads it."""
+"""A parameter that reports when its values are read, and by which rows an embedding reads it."""
 
 from __future__ import annotations
 

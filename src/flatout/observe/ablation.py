@@ -192,17 +192,17 @@ class Ablations:
             self._until = monotonic() + _OVERDUE * self._budget_s
         else:
             self._until = math.inf  # the ranks must do the same
-        at, step = self._watch.at, start
+        call_at, step = self._watch.at, start
         for item in planned:
             blocks = _Blocks(item, self._lane(item.lane))
             self._blocks.append(blocks)
             for side in item.pairs * "abba":
-                at(step, blocks.lane.take_out if side == "b" else blocks.lane.put_back)
-                at(step + item.dropped, partial(self._count_from, blocks))
+                call_at(step, blocks.lane.take_out if side == "b" else blocks.lane.put_back)
+                call_at(step + item.dropped, partial(self._count_from, blocks))
                 step += item.dropped + item.steps
-                at(step, partial(self._count_to, blocks, side))
-            at(step, blocks.lane.put_back)
-        at(step, self._watch.enough)
+                call_at(step, partial(self._count_to, blocks, side))
+            call_at(step, blocks.lane.put_back)
+        call_at(step, self._watch.enough)
 
     def _lane(self, name: str) -> Any:
         if name in _LANES:
@@ -246,19 +246,19 @@ class Ablations:
         if self._seen is None:
             return {}
         self.left_out.clear()
-        found = from_lanes(self._seen)
+        ablations = from_lanes(self._seen)
         for blocks in self._blocks:
             lane = blocks.planned.lane
             result = judged(blocks.seconds["a"], blocks.seconds["b"])
             if result is None:
                 self.notes.append(f"ablations: there was no time to try enough without {lane}")
             elif lane in _LANES:
-                found[lane] = result
+                ablations[lane] = result
             elif self._code is not None:
                 call = self._code.calls[int(lane)]
                 site = read(Site(call.file, call.call_line))
                 self.left_out.append(LeftOut(site, call.words, result, call.line))
-        return found
+        return ablations
 
 
 def _read(path: Path) -> tuple[int, list[Planned]] | None:

@@ -92,7 +92,7 @@ class Calls:
         key = (kind, id(frame.f_code), frame.f_lasti)
         entry = self._entries.get(key)
         if entry is None:
-            entry = self._sought(key, frame, detail or {})
+            entry = self._searched(key, frame, detail or {})
         entry.count += 1
         entry.ns += ns
         entry.bytes += size
@@ -102,7 +102,7 @@ class Calls:
             entry.steps += 1
         self.noted += 1
 
-    def _sought(
+    def _searched(
         self, key: tuple[str, int, int], frame: FrameType, detail: dict[str, Any]
     ) -> _Entry:
         """The one of an instruction that is not known to belong to one line of the user's."""

@@ -127,10 +127,10 @@ class Checkpointed:
         if not isinstance(held, self._torch.nn.Parameter):
             try:
                 storage = tensor.untyped_storage()
-                at, size = storage.data_ptr(), storage.nbytes()
+                address, size = storage.data_ptr(), storage.nbytes()
             except (RuntimeError, NotImplementedError):
                 return tensor  # of a kind without one
-            if at not in self._known:
-                self._known.add(at)
+            if address not in self._known:
+                self._known.add(address)
                 self._bytes += size
         return tensor

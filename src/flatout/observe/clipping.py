@@ -84,9 +84,11 @@ class Clipping:
         first = parameters[:1] if isinstance(parameters, list) else [parameters]
         wanted = {id(tensor) for tensor in first}
         for scaler in list(self._scalers):
-            for seen in self._watch.optimizers:
-                optimizer = seen.ref()
-                if optimizer is None or wanted.isdisjoint(id(tensor) for tensor in seen.tensors()):
+            for watched in self._watch.optimizers:
+                optimizer = watched.ref()
+                if optimizer is None or wanted.isdisjoint(
+                    id(tensor) for tensor in watched.tensors()
+                ):
                     continue
                 state = scaler._per_optimizer_states.get(id(optimizer), {})
                 ready = self._torch.amp.grad_scaler.OptState.READY

@@ -124,8 +124,9 @@ def _extra_ns(
     differences: list[float] = []
     until = perf_counter_ns() + _LONG_NS
     while len(differences) < (_FEWEST if perf_counter_ns() > until else _QUADRUPLES):
-        one, other, again, last = took(hooked), took(plain), took(plain), took(hooked)
-        differences.append((one + last - other - again) / 2)
+        hooked_ns, plain_ns = took(hooked), took(plain)
+        plain_again, hooked_again = took(plain), took(hooked)
+        differences.append((hooked_ns + hooked_again - plain_ns - plain_again) / 2)
     return max(0.0, median(differences))
 
 

@@ -67,11 +67,11 @@ class DeviceSteps:
             then()
             return
         self._steps = min(max(math.ceil(_SECONDS / usual_step_s(observation)), _FEWEST), _MOST)
-        at, first = self._watch.at, self._watch.lanes.steps + 1
-        at(first, lambda: self._try(self._start, observation))
-        at(first + _WARM, self._mark_begin)
-        at(first + _WARM + self._steps, lambda: self._try(self._stop, observation))
-        at(first + _WARM + self._steps, then)
+        call_at, first = self._watch.at, self._watch.lanes.steps + 1
+        call_at(first, lambda: self._try(self._start, observation))
+        call_at(first + _WARM, self._mark_begin)
+        call_at(first + _WARM + self._steps, lambda: self._try(self._stop, observation))
+        call_at(first + _WARM + self._steps, then)
 
     def _try(self, look: Callable[[Observation], None], observation: Observation) -> None:
         try:
@@ -143,8 +143,8 @@ def _ran(results: Any) -> Iterable[Ran]:
     queued = {event.correlation_id(): event.start_ns() for event in events if not _is_on_gpu(event)}
     for event in on_gpu:
         began = event.start_ns()
-        at = queued.get(event.correlation_id(), began)
-        yield Ran(event.name(), began, began + event.duration_ns(), at)
+        queued_at = queued.get(event.correlation_id(), began)
+        yield Ran(event.name(), began, began + event.duration_ns(), queued_at)
 
 
 def _is_on_gpu(event: Any) -> bool:
@@ -168,8 +168,8 @@ def device_time(ran: Sequence[Ran], marks: Sequence[tuple[int, str]], steps: int
         if item.name.startswith((_TO_DEVICE, _TO_HOST)):
             copies[item.name[: len(_TO_DEVICE)]] += ns
         else:
-            at = bisect_right(times, item.queued) - 1
-            lanes[marks[at][1] if at >= 0 else "forward"] += ns
+            mark = bisect_right(times, item.queued) - 1
+            lanes[marks[mark][1] if mark >= 0 else "forward"] += ns
         if not item.name.startswith(_COPY):
             kernels[item.name] += ns
     per_ms = 1e6 * steps

@@ -35,8 +35,8 @@ class FirstUpdate:
 
     def _keep(self) -> None:
         """Before the first steps."""
-        for seen in self._watch.models:
-            model = seen.ref()
+        for watched in self._watch.models:
+            model = watched.ref()
             for tensor in () if model is None else model.parameters():
                 if tensor.dim() >= 2 and tensor.requires_grad and id(tensor) not in self._before:
                     self._before[id(tensor)] = ref(tensor), _sample(tensor)

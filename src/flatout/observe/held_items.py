@@ -19,7 +19,7 @@ _ENDING = re.compile(r"\.[A-Za-z0-9]{1,5}$")
 def numbers_of_items(dataset: Any, picked: Sequence[int] | None) -> list[int] | None:
     """A number for the bytes of each tensor or array in a list that a dataset holds, or is."""
     for items in _lists_in(dataset):
-        arrays = [_first_array(items[at]) for at in _chosen(items, picked)]
+        arrays = [_first_array(items[index]) for index in _chosen(items, picked)]
         if not arrays or any(array is None for array in arrays):
             continue
         if all(len({*array.tolist()}) >= _DIFFERENT for array in arrays[:_ASKED]):
@@ -31,7 +31,7 @@ def numbers_of_names(dataset: Any, picked: Sequence[int] | None) -> list[int] | 
     """A number for the file of each sample, or for its row of a data frame."""
     folder = tuple(sorted({os.path.realpath(item) for item in _folders_of(dataset)}))
     for items in _lists_in(dataset):
-        names = [_name_in(items[at]) for at in _chosen(items, picked)]
+        names = [_name_in(items[index]) for index in _chosen(items, picked)]
         if names and all(name is not None for name in names):
             return [hash(name if os.path.isabs(str(name)) else (folder, name)) for name in names]
     for frame in _frames_in(dataset):

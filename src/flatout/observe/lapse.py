@@ -3,7 +3,7 @@
 An epoch that takes an hour hides validation, checkpoints, schedules and the second epoch from a
 look of seconds. Where nothing of a run is kept, each loader gives a few batches more and then its
 last one, which may be smaller; a loop of the user's own that steps ends likewise. `len(loader)`
-stays, and with it what scripts make of it. What is seen then tells what the script does, and
+stays, and with it what scripts make of it. What is seen then shows what the script does, and
 nothing of how long it takes: `with_lapse` adds that to an Observation that ended before.
 """
 
@@ -245,7 +245,7 @@ def _key(loader: Loader) -> tuple[Any, ...]:
 
 
 def _loader(loader: Loader, later: Observation) -> Loader:
-    same = next((one for one in later.loaders if _key(one) == _key(loader)), None)
+    same = next((other for other in later.loaders if _key(other) == _key(loader)), None)
     if same is None:
         return loader
     return replace(loader, hashes=same.hashes, shared_rows=same.shared_rows)
@@ -257,13 +257,13 @@ def _new(loader: Loader) -> Loader:
 
 
 def _model(model: Model, later: Observation) -> Model:
-    for one in later.models:
-        if (one.kind, str(one.site)) == (model.kind, str(model.site)):
+    for other in later.models:
+        if (other.kind, str(other.site)) == (model.kind, str(model.site)):
             return replace(
                 model,
-                evaluated_in_train_mode=one.evaluated_in_train_mode,
-                evaluated_with_grad=one.evaluated_with_grad,
-                trained_in_eval_mode=one.trained_in_eval_mode,
+                evaluated_in_train_mode=other.evaluated_in_train_mode,
+                evaluated_with_grad=other.evaluated_with_grad,
+                trained_in_eval_mode=other.trained_in_eval_mode,
             )
     return model
 

@@ -114,7 +114,7 @@ def _place(site: Site) -> tuple[str, int]:
 
 
 def _move_evaluation(stacks: list[Stack], call: tuple[str, int], share: float) -> None:
-    """What is beneath a line that evaluates is of that lane, unless the line trains too.
+    """What is called by a line that evaluates is of that lane, unless the line trains too.
 
     Args:
         stacks: all of them.

@@ -122,7 +122,7 @@ class SeenLoader:
 
     def take_down(self, index: Any) -> None:
         """A batch is made of these samples: the first ones are known by their numbers."""
-        if not isinstance(index, (list, tuple)) or not all(isinstance(at, int) for at in index):
+        if not isinstance(index, (list, tuple)) or not all(isinstance(i, int) for i in index):
             self.is_taking_down = False
             return
         if not self.firsts:  # of an iteration that was not seen to begin

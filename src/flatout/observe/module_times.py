@@ -84,10 +84,10 @@ class ModuleTimes:
 
     def _open(self) -> None:
         roots = [model.ref() for model in self._watch.models if model.is_stepped]
-        found = [item for item in roots if item is not None and _is_on_cpu(item)]
-        if is_anything_compiled() or sum(len(list(root.modules())) for root in found) > _MODULES:
+        followed = [item for item in roots if item is not None and _is_on_cpu(item)]
+        if is_anything_compiled() or sum(len(list(root.modules())) for root in followed) > _MODULES:
             return
-        for root in found:
+        for root in followed:
             self._follow(root)
         spent = self._watch.lanes.spent
         self._since = spent[FORWARD], spent[BACKWARD]

@@ -74,5 +74,5 @@ def _is_off(node: ast.expr) -> bool:
 
 
 def _switched_off(file: str, line: int) -> int | None:
-    result = [(begin, at) for begin, end, at in _blocks(file) if begin <= line <= end]
-    return max(result)[1] if result else None
+    blocks = [(begin, off_at) for begin, end, off_at in _blocks(file) if begin <= line <= end]
+    return max(blocks)[1] if blocks else None

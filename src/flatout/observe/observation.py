@@ -538,7 +538,7 @@ class Line:
         callers: the user's lines that led to it most often, from the inside.
         within: the module that took most of it, such as "BertLayer"; else, of a trainer's or a
             DataLoader's own code, the function.
-        trainer: the package that runs beneath a line that only starts it, such as "lightning"; ""
+        trainer: the package that runs under a line that only starts it, such as "lightning"; ""
             for none.
         samples: of the script that were taken there: the fewer, the rougher is `ms`.
         growth: where it takes more and more; None where it does not.

@@ -74,13 +74,13 @@ class OtherThreads:
     def fill(self, observation: Observation) -> None:
         """Puts the line that each busy thread is at most often into an Observation."""
         result = []
-        for one in list(self._seen.values()):
-            if one.looks >= _FEWEST and one.lines:
-                (file, line), most = one.lines.most_common(1)[0]
-                busy = one.lines.total() / one.looks
+        for thread in list(self._seen.values()):
+            if thread.looks >= _FEWEST and thread.lines:
+                (file, line), most = thread.lines.most_common(1)[0]
+                busy = thread.lines.total() / thread.looks
                 site = read(Site(file, line))
-                result.append(OtherThread(one.name, site, busy, most / one.looks))
-        observation.other_threads = sorted(result, key=lambda one: -one.busy)
+                result.append(OtherThread(thread.name, site, busy, most / thread.looks))
+        observation.other_threads = sorted(result, key=lambda thread: -thread.busy)
 
     def _run(self) -> None:
         pause = _EVERY_S
@@ -108,11 +108,11 @@ class OtherThreads:
         return result
 
     def _note(self, thread: threading.Thread, frame: FrameType) -> None:
-        seen = self._seen.setdefault(thread.ident or 0, _Thread(thread.name))
-        seen.looks += 1
+        looked = self._seen.setdefault(thread.ident or 0, _Thread(thread.name))
+        looked.looks += 1
         users = _users(frame)
         if users is not None and not frame.f_code.co_filename.endswith(_WAITS):
-            seen.lines[users] += 1
+            looked.lines[users] += 1
 
 
 def _users(frame: FrameType | None) -> tuple[str, int] | None:

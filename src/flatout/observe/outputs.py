@@ -1,4 +1,4 @@
-"""What a script tells, saves and tidies up while it trains."""
+"""What a script prints or logs, saves and cleans up while it trains."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SAVED = 24
 _NUMBERED = 8
 # By a package, where what is told can be left out.
 _LOGGED = {"logged": True}
-# Timing what tells may take so much of a step, at so much for each call.
+# Timing what prints or logs may take so much of a step, at so much for each call.
 _MOST_NS, _CALL_NS = 5_000, 3_000
 
 
@@ -40,8 +40,8 @@ def watch_outputs(watch: Watch) -> None:
 
 
 class Told:
-    """Times what tells: in all steps, or where it tells so often that this would cost too much of
-    a step, in the first ones, which then stand for all.
+    """Times what prints or logs: in all steps, or, where that would cost too much of a step, in the
+    first ones, which then stand for all.
     """
 
     def __init__(self, watch: Watch) -> None:

@@ -47,7 +47,7 @@ def has_peers() -> bool:
 
 
 def number_of(tensors: list[Any]) -> int:
-    """A number for the values of these tensors, as far as a sample of each tells; reads them."""
+    """A number for the values of these tensors, as far as a sample of each shows; reads them."""
     number = 0
     for tensor in tensors:
         values = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()

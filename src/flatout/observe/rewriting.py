@@ -276,10 +276,10 @@ class _Loops(ast.NodeTransformer):
         )
         self.generic_visit(node)
         if called & self._stepping or (called and (self._evaluates or no_grad)):
-            at = node.iter
-            number = ast.copy_location(ast.Constant(self._number(node.lineno)), at)
-            around = ast.copy_location(ast.Name(_LOOPS, ast.Load()), at)
-            node.iter = ast.copy_location(ast.Call(around, [number, at], []), at)
+            iterable = node.iter
+            number = ast.copy_location(ast.Constant(self._number(node.lineno)), iterable)
+            around = ast.copy_location(ast.Name(_LOOPS, ast.Load()), iterable)
+            node.iter = ast.copy_location(ast.Call(around, [number, iterable], []), iterable)
         return node
 
     def visit_While(self, node: ast.While) -> ast.AST:
@@ -288,15 +288,15 @@ class _Loops(ast.NodeTransformer):
         self.generic_visit(node)
         if node.orelse or not called & self._stepping or not _can_end(node):
             return node
-        number, at = self._number(node.lineno), node.test
+        number, test = self._number(node.lineno), node.test
         around = ast.Call(
             ast.Name(_LOOPS, ast.Load()), [ast.Constant(number), ast.Constant(None)], []
         )
-        leaves = ast.If(ast.UnaryOp(ast.Not(), at), [ast.Break()], [])
+        leaves = ast.If(ast.UnaryOp(ast.Not(), test), [ast.Break()], [])
         turns = ast.For(ast.Name(_TURN, ast.Store()), around, [leaves, *node.body], [])
         ast.copy_location(turns, node)
         for part in (turns.target, *ast.walk(around), leaves, leaves.test, leaves.body[0]):
-            ast.copy_location(part, at)
+            ast.copy_location(part, test)
         return turns
 
 

@@ -35,14 +35,14 @@ class RoundTrips:
         self._held.clear()
         self._watch.calls.spread("round_trip", _STEPS)
 
-    def went(self, on_host: Any) -> None:
+    def to_host(self, on_host: Any) -> None:
         """A tensor was copied to the host, as this one."""
         if self._step != self._watch.lanes.steps:
             self._held.clear()
             self._step = self._watch.lanes.steps
         self._held[on_host.untyped_storage().data_ptr()] = on_host
 
-    def came(self, on_host: Any, took_ns: int) -> None:
+    def to_device(self, on_host: Any, took_ns: int) -> None:
         """A tensor of the host was copied to a device."""
         is_this_step = self._step == self._watch.lanes.steps
         if is_this_step and on_host.untyped_storage().data_ptr() in self._held:

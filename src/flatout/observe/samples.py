@@ -101,7 +101,7 @@ def numbers_at(dataset: Any, indices: Sequence[int]) -> list[int] | None:
     table = _table_in(inner)
     if table is None:
         return None
-    return row_numbers(table, indices if picked is None else [picked[at] for at in indices])
+    return row_numbers(table, indices if picked is None else [picked[index] for index in indices])
 
 
 def number_of_bytes(data: bytes) -> int:
@@ -134,8 +134,8 @@ def _moments(table: Any, chosen: Sequence[int]) -> Moments | None:
         return None
     moments: Moments | None = None
     for first in range(0, len(chosen), _AT_ONCE):
-        at = chosen[first : first + _AT_ONCE]
-        part = table[at.start : at.stop] if isinstance(at, range) else table[list(at)]
+        chunk = chosen[first : first + _AT_ONCE]
+        part = table[chunk.start : chunk.stop] if isinstance(chunk, range) else table[list(chunk)]
         rows = as_array(part.reshape(len(part), -1))
         if rows.dtype.kind != "f":
             return None

@@ -64,21 +64,21 @@ def _follow(windows: Any) -> bool:
     """Whether each begins one step behind the one before."""
     some = {0, len(windows) // 3, len(windows) // 2, len(windows) - 2}
     return len(windows) > _RUN and all(
-        bool((windows[at, 1:] == windows[at + 1, :-1]).all()) for at in some
+        bool((windows[step, 1:] == windows[step + 1, :-1]).all()) for step in some
     )
 
 
 def _held(dataset: Any, first: int, end: int) -> Any:
     """A series that a dataset holds, longer than the number of its windows."""
     length = length_of(dataset) or 0
-    found = [
+    candidates = [
         item
         for item in _arrays_in(dataset)
         if _is_series(item) and item.ndim < 3 and length < len(item) <= 2 * length
     ]
-    if not found:
+    if not candidates:
         return None
-    widest = as_array(max(found, key=lambda item: prod(item.shape[1:])))
+    widest = as_array(max(candidates, key=lambda item: prod(item.shape[1:])))
     behind = len(widest) - length
     return widest.reshape(len(widest), -1)[first : end + behind]
 
@@ -100,10 +100,10 @@ def place_in(series: Any, whole: Any) -> int | None:
         return None
     run = series[:_RUN].astype("float32")
     first = np.flatnonzero((whole.astype("float32") == run[0]).all(1))
-    for at in first[:64].tolist():
-        other = whole[at : at + _RUN].astype("float32")
+    for step in first[:64].tolist():
+        other = whole[step : step + _RUN].astype("float32")
         if other.shape == run.shape and bool((other == run).all()):
-            return int(at)
+            return int(step)
     return None
 
 
@@ -111,8 +111,8 @@ def joined(trained: Any, held_out: Any) -> Any:
     """Both series as one, what they share once."""
     import numpy as np
 
-    at = place_in(held_out, trained)
-    return np.concatenate([trained, held_out[0 if at is None else len(trained) - at :]])
+    begin = place_in(held_out, trained)
+    return np.concatenate([trained, held_out[0 if begin is None else len(trained) - begin :]])
 
 
 def scaled_to_range(trained: Any, both: Any) -> Scaling | None:

@@ -27,7 +27,7 @@ def part_of(positions: Sequence[int]) -> tuple[int, int] | None:
     """
     if len(positions) < _FEWEST:
         return None
-    each = reduce(gcd, (at - positions[0] for at in positions))
+    each = reduce(gcd, (position - positions[0] for position in positions))
     return (positions[0] % each, each) if each > 1 else (0, 1)
 
 
@@ -35,7 +35,8 @@ def parts_of_indices(dataset: Any, firsts: Iterable[Sequence[int]]) -> list[tupl
     """The part that the first samples of each epoch are of, by their numbers."""
     _, picked = behind_subsets(dataset)
     return [
-        part_of([picked[at] for at in first] if picked is not None else first) for first in firsts
+        part_of([picked[index] for index in first] if picked is not None else first)
+        for first in firsts
     ]
 
 
@@ -54,8 +55,8 @@ def parts_of_rows(
     for table in _tables_in(dataset):
         numbers = row_numbers(table, range(len(table))) or []
         often = Counter(numbers)
-        at = {number: place for place, number in enumerate(numbers) if often[number] == 1}
-        places = [[at[number] for number in of if number in at] for of in rows]
+        row_of = {number: place for place, number in enumerate(numbers) if often[number] == 1}
+        places = [[row_of[number] for number in of if number in row_of] for of in rows]
         pairs = zip(places, rows, strict=True)
         if all(len(a) >= _MOST * len(b) for a, b in pairs):
             return len(numbers), [part_of(of) for of in places]
@@ -73,7 +74,7 @@ def block_of(dataset: Any) -> tuple[int, int, int] | None:
     indices, whole = getattr(dataset, "indices", None), getattr(dataset, "dataset", None)
     if indices is None or whole is None or len(indices) < _FEWEST:
         return None
-    picked = [int(at) for at in indices]
+    picked = [int(index) for index in indices]
     follow = picked == [*range(picked[0], picked[0] + len(picked))]
     length = length_of(whole)
     return (picked[0], len(picked), length) if follow and length else None

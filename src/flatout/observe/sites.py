@@ -20,7 +20,7 @@ def _installed_folders() -> list[str]:
     folders = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     folders.update(site.getsitepackages())
     folders.add(site.getusersitepackages())
-    # Those that a file of paths adds, as where one environment lies upon another.
+    # Those that a file of paths adds, as where one environment extends another.
     folders.update(path for path in sys.path if path.endswith(("site-packages", "dist-packages")))
     folders.add(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # Flatout itself
     return sorted({os.path.realpath(path) + os.sep for path in folders}, key=len, reverse=True)

@@ -71,10 +71,10 @@ def _without_arguments(text: str) -> str:
         return loop[1]
     if text.endswith(")"):
         depth = 0
-        for at in range(len(text) - 1, -1, -1):
-            depth += (text[at] == ")") - (text[at] == "(")
+        for position in range(len(text) - 1, -1, -1):
+            depth += (text[position] == ")") - (text[position] == "(")
             if depth == 0:
-                text = text[:at]
+                text = text[:position]
                 break
     else:
         text = _before_open_bracket(text)
@@ -84,9 +84,9 @@ def _without_arguments(text: str) -> str:
 def _before_open_bracket(text: str) -> str:
     """The first line of a call that goes on in the next ones, up to its arguments."""
     is_open: list[int] = []
-    for at, letter in enumerate(text):
+    for position, letter in enumerate(text):
         if letter == "(":
-            is_open.append(at)
+            is_open.append(position)
         elif letter == ")" and is_open:
             is_open.pop()
     return text[: is_open[0]] if is_open else text
@@ -105,7 +105,7 @@ class Stack:
         line: the innermost place of the user's.
         users: the user's lines, that one first, then those above it.
         within: what of a library's it had called, in words; "" for nothing.
-        trainer: the trainer that ran beneath that line; "" for none.
+        trainer: the trainer that ran under that line; "" for none.
         ns: by lane.
         bins: ns by steps.
     """
@@ -170,9 +170,9 @@ def _stack(
     ns: list[float],
     bins: list[float],
 ) -> Stack:
-    at = next((at for at, place in enumerate(places) if place.is_users), len(places))
-    libraries = places[:at]
-    users = [place for place in places[at:] if place.is_users]
+    depth = next((depth for depth, place in enumerate(places) if place.is_users), len(places))
+    libraries = places[:depth]
+    users = [place for place in places[depth:] if place.is_users]
     moved = list(ns)
     moved[OPTIMIZER] += moved[AFTER]
     moved[AFTER] = 0.0

@@ -104,14 +104,14 @@ def parse(arguments: list[str]) -> Asked:
 def _up_to_script(arguments: list[str]) -> int:
     """How many of the arguments are ours, the script's name included."""
     names = 0
-    at = 0
-    while at < len(arguments) and names < 2:
-        if arguments[at] in ("--steps", "--seconds", "--ablate", "--lapse", "--opened"):
-            at += 1
-        elif not arguments[at].startswith("-"):
+    count = 0
+    while count < len(arguments) and names < 2:
+        if arguments[count] in ("--steps", "--seconds", "--ablate", "--lapse", "--opened"):
+            count += 1
+        elif not arguments[count].startswith("-"):
             names += 1
-        at += 1
-    return at
+        count += 1
+    return count
 
 
 class Observer:
@@ -221,7 +221,7 @@ class Observer:
         return self._seen(is_live=True)
 
     def _seen(self, *, is_live: bool) -> Observation:
-        seen = observation(
+        result = observation(
             self.watch,
             self._meters,
             self._asked.command,
@@ -229,20 +229,20 @@ class Observer:
             self._workers,
             is_live=is_live,
         )
-        seen.compiles = self._compiles.so_far()
+        result.compiles = self._compiles.so_far()
         if self._graphs is not None:
-            seen.graph_nodes = list(self._graphs.nodes)
-            seen.graph_site = self._graphs.site and read(self._graphs.site)
+            result.graph_nodes = list(self._graphs.nodes)
+            result.graph_site = self._graphs.site and read(self._graphs.site)
         if self._device is not None:
-            self._device.fill(seen)
+            self._device.fill(result)
         if self._mistakes is not None and not is_live:
-            self._mistakes.fill(seen)
+            self._mistakes.fill(result)
         if self._code is not None and not is_live:
             lines = self._code.loops
-            seen.epoch_loops = [
+            result.epoch_loops = [
                 (read(Site(*lines[number])), turns) for number, turns in self._loops.epochs_of()
             ]
-        return seen
+        return result
 
     def _ends(self, is_well: bool) -> None:
         self.finish("done" if is_well else "failed")

@@ -180,8 +180,8 @@ def _has_row(table: Any, wanted: Any) -> bool:
     while columns and (rows is None or len(rows) > _TOGETHER):
         column = columns.pop(0)
         numbers = _numbers(table, slice(None) if rows is None else rows, column)
-        at = _is_equal(numbers, wanted[column]).nonzero()[0]
-        rows = at if rows is None else rows[at]
+        equal = _is_equal(numbers, wanted[column]).nonzero()[0]
+        rows = equal if rows is None else rows[equal]
     if not columns or not len(rows):
         return len(rows) > 0
     numbers = _numbers(table, rows[:, None], columns)

@@ -24,7 +24,7 @@ from flatout.observe.watch import Watch
 class Input:
     """Batches to train on: the loader hands out the same one again, and no one waits.
 
-    An epoch has as many batches as ever, since scripts count them; only a data set without a
+    An epoch has as many batches as without it, since scripts count them; only a data set without a
     length goes on longer. Workers may fill their queue meanwhile.
     """
 
@@ -196,7 +196,7 @@ _SUMMARIES = ("torch.utils.tensorboard.writer", "tensorboardX.writer")
 
 
 class Log:
-    """What the script tells while it trains: print, logging, summaries for TensorBoard."""
+    """What the script prints or logs while it trains: print, logging, summaries for TensorBoard."""
 
     def __init__(self, watch: Watch) -> None:
         self._lanes = watch.lanes

@@ -89,7 +89,7 @@ def timed(
         for look in on_number:
             look(value)
         if trips is not None and trips.is_open and value is not self:
-            trips.went(value)
+            trips.to_host(value)
         return value
 
     return to_host
@@ -123,9 +123,9 @@ def copying(original: Any, watch: Watch, trips: RoundTrips | None = None) -> Any
             calls.note("to_device", took, detail=how(self, args, kwargs))
         if trips is not None and trips.is_open:
             if to_host:
-                trips.went(value)
+                trips.to_host(value)
             else:
-                trips.came(self, took)
+                trips.to_device(self, took)
         return value
 
     return to

@@ -1,4 +1,4 @@
-"""Calls in the user's code whose value is not used, as their source tells: what tells or keeps.
+"""Calls in the user's code whose value is not used, by their source: what prints, logs or keeps.
 
 A statement that is a call alone, or stores a call's value in a list or dict that nothing else in
 its function reads. Assignments right before it go with it where nothing else reads them. Whether a
@@ -161,7 +161,7 @@ class _Conditions(ast.NodeTransformer):
         return result
 
     def _unused(self, statement: ast.stmt) -> ast.Call | None:
-        """The call of a statement that can be left out, as far as the source tells."""
+        """The call of a statement that can be left out, as far as the source shows."""
         call = statement.value if isinstance(statement, (ast.Expr, ast.Assign)) else None
         if not isinstance(call, ast.Call):
             return None

@@ -176,11 +176,11 @@ class GradientUse:
         if passes_on and self._groups[number].is_stepped:
             return  # through it the gradient comes to what is stepped, as through a discriminator
         key = (number, done.then, fate)
-        found = self._found.get(key)
-        if found is None:
+        gradients = self._found.get(key)
+        if gradients is None:
             owner, then = self._groups[number].owner, self._groups[done.then].owner
             model = owner if not self._groups[number].is_stepped else self._model_of(number)
-            found = self._found[key] = UnusedGradients(
+            gradients = self._found[key] = UnusedGradients(
                 fate=fate,
                 model="" if model is None else model.facts.kind.rpartition(".")[2],
                 called_at=None if model is None else model.site,
@@ -189,8 +189,8 @@ class GradientUse:
                 passes_on=passes_on,
                 parameters=len(self._groups[number].parameters),
             )
-        found.count += 1
-        found.elements = max(found.elements, done.elements[number])
+        gradients.count += 1
+        gradients.elements = max(gradients.elements, done.elements[number])
 
     # -- who has what -----------------------------------------------------------------------------
 
@@ -199,11 +199,11 @@ class GradientUse:
         for kept in (self._groups, self._known, self._open, self._last, self._found, self._times):
             kept.clear()
         self.looks = self._elements = 0
-        for seen in self._watch.optimizers:
-            self._add(seen, True, [item for item in seen.tensors() if item.requires_grad])
+        for watched in self._watch.optimizers:
+            self._add(watched, True, [item for item in watched.tensors() if item.requires_grad])
         owned = {
             id(item)
-            for optimizer in [*self._made, *(seen.ref() for seen in self._watch.optimizers)]
+            for optimizer in [*self._made, *(watched.ref() for watched in self._watch.optimizers)]
             for group in getattr(optimizer, "param_groups", ())
             for item in group["params"]
         } | set(self._known)

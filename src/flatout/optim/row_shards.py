@@ -45,8 +45,8 @@ _FLOAT = 4
 # As many tables have their own bit in an int64.
 _MOST_TOGETHER = 62
 
-# What a rank says in a lookup that was foretold: that it is that one, or another.
-_AS_FORETOLD, _OTHERWISE = 1, 2
+# What a rank says in a lookup that was predicted: that it is that one, or another.
+_AS_PREDICTED, _OTHERWISE = 1, 2
 
 
 class _Table(NamedTuple):
@@ -225,7 +225,7 @@ class RowShards:
         """Say what gives rows of a table that lie here."""
         self._reads[self._tables[weight].number] = kept
 
-    def foretold(self, weight: nn.Parameter, ids: torch.Tensor) -> Dealt | None:
+    def predicted(self, weight: nn.Parameter, ids: torch.Tensor) -> Dealt | None:
         """What a lookup by these ids needs, where its rows were fetched ahead."""
         if self.ahead is None or self.lies or not self._takes_lookups:
             return None
@@ -279,12 +279,12 @@ class RowShards:
     def _fetch_changed(self, number: int, dealt: Dealt) -> bool:
         """Get what has changed of rows that were fetched ahead.
 
-        Returns whether that are the rows that all ranks need now; else they fetch them as ever.
+        Returns whether that are the rows that all ranks need now; else they fetch them as usual.
         """
         assert self.ahead is not None
         is_so, parts = self.ahead.changed_for(dealt)
-        _, messages, come = self._say(number, 0, parts, _AS_FORETOLD if is_so else _OTHERWISE)
-        if any(item != _AS_FORETOLD for item in messages):
+        _, messages, come = self._say(number, 0, parts, _AS_PREDICTED if is_so else _OTHERWISE)
+        if any(item != _AS_PREDICTED for item in messages):
             self.ahead.drop(wrong=True)
             return False
         fetched = self.ahead.patch(come)
@@ -414,7 +414,7 @@ class RowShards:
             ahead.end_recording(self._read)
             if self._rates is not None:
                 with self._rates():
-                    order = ahead.foretell(self._deal_ids)
+                    order = ahead.predict(self._deal_ids)
         _, messages, _ = self._say(_NO_MORE, 0, [[] for _ in range(self.world.size)], order)
         self._takes_lookups = False
         if ahead is not None:

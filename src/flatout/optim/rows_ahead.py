@@ -1,10 +1,10 @@
 """Rows of sharded tables for the next batch, fetched while this one's backward pass runs.
 
-What the next batch reads is foretold (models/replayed.py) before the last backward pass of a step.
+What the next batch reads is predicted (models/replayed.py) before the last backward pass of a step.
 Beside it a thread asks the owners, which send rows as they will be after this step if it does not
 touch them. Rows that it may touch, since some rank has asked for them in this step, follow in the
 next step, when it is known what they are: all rows are those that would be fetched then, bit for
-bit. Where a rank's next forward reads by other ids than were foretold, all ranks fetch as ever.
+bit. Where a rank's next forward reads by other ids than were predicted, all ranks fetch as usual.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flatout.kernels import Dealt, Groups, table_rows
 from flatout.models import Recording, Replayed
 from flatout.world import Exchange, Later, World, to_eight
 
-# After so many steps in a row that read by other ids nothing is foretold any more.
+# After so many steps in a row that read by other ids nothing is predicted any more.
 _MOST_WRONG = 3
 _FLOAT = 4
 
@@ -61,14 +61,14 @@ class Kept(Protocol):
 
     @property
     def keeps_word(self) -> bool:
-        """Whether the last step was the one that was foretold."""
+        """Whether the last step was the one that was predicted."""
         ...
 
     def read(self, local: torch.Tensor, groups: Groups) -> torch.Tensor:
         """Rows by where they lie here, of which several may be the same, and those in groups."""
         ...
 
-    def foretell(self) -> bool:
+    def predict(self) -> bool:
         """Note what the step to come is; whether that is known."""
         ...
 
@@ -134,7 +134,7 @@ class RowsAhead:
         self._recording: Recording | None = None
         self._next: list[Read] = []
         self._fetched: list[Fetched] = []
-        self._reads: list[Read] = []  # that were foretold and are not made yet
+        self._reads: list[Read] = []  # that were predicted and are not made yet
         self._later: Later | None = None
 
     # -- what the next batch reads -----------------------------------------------------------
@@ -161,7 +161,7 @@ class RowsAhead:
         self._order = [(read.number, sets.index(id(read.dealt))) for read in reads]
         self._replayed = recording.of([read.ids for read in reads])
 
-    def foretell(self, deal: Callable[[int, torch.Tensor], Dealt]) -> int:
+    def predict(self, deal: Callable[[int, torch.Tensor], Dealt]) -> int:
         """See what the next batch reads; a number that is the same on all ranks that can, or 0.
 
         Args:
@@ -172,7 +172,7 @@ class RowsAhead:
         if inputs is None:
             return 0
         for number, _ in self._order:
-            if not self._kept[number].foretell():
+            if not self._kept[number].predict():
                 return 0
         assert self._replayed is not None
         try:
@@ -304,7 +304,7 @@ class RowsAhead:
         return any(not item.is_whole for item in self._fetched)
 
     def dealt_of(self, number: int, ids: torch.Tensor) -> Dealt | None:
-        """The rows of ids, where the next lookup was foretold to be this one."""
+        """The rows of ids, where the next lookup was predicted to be this one."""
         if not self._reads:
             return None
         read = self._reads.pop(0)
@@ -315,7 +315,7 @@ class RowsAhead:
         return None
 
     def changed_for(self, dealt: Dealt) -> tuple[bool, list[list[torch.Tensor]]]:
-        """Whether a lookup of these rows is the one that was foretold, and what ranks are to get.
+        """Whether a lookup of these rows is the one that was predicted, and what ranks are to get.
 
         That are the rows of it that have changed since.
         """

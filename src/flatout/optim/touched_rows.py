@@ -143,7 +143,7 @@ class KeptTable:
             return self._reads.lookup(self, ids)
         dealt: Dealt | None = None
         if self.shards is not None and self.is_spread:
-            dealt = self.shards.foretold(self.weight, ids)
+            dealt = self.shards.predicted(self.weight, ids)
         try:
             groups = self._grouped.of(ids.detach(), self._size) if dealt is None else dealt.groups
         except IndexError:
@@ -190,7 +190,7 @@ class KeptTable:
         self._bring(groups.rows)
         return self.shards.part(self.weight, self.values).index_select(0, local)
 
-    def foretell(self) -> bool:
+    def predict(self) -> bool:
         """Note what the step to come is; whether that is known."""
         self.keeps_word, self._foretold = False, None
         steps = self.steps
@@ -701,7 +701,7 @@ def why_read_whole(
     gradient: torch.Tensor | None,
     read: Iterable[torch.Tensor],
 ) -> str:
-    """What the gradient of a table tells of who reads it whole.
+    """What the gradient of a table shows of who reads it whole.
 
     Args:
         optimizer: that steps the table.

@@ -47,7 +47,7 @@ def _error(look: FirstLook, verdict: Verdict | None) -> str:
 
 
 def _last(look: FirstLook, verdict: Verdict | None) -> list[str]:
-    """The end of the error as Python tells it, or of the output where no error is known."""
+    """The end of the error as Python prints it, or of the output where no error is known."""
     error = verdict.error.strip().splitlines() if verdict else []
     return [f"  {line}" for line in (error[-8:] or look.output)]
 

@@ -103,7 +103,7 @@ class FirstLookReport:
             return len(rows) + sum(over)
 
         head = list(self._head(width))
-        tail = list(self._whereabouts())
+        tail = list(self._where_written())
         if self.is_last:
             commands = list(what_next(self.verdict.findings, self.what, self.cures))
             while not self.verbose and len(commands) > 1 and height(commands) > _COMMANDS:
@@ -131,10 +131,10 @@ class FirstLookReport:
         tried. Lines of the script take the rest, but stand above them.
         """
         worth = len(self._worth())
-        found = [list(self._dangers(cut)) for cut in (None, *_CUTS, 0)]
+        choices = [list(self._dangers(cut)) for cut in (None, *_CUTS, 0)]
         lines = list(self._where_it_goes(width, _LINES))
         few = height(lines[:_FEW])
-        dangers = _fitting(found, left - few - bool(worth), height)
+        dangers = _fitting(choices, left - few - bool(worth), height)
         left -= height(dangers)
         notes = list(self._notes())[: max(0, left - few - _ROOM)][:1]
         room = left - few - len(notes)
@@ -144,7 +144,7 @@ class FirstLookReport:
         if worth and not proposals:
             proposals = [Text(f"{worth} could be tried: --verbose", style="bold")]
         shown = lines[: max(0, left - height([*proposals, *notes]))]
-        # A heading alone tells nothing.
+        # A heading alone says nothing.
         yield from (*(shown if len(shown) > 1 else ()), *dangers, *proposals, *notes)
 
     def _head(self, width: int, *, is_short: bool = False) -> Iterator[RenderableType]:
@@ -160,9 +160,9 @@ class FirstLookReport:
             yield from _on_gpu(rank)
         if len(ranks) > shown:
             yield Text(f"{len(ranks) - shown} more ranks: --page or --json")
-        found = self.verdict.critical
-        if found is not None:
-            yield Text(", ".join(part for part in (found.words, short(found.where)) if part))
+        critical = self.verdict.critical
+        if critical is not None:
+            yield Text(", ".join(part for part in (critical.words, short(critical.where)) if part))
         if is_short:
             return
         yield from _taken_out(ranks)
@@ -199,9 +199,9 @@ class FirstLookReport:
 
     def _telling(self) -> Observation | None:
         """The rank that matters, of those whose lines are known."""
-        found = self.verdict.critical
+        critical = self.verdict.critical
         ranks = [rank for rank in self.verdict.observations if rank.lines]
-        chosen = [rank for rank in ranks if found is not None and rank.rank == found.rank]
+        chosen = [rank for rank in ranks if critical is not None and rank.rank == critical.rank]
         return next(iter([*chosen, *ranks]), None)
 
     def _lines(self) -> list[Line]:
@@ -214,8 +214,10 @@ class FirstLookReport:
         rank = self._telling()
         if rank is None:
             return []
-        worth = [one for one in rank.modules if one.backward_ms >= _WORTH * _whole_ms(rank)]
-        return sorted(worth, key=lambda one: -one.backward_ms)
+        worth = [
+            module for module in rank.modules if module.backward_ms >= _WORTH * _whole_ms(rank)
+        ]
+        return sorted(worth, key=lambda module: -module.backward_ms)
 
     def _where_it_goes(self, width: int, most: int | None = None) -> Iterator[RenderableType]:
         """The lines of the script that take most, with those that led to them; and modules of its
@@ -227,7 +229,7 @@ class FirstLookReport:
         if explained is None or not (lines or modules):
             return
         rows = [(line.ms, _line_words(line, room)) for line in lines]
-        rows += [(one.backward_ms, cut(_module_words(one), room)) for one in modules]
+        rows += [(module.backward_ms, cut(_module_words(module), room)) for module in modules]
         yield Text(f"WHERE IT GOES; {explained:.0%} explained", style="bold")
         for ms, words in sorted(rows, key=lambda row: -row[0])[:most]:
             yield Row(f"{rounded(ms, 2)} ms", "bold cyan", words)
@@ -235,12 +237,12 @@ class FirstLookReport:
 
     def _other_threads(self, width: int) -> Iterator[RenderableType]:
         """The line at which each busy thread beside the steps is most often."""
-        found = [one for rank in self.verdict.observations for one in rank.other_threads]
-        for one in [one for one in found if one.busy >= _BUSY][:_THREADS]:
-            words = f"{short(str(one.site))} {one.site.code}"
-            of = f", thread {one.name}"
+        threads = [thread for rank in self.verdict.observations for thread in rank.other_threads]
+        for thread in [thread for thread in threads if thread.busy >= _BUSY][:_THREADS]:
+            words = f"{short(str(thread.site))} {thread.site.code}"
+            of = f", thread {thread.name}"
             yield Row(
-                f"{one.share:.0%}", "bold cyan", cut(words, width - _LABEL - 1 - len(of)) + of
+                f"{thread.share:.0%}", "bold cyan", cut(words, width - _LABEL - 1 - len(of)) + of
             )
 
     def _dangers(self, lines: int | None = None) -> Iterator[RenderableType]:
@@ -254,13 +256,17 @@ class FirstLookReport:
 
     def _slow(self) -> list[Finding]:
         """What costs time: first what costs more with each step, last what is a setting alone."""
-        found = [finding for finding in self.verdict.findings if finding.kind == "slow"]
-        return sorted(found, key=lambda one: (one.name in _GENERAL, one.name not in _GROWS))
+        slow = [finding for finding in self.verdict.findings if finding.kind == "slow"]
+        return sorted(slow, key=lambda each: (each.name in _GENERAL, each.name not in _GROWS))
 
     def _worth(self) -> list[Finding]:
         """What could return more than the little that no one would notice."""
         step = max((_step_ms(rank) for rank in self.verdict.observations), default=0.0)
-        return [one for one in self._slow() if one.cost_ms is None or one.cost_ms >= _WORTH * step]
+        return [
+            finding
+            for finding in self._slow()
+            if finding.cost_ms is None or finding.cost_ms >= _WORTH * step
+        ]
 
     def _proposals(self, lines: int, many: int) -> Iterator[RenderableType]:
         """So many that could return most, each cut to so many lines of what was found."""
@@ -306,7 +312,7 @@ class FirstLookReport:
         for note in dict.fromkeys(n for rank in self.verdict.observations for n in rank.notes):
             yield Padding(Text(note, style="dim"), (0, 0, 0, 2))
 
-    def _whereabouts(self) -> Iterator[RenderableType]:
+    def _where_written(self) -> Iterator[RenderableType]:
         """Where what the script has written lies now."""
         if self.uncontained:
             reason = f"it could not be contained ({self.uncontained}): what it wrote, it wrote"
@@ -347,8 +353,8 @@ def cut(text: str, width: int, lines: int = 1) -> str:
     """The text, cut off at a word where it takes more lines than these."""
     if len(wrap(text, width, break_on_hyphens=False)) <= lines:
         return text
-    found = wrap(text, width, max_lines=lines, placeholder="...", break_on_hyphens=False)
-    return " ".join(found)
+    shown = wrap(text, width, max_lines=lines, placeholder="...", break_on_hyphens=False)
+    return " ".join(shown)
 
 
 def could_be_tried(slow: Sequence[Finding], hidden: int) -> str:
@@ -492,11 +498,14 @@ def _taken_out(ranks: Sequence[Observation]) -> Iterator[RenderableType]:
     """One line: what steps gain without each lane, of the rank that gains most."""
     best: dict[str, Ablation] = {}
     for rank in ranks:
-        for lane, one in rank.ablations.items():
-            best[lane] = max(best.get(lane, one), one, key=lambda one: one.ratio)
+        for lane, ablation in rank.ablations.items():
+            best[lane] = max(
+                best.get(lane, ablation), ablation, key=lambda ablation: ablation.ratio
+            )
     words = [
-        f"{lane} {one.ratio:.2f}x" + (f" [{one.low:.2f},{one.high:.2f}]" if one.pairs else "")
-        for lane, one in best.items()
+        f"{lane} {ablation.ratio:.2f}x"
+        + (f" [{ablation.low:.2f},{ablation.high:.2f}]" if ablation.pairs else "")
+        for lane, ablation in best.items()
     ]
     if words:
         yield Text(f"taken out in place: {', '.join(words)}")
@@ -508,16 +517,16 @@ def _left_out(
     """A line for each call that costs a step something, with its interval and its share; of so
     many that cost most.
     """
-    proven = [one for rank in ranks for one in rank.left_out if one.is_proven]
-    proven.sort(key=lambda one: -one.ms()[1])
-    for one in proven[:most]:
-        low, middle, high = one.ms()
-        share = middle / max(one.measured.step_ms, 1e-9)
+    proven = [call for rank in ranks for call in rank.left_out if call.is_proven]
+    proven.sort(key=lambda call: -call.ms()[1])
+    for call in proven[:most]:
+        low, middle, high = call.ms()
+        share = middle / max(call.measured.step_ms, 1e-9)
         costs = (
             f"costs {rounded(middle, 2)} ms a step [{rounded(low, 2)},{rounded(high, 2)}], "
             f"{share:.0%}"
         )
-        place = f"{short(str(one.site))} {one.words}(...)"
+        place = f"{short(str(call.site))} {call.words}(...)"
         yield Text(f"{cut(place, width - len(costs) - 1)} {costs}")
 
 

@@ -2,7 +2,7 @@
 
 %flatout          the verdict on what has run since the last one
 %flatout reset    forgets that
-%%flatout         runs this cell alone under observation, and tells the verdict on it
+%%flatout         runs this cell alone under observation, and prints the verdict on it
 """
 
 from __future__ import annotations

@@ -487,7 +487,7 @@ def _beside(runs: Sequence[SeenRun]) -> list[SeenRun]:
     for file in files[:_MOST_BESIDE]:
         try:
             result.append(SeenRun(file.parent, Profile.read(file)))
-        except FlatoutError:  # of another version, or damaged: it tells nothing
+        except FlatoutError:  # of another version, or damaged: it says nothing
             continue
     return result
 

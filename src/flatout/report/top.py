@@ -278,12 +278,12 @@ class Top:
             jobs = [ranks for ranks in jobs if any(rank.pid in inside for rank in ranks)]
         if self._which is not None:
             jobs = [ranks for ranks in jobs if any(_is_asked_for(r, self._which) for r in ranks)]
-        seen = [RunningJob(list(self._now(ranks))) for ranks in jobs]
+        running = [RunningJob(list(self._now(ranks))) for ranks in jobs]
         gpus = gpu_use()
         pulse = None
         if self._watched is not None and processes is not None:
             pulse = self._watched.pulse(processes, _busy(gpus, self._pid))
-        return Sample([job for job in seen if job.ranks], processes, gpus, pulse)
+        return Sample([job for job in running if job.ranks], processes, gpus, pulse)
 
     def _now(self, ranks: Sequence[Rank]) -> Iterator[RankNow]:
         for rank in ranks:

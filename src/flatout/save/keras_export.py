@@ -442,7 +442,7 @@ def _check_links(file: Any, size: int, where: str) -> None:
     """Refuse what leads out of the file, and arrays that the file cannot hold."""
     import h5py
 
-    seen: set[Any] = set()
+    visited: set[Any] = set()
     waiting = [file]
     claimed = 0
     while waiting:
@@ -454,9 +454,9 @@ def _check_links(file: Any, size: int, where: str) -> None:
                 )
             part = group[name]
             if isinstance(part, h5py.Group):
-                if part.id in seen:  # it may be within itself
+                if part.id in visited:  # it may be within itself
                     raise CheckpointError(f"{part.name} is there twice", where=where)
-                seen.add(part.id)
+                visited.add(part.id)
                 waiting.append(part)
                 continue
             if not isinstance(part, h5py.Dataset) or part.external or part.is_virtual:
@@ -503,17 +503,17 @@ def _arrays(group: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def _old_weights(file: Any, where: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Weights as Keras 2's save_weights writes them, named by layer and weight."""
-    seen: set[str] = set()
+    names: set[str] = set()
     for layer in _names(file, "layer_names"):
         for weight in _names(file[layer], "weight_names") if layer in file else ():
             plain = weight.removesuffix(":0")
-            name = f"{layer}/{plain}" if plain in seen or "/" not in plain else plain
-            if name in seen or weight not in file[layer]:
+            name = f"{layer}/{plain}" if plain in names or "/" not in plain else plain
+            if name in names or weight not in file[layer]:
                 raise CheckpointError(
-                    f"weight {name!r} is {'there twice' if name in seen else 'missing'}",
+                    f"weight {name!r} is {'there twice' if name in names else 'missing'}",
                     where=where,
                 )
-            seen.add(name)
+            names.add(name)
             yield name, _tensor(file[layer][weight])
 
 

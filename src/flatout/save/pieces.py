@@ -93,7 +93,7 @@ class Pieces:
         """
         files: dict[str, Written] = {}
         # All are heard before one's failure is raised, so that no one writes any more by then.
-        heard = [(r, self._hear(f"{mark}/{r}", r)) for r in range(1, self._world.size)]
+        heard = [(r, self._receive(f"{mark}/{r}", r)) for r in range(1, self._world.size)]
         for rank, message in heard:
             if "error" in message:
                 raise LostPiece(
@@ -106,7 +106,7 @@ class Pieces:
         """Wait for other ranks this long at most, because one of them has ended or failed."""
         self._until = time.monotonic() + after_s
 
-    def _hear(self, key: str, rank: int) -> Any:
+    def _receive(self, key: str, rank: int) -> Any:
         began = time.monotonic()
         while time.monotonic() < min(self._until, began + _PATIENCE_S):
             try:

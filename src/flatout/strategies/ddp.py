@@ -27,7 +27,7 @@ from flatout.strategies.sparse import sparse_weights, sum_own_rows, sum_rows
 from flatout.strategies.strategy import Strategy, Sums, Tensors
 from flatout.world import World
 
-# Of one set of optimizers, so that a bucket's number tells whose it is.
+# Of one set of optimizers, so that a bucket's number says whose it is.
 _MOST_BUCKETS = 1 << 20
 # Of the numbers that travel with gradients, behind the sums: how many gradients are sparse that are
 # in buckets, and how each parameter was used.
@@ -328,8 +328,8 @@ class Ddp(Strategy):
 
     def renew(self) -> None:
         """Gradients may be sparse from now on, or no longer."""
-        for one in self._turns.values():
-            one.close()
+        for turn in self._turns.values():
+            turn.close()
         self._turns.clear()
 
     def close(self, error: BaseException | None = None) -> None:

@@ -345,7 +345,7 @@ class Fsdp(Strategy):
 
     def _owners(self, optimizer: torch.optim.Optimizer) -> dict[int, Part]:
         """The parts that states are of, by their number in the optimizer's state dict."""
-        parts = {one.part: one for one in self._parts}
+        parts = {part.part: part for part in self._parts}
         order = [p for group in optimizer.param_groups for p in group["params"]]
         return {number: parts[p] for number, p in enumerate(order) if p in parts}
 

@@ -65,10 +65,13 @@ def add_up_unused(block: Any) -> None:
     post_backward = group.post_backward
 
     def with_zeros(*unused: Any) -> None:
-        for one in group.fsdp_params if group.reduce_grads else ():
-            if not hasattr(one, "_unsharded_param") or one.unsharded_accumulated_grad is not None:
+        for sharded in group.fsdp_params if group.reduce_grads else ():
+            if (
+                not hasattr(sharded, "_unsharded_param")
+                or sharded.unsharded_accumulated_grad is not None
+            ):
                 continue
-            parameter = one.unsharded_param
+            parameter = sharded.unsharded_param
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         post_backward(*unused)

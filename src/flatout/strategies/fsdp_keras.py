@@ -50,8 +50,8 @@ class FsdpKeras(Fsdp):
     def _step_parts(self) -> None:
         super()._step_parts()
         for optimizer in self._keras.values():
-            for one in self._parts:
-                optimizer.change_state(one.own, one.shard.shape, _cut(one))
+            for part in self._parts:
+                optimizer.change_state(part.own, part.shard.shape, _cut(part))
 
     # -- around a step -----------------------------------------------------------------------
 
@@ -59,7 +59,7 @@ class FsdpKeras(Fsdp):
     def finish(self) -> Sums:
         """Add up the losses; the variables give what this rank steps."""
         sums = super().finish()
-        self._layers.show_instead({one.own: one.part for one in self._parts})
+        self._layers.show_instead({part.own: part.part for part in self._parts})
         return sums
 
     def after_step(self) -> bool:
@@ -77,12 +77,12 @@ class FsdpKeras(Fsdp):
     @contextmanager
     def whole_weights(self) -> Iterator[None]:
         """Within, the model has its weights whole, to be read or changed; all ranks call it."""
-        wholes = {one.own: self._gathered(one.shard, kept=True) for one in self._parts}
+        wholes = {part.own: self._gathered(part.shard, kept=True) for part in self._parts}
         self._layers.show_instead(wholes)
         yield
         with torch.no_grad():
-            for one in self._parts:
-                one.part.copy_(state_part(wholes[one.own], one))
+            for part in self._parts:
+                part.part.copy_(state_part(wholes[part.own], part))
         self._layers.show()
 
     def _owners(self, optimizer: torch.optim.Optimizer) -> dict[int, Part]:
@@ -101,11 +101,11 @@ class FsdpKeras(Fsdp):
         super().close(error)
         self._layers.close()
         for optimizer in self._keras.values():
-            for one in parts:
-                optimizer.change_state(one.own, one.part.shape, self._put_together(one))
+            for part in parts:
+                optimizer.change_state(part.own, part.part.shape, self._put_together(part))
 
-    def _put_together(self, one: Part) -> Any:
-        return lambda _, value: self._gathered(as_shard(value, one), kept=True)
+    def _put_together(self, part: Part) -> Any:
+        return lambda _, value: self._gathered(as_shard(value, part), kept=True)
 
     # -- memory ------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from flatout.strategies.reductions import ThreadedReduction, reduction_among
 from flatout.strategies.strategy import Tensors
 from flatout.world import Group, World
 
-# Of one set of optimizers, so that a bucket's number tells whose it is.
+# Of one set of optimizers, so that a bucket's number says whose it is.
 _MOST_BUCKETS = 1 << 20
 
 

@@ -5,7 +5,7 @@ The files, in the job's folder on that host, NAME being the node's:
     NAME.lock           held as long as a process of the job lives
     NAME.pid            of the command, which gets the stop signal
     NAME.log            what it prints
-    NAME.remaining      how long it will take, as the run itself tells
+    NAME.remaining      how long it will take, as the run itself says
     NAME.exit_code      of the command, once it has ended
     NAME.canceled       someone has canceled it
 """

@@ -12,7 +12,7 @@ from flatout.submit.ray_driver import environment
 _TOLD = "told by all nodes: "
 
 _SCRIPT = '''#!/usr/bin/env python3
-"""Prints what `flatout top` tells on each node: a list of texts, as JSON in a line."""
+"""Prints what `flatout top` shows on each node: a list of texts, as JSON in a line."""
 
 import json
 import os

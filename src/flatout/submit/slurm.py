@@ -141,7 +141,7 @@ class Slurm:
         return None
 
     def state(self, id: str, folder: Path) -> JobState:
-        """What scontrol tells, or what the job has left where SLURM has forgotten it."""
+        """What scontrol says, or what the job has left where SLURM has forgotten it."""
         command = ["scontrol", "--oneliner", "show", "job", id]
         answer = ask(command, tries=2, again=_is_unanswered)
         if _is_unanswered(answer):

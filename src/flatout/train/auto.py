@@ -404,7 +404,7 @@ def settle(
 
 
 def captured_line(search: Search, beside: Beside) -> str:
-    """The line that tells of a step compiled beside the run; "" where it is not used."""
+    """The line about a step compiled beside the run; "" where it is not used."""
     trial = search.results.get(CAPTURE)
     if search.best.capture != "on" or trial is None:
         return ""

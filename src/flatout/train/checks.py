@@ -152,8 +152,8 @@ def loss_misfit(error: Exception, loss: Loss, output: object, batch: Batch) -> D
         )
     try:
         check_targets(loss, output, batch)
-    except DataError as found:
-        return found
+    except DataError as misfit:
+        return misfit
     outputs = ", ".join(_words(t) for t in tensors_in(output)) or type(output).__name__
     return DataError(
         f"the loss {loss.name} does not take this batch: {first_line(error)}",

@@ -29,9 +29,9 @@ def classes_of(targets: Any, loss: Loss) -> torch.Tensor:
         takes_labels = loss.ignore_index is not None
         if takes_labels and targets.is_floating_point() and targets.dim() == 2:
             return targets.argmax(1)
-        one = targets[:, 0] if targets.dim() == 2 and targets.shape[1] == 1 else targets
-        if one.dim() == 1:
-            return (one.round() if one.is_floating_point() else one).long()
+        labels = targets[:, 0] if targets.dim() == 2 and targets.shape[1] == 1 else targets
+        if labels.dim() == 1:
+            return (labels.round() if labels.is_floating_point() else labels).long()
     result = f"shape {tuple(targets.shape)}" if torch.is_tensor(targets) else f"{type(targets)}"
     raise ModelError(
         f"class_weight needs one class per sample, found targets of {result}",

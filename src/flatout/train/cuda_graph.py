@@ -3,7 +3,7 @@
 A graph is recorded from a step as it is: the same kernels, on the same numbers, with the random
 numbers that the step would have drawn. A batch is copied to where the graph reads it. Of a small
 model with a fused optimizer at constant rates the update is part of it (cuda_graph_update.py);
-else gradients lie where the graph writes them, and what follows the backward runs as ever:
+else gradients lie where the graph writes them, and what follows the backward runs as usual:
 clipping, the gate, the optimizer at its rates.
 
 Nothing of Python runs again in it. So before it is recorded the step is made without a trace, where
@@ -183,7 +183,7 @@ class CudaGraphs:
 
 
 def shape_of(batches: Sequence[Batch]) -> tuple[Any, ...]:
-    """What tells batches apart that a graph takes from those that it does not."""
+    """What distinguishes batches that a graph takes from those that it does not."""
     return tuple(
         (*tensor.shape, *tensor.stride(), tensor.dtype)
         for batch in batches
@@ -430,19 +430,21 @@ def _waits() -> Iterator[list[str]]:
     """Within, the lines are listed that wait for the device."""
     lines: list[str] = []
     before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
             yield lines
         finally:
             torch.cuda.set_sync_debug_mode(before)
-    for one in found:
-        words = str(one.message)
+    for warning in caught:
+        words = str(warning.message)
         if "synchronizing CUDA operation" in words:
-            lines.append(f"{Path(one.filename).name}:{one.lineno}")
+            lines.append(f"{Path(warning.filename).name}:{warning.lineno}")
         elif "Synchronization debug mode" not in words:  # which says that it may miss some
-            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+            warnings.warn_explicit(
+                warning.message, warning.category, warning.filename, warning.lineno
+            )
 
 
 def _end_recording() -> None:

@@ -159,7 +159,7 @@ def as_one_graph(
 ) -> AbstractContextManager[None]:
     """Within it, the model's forward runs as one compiled graph where that is faster.
 
-    As ever where `allow` wants the same bits, `compute.capture` is off, on several ranks or a GPU,
+    As it is where `allow` wants the same bits, `compute.capture` is off, on several ranks or a GPU,
     and of a model that is compiled or is not torch's.
 
     Args:

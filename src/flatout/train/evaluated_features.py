@@ -123,7 +123,7 @@ class EvaluatedFeatures:
         return not isinstance(samples, str) and (source.samples or 0) >= _WORTH
 
     def _content_of(self, source: Source) -> str:
-        """What tells data from others; of samples that are known by their bytes, how many."""
+        """What identifies data; of samples that are known by their bytes, how many."""
         samples = samples_of(source)
         assert not isinstance(samples, str)
         if isinstance(samples, Numbered):

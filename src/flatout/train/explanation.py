@@ -182,8 +182,8 @@ class Explanation:
             self._features(),
             self._roofline(full, empty),
         ]
-        written = [part for one in parts if (part := list(one))]
-        return [line.rstrip() for part in written for line in (*part, "")][:-1]
+        written = [lines for part in parts if (lines := list(part))]
+        return [line.rstrip() for lines in written for line in (*lines, "")][:-1]
 
     # -- what was tried ----------------------------------------------------------------------
 

@@ -57,7 +57,7 @@ class ModelRows:
     Attributes:
         model: whose features they are.
         where: they are kept, as `input.features`.
-        contents: of sources, what tells their samples from all others.
+        contents: of sources, what identifies their samples.
     """
 
     def __init__(self, loop: LoopState, model: nn.Module) -> None:
@@ -90,7 +90,7 @@ class ModelRows:
         return [place for at, place in enumerate(result) if place not in result[:at]]
 
     def _marks(self) -> str:
-        """What tells this model, as it runs, from others whose cuts have the same names."""
+        """What distinguishes this model, as it runs, from others whose cuts have the same names."""
         text = json.dumps(self._facts(_frozen_in(self.model)), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -172,7 +172,7 @@ class ModelRows:
         return NamedRows(samples, store, len(parts))
 
     def _key(self, source: Source, cut: Cut, samples: dict[str, Any]) -> str:
-        """What tells rows of a cut from all others."""
+        """What identifies rows of a cut."""
         facts = {
             **self._facts(cut.modules),
             **samples,
@@ -213,7 +213,7 @@ class ModelRows:
         rows.drop()
 
     def content_of(self, source: Source, samples: Numbered) -> str:
-        """What tells a source's samples from all others; "only ..." where no other run finds it."""
+        """What identifies a source's samples; "only ..." where no other run finds it."""
         if source not in self.contents:
             content = samples.content()
             if content is None:

@@ -280,7 +280,7 @@ class Fit:
             self.job.load_state_dict(counted)
 
     def _facts(self) -> Facts:
-        """What tells this fit from others, for a resume to compare."""
+        """What identifies this fit, for a resume to compare."""
         validation = self.validation
         return {
             **self.objective.facts(),

@@ -137,7 +137,7 @@ def explain_bad_step(
             result = _first_bad_value(model, compute, batch.split(pieces), together)
             lines += result.lines
             suspicion = result.suspicion
-    _leave_it_to_the_culprit(world, suspicion, step)
+    _raise_on_its_rank(world, suspicion, step)
     kept = "the weights are those before this step" if held_back else "the weights are damaged"
     lines.append(kept)
     return NumbersError(
@@ -148,7 +148,7 @@ def explain_bad_step(
     )
 
 
-def _leave_it_to_the_culprit(world: World, suspicion: int, step: int) -> None:
+def _raise_on_its_rank(world: World, suspicion: int, step: int) -> None:
     """The sums of all ranks are bad, but mostly by the part of one: it alone tells."""
     result = world.gather(suspicion, "search for who made a step's gradients bad")
     culprit = result.index(max(result))

@@ -1,4 +1,4 @@
-"""What tells a job from others, in words that a checkpoint keeps and a resume compares.
+"""What identifies a job, in words that a checkpoint keeps and a resume compares.
 
 A fact is [words, digest]: for people, and what differs where the words do not.
 """

@@ -73,8 +73,8 @@ class LoopState:
         restored_extra: after a resume, what was given to `save` as `extra`.
         restored_own: after a resume, what the ranks then gave to `save` as `own`, by rank.
         trainer_facts: what a Trainer knows of its job, for a resume to compare; else None.
-        job: all that tells this job from others, as a checkpoint keeps it.
-        data_state: what tells the data, where `prepare` was given them and a run folder.
+        job: all that identifies this job, as a checkpoint keeps it.
+        data_state: what identifies the data, where `prepare` was given them and a run folder.
         fresh_groups: the optimizers' groups as `prepare` found them.
         feed: gives the batches.
         metadata: text that goes with the weights into checkpoints; as a Trainer sets it.

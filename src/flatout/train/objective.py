@@ -231,7 +231,7 @@ class Objective:
             loop.say(line)
 
     def facts(self) -> Facts:
-        """What tells this job from others, for a resume to compare."""
+        """What identifies this job, for a resume to compare."""
         return {
             **losses_facts(self.loss),
             "metrics": metrics_fact(metrics_of(self.loss, self.metrics)),

@@ -40,11 +40,11 @@ Kind = Literal["Trainer", "Keras", "Loop"]
 
 def model_facts(model: nn.Module) -> dict[str, Any]:
     """What a Profile says of a model; to be asked before ranks share it out."""
-    parameters = {id(one): one for one in adapter_of(model).parameters()}.values()
+    parameters = {id(parameter): parameter for parameter in adapter_of(model).parameters()}.values()
     return {
         "name": type(model).__name__,
-        "parameters": sum(one.numel() for one in parameters),
-        "trained": sum(one.numel() for one in parameters if one.requires_grad),
+        "parameters": sum(parameter.numel() for parameter in parameters),
+        "trained": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
     }
 
 
@@ -143,7 +143,7 @@ def steps(loop: LoopState, before: int, steady: Steady, *, is_over: bool) -> Ste
     size, ms = float(np.median(steady.samples)), steady.rows[:, 1:].sum(axis=1) / 1e6
     is_alike = steady.samples == size
     alike = ms[is_alike if is_alike.any() else ...]
-    latest = [float(f"{one:.5g}") for one in over_periods(alike, _period(loop)) if one > 0]
+    latest = [float(f"{each:.5g}") for each in over_periods(alike, _period(loop)) if each > 0]
     per_s = None
     if latest and is_over:
         low, mid, high = median_of([ms / 1e3 for ms in latest])
@@ -192,7 +192,7 @@ def kind_of(loop: LoopState) -> Kind:
 
 
 def job(loop: LoopState) -> dict[str, str]:
-    """What tells the job, in words; what only its data tell stands elsewhere."""
+    """What identifies the job, in words; what only its data show stands elsewhere."""
     facts = {name: words for name, (words, _) in loop.job.get("facts", {}).items()}
     for number, optimizer in enumerate(loop.optimizers, 1):
         own = optimizer_adapter(optimizer).given
@@ -252,7 +252,7 @@ def recipe(loop: LoopState) -> dict[str, Any] | None:
 
 
 def data(loop: LoopState) -> dict[str, Any] | None:
-    """What tells the data."""
+    """What identifies the data."""
     source = loop.feed.source
     if source is None:
         return None
@@ -276,17 +276,17 @@ def input_facts(loop: LoopState) -> dict[str, Any]:
     source = loop.feed.source
     if not isinstance(source, Pipeline) or not source.in_batches:
         return known
-    found = source.explanation()
-    ms = sum(found.stages.values())
+    explanation = source.explanation()
+    ms = sum(explanation.stages.values())
     could = None
-    if ms and source.batch_size and not found.processes:
-        could = source.batch_size * max(1, found.threads) / ms * 1e3
+    if ms and source.batch_size and not explanation.processes:
+        could = source.batch_size * max(1, explanation.threads) / ms * 1e3
     return known | {
         "samples_per_s": could,
-        "stages_ms": json_safe(found.stages),
-        "threads": found.threads,
-        "processes": found.processes,
-        "waited": found.waited,
+        "stages_ms": json_safe(explanation.stages),
+        "threads": explanation.threads,
+        "processes": explanation.processes,
+        "waited": explanation.waited,
     }
 
 
@@ -306,11 +306,11 @@ def communication(loop: LoopState) -> dict[str, Any]:
 @cache
 def versions(kind: Kind) -> dict[str, str]:
     """Of what trains."""
-    found = {"python": ".".join(map(str, sys.version_info[:3]))}
+    result = {"python": ".".join(map(str, sys.version_info[:3]))}
     for name in ("flatout", "torch", *(["keras"] if kind == "Keras" else [])):
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            result[name] = version(name)
+    return result
 
 
 def _speed_of(interface: str | None) -> int | None:

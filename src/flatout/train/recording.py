@@ -224,7 +224,7 @@ class Recording:
 
 
 def _gpu_of(device: torch.device) -> Any:
-    """What tells how busy a rank's GPU is; None where there is none."""
+    """What measures how busy a rank's GPU is; None where there is none."""
     if device.type != "cuda":
         return None
     result = torch.cuda.get_device_properties(device)

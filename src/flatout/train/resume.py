@@ -190,7 +190,7 @@ def _facts(loop: LoopState) -> Facts:
 
 
 def state_of(loop: LoopState, extra: Any) -> dict[str, Any]:
-    """Everything but the weights that the next step depends on, and what tells the job.
+    """Everything but the weights that the next step depends on, and what identifies the job.
 
     All ranks call it.
     """
@@ -233,7 +233,7 @@ def _reduction_state(loop: LoopState) -> dict[str, Any] | None:
 
 
 def source_state(source: Source) -> dict[str, Any]:
-    """What tells the data."""
+    """What identifies the data."""
     return {
         "digest": source.digest,
         "batch_size": source.batch_size,
@@ -315,7 +315,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> N
 
 
 def _words(state: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """In words, with all that tells it from the other one."""
+    """In words, with all that distinguishes it from the other one."""
     words = f"{state['words']}, batches of {state['batch_size']}, {state['steps']} an epoch"
     stages = [stage for stage in state["stages"] if stage not in other["stages"]]
     if not stages and state["stages"] != other["stages"]:

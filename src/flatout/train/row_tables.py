@@ -134,7 +134,7 @@ class Tables:
 
     @property
     def words(self) -> str:
-        """The line that tells how the tables are stepped."""
+        """The line that says how the tables are stepped."""
         parts = []
         if self.names:
             own = [item for item in self.by_rows if isinstance(item, ByRow)]

@@ -103,15 +103,15 @@ def read_whole(
 def _read_by(loop: LoopState, compute: Compute, batch: Batch) -> dict[torch.Tensor, str]:
     """The tables that one batch reads whole, and why; leaves no trace."""
     steppable = steppable_rows(loop.optimizers, row_tables(loop.model)[0])
-    seen = {weight: _Reads() for own in steppable.values() for weight in own}
+    reads_of = {weight: _Reads() for own in steppable.values() for weight in own}
     with untouched(loop.model), torch.enable_grad():
-        with _seeing(seen):
+        with _seeing(reads_of):
             loss, _ = mean_of_value(compute(batch), batch.size)
-        whole = [weight for weight, reads in seen.items() if reads.is_whole]
+        whole = [weight for weight, reads in reads_of.items() if reads.is_whole]
         result = torch.autograd.grad(loss, whole, allow_unused=True) if whole else ()
     gradients = dict(zip(whole, result, strict=True))
     return {
-        weight: why_read_whole(optimizer, weight, gradients[weight], seen[weight].rows)
+        weight: why_read_whole(optimizer, weight, gradients[weight], reads_of[weight].rows)
         for optimizer, own in steppable.items()
         for weight in own
         if weight in gradients

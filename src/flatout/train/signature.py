@@ -318,7 +318,7 @@ def _is_plain(source: Pipeline) -> bool:
 
 
 def facts_of(signature: Signature | None) -> Facts:
-    """What of it tells a job from others, for a resume to compare."""
+    """What of it identifies a job, for a resume to compare."""
     facts: Facts = {}
     if signature is not None and signature.classes is not None:
         facts["classes"] = fact(listed(signature.classes), digest_of(*signature.classes))

@@ -89,8 +89,8 @@ def explain_ids(
         try:
             with untouched(model), torch.no_grad(), ids_checked(model, batch, source):
                 compute(batch)
-        except DataError as found:
-            raise found from error
+        except DataError as explained:
+            raise explained from error
         except Exception:
             return
 

@@ -16,7 +16,7 @@ from flatout import __version__
 from flatout.errors import WorldError
 
 RANKS = "--devices"
-"""The fact that tells how many ranks each node has."""
+"""The fact that says how many ranks each node has."""
 
 _OPEN = "auto"
 
@@ -29,7 +29,7 @@ class Arrival:
         node: its number.
         host: its name.
         pid: of its agent.
-        key: tells it from another one with the same number.
+        key: distinguishes it from another one with the same number.
         facts: what must be the same on all nodes, by name.
     """
 

@@ -87,7 +87,7 @@ def choose(
     say(f"measuring {', '.join(map(str, tried))} ranks, each twice; the script is ended in its fit")
     there = [_measure(command(ranks), ranks) for ranks in tried]
     back = [_measure(command(ranks), ranks) for ranks in reversed(tried)][::-1]
-    speeds = [Speed(*found) for found in zip(tried, there, back, strict=True)]
+    speeds = [Speed(*times) for times in zip(tried, there, back, strict=True)]
     chosen = fastest(speeds)
     cpus = fingerprint().cpus
     for speed in speeds:

@@ -1,14 +1,14 @@
 """Ranks without which a job can go on: the ranks say which, and their agent which it has dropped.
 
 So it is where workers need not wait for one another. An agent starts such a rank again by itself,
-which then waits at the door until the others take it back: all meet as at the start, once more.
+which then waits until the others take it back: all meet as at the start, once more.
 What they tell one another goes through the job's store, a few words in all. Other launchers know
 nothing of it, and end all ranks.
 
     may-end             which ranks, as JSON
     times               how often the others have taken ranks back
     dropped-TIMES-RANK  that one was dropped since
-    door-TIMES-RANK     that one waits at the door
+    back-TIMES-RANK     that one waits to be taken back
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def is_any_dropped() -> bool:
 
 
 def are_back(ranks: Collection[int]) -> bool:
-    """As a rank: whether ranks that were dropped all wait at the door."""
-    return bool(ranks) and all(_is_any("door", [rank]) for rank in ranks)
+    """As a rank: whether ranks that were dropped all wait to be taken back."""
+    return bool(ranks) and all(_is_any("back", [rank]) for rank in ranks)
 
 
 def comes_back() -> bool:
@@ -77,12 +77,12 @@ def comes_back() -> bool:
     return COMES_BACK in os.environ
 
 
-def knock(rank: int) -> str:
-    """As a rank that comes back: wait at the door from now on; under which name all meet."""
+def register_return(rank: int) -> str:
+    """As a rank that comes back: wait to be taken back from now on; under which name all meet."""
     global _times
     store = _store()
     _times = int(store.add("times", 0))
-    store.set(f"door-{_times}-{rank}", "")
+    store.set(f"back-{_times}-{rank}", "")
     return meeting()
 
 
@@ -129,7 +129,7 @@ def drops(rank: int, agents: Any) -> bool:
     with suppress(RuntimeError):
         if agents.check(["may-end"]) and rank in json.loads(agents.get("may-end")):
             times = agents.add("times", 0)
-            agents.delete_key(f"door-{times}-{rank}")
+            agents.delete_key(f"back-{times}-{rank}")
             agents.set(f"dropped-{times}-{rank}", "")
             return True
     return False

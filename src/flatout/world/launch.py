@@ -252,7 +252,7 @@ class _Agent(LocalElasticAgent):
             return RunResult(WorkerState.HEALTHY)  # another node may want all to start again
         if not result.is_failed():
             return result
-        self._take_ends_upon_itself(result)
+        self._note_own_kills(result)
         killed = [rank for rank, failure in result.failures.items() if _was_killed(failure)]
         if killed and self._remaining_restarts > 0:
             words = _ended(killed[0], result.failures[killed[0]])
@@ -291,7 +291,7 @@ class _Agent(LocalElasticAgent):
     def _global(self, local_rank: int) -> int:
         return int(self._worker_group.workers[local_rank].global_rank)
 
-    def _take_ends_upon_itself(self, result: RunResult) -> None:
+    def _note_own_kills(self, result: RunResult) -> None:
         """A rank that this agent had to kill was not killed from outside: it would hang again."""
         first = [
             failure

@@ -194,15 +194,15 @@ def nodes(environ: Mapping[str, str] | None = None) -> Nodes:
 
 def launched_nodes(environ: Mapping[str, str] | None = None) -> Nodes | None:
     """The nodes on each of which srun or mpirun has started one process; None where none has."""
-    found = launched(environ)
-    if found.nodes == 1 or found.nodes != found.world_size:
+    place = launched(environ)
+    if place.nodes == 1 or place.nodes != place.world_size:
         return None
     return checked(
         Nodes(
-            count=found.nodes,
-            rank=found.node,
-            rendezvous=f"{found.address}:{found.port}",
-            origin=f"the variables of {found.launcher}",
+            count=place.nodes,
+            rank=place.node,
+            rendezvous=f"{place.address}:{place.port}",
+            origin=f"the variables of {place.launcher}",
         )
     )
 
@@ -248,8 +248,8 @@ def _sagemaker(env: Mapping[str, str]) -> Nodes:
 def _resources(file: Path) -> dict[str, str]:
     """The variables that SageMaker's toolkits would set, from what its agent has written."""
     try:
-        found = json.loads(file.read_text())
-        hosts, own = found["hosts"], found["current_host"]
+        resources = json.loads(file.read_text())
+        hosts, own = resources["hosts"], resources["current_host"]
     except (OSError, ValueError, TypeError, LookupError) as error:
         raise WorldError(
             f"expected the hosts of a SageMaker job, with hosts and current_host; found {error!r}",

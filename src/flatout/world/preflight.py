@@ -26,7 +26,7 @@ from flatout.errors import WorldError
 from flatout.world.agreement import Arrival, disagreement
 from flatout.world.network import LOOPBACK, is_here, listen, listener, listening_address
 from flatout.world.nodes import Nodes
-from flatout.world.secret import VARIABLE, Refused, Stranger, secret
+from flatout.world.secret import VARIABLE, Refused, UnknownPeer, secret
 from flatout.world.stores import served
 from flatout.world.tunnel import Gate, Tunnel, entered
 
@@ -138,7 +138,7 @@ class Preflight:
             try:
                 with entered(self.host, self.port) as gate:
                     return str(gate.getsockname()[0])
-            except Stranger as error:
+            except UnknownPeer as error:
                 raise WorldError(
                     f"what listens at {self.where} is not the first node of this job ({error})",
                     where=self.who,
@@ -191,7 +191,7 @@ class Preflight:
                     self._refuse(wrong, len(lines))
             missing = sorted(set(range(self.nodes.count)) - {item.node for item in came})
             if missing and time.monotonic() > until:
-                self._refuse(self._nobody(missing), len(came) - 1)
+                self._refuse(self._missing_nodes(missing), len(came) - 1)
             waiting.say(f"waiting at {self.where} for {_nodes(missing)} of {self.nodes.count}")
             time.sleep(_LOOK_EVERY_S)
         for item in came:
@@ -199,7 +199,7 @@ class Preflight:
         self._store.set("agreed", json.dumps([item.words() for item in came]))
         return came
 
-    def _nobody(self, missing: list[int]) -> WorldError:
+    def _missing_nodes(self, missing: list[int]) -> WorldError:
         elsewhere = (
             f"; {self.host} is no address of this node, where --node-rank 0 was started"
             if not is_here(self.host)

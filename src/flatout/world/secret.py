@@ -24,7 +24,7 @@ _NONCE, _PROOF = 32, 32
 _YES, _NO = b"y", b"n"
 
 
-class Stranger(WorldError):
+class UnknownPeer(WorldError):
     """What listens there is no gate of Flatout's."""
 
 
@@ -63,18 +63,18 @@ def enter(gate: socket.socket) -> None:
     """Show who listens there that this process knows the secret, and see that it does too.
 
     Raises:
-        Stranger: it is no gate of Flatout's.
+        UnknownPeer: it is no gate of Flatout's.
         Refused: the secrets differ.
         OSError: it is gone, or has no time for this one now.
     """
     try:
         greeting = _receive(gate, len(_GREETING) + _NONCE)
     except TimeoutError:
-        raise Stranger("it does not greet as Flatout does") from None
+        raise UnknownPeer("it does not greet as Flatout does") from None
     if not greeting:
         raise ConnectionError("it has closed the connection")  # too many come at once
     if not greeting.startswith(_GREETING):
-        raise Stranger("it does not greet as Flatout does")
+        raise UnknownPeer("it does not greet as Flatout does")
     theirs, own = greeting[len(_GREETING) :], token_bytes(_NONCE)
     gate.sendall(own + _proof(b"enter", theirs, own))
     answer = _receive(gate, 1)

@@ -38,7 +38,7 @@ class Process:
 
     Attributes:
         pid: its number.
-        started: when it was started, in the kernel's ticks: tells it from a later one of its pid.
+        started: when it was started, in the kernel's ticks: a later one with its pid has another.
         host: its host's name.
         machine: the same for processes that see one another's numbers.
         thread: ident of its main thread.

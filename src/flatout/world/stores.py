@@ -32,7 +32,7 @@ class OwnFiles(NamedTuple):
     """Files in memory that the ranks of one node share.
 
     Attributes:
-        port: of the job, which tells it from one that is started within.
+        port: of the job, which distinguishes it from one that is started within.
         store: of torch's FileStore.
         board: of a `Board`.
     """

@@ -84,7 +84,7 @@ def entered(host: str, port: int) -> socket.socket:
 
     Raises:
         OSError: nothing listens there.
-        Stranger, Refused: as of `enter`.
+        UnknownPeer, Refused: as of `enter`.
     """
     gate = socket.create_connection((host, port), timeout=_HANDSHAKE_S)
     try:

@@ -34,7 +34,7 @@ _BEAT_S, _SHARE = 5.0, 0.1
 _LOOK_AFTER, _TELL_AFTER = 2, 5
 # But no less: a process that is looked at may take that long.
 _LEAST_S = 1.0
-# Where the watch of a rank that does not come tells nothing.
+# Where the watch of a rank that does not come says nothing.
 _LEAST_PATIENCE_S = 30.0
 _STORE_S = 10.0
 _LATEST = 16
@@ -151,7 +151,7 @@ class RankWatch:
                 self._tell_where_it_stands()
                 self._answer()
                 self._look_at_neighbors()
-                self._mind_own_waiting()
+                self._check_own_waiting()
 
     def _next_look(self) -> float:
         """In how many seconds."""
@@ -209,7 +209,7 @@ class RankWatch:
             for rank, process in silent:
                 self._set(f"seen/{question}/{rank}", look_at(process))
 
-    def _mind_own_waiting(self) -> None:
+    def _check_own_waiting(self) -> None:
         waiting, question = self._log.waiting, self._question
         if question is not None:
             if waiting is None or waiting.number != question.collective:

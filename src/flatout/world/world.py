@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 # How long a rank waits for the others to come at the start.
 _PATIENCE = timedelta(minutes=10)
 # How long one that comes back waits until they take it back: its agent ends it where they do not.
-_AT_THE_DOOR = timedelta(days=30)
+_RETURNING = timedelta(days=30)
 
 TIMEOUT_S = 600
 """How long it waits for them in a collective, in seconds, if no one says."""
@@ -315,18 +315,18 @@ class World:
             do: what only rank 0 runs, and gives something as `gather` takes it.
             what: it is for.
         """
-        found = failed = None
+        result = failed = None
         try:
-            found = do() if self.is_first else None
+            result = do() if self.is_first else None
         except Exception as error:
             failed = error
-        told, found = self.from_first([_told(failed), found], what)
+        failure, result = self.from_first([_told(failed), result], what)
         if failed is not None:
             raise failed
-        if told is not None:
-            kind, words, where, advice = told
+        if failure is not None:
+            kind, words, where, advice = failure
             raise getattr(errors, kind, FlatoutError)(words, where=where, do=advice)
-        return found
+        return result
 
     def wait(self, what: str = "") -> None:
         """Until all ranks have come here."""
@@ -400,7 +400,7 @@ class World:
             _open_channel(store, self.rank, self.size, self.device, timeout)
 
     def take_back(self) -> None:
-        """Meet all ranks that were started, also those that were left out: they are at the door."""
+        """Meet all ranks that were started, also those that were left out, which wait for it."""
         _close_channels()
         self.ids = tuple(range(self.place.world_size))
         self.rank, self.size = self.place.rank, self.place.world_size
@@ -496,7 +496,7 @@ def join(device: str = "cpu", timeout_s: float = TIMEOUT_S, patience_s: float = 
     if not dist.is_initialized():
         timeout = timedelta(seconds=timeout_s)
         if dropped.comes_back():
-            _meet(here, device, timeout, dropped.knock(here.rank), _AT_THE_DOOR)
+            _meet(here, device, timeout, dropped.register_return(here.rank), _RETURNING)
             dropped.have_met()
         else:
             _meet(here, device, timeout)

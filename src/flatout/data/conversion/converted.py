@@ -107,7 +107,7 @@ class Converted:
         began: float,
         classes: Sequence[str] | None = None,
     ) -> Converted:
-        """What the manifest tells.
+        """What the manifest says.
 
         Args:
             place: where the shards are.
@@ -134,7 +134,7 @@ class Converted:
 
     @classmethod
     def of_folder(cls, path: Path, rows: int, found: int, began: float) -> Converted:
-        """What the folder's meta.json tells."""
+        """What the folder's meta.json says."""
         meta = read_meta(path)
         return cls(
             to="rows",

@@ -19,7 +19,7 @@ from flatout.cache_folder import cache_folder, kind_folder
 from flatout.data.block import Block, Numbers, Ragged, Values, as_ragged, join, take
 from flatout.data.buffers import Buffers
 from flatout.data.execution.digests import digest_of
-from flatout.data.execution.row_folder import Filling, RowFolder, tidy
+from flatout.data.execution.row_folder import Filling, RowFolder, remove_leftovers
 from flatout.data.execution.row_store import MemoryArena, RowStore, layout_of, row_bytes
 from flatout.data.execution.samples import Costs, Lent, Samples, Wanted, first_good
 from flatout.data.execution.turns import Turns
@@ -136,7 +136,7 @@ class Cached:
         target = self._on_disk(folder)
         if target.exists():
             self._store = RowFolder(target).store
-            tidy(target)
+            remove_leftovers(target)
             self._filled[:] = True
             self._missing = 0
             return

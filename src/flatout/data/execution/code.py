@@ -80,11 +80,11 @@ def _stdlib() -> str:
     return sysconfig.get_path("stdlib") + os.sep
 
 
-def _words(value: Any, seen: frozenset[int]) -> Iterator[str]:
-    if len(seen) > _DEEPEST or id(value) in seen:
+def _words(value: Any, visited: frozenset[int]) -> Iterator[str]:
+    if len(visited) > _DEEPEST or id(value) in visited:
         yield "again"
         return
-    seen = seen | {id(value)}
+    visited = visited | {id(value)}
     if isinstance(value, _PLAIN):
         yield _plain_words(value)
     elif isinstance(value, np.generic):
@@ -92,23 +92,23 @@ def _words(value: Any, seen: frozenset[int]) -> Iterator[str]:
     elif isinstance(value, (torch.Tensor, np.ndarray)):
         yield _array_words(value)
     elif isinstance(value, (tuple, list, dict, set, frozenset)):
-        yield from _container_words(value, seen)
+        yield from _container_words(value, visited)
     elif isinstance(value, functools.partial):
-        yield from _words((value.func, value.args, value.keywords), seen)
+        yield from _words((value.func, value.args, value.keywords), visited)
     elif inspect.ismethod(value):
-        yield from _words(value.__func__, seen)
-        yield from _words(value.__self__, seen)
+        yield from _words(value.__func__, visited)
+        yield from _words(value.__self__, visited)
     elif isinstance(value, FunctionType):
-        yield from _function_words(value, seen)
+        yield from _function_words(value, visited)
     elif inspect.isclass(value):
-        yield from _class_words(value, seen)
+        yield from _class_words(value, visited)
     elif inspect.ismodule(value) or inspect.isroutine(value):
         yield getattr(value, "__qualname__", value.__name__)
     else:
-        yield from _class_words(type(value), seen)
+        yield from _class_words(type(value), visited)
         if not type(value).__module__.startswith("flatout."):
             given = arguments_of(value)
-            yield from _words({k: v for k, v in given.items() if k not in _OWN}, seen)
+            yield from _words({k: v for k, v in given.items() if k not in _OWN}, visited)
 
 
 def _plain_words(value: Any) -> str:

@@ -79,7 +79,7 @@ def content_digest(tensor: torch.Tensor) -> str:
 
 
 def _words(value: Any, seen: set[int]) -> Iterator[str]:
-    """What tells a value from all others, piece by piece."""
+    """What identifies a value, piece by piece."""
     if id(value) in seen:
         yield "again"
         return

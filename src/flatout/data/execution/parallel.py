@@ -16,7 +16,7 @@ T = TypeVar("T")
 _WORTH = 1.03
 # A window that is judged: at least so many items and so many seconds.
 _ITEMS, _SECONDS = 16, 0.25
-# Less than this tells nothing about waiting.
+# Less than this says nothing about waiting.
 _TOO_LITTLE_S = 0.02
 # Of the time that the consumer may wait for input before more threads are tried.
 _WAIT = 0.03
@@ -177,13 +177,13 @@ class Ahead(Generic[T]):
     def __iter__(self) -> Generator[T, None, None]:
         """The items; what is left is given up where the loop is left."""
         self._tuner.restart()
-        self._hire()
+        self._start_missing()
         try:
             while self._due < self._last:
                 item, waited = self._take()
                 yield item
                 if self._tuner.consumed(waited, self._batches):
-                    self._hire()
+                    self._start_missing()
         finally:
             self.close()
 
@@ -206,7 +206,7 @@ class Ahead(Generic[T]):
             raise error
         return item, waited  # type: ignore[return-value]
 
-    def _hire(self) -> None:
+    def _start_missing(self) -> None:
         """Start the threads that are missing; those too many end by themselves."""
         with self._room:
             self._threads = [thread for thread in self._threads if thread.is_alive()]

@@ -68,7 +68,7 @@ class ProcessPool:
         Raises:
             WorkerDied: a process has ended by itself; it is named, and the others are ended.
         """
-        idle = self._hired()
+        idle = self._started()
 
         def make(at: int) -> Batch:
             worker = idle.get()
@@ -88,15 +88,15 @@ class ProcessPool:
             self.close()
             raise
 
-    def _hired(self) -> SimpleQueue[Worker]:
+    def _started(self) -> SimpleQueue[Worker]:
         old = max(_OLD_S, _OLD_STARTS * self._start_s)
         if self._workers and time.monotonic() - self._since > old:
             self.close()
         if not self._workers:
-            self._hire()
+            self._start_workers()
         return self._idle
 
-    def _hire(self) -> None:
+    def _start_workers(self) -> None:
         self._idle = SimpleQueue()
         self._since = time.monotonic()
         try:

@@ -93,12 +93,12 @@ def _is_of_keras(kind: type) -> bool:
 def _reached(thing: Any) -> Iterator[Any]:
     """The object and all that it holds, has closed over or reads by a global name."""
     todo: deque[Any] = deque([thing])
-    seen: set[int] = set()
-    while todo and len(seen) < _MOST:
+    visited: set[int] = set()
+    while todo and len(visited) < _MOST:
         item = todo.popleft()
-        if id(item) in seen or isinstance(item, (*_PLAIN, ModuleType)):
+        if id(item) in visited or isinstance(item, (*_PLAIN, ModuleType)):
             continue
-        seen.add(id(item))
+        visited.add(id(item))
         yield item
         todo.extend(_held(item))
 

@@ -239,7 +239,7 @@ class Filling:
         os.rename(self.part, self.target)
         flush_folder(self.target.parent)
         # Only now: the one who is killed before goes on with them.
-        tidy(self.target)
+        remove_leftovers(self.target)
         return self.target
 
     def close(self) -> None:
@@ -249,7 +249,7 @@ class Filling:
         self._lock.close()
 
 
-def tidy(folder: Path) -> None:
+def remove_leftovers(folder: Path) -> None:
     """Remove from a whole folder what its filling has left, where that was killed at its end."""
     for name in _TO_GO_ON:
         with suppress(OSError):

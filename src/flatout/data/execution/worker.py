@@ -62,7 +62,7 @@ class Worker:
             ) from error
         finally:
             theirs.close()
-        # At Python's end the processes are waited for, and one that is stopped heeds SIGKILL alone.
+        # At Python's end the processes are waited for, and one that is stopped obeys SIGKILL alone.
         Finalize(self, self._process.kill, exitpriority=1)
 
     @property
@@ -86,7 +86,7 @@ class Worker:
             self._pipe.send(task)
             made, error, trace = self._receive()
         except (EOFError, OSError) as lost:
-            raise self._death(doing) from lost
+            raise self._why_it_ended(doing) from lost
         if error is not None:
             raise error from _InWorker(trace)
         batch: Batch = made
@@ -98,7 +98,7 @@ class Worker:
                 raise EOFError
         return receive(self._pipe)
 
-    def _death(self, doing: str) -> DataError:
+    def _why_it_ended(self, doing: str) -> DataError:
         self._process.join(_PATIENCE_S)
         code = self._process.exitcode
         if code is None:
@@ -160,7 +160,7 @@ def _sendable(error: Exception, trace: str) -> Exception:
 
 
 def _end_with_parent() -> None:
-    """One that is killed tells no one, and its processes would wait for work forever."""
+    """One that is killed sends no message, and its processes would wait for work forever."""
     parent = torch.multiprocessing.parent_process()
     if parent is not None:
         parent.join()

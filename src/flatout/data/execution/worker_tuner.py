@@ -179,7 +179,7 @@ class WorkerTuner:
         self._go_on_with(self.settled)
 
     def not_counted(self) -> None:
-        """A batch was used whose time tells nothing."""
+        """A batch was used whose time says nothing."""
         self._last = self._clock()
         self.left -= 1
 

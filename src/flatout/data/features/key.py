@@ -1,4 +1,4 @@
-"""What tells kept features from all others: weights, precision, input and libraries."""
+"""What identifies kept features: weights, precision, input and libraries."""
 
 from __future__ import annotations
 

@@ -142,15 +142,15 @@ class Wanted:
                 given[role] = listed(names)
                 # Who names the columns of a role names all of them.
                 roles = {name: "unused" if had == role else had for name, had in roles.items()}
-        seen: set[str] = set()
+        named_so_far: set[str] = set()
         for role, own in given.items():
             for name in own:
                 if name not in before:
                     known = ", ".join(before)
                     raise DataError(f"no column {name!r}: the columns are {known}")
-                if name in seen:
+                if name in named_so_far:
                     raise DataError(f"column {name!r} is named twice, the second time as {role}")
-                seen.add(name)
+                named_so_far.add(name)
                 roles[name] = role
         return roles
 

@@ -1,4 +1,4 @@
-"""What the begin of CSV files tells: the names of the columns and their types."""
+"""What the first lines of CSV files say: the names of the columns and their types."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ class HDF5Chunks:
                 place = places[column.name]
                 shape = (stop - start, *column.shape)
                 stored = buffers.empty(shape, place.dtype.newbyteorder("="))
-                with _telling(f"{place.where}, rows {start:,} to {stop - 1:,}", file):
+                with _explained(f"{place.where}, rows {start:,} to {stop - 1:,}", file):
                     opened[place.name].read_direct(stored, np.s_[start:stop])
                 values = stored
                 if stored.dtype != column.numpy_dtype:
@@ -204,7 +204,7 @@ class HDF5Chunks:
 
 
 @contextmanager
-def _telling(where: str, file: File) -> Iterator[None]:
+def _explained(where: str, file: File) -> Iterator[None]:
     """h5py's errors, as ours."""
     try:
         yield
@@ -237,7 +237,7 @@ def _opened(file: File) -> Iterator[h5py.File]:
 def _dataset(opened: h5py.File, name: str, file: File) -> h5py.Dataset:
     import h5py
 
-    with _telling(f"{file.name}: {name}", file):
+    with _explained(f"{file.name}: {name}", file):
         dataset = opened.get(name)
         if isinstance(dataset, h5py.Dataset):
             return dataset
@@ -255,7 +255,7 @@ def _dataset(opened: h5py.File, name: str, file: File) -> h5py.Dataset:
 
 def _place(data: h5py.Dataset, name: str, file: File) -> StoredArray:
     where = f"{file.name}: {name}"
-    with _telling(where, file):
+    with _explained(where, file):
         if data.shape is None:
             raise DataError("the dataset is empty: expected rows", where=where)
         return StoredArray(file, name, data.dtype, data.shape, _offset(data))

@@ -76,7 +76,7 @@ class ImageFolders:
         return [entry.key for entry in self._entries]
 
     def stamps(self, numbers: Numbers | None = None) -> list[str]:
-        """What tells images from all others and from what they were before.
+        """What distinguishes images from all others and from what they were before.
 
         Args:
             numbers: of the images; None for all.

@@ -76,7 +76,7 @@ class ParquetFile:
 
     def __init__(self, file: File) -> None:
         self.file = file
-        with _telling(file, "the file is damaged, unfinished or no Parquet file"):
+        with _explained(file, "the file is damaged, unfinished or no Parquet file"):
             self._metadata = pq.read_metadata(file.path)
             self.fields = _types(self._metadata.schema.to_arrow_schema(), file)
             groups = [self._metadata.row_group(i) for i in range(self._metadata.num_row_groups)]
@@ -105,7 +105,7 @@ class ArrowFile:
 
     def __init__(self, file: File) -> None:
         self.file = file
-        with _telling(file, "the file cannot be read"), open(file.path, "rb") as begin:
+        with _explained(file, "the file cannot be read"), open(file.path, "rb") as begin:
             magic = begin.read(4)
         if magic == b"FEA1":
             raise DataError(
@@ -120,7 +120,7 @@ class ArrowFile:
                 do="write it as a file: pyarrow.ipc.new_file",
             )
         with (
-            _telling(file, "the file is damaged, unfinished or no Arrow IPC file"),
+            _explained(file, "the file is damaged, unfinished or no Arrow IPC file"),
             pa.OSFile(file.path) as source,
         ):
             self._schema = ipc.open_file(source).schema
@@ -199,7 +199,7 @@ class TableChunks:
         file = self._files[at.file]
         start, stop = (int(number) for number in self._starts[chunk : chunk + 2])
         file.file.check_unchanged()
-        with _telling(file.file, f"{file.part} {at.number} cannot be decoded"):
+        with _explained(file.file, f"{file.part} {at.number} cannot be decoded"):
             table = file.read(at.number, self._names)
             if len(table) != stop - start:
                 raise DataError(
@@ -251,7 +251,7 @@ def _types(schema: pa.Schema, file: File) -> dict[str, pa.DataType]:
 
 
 @contextmanager
-def _telling(file: File, what: str) -> Iterator[None]:
+def _explained(file: File, what: str) -> Iterator[None]:
     """pyarrow's errors, as ours."""
     try:
         yield
@@ -303,7 +303,7 @@ def _texts(files: Sequence[TableFile], names: Sequence[str], few: bool) -> dict[
             )
 
     def look(file: TableFile, part: int) -> dict[str, Texts]:
-        with _telling(file.file, f"{file.part} {part} cannot be decoded"):
+        with _explained(file.file, f"{file.part} {part} cannot be decoded"):
             return texts_of(file.read(part, names), names)
 
     with Pool(usable_cpus()) as pool:

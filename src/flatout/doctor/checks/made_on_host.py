@@ -26,10 +26,10 @@ _MAKES = re.compile(rf"\btorch\.({'|'.join((*_CONSTANT, *_DRAWN))})\(.*\)\.(to|c
 @check(edit=devices.on_device)
 def look(observation: Observation) -> Findings:
     """Which lines do so in most steps."""
-    found = calls(observation, "to_device")
+    transfers = calls(observation, "to_device")
     if not is_gpu(observation):
         return
-    for call in found:
+    for call in transfers:
         made = _MAKES.search(call.site.code)
         if made is not None and is_each_step(observation, call):
             yield _finding(observation, call, made[1], made[0])

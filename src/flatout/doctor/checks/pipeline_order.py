@@ -18,7 +18,7 @@ def look(observation: Observation) -> Findings:
             raise NoSignal("the stages behind the loader's dataset are out of sight")
         if _shuffles_batches(loader.stages):
             yield _shuffled_late(loader)
-        if _computes_for_nobody(loader):
+        if _maps_before_sharding(loader):
             yield _shared_out_late(loader)
 
 
@@ -38,7 +38,7 @@ def _shuffles_batches(stages: list[str]) -> bool:
     return late
 
 
-def _computes_for_nobody(loader: Loader) -> bool:
+def _maps_before_sharding(loader: Loader) -> bool:
     stages = loader.stages or []
     if (loader.num_workers or 0) < 2 or "ShardingFilter" not in stages:
         return False

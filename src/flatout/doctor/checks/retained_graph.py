@@ -85,7 +85,7 @@ def _grown(observation: Observation) -> tuple[str, float | None] | str:
         return f"memory was measured {len(memory)} times, which is too few to see it grow"
     slope, start = linear_regression(steps, memory)
     grown = slope * (steps[-1] - steps[0])
-    if grown < _LEAST_MB or _straightness(steps, memory, slope, start) < _STRAIGHT:
+    if grown < _LEAST_MB or _r_squared(steps, memory, slope, start) < _STRAIGHT:
         return ""
     if len(observation.graph_nodes) < 2:
         return "memory grows, but what holds it was not looked at"
@@ -101,7 +101,7 @@ def _grown(observation: Observation) -> tuple[str, float | None] | str:
     return words, slower
 
 
-def _straightness(steps: list[int], memory: list[float], slope: float, start: float) -> float:
+def _r_squared(steps: list[int], memory: list[float], slope: float, start: float) -> float:
     mean = fmean(memory)
     around = sum((value - mean) ** 2 for value in memory)
     left = sum((y - start - slope * x) ** 2 for x, y in zip(steps, memory, strict=True))

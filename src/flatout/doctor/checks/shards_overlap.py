@@ -27,13 +27,13 @@ def look(observations: Sequence[Observation]) -> Findings:
         return  # some come several times in one rank: as where rare ones are drawn again
     if all(own == sets[0] for own in sets) or _begin_alike(loaders):
         return  # that is told by sampler_missing
-    seen = [number for own in sets for number in own]
-    shared = len(seen) - len(set(seen))
+    numbers = [number for own in sets for number in own]
+    shared = len(numbers) - len(set(numbers))
     if not shared:
         return
     yield Finding(
         kind="danger",
-        what=f"of the first {len(seen):,} samples that {len(sets)} ranks take in an epoch, "
+        what=f"of the first {len(numbers):,} samples that {len(sets)} ranks take in an epoch, "
         f"{shared:,} are taken by several: an epoch is not shared out among them. Each rank draws "
         "an order of its own, as with a seed that holds the rank",
         do="draw one order with the same seed in all ranks, and take each world_size-th of it "

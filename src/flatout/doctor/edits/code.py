@@ -222,11 +222,11 @@ class Code:
         first = self.line_of(ordered[0][0])
         last = max(self.line_of(end) for _, end, _ in ordered)
         begin, end = self.starts[first - 1], self.starts[last]
-        words, at = [], begin
+        words, position = [], begin
         for start, stop, new in ordered:
-            words += [self.source.text[at:start], new]
-            at = stop
-        words.append(self.source.text[at:end])
+            words += [self.source.text[position:start], new]
+            position = stop
+        words.append(self.source.text[position:end])
         ending = self._ending(last)
         before = self.source.text[begin:end].removesuffix(ending)
         return Edit(self.file, first, before, "".join(words).removesuffix(ending))
@@ -248,17 +248,17 @@ class Code:
         """Lines put before a line that a statement or `def` begins, as far in as that is."""
         text = self.lines[line - 1]
         space = text[: len(text) - len(text.lstrip(" \t"))]
-        at = self.starts[line - 1]
-        return at, at, "".join(f"{space}{each}{self.newline}" for each in words)
+        begin = self.starts[line - 1]
+        return begin, begin, "".join(f"{space}{each}{self.newline}" for each in words)
 
     def after(self, statement: ast.stmt, *words: str) -> Change:
         """Lines put after a statement."""
         if not self.has_own_lines(statement):
             raise Unsure("another statement stands on its line")
         last = statement.end_lineno or statement.lineno
-        at = self.starts[last] - len(self._ending(last))
+        end = self.starts[last] - len(self._ending(last))
         indent = self.indent(statement)
-        return at, at, "".join(f"{self.newline}{indent}{line}" for line in words)
+        return end, end, "".join(f"{self.newline}{indent}{line}" for line in words)
 
     def under(self, head: str, statements: Sequence[ast.stmt]) -> list[Change]:
         """Statements that follow one another, put under a head such as `with x:`."""
@@ -273,8 +273,8 @@ class Code:
         for number in range(first_line(first), (last.end_lineno or last.lineno) + 1):
             line = self.lines[number - 1]
             if line.strip():
-                at = self.starts[number - 1] + (len(indent) if line.startswith(indent) else 0)
-                changes.append((at, at, deeper))
+                begin = self.starts[number - 1] + (len(indent) if line.startswith(indent) else 0)
+                changes.append((begin, begin, deeper))
         return changes
 
     def with_arguments(self, call: ast.Call, **values: str) -> list[Change]:
@@ -297,20 +297,20 @@ class Code:
         if not given:
             return [(closes, closes, ", ".join(words))]
         last = max(given, key=self.begin)
-        at = self.outer_end(last, call)
+        end = self.outer_end(last, call)
         line = self.lines[last.lineno - 1]
         space = line[: len(line) - len(line.lstrip(" \t"))]
         if self.begin(last) - self.starts[last.lineno - 1] != len(space):
-            return [(at, at, "".join(f", {each}" for each in words))]
+            return [(end, end, "".join(f", {each}" for each in words))]
         # It begins its line, and so do the new ones; what stands behind it stays with it.
-        comma, result = self.next_token(at)
+        comma, result = self.next_token(end)
         is_comma = result == ","
-        line_ends = self.starts[self.line_of(comma if is_comma else at)]
+        line_ends = self.starts[self.line_of(comma if is_comma else end)]
         if closes < line_ends:
-            return [(at, at, "".join(f",{self.newline}{space}{each}" for each in words))]
+            return [(end, end, "".join(f",{self.newline}{space}{each}" for each in words))]
         lines = f",{self.newline}".join(f"{space}{each}" for each in words)
         new = (line_ends, line_ends, f"{lines}{',' if is_comma else ''}{self.newline}")
-        return [new] if is_comma else [(at, at, ","), new]
+        return [new] if is_comma else [(end, end, ","), new]
 
     def without_argument(self, call: ast.Call, keyword: ast.keyword) -> list[Change]:
         """An argument goes, with its comma."""

@@ -1,4 +1,4 @@
-"""What a name in the user's code stands for, as far as one file tells for certain."""
+"""What a name in the user's code stands for, as far as one file shows for certain."""
 
 from __future__ import annotations
 

@@ -61,11 +61,11 @@ class Source:
                 the result is no Python.
         """
         parts: list[str] = []
-        at = 0
+        position = 0
         for begin, end, words in self._changes(edits):
-            parts += [self.text[at:begin], words]
-            at = end
-        changed = Source(self.file, "".join(parts) + self.text[at:], self.encoding)
+            parts += [self.text[position:begin], words]
+            position = end
+        changed = Source(self.file, "".join(parts) + self.text[position:], self.encoding)
         changed._compile()
         return changed
 

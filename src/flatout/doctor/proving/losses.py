@@ -71,10 +71,10 @@ def compare(
     """
     batches = same_batches(a, b)
     steps = min(len(a.losses), len(b.losses))
-    one, other = np.array(a.losses[:steps]), np.array(b.losses[:steps])
-    if np.isnan(one).all() and np.isnan(other).all():
+    curve, other = np.array(a.losses[:steps]), np.array(b.losses[:steps])
+    if np.isnan(curve).all() and np.isnan(other).all():
         return Compared(True, parity, "", batches, None)
-    difference = compare_curves(one, other)
+    difference = compare_curves(curve, other)
     is_equal = difference.step is None
     if is_equal:
         # What would be drawn again, if it were drawn, was not.
@@ -83,17 +83,17 @@ def compare(
         return Compared(True, reached if is_repeatable else parity, words, batches, True)
     if same_input is not None and same_input < parity and is_same_data(a, b):
         parity = max(same_input, Parity.TOLERANT)
-    if not np.array_equal(np.isfinite(one), np.isfinite(other)):
-        step = int(np.flatnonzero(np.isfinite(one) != np.isfinite(other))[0])
+    if not np.array_equal(np.isfinite(curve), np.isfinite(other)):
+        step = int(np.flatnonzero(np.isfinite(curve) != np.isfinite(other))[0])
         words = f"finite on one side only from step {step + 1} on"
         return Compared(False, parity, words, batches, False)
-    words = f"{rounded(100 * _shift(one, other), 2)}% apart on average over {steps} steps"
+    words = f"{rounded(100 * _shift(curve, other), 2)}% apart on average over {steps} steps"
     if parity is Parity.EXACT and is_repeatable:
         return Compared(False, parity, f"{words}, not bit-identical", batches, False)
-    holds = _level_holds(one, other)
+    holds = _level_holds(curve, other)
     if parity is Parity.TOLERANT and is_repeatable:
         first = slice(0, _ROUNDING_STEPS)
-        holds = holds and _shift(one[first], other[first]) <= _ROUNDING
+        holds = holds and _shift(curve[first], other[first]) <= _ROUNDING
     return Compared(holds, parity, words, batches, False)
 
 

@@ -46,20 +46,20 @@ def end_of(path: str, follow: bool) -> str:
 def real(path: str) -> str:
     """os.path.realpath by the functions as they were."""
     parts = path.split("/")[1:]
-    at, followed = "/", 0
+    resolved, followed = "/", 0
     while parts:
         part = parts.pop(0)
         if part in ("", "."):
             continue
         if part == "..":
-            at = os.path.dirname(at)
+            resolved = os.path.dirname(resolved)
             continue
-        result = os.path.join(at, part)
-        if is_link(result) and followed < 40:
+        entry = os.path.join(resolved, part)
+        if is_link(entry) and followed < 40:
             followed += 1
-            target = native.readlink(result)
+            target = native.readlink(entry)
             parts[:0] = target.split("/")
-            at = "/" if target.startswith("/") else at
+            resolved = "/" if target.startswith("/") else resolved
         else:
-            at = result
-    return at
+            resolved = entry
+    return resolved

@@ -77,7 +77,7 @@ def _services() -> list[tuple[str, int]]:
 def _address_of(text: str, family: int) -> tuple[str, int]:
     """Address and port of /proc/net/tcp: words of 32 bits in this machine's order."""
     address, _, port = text.partition(":")
-    words = [int(address[at : at + 8], 16) for at in range(0, len(address), 8)]
+    words = [int(address[begin : begin + 8], 16) for begin in range(0, len(address), 8)]
     return socket.inet_ntop(family, struct.pack(f"={len(words)}I", *words)), int(port, 16)
 
 

@@ -132,6 +132,6 @@ def _owner(folder: Path) -> dict[str, Any]:
 
 
 def _began(pid: int) -> int:
-    """When a process was started, in the kernel's ticks: tells it from a later one of its pid."""
+    """When a process was started, in the kernel's ticks: a later one with its pid has another."""
     result = state_and_start(pid)
     return -1 if result is None or result[0] in "ZX" else result[1]

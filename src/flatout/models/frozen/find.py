@@ -307,7 +307,7 @@ class _Search:
         return cut
 
     def calls(self, prefix: list[int], kept: list[int]) -> str:
-        """What tells the calls before a cut from all others: which, of what, with what else."""
+        """What identifies the calls before a cut: which, of what, with what else."""
         events = [self.noted.events[index] for index in prefix]
         result = [(e.path, e.name, e.constants, e.reads, e.gives()) for e in events]
         return hashlib.sha256(repr((result, kept)).encode()).hexdigest()[:16]

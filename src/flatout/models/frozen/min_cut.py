@@ -156,14 +156,14 @@ def best_cuts(graph: Graph, inside: Collection[int] = ()) -> list[Prefix]:
         return []
     result, between = [few], [(few, fast)]
     while between:
-        one, other = between.pop()
-        unit, byte = graph.bytes(other) - graph.bytes(one), graph.time(one) - graph.time(other)
+        small, other = between.pop()
+        unit, byte = graph.bytes(other) - graph.bytes(small), graph.time(small) - graph.time(other)
         if unit == 0:
             continue
         middle = graph.best(unit, byte, inside)
         assert middle is not None
-        if graph.cost(middle, unit, byte) < graph.cost(one, unit, byte):
-            between += [(middle, other), (one, middle)]
+        if graph.cost(middle, unit, byte) < graph.cost(small, unit, byte):
+            between += [(middle, other), (small, middle)]
         else:
             result.append(other)
     return result

@@ -1,4 +1,4 @@
-"""What tells a job of a compiled Keras model from others: its layers, losses and metrics."""
+"""What identifies a job of a compiled Keras model: its layers, losses and metrics."""
 
 from __future__ import annotations
 

@@ -527,7 +527,7 @@ def _unscaled(optimizer: Any, gradients: Tensors) -> Iterator[None]:
 
 
 def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Plain values in a Keras configuration; what things are called tells nothing."""
+    """Plain values in a Keras configuration; what things are called says nothing."""
     if isinstance(value, dict):
         for key, item in value.items():
             if key not in ("name", "registered_name", "module"):

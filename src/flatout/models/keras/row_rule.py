@@ -129,7 +129,7 @@ class KerasRule:
         """Keras counts, in the step of all other variables."""
 
     def attach(self, reader: Reader) -> None:
-        """Keras leaves the table alone, and tells the reader of all that looks at its state."""
+        """Keras leaves the table alone, and all that looks at its state calls the reader first."""
         self._reader = reader
         self._optimizer.by_rows.add(self._weight)
 

@@ -17,7 +17,7 @@ from flatout.data.block import Block, take
 from flatout.data.conversion.passes import Piece
 from flatout.data.conversion.shards import Tell, differences
 from flatout.data.execution.digests import digest_of
-from flatout.data.execution.row_folder import Filling, RowFolder, read_meta, tidy
+from flatout.data.execution.row_folder import Filling, RowFolder, read_meta, remove_leftovers
 from flatout.data.execution.row_store import Layout
 from flatout.data.schema import Schema
 from flatout.errors import DataError
@@ -40,7 +40,7 @@ def is_there(target: Path, settings: dict[str, Any], overwrite: bool) -> bool:
         result = _settings(target)
         if result == settings and _is_good(target):
             # What a kill has left that came when the folder had its name already.
-            tidy(target)
+            remove_leftovers(target)
             _remove(_old(target))
             return True
         if not overwrite and result != settings:
