@@ -179,9 +179,8 @@ class Placement:
 
     def release(self) -> None:
         """Takes the hooks off again that carry inputs between devices."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        while self._hooks:
+            self._hooks.pop().remove()
 
 
 # The hooks of a model's last placement, so that placing it again does not add them twice.

@@ -64,9 +64,8 @@ class HFTimeline(Watches, TrainerCallback):  # type: ignore[misc]
 
     def _end(self) -> None:
         self._step_lanes.stop()
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        while self._handles:
+            self._handles.pop().remove()
 
     def _before_forward(self, module: Any, args: Any) -> None:
         if module.training:

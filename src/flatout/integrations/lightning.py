@@ -103,9 +103,8 @@ class LightningTimeline(Watches, _lightning().Callback):  # type: ignore[misc]
 
     def _end(self) -> None:
         self._step_lanes.stop()
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        while self._handles:
+            self._handles.pop().remove()
         if self._profiler is not None:
             for name in ("start", "stop"):
                 vars(self._profiler).pop(name, None)

@@ -123,9 +123,8 @@ class Gradients:
             self._off |= dict.fromkeys(own, no_grad_above(sys._getframe(1)))
 
     def _end_listening(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        while self._handles:
+            self._handles.pop().remove()
 
     def _modules(self) -> list[Any]:
         result = [model.ref() for model in self._watch.models if model.has_parameters]

@@ -66,9 +66,8 @@ class GrowingHistories:
                 self._hooks.append(wrap(owner, name, "observe", self._measured, words))
 
     def _end(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def _measured(self, original: Any, words: str) -> Any:
         lanes = self._watch.lanes

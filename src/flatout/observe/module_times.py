@@ -202,9 +202,8 @@ class ModuleTimes:
     # -- what was seen ----------------------------------------------------------------------------
 
     def _remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        while self._handles:
+            self._handles.pop().remove()
 
     def _end_step(self) -> None:
         spent = self._watch.lanes.spent

@@ -100,9 +100,8 @@ class Recurrent:
             self._cells[id(module)][1].ends(result)
 
     def _end(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        while self._handles:
+            self._handles.pop().remove()
 
     def _close(self) -> None:
         self._end()

@@ -82,9 +82,8 @@ class SkippedSteps:
             self._end()
 
     def _end(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        while self._hooks:
+            self._hooks.pop().remove()
 
     # -- asked of tensors -------------------------------------------------------------------------
 

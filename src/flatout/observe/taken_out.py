@@ -215,9 +215,8 @@ class Log:
 
     def put_back(self) -> None:
         """Until now."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def _silent(self, original: Any) -> Any:
         lanes = self._lanes
@@ -262,9 +261,8 @@ class Items:
 
     def put_back(self) -> None:
         """Until now."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        while self._hooks:
+            self._hooks.pop().remove()
         self._values.clear()
 
     def _held(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:

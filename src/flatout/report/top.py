@@ -105,9 +105,10 @@ class RunningJob:
         lines = []
         for now in self.ranks:
             rank = now.rank
-            name = f"rank {rank.rank}" if rank.world_size > 1 else "it"
+            name, others = f"rank {rank.rank}", "; the others wait for it in sync"
+            if rank.world_size == 1:
+                name, others = "it", ""
             if rank.is_starved:
-                others = "; the others wait for it in sync" if rank.world_size > 1 else ""
                 lines.append(
                     f"STARVED: {name} waited for input {rank.starved_s:.0f} of "
                     f"{rank.watched_s:.0f} s{others}"

@@ -515,9 +515,8 @@ class AsyncParameterServer(Strategy):
         if not self._hooks:
             return
         dropped.may_end(())
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        while self._hooks:
+            self._hooks.pop().remove()
         if error is None:
             self._say_times()
             for optimizer, layout in zip(self._optimizers, self._layouts, strict=True):
