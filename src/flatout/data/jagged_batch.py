@@ -29,7 +29,7 @@ def is_surely_jagged(inputs: Any, size: int) -> bool:
 
     Args:
         inputs: tensors, or what holds them.
-        size: how many samples there are, as the targets tell.
+        size: how many samples there are, as the targets show.
     """
     if holds_object(inputs):
         return True

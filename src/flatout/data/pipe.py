@@ -2,7 +2,7 @@
 
 A FIFO is opened without waiting for its writer, so that it can be said what is waited for. On Linux
 `poll` tells a FIFO that no one has written to yet from one whose writers have gone (pipe(7)); a
-`read` of nothing tells neither.
+`read` of nothing shows neither.
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ class Pipe:
 
 
 def _holder(number: int) -> str:
-    """Who holds the lock of a file, as far as /proc/locks tells."""
+    """Who holds the lock of a file, as far as /proc/locks shows."""
     status = os.fstat(number)
     device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     with suppress(OSError), open("/proc/locks") as locks:

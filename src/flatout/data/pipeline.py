@@ -50,7 +50,7 @@ from flatout.data.stages import (
 from flatout.devices import check_count
 from flatout.errors import DataError
 
-# Images that tell how long decoding takes.
+# Images that show how long decoding takes.
 _DECODED = 8
 
 
@@ -375,7 +375,7 @@ class Pipeline(Staged["Pipeline"]):
         return ", ".join([*parts, order])
 
     def where(self, number: int) -> str | None:
-        """File and line, or whatever tells where a sample comes from; None of a stream."""
+        """File and line, or whatever shows where a sample comes from; None of a stream."""
         return self._built.where(number)
 
     def labels_range(self) -> tuple[int, int] | None:

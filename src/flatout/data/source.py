@@ -251,7 +251,7 @@ def last_batch_of(source: Source) -> int | None:
         return source.last_batch
     if source.samples is None or source.batch_size is None:
         return None
-    # Of what is dropped `samples` does not tell.
+    # Of what is dropped `samples` does not say.
     return last_batch(source.samples, source.batch_size, drop_last=False)
 
 

@@ -153,7 +153,7 @@ def jagged(inputs: Any, targets: Any = None, weight: Any = None, *, samples: Any
         samples: how many there are, where neither targets nor weights tell.
 
     Raises:
-        DataError: a part is no array, targets and weight differ in length, or nothing tells how
+        DataError: a part is no array, targets and weight differ in length, or nothing shows how
             many samples there are.
     """
     where = "flatout.data.jagged"

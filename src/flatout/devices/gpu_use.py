@@ -16,8 +16,8 @@ class GpuUse:
         index: in the order of the PCI bus, whatever CUDA calls it.
         name: its model.
         busy_percent: share of the last second or less in which any kernel ran; None where the
-            driver does not tell.
-        memory_used, memory_total: in bytes; None where the driver does not tell.
+            driver does not say.
+        memory_used, memory_total: in bytes; None where the driver does not say.
         pids: who computes on it. Inside a container these numbers may name nothing.
     """
 
@@ -86,7 +86,7 @@ class GpuMeter:
 
     def read(self) -> tuple[float | None, int | None]:
         """The share of the last second or less in which it ran a kernel, from 0 to 1, and its used
-        bytes; None where the driver does not tell.
+        bytes; None where the driver does not say.
         """
         busy: float | None = None
         used: int | None = None

@@ -14,7 +14,7 @@ class GpuProcess:
 
     Args:
         pid: its number, on the host: inside a container it may name nothing.
-        memory: the bytes it holds; None where the driver does not tell.
+        memory: the bytes it holds; None where the driver does not say.
     """
 
     pid: int
@@ -23,7 +23,7 @@ class GpuProcess:
 
 @dataclass(frozen=True)
 class MigDevice:
-    """A slice of a GPU in MIG mode. Sizes are in bytes, None where the driver does not tell."""
+    """A slice of a GPU in MIG mode. Sizes are in bytes, None where the driver does not say."""
 
     uuid: str
     name: str
@@ -34,7 +34,7 @@ class MigDevice:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU. Sizes are in bytes, None where the driver does not tell.
+    """One GPU. Sizes are in bytes, None where the driver does not say.
 
     Args:
         nvml_index: its number in the order of the PCI bus, whatever CUDA calls it.

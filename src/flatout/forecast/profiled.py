@@ -278,13 +278,13 @@ def _served(
 
 
 def _averaged(first: Profile, last: Profile) -> float:
-    """The bytes that local SGD averages at a time; 0 where no run tells."""
+    """The bytes that local SGD averages at a time; 0 where no run shows."""
     result = (item.communication.get("bytes_per_average") for item in (last, first))
     return float(next((bytes for bytes in result if bytes), 0.0))
 
 
 def _backward(profile: Profile) -> float:
-    """What share of computing it is; two thirds where lanes do not tell."""
+    """What share of computing it is; two thirds where lanes do not say."""
     lanes = profile.ranks[0].lanes_ms
     backward = lanes.get("backward", 0.0)
     if not backward:

@@ -23,7 +23,7 @@ class ProcessUse:
         rss_bytes: resident memory, what is shared with others included.
         threads: how many.
         state: as the system calls it: "running", "sleeping", "disk-sleep", ...
-        read_bytes_per_s: from disks and pipes; None where the system does not tell.
+        read_bytes_per_s: from disks and pipes; None where the system does not say.
     """
 
     pid: int

@@ -134,7 +134,7 @@ def _children() -> list[bytes]:
     try:
         with open(f"/proc/self/task/{pid}/children", "rb") as file:
             return file.read().split()
-    except OSError:  # a kernel that does not tell
+    except OSError:  # a kernel that does not say
         return []
 
 

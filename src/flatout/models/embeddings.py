@@ -19,7 +19,7 @@ def row_tables(model: nn.Module, *, split: bool = False) -> tuple[list[nn.Module
     """Modules whose tables may be read by rows alone, and why others are not, by name.
 
     Who else reads a parameter that several modules have is not known. Whether a forward that is
-    not torch's own reads all of it, its gradient tells.
+    not torch's own reads all of it, its gradient shows.
 
     Args:
         model: of torch or Keras.

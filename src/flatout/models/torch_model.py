@@ -86,7 +86,7 @@ class TorchModel:
         return {name: part for name, part in named if part is not self.module}
 
     def scales_images(self) -> bool | None:
-        """Whether a layer scales or normalizes images; None where only trying would tell."""
+        """Whether a layer scales or normalizes images; None where only trying would show."""
 
     def takes_channels_last(self) -> bool:
         """Whether its images are of shape (size, height, width, channels)."""

@@ -1,7 +1,7 @@
 """Whether a call of the user's leaves the training alone: looked at before and after it.
 
 Weights, buffers, gradients, optimizer states, rates, modes and random streams have to be the same
-to the bit after the call, as far as a sample of each tensor and torch's count of its changes tell.
+to the bit after the call, as far as a sample of each tensor and torch's count of its changes show.
 So have the tensors and arrays that its receiver and arguments hold, but for single numbers: new
 ones may come, as in a history. Of those shaped as weights none may come either: they may be an
 average of them.

@@ -56,7 +56,7 @@ class DeviceReads:
                 raise IndexError(f"ids {least} to {most} for a table of {size} rows")
         if self._bad is None:
             self._bad = torch.zeros(1, dtype=torch.int64, device=kept.weight.device)
-        # An array may be filled in once more, which only its next tensor tells.
+        # An array may be filled in once more, which only its next tensor shows.
         storage = ids.untyped_storage()._cdata
         key = (storage, ids.data_ptr(), ids.dtype, ids.shape, ids.stride(), size)
         version = -1 if ids.is_inference() else ids._version

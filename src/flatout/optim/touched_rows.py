@@ -371,7 +371,7 @@ class Grouped:
         Raises:
             IndexError: an id is outside of the table.
         """
-        # An array may be filled in once more, which only its next tensor tells.
+        # An array may be filled in once more, which only its next tensor shows.
         storage = ids.untyped_storage()._cdata
         key = (storage, ids.data_ptr(), ids.dtype, ids.shape, ids.stride(), size)
         version = -1 if ids.is_inference() else ids._version

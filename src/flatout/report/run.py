@@ -40,7 +40,7 @@ _NO_CURVES = {"epoch", "step", "samples", "seconds", "samples_per_s", "lr", "tim
 
 @dataclass(frozen=True)
 class Life:
-    """One time that a job ran in a folder, as its two lines tell.
+    """One time that a job ran in a folder, as its two lines show.
 
     Attributes:
         began: the line of its begin.
@@ -134,7 +134,7 @@ class SeenRun:
 
     @cached_property
     def state(self) -> str:
-        """How the last job in it ended, or that it runs; "unknown" where nothing tells."""
+        """How the last job in it ended, or that it runs; "unknown" where nothing shows."""
         if self.lives:
             return self.lives[-1].state
         if self.profile is not None:

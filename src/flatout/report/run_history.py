@@ -47,7 +47,7 @@ class Row:
 
     @property
     def began(self) -> float:
-        """In Unix seconds; 0 where the line does not tell."""
+        """In Unix seconds; 0 where the line does not say."""
         time = self.life.began.get("time")
         return float(time) if isinstance(time, int | float) else 0.0
 

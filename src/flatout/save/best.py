@@ -79,7 +79,7 @@ def choose(kept: list[RunWeights], which: Which | None, where: str) -> RunWeight
     """The one asked for; without a wish the best where there is one.
 
     Raises:
-        CheckpointError: the best is asked for and nothing tells which it is.
+        CheckpointError: the best is asked for and nothing shows which it is.
     """
     if which == "last":
         return replace(kept[-1], which="last")

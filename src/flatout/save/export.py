@@ -95,7 +95,7 @@ def export(
             (the default for an .h5 that holds a model) or .weights.h5.
         which: of a run, its "best" weights (of the checkpoint with the best score, or those that
             EarlyStopping holds) or those of its "last" checkpoint; by default the best where
-            something tells which they are.
+            something shows which they are.
         prefix: keep only the names that begin so, without it. By default the wrappers' own are
             taken off: torch.compile's, FSDP's and checkpointing's anywhere in a name; "module."
             (DDP) and, in Lightning checkpoints, "model." where every name begins so. "" takes

@@ -62,7 +62,7 @@ def read_weights_of(source: str | os.PathLike[str], which: Which | None = None) 
     Args:
         source: a path or an fsspec URL.
         which: of a run, its best weights or those of its last checkpoint; by default the best
-            where something tells which they are, else the last.
+            where something shows which they are, else the last.
 
     Raises:
         CheckpointError: nothing is there, it is damaged, it holds no weights, or it could only be

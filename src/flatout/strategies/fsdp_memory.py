@@ -25,7 +25,7 @@ class Held(NamedTuple):
 def state_bytes(optimizer: torch.optim.Optimizer) -> int | None:
     """Bytes that an optimizer keeps of its parameters after a step; None where trying fails.
 
-    A step on other parameters with the same options tells.
+    A step on other parameters with the same options shows.
     """
     total = 0.0
     try:

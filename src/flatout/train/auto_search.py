@@ -1,6 +1,6 @@
 """The order in which `auto` tries settings, and when it knows enough.
 
-    1  plain       a few steps, which tell how long the run will take
+    1  plain       a few steps, which show how long the run will take
     2  together    all options against plain, since they help one another: bf16 alone may be slower
                    where bf16 with channels_last is three times faster; but for those that a
                    roofline of this model says will lose

@@ -330,7 +330,7 @@ class Program:
 
     def tell(self) -> None:
         """Let others know that steps were made."""
-        # The versions of weights tell of the change.
+        # The versions of weights show the change.
         torch.autograd.graph.increment_version(self._moved)
         # torch's schedulers look here to see that the optimizer stepped before them.
         self._optimizer._opt_called = True  # type: ignore[attr-defined]

@@ -221,7 +221,7 @@ def computed(compute: Any, model: nn.Module) -> Computed | None:
 
 
 def watches_of(stepper: Stepper, compute: Computed) -> list[ModuleWatch | FunctionWatch]:
-    """What tells whether the code of a step has changed.
+    """What shows whether the code of a step has changed.
 
     Raises:
         Unfit: it may change unseen, or do more than compute.

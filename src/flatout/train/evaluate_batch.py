@@ -29,7 +29,7 @@ _SHARE = 0.25
 _CLEAR = 1.5
 # A smaller gain is none, and one below the second is not told.
 _LEAST_GAIN, _TOLD = 0.02, 1.1
-# Samples that tell whether one depends on the others.
+# Samples that show whether one depends on the others.
 _FEW = 16
 # By how much of the largest value outputs may differ where autocast rounds.
 _HALF_ROUNDING = 0.02

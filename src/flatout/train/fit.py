@@ -203,7 +203,7 @@ class Fit:
         state.history.classes = list(self.trainer.classes or ())
         is_told = self.source.batch_size is not None and not loop.has_own_batches
         if not is_told and loop.first_batch_size is not None:
-            # Batches that come ready-made: the first one tells their size.
+            # Batches that come ready-made: the first one shows their size.
             state.batch_size = loop.first_batch_size * loop.accumulate
             state.history.batch_size = state.batch_size
         if loop.restored_extra is None:

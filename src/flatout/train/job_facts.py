@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from flatout.train.metrics import Metric
 
 Facts = dict[str, list[str]]
-# The digest of what was not read: the words alone tell.
+# The digest of what was not read: the words alone show.
 UNREAD = "unread"
 
 

@@ -128,7 +128,7 @@ class Loop(LoopState):
         Raises:
             DeviceError: for a device that is not here.
             DataError: for data that do not fit the model, or are not those of the checkpoint.
-            ModelError: for a learning-rate rule where nothing tells the size of a batch.
+            ModelError: for a learning-rate rule where nothing shows the size of a batch.
             CheckpointError: for a run folder that cannot be written or holds another fit, and a
                 checkpoint that is damaged or of another job.
         """

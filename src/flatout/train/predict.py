@@ -55,7 +55,7 @@ def predict(objective: Objective, loop: Loop, source: Source) -> Any:
             output = objective.output(batch.inputs, loop)
         _check(output)
         size = batch.size
-        if batch.is_jagged and batch.targets is None:  # the outputs tell how many there are
+        if batch.is_jagged and batch.targets is None:  # the outputs show how many there are
             size = next((len(t) for t in tensors_in(output) if t.dim()), size)
         return rows_of_samples(map_tensors(partial(_to_host, size), output), batch)
 

@@ -45,7 +45,7 @@ def check_last_batch(
         with untouched(model), torch.no_grad():
             compute(first[0].rows(0, 1))
     except Exception as error:
-        # Images have many values per sample, and of other errors the whole batch tells.
+        # Images have many values per sample, and of other errors the whole batch shows.
         if not is_one_value(error):
             return
         if size is None or not is_known:

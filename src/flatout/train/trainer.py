@@ -520,7 +520,7 @@ class Trainer:
             run: the run folder; by default this Trainer's own.
 
         Raises:
-            CheckpointError: without a run folder, where nothing tells which weights are the best,
+            CheckpointError: without a run folder, where nothing shows which weights are the best,
                 or they are of another model.
         """
         folder = self.loop.run if run is None else run

@@ -39,7 +39,7 @@ class WorstSample:
     Attributes:
         loss: of this sample alone, without weights of samples.
         number: of the sample in the data, or where it comes in them.
-        where: file, line or image that it comes from; "" where the data do not tell.
+        where: file, line or image that it comes from; "" where the data do not say.
         target: its class by name where that is known, else by number; a value; None of anything
             larger.
         predicted: likewise, what the model gives.

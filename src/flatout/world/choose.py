@@ -68,7 +68,7 @@ def choose(
 
     Args:
         command: what starts it on a number of ranks.
-        script: its file, whose text tells whether an earlier answer still holds; None: not known.
+        script: its file, whose text shows whether an earlier answer still holds; None: not known.
         say: tells the user what was found.
 
     Raises:

@@ -73,7 +73,7 @@ def convert(
         source: paths as `files.find` takes them, a folder of images, or a Pipeline without batch.
             Of a Pipeline, what its stages make is written, as in epoch 0.
         target: `out/train.tfrecord`, `out/train.parquet` or `out/train.rows`, without numbers.
-        to: the format, where the target's name does not tell.
+        to: the format, where the target's name does not say.
         schema: of the source, as its own function takes it; not with a Pipeline.
         format: of the source, one of `formats.FORMATS`; None takes the schema's, or guesses.
         shuffle: a seed; None keeps the order.

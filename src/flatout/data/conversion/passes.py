@@ -39,7 +39,7 @@ def pieces_of(sizes: Sequence[int], probe: Block, piece_bytes: int) -> list[Piec
 
     Args:
         sizes: rows of each part.
-        probe: rows that tell how large they are.
+        probe: rows that show how large they are.
         piece_bytes: about what a piece takes decoded.
     """
     most = int(min(max(piece_bytes / row_bytes(probe), 1), MOST_ROWS))

@@ -50,7 +50,7 @@ def code_digest(thing: Any) -> str:
 
 
 def arguments_of(thing: Any) -> dict[str, Any]:
-    """What an object's constructor was given, as far as attributes of the same names tell."""
+    """What an object's constructor was given, as far as attributes of the same names show."""
     try:
         parameters = inspect.signature(type(thing).__init__).parameters
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""What a user's Dataset, generator or function works with, as far as its code and attributes tell.
+"""What a user's Dataset, generator or function works with, as far as its code and attributes show.
 
 Batches that are made ahead, or twice to be compared, must not depend on when that is.
 """

@@ -50,7 +50,7 @@ class EpochReader:
 
     Args:
         workers: "auto" for that, "thread" for a thread where one may read; else none does.
-        maker: what makes the batches: its code and attributes tell whether a thread may.
+        maker: what makes the batches: its code and attributes show whether a thread may.
         clock: returns seconds.
 
     Attributes:

@@ -262,7 +262,7 @@ class RowFolder:
     Attributes:
         meta: what its meta.json holds.
         rows: how many rows there are.
-        form: where inputs, targets and weights are, or None where a schema tells.
+        form: where inputs, targets and weights are, or None where a schema says.
         store: the rows.
     """
 

@@ -93,7 +93,7 @@ class _Wrapped:
 
 
 class _Examples:
-    """RecordIO records that hold an Example each, or a TFRecord file each: the first one tells."""
+    """RecordIO records that hold an Example each, or a TFRecord file each: the first one shows."""
 
     text = False
 

@@ -80,7 +80,7 @@ class IterableSource:
 
     @cached_property
     def digest(self) -> str:
-        """16 hex digits that differ for other data, as far as their code and length tell."""
+        """16 hex digits that differ for other data, as far as their code and length show."""
         return self._digest()
 
     def describe(self) -> str:

@@ -362,7 +362,7 @@ def _random() -> tuple[Any, ...]:
 
 
 def _mark(tensor: torch.Tensor) -> tuple[int, torch.Tensor | None]:
-    """What tells whether a tensor is changed: kernels change a BatchNorm's without a trace."""
+    """What shows whether a tensor is changed: kernels change a BatchNorm's without a trace."""
     return tensor._version, tensor.detach().clone() if tensor.nbytes <= _SMALL_BYTES else None
 
 
