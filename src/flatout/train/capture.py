@@ -584,7 +584,7 @@ class Capture:
         stepper, now = self._stepper, self._stepper.switch.now
         if self._graphs >= _MOST_GRAPHS:
             return "settings or the model change again and again"
-        if stepper.switch.device.type != "cpu" or stepper.world.size > 1:
+        if stepper.switch.device.type != "cpu" or not stepper.is_alone:
             return "that is for one rank on a CPU"
         if not isinstance(compute, ModelCompute):
             return "that is for a Trainer's loss of one output"

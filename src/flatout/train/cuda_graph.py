@@ -144,7 +144,7 @@ class CudaGraphs:
     def objection(self, compute: Any, batches: Sequence[Batch]) -> str:
         """Why a step is none that a graph could make; "" where nothing is known."""
         stepper, now = self._stepper, self._stepper.switch.now
-        if stepper.switch.device.type != "cuda" or stepper.world.size > 1:
+        if stepper.switch.device.type != "cuda" or not stepper.is_alone:
             return "that is for one rank on a CUDA device"
         of_step = computed(compute, stepper.switch.model)
         if of_step is None:

@@ -87,6 +87,7 @@ class Stepper:
 
     Attributes:
         world: the ranks that train together, each on its part of the batch.
+        is_alone: whether steps are this rank's only, not yet those of all ranks.
         wants_to_stop: whether this rank asks all to stop after the next step.
         stopping: whether any rank has asked so; the same on all ranks.
         lr_scale: what the user's learning-rate rule does, or None.
@@ -113,7 +114,7 @@ class Stepper:
     ) -> None:
         self.switch = switch
         self.dropout = dropout
-        self.world = ONE
+        self.world, self.is_alone = ONE, True
         self.wants_to_stop = self.stopping = False
         self.lr_scale: LrScale | None = None
         self.samples = 0.0
@@ -266,9 +267,8 @@ class Stepper:
         weights: torch.Tensor | None = None
         while True:
             pieces = self._pieces_of(batches)
-            is_alone = self.world.size == 1 and not self.strategy.steps_apart
             # One piece of one rank is the whole step: its loss is the mean, and nothing is divided.
-            samples = None if is_alone and len(pieces) == 1 else self._samples_of(batches)
+            samples = None if self.is_alone and len(pieces) == 1 else self._samples_of(batches)
             moving = None if samples is None else self._moving()
             try:
                 if samples is None or not isinstance(compute, Weighing):
@@ -313,7 +313,7 @@ class Stepper:
                 and not self.strategy.meets_in_compute
             )
             # Of several ranks each draws from a generator that a step begins.
-            self._moves = Moving(model, draws=self.world.size == 1) if is_retried else False
+            self._moves = Moving(model, draws=self.is_alone) if is_retried else False
         if not self._moves:
             return None
         self._moves.keep()
@@ -385,7 +385,7 @@ class Stepper:
         scaled.backward()  # type: ignore[no-untyped-call]
 
     def _check_places(self, batches: Sequence[Batch]) -> None:
-        if self.world.size > 1 and not all(batch.whole for batch in batches):
+        if not self.is_alone and not all(batch.whole for batch in batches):
             raise DataError(
                 "dropout by sample wants to know where in the batch of all ranks these samples are",
                 do="let Flatout hand out each rank's part of a batch (no shard by files or rows); "
@@ -414,7 +414,7 @@ class Stepper:
     def _all_together(self) -> AbstractContextManager[None]:
         """Within, all ranks run the same forward and backward, and draw each their own numbers."""
         # Before steps are those of all ranks, each tries settings alone.
-        return _NO_OTHERS if self.world.size == 1 else self._of_all_ranks()
+        return _NO_OTHERS if self.is_alone else self._of_all_ranks()
 
     @contextmanager
     def _of_all_ranks(self) -> Iterator[None]:
@@ -434,7 +434,7 @@ class Stepper:
             samples: about how many samples of all ranks make a step: only a scale.
             strategy: how they become so.
         """
-        self.world, self.samples = world, max(1.0, samples)
+        self.world, self.is_alone, self.samples = world, False, max(1.0, samples)
         self._moves = None
         self.strategy = strategy
 
