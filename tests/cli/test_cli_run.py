@@ -268,6 +268,11 @@ def test_a_recipe_of_another_machine_is_not_applied_and_says_so(folder) -> None:
         (["--recipe", "missing.toml"], "missing.toml"),
         (["--recipe", "tell.py"], "not TOML"),
         (["--set", "process.affinity=100000"], "cannot be bound"),
+        (["--servers", "1", "--set", "world.servers=2"], "say unlike numbers"),
+        (
+            ["--servers", "1", "--set", "world.strategy=ddp"],
+            "found --set world.strategy=ddp, which",
+        ),
     ],
 )
 def test_a_bad_recipe_stops_before_the_script_starts(folder, words, says) -> None:
@@ -290,7 +295,6 @@ def test_a_bad_recipe_stops_before_the_script_starts(folder, words, says) -> Non
         (["--no-such", "tell.py"], "--no-such"),
         (["--servers", "0", "tell.py"], "--servers"),
         (["--servers", "1", "--devices", "auto", "tell.py"], "say --devices N"),
-        (["--servers", "1", "--set", "world.servers=2", "tell.py"], "say unlike numbers"),
     ],
 )
 def test_wrong_usage_exits_with_2(folder, words, says) -> None:

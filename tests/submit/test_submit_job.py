@@ -115,7 +115,7 @@ def test_servers_that_compute_nothing_are_started_by_flatout_run(tmp_path):
         assert "--servers 2" in " ".join(given.split()), name
     assert made.size_words == "2 nodes of 2 ranks, 2 servers on nodes of their own"
     assert made.ranks == 4
-    one = job(tmp_path, devices=3, servers=1, threads=2)
+    one = job(tmp_path, devices=3, servers=1, threads=2, settings=strategy)
     assert one.size_words == "1 node of 3 ranks, 1 server beside them"
     assert "--cpus-per-task=7\n" in target_of("slurm").artifacts(one)[0].text
 
@@ -135,6 +135,13 @@ def test_servers_that_compute_nothing_are_started_by_flatout_run(tmp_path):
         ({"nodes": 2, "servers": 2}, "one at least must compute"),
         ({"nodes": 2, "servers": 1}, "leaves one rank"),
         ({"devices": None, "servers": 1}, "not with --devices auto"),
+        ({"devices": 2, "servers": 1}, "neither --set, --recipe nor the code names it"),
+        (
+            {"devices": 2, "servers": 1, "settings": ("world.strategy=ddp",)},
+            r"--servers 1 expects world\.strategy=parameter_server; found --set",
+        ),
+        ({"devices": 2, "servers": 1, "settings": ("world.servers=2",)}, "say unlike numbers"),
+        ({"settings": ("world.strategie=ddp",)}, "strategie"),
         ({"options": ("a=1", "a=2")}, "twice"),
         ({"price": 0.68}, "not in which currency"),
         ({"currency": "USD"}, "but no price"),
@@ -150,6 +157,21 @@ def test_what_is_refused(tmp_path, asked, said):
     (tmp_path / "outside.py").write_text("")
     with pytest.raises(FlatoutError, match=said):
         job_of(Asked(**{"script": "train.py", **asked}), root, NOW)
+
+
+def test_servers_are_taken_where_any_place_names_their_strategy(tmp_path):
+    strategy = "parameter_server"
+    dump(Recipe(world={"strategy": strategy}), tmp_path / "flatout.toml")
+    asked = {"devices": 2, "servers": 1}
+    for name, arguments, text, more in (
+        ("by_set.py", (), "", {"settings": (f"world.strategy={strategy}",)}),
+        ("by_argument.py", (f"--strategy={strategy}",), "", {}),
+        ("by_recipe.py", (), "", {"recipe": str(tmp_path / "flatout.toml")}),
+        ("by_code.py", (), f"strategy = {strategy!r}", {}),
+    ):
+        folder = tmp_path / name.partition(".")[0]
+        folder.mkdir()
+        assert job(folder, *arguments, script=name, text=text, **asked, **more).servers == 1
 
 
 def test_a_script_that_would_not_travel_is_refused(tmp_path):

@@ -284,7 +284,7 @@ def test_what_servers_cannot_step_is_refused_with_what_to_do():
         served(strided)
     with pytest.raises(WorldError, match=r"servers=3, .* of which there are 2"):
         served(nn.Linear(3, 3), servers=3)
-    with pytest.raises(WorldError, match="fewer weights to share out"):
+    with pytest.raises(WorldError, match=r"servers=3, and an optimizer has 2 numbers"):
         served(nn.Linear(1, 1), servers=3, ranks=4)
     check_spare(0, 3, 3)
     check_spare(2, 1, 3)
@@ -309,6 +309,8 @@ def test_settings_that_do_not_go_with_servers_are_refused_by_name():
     check_settings(Recipe(world={"strategy": "parameter_server", "staleness": 4}))
     with pytest.raises(RecipeError, match="staleness=4 is about parameter servers"):
         check_settings(Recipe(world={"staleness": 4}))
+    with pytest.raises(RecipeError, match=r"servers=2 is about parameter servers, .*fsdp"):
+        check_settings(Recipe(world={"strategy": "fsdp", "servers": 2}))
     check_settings(Recipe(world={"strategy": "parameter_server", "spare_workers": 1}))
     for world in ({}, {"strategy": "parameter_server", "staleness": 4}):
         with pytest.raises(RecipeError, match="spare_workers=1 is about servers that wait"):

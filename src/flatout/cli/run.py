@@ -204,13 +204,12 @@ def _count(devices: str | None) -> int | None:
 
 def _with_servers(settings: list[str], servers: int, is_auto: bool) -> list[str]:
     """The settings, of which one says how many servers there are."""
-    own = f"world.servers={servers}"
-    for setting in settings:
-        if setting.replace(" ", "").startswith("world.servers=") and setting != own:
-            raise typer.BadParameter(f"--servers {servers} and --set {setting} say unlike numbers")
+    from flatout.world import check_servers_set
+
     if is_auto:
         raise typer.BadParameter("--devices auto measures ranks without servers: say --devices N")
-    return [*settings, own]
+    check_servers_set(servers, settings)
+    return [*settings, f"world.servers={servers}"]
 
 
 def _measured(what: list[str], file: Path | None, dry_run: bool) -> int:

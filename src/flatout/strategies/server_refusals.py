@@ -44,10 +44,12 @@ def check_served(
                 + " and ".join(sorted(kinds)),
                 do="convert the model, as with model.float(), or train with world.strategy=ddp",
             )
-        if sum(p.numel() for p in own) < servers:
+        numbers = sum(p.numel() for p in own)
+        if numbers < servers:
             raise WorldError(
-                f"world.servers={servers}, and there are fewer weights to share out",
-                do="take fewer servers",
+                f"world.servers={servers}, and an optimizer has {numbers} numbers to share out, of "
+                "which each server steps one at least",
+                do=f"take {numbers} servers at most" if numbers else "give it parameters",
             )
     if len({p.dtype for o in optimizers for g in o.param_groups for p in g["params"]}) > 1:
         raise ModelError(

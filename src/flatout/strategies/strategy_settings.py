@@ -80,6 +80,12 @@ def check_settings(requested: Recipe) -> None:
             f"world.strategy={strategy} has none",
             do="leave it out, or set world.strategy=parameter_server",
         )
+    if requested.world.servers > 1 and strategy != "parameter_server":
+        raise RecipeError(
+            f"world.servers={requested.world.servers} is about parameter servers, and "
+            f"world.strategy={strategy} has none",
+            do="leave it out, or set world.strategy=parameter_server",
+        )
     spare, staleness = requested.world.spare_workers, requested.world.staleness
     if spare and (strategy != "parameter_server" or staleness != "sync"):
         raise RecipeError(

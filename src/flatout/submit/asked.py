@@ -5,18 +5,20 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
 from flatout.errors import SubmitError
 from flatout.measure import fingerprint
-from flatout.recipe import Recipe, ResolvedRecipe, load
+from flatout.recipe import Recipe, ResolvedRecipe, apply, load
 from flatout.script_source import file_of
 from flatout.submit.code import CodeArchive, collect
 from flatout.submit.inputs import in_arguments, look_at, only_whole
 from flatout.submit.job import Job, name_of
 from flatout.submit.price import price_of
+from flatout.world import SERVED, check_servers_set
 
 _TIMES = {"d": 86_400, "h": 3600, "m": 60, "s": 1}
 _SECRET = re.compile(r"SECRET|TOKEN|PASSW|CREDENTIAL|(^|_)KEY($|_)|API_?KEY", re.I)
@@ -81,8 +83,9 @@ def job_of(asked: Asked, root: Path, now: datetime) -> Job:
 
     Raises:
         SubmitError: it cannot be made; with all that is wrong where that is known at once.
-        RecipeError: the Recipe cannot be read.
+        RecipeError: the Recipe cannot be read, or a setting is not good.
     """
+    apply(Recipe(), asked.settings)  # or no node would take them
     script = _script(asked, root)
     recipe = None if asked.recipe is None else load(asked.recipe)
     base = (root / asked.folder).absolute()
@@ -107,7 +110,7 @@ def job_of(asked: Asked, root: Path, now: datetime) -> Job:
     # Those that a Recipe has measured are of one rank, not of a node.
     measured = None if asked.devices is None else _measured_threads(recipe)
     threads = asked.threads or measured
-    return Job(
+    job = Job(
         name=name,
         script=script,
         root=root,
@@ -136,6 +139,33 @@ def job_of(asked: Asked, root: Path, now: datetime) -> Job:
         price=price_of(asked.price, asked.currency),
         options=pairs(asked.options, "--option"),
     )
+    if job.servers:
+        _check_served(job)
+    return job
+
+
+def _check_served(job: Job) -> None:
+    """Refuse servers that the job would have no use for, before it is sent.
+
+    What a script sets itself holds over a Recipe file, so there its own word is enough.
+    """
+    check_servers_set(job.servers, job.settings)
+    recipe = job.recipe
+    strategies = [] if recipe is None else [recipe.world.strategy]
+    said = [*strategies, *job.settings, *job.arguments, *job.environment.values()]
+    if any(SERVED in text for text in said) or _is_in_code(SERVED.encode(), job):
+        return
+    raise SubmitError(
+        f"--servers {job.servers} expects world.strategy={SERVED}, and neither --set, --recipe nor "
+        "the code names it",
+        do=f"add --set world.strategy={SERVED}, or leave --servers out",
+    )
+
+
+def _is_in_code(word: bytes, job: Job) -> bool:
+    with suppress(OSError):  # one that is gone is told when the code is packed
+        return any(word in (job.root / name).read_bytes() for name in job.code.files)
+    return False
 
 
 def _script(asked: Asked, root: Path) -> str:

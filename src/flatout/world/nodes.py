@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flatout.errors import WorldError
+from flatout.errors import RecipeError, WorldError
 from flatout.words import counted
 from flatout.world.place import launched, number_in
+
+SERVED = "parameter_server"
+"""The strategy that servers are for."""
 
 _PORT = 29500
 # https://docs.aws.amazon.com/sagemaker/latest/dg/your-algorithms-training-algo-running-container.html
@@ -305,4 +308,34 @@ def check_servers(found: Nodes) -> None:
         raise WorldError(
             f"--servers {servers} for {ranks} ranks that compute: more servers than ranks",
             do=f"take {ranks} at most",
+        )
+
+
+def check_servers_set(servers: int, settings: Sequence[str]) -> None:
+    """Refuse `--servers` beside settings that say otherwise, before anything starts.
+
+    Where these name no strategy, the script may.
+
+    Args:
+        servers: how many compute nothing.
+        settings: of `--set`.
+
+    Raises:
+        RecipeError: with what was expected; or a setting is not good.
+    """
+    from flatout.recipe import Recipe, apply
+
+    named = apply(Recipe(), settings).named()
+    strategy = named.get("world.strategy", SERVED)
+    count = named.get("world.servers", servers)
+    if count != servers:
+        raise RecipeError(
+            f"--servers {servers} and --set world.servers={count} say unlike numbers",
+            do="leave one of them out",
+        )
+    if strategy != SERVED:
+        raise RecipeError(
+            f"--servers {servers} expects world.strategy={SERVED}; found --set "
+            f"world.strategy={strategy}, which has no servers",
+            do=f"pass --set world.strategy={SERVED}, or leave --servers out",
         )
