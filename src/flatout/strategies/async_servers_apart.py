@@ -143,8 +143,10 @@ class AsyncServersApart(AsyncParameterServer):
         first = self._links if self._world.is_first else ()
         by_server = [self._call(server, "states", place) for server in first]
         own = whole_states(self._layouts[place], by_server)
-        whole = dict(self._world.from_first(own, "the servers' states"))
-        return {**optimizer.state_dict(), "state": whole}
+        # The others may want none, as for a checkpoint that the first rank writes.
+        if any(self._world.gather(kept, "who keeps the servers' states")[1:]):
+            own = self._world.from_first(own, "the servers' states")
+        return {**optimizer.state_dict(), "state": dict(own)}
 
     def part_of(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Of an optimizer's whole state what this rank loads: nothing, the servers have it."""

@@ -33,7 +33,15 @@ from flatout.strategies.server_link import (
     Link,
 )
 from flatout.strategies.server_spare import SpareServer
-from flatout.world import POLITE_S, LostRank, dropped, end_with_parent, place, servers
+from flatout.world import (
+    POLITE_S,
+    LostRank,
+    dropped,
+    end_with_parent,
+    place,
+    servers,
+    tell_parts,
+)
 
 _KINDS = {kind.__name__: kind for kind in ELEMENTWISE}
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -200,7 +208,8 @@ class _Session:
             if kind == VALUES:
                 self._take_values(number)
             elif kind == STATES:
-                first.pair.tell(list(self._shares[number].states().items()))
+                pairs = [link.pair for link in self._links[: int(told[0])]]
+                tell_parts(pairs, list(self._shares[number].states().items()))
             elif kind == TAKE:
                 self._shares[number].take_states(dict(first.pair.hear()))
             elif kind == TIMES:

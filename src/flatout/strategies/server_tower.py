@@ -13,26 +13,29 @@ import torch
 from flatout.strategies.reductions.shared import add_in_order
 from flatout.world import Mailbox, World, mailbox_of
 
+# Bytes that are handed out at once, at most.
+_AT_ONCE = 1 << 20
+
 
 class Tower:
     """The ranks of this host.
 
     Args:
         world: of this rank.
-        mailbox: of the ranks of its host, in their order; the first one leads.
+        mailbox: of the ranks of its host, in their order; the first one leads. None of one alone.
         is_leader: whether that is this rank.
 
     Attributes:
         is_leader: as above.
     """
 
-    def __init__(self, world: World, mailbox: Mailbox, *, is_leader: bool) -> None:
+    def __init__(self, world: World, mailbox: Mailbox | None, *, is_leader: bool) -> None:
         self._world, self._mailbox, self.is_leader = world, mailbox, is_leader
 
     def add_up(self, parts: Sequence[torch.Tensor]) -> None:
         """On the leader tensors become the sums of those of all, in the order of the ranks."""
         boxes = self._met(parts, "gradients of the ranks of this host")
-        if self.is_leader:
+        if self.is_leader and boxes:
             for box, part in zip(zip(*boxes, strict=True), parts, strict=True):
                 add_in_order(list(box), part)
 
@@ -48,13 +51,37 @@ class Tower:
             for box, part in zip(boxes[0], parts, strict=True):
                 part.copy_(box)
 
+    def hand_out(self, parts: Sequence[torch.Tensor], count: int, what: str) -> list[torch.Tensor]:
+        """The leader's bytes, on every rank of the host.
+
+        Args:
+            parts: uint8 of any lengths; of the leader alone.
+            count: of these.
+            what: they are.
+        """
+        lengths = torch.tensor([len(part) for part in parts] or [0] * count)
+        self.share([lengths], what)
+        result = list(parts) if self.is_leader else []
+        for length in lengths[len(result) :].tolist():
+            result.append(torch.empty(length, dtype=torch.uint8))
+        for part in result:
+            for piece in torch.split(part, _AT_ONCE):
+                self.share([piece], what)
+        return result
+
     def _met(self, parts: Sequence[torch.Tensor], what: str) -> list[list[torch.Tensor]]:
-        """What each rank has laid there, to be read before the next call."""
+        """What each rank has laid there, to be read before the next call; of one alone nothing.
+
+        It counts all the same as a collective, which all ranks of the job have as many of.
+        """
+        later = self._world.begun(None, what)
+        if self._mailbox is None:
+            return []
         sizes = [part.nbytes for part in parts]
         room = self._mailbox.room(sum(sizes))
         for part, into in zip(parts, torch.split(room, sizes), strict=True):
             into.view(part.dtype).copy_(part)
-        with self._world.within(self._world.begun(None, what)):
+        with self._world.within(later):
             boxes = self._mailbox.meet()
         return [
             [
@@ -79,5 +106,5 @@ def tower_of(world: World) -> tuple[list[int], Tower | None]:
     could = mailbox is not None or len(group.ranks) == 1
     if not all(world.gather(could, "memory that ranks of a host share")):
         return [*range(world.size)], None
-    tower = None if mailbox is None else Tower(world, mailbox, is_leader=group.own == 0)
+    tower = Tower(world, mailbox, is_leader=group.own == 0)
     return [ranks[0] for ranks in by_node], tower

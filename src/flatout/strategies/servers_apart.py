@@ -54,7 +54,7 @@ from flatout.strategies.server_session import (
 from flatout.strategies.server_tower import Tower, tower_of
 from flatout.strategies.server_way import Way, gradient_of, length_of, way_of
 from flatout.strategies.strategy import Strategy, Sums, Tensors
-from flatout.world import World, servers
+from flatout.world import Group, World, meeting, servers, unpack
 
 HEAD = 3
 """Words of a message before rates and what is used: its kind, the optimizer, and a factor."""
@@ -103,6 +103,7 @@ class ServersApart(Strategy):
         # Which ranks have links to the servers, and those that this one speaks for.
         self._leaders: Sequence[int] = range(world.size)
         self._tower: Tower | None = None
+        self._group: Group | None = None
         self._links: list[Link] = []
         self._ways: list[list[Way]] = []  # by optimizer, then by server
         self._hooks: list[Any] = []
@@ -121,6 +122,7 @@ class ServersApart(Strategy):
             self._layouts.append(layout_of(optimizer, self._there.size))
         if not self._there.are_here and self._world.size > self._world.place.nodes:
             self._leaders, self._tower = tower_of(self._world)
+        self._group = self._world.among(self._leaders)
         self._find()
         for place, optimizer in enumerate(self._optimizers):
             optimizer.state.clear()  # the servers have it
@@ -340,16 +342,53 @@ class ServersApart(Strategy):
             self._say(words)
 
     def state_of(self, optimizer: torch.optim.Optimizer, *, kept: bool) -> dict[str, Any]:
-        """An optimizer's state, from the servers; all ranks call it."""
+        """An optimizer's state, from the servers; all ranks call it.
+
+        Where the first rank alone keeps it, the others get none.
+        """
         place = place_of(optimizer, self._optimizers)
-        by_server: list[list[tuple[int, dict[str, Any]]]] = []
-        for server, link in enumerate(self._links if self._world.is_first else ()):
+        to_all = any(self._world.gather(kept, "who keeps the servers' states")[1:])
+        by = len(self._leaders) if to_all else 1
+        if self._world.is_first:
+            for server, link in enumerate(self._links):
+                with self._answering(server):
+                    link.send(self._message(STATES, place, [by]))
+        told = self._told_by_servers(by)
+        if self._tower is not None and to_all:
+            told = self._tower.hand_out(told, self._there.size, "the servers' states")
+        whole = whole_states(self._layouts[place], map(unpack, told))
+        return {**optimizer.state_dict(), "state": dict(whole)}
+
+    def _told_by_servers(self, by: int) -> list[torch.Tensor]:
+        """The bytes that each server tells; none where others alone get them.
+
+        Args:
+            by: of how many ranks each gets a part from every server, before they gather all: so no
+                link carries it more than twice.
+        """
+        own = self._leaders.index(self._world.rank) if self._links else by
+        links = self._links if own < by else []
+        with self._world.within(self._world.begun(None, "the servers' states")):
+            lengths = [torch.zeros(1, dtype=torch.int64) for _ in links]
+            self._receive(links, lengths)
+            counts = [int(length) // by + (own < int(length) % by) for length in lengths]
+            parts = [torch.empty(count, dtype=torch.uint8) for count in counts]
+            self._receive(links, parts)
+            if not links or by == 1:
+                return parts
+            assert self._group is not None
+            each = meeting.gathered(self._group, parts)
+            return [torch.cat(of_one) for of_one in zip(*each, strict=True)]
+
+    def _receive(self, links: Sequence[Link], into: Sequence[torch.Tensor]) -> None:
+        works = [
+            (server, link.pair.receive(item))
+            for server, (link, item) in enumerate(zip(links, into, strict=True))
+            if len(item)
+        ]
+        for server, work in works:
             with self._answering(server):
-                link.send(self._message(STATES, place))
-                by_server.append(link.pair.hear())
-        own = whole_states(self._layouts[place], by_server)
-        whole = dict(self._world.from_first(own, "the servers' states"))
-        return {**optimizer.state_dict(), "state": whole}
+                work.wait()
 
     def part_of(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Of an optimizer's whole state what this rank loads: nothing, the servers have it."""

@@ -12,6 +12,7 @@ from flatout.world.mailbox import mailbox_of as mailbox_of
 from flatout.world.meeting import Meeting as Meeting
 from flatout.world.meeting import meeting_of as meeting_of
 from flatout.world.messages import to_eight as to_eight
+from flatout.world.messages import unpack as unpack
 from flatout.world.network import interface_of as interface_of
 from flatout.world.network import source_address as source_address
 from flatout.world.nodes import SERVED as SERVED
@@ -21,6 +22,7 @@ from flatout.world.nodes import check_devices as check_devices
 from flatout.world.nodes import check_servers as check_servers
 from flatout.world.nodes import check_servers_set as check_servers_set
 from flatout.world.pair import Pair as Pair
+from flatout.world.pair import tell_parts as tell_parts
 from flatout.world.place import ALONE as ALONE
 from flatout.world.place import RANK_TRIAL as RANK_TRIAL
 from flatout.world.place import RANKS_TRIED as RANKS_TRIED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -78,3 +79,17 @@ def open_pair(store: Any, own: int, timeout_s: float) -> Pair:
     result = Pair(dist.ProcessGroupGloo(store, own, 2, timeout), own)
     prove(own, result.gather)
     return result
+
+
+def tell_parts(pairs: Sequence[Pair], value: Any) -> None:
+    """Tell several others how many bytes a value has, and each its part of them, all at once."""
+    import torch
+
+    message = messages.pack(value)
+    length = torch.tensor([len(message)])
+    parts = message.tensor_split(len(pairs))
+    works = []
+    for pair, part in zip(pairs, parts, strict=True):
+        works += [pair.send(item) for item in (length, part) if len(item)]
+    for work in works:
+        work.wait()
