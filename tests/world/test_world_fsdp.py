@@ -224,10 +224,12 @@ def test_parts_on_ranks_give_what_one_rank_gives_and_its_checkpoints(tmp_path):
     said = two[0]["adam"]["said"]
     assert any("each of 2 ranks will hold" in line for line in said)
     assert any("rank 0 holds" in line for line in said)
-    told = two[0]["shared"]["said"]
-    shared = [re.findall(r", and (.*?) of memory that ranks share", line) for line in told]
-    [(expected,), (taken,)] = filter(None, shared)
-    assert expected == taken
+    assert two[0]["adam"]["reasons"]["world.reduction"] == "all ranks share one node's memory"
+    for name in ("shared", "adam"):  # the same as where nothing is asked for
+        told = two[0][name]["said"]
+        shared = [re.findall(r", and (.*?) of memory that ranks share", line) for line in told]
+        [(expected,), (taken,)] = filter(None, shared)
+        assert expected == taken
     assert "fsdp" in two[0]["adam"]["reasons"]["compute.rewrites"]
 
 

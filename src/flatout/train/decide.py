@@ -283,11 +283,34 @@ def _reduction(loop: LoopState, resolved: ResolvedRecipe) -> tuple[Reduction, Re
     reduction = reduction_of(asked, loop.world, loop.device, exact=is_exact)
     if asked.reduction != "auto" or not isinstance(reduction, Shared):
         return reduction, resolved
+    return reduction, _shared(loop, resolved)
+
+
+def _shared(loop: LoopState, resolved: ResolvedRecipe) -> ResolvedRecipe:
+    """Note in the Recipe that ranks send by memory that they share."""
     parity = Parity.EXACT if loop.world.size == 2 else Parity.TOLERANT
     why = "all ranks share one node's memory"
     choice = Choice(value="shared", reason=why, parity=parity)
     choices = {**resolved.choices, "world.reduction": choice}
-    return reduction, loop.requested.resolve(choices, resolved.machine)
+    return loop.requested.resolve(choices, resolved.machine)
+
+
+def _parts(
+    loop: LoopState, resolved: ResolvedRecipe, compute: Compute | None, first: list[Batch]
+) -> tuple[Strategy, ResolvedRecipe]:
+    """A part of each weight on each rank; and how they send, where the Recipe left that open."""
+    world, model, wanted = loop.world, loop.model, loop.requested.world.reduction
+    run = None
+    if compute is not None and first:
+        run = partial(_run_first, loop, compute, first[0])
+    shares = wanted != "all_reduce"
+    exact = wanted != "shared" and loop.allow < Parity.TOLERANT
+    lays_out = Fsdp if adapter_of(model).calls_hooks else FsdpKeras
+    result = lays_out(world, model, loop.optimizers, run, loop.tell, shares=shares, exact=exact)
+    is_one_memory = world.place.nodes == 1 and loop.device.type == "cpu"
+    if wanted == "auto" and is_one_memory and (world.size == 2 or not exact):
+        resolved = _shared(loop, resolved)
+    return result, resolved
 
 
 def _strategy(
@@ -296,14 +319,7 @@ def _strategy(
     """What makes the steps of several ranks those of all; and how they add up, in the Recipe."""
     asked, world, model = resolved.world, loop.world, loop.model
     if asked.strategy == "fsdp":
-        run = None
-        if compute is not None and first:
-            run = partial(_run_first, loop, compute, first[0])
-        shares = asked.reduction != "all_reduce"
-        exact = asked.reduction != "shared" and loop.allow < Parity.TOLERANT
-        lays_out = Fsdp if adapter_of(model).calls_hooks else FsdpKeras
-        result = lays_out(world, model, loop.optimizers, run, loop.tell, shares=shares, exact=exact)
-        return result, resolved
+        return _parts(loop, resolved, compute, first)
     if asked.strategy == "staged":
         return _stages(loop, resolved, compute, first), resolved
     if asked.strategy == "parameter_server":
