@@ -127,3 +127,18 @@ def test_looks_that_were_planned_before_are_no_part_of_each_step():
     assert watch.looking_ns > 0
     assert looked == [24, 48]
     assert not watch.affords(0)  # by now both have taken more than their share
+
+
+def test_counting_takes_seconds_at_most_where_each_step_waits_for_a_cpu(monkeypatch):
+    now = 0
+
+    def clock():
+        nonlocal now
+        now += 400_000_000
+        return now
+
+    calls = []
+    monkeypatch.setattr(cost, "perf_counter_ns", clock)
+    assert cost._extra_ns(lambda: calls.append("hooked"), lambda: None) >= 0.0
+    assert now == 2.4e9
+    assert len(calls) == 2 * 4

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from functools import cache
 from itertools import chain
 from statistics import median
-from time import perf_counter_ns
+from time import perf_counter_ns, thread_time_ns
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -33,8 +33,10 @@ from flatout.observe.tensors import copying, timed
 from flatout.observe.watch import Watch
 from flatout.observe.within_loader import probed
 
-# Of so many the median is taken; of fewer where other work on the machine makes each of them long.
-_QUADRUPLES, _FEWEST, _LONG_NS = 150, 30, 300_000_000
+# Of so many the median is taken; once that has taken so long, as where other work on the machine
+# makes each of them long, of fewer.
+_QUADRUPLES = 150
+_FEWER = ((300_000_000, 30), (900_000_000, 4))
 # Looks come seldom: in less time than this they are no part of what each step pays.
 _RARE_NS = 2_000_000_000
 
@@ -109,25 +111,30 @@ def _extra_ns(
 ) -> float:
     """How much longer one call, and the training step after it, take than another, in the median.
 
-    They take turns, so that other jobs on the machine take from both; `first` runs before each.
+    It is CPU time: other jobs on the machine take hundreds of times as long as a hook. They take
+    turns, for the same caches; `first` runs before each.
     """
     work = _work()
 
     def took(call: Callable[[], Any]) -> int:
         if first is not None:
             first()
-        began = perf_counter_ns()
+        began = thread_time_ns()
         call()
         work()
-        return perf_counter_ns() - began
+        return thread_time_ns() - began
 
     differences: list[float] = []
-    until = perf_counter_ns() + _LONG_NS
-    while len(differences) < (_FEWEST if perf_counter_ns() > until else _QUADRUPLES):
+    start = perf_counter_ns()
+    while len(differences) < _wanted(perf_counter_ns() - start):
         hooked_ns, plain_ns = took(hooked), took(plain)
         plain_again, hooked_again = took(plain), took(hooked)
         differences.append((hooked_ns + hooked_again - plain_ns - plain_again) / 2)
     return max(0.0, median(differences))
+
+
+def _wanted(passed_ns: int) -> int:
+    return min([_QUADRUPLES, *(fewer for ns, fewer in _FEWER if passed_ns > ns)])
 
 
 def _work() -> Callable[[], Any]:

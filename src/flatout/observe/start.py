@@ -271,6 +271,8 @@ class Observer:
                 observed.modules = self._modules.results(observed)
             aside_s = self._writer.cpu_seconds + self._lines.seconds + self._threads.seconds
             first_s = self._writer.first_seconds
+            # On a busy machine counting takes long, and this process may be ended meanwhile.
+            write(self._path, observed)
             observed.added_us_per_step, observed.added_once_ms = added(self.watch, aside_s, first_s)
         return observed
 

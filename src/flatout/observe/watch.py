@@ -9,7 +9,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from itertools import count
-from time import perf_counter_ns
+from time import perf_counter_ns, thread_time_ns
 from typing import Any
 
 from flatout.observe.calls import Calls
@@ -138,7 +138,7 @@ class Watch:
         """
         lanes = self.lanes
         thread, lanes.thread = lanes.thread, 0
-        began = perf_counter_ns()
+        began, began_cpu = perf_counter_ns(), thread_time_ns()
         try:
             for look in looks:
                 try:
@@ -152,10 +152,12 @@ class Watch:
             is_first = lanes.steps <= _FIRST_STEPS
             if not is_first:
                 self._waited_ns += took
+            # Other work on the machine makes a look longer, but not what it adds.
+            cost = min(took, thread_time_ns() - began_cpu)
             if not (is_first or is_once):
-                self.looking_ns += took
+                self.looking_ns += cost
             elif lanes.steps:
-                self.once_ns += took
+                self.once_ns += cost
 
     def affords(self, ns: int) -> bool:
         """Whether a look that takes so long is cheap beside all that was watched until now."""
