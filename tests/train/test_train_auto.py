@@ -278,7 +278,13 @@ def searched(seconds, step_s, steps, **given):
         for name, value in values.items()
     ]
     search = auto_search.Search(Settings(), options, Budget(steps), **given)
-    blocks, last, answer = search.run(), 0, None
+    follow(search, search.run(), seconds, step_s)
+    return search
+
+
+def follow(search, blocks, seconds, step_s, last=0):
+    """Make the blocks of a search, behind step `last`."""
+    answer = None
     with contextlib.suppress(StopIteration):
         while True:
             block = blocks.send(answer)
@@ -287,7 +293,29 @@ def searched(seconds, step_s, steps, **given):
             total_s = took * (block.steps + block.settle)
             search.budget.elapsed_s += total_s
             answer = auto_search.Measured(took, total_s, block.steps, last, 0.0)
-    return search
+
+
+def test_what_was_chosen_is_not_among_what_is_not_taken():
+    def seconds(s):
+        layout = 0.5 if s.memory_format == "channels_last" else 1.0
+        return layout * (5.0 if s.precision == "bf16" else 1.0)
+
+    # Too few steps are left to try anything again.
+    search = searched(seconds, 0.1, 3_000)
+    chosen = Settings(memory_format="channels_last", fused_optimizer="on")
+    search.best = chosen
+    follow(search, search.again(), seconds, 0.1, last=2_000)
+    assert search.best == chosen
+    assert set(search.dropped) == {"compute.precision"}
+    assert search.kept["compute.memory_format"] == "stays as it was: the run is half over"
+
+    # What there was no time to try is tried where steps take another time.
+    search = searched(seconds, 0.1, 3_000)
+    search.dropped["compute.memory_format"] = "was not measured: the run is too short for it"
+    search.best = Settings()
+    follow(search, search.again(), seconds, 0.1, last=500)
+    assert search.best.memory_format == "channels_last"
+    assert "compute.memory_format" not in search.dropped
 
 
 @pytest.mark.parametrize("seed", range(1, 4))
@@ -960,12 +988,15 @@ def test_other_parameters_that_train_are_measured_again(clock):
 
     def seconds(s):
         trains = model[0].weight.requires_grad
-        return 0.05 if (s.memory_format == "channels_last") == trains else 0.1
+        if s.memory_format == "channels_last":
+            return 0.05 if trains else 1.0
+        return 0.1
 
     said: list[str] = []
     loop, compute, source = job(model, seconds, clock, said=said, steps=3_000)
     run(loop, compute, source)
     assert loop.resolved.compute.memory_format == "contiguous"
+    assert "compute.memory_format" in loop.tuning["dropped"]
     model[0].weight.requires_grad_(True)
     while loop.step_count < 1_000:
         for batch in loop.batches(source):
@@ -973,6 +1004,7 @@ def test_other_parameters_that_train_are_measured_again(clock):
         loop.finish_epoch()
     assert "other parameters train than before" in said[1]
     assert loop.resolved.compute.memory_format == "channels_last"
+    assert "compute.memory_format" not in loop.tuning["dropped"]
 
 
 def test_parameters_that_begin_to_train_within_an_epoch_are_noticed_there(clock):

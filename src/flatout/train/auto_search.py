@@ -307,6 +307,12 @@ class Search:
         yield from self._confirm()
         yield from self._by_length()
 
+    def tells_of(self, field: str) -> bool:
+        """Whether it has measured a field, or holds another value of it than the plain one."""
+        if field == "together" and self.together is not None:
+            return True
+        return field in self.results or self._is_chosen(field)
+
     # -- what is tried -----------------------------------------------------------------------
 
     def _order(self, seconds: float) -> None:
@@ -352,7 +358,7 @@ class Search:
         self.faults = (before.faults, after.faults)
         of_a, of_b = iter(a), iter(b)
         result = run_trial(lambda: next(of_a), lambda: next(of_b), max_pairs=2)
-        self.results[option.field] = result
+        self._keep_result(option.field, result)
         self._note(self.best, kept, after.last - 8, result)
         if is_faster(result):
             self.best, self.step_s[kept] = kept, statistics.median(b)
@@ -386,7 +392,7 @@ class Search:
                     continue
                 wins = self._stays(option.field, result)
                 self._noted[off, on]["chosen"] = "b" if wins else "a"
-                self.results[option.field] = result
+                self._keep_result(option.field, result)
                 self.best = on if wins else off
             if self.best == before:
                 return
@@ -426,8 +432,7 @@ class Search:
         if is_told or not self._is_again:
             return False
         self.stays = True
-        chosen = self.best.other_than(self.plain)
-        (self.kept if field in chosen else self.dropped)[field] = _BUSY
+        self._leave(field, _BUSY)
         return True
 
     def _micro_batches(self) -> _Steps:
@@ -440,7 +445,7 @@ class Search:
                 result = yield from self._compare(off, on, 1.0, COUNT)
                 wins = result is not None and is_faster(result)
                 if result is not None and (wins or off == before):
-                    self.results[COUNT] = result
+                    self._keep_result(COUNT, result)
                     option = Option(COUNT, Trial(number, bool, why=why))
                     self.options = [o for o in self.options if o.field != COUNT] + [option]
                 if not wins:
@@ -492,7 +497,7 @@ class Search:
         result = yield from self._compare(off, on, 1.0, field)
         if result is not None:
             self.options = [option for option in self.options if option.field != field] + [option]
-            self.results[field] = result
+            self._keep_result(field, result)
             if self._is_hidden(field, result):
                 pass
             elif is_faster(result):
@@ -543,14 +548,14 @@ class Search:
             try:
                 seconds = yield from self._run(wanted)
             except Failed as failed:
-                self.dropped[field] = str(failed)
+                self._leave(field, str(failed))
                 return None
             if self._too_costly(challenger):
                 times = self.step_s[challenger] / self.step_s[self.best]
                 side = "with" if challenger == on else "without"
                 words = f"a step takes {times:.1f} times as long {side} it"
                 words = words if times > 1.5 else "was not measured: there was no time left"
-                (self.dropped if challenger == on else self.kept)[field] = words
+                self._leave(field, words)
                 return None
             try:
                 wanted = blocks.send(seconds)
@@ -562,8 +567,25 @@ class Search:
         return result
 
     def _not_measured(self, field: str, why: str) -> None:
-        if field not in self.results:
-            self.dropped.setdefault(field, f"was not measured: {why}")
+        if field in self.results or field in self.dropped:
+            return
+        if self._is_again:
+            self._leave(field, f"stays as it was: {why}")
+        elif not self._is_chosen(field):
+            self.dropped[field] = f"was not measured: {why}"
+
+    def _leave(self, field: str, why: str) -> None:
+        """Nothing tells that a setting is to be another one than it is."""
+        (self.kept if self._is_chosen(field) else self.dropped)[field] = why
+
+    def _is_chosen(self, field: str) -> bool:
+        chosen = self.best.other_than(self.plain)
+        return bool(chosen) if field == "together" else field in chosen
+
+    def _keep_result(self, field: str, result: TrialResult) -> None:
+        """Keep what a trial has told of a field, in the place of why there was none."""
+        self.results[field] = result
+        self.dropped.pop(field, None)
 
     def _run(self, settings: Settings | ByLength) -> Generator[Block, Measured, float]:
         """Seconds per step of one block."""

@@ -580,6 +580,7 @@ class Tuner:
         """
         search = self.search
         plain, seconds = search.plain, search.step_s
+        earlier = {f: why for f, why in self._dropped.items() if not search.tells_of(f)}
         spans = [(a, b, settings.other_than(plain)) for a, b, settings in self.spans]
         begun = spans[-1][1] + 1 if spans else 1
         if last >= begun and not self.is_searching:
@@ -594,7 +595,7 @@ class Tuner:
             "step_s": {"plain": seconds.get(plain), "chosen": seconds.get(search.best)},
             "spans": [{"first": a, "last": b, "settings": s} for a, b, s in spans],
             "trials": self._all_trials(),
-            "dropped": {**self._dropped, **search.dropped},
+            "dropped": {**earlier, **search.dropped},
             "captures": self._all_captures(),
         }
 
