@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import flatout
+from flatout.data import ArraySource
 from flatout.data.source import as_source
 from flatout.devices import allocator
 from flatout.models import Rewrite
@@ -58,10 +59,14 @@ def small_data(samples: int = 256):
 
 
 class Clock:
-    """Seconds that pass only where a model computes."""
+    """Seconds that pass only where a model computes.
+
+    Attributes:
+        waited_s: for which each step is said to have waited for its batches.
+    """
 
     def __init__(self) -> None:
-        self.now = 0.0
+        self.now = self.waited_s = 0.0
 
     def __call__(self) -> float:
         return self.now
@@ -73,17 +78,20 @@ def clock(monkeypatch):
     monkeypatch.setattr(auto, "clock", made)
     monkeypatch.setattr(Tuner, "__init__", functools.partialmethod(Tuner.__init__, clock=made))
     step = Tuner.step
-    # Batches are copied in no time: what that really takes is not of this clock.
-    monkeypatch.setattr(Tuner, "step", lambda self, *given: step(self, *given[:-1], 0.0))
+    # Batches come and are copied in no time: what that really takes is not of this clock.
+    monkeypatch.setattr(
+        Tuner, "step", lambda self, *given: step(self, *given[:-2], made.waited_s, 0.0)
+    )
     return made
 
 
 def job(
     model, seconds=None, clock=None, *, allow="tolerant", recipe=None, steps=600, said=None,
-    data=None, batch_size=64,
+    data=None, batch_size=64, accumulate=1,
 ):  # fmt: skip
     """A prepared Loop whose passes take what a function from Settings to seconds per step says."""
-    loop = Loop(recipe, allow=allow, say=(said.append if said is not None else lambda line: None))
+    say = said.append if said is not None else lambda line: None
+    loop = Loop(recipe, allow=allow, accumulate=accumulate, say=say)
 
     def compute(batch):
         if seconds is not None:
@@ -1221,6 +1229,50 @@ def test_a_batch_that_takes_long_runs_once_before_the_first_step(plain_s, forwar
     # A forward pass takes a third of a step; what few samples take comes on top.
     assert plain_s / 3 <= loop.tuner.search.budget.before_s <= 6
     assert loop.tuner.search.budget.step_s == pytest.approx(plain_s)
+
+
+@pytest.mark.parametrize("update_s", [0.0, 0.078])
+def test_the_length_of_a_run_counts_its_updates(update_s, clock, monkeypatch):
+    """Passes of 5 ms: 150 steps take 0.75 s of them, and 12 s with a dense update of tables."""
+    monkeypatch.setattr(auto_check, "seconds_of_update", lambda *given: update_s)
+    passes: list[int] = []
+
+    def seconds(s):
+        passes.append(1)
+        return 8.0 if len(passes) == 2 else 0.005  # what is made once takes long
+
+    said: list[str] = []
+    loop, _, _ = job(small_net(), seconds, clock, steps=150, said=said)
+    if update_s:
+        budget = loop.tuner.search.budget
+        assert budget.step_s == pytest.approx(0.083)
+        assert budget.run_s == pytest.approx(150 * 0.083)
+    else:
+        assert said == [
+            "auto: as plain PyTorch; a run of 150 steps is too short to repay measuring"
+        ]
+
+
+def test_the_length_of_a_run_counts_its_input(clock, monkeypatch):
+    peek = ArraySource.peek
+
+    def slow(self, count):
+        clock.now += 0.03 * count
+        return peek(self, count)
+
+    monkeypatch.setattr(ArraySource, "peek", slow)
+    monkeypatch.setattr(auto_check, "seconds_of_update", lambda *given: 0.0)
+    loop, compute, source = job(small_net(), lambda s: 0.05, clock, steps=600, accumulate=2)
+    budget = loop.tuner.search.budget
+    assert (budget.step_s, budget.input_s) == pytest.approx((0.1, 0.06))
+    # The first batches take longer than others: they count for no more than all else of a step.
+    loop, compute, source = job(small_net(), lambda s: 0.02, clock, steps=600)
+    budget = loop.tuner.search.budget
+    assert (budget.step_s, budget.input_s) == pytest.approx((0.02, 0.02))
+    # Then it is what steps do wait.
+    clock.waited_s = 0.5
+    run(loop, compute, source, 40)
+    assert budget.run_s == pytest.approx(600 * (budget.step_s + 0.5))
 
 
 def test_what_is_too_slow_to_look_at_says_so(clock):

@@ -31,3 +31,4 @@ from flatout.optim.traced import kind_of as kind_of
 from flatout.optim.tried import is_adaptive as is_adaptive
 from flatout.optim.tried import warnings_of as warnings_of
 from flatout.optim.update import Update as Update
+from flatout.optim.update_cost import seconds_of_update as seconds_of_update

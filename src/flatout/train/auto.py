@@ -29,7 +29,7 @@ from flatout.train import auto_cache
 from flatout.train.auto_budget import LONGEST_S, Budget
 from flatout.train.auto_capture import FIELD as CAPTURE
 from flatout.train.auto_capture import NOT_YET, Beside
-from flatout.train.auto_check import FirstCheck
+from flatout.train.auto_check import NOTHING_KNOWN, FirstCheck, KnownStep
 from flatout.train.auto_search import COUNT, Option, Search, is_faster
 from flatout.train.frozen_precision import Found, Planned, choose_precision, has_short_epochs
 from flatout.train.loss_value import Compute
@@ -97,7 +97,7 @@ def resolve(
     steps: int | None,
     say: Callable[[str], None],
     planned: Planned | None = None,
-    looked_s: float = 0.0,
+    known: KnownStep = NOTHING_KNOWN,
 ) -> Decision:
     """What this job on this machine starts with.
 
@@ -112,7 +112,7 @@ def resolve(
         say: prints the one line about the decision.
         planned: where frozen layers may be kept: then these decide the precision of a run that is
             too short to try it.
-        looked_s: seconds of the forward pass of the first batch that was made before; 0 for none.
+        known: of a step, before it is looked at.
     """
     machine = fingerprint().as_dict()
     plain = _plain_choices(requested, stepper, allow)
@@ -145,7 +145,7 @@ def resolve(
                 _keep(key, start, found)
                 return Decision(start)
         search, why_not = _checked(
-            check, requested, stepper, batches[0], facts, allow, steps, began, looked_s
+            check, requested, stepper, batches[0], facts, allow, steps, began, known
         )
     except (RuntimeError, MemoryError) as error:
         # Of the passes that leave no trace; plain steps may well fit.
@@ -195,7 +195,7 @@ def _checked(
     allow: Parity,
     steps: int | None,
     began: float,
-    looked_s: float,
+    known: KnownStep,
 ) -> tuple[Search | None, str]:
     """What to search, or why nothing."""
     budget, plain = check.budget, check.plain
@@ -222,7 +222,7 @@ def _checked(
         return None, ""
     if steps is not None and steps < FEWEST_STEPS:
         return None, _too_short(steps)
-    check.time_forward(looked_s)
+    check.time_step(known)
     budget.before_s += clock() - began
     try:
         if not check.of(options, facts):
@@ -314,6 +314,7 @@ def agree(decision: Decision, world: World) -> None:
             [option.field for option in search.unchecked],
             search.budget.before_s,
             search.budget.step_s,
+            search.budget.input_s,
         ]
     found = world.gather(own)
     if search is None or any(one is None for one in found):
@@ -329,7 +330,10 @@ def agree(decision: Decision, world: World) -> None:
     if search.captures:
         search.captures = False
         search.dropped[CAPTURE] = "that is for one rank on a CPU"
-    search.budget.before_s, search.budget.step_s = (max(one[i] for one in found) for i in (4, 5))
+    budget = search.budget
+    budget.before_s, budget.step_s, budget.input_s = (
+        max(one[i] for one in found) for i in (4, 5, 6)
+    )
 
 
 def started(running: ResolvedRecipe, requested: Recipe, search: Search) -> ResolvedRecipe:

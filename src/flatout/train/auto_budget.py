@@ -27,6 +27,7 @@ class Budget:
     Attributes:
         steps: of the run.
         step_s: seconds of a step, as far as is known: at first the least that it can take.
+        input_s: seconds for which a step waits for its batches, as far as is known.
         elapsed_s: since the first step.
         before_s: spent before the first step.
         lost_s: lost since.
@@ -35,7 +36,7 @@ class Budget:
 
     def __init__(self, steps: int | None) -> None:
         self.steps = steps
-        self.step_s = self.elapsed_s = self.before_s = self.lost_s = 0.0
+        self.step_s = self.input_s = self.elapsed_s = self.before_s = self.lost_s = 0.0
         self.rehearsed_s = 0.0
 
     @property
@@ -43,7 +44,7 @@ class Budget:
         """How long the run lasts, by what is known so far."""
         if self.steps is None:
             return max(_UNKNOWN_S, self.elapsed_s)
-        return self.steps * self.step_s
+        return self.steps * (self.step_s + self.input_s)
 
     @property
     def cost_s(self) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,10 +21,12 @@ from flatout.data import Batch, same_state
 from flatout.errors import OutOfMemory
 from flatout.measure import finish_device
 from flatout.models import adapter_of
+from flatout.optim import seconds_of_update
 from flatout.recipe import ModelFacts, Parity, of_change
 from flatout.train.auto_budget import Budget
 from flatout.train.auto_search import Option
 from flatout.train.loss_value import Compute
+from flatout.train.row_tables import Tables
 from flatout.train.settings import LIVE, Settings
 from flatout.train.snapshot import random_state, set_random_state, untouched
 from flatout.train.step import Stepper
@@ -44,6 +46,23 @@ _FAR_SLOWER = 4.0
 _AS_PLAIN = 2.0
 
 Gradients = list[torch.Tensor | None]
+
+
+class KnownStep(NamedTuple):
+    """What is known of a step before it is looked at.
+
+    Attributes:
+        looked_s: seconds of the forward pass of the first batch that was made before; 0 for none.
+        batch_s: seconds in which a batch was made.
+        batches: how many make a step.
+    """
+
+    looked_s: float = 0.0
+    batch_s: float = 0.0
+    batches: int = 1
+
+
+NOTHING_KNOWN = KnownStep()
 
 
 class FirstCheck:
@@ -89,6 +108,7 @@ class FirstCheck:
         self._loading_s = 0.0  # that plain passes took to load kernels
         self._first_s = 0.0  # of the first forward of the few samples
         self._sample_s = 0.0  # what the plain forward of a sample took, in a batch of few
+        self._pass_s = 0.0  # about what forward and backward of the whole batch take
 
     def facts(self, facts: ModelFacts) -> ModelFacts:
         """`facts` with what only a forward pass shows: whether and how random numbers are drawn."""
@@ -123,26 +143,46 @@ class FirstCheck:
         for piece in pieces:
             self.compute(piece)
 
-    def time_forward(self, looked_s: float = 0.0) -> None:
-        """Tell the budget about what a step takes, by a forward pass of the whole batch.
+    def time_step(self, known: KnownStep) -> None:
+        """Tell the budget about what a step takes: its passes, its update and its input.
+
+        Passes are told by a forward of the whole batch, the update by one of tensors like those
+        of the model.
+        """
+        self._pass_s = _FORWARDS * self._forward_s(known.looked_s)
+        self.budget.step_s = known.batches * self._pass_s + self._update_s()
+        # The first batches take longer than others, as where threads or processes begin.
+        self.budget.input_s = min(known.batches * known.batch_s, self.budget.step_s)
+
+    def _forward_s(self, looked_s: float) -> float:
+        """Seconds of a forward pass of the whole batch.
 
         Args:
             looked_s: of the first one. Where it is long there is none other, and it counts.
         """
         if self._sample_s * self._whole.size > _LONG_S:
-            self.budget.step_s = _FORWARDS * self._sample_s * self._whole.size
-            return
+            return self._sample_s * self._whole.size
         if looked_s > _LONG_S and not self.starts_cold:
-            self.budget.step_s, self.budget.before_s = _FORWARDS * looked_s, looked_s
-            return
+            self.budget.before_s = looked_s
+            return looked_s
         with untouched(self._stepper.switch.model), torch.no_grad():
             if self.starts_cold:
                 self._stepper.look(self._whole, self._run)
                 finish_device()
-            began = self._clock()
-            self._stepper.look(self._whole, self._run)
-            finish_device()
-            self.budget.step_s = _FORWARDS * (self._clock() - began)
+            return self._timed(partial(self._stepper.look, self._whole, self._run))
+
+    def _update_s(self) -> float:
+        """About the seconds of an update, without the tables that are stepped by rows."""
+        switch = self._stepper.switch
+        by_rows = [
+            module.weight
+            for _, module, _ in adapter_of(switch.model).tables()
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+        ]
+        if self.plain.touched_rows == "on":
+            tables = Tables.of(switch.model, switch.optimizers)
+            by_rows += [weight for own in tables.by_rows.values() for weight in own]
+        return sum(seconds_of_update(one, by_rows, self._clock) for one in switch.optimizers)
 
     def of(self, options: list[Option], facts: ModelFacts) -> bool:
         """Look at each option alone, and at all together; returns whether there was time to.
@@ -150,7 +190,7 @@ class FirstCheck:
         Raises:
             RuntimeError, MemoryError: as of a pass under plain settings.
         """
-        few_s = self.budget.step_s * self._few.size / self._whole.size
+        few_s = self._pass_s * self._few.size / self._whole.size
         in_passes = [one for one in options if LIVE[one.setting].in_passes]
         if not self.budget.pays_before(2 * (min(len(in_passes), 2) + 1) * few_s):
             return False

@@ -42,6 +42,7 @@ from flatout.strategies import (
 )
 from flatout.train import auto, device_data
 from flatout.train.auto import Decision
+from flatout.train.auto_check import KnownStep
 from flatout.train.checks import MISFITS, check_first_batch
 from flatout.train.cuda_graph import CudaGraphs
 from flatout.train.frozen_precision import Planned
@@ -123,7 +124,8 @@ def decide(
     if first and compute is not None:
         looked_s = _check_first(loop, compute, first)
         _warn_of_trips(loop, compute, first[0])
-    decision = _decision(loop, facts, compute, first, steps, looked_s)
+    known = KnownStep(looked_s, loop.batch_s, loop.accumulate)
+    decision = _decision(loop, facts, compute, first, steps, known)
     if loop.has_servers and loop.requested.world.spare_workers:
         decision.search = None  # ranks compare times in steps that do not wait for all of them
     resolved = _with_device(loop, _with_reasons(loop, decision.recipe), facts)
@@ -197,7 +199,7 @@ def _decision(
     compute: Compute | None,
     first: list[Batch],
     steps: int | None,
-    looked_s: float,
+    known: KnownStep,
 ) -> Decision:
     kept = None if loop.resume is None else loop.resume.choices(loop.requested)
     if kept is not None:
@@ -205,7 +207,7 @@ def _decision(
     asked, planned = asked_here(loop), _planned(loop, first)
     asked = asked.replace({field: SETTINGS[field].plain for field in _left_out(loop)})
     return auto.resolve(
-        asked, loop.stepper, compute, first, facts, loop.allow, steps, loop.say, planned, looked_s
+        asked, loop.stepper, compute, first, facts, loop.allow, steps, loop.say, planned, known
     )
 
 

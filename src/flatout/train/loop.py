@@ -339,7 +339,8 @@ class Loop(LoopState):
                     done = self.stepper(run, batches, number, turn)
                 else:
                     make = partial(self.stepper, run, batches, number, turn)
-                    done = tuner.step(make, batches, turn, number, lanes[2] / 1e9)
+                    waited_s, prepared_s = (ns / 1e9 for ns in lanes[1:3])
+                    done = tuner.step(make, batches, turn, number, waited_s, prepared_s)
         except (IndexError, RuntimeError, ValueError) as error:
             explain_one_sample(error, batches, self.next_step)
             with self.stepper.switch.rows_as_they_lie():

@@ -65,6 +65,7 @@ class LoopState:
         parts: runs a batch of an evaluation, where memory runs out in parts.
         evaluate_batch: chooses how many samples an evaluation takes at a time.
         evaluate_graph: runs an evaluation's forward as one compiled graph.
+        batch_s: about the seconds in which a batch is made, after `prepare`.
         pace: of several ranks, what this one's steps take without waiting for others.
         planned_epochs: of the whole run, where that is known.
         shows_notes: whether a progress line says what is noted.
@@ -122,6 +123,7 @@ class LoopState:
         self.feed = Feed()
         self.first_samples: list[int] | None = None
         self.first_batch_size: int | None = None
+        self.batch_s = 0.0
         self.has_own_batches = False
         self.placement: Placement
         self.lr_scale: LrScale | None = None

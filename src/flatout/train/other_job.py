@@ -16,6 +16,7 @@ from flatout.models import KeptInput, adapter_of, has_compiled
 from flatout.recipe import Recipe, ResolvedRecipe, dumps, loads
 from flatout.train import auto
 from flatout.train.auto_budget import Budget
+from flatout.train.auto_check import KnownStep
 from flatout.train.auto_search import Search
 from flatout.train.decide import asked_here
 from flatout.train.loop_state import LoopState
@@ -85,7 +86,16 @@ class OtherJob:
         left = None if self._steps is None else max(0, self._steps - loop.step_count)
         said: list[str] = []
         decision = auto.resolve(
-            self._asked(batch), stepper, compute, [batch], loop.facts, loop.allow, left, said.append
+            self._asked(batch),
+            stepper,
+            compute,
+            [batch],
+            loop.facts,
+            loop.allow,
+            left,
+            said.append,
+            None,
+            KnownStep(0.0, loop.batch_s, loop.accumulate),
         )
         is_known = bool(loop.world.from_first(decision.is_known))
         if loop.world.size > 1:

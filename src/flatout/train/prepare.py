@@ -7,6 +7,7 @@ from torch import nn
 from flatout.data import Batch, Pipeline, Source, is_pipe
 from flatout.devices import place
 from flatout.strategies import check_reduction, check_settings
+from flatout.train.auto import seconds_of
 from flatout.train.decide import samples_of
 from flatout.train.large_batch import resumed_words, scale_rates
 from flatout.train.loop_state import LoopState
@@ -50,7 +51,9 @@ def first_batches(loop: LoopState, data: Source | None, compute: Compute | None)
     if data is None or compute is None:
         return []
     part = part_of(data, loop.world, loop.note, whole=loop.is_staged)
-    first = part.peek(2)
+    first: list[Batch] = []
+    peeked_s = seconds_of(lambda: first.extend(part.peek(2)))
+    loop.batch_s = peeked_s / max(1, len(first))
     if loop.is_staged and any(batch.is_jagged for batch in first):
         raise jagged_in_stages()
     # A rank may have none where others have some; all ask.

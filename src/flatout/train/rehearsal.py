@@ -41,7 +41,7 @@ def rehearse(tuner: Tuner, stepper: Stepper, compute: Compute, batches: Sequence
                 batch = batch.to_memory_format(torch.channels_last)
             number += 1
             make = partial(stepper, compute, (batch,), number, turn)
-            tuner.step(make, (batch,), turn, number, 0.0)
+            tuner.step(make, (batch,), turn, number, budget.input_s, 0.0)
             budget.rehearsed_s = budget.elapsed_s
             if budget.elapsed_s > min(LONGEST_S, _SHARE * budget.run_s):
                 tuner.stop("the time before the first step was up")

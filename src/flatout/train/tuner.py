@@ -152,6 +152,7 @@ class Tuner:
         batches: Sequence[Batch],
         turn: Turn,
         number: int,
+        waited_s: float,
         prepared_s: float,
     ) -> Done:
         """Make a step under the settings that are due.
@@ -161,6 +162,7 @@ class Tuner:
             batches: of it.
             turn: whose step it is.
             number: of it, from 1.
+            waited_s: seconds for which it waited for its batches.
             prepared_s: seconds in which its batches were brought to the device and laid out.
         """
         if self._started is None:
@@ -213,6 +215,7 @@ class Tuner:
             self._next(lambda: self._blocks.throw(Failed(without[1])), number)
             return done
         self._span(number, settings)
+        self._waited.append(waited_s)
         self._count(seconds, batches, turn, number)
         return done
 
@@ -282,6 +285,7 @@ class Tuner:
         self._block = block
         self._settled: list[Step] = []
         self._counted: list[Step] = []
+        self._waited: list[float] = []
         self._switching_s = self._switched_between_s = 0.0
         began = self._clock()
         self._use(block.settings)
@@ -336,8 +340,9 @@ class Tuner:
             (page_faults() - self._faults) / block.steps,
             self._clock() - (self._started or 0.0),
             float(lengths.varied),
+            statistics.median(self._waited),
         ]
-        seconds, total, faults, search.budget.elapsed_s, varied = map(
+        seconds, total, faults, search.budget.elapsed_s, varied, search.budget.input_s = map(
             max, zip(*self._world.gather(own), strict=True)
         )
         search.varied = bool(varied)

@@ -1,0 +1,93 @@
+"""What an optimizer's update takes, told before the first one is made.
+
+A second optimizer of the same class and options steps tensors of its own, of the same shapes: so
+that neither weights nor state are touched.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection
+from time import perf_counter
+
+import torch
+from torch.optim import optimizer as torch_optimizer
+
+from flatout.measure import finish_device
+
+# So many numbers are stepped at most; of more, what they take is extended.
+_MOST = 1 << 21
+# Classes that hold nothing but their groups and state, so that a second one is soon made.
+_KNOWN = ("torch.optim", "flatout.optim")
+
+
+def seconds_of_update(
+    optimizer: torch.optim.Optimizer,
+    by_rows: Collection[torch.Tensor] = (),
+    clock: Callable[[], float] = perf_counter,
+) -> float:
+    """About the seconds that a dense update of all parameters that train takes.
+
+    Args:
+        optimizer: left as it is.
+        by_rows: parameters that it does not step whole.
+        clock: returns seconds.
+
+    Returns:
+        0.0 where that is not known: of classes that are neither torch's nor Flatout's, of steps
+        that take no dense gradients, and where someone is called around every optimizer's step.
+    """
+    is_watched = (
+        torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks
+    )
+    room = ".".join(type(optimizer).__module__.split(".")[:2])
+    if is_watched or room not in _KNOWN:
+        return 0.0
+    left = set(map(id, by_rows))
+    trained = [
+        [p for p in group["params"] if p.requires_grad and id(p) not in left]
+        for group in optimizer.param_groups
+    ]
+    numbers: int = sum(p.numel() for own in trained for p in own)
+    if not numbers:
+        return 0.0
+    share = min(1.0, _MOST / numbers)
+    try:
+        made = [[_like(p, share) for p in own] for own in trained]
+        other = _second(optimizer, made)
+        other.step()  # makes its state
+        finish_device()
+        began = clock()
+        other.step()
+        finish_device()
+        took = clock() - began
+    except Exception:  # the run's own update will say what is wrong
+        return 0.0
+    kept = sum(p.numel() for own in made for p in own)
+    return took * numbers / kept
+
+
+def _like(parameter: torch.Tensor, share: float) -> torch.Tensor:
+    """The first rows of a tensor like it, about as large a share of it, with a gradient."""
+    shape = list(parameter.shape)
+    if shape:
+        shape[0] = math.ceil(shape[0] * share)
+    result = torch.ones(shape, dtype=parameter.dtype, device=parameter.device, requires_grad=True)
+    result.grad = torch.ones_like(result)
+    return result
+
+
+def _second(
+    optimizer: torch.optim.Optimizer, parameters: list[list[torch.Tensor]]
+) -> torch.optim.Optimizer:
+    """One of the same class and options, as it would be unpickled, without hooks and state."""
+    groups = [
+        {**group, "params": own}
+        for group, own in zip(optimizer.param_groups, parameters, strict=True)
+        if own
+    ]
+    other = type(optimizer).__new__(type(optimizer))
+    state = {"defaults": dict(optimizer.defaults), "state": defaultdict(dict)}
+    other.__setstate__({**state, "param_groups": groups})
+    return other
