@@ -25,6 +25,7 @@ from flatout.models import is_compiled
 from flatout.optim import Kind, Update, kind_of
 from flatout.train.capture_ids import Bounded
 from flatout.train.compute import ModelCompute
+from flatout.train.freezing_checks import ONLY_LOOKS
 from flatout.train.loss_value import mean_of_value
 from flatout.train.losses import Value
 from flatout.train.settings import Switch
@@ -184,7 +185,8 @@ def check_model(model: nn.Module, *, compiled: bool = False) -> None:
     Raises:
         Unfit: for hooks, compiled parts, and tensors in attributes.
     """
-    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+    before, after = torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks
+    if not all(hasattr(hook, ONLY_LOOKS) for hook in (*before.values(), *after.values())):
         raise Unfit("modules have hooks")
     for name, module in model.named_modules():
         which = f"{name or 'the model'} ({type(module).__name__})"

@@ -13,6 +13,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from flatout.models import calls_hooks, has_compiled, moving_norms
 from flatout.optim import optimizer_adapter
 
+ONLY_LOOKS = "_flatout_only_looks"
+"""An attribute of hooks of ours that change nothing, so that a step may be captured with them."""
+
 _NAMED = 3
 
 
@@ -54,6 +57,7 @@ def gradients_watched(model: nn.Module, say: Callable[[str], None]) -> Iterator[
         if part in trained:
             called[torch.is_grad_enabled()].add(part)
 
+    setattr(note, ONLY_LOOKS, True)
     hook = register_module_forward_pre_hook(note)
     try:
         yield
