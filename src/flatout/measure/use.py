@@ -12,18 +12,16 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from time import perf_counter_ns as clock
 
 import psutil
+
+from flatout.processes import children, cpu_times_ns
 
 _EVERY_NS = 2_000_000_000
 _MOST_POINTS = 256
 # Who looks before it is due ends a point that is this part of the usual long.
 _LEAST = 4
-_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
-# The time that a process has used, in /proc/<pid>/stat behind its name.
-_STAT_USER, _STAT_SYSTEM = 11, 12
 
 COLUMNS = ("seconds", "cpus", "machine", "memory_bytes", "gpu", "gpu_memory_bytes")
 """A point: when it ends, in seconds since the first look; how many CPUs the process and those that
@@ -120,22 +118,7 @@ def _used_s() -> float:
     for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
         usage = resource.getrusage(who)
         used += usage.ru_utime + usage.ru_stime
-    for pid in _children():
-        with suppress(OSError, ValueError, IndexError):  # it has ended
-            with open(f"/proc/{pid.decode()}/stat", "rb") as file:
-                fields = file.read().rpartition(b")")[2].split()
-            used += (int(fields[_STAT_USER]) + int(fields[_STAT_SYSTEM])) * _TICK_S
-    return used
-
-
-def _children() -> list[bytes]:
-    """Processes that the main thread has started, such as a loader's workers."""
-    pid = os.getpid()
-    try:
-        with open(f"/proc/self/task/{pid}/children", "rb") as file:
-            return file.read().split()
-    except OSError:  # a kernel that does not say
-        return []
+    return used + sum(cpu_times_ns(pid)[0] for pid in children(os.getpid())) / 1e9
 
 
 def _machine_s() -> tuple[float, float]:

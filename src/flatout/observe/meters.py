@@ -12,6 +12,7 @@ from time import perf_counter_ns
 from flatout.measure import usable_cpus
 from flatout.observe.observation import Observation
 from flatout.observe.watch import Watch
+from flatout.processes import descendants
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 # Memory is looked at in at most twice so many steps, evenly over all of them.
@@ -114,24 +115,12 @@ def _statm() -> int:
 
 def _job() -> list[int]:
     """This process and its children, by pid."""
-    if not os.path.exists(
-        "/proc/thread-self/children"
-    ):  # a kernel without: all processes are asked
+    if not os.path.exists("/proc/thread-self/children"):  # a kernel without: all are asked
         import psutil
 
         me = psutil.Process()
         return [me.pid, *(child.pid for child in me.children(recursive=True))]
-    processes, todo = [], [os.getpid()]
-    while todo:
-        pid = todo.pop()
-        processes.append(pid)
-        try:
-            for thread in os.listdir(f"/proc/{pid}/task"):
-                with open(f"/proc/{pid}/task/{thread}/children", encoding="ascii") as children:
-                    todo += map(int, children.read().split())
-        except OSError:
-            continue  # it has ended
-    return processes
+    return [os.getpid(), *descendants(os.getpid())]
 
 
 def held_mb(job: list[int]) -> tuple[float, float] | None:
