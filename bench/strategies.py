@@ -6,7 +6,8 @@ An MLP of 5 M parameters, batch 256, one thread a rank, Adam, gloo. `fsdp`: a st
 with torch's own `fully_shard`, whose ranks are bound to a core each or not, whichever is faster;
 and what a rank holds of parameters, gradients and the optimizer's state beside what one rank alone
 does. `staged`: a step beside the ideal of its schedule, which follows from the step of one rank in
-as many micro-batches and from the stages' shares of it.
+as many micro-batches and from the stages' shares of it. What a second busy core does to one rank's
+step stands beside that: a step in stages keeps two busy.
 
 `parameter_server`: seconds until a small model's held-out loss is reached by four ranks of which
 one is three times slower (`peers/uneven_flatout.py`): where all wait for it, where no one does, and
@@ -34,6 +35,7 @@ from strategies_job import BATCH, MICRO_BATCHES, ideal
 TORCH, BOUND = "torch-fsdp", "torch-fsdp-bound"
 FSDP, FSDP_AGAIN = "flatout-fsdp", "flatout-fsdp-again"
 ONE, STAGED, STAGED_AGAIN = "flatout-one-rank", "flatout-staged", "flatout-staged-again"
+BESIDE = "flatout-one-rank-beside"
 SYNC, SYNC_AGAIN = "uneven-sync", "uneven-sync-again"
 ASYNC, SPARE = "uneven-async", "uneven-spare"
 SHARES = "shares-of-servers"
@@ -45,6 +47,7 @@ NEEDS = {
     "fsdp_memory": (FSDP,),
     "staged_efficiency": (ONE, STAGED),
     "staged_vs_one_rank": (ONE, STAGED),
+    "beside_another_vs_one_rank": (ONE, BESIDE),
     "staged_vs_itself": (STAGED, STAGED_AGAIN),
     "async_with_straggler": (SYNC, ASYNC),
     "spare_workers_with_straggler": (SYNC, SPARE),
@@ -74,6 +77,7 @@ def peers_of(epochs: int, samples: int) -> list[Peer]:
         flatout(FSDP, "fsdp"),
         flatout(FSDP_AGAIN, "fsdp"),
         flatout(ONE, "one"),
+        flatout(BESIDE, "beside"),
         flatout(STAGED, "staged"),
         flatout(STAGED_AGAIN, "staged"),
         uneven(SYNC, "sync"),
@@ -97,6 +101,11 @@ def keys_of(rows: Mapping[str, Row]) -> list[Key]:
         Key("fsdp_memory", held(rows[FSDP]), at_most=0.55, note="parameters, gradients, Adam"),
         Key("staged_efficiency", efficiency(rows), at_least=0.9, note=stages_words(rows[STAGED])),
         Key("staged_vs_one_rank", ratio(rows, STAGED, ONE)),
+        Key(
+            "beside_another_vs_one_rank",
+            ratio(rows, BESIDE, ONE),
+            note="one rank while another one runs the same",
+        ),
         Key("staged_vs_itself", ratio(rows, STAGED_AGAIN, STAGED), note=again),
         Key(
             "async_with_straggler",

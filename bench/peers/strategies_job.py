@@ -20,7 +20,7 @@ MICRO_BATCHES = 8
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--strategy", default="fsdp", choices=["one", "fsdp", "staged"])
+    parser.add_argument("--strategy", default="fsdp", choices=["one", "beside", "fsdp", "staged"])
     parser.add_argument("--epochs", type=int, default=5, help="timed, after one of warm-up")
     parser.add_argument("--samples", type=int, default=4096)
     parser.add_argument("--bound", action="store_true", help="each rank to its own core")
