@@ -102,6 +102,18 @@ def test_batches_in_order_are_views_and_shuffled_ones_are_not():
     assert torch.equal(first.inputs, kept)
 
 
+def test_many_batches_in_order_are_views_whose_changes_are_noticed():
+    x = torch.arange(1.0, 401.0)
+    source = array_source({"x": (x, x)}, batch_size=3, shuffle=False)
+    batches = list(source.batches(0, 2))
+    assert [batch.size for batch in batches] == [3] * 131 + [1]
+    assert torch.equal(torch.cat([batch.inputs["x"][1] for batch in batches]), x[6:])
+    versions = source.data.versions
+    batches[100].inputs["x"][0].zero_()
+    assert source.data.versions != versions
+    assert x[306:309].count_nonzero() == 0
+
+
 def test_memory_is_shared_with_numpy():
     x = np.zeros((4, 2))
     source = array_source(x, batch_size=4, shuffle=False)

@@ -12,6 +12,7 @@ from train_jobs import CLASSES, SAMPLES, data, images, network, trainer
 import flatout
 from flatout.errors import DataError, NumbersError
 from flatout.recipe import Compute, Recipe
+from flatout.train import objective
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -26,6 +27,27 @@ def test_loss_and_metrics_are_those_of_all_samples():
     assert found["loss"] == pytest.approx(float(F.cross_entropy(output, y)), rel=1e-6)
     assert found["accuracy"] == pytest.approx(float((output.argmax(1) == y).float().mean()))
     assert list(found) == ["loss", "accuracy"]
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "nll", nn.CrossEntropyLoss(), "pixels"])
+def test_where_no_target_is_ignored_the_loss_has_the_same_bits(loss, monkeypatch):
+    """The mean of each batch is then what its sum is, divided by how many count."""
+    x, y = data()
+    model = nn.Sequential(network(), nn.LogSoftmax(1))
+    if loss == "pixels":
+        x, y = torch.rand(48, 1, 6, 6), torch.randint(0, CLASSES, (48, 6, 6))
+        model, loss = nn.Conv2d(1, CLASSES, 3, padding=1), "cross_entropy"
+    counted = trainer(model, loss=loss).evaluate((x, y), batch_size=7)
+    monkeypatch.setattr(objective, "_counts_all", lambda loss, source: False)
+    assert trainer(model, loss=loss).evaluate((x, y), batch_size=7) == counted
+
+
+def test_a_label_that_is_no_class_is_named():
+    x, y = data()
+    y[SAMPLES - 2] = CLASSES
+    with pytest.raises(DataError, match=rf"{CLASSES} is not in 0\.\.{CLASSES - 1}") as caught:
+        trainer(network()).evaluate((x, y), batch_size=7)
+    assert f"sample {SAMPLES - 2}" in str(caught.value)
 
 
 @settings(max_examples=15)

@@ -22,7 +22,7 @@ from flatout.train.loop import Loop
 from flatout.train.ranks import agreed, part_of
 from flatout.train.running_mean import RunningMean, mean_of
 from flatout.train.snapshot import untouched
-from flatout.train.tables import explain_ids, ids_checked, ids_checked_where_unsaid
+from flatout.train.tables import explain_ids, ids_checked, ids_checked_in_evaluation
 
 # How many of a validation's batches are looked at before a fit.
 _BATCHES = 2
@@ -73,7 +73,7 @@ def evaluate(
     guard.check_state(objective.model, "evaluation")
     loop.be_ready(objective.model)
     world = loop.world
-    job = objective.job(loop, None, training=False)
+    job = objective.job(loop, source, training=False)
     whole = loop.takes_whole_batches
     part = part_of(agreed(source, world), world, loop.say, whole=whole)
     with loop.feed.evaluated(source, part) as batches:
@@ -100,9 +100,10 @@ def evaluate_batches(
     # Losses of Keras may meet other ranks' in each batch, and weights that are gathered.
     meets = objective.adapter.meets_in_loss or loop.meets_in_compute
     whole = loop.world.size > 1 and meets
+    checked = ids_checked_in_evaluation(objective.model, source)
 
     def take(batch: Batch) -> None:
-        with ids_checked_where_unsaid(objective.model, batch, source):
+        with checked(batch):
             value = job.compute(batch)
         if batch.is_copy:
             pass  # another rank counts it

@@ -80,6 +80,9 @@ class EvaluateBatch:
         self._latest = search
         iterator = chain([first], iterator)
         while taken := _take(iterator, search.block):
+            if search.is_over and len(taken) == 1 and taken[0].size == search.size:
+                yield taken[0]
+                continue
             size, began = search.size, self._clock()
             yield from regrouped(taken, size)
             if not search.is_over:

@@ -219,7 +219,9 @@ class Objective:
             self.adapter.called(training=training),
             self.loss,
             self.metrics,
-            unweighted=training and _counts_all(self.loss, source),
+            # A pipeline may read all of its targets for that.
+            unweighted=(training or not isinstance(source, Pipeline))
+            and _counts_all(self.loss, source),
             class_weight=self._class_weight if training else None,
             say=partial(self._say_once, loop),
             source=source,

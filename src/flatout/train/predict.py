@@ -24,7 +24,7 @@ from flatout.train.evaluate import as_one_graph, at_the_fastest_size, evaluating
 from flatout.train.loop import Loop
 from flatout.train.objective import Objective
 from flatout.train.ranks import part_of
-from flatout.train.tables import explain_ids, ids_checked_where_unsaid
+from flatout.train.tables import explain_ids, ids_checked_in_evaluation
 
 
 def predict(objective: Objective, loop: Loop, source: Source) -> Any:
@@ -50,8 +50,10 @@ def predict(objective: Objective, loop: Loop, source: Source) -> Any:
             do="leave shard out and read files: each rank predicts its share of every batch",
         )
 
+    checked = ids_checked_in_evaluation(objective.model, source)
+
     def take(batch: Batch) -> Any:
-        with ids_checked_where_unsaid(objective.model, batch, source):
+        with checked(batch):
             output = objective.output(batch.inputs, loop)
         _check(output)
         size = batch.size

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from flatout.data import Batch, Pipeline, Source, named_tensors, samples_of_items, tensors_in
 from flatout.errors import DataError, FlatoutError
-from flatout.models import adapter_of, own_names
+from flatout.models import adapter_of, calls_hooks, own_names
 from flatout.train.broadcast import uncompiled
 from flatout.train.micro_batch import is_out_of_memory
 from flatout.train.snapshot import untouched
@@ -110,6 +110,23 @@ def ids_checked_where_unsaid(
     if not any(on_device or not isinstance(module, _KINDS) for module in tables):
         return nullcontext()
     return ids_checked(model, batch, source)
+
+
+def ids_checked_in_evaluation(
+    model: nn.Module, source: Source | None
+) -> Callable[[Batch], AbstractContextManager[None]]:
+    """What makes `ids_checked_where_unsaid` of each batch of an evaluation.
+
+    What the model is made of is asked once.
+    """
+    takes_odd_ids = not calls_hooks(model)  # on a CPU torch's own tables refuse them
+
+    def checked(batch: Batch) -> AbstractContextManager[None]:
+        if takes_odd_ids or ends_the_device(batch):
+            return ids_checked_where_unsaid(model, batch, source)
+        return nullcontext()
+
+    return checked
 
 
 def ids_checked_in_step(

@@ -38,6 +38,8 @@ _READY_MADE = (
 # Batches are gathered together up to so many bytes, which stay in the cache until they are used,
 # and up to so many.
 _TOGETHER, _MOST_TOGETHER = 1 << 18, 32
+# So many views are made with one call.
+_VIEWS_TOGETHER = 64
 # On a GPU what counts is the calls: each takes the host as long as a small kernel takes the GPU.
 _TOGETHER_ON_DEVICE = 1 << 25
 
@@ -306,9 +308,16 @@ class ArraySource:
 
     def _viewed(self, order: Tensor, first: int) -> Iterator[Batch]:
         data, size, used = self.data, self.plan.batch_size, self.plan.used
-        whole = Batch(data.inputs, data.targets, data.weight, order, used)
-        for start in range(first, used, size):
-            yield whole.rows(start, min(start + size, used))._replace(start=0, whole=0)
+        together = size * _VIEWS_TOGETHER
+        for begin in range(first, used, together):
+            end = min(begin + together, used)
+            count = -(-(end - begin) // size)
+            whole = (data.inputs, data.targets, data.weight, order)
+            # Views that are known as such: who writes into one is noticed by `versions`.
+            rows = [_rows(part, begin, end) for part in whole]
+            parts = [_cut(part, size, count, Tensor.split) for part in rows]
+            for inputs, targets, weight, own in zip(*parts, strict=True):
+                yield Batch(inputs, targets, weight, own, own.shape[0])
 
     def _tensor_taker(self, tensor: Tensor, scaled: bool = False) -> Callable[[Tensor], Tensor]:
         if scaled and tensor.dtype == torch.uint8:
@@ -325,16 +334,29 @@ class ArraySource:
         return partial(torch.index_select, tensor, 0)
 
 
-def _cut(value: Any, size: int, count: int) -> Sequence[Any]:
-    """The `count` batches of `size` rows that the tensors hold, as views."""
+def _rows(value: Any, start: int, stop: int) -> Any:
+    """These rows of all tensors, as views."""
+    return map_tensors(lambda tensor: tensor[start:stop], value)
+
+
+def _cut(
+    value: Any,
+    size: int,
+    count: int,
+    split: Callable[[Tensor, int], Sequence[Tensor]] = Tensor.unsafe_split,
+) -> Sequence[Any]:
+    """The `count` batches of `size` rows that the tensors hold, as views.
+
+    Those of `unsafe_split` are quicker made, and are for memory that no one else has.
+    """
     if isinstance(value, Tensor):
-        return value.unsafe_split(size)  # `Tensor.split` is in Python first
+        return split(value, size)
     if not value:
         return [value] * count
     if isinstance(value, dict):
-        columns = [_cut(part, size, count) for part in value.values()]
+        columns = [_cut(part, size, count, split) for part in value.values()]
         return [dict(zip(value, parts, strict=True)) for parts in zip(*columns, strict=True)]
-    return list(zip(*(_cut(part, size, count) for part in value), strict=True))
+    return list(zip(*(_cut(part, size, count, split) for part in value), strict=True))
 
 
 class ArraySamples:
