@@ -472,12 +472,15 @@ def test_keras_on_torch(tmp_path):
         "model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])\n"
         "model.compile('adam', 'mse')\n"
         "x = numpy.ones((64, 4), 'float32')\n"
-        "model.fit(x, x[:, :1], batch_size=8, epochs=2, verbose=0)\n"
+        "y = numpy.arange(64) // 32\n"
+        "model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)\n"
     )
     ran, seen = _observe(tmp_path, source)
     assert ran.returncode == 0, ran.stderr
     assert (seen.framework, seen.steps) == ("keras", 16)
     assert seen.optimizers[0].kind.endswith("Adam")
     assert seen.optimizers[0].elements == 5
-    assert seen.optimizers[0].site.line == 7
+    assert seen.optimizers[0].site.line == 8
+    (loader,) = seen.loaders
+    assert (loader.is_in_order, loader.shuffles, loader.label_runs) == (True, False, (2, 2, 64, 32))
     assert seen.models

@@ -6,6 +6,7 @@ from threading import get_ident
 import pytest
 import torch
 
+from flatout.observe.clipping import NO_STEP, Clipping
 from flatout.observe.skipped import SkippedSteps
 from flatout.observe.watch import Watch
 
@@ -124,3 +125,23 @@ def test_tensors_are_asked_no_more_where_all_is_well(skipped):
     seen._open()
     seen._settle()
     assert not hasattr(torch.isnan, "_flatout_stack")
+
+
+@pytest.mark.parametrize("is_good", [False, True])
+def test_a_scaler_that_leaves_out_all_steps_is_told(is_good):
+    watch = Watch()
+    clipping = Clipping(torch, watch)
+    scaler, model = torch.amp.GradScaler("cpu"), torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    try:
+        for _ in range(24):
+            assert not watch.notes
+            loss = model(torch.ones(3, 2)).sum()
+            scaler.scale(loss if is_good else loss * torch.nan).backward()
+            scaler.step(optimizer)
+            watch.lanes.steps += is_good
+            scaler.update()
+            optimizer.zero_grad()
+    finally:
+        clipping._end()
+    assert (NO_STEP in watch.notes) is not is_good

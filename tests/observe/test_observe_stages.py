@@ -1,9 +1,16 @@
-"""The stages of a chain of datapipes, as a DataLoader has it."""
+"""The stages of a chain of datapipes, as a DataLoader has it, and in which order samples come."""
 
 import warnings
 
+import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+)
 from torch.utils.data.datapipes.iter import IterableWrapper, Zipper
 
 from flatout.observe.loaders import facts_of, stages_of
@@ -28,3 +35,11 @@ def test_other_datasets_have_no_stages():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert facts_of(DataLoader(TensorDataset(torch.ones(2))), None).stages is None
+
+
+@pytest.mark.parametrize("kind", [RandomSampler, SequentialSampler])
+def test_the_order_is_that_of_a_batch_sampler_of_the_scripts_own(kind):
+    data = TensorDataset(torch.ones(8))
+    facts = facts_of(DataLoader(data, batch_sampler=BatchSampler(kind(data), 2, False)), None)
+    is_drawn = kind is RandomSampler
+    assert (facts.shuffles, facts.is_in_order) == (is_drawn, not is_drawn)

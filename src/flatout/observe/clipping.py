@@ -15,6 +15,12 @@ from flatout.observe.watch import Watch
 _STEPS = 6
 # A norm that is no smaller than this share of the scale was multiplied by it, too.
 _SCALED = 1 / 8
+# A scaler begins with a factor that is too large, and halves it with each step that it leaves out.
+_LEFT_OUT = 24
+NO_STEP = (
+    f"a GradScaler has left out each of the first {_LEFT_OUT} steps: gradients are NaN or infinite "
+    "in all of them, as from a logarithm or root of zero, or a division by it"
+)
 
 
 class Clipping:
@@ -28,7 +34,9 @@ class Clipping:
         for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
             for name in ("clip_grad_norm_", "clip_grad_value_"):
                 self._hooks.append(wrap(owner, name, "observe", self._clipping))
-        for name, around in (("scale", self._scaling), ("unscale_", self._unscaling)):
+        self._updates = 0
+        scaler = {"scale": self._scaling, "unscale_": self._unscaling, "update": self._updating}
+        for name, around in scaler.items():
             self._hooks.append(wrap(torch.amp.GradScaler, name, "observe", around))
         watch.at(_STEPS, self._end)
 
@@ -53,6 +61,16 @@ class Clipping:
             return original(scaler, *args, **kwargs)
 
         return unscale
+
+    def _updating(self, original: Any) -> Any:
+        def update(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(scaler, *args, **kwargs)
+            self._updates += 1
+            if self._updates == _LEFT_OUT and not self._watch.lanes.steps:
+                self._watch.notes[NO_STEP] = None
+            return result
+
+        return update
 
     def _clipping(self, original: Any) -> Any:
         lanes = self._watch.lanes

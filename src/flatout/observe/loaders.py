@@ -226,11 +226,13 @@ class SeenLoader:
 
 def facts_of(loader: Any, site: Site | None) -> Loader:
     """How a DataLoader is set up."""
-    from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
+    from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
     from torch.utils.data.distributed import DistributedSampler
 
     dataset = loader.dataset
     sampler = loader.sampler
+    if type(loader.batch_sampler) is BatchSampler:  # the script's own: torch names another beside
+        sampler = loader.batch_sampler.sampler
     keras_workers = _keras_workers(dataset)
     facts = Loader(
         f"{type(loader).__module__}.{type(loader).__qualname__}",

@@ -206,10 +206,20 @@ def _first_of_keras(dataset: Any) -> Any:
     return getattr(value, "array", None)
 
 
+def _targets_of_keras(dataset: Any) -> Any:
+    """The targets that Keras' own dataset makes batches of: one number for each sample, or None."""
+    parts = getattr(dataset, "array", None)
+    values = getattr(parts[1], "array", None) if isinstance(parts, tuple) and parts[1:] else None
+    is_column = is_in_memory(values) and values.ndim > 0 and prod(values.shape[1:]) == 1
+    return values.reshape(-1) if is_column else None
+
+
 def _labels_in(dataset: Any) -> Any:
     tensors = getattr(dataset, "tensors", None)
     if isinstance(tensors, tuple):
         return tensors[-1] if len(tensors) > 1 else None
+    if type(dataset).__module__.startswith("keras."):
+        return _targets_of_keras(dataset)
     given = [vars(dataset).get(name) for name in _NAMES] if hasattr(dataset, "__dict__") else []
     length = length_of(dataset) or None
     for item in given:
