@@ -254,6 +254,11 @@ def test_what_was_taken_out_is_one_line():
     text = shown(judge([seen], inventory()))
     assert "taken out in place: input 2.56x [2.50,2.62], evaluation 1.20x\n" in text
     assert "a step would take 161 ms instead of 412 ms" in " ".join(text.split())
+    noise = {"log": Ablation(1.4, 0.9, 2.3, 0.1, 4), "item": Ablation(1.02, 1.01, 1.03, 0.01, 4)}
+    seen.ablations |= noise | {"sync": Ablation(1.2, 1.1, 1.3, 0.3, 4)}
+    assert "input 2.56x [2.50,2.62], evaluation 1.20x\n" in shown(judge([seen], inventory()))
+    full = " ".join(shown(judge([seen], inventory()), verbose=True).split())
+    assert "evaluation 1.20x, log 1.40x [0.90,2.30], item 1.02x [1.01,1.03], sync 1.20x" in full
 
 
 def test_a_call_that_was_left_out_has_a_figure():

@@ -165,7 +165,7 @@ class FirstLookReport:
             yield Text(", ".join(part for part in (critical.words, short(critical.where)) if part))
         if is_short:
             return
-        yield from _taken_out(ranks)
+        yield from _taken_out(ranks, is_full=self.verbose)
         yield from _left_out(ranks, width, None if self.verbose else _CALLS)
         yield from self._lapse(width)
 
@@ -180,7 +180,7 @@ class FirstLookReport:
         words = f"seen in {self.seconds:.0f} s: {epochs} in time-lapse, with {parts}"
         yield Text(words)
         cuts = [
-            f"{short(place)} after {ran:,}" + (f" of {length:,}" if length else "")
+            f"{os.path.basename(place)} after {ran:,}" + (f" of {length:,}" if length else "")
             for place, ran, length in lapse.cut
         ]
         if cuts:
@@ -494,8 +494,10 @@ def _on_gpu(rank: Observation) -> Iterator[Text]:
     yield Text(f"GPU busy {rounded(time.busy_ms, 2)} ms a step: {', '.join(told)}")
 
 
-def _taken_out(ranks: Sequence[Observation]) -> Iterator[RenderableType]:
-    """One line: what steps gain without each lane, of the rank that gains most."""
+def _taken_out(ranks: Sequence[Observation], *, is_full: bool) -> Iterator[RenderableType]:
+    """One line: what steps gain without each lane, of the rank that gains most; in full also
+    where that is no more than noise.
+    """
     best: dict[str, Ablation] = {}
     for rank in ranks:
         for lane, ablation in rank.ablations.items():
@@ -506,6 +508,7 @@ def _taken_out(ranks: Sequence[Observation]) -> Iterator[RenderableType]:
         f"{lane} {ablation.ratio:.2f}x"
         + (f" [{ablation.low:.2f},{ablation.high:.2f}]" if ablation.pairs else "")
         for lane, ablation in best.items()
+        if is_full or (ablation.low > 1 and ablation.ratio > 1 + max(_WORTH, ablation.floor))
     ]
     if words:
         yield Text(f"taken out in place: {', '.join(words)}")
