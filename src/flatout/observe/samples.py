@@ -209,7 +209,9 @@ def _first_of_keras(dataset: Any) -> Any:
 def _targets_of_keras(dataset: Any) -> Any:
     """The targets that Keras' own dataset makes batches of: one number for each sample, or None."""
     parts = getattr(dataset, "array", None)
-    values = getattr(parts[1], "array", None) if isinstance(parts, tuple) and parts[1:] else None
+    if not (isinstance(parts, tuple) and parts[1:]):
+        return None
+    values: Any = getattr(parts[1], "array", None)
     is_column = is_in_memory(values) and values.ndim > 0 and prod(values.shape[1:]) == 1
     return values.reshape(-1) if is_column else None
 
