@@ -27,6 +27,8 @@ def test_the_line_of_a_busy_thread_is_told_and_one_that_waits_is_not(monkeypatch
     monkeypatch.setattr(other_threads, "_SHARE", 1.0)  # a look takes long on a busy machine
     end, given = threading.Event(), queue.Queue()
     threads = [
+        # Those of libraries may be many.
+        *(threading.Thread(target=end.wait, name=f"library-{at}") for at in range(20)),
         threading.Thread(target=work, args=(end,), name="maker"),
         threading.Thread(target=wait, args=(given,), name="waiter"),
     ]

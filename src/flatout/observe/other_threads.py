@@ -20,7 +20,7 @@ from flatout.observe.watch import Watch
 _EVERY_S, _SHARE = 0.04, 0.002
 # In these steps it is seen whether there are any.
 _ASKED = (1, 10, 100)
-# A thread that was looked at less often says little.
+# A thread that was looked at less often says little. So many of the user's are looked at.
 _FEWEST, _MOST = 20, 16
 _OURS = "flatout-"
 # Where a thread stands that waits for another one.
@@ -99,7 +99,9 @@ class OtherThreads:
         """Threads in whose stacks there is code of the user's."""
         frames = sys._current_frames()
         result = []
-        for thread in threading.enumerate()[:_MOST]:
+        for thread in threading.enumerate():
+            if len(result) == _MOST:
+                break
             frame = frames.get(thread.ident or 0)
             if frame is None or thread.ident == stepping or thread.name.startswith(_OURS):
                 continue
