@@ -87,7 +87,6 @@ class Stepper:
 
     Attributes:
         world: the ranks that train together, each on its part of the batch.
-        is_alone: whether steps are this rank's only, not yet those of all ranks.
         wants_to_stop: whether this rank asks all to stop after the next step.
         stopping: whether any rank has asked so; the same on all ranks.
         lr_scale: what the user's learning-rate rule does, or None.
@@ -114,7 +113,7 @@ class Stepper:
     ) -> None:
         self.switch = switch
         self.dropout = dropout
-        self.world, self.is_alone = ONE, True
+        self.world = ONE
         self.wants_to_stop = self.stopping = False
         self.lr_scale: LrScale | None = None
         self.samples = 0.0
@@ -148,6 +147,11 @@ class Stepper:
         self._records = settings.cuda_graph == "on"
         self.strategy.micro_batches = settings.micro_batches
         self.turns.refresh()
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether steps are this rank's only, and not yet those of all ranks."""
+        return self.world is ONE
 
     @property
     def update(self) -> Update:
@@ -434,7 +438,7 @@ class Stepper:
             samples: about how many samples of all ranks make a step: only a scale.
             strategy: how they become so.
         """
-        self.world, self.is_alone, self.samples = world, False, max(1.0, samples)
+        self.world, self.samples = world, max(1.0, samples)
         self._moves = None
         self.strategy = strategy
 

@@ -212,7 +212,6 @@ def _alone(stepper: Stepper) -> Iterator[Stepper]:
     """Within, steps are of this rank alone."""
     names = (
         "world",
-        "is_alone",
         "samples",
         "strategy",
         "capture",
@@ -223,7 +222,7 @@ def _alone(stepper: Stepper) -> Iterator[Stepper]:
     )
     kept = {name: getattr(stepper, name) for name in names}
     across = stepper.joint.update.across
-    stepper.world, stepper.is_alone, stepper.strategy = ONE, True, Strategy()
+    stepper.world, stepper.strategy = ONE, Strategy()
     stepper.samples = 0.0
     stepper.capture = stepper.cuda_graphs = stepper._norms = stepper._moves = None
     stepper.may_split, stepper.joint.update.across = False, None
