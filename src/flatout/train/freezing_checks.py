@@ -63,7 +63,8 @@ def gradients_watched(model: nn.Module, say: Callable[[str], None]) -> Iterator[
         yield
     finally:
         hook.remove()
-    if names := _whole(model, called[False] - called[True], trained):
+    off = called[False] - called[True]
+    if off and (names := _whole(model, off, trained)):
         say(
             f"called without gradients (torch.no_grad), so it does not train: {listed(names)}; "
             f'flatout.freeze(model, layers=["{names[0]}"]) says so, and what it gives may be kept'
@@ -80,9 +81,10 @@ def _whole(
     """Names of the modules all of whose trained parts are among these, the outermost ones."""
     result: list[str] = []
     for name, part in model.named_modules():
+        if not name or any(name.startswith(f"{outer}.") for outer in result):
+            continue
         own = [child for child in part.modules() if child in trained]
-        is_inside = any(name.startswith(f"{outer}.") for outer in result)
-        if name and own and not is_inside and all(child in off for child in own):
+        if own and all(child in off for child in own):
             result.append(name)
     return result
 
