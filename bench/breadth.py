@@ -1,16 +1,18 @@
 """`fit` with nothing set, beside the best that one writes by hand, over families of models.
 
     python bench/breadth.py [--seconds 30] [--restarts 1] [--only resnet gpt] [--compile]
-                            [--losses] [--json [FILE]]
+                            [--losses] [--at-once 1] [--json [FILE]]
 
-The planned run is as many steps as the plain loop makes in `--seconds`. By hand, each arm is a loop
-over tensors in a fresh process. The default is `Trainer.fit` with an empty cache, run whole.
-`default_vs_...` compares runs: by hand those steps times the median step, and compiling; by
-default all seconds of the fit, with what it measures. `steady_vs_...` compares steps: the median
-of the arm with that of the last third of the run.
+The planned run is as many steps as the plain loop makes in `--seconds`. Each arm by hand is timed
+in a fresh process. Then the plain loop, the best by hand and the default (`Trainer.fit` with an
+empty cache) make the whole run in three processes that take turns by epochs, so that all meet the
+same fast and slow moments of the machine. `default_vs_...` compares all seconds of these runs: of
+the default with what it measures. `steady_vs_...` compares the medians of the last third of the
+steps.
 
 `--losses` compares the loss after 200 steps with that of the plain loop from three seeds: whether
-it lies where 95% of further seeds would (t with two degrees of freedom).
+it lies where 95% of further seeds would (t with two degrees of freedom). `--at-once` measures so
+many families at a time, each on two CPUs of its own.
 """
 
 from __future__ import annotations
@@ -19,9 +21,14 @@ import argparse
 import json
 import math
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any
@@ -31,27 +38,65 @@ from results import Key, Results, add_arguments, finish
 PEERS = Path(__file__).parent / "peers"
 IMAGES = ("convnet", "resnet", "depthwise", "unet", "vit", "autoencoder", "mixer")
 FAMILIES = (*IMAGES, "mlp", "gpt", "lstm", "textcnn", "tables", "graph")
-LOSS_STEPS = 216  # whole epochs of the job
+BATCHES = 24  # of an epoch of the job
+LOSS_STEPS = 9 * BATCHES
 T_OF_TWO = 4.303  # the 97.5th percentile of Student's t
 
 
 def run(family: str, arm: str, **options: Any) -> dict[str, Any]:
     """What a fresh process with an empty cache found."""
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "out.json")
-        arguments = [f"--{name}={value}" for name, value in options.items()]
-        command = [sys.executable, str(PEERS / "breadth_job.py"), "--out", str(out)]
-        done = subprocess.run(
-            [*command, "--family", family, "--arm", arm, *arguments],
-            cwd=folder,
-            env={**os.environ, "FLATOUT_CACHE": f"{folder}/cache"},
-            capture_output=True,
-            text=True,
-        )
-        if done.returncode:
-            raise RuntimeError(f"{family}, {arm}: {done.stderr.strip().splitlines()[-1]}")
-        found: dict[str, Any] = json.loads(out.read_text())
-        return found
+        return result_of(start(family, arm, folder, **options))
+
+
+def in_turn(family: str, arms: Sequence[str], **options: Any) -> list[dict[str, Any]]:
+    """What such processes found that took turns by epochs."""
+    with tempfile.TemporaryDirectory() as folder:
+        jobs, ends = [], []
+        for at, arm in enumerate(arms):
+            (theirs, go), (said, told) = os.pipe(), os.pipe()
+            place = Path(folder, str(at))
+            place.mkdir()
+            jobs.append(start(family, arm, str(place), turns=(theirs, told), **options))
+            os.close(theirs)
+            os.close(told)
+            ends.append((go, said))
+            os.read(said, 1)  # it waits for its first turn, or has ended
+        going = list(ends)
+        while going:
+            for go, said in list(going):
+                with suppress(BrokenPipeError):
+                    os.write(go, b".")
+                if not os.read(said, 1):
+                    going.remove((go, said))
+        for end in chain(*ends):
+            os.close(end)
+        return [result_of(job) for job in jobs]
+
+
+def start(
+    family: str, arm: str, folder: str, turns: tuple[int, ...] = (), **options: Any
+) -> subprocess.Popen[str]:
+    arguments = [f"--{name}={value}" for name, value in options.items()]
+    if turns:
+        arguments += ["--turns", *map(str, turns)]
+    job = [sys.executable, str(PEERS / "breadth_job.py"), "--out", f"{folder}/out.json"]
+    return subprocess.Popen(
+        [*job, "--family", family, "--arm", arm, *arguments],
+        env={**os.environ, "FLATOUT_CACHE": f"{folder}/cache"},
+        cwd=folder,
+        stderr=subprocess.PIPE,
+        text=True,
+        pass_fds=turns,
+    )
+
+
+def result_of(job: subprocess.Popen[str]) -> dict[str, Any]:
+    _, errors = job.communicate()
+    if job.returncode:
+        raise RuntimeError(f"{shlex.join(map(str, job.args))}: {errors.strip().splitlines()[-1]}")
+    found: dict[str, Any] = json.loads(Path(job.args[3]).read_text())
+    return found
 
 
 def arms(family: str, *, compiles: bool) -> list[str]:
@@ -74,28 +119,32 @@ def measure(family: str, a: argparse.Namespace) -> dict[str, Any]:
     step_s = {arm: median(one["step_s"] for one in runs) for arm, runs in found.items()}
     setup_s = {arm: median(one["setup_s"] for one in runs) for arm, runs in found.items()}
     plain = min(step_s["fp32"], step_s.pop("again"))
-    steps = max(48, round(a.seconds / plain))
-    fits = [run(family, "default", steps=steps) for _ in range(a.restarts)]
+    steps = BATCHES * max(2, round(a.seconds / plain / BATCHES))
+    hand = {arm: steps * step + setup_s[arm] for arm, step in step_s.items()}
+    best = min(hand, key=lambda arm: hand[arm])
+    turns = [in_turn(family, ["fp32", best, "default"], steps=steps) for _ in range(a.restarts)]
+    fits = [default for _, _, default in turns]
     for one in fits:
         (one["tuning"] or {}).pop("spans", None)  # a line for each of hundreds
-    made = fits[0]["steps"]
-    hand = {arm: made * step + setup_s[arm] for arm, step in step_s.items()}
-    best = min(hand, key=lambda arm: hand[arm])
-    steady = median(one["step_s"] for one in fits)
-    fit_s = median(one["fit_s"] for one in fits)
+
+    def times(key: str, arm: int) -> float:
+        """How many times as fast as this arm the default is."""
+        return median(run[arm][key] / run[2][key] for run in turns)
+
     row = {
         "family": family,
-        "steps": made,
-        "plain_s": plain,
+        "steps": steps,
+        "plain_s": median(plain["last_s"] for plain, _, _ in turns),
         "again": median(o["step_s"] for o in found["again"]) / step_s["fp32"],
         "hand_s": step_s,
         "best": best,
-        "fit_s": fit_s,
-        "step_s": steady,
-        "vs_hand": hand[best] / fit_s,
-        "vs_plain": made * plain / fit_s,
-        "steady_vs_hand": step_s[best] / steady,
-        "steady_vs_plain": plain / steady,
+        "best_s": median(best["last_s"] for _, best, _ in turns),
+        "fit_s": median(one["fit_s"] for one in fits),
+        "step_s": median(one["last_s"] for one in fits),
+        "vs_plain": times("fit_s", 0),
+        "vs_hand": times("fit_s", 1),
+        "steady_vs_plain": times("last_s", 0),
+        "steady_vs_hand": times("last_s", 1),
         "before_s": max(one["before_s"] for one in fits),
         "lost_share": max((one["before_s"] + one["lost_s"]) / one["fit_s"] for one in fits),
         "fits": fits,
@@ -106,7 +155,23 @@ def measure(family: str, a: argparse.Namespace) -> dict[str, Any]:
         row["losses"] = {"plain": seeds, "default": loss}
         reach = T_OF_TWO * stdev(seeds) * math.sqrt(1 + 1 / len(seeds))
         row["within"] = abs(loss - mean(seeds)) <= reach
+    print(*line(row), sep="  ", file=sys.stderr, flush=True)
     return row
+
+
+def measure_all(families: Sequence[str], a: argparse.Namespace) -> list[dict[str, Any]]:
+    """So many families at a time as asked for, each on CPUs of its own."""
+    if a.at_once == 1:
+        return [measure(family, a) for family in families]
+    cpus = sorted(os.sched_getaffinity(0))
+    pairs = iter([cpus[2 * at : 2 * at + 2] for at in range(a.at_once)])
+    if len(cpus) < 2 * a.at_once:
+        raise SystemExit(f"--at-once {a.at_once} needs {2 * a.at_once} CPUs: this has {len(cpus)}")
+    # Of the thread alone, and of the processes that it starts.
+    with ThreadPoolExecutor(
+        a.at_once, initializer=lambda: os.sched_setaffinity(0, next(pairs))
+    ) as pool:
+        return list(pool.map(lambda family: measure(family, a), families))
 
 
 def most_tuning(seconds: float) -> float:
@@ -153,7 +218,7 @@ def line(row: dict[str, Any]) -> list[str]:
         row["family"],
         f"{1e3 * row['plain_s']:.1f}",
         f"{row['again']:.2f}",
-        rate(row["hand_s"][row["best"]]),
+        rate(row["best_s"]),
         row["best"],
         f"{row['vs_plain']:.2f}",
         rate(row["step_s"]),
@@ -174,11 +239,9 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", choices=FAMILIES)
     parser.add_argument("--compile", action="store_true", help="torch.compile by hand, too")
     parser.add_argument("--losses", action="store_true", help="compare losses")
+    parser.add_argument("--at-once", type=int, default=1, help="families at a time")
     a = parser.parse_args()
-    rows = []
-    for family in a.only or FAMILIES:
-        rows.append(measure(family, a))
-        print(*line(rows[-1]), sep="  ", file=sys.stderr, flush=True)
+    rows = measure_all(a.only or FAMILIES, a)
     results = Results(
         title=f"Planned for {a.seconds:g} s of plain steps; restarts of each: {a.restarts}",
         headers=[

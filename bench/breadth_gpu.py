@@ -1,23 +1,27 @@
 """`fit` with nothing set on one GPU, beside loops that one writes by hand for it.
 
-    python bench/breadth_gpu.py [--seconds 8] [--only resnet gpt] [--compile] [--json [FILE]]
+    python bench/breadth_gpu.py [--seconds 20] [--only resnet gpt] [--compile] [--json [FILE]]
 
 The families are those of bench/breadth.py, with batches for a GPU. By hand the data lie on the
 device and no step waits for it: fp32, TF32, bf16 with a fused optimizer, channels_last, forward and
 backward as CUDA graphs (`torch.cuda.make_graphed_callables`), and with `--compile` torch.compile.
-The planned run is as many steps as plain fp32 makes in `--seconds`; of the default all seconds of
-the fit count, with what it measures. All in one process, the default before the arms by hand.
+The planned run is as many steps as plain fp32 makes in `--seconds`. Each arm is a forked process,
+so each loads its kernels itself, and all its seconds count from data and model on the CPU on: by
+hand what comes before the timed steps and those steps, by default the whole fit with what it
+measures.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,6 +29,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
 
 import torch
+import torch._dynamo  # making an optimizer imports it, which takes seconds, in each forked process
 from breadth_models import FAMILIES, Family
 
 import flatout
@@ -110,36 +115,42 @@ def finished(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def by_hand(family: Family, arm: str, data: Part, size: int, seconds: float) -> dict[str, float]:
-    """The median seconds of a step over some windows, and those of what is made once."""
-    device = data[0].device
-    precision = torch.get_float32_matmul_precision()
+def data_of(name: str) -> Part:
+    """The samples of a family, on the CPU."""
+    torch.manual_seed(1)
+    x = FAMILIES[name].inputs(BATCHES * SIZES[name])
+    return x, FAMILIES[name].targets(x)
+
+
+def by_hand(name: str, arm: str, seconds: float, device: str) -> dict[str, float]:
+    """The median seconds of a step over some windows, and those that come before all steps."""
     torch.set_float32_matmul_precision("high" if "tf32" in arm else "highest")
-    try:
-        loop = ByHand(family, arm, data)
-        began = finished(device)
-        if "graph" in arm and device.type == "cuda":
-            loop.graph(size)
-        for _ in range(WARM_UP):
+    size, (x, y) = SIZES[name], data_of(name)
+    place = torch.device(device)
+    torch.zeros(1, device=place)  # a process has its context
+    began = finished(place)
+    loop = ByHand(FAMILIES[name], arm, (x.to(place), y.to(place)))
+    if "graph" in arm and place.type == "cuda":
+        loop.graph(size)
+    for _ in range(WARM_UP):
+        loop.step(size)
+    warm = finished(place)
+    loop.step(size)
+    loop.step(size)
+    steps = max(3, round(seconds / WINDOWS / (finished(place) - warm) * 2))
+    windows = []
+    for _ in range(WINDOWS):
+        start = finished(place)
+        for _ in range(steps):
             loop.step(size)
-        warm = finished(device)
-        loop.step(size)
-        loop.step(size)
-        steps = max(3, round(seconds / WINDOWS / (finished(device) - warm) * 2))
-        windows = []
-        for _ in range(WINDOWS):
-            start = finished(device)
-            for _ in range(steps):
-                loop.step(size)
-            windows.append((finished(device) - start) / steps)
-    finally:
-        torch.set_float32_matmul_precision(precision)
-    is_made = any(part in arm for part in ("graph", "compile"))
-    return {"step_s": median(windows), "setup_s": warm - began if is_made else 0.0}
+        windows.append((finished(place) - start) / steps)
+    step_s = median(windows)
+    return {"step_s": step_s, "setup_s": max(0.0, warm - began - WARM_UP * step_s)}
 
 
-def by_default(family: Family, data: Part, size: int, steps: int, device: str) -> dict[str, Any]:
+def by_default(name: str, steps: int, device: str) -> dict[str, Any]:
     """What a Trainer with nothing set takes for about so many steps, with an empty cache."""
+    family, size, (x, y) = FAMILIES[name], SIZES[name], data_of(name)
     torch.manual_seed(0)
     model = family.model()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -148,11 +159,13 @@ def by_default(family: Family, data: Part, size: int, steps: int, device: str) -
     trainer = flatout.Trainer(
         model, loss=family.loss, optimizer=optimizer, say=said.append, recipe=recipe
     )
-    began = finished(torch.device(device))
+    place = torch.device(device)
+    torch.zeros(1, device=place)
+    began = finished(place)
     history = trainer.fit(
-        *data, batch_size=size, epochs=max(1, round(steps / BATCHES)), progress=False
+        x, y, batch_size=size, epochs=max(1, round(steps / BATCHES)), progress=False
     )
-    seconds = finished(torch.device(device)) - began
+    seconds = finished(place) - began
     times = history.step_times
     last = times[-max(1, len(times) // 3) :]
     tuning = history.tuning or {"before_first_step_s": 0.0, "lost_s": 0.0}
@@ -172,41 +185,61 @@ def by_default(family: Family, data: Part, size: int, steps: int, device: str) -
     }
 
 
-def measure(name: str, a: argparse.Namespace, cache: Callable[[], None]) -> dict[str, Any]:
+def forked(what: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function gives in a process of its own, with an empty cache."""
+
+    def run(end: Connection) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            os.environ["FLATOUT_CACHE"] = folder
+            try:
+                end.send(what(*arguments))
+            except RuntimeError as error:
+                end.send(error)
+
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=run, args=(theirs,))
+    process.start()
+    theirs.close()
+    try:
+        found = ours.recv()
+    except EOFError:
+        found = RuntimeError(f"{what.__name__}{arguments} ended without a result")
+    process.join()
+    if isinstance(found, RuntimeError):
+        raise found
+    return found
+
+
+def measure(name: str, a: argparse.Namespace) -> dict[str, Any]:
     """All arms of a family, and what the default came to."""
-    family, size = FAMILIES[name], SIZES[name]
-    torch.manual_seed(1)
-    x = family.inputs(BATCHES * size)
-    y = family.targets(x)
-    here = x.to(a.device), y.to(a.device)
-    probe = by_hand(family, "fp32", here, size, 0.3)["step_s"]
-    steps = max(48, round(a.seconds / probe))
-    cache()
-    fit = by_default(family, (x, y), size, steps, a.device)
     found, failed = {}, {}
     for arm in arms(name, compiles=a.compile):
+        plain = "fp32" if arm == "again" else arm
         try:
-            found[arm] = by_hand(family, "fp32" if arm == "again" else arm, here, size, a.window)
+            found[arm] = forked(by_hand, name, plain, a.window, a.device)
         except RuntimeError as error:  # an expert would leave it, too
             failed[arm] = str(error).splitlines()[0]
     step_s = {arm: one["step_s"] for arm, one in found.items()}
+    setup_s = {arm: one["setup_s"] for arm, one in found.items()}
     again = step_s.pop("again") / step_s["fp32"]
-    plain, made = step_s["fp32"] * min(1.0, again), fit["steps"]
-    hand = {arm: made * step + found[arm]["setup_s"] for arm, step in step_s.items()}
+    step_s["fp32"] *= min(1.0, again)
+    fit = forked(by_default, name, max(48, round(a.seconds / step_s["fp32"])), a.device)
+    hand = {arm: fit["steps"] * step + setup_s[arm] for arm, step in step_s.items()}
     best = min(hand, key=lambda arm: hand[arm])
     return {
         "family": name,
-        "batch": size,
-        "steps": made,
-        "plain_s": plain,
+        "batch": SIZES[name],
+        "steps": fit["steps"],
+        "plain_s": step_s["fp32"],
         "again": again,
         "hand_s": step_s,
+        "setup_s": setup_s,
         "failed": failed,
         "best": best,
         "vs_hand": hand[best] / fit["fit_s"],
-        "vs_plain": made * plain / fit["fit_s"],
+        "vs_plain": hand["fp32"] / fit["fit_s"],
         "steady_vs_hand": step_s[best] / fit["step_s"],
-        "steady_vs_plain": plain / fit["step_s"],
+        "steady_vs_plain": step_s["fp32"] / fit["step_s"],
         "before_s": fit["before_s"],
         "tuning_share": (fit["before_s"] + fit["lost_s"]) / fit["fit_s"],
         "fit": fit,
@@ -253,21 +286,17 @@ def main() -> int:
     )
     add_json_argument(parser)
     parser.add_argument("--check", action="store_true", help="exit 1 if a key is not met")
-    parser.add_argument("--seconds", type=float, default=8.0, help="of the plain run")
-    parser.add_argument("--window", type=float, default=0.9, help="seconds of an arm by hand")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of the plain run")
+    parser.add_argument("--window", type=float, default=0.6, help="seconds of an arm by hand")
     parser.add_argument("--only", nargs="*", choices=SIZES)
     parser.add_argument("--compile", action="store_true", help="torch.compile by hand, too")
     parser.add_argument("--device", default="cuda:0", help="cpu tries the bench itself")
     a = parser.parse_args()
     rows = []
-    with tempfile.TemporaryDirectory() as folder:
-
-        def fresh_cache() -> None:
-            os.environ["FLATOUT_CACHE"] = tempfile.mkdtemp(dir=folder)
-
-        for name in a.only or SIZES:
-            rows.append(measure(name, a, fresh_cache))
-            print(*line(rows[-1]), sep="  ", file=sys.stderr, flush=True)
+    for name in a.only or SIZES:
+        rows.append(measure(name, a))
+        print(*line(rows[-1]), sep="  ", file=sys.stderr, flush=True)
+    # Last: a process that has CUDA cannot fork one that uses it.
     name = torch.cuda.get_device_name() if a.device.startswith("cuda") else "a CPU"
     results = Results(
         title=f"On {name}, planned for {a.seconds:g} s of plain steps",
