@@ -358,7 +358,7 @@ def test_workers_are_proven_for_a_script_that_input_limits(written, device, monk
     given = prove(
         Verdict([seen], {}, None, [workers], [], []),
         [script.name],
-        budget_s=48,
+        budget_s=100,
         allow=Parity.REDRAWN,
         told=lines.append,
     )

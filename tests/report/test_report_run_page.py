@@ -69,8 +69,13 @@ def test_the_page_of_a_run_says_what_was_trained_and_why(tmp_path):
 
 
 def test_pages_of_several_draw_their_curves_over_each_other(tmp_path):
-    found = Parsed(written(make_run(tmp_path / "a"), make_run(tmp_path / "b", ms=60.0)))
+    on_gpu = profile(tmp_path / "b", ms=60.0)
+    machine = {**on_gpu.ranks[0].machine, "gpus": ["NVIDIA H100"] * 2}
+    on_gpu = replace(on_gpu, ranks=[replace(on_gpu.ranks[0], device="cuda:0", machine=machine)])
+    found = Parsed(written(make_run(tmp_path / "a"), make_run(tmp_path / "b", on_gpu)))
     assert "b is 50% slower [" in found.words
+    assert "device cuda:0 (NVIDIA H100), " in found.words
+    assert "device cpu (" in found.words
     assert "b against a" in found.words
     lines = [attributes["class"] for tag, attributes in found.tags if tag == "polyline"]
     assert lines.count("a") == lines.count("b") >= 4

@@ -162,6 +162,7 @@ def facts(run: SeenRun) -> Iterator[tuple[str, str]]:
     frozen = model["parameters"] - model["trained"]
     rest = f", {count_words(frozen)} of them frozen" if frozen else ""
     yield "model", f"{model['name']}, {count_words(model['parameters'])} parameters{rest}"
+    yield "device", _device_words(profile)
     if profile.data is not None:
         yield "data", _data_words(profile.data)
     for name in ("loss", "metrics", "optimizer 1", "scheduler", "epochs", "seed"):
@@ -189,6 +190,15 @@ def facts(run: SeenRun) -> Iterator[tuple[str, str]]:
     )
     yield from _traffic(profile)
     yield "began", _when(profile.began)
+
+
+def _device_words(profile: Profile) -> str:
+    """Where the first rank computed, such as `cuda:0 (NVIDIA H100), 8 threads`."""
+    first = profile.ranks[0]
+    gpus = dict.fromkeys(first.machine.get("gpus") or ())
+    processor = ", ".join(gpus) if first.device.startswith("cuda") else first.machine.get("cpu")
+    name = f" ({processor})" if processor else ""
+    return f"{first.device}{name}, {counted(first.threads, 'thread')}"
 
 
 def _traffic(profile: Profile) -> Iterator[tuple[str, str]]:
@@ -308,7 +318,6 @@ def _trials_of(tuning: Mapping[str, Any]) -> Iterator[Trial]:
 def _environment(profile: Profile) -> Iterator[tuple[str, str]]:
     first = profile.ranks[0]
     yield "host", ", ".join(dict.fromkeys(rank.host for rank in profile.ranks))
-    yield "device", f"{first.device}, {counted(first.threads, 'thread')}"
     for name, value in first.machine.items():
         if name not in profile.versions and value not in ([], None, ""):
             yield name.replace("_", " "), plain(value)
