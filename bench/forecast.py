@@ -31,7 +31,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from flatout.forecast import Asked, Forecast, Network, network_in, script, sizes_of
+from flatout.forecast import Forecast, ForecastOptions, Network, network_in, script, sizes_of
 from flatout.measure import Profile
 from lab import Host, lab, on_host, why_not
 from restarts import PEERS, end_peers_on_sigterm
@@ -191,7 +191,7 @@ def _predicted(
     truth: dict[int, float],
 ) -> list[Case]:
     more = tuple(count for count in HOSTS if count > len(runs))
-    asked = Asked(hosts=more, network=network, keeps_rank_batch=True, settings=JOBS[job])
+    asked = ForecastOptions(hosts=more, network=network, keeps_rank_batch=True, settings=JOBS[job])
     (side,) = Forecast.of(runs, asked).sides
     return [
         Case(

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import flatout
-from flatout.forecast import Asked, Forecast
+from flatout.forecast import Forecast, ForecastOptions
 from flatout.forecast.decisions import decisions
 from flatout.measure import Profile, Timeline, cuda_lanes
 from results import Key, Results, add_arguments, finish
@@ -128,7 +128,7 @@ def main() -> int:
                 lines.append([f"{name}, {how}", *rates, *parts])
         on_cpu = train("large steps", "cpu", folder / "cpu", batches=BATCHES_ON_CPU)
         on_gpu = folder / "large steps False"
-        forecast = Forecast.of([str(folder / "cpu"), str(on_gpu)], Asked())
+        forecast = Forecast.of([str(folder / "cpu"), str(on_gpu)], ForecastOptions())
         decided = [one for one in decisions(forecast) if one.about == "device"]
         factor = rate_of_epochs(Profile.read(on_gpu)) / rate_of_epochs(on_cpu)
     said = decided[0].number if decided else None

@@ -14,7 +14,7 @@ from torch import distributed
 from flatout.cures.cache import Cached
 from flatout.cures.ddp import _all_reduce
 from flatout.cures.install import CURES, in_words, is_tested, wanted
-from flatout.cures.later import Later
+from flatout.cures.later import DeferredNumber
 from flatout.cures.sample_store import Store, form_of
 from flatout.data.execution.unchanged import Attributes
 from flatout.recipe import FIELDS, PLAIN, SETTINGS, Choice, Parity, Recipe
@@ -77,7 +77,7 @@ class Fetched:
         self.waits = 0
 
     def later(self):
-        return Later(self.fetch, lambda: self.is_here, type(self.value))
+        return DeferredNumber(self.fetch, lambda: self.is_here, type(self.value))
 
     def fetch(self):
         self.waits += not self.is_here

@@ -26,7 +26,7 @@ from flatout.errors import DataError
 
 pytest.importorskip("pyarrow")
 
-from flatout.data.sources.arrow_schema import Wanted
+from flatout.data.sources.arrow_schema import ColumnOptions
 from flatout.data.sources.csv_rows import csv_rows
 
 
@@ -43,7 +43,11 @@ def _all(pipeline, batch=100):
 
 def _rows(path, on_error="fail", max_errors=100, schema=None, wanted=None, **given):
     return csv_rows(
-        find(path), wanted or Wanted(), ErrorPolicy(on_error, max_errors), schema=schema, **given
+        find(path),
+        wanted or ColumnOptions(),
+        ErrorPolicy(on_error, max_errors),
+        schema=schema,
+        **given,
     )
 
 
@@ -252,7 +256,7 @@ def test_the_digest_follows_content_and_schema(tmp_path):
     path = _write(tmp_path / "a.csv", "a,b\n1,2\n")
     before = _rows(path).digest
     assert _rows(path).digest == before
-    assert _rows(path, wanted=Wanted(target="b")).digest != before
+    assert _rows(path, wanted=ColumnOptions(target="b")).digest != before
     _write(path, "a,b\n1,3\n")
     assert _rows(path).digest != before
 
@@ -318,7 +322,7 @@ def test_quoted_newlines_and_stray_quotes_through_pyarrow(tmp_path):
     content = 'text,n\nplain,0\na "stray" one,1\n"two\nlines",2\n"say """"hi""""",3\n"x, y",4\n'
     content += '5" pipe,5\n'
     path = _write(tmp_path / "a.csv", content)
-    rows = _rows(path, wanted=Wanted(categories={"text": texts}))
+    rows = _rows(path, wanted=ColumnOptions(categories={"text": texts}))
     assert rows.rows == 6
     for order in ([0, 1, 2, 3, 4, 5], [5, 2, 0, 3]):
         block = _take(rows, order)
@@ -328,7 +332,7 @@ def test_quoted_newlines_and_stray_quotes_through_pyarrow(tmp_path):
 
 def test_quotes_without_a_meaning(tmp_path):
     path = _write(tmp_path / "a.csv", 'a,t\n1,"x\n2,y"\n')
-    wanted = Wanted(categories={"t": ['"x', 'y"']})
+    wanted = ColumnOptions(categories={"t": ['"x', 'y"']})
     assert _take(_rows(path, wanted=wanted, quote="")).columns["t"].tolist() == [0, 1]
 
 
@@ -342,7 +346,7 @@ def test_a_quote_that_is_never_closed_is_named_and_never_skipped(tmp_path):
 def test_a_row_longer_than_what_is_looked_at_to_infer(tmp_path):
     long = "x" * (3 << 20)
     path = _write(tmp_path / "a.csv", f"a,t\n1,\n2,{long}\n3,\n")
-    assert _take(_rows(path, wanted=Wanted(unused=["t"]))).columns["a"].tolist() == [1, 2, 3]
+    assert _take(_rows(path, wanted=ColumnOptions(unused=["t"]))).columns["a"].tolist() == [1, 2, 3]
 
 
 # ---- what bad input gets ----
@@ -432,7 +436,7 @@ def test_the_schemas_default_fills_what_is_missing(tmp_path):
 def test_invalid_utf8_in_a_category(tmp_path):
     path = _write(tmp_path / "a.csv", b"t,a\nx,1\n\xff\xfe,2\n")
     _fails(path, "'t': expected text in UTF-8, found the byte 0xff", "a.csv:3 (byte 8)",
-           wanted=Wanted(categories={"t": ["x"]}))  # fmt: skip
+           wanted=ColumnOptions(categories={"t": ["x"]}))  # fmt: skip
 
 
 def test_a_carriage_return_inside_a_row(tmp_path):
@@ -539,13 +543,13 @@ def test_a_file_that_vanishes_or_changes(tmp_path):
     files = find(path)
     os.truncate(path, 0)
     with pytest.raises(DataError):
-        csv_rows(files, Wanted(), ErrorPolicy())
+        csv_rows(files, ColumnOptions(), ErrorPolicy())
     _write(path, "a,b\n1,2\n5,6\n")
     with pytest.raises(DataError, match="has changed while it was being read"):
-        csv_rows(files, Wanted(), ErrorPolicy())
+        csv_rows(files, ColumnOptions(), ErrorPolicy())
     path.unlink()
     with pytest.raises(DataError, match="cannot be read"):
-        csv_rows(files, Wanted(), ErrorPolicy())
+        csv_rows(files, ColumnOptions(), ErrorPolicy())
 
 
 def test_without_pyarrow_it_says_what_to_install(tmp_path):

@@ -8,7 +8,7 @@ import torch
 
 from flatout.data.features import device_rows
 from flatout.data.features.device_rows import features_give_way
-from flatout.data.features.later import Later
+from flatout.data.features.later import DeferredWriter
 from flatout.data.features.row_log import RowLog, RowPart
 from flatout.data.features.store import FeatureStore
 
@@ -94,7 +94,7 @@ def test_rows_give_way_where_memory_runs_out(store, reads):
 
 
 def test_rows_of_a_device_are_written_in_their_order_while_it_goes_on():
-    later, begins, written = Later(), Event(), []
+    later, begins, written = DeferredWriter(), Event(), []
 
     def write(copies):
         begins.wait()
@@ -113,7 +113,7 @@ def test_rows_of_a_device_are_written_in_their_order_while_it_goes_on():
 
 
 def test_what_kept_rows_from_being_written_is_told_once():
-    later = Later()
+    later = DeferredWriter()
 
     def fail(copies):
         raise ValueError("of this row")

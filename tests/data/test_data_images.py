@@ -430,7 +430,7 @@ def test_resizing_starts_no_threads(tmp_path, size):
 )
 def test_reduced_by_halves_and_never_below_the_result(stored, size, resize, expected):
     header = image_decode.Header(*stored, 1, True, 1, 0)
-    look = image_decode.Look(size, resize, 3, True)
+    look = image_decode.ImageForm(size, resize, 3, True)
     assert image_decode.scratch_bytes(header, look) == 3 * expected[0] * expected[1]
 
 

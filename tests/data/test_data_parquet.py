@@ -25,7 +25,7 @@ pa = pytest.importorskip("pyarrow")
 import pyarrow.feather as feather  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
 
-from flatout.data.sources.arrow_schema import Wanted  # noqa: E402
+from flatout.data.sources.arrow_schema import ColumnOptions  # noqa: E402
 from flatout.data.sources.table_chunks import ArrowFile, ParquetFile, table_chunks  # noqa: E402
 
 _KINDS = ["parquet", "arrow"]
@@ -57,7 +57,7 @@ def _all(pipeline, batch=1000):
 def _chunks(path, schema=None, **wanted):
     kind = "parquet" if str(path).endswith("parquet") else "arrow"
     kinds = {"parquet": ParquetFile, "arrow": ArrowFile}
-    return table_chunks(kind, [kinds[kind](f) for f in find(path)], schema, Wanted(**wanted))
+    return table_chunks(kind, [kinds[kind](f) for f in find(path)], schema, ColumnOptions(**wanted))
 
 
 # ---- what comes out ----

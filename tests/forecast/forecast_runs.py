@@ -8,7 +8,7 @@ import numpy as np
 
 from flatout.forecast.job import Job, Shape
 from flatout.forecast.overlap import cut
-from flatout.forecast.step import Draws, step_terms
+from flatout.forecast.step import MachineDraws, step_terms
 from flatout.measure import LANES
 from made_up_profiles import CPU_HOST, GPU_HOST, gpu_use, made_up
 
@@ -23,7 +23,7 @@ def truth(**changes):
         "hidden": 1.0, "rtt": 2e-4, "nic": 0.6 * 1.25e9, "summing": 2e10, "inside": 2e10,
         "input": np.inf, "total_input": np.inf,
     } | changes  # fmt: skip
-    return Draws(**{name: np.array([value]) for name, value in values.items()})
+    return MachineDraws(**{name: np.array([value]) for name, value in values.items()})
 
 
 def seconds_of(shape, machines=None, job=JOB):

@@ -9,9 +9,9 @@ from flatout.forecast import collectives
 from flatout.forecast.calibrate import calibrate, total_seconds
 from flatout.forecast.collectives import Link
 from flatout.forecast.interval import Spreading, conformal_factor
-from flatout.forecast.job import Job, Prior, Row, Sent, Shape
+from flatout.forecast.job import Job, Prior, ReductionTime, Shape, StepTime
 from flatout.forecast.overlap import Bucket, cut, exposed
-from flatout.forecast.step import Draws, sending, step_terms
+from flatout.forecast.step import MachineDraws, sending, step_terms
 from flatout.forecast.stragglers import Spread, expected_maximum, normal_maximum
 
 LINK = Link(np.array([1e-4]), np.array([1e-9]), np.array([1e-10]))
@@ -25,7 +25,7 @@ def known(**changes):
         "hidden": 1.0, "rtt": 2e-4, "nic": 1e9, "summing": 1e10, "inside": 1e10,
         "input": np.inf, "total_input": np.inf,
     } | changes  # fmt: skip
-    return Draws(**{name: np.array([value]) for name, value in values.items()})
+    return MachineDraws(**{name: np.array([value]) for name, value in values.items()})
 
 
 def test_collectives_move_what_they_must():
@@ -191,10 +191,11 @@ def test_calibration_finds_what_timed_steps_tell():
     truth = known(nic=6e8, hidden=0.4, fixed=0.3, spread=0.01)
     shapes = [Shape(1, 1, 64), Shape(1, 1, 16), Shape(2, 1, 64)]
     rows = [
-        Row(shape, float(sum(step_terms(job, shape, truth).values())[0]), 0.01) for shape in shapes
+        StepTime(shape, float(sum(step_terms(job, shape, truth).values())[0]), 0.01)
+        for shape in shapes
     ]
     prior = Prior(nic=(1e8, 1e9))
-    wanted = [Row(shape, 1.0) for shape in (Shape(4, 1, 64), Shape(2, 1, 16))]
+    wanted = [StepTime(shape, 1.0) for shape in (Shape(4, 1, 64), Shape(2, 1, 16))]
     found = calibrate(job, prior, rows)
     for row in wanted:
         exact = float(sum(step_terms(job, row.shape, truth).values())[0])
@@ -203,7 +204,7 @@ def test_calibration_finds_what_timed_steps_tell():
         assert after.low < exact < after.high
         assert after.high / after.low < 0.7 * before.high / before.low + 0.3
     # A reduction that was timed alone says how fast the network is.
-    sent = Sent(Shape(2, 1, 64), "all_reduce", 2e7, 0.0, 0.03)
+    sent = ReductionTime(Shape(2, 1, 64), "all_reduce", 2e7, 0.0, 0.03)
     sent = replace(sent, seconds=float(sending(job, sent, truth)[0]))
     told = calibrate(job, prior, rows[:1], [sent])
     rates = np.quantile(told.nic, (0.05, 0.95))
@@ -219,11 +220,11 @@ def test_many_reductions_alone_do_not_outweigh_the_steps():
     shape, rng = Shape(2, 1, 64), np.random.default_rng(0)
     sent = []
     for bytes in np.geomspace(1e5, 1e8, 30):
-        one = Sent(shape, "ring", float(bytes), 1.0, 0.03)
+        one = ReductionTime(shape, "ring", float(bytes), 1.0, 0.03)
         took = float(sending(job, one, machines)[0] * np.exp(rng.normal(0, 0.2)))
         sent.append(replace(one, seconds=took))
     rows = [
-        Row(one, float(sum(step_terms(job, one, machines).values())[0]), 0.01)
+        StepTime(one, float(sum(step_terms(job, one, machines).values())[0]), 0.01)
         for one in (Shape(1, 1, 64), shape)
     ]
     found = calibrate(job, Prior(nic=(1e8, 4e9)), rows, sent)
@@ -236,7 +237,7 @@ def test_many_reductions_alone_do_not_outweigh_the_steps():
 def test_calibration_is_the_same_each_time():
     job, rows = (
         Job(buckets=cut(1e8), batch=64),
-        [Row(Shape(1, 1, 64), 0.5), Row(Shape(1, 2, 64), 0.6)],
+        [StepTime(Shape(1, 1, 64), 0.5), StepTime(Shape(1, 2, 64), 0.6)],
     )
     one, other = (calibrate(job, Prior(), rows) for _ in range(2))
     assert np.array_equal(one.seconds, other.seconds)

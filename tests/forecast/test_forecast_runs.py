@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import flatout
 from flatout.cli.main import app
 from flatout.errors import FlatoutError
-from flatout.forecast import Asked, Forecast, Network, Prices, parse_settings
+from flatout.forecast import Forecast, ForecastOptions, Network, Prices, parse_settings
 from flatout.forecast.decisions import decisions
 from flatout.forecast.job import Shape
 from flatout.measure import Profile
@@ -30,7 +30,7 @@ def runs(tmp_path_factory):
 
 
 def forecast(runs, **asked):
-    return Forecast.of(runs, Asked(**{"network": LINE, "keeps_rank_batch": True} | asked))
+    return Forecast.of(runs, ForecastOptions(**{"network": LINE, "keeps_rank_batch": True} | asked))
 
 
 def decided(found, about):
@@ -227,7 +227,7 @@ def test_profiles_of_runs_on_a_cpu_and_a_gpu_decide(tmp_path):
     assert rank.machine["gpus"]
     assert rank.use["gpu"]
     assert rank.use["gpu_memory_bytes"]
-    found = Forecast.of([str(tmp_path / "cpu"), str(tmp_path / "cuda")], Asked())
+    found = Forecast.of([str(tmp_path / "cpu"), str(tmp_path / "cuda")], ForecastOptions())
     assert [side.measured.device for side in found.sides] == ["cpu", "cuda"]
     assert decided(found, "device").choice in ("the CPU", "the GPU")
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from flatout.cures import record
 from flatout.cures.ddp import Accumulation
 from flatout.cures.evaluation import without_graph
-from flatout.cures.steps import Steps
+from flatout.cures.steps import ScriptSteps
 from flatout.cures.zero_grad import drop_gradients
 from flatout.doctor.trials.recording import Record
 from flatout.hooks import ORDER, wrap
@@ -153,7 +153,7 @@ def test_backward_is_wrapped_in_order_by_all_rooms(comes, monkeypatch):
 
     def by_cures():
         record.begin({})
-        steps = Steps({})
+        steps = ScriptSteps({})
         without_graph(seam, steps)
         drop_gradients(seam, steps)
         ours = object.__new__(Accumulation)

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from flatout.kernels import Lower, Table, halves, in_float32, joined, table_rows
+from flatout.kernels import LowerBits, Table, halves, in_float32, joined, table_rows
 
 pytestmark = pytest.mark.skipif(not table_rows.available(), reason="the C extension is absent")
 
@@ -106,7 +106,7 @@ def of_rule(name, width, split):
         parts = [(None, None) if one is None else halves(one) for one in whole]
         whole, lower = zip(*parts, strict=True)
     last = torch.zeros(size, dtype=torch.int32)
-    table = Table(*whole, last, 1e-6, lower and Lower(*lower))
+    table = Table(*whole, last, 1e-6, lower and LowerBits(*lower))
     steps = table_rows.Steps(name, 0, 100)
     for count in range(1, 21):
         rows = (torch.rand(90, generator=draw) ** 3 * size).long().unique()

@@ -1,7 +1,6 @@
 import gc
 import json
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -179,17 +178,17 @@ def collected_by_hand():
 
 
 @pytest.mark.parametrize("lane", STEP_LANES)
-def test_collections_move_out_of_the_lane_they_interrupt(collected_by_hand, lane):
+def test_collections_move_out_of_the_lane_they_interrupt(collected_by_hand, fake_clock, lane):
     timeline = Timeline()
     recorded = dict.fromkeys(STEP_LANES, 0)
     timeline.start()
     for _ in range(3):
         # Each lane ends where the next begins, as in a loop that reads the clock once between.
-        reads = [time.perf_counter_ns()]
+        reads = [fake_clock()]
         for name in STEP_LANES:
             if name == lane:
                 gc.collect()
-            reads.append(time.perf_counter_ns())
+            reads.append(fake_clock())
         took = dict(zip(STEP_LANES, np.diff(reads).tolist(), strict=True))
         timeline.record(reads[0], **took)
         for name in STEP_LANES:
@@ -201,24 +200,24 @@ def test_collections_move_out_of_the_lane_they_interrupt(collected_by_hand, lane
     assert recorded == pytest.approx({name: total_ns[name] for name in STEP_LANES})
 
 
-def test_collections_between_steps_leave_idle_or_the_added_lane(collected_by_hand):
+def test_collections_between_steps_leave_idle_or_the_added_lane(collected_by_hand, fake_clock):
     timeline = Timeline()
     timeline.start()
-    first = time.perf_counter_ns()
+    first = fake_clock()
     timeline.record(first, 0, 0, 0, 0, 0, 0, 0)
     gc.collect()
-    second = time.perf_counter_ns()
+    second = fake_clock()
     timeline.record(second, 0, 0, 0, 0, 0, 0, 0)
     lanes = timeline.lanes()
     collected_in_idle = lanes["gc"] * 2e6
     assert collected_in_idle > 0
     assert lanes["idle"] * 2e6 == pytest.approx(second - first - collected_in_idle)
 
-    began = time.perf_counter_ns()
+    began = fake_clock()
     gc.collect()
-    evaluated = time.perf_counter_ns() - began
+    evaluated = fake_clock() - began
     timeline.add("evaluation", evaluated)
-    timeline.record(time.perf_counter_ns(), 0, 0, 0, 0, 0, 0, 0)
+    timeline.record(fake_clock(), 0, 0, 0, 0, 0, 0, 0)
     timeline.stop()
     lanes = timeline.lanes()
     collected_in_evaluation = lanes["gc"] * 3e6 - collected_in_idle
@@ -226,28 +225,28 @@ def test_collections_between_steps_leave_idle_or_the_added_lane(collected_by_han
     assert lanes["evaluation"] * 3e6 == pytest.approx(evaluated - collected_in_evaluation)
 
 
-def test_collections_count_only_between_start_and_stop(collected_by_hand):
+def test_collections_count_only_between_start_and_stop(collected_by_hand, fake_clock):
     timeline = Timeline()
-    start = time.perf_counter_ns()
+    start = fake_clock()
     gc.collect()
-    timeline.record(start, time.perf_counter_ns() - start, 0, 0, 0, 0, 0, 0)
+    timeline.record(start, fake_clock() - start, 0, 0, 0, 0, 0, 0)
     timeline.start()
     timeline.stop()
-    start = time.perf_counter_ns()
+    start = fake_clock()
     gc.collect()
-    timeline.record(start, time.perf_counter_ns() - start, 0, 0, 0, 0, 0, 0)
+    timeline.record(start, fake_clock() - start, 0, 0, 0, 0, 0, 0)
     assert timeline.lanes()["gc"] == 0
 
 
-def test_the_pause_between_stop_and_start_is_not_idle(collected_by_hand):
+def test_the_pause_between_stop_and_start_is_not_idle(collected_by_hand, fake_clock):
     timeline = Timeline()
     timeline.start()
-    first = time.perf_counter_ns()
+    first = fake_clock()
     timeline.record(first, 0, 0, 0, 0, 0, 0, 0)
     timeline.stop()
-    time.sleep(0.05)
+    fake_clock.sleep(0.05)
     timeline.start()
-    second = time.perf_counter_ns()
+    second = fake_clock()
     timeline.record(second, 0, 0, 0, 0, 0, 0, 0)
     timeline.stop()
     assert timeline.lanes()["idle"] * 2e6 <= second - first - 50e6

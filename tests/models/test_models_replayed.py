@@ -2,11 +2,11 @@
 
 import torch
 
-from flatout.models import Recording
+from flatout.models import InputRecording
 
 
 def recorded(make, *inputs):
-    with Recording(inputs) as recording:
+    with InputRecording(inputs) as recording:
         wanted = make(*inputs)
     return recording.of(wanted)
 

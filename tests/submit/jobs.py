@@ -5,7 +5,7 @@ import time
 from datetime import datetime
 from pathlib import Path
 
-from flatout.submit import Asked, job_of
+from flatout.submit import JobOptions, job_of
 
 NOW = datetime(2026, 11, 26, 12, 1)
 SMALL_JOB = Path(__file__).parents[1] / "world" / "small_job.py"
@@ -15,7 +15,7 @@ def job(root, *arguments, script="train.py", text="print('here')\n", **asked):
     """A job of a script, which is written where it is not there."""
     if script.endswith(".py") and not (root / script).exists():
         (root / script).write_text(text)
-    given = Asked(script, **{"arguments": arguments, "shared": ("/",), "threads": 1, **asked})
+    given = JobOptions(script, **{"arguments": arguments, "shared": ("/",), "threads": 1, **asked})
     return job_of(given, root, NOW)
 
 

@@ -9,7 +9,7 @@ from jobs import NOW, job
 from flatout.errors import FlatoutError, SubmitError
 from flatout.recipe import Recipe, dump
 from flatout.submit import (
-    Asked,
+    JobOptions,
     artifacts_of,
     job_of,
     ranks_of,
@@ -156,7 +156,7 @@ def test_what_is_refused(tmp_path, asked, said):
     (root / "train.py").write_text("")
     (tmp_path / "outside.py").write_text("")
     with pytest.raises(FlatoutError, match=said):
-        job_of(Asked(**{"script": "train.py", **asked}), root, NOW)
+        job_of(JobOptions(**{"script": "train.py", **asked}), root, NOW)
 
 
 def test_servers_are_taken_where_any_place_names_their_strategy(tmp_path):
@@ -184,7 +184,7 @@ def test_the_recipe_decides_threads_and_travels(tmp_path):
     recipe = Recipe().replace({"process.threads": 3, "compute.precision": "bf16"})
     dump(recipe, tmp_path / "flatout.toml")
     (tmp_path / "train.py").write_text("")
-    asked = Asked("train.py", recipe=str(tmp_path / "flatout.toml"), devices=2, gpus=0)
+    asked = JobOptions("train.py", recipe=str(tmp_path / "flatout.toml"), devices=2, gpus=0)
     made = job_of(asked, tmp_path, NOW)
     assert made.threads == 3
     assert made.command == ["flatout", "run", "--recipe", "../recipe.toml", "train.py"]

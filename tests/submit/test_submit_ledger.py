@@ -7,7 +7,7 @@ import jobs
 import pytest
 
 from flatout.errors import SubmitError
-from flatout.submit import NotSent, Sent, Unanswered, send, settle
+from flatout.submit import NotSent, SentJob, UnknownOutcome, send, settle
 from flatout.submit.ledger import REFUSED, SENDING, SENT, Entry, Ledger
 
 
@@ -31,15 +31,15 @@ class Cluster:
         self.came.append(key)
         if self.answer is not None:
             raise self.answer
-        return Sent("4711")
+        return SentJob("4711")
 
     def find(self, key, folder):
-        return Sent("4711") if self.knows and key in self.came else None
+        return SentJob("4711") if self.knows and key in self.came else None
 
 
 def test_a_sent_job_is_found_by_its_id_and_its_name(tmp_path):
     cluster, made = Cluster(None), job(tmp_path)
-    assert send(made, cluster, Ledger()) == Sent("4711")
+    assert send(made, cluster, Ledger()) == SentJob("4711")
     (entry,) = Ledger().entries()
     assert (entry.status, entry.id, entry.name) == (SENT, "4711", made.name)
     assert Ledger().find("4711") == Ledger().find(made.name) == entry
@@ -49,15 +49,15 @@ def test_a_sent_job_is_found_by_its_id_and_its_name(tmp_path):
 
 
 def test_without_an_answer_the_job_is_looked_for_and_never_sent_again(tmp_path):
-    cluster = Cluster(Unanswered("no answer of sbatch: timed out"))
-    assert send(job(tmp_path), cluster, Ledger(), wait_s=0.1) == Sent("4711")
+    cluster = Cluster(UnknownOutcome("no answer of sbatch: timed out"))
+    assert send(job(tmp_path), cluster, Ledger(), wait_s=0.1) == SentJob("4711")
     assert len(cluster.came) == 1
     assert Ledger().entries()[0].status == SENT
 
 
 def test_a_job_that_no_one_knows_of_stays_open_until_it_is_found(tmp_path):
-    cluster = Cluster(Unanswered("no answer of sbatch: timed out"), knows=False)
-    with pytest.raises(Unanswered, match="does not know it by now"):
+    cluster = Cluster(UnknownOutcome("no answer of sbatch: timed out"), knows=False)
+    with pytest.raises(UnknownOutcome, match="does not know it by now"):
         send(job(tmp_path), cluster, Ledger(), wait_s=0.1)
     (entry,) = Ledger().entries()
     assert entry.status == SENDING

@@ -5,7 +5,7 @@ import textwrap
 import pytest
 
 from flatout.errors import SubmitError
-from flatout.submit import Asked, inputs_seen
+from flatout.submit import JobOptions, inputs_seen
 from flatout.submit.looked import data_of
 
 SCRIPT = """
@@ -69,7 +69,7 @@ def test_a_script_is_seen_to_read_its_data(tmp_path, monkeypatch):
     held.write_bytes(b"0" * 5000)
     (root / "train.py").write_text(textwrap.dedent(SCRIPT))
     monkeypatch.chdir(root)
-    asked = Asked("train.py", arguments=(str(held),))
+    asked = JobOptions("train.py", arguments=(str(held),))
     found = inputs_seen(asked, root)
     assert sorted(found) == sorted(["day.svm", "images", str(held)])
     assert not (root / "out.txt").exists()
@@ -78,4 +78,4 @@ def test_a_script_is_seen_to_read_its_data(tmp_path, monkeypatch):
         inputs_seen(asked, root)
     assert "no such table" in no.value.where
     with pytest.raises(SubmitError, match="names what it reads"):
-        inputs_seen(Asked("flatout", arguments=("data", "convert")), root)
+        inputs_seen(JobOptions("flatout", arguments=("data", "convert")), root)

@@ -17,7 +17,7 @@ from flatout.recipe import Recipe
 from flatout.submit.sagemaker_request import channels, request
 from flatout.submit.sending import write
 from flatout.submit.states import State
-from flatout.submit.target import NotSent, Unanswered, target_of
+from flatout.submit.target import NotSent, UnknownOutcome, target_of
 
 boto3 = pytest.importorskip("boto3")
 stub = pytest.importorskip("botocore.stub")
@@ -269,7 +269,7 @@ def test_a_server_that_fails_may_have_taken_the_job(tmp_path, cloud):
     expect_upload(cloud)
     failing = {"service_error_code": "InternalFailure", "http_status_code": 500}
     cloud("sagemaker").add_client_error("create_training_job", **failing)
-    with pytest.raises(Unanswered, match="InternalFailure"):
+    with pytest.raises(UnknownOutcome, match="InternalFailure"):
         to.send(made, "k1")
 
 
@@ -282,7 +282,7 @@ def test_a_lost_answer_is_looked_for_by_its_tag(tmp_path, cloud, monkeypatch):
         raise errors.ReadTimeoutError(endpoint_url="https://sagemaker")
 
     monkeypatch.setattr(client, "create_training_job", late)
-    with pytest.raises(Unanswered):
+    with pytest.raises(UnknownOutcome):
         to.send(made, "k1")
     for key, found in (("k1", True), ("k2", False)):
         cloud("sagemaker").add_response("describe_training_job", described("InProgress"))

@@ -300,7 +300,7 @@ def follow(search, blocks, seconds, step_s, last=0):
             last += block.steps + block.settle
             total_s = took * (block.steps + block.settle)
             search.budget.elapsed_s += total_s
-            answer = auto_search.Measured(took, total_s, block.steps, last, 0.0)
+            answer = auto_search.BlockTimes(took, total_s, block.steps, last, 0.0)
 
 
 def test_what_was_chosen_is_not_among_what_is_not_taken():

@@ -575,7 +575,7 @@ def clock(interpreted, monkeypatch):
     made_step = Tuner.step
     # Batches come and are copied in no time: what that really takes is not of this clock.
     monkeypatch.setattr(Tuner, "step", lambda self, *given: made_step(self, *given[:-2], 0.0, 0.0))
-    for made in (Tuner, auto_capture.Beside):
+    for made in (Tuner, auto_capture.BackgroundCompile):
         monkeypatch.setattr(made, "__init__", partialmethod(made.__init__, clock=read))
     for name, seconds in (("_TRACE_S", 0), ("_COMPILE_S", 0.1), ("_BESIDE_S", 0.02)):
         monkeypatch.setattr(auto_capture, name, seconds)

@@ -20,7 +20,7 @@ from flatout.data import arrays
 from flatout.errors import DataError, ModelError
 from flatout.recipe import Memory, Recipe
 from flatout.train.contained import MEMORY, TIME, Child
-from flatout.train.largest_batch import LargestBatch, Try, search
+from flatout.train.largest_batch import LargestBatch, TriedStep, search
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -33,7 +33,7 @@ def of(most, *, fits=10**9, least=1, seconds=0.0):
 
     def attempt(samples):
         why = MEMORY if samples > fits else "" if samples >= least else "ValueError: too few"
-        return Try(samples, why, seconds * samples)
+        return TriedStep(samples, why, seconds * samples)
 
     return search(attempt, most)
 
@@ -67,12 +67,12 @@ def test_steps_that_would_take_too_long_are_not_tried():
 
 
 def test_what_is_said():
-    tried = (Try(2, "", 0.1), Try(64, "", 12.0))
+    tried = (TriedStep(2, "", 0.1), TriedStep(64, "", 12.0))
     words = LargestBatch(64, 1, 10**9, TIME, tried).words(
         torch.optim.SGD(nn.Linear(1, 1).parameters()), None
     )
     assert words.startswith("batch 64: a step took 12s, and larger ones were not tried (2 trials, ")
-    found = LargestBatch(32, 2, 10**9, MEMORY, (Try(16, "", 0.1), Try(17, MEMORY, 0.1)))
+    found = LargestBatch(32, 2, 10**9, MEMORY, (TriedStep(16, "", 0.1), TriedStep(17, MEMORY, 0.1)))
     assert found.words((), None) == (
         "batch 32 = 2 x 16: the most that fits in 1.0 GB of memory for each rank, 17 do not "
         "(2 trials, 0.2s); as where no batch is named"

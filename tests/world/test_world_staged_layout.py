@@ -12,7 +12,7 @@ from flatout.recipe import Recipe
 from flatout.strategies import check_settings
 from flatout.strategies.micro_batches import micro_batches, others_to_try
 from flatout.strategies.stage_chain import Chain
-from flatout.strategies.stage_cut import Measured, cut, measure, too_large
+from flatout.strategies.stage_cut import LayerTimes, cut, measure, too_large
 from flatout.strategies.stage_shapes import shape_of, shapes
 from flatout.strategies.staged_refusals import check_stage_count, check_stages
 
@@ -81,7 +81,7 @@ def test_the_cut_is_where_the_slowest_stage_is_least():
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(6)))
     chain = Chain(model)
     sizes = dict.fromkeys([*chain.inputs, *chain.calls], 10)
-    measured = Measured([1, 1, 1, 5, 1, 3], sizes, set())
+    measured = LayerTimes([1, 1, 1, 5, 1, 3], sizes, set())
     assert cut(chain, measured, 2, 0.0) == ([4], [8 / 12, 4 / 12])
     assert cut(chain, measured, 3, 0.0) == ([3, 4], [3 / 12, 5 / 12, 4 / 12])
     assert too_large([0.2, 0.6, 0.2], [(0, 3), (3, 4), (4, 6)]) == 1

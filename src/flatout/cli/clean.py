@@ -11,7 +11,7 @@ from flatout.console import printable
 from flatout.words import size_words
 
 if TYPE_CHECKING:
-    from flatout.doctor import Kept
+    from flatout.doctor import KeptFile
 
 
 def clean(
@@ -49,7 +49,7 @@ def clean(
         raise typer.Exit(1)
 
 
-def _print(entries: list[Kept], folder: str) -> None:
+def _print(entries: list[KeptFile], folder: str) -> None:
     from rich.table import Table
 
     from flatout.doctor import KINDS, not_marked

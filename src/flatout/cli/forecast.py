@@ -113,8 +113,8 @@ def forecast(
 ) -> None:
     """Say what more hosts would give a job, with intervals, from what its runs measured."""
     from flatout.forecast import (
-        Asked,
         Forecast,
+        ForecastOptions,
         Prices,
         Shown,
         parse_network,
@@ -128,7 +128,7 @@ def forecast(
         return
     if not runs:
         raise typer.BadParameter("name the folder of a run, or hosts with --measure")
-    asked = Asked(
+    asked = ForecastOptions(
         hosts=_counts(hosts),
         per_host=devices_per_host,
         network=None if network is None else parse_network(network),

@@ -14,7 +14,7 @@ from flatout.console import folded, printable, say_as_is
 from flatout.words import counted
 
 if TYPE_CHECKING:
-    from flatout.submit import Artifact, Asked, Job, Price, Target
+    from flatout.submit import Artifact, Job, JobOptions, Price, Target
 
 submit = typer.Typer(
     help="Write a job down for a cluster, show it, and send it there when you agree.",
@@ -161,9 +161,9 @@ def _command(target: str) -> Callable[..., None]:
             bool, typer.Option("--json", help="Print one JSON object; sends only with --yes.")
         ] = False,
     ) -> None:
-        from flatout.submit import Asked, inputs_seen, ranks_of, seeds_of
+        from flatout.submit import JobOptions, inputs_seen, ranks_of, seeds_of
 
-        asked = Asked(
+        asked = JobOptions(
             script=script,
             is_module=is_module,
             arguments=tuple(args or ()),
@@ -198,7 +198,7 @@ def _command(target: str) -> Callable[..., None]:
     return to_target
 
 
-def _submit(name: str, asked: Asked, *, dry_run: bool, yes: bool, as_json: bool) -> None:
+def _submit(name: str, asked: JobOptions, *, dry_run: bool, yes: bool, as_json: bool) -> None:
     """Write it, show it, ask, send it."""
     from datetime import datetime
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from flatout.cures.record import is_on, leave, took
 from flatout.cures.sample_store import Form, Store, are_same, form_of
-from flatout.cures.steps import Steps
+from flatout.cures.steps import ScriptSteps
 from flatout.cures.stream import Stream
 from flatout.data import Attributes
 from flatout.hooks import wrap
@@ -81,7 +81,7 @@ def _number(index: Any) -> int:
     return int(index) if isinstance(index, (int, np.integer)) else -1
 
 
-def keep_samples(torch: Any, steps: Steps) -> None:
+def keep_samples(torch: Any, steps: ScriptSteps) -> None:
     """Hooks into the iterators of DataLoaders, which hand their dataset on to their workers."""
     owner = sys.modules["torch.utils.data.dataloader"]._BaseDataLoaderIter
     known: dict[int, _Known] = {}

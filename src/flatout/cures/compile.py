@@ -7,13 +7,13 @@ from typing import Any
 from flatout.console import first_line
 from flatout.cures.record import leave, took
 from flatout.cures.roots import Call, Cure
-from flatout.cures.steps import Steps
+from flatout.cures.steps import ScriptSteps
 from flatout.observe import unwrapped
 
 FIELD = "compute.compile"
 
 
-def cure(torch: Any, steps: Steps) -> Cure:
+def cure(torch: Any, steps: ScriptSteps) -> Cure:
     """What is put around the calls of root modules."""
     return compiled
 

@@ -12,7 +12,7 @@ from weakref import ref
 import numpy as np
 
 from flatout.cures.dataset_now import DatasetNow
-from flatout.cures.kept_samples import FIELD, Kept, KeptSamples
+from flatout.cures.kept_samples import FIELD, KeptSamples, ModeStore
 from flatout.cures.layers import words_of
 from flatout.cures.record import leave, took
 from flatout.cures.roots import Call
@@ -203,7 +203,7 @@ class CutFeatures(KeptSamples):
         pairs = zip(rows, new, strict=True)
         return Features(joined_rows(row, item, there) for row, item in pairs)
 
-    def _opened(self, cut: Cut, inputs: Any) -> tuple[Kept, Features | None]:
+    def _opened(self, cut: Cut, inputs: Any) -> tuple[ModeStore, Features | None]:
         """The rows, and the batch's own where it had to be computed to know what a row holds."""
         if (kept := self._kept.get("")) is not None:
             return kept, None

@@ -8,7 +8,7 @@ from time import monotonic, sleep
 from typing import Any
 
 from flatout.cures.record import is_on, leave, took
-from flatout.cures.steps import Steps
+from flatout.cures.steps import ScriptSteps
 from flatout.hooks import wrap
 
 SYNC, SEARCH = "script.gradient_sync", "script.unused_parameters"
@@ -24,7 +24,7 @@ class Search:
     Until then the search is made as written, so that an unused parameter costs nothing but time.
     """
 
-    def __init__(self, torch: Any, steps: Steps) -> None:
+    def __init__(self, torch: Any, steps: ScriptSteps) -> None:
         self._torch = torch
         self._steps = steps
         self._watched: dict[Any, _Used] = {}
@@ -119,7 +119,7 @@ class Accumulation:
     last batches, the gradients that are there are added up before it, and before they are clipped.
     """
 
-    def __init__(self, torch: Any, steps: Steps) -> None:
+    def __init__(self, torch: Any, steps: ScriptSteps) -> None:
         self._torch = torch
         self._steps = steps
         self._seen: dict[Any, _Micro] = {}

@@ -6,19 +6,19 @@ from threading import get_ident
 from typing import Any
 
 from flatout.cures.record import is_on, took
-from flatout.cures.steps import Steps, caller
+from flatout.cures.steps import ScriptSteps, caller
 from flatout.hooks import wrap
 
 FIELD = "script.empty_cache"
 
 
-def skip_empty_cache(torch: Any, steps: Steps) -> None:
+def skip_empty_cache(torch: Any, steps: ScriptSteps) -> None:
     """Hooks into torch.cuda.empty_cache: a call that comes in each step does nothing."""
     for module in (torch.cuda, torch.cuda.memory):
         wrap(module, "empty_cache", "cures", _skipped, steps)
 
 
-def _skipped(original: Any, steps: Steps) -> Any:
+def _skipped(original: Any, steps: ScriptSteps) -> Any:
     def empty_cache() -> None:
         if get_ident() == steps.thread and is_on() and steps.is_in_each(caller()):
             took(FIELD, "the device's memory is kept")

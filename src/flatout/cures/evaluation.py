@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatout.cures.record import leave, took
 from flatout.cures.roots import Call, Cure
-from flatout.cures.steps import Steps
+from flatout.cures.steps import ScriptSteps
 from flatout.errors import ModelError
 from flatout.hooks import wrap
 
@@ -19,7 +19,7 @@ FIELD = "script.evaluation"
 _WATCHED = 3
 
 
-def without_graph(torch: Any, steps: Steps) -> Cure:
+def without_graph(torch: Any, steps: ScriptSteps) -> Cure:
     """Calls of a root module in eval mode, once it was trained in train mode, have no graph.
 
     Some scripts differentiate what a model computes in eval mode. So the first calls after a step
@@ -51,7 +51,7 @@ class _Evaluated:
     """The calls of one module."""
 
     def __init__(
-        self, torch: Any, steps: Steps, name: str, call: Call, evaluated: dict[str, int]
+        self, torch: Any, steps: ScriptSteps, name: str, call: Call, evaluated: dict[str, int]
     ) -> None:
         self._torch = torch
         self._steps = steps

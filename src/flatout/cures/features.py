@@ -14,17 +14,17 @@ from weakref import ref
 
 from flatout.cures.cut_features import CutFeatures
 from flatout.cures.dataset_now import DatasetNow
-from flatout.cures.kept_samples import FIELD, Kept, KeptSamples
+from flatout.cures.kept_samples import FIELD, KeptSamples, ModeStore
 from flatout.cures.layers import layers_of, tensors_of
 from flatout.cures.record import applied, leave, took
 from flatout.cures.roots import Call, Cure
-from flatout.cures.steps import Steps
+from flatout.cures.steps import ScriptSteps
 from flatout.data import RowPart, sample_names
 from flatout.hooks import is_anything_compiled
 from flatout.observe import acts_in_training, frozen_parts
 
 
-def cure(torch: Any, steps: Steps) -> Cure:
+def cure(torch: Any, steps: ScriptSteps) -> Cure:
     """What is put around the calls of root modules."""
     now = DatasetNow()
     now.watch()
@@ -255,7 +255,7 @@ class Features(KeptSamples):
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         return kind, dtype, *(inner.training for inner in part.modules())
 
-    def _opened(self, mode: Any, given: Any, samples: int) -> Kept | None:
+    def _opened(self, mode: Any, given: Any, samples: int) -> ModeStore | None:
         """The rows of a mode, of which these are the first."""
         if type(given) is not self._torch.Tensor or given.shape[:1] != (samples,):
             self._end(f"{self._name} gives something else than a row for each sample")

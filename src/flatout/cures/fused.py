@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from flatout.cures.record import leave, took
-from flatout.cures.steps import Steps
+from flatout.cures.steps import ScriptSteps
 
 FIELD = "compute.fused_optimizer"
 
 
-def fuse_steps(torch: Any, steps: Steps) -> None:
+def fuse_steps(torch: Any, steps: ScriptSteps) -> None:
     """Looks at each optimizer before it steps; one whose state was loaded is fused again."""
     refused: set[int] = set()
 

@@ -10,7 +10,7 @@ from time import monotonic
 from typing import Any
 
 from flatout.cures.record import is_on, took
-from flatout.cures.steps import Steps, caller
+from flatout.cures.steps import ScriptSteps, caller
 from flatout.hooks import wrap
 from flatout.measure import resident_bytes
 
@@ -28,7 +28,7 @@ class Garbage:
     script asks for in each step is left out; others are made.
     """
 
-    def __init__(self, torch: Any, steps: Steps) -> None:
+    def __init__(self, torch: Any, steps: ScriptSteps) -> None:
         self._steps = steps
         self._collect = gc.collect
         self._resident = 0

@@ -10,16 +10,16 @@ import json
 from threading import get_ident
 from typing import Any
 
-from flatout.cures.later import Later
+from flatout.cures.later import DeferredNumber
 from flatout.cures.record import is_on, leave, took
-from flatout.cures.steps import Steps, caller
+from flatout.cures.steps import ScriptSteps, caller
 from flatout.hooks import wrap
 from flatout.observe import is_users
 
 FIELD = "script.host_syncs"
 
 
-def defer(torch: Any, steps: Steps) -> None:
+def defer(torch: Any, steps: ScriptSteps) -> None:
     """Hooks into Tensor.item, for calls that the script makes in each step.
 
     `float(tensor)`, `if tensor:` and the like must give the number at once: they stay as written.
@@ -31,7 +31,7 @@ def defer(torch: Any, steps: Steps) -> None:
     wrap(json.JSONEncoder, "default", "cures", _as_number)
 
 
-def _deferred(original: Any, torch: Any, steps: Steps) -> Any:
+def _deferred(original: Any, torch: Any, steps: ScriptSteps) -> Any:
     is_compiling = torch.compiler.is_compiling
 
     def item(tensor: Any) -> Any:
@@ -48,7 +48,7 @@ def _deferred(original: Any, torch: Any, steps: Steps) -> Any:
     return item
 
 
-def _later(torch: Any, tensor: Any, item: Any) -> Later:
+def _later(torch: Any, tensor: Any, item: Any) -> DeferredNumber:
     host = torch.empty((), dtype=tensor.dtype, pin_memory=True)
     host.copy_(tensor.detach().reshape(()), non_blocking=True)
     event = torch.cuda.Event()
@@ -62,11 +62,11 @@ def _later(torch: Any, tensor: Any, item: Any) -> Later:
         kind: type = bool
     else:
         kind = float if tensor.is_floating_point() else int
-    return Later(fetch, event.query, kind)
+    return DeferredNumber(fetch, event.query, kind)
 
 
 def _as_number(original: Any) -> Any:
     def default(encoder: Any, value: Any) -> Any:
-        return value.value if type(value) is Later else original(encoder, value)
+        return value.value if type(value) is DeferredNumber else original(encoder, value)
 
     return default

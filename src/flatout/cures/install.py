@@ -7,7 +7,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from flatout.cures import record
-from flatout.cures.steps import Steps
+from flatout.cures.steps import ScriptSteps
 from flatout.hooks import skip_our_frames, when_imported
 from flatout.recipe import FIELDS, SETTINGS, Recipe
 
@@ -80,7 +80,7 @@ def _hook(torch: Any, asked: dict[str, Any]) -> None:
         return
     from flatout.cures.roots import Roots
 
-    steps = Steps(asked)
+    steps = ScriptSteps(asked)
     steps.watch(torch)
     atexit.register(record.tell_unmet)
     # Those around a model's calls first, the innermost before the others.

@@ -32,7 +32,7 @@ _NAMES = 1 << 19
 
 
 @dataclass
-class Kept:
+class ModeStore:
     """A store of what layers give in one mode.
 
     Attributes:
@@ -85,7 +85,7 @@ class KeptSamples:
         self._now = now
         self._given: dict[int, _Given] = {}  # by dataset
         self._is_over = False
-        self._kept: dict[Any, Kept] = {}  # by mode
+        self._kept: dict[Any, ModeStore] = {}  # by mode
         # Names of samples that are not kept, while none came again; None where they are.
         self._doubted: set[bytes] | None = None
         self._is_proven = False  # that samples do come again
@@ -110,7 +110,7 @@ class KeptSamples:
 
     def _begin(
         self, mode: Any, parts: list[RowPart], tensors: Any, facts: Any, device: Any
-    ) -> Kept:
+    ) -> ModeStore:
         """Open the rows of a mode.
 
         Args:
@@ -127,11 +127,11 @@ class KeptSamples:
             expected = 0 if dataset is None else dataset.samples or 0
             store.lie_on(device, len(parts), expected, share=_DEVICE_SHARE)
         store.say = lambda line: leave(FIELD, line.removeprefix("features: "))
-        self._kept[mode] = kept = Kept(store, parts, store.kept)
+        self._kept[mode] = kept = ModeStore(store, parts, store.kept)
         fill(is_full=False)
         return kept
 
-    def _look(self, kept: Kept, names: list[bytes]) -> Any:
+    def _look(self, kept: ModeStore, names: list[bytes]) -> Any:
         """Where the rows of samples are; -1 where there is none."""
         places = kept.store.places(names)
         kept.has_come_again |= bool((places >= 0).any())
@@ -139,7 +139,7 @@ class KeptSamples:
             fill(is_full=True)
         return places
 
-    def _keep(self, kept: Kept, names: list[bytes], given: Sequence[Any], again: int) -> None:
+    def _keep(self, kept: ModeStore, names: list[bytes], given: Sequence[Any], again: int) -> None:
         """Keep rows of samples, unless they seem to be other ones each time.
 
         Args:
@@ -167,7 +167,7 @@ class KeptSamples:
         elif not is_known and not self._is_proven and store.bytes > _UNPROVEN * store.free:
             self._doubt(why)
 
-    def _is_random(self, kept: Kept, new: int, again: int) -> bool:
+    def _is_random(self, kept: ModeStore, new: int, again: int) -> bool:
         """Whether the samples' dataset has given more than it has, and none of them again."""
         dataset = self._now.dataset
         if dataset is None:

@@ -10,7 +10,7 @@ from typing import Any
 _DEEPEST = 64
 
 
-class Later:
+class DeferredNumber:
     """A float, int or bool that is not here yet: sums and products of it are not either.
 
     Any other use waits for it: comparing, printing, converting. To isinstance it is what it will
@@ -104,38 +104,38 @@ class Later:
 
 
 def _known(value: Any) -> Any:
-    return value.value if type(value) is Later else value
+    return value.value if type(value) is DeferredNumber else value
 
 
 def _combined(name: str, a: Any, b: Any) -> Any:
-    """`a + b` or the like: a Later where one of them is not here yet."""
+    """`a + b` or the like: a DeferredNumber where one of them is not here yet."""
     apply = getattr(operator, name)
-    waiting = [x for x in (a, b) if type(x) is Later and not x.is_known()]
+    waiting = [x for x in (a, b) if type(x) is DeferredNumber and not x.is_known()]
     depth = 1 + max((x._depth for x in waiting), default=0)
     # A division by nothing belongs to the line that makes it, so that waits for the divisor.
-    is_at_once = name == "truediv" and (type(b) is Later or not b)
-    are_numbers = all(type(x) in (int, float, bool, Later) for x in (a, b))
+    is_at_once = name == "truediv" and (type(b) is DeferredNumber or not b)
+    are_numbers = all(type(x) in (int, float, bool, DeferredNumber) for x in (a, b))
     if not waiting or depth > _DEEPEST or is_at_once or not are_numbers:
         return apply(_known(a), _known(b))
     kind = type(apply(_one_like(a), _one_like(b)))
-    return Later(
+    return DeferredNumber(
         lambda: apply(_known(a), _known(b)), lambda: all(x.is_known() for x in waiting), kind, depth
     )
 
 
 def _one_like(value: Any) -> Any:
-    return value._kind(1) if type(value) is Later else type(value)(1)
+    return value._kind(1) if type(value) is DeferredNumber else type(value)(1)
 
 
 def _lazy(name: str) -> None:
-    setattr(Later, f"__{name}__", lambda self, other: _combined(name, self, other))
-    setattr(Later, f"__r{name}__", lambda self, other: _combined(name, other, self))
+    setattr(DeferredNumber, f"__{name}__", lambda self, other: _combined(name, self, other))
+    setattr(DeferredNumber, f"__r{name}__", lambda self, other: _combined(name, other, self))
 
 
 def _strict(name: str) -> None:
     apply = getattr(operator, name)
-    setattr(Later, f"__{name}__", lambda self, other: apply(self.value, _known(other)))
-    setattr(Later, f"__r{name}__", lambda self, other: apply(_known(other), self.value))
+    setattr(DeferredNumber, f"__{name}__", lambda self, other: apply(self.value, _known(other)))
+    setattr(DeferredNumber, f"__r{name}__", lambda self, other: apply(_known(other), self.value))
 
 
 for _name in ("add", "sub", "mul", "truediv"):

@@ -12,7 +12,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from flatout.cures.record import is_on, leave, took
-from flatout.cures.steps import Steps, caller
+from flatout.cures.steps import ScriptSteps, caller
 from flatout.data import Attributes
 from flatout.devices import read_shm
 from flatout.hooks import wrap
@@ -33,7 +33,7 @@ class Loaders:
         steps: of the script.
     """
 
-    def __init__(self, torch: Any, steps: Steps) -> None:
+    def __init__(self, torch: Any, steps: ScriptSteps) -> None:
         self._torch = torch
         self._asked = steps.asked
         self._staying: WeakValueDictionary[int, Any] = WeakValueDictionary()

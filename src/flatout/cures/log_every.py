@@ -12,7 +12,7 @@ from typing import Any
 
 from flatout.console import say
 from flatout.cures.record import is_on, took
-from flatout.cures.steps import Steps, caller
+from flatout.cures.steps import ScriptSteps, caller
 from flatout.hooks import when_imported, wrap
 from flatout.observe import is_users
 from flatout.words import counted
@@ -31,7 +31,7 @@ class Log:
         steps: of the script.
     """
 
-    def __init__(self, torch: Any, steps: Steps) -> None:
+    def __init__(self, torch: Any, steps: ScriptSteps) -> None:
         self._steps = steps
         self._every = steps.asked[FIELD]
         self._process = os.getpid()

@@ -6,12 +6,12 @@ from typing import Any
 
 from flatout.cures.record import leave, took
 from flatout.cures.roots import Call, Cure
-from flatout.cures.steps import Steps
+from flatout.cures.steps import ScriptSteps
 
 FIELD = "compute.memory_format"
 
 
-def channels_last(torch: Any, steps: Steps) -> Cure:
+def channels_last(torch: Any, steps: ScriptSteps) -> Cure:
     """Lays out a root module with convolutions, and its 4-D inputs at each call."""
 
     def cure(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> Call:

@@ -6,13 +6,13 @@ from typing import Any
 
 from flatout.cures.record import is_on, leave, took
 from flatout.cures.roots import Call, Cure
-from flatout.cures.steps import Steps
+from flatout.cures.steps import ScriptSteps
 from flatout.hooks import wrap
 
 FIELD = "compute.precision"
 
 
-def autocast(torch: Any, steps: Steps) -> Cure | None:
+def autocast(torch: Any, steps: ScriptSteps) -> Cure | None:
     """What is put around the calls of root modules, where anything is."""
     match steps.asked[FIELD]:
         case "bf16":

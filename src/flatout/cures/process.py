@@ -7,14 +7,14 @@ from threading import get_ident
 from typing import Any
 
 from flatout.cures.record import is_on, leave, took, words_of
-from flatout.cures.steps import Steps
+from flatout.cures.steps import ScriptSteps
 from flatout.devices import allocator
 from flatout.devices import process as settings
 from flatout.hooks import wrap
 from flatout.recipe import Process
 
 
-def set_up(torch: Any, steps: Steps) -> None:
+def set_up(torch: Any, steps: ScriptSteps) -> None:
     """Applies, as a Loop does, what the Recipe asks of the process; torch has just been loaded."""
     fields = [field for field in steps.asked if field.startswith("process.")]
     late = settings.apply(Process(**{f.partition(".")[2]: steps.asked[f] for f in fields}))
@@ -31,7 +31,7 @@ def set_up(torch: Any, steps: Steps) -> None:
                 wrap(torch, "set_num_interop_threads", "cures", _keeping_interop_threads)
 
 
-def _keeping_threads(original: Any, steps: Steps, count: int) -> Any:
+def _keeping_threads(original: Any, steps: ScriptSteps, count: int) -> Any:
     """A number that the script sets before its first step gives way to the Recipe's.
 
     Workers set their own, and so does the thread that pins memory; what a script sets while it
@@ -58,7 +58,7 @@ def _keeping_interop_threads(original: Any) -> Any:
     return set_num_interop_threads
 
 
-def keep_memory(torch: Any, steps: Steps) -> None:
+def keep_memory(torch: Any, steps: ScriptSteps) -> None:
     """Sets the allocator so, if it is glibc's."""
     if allocator.current() == "keep" or allocator.keep_memory():
         took("memory.allocator", "allocator=keep")

@@ -9,7 +9,7 @@ from typing import Any
 from weakref import ref
 
 from flatout.cures.record import is_on
-from flatout.cures.steps import Steps
+from flatout.cures.steps import ScriptSteps
 from flatout.hooks import SEARCH_STEPS, ModuleCalls
 from flatout.observe import unwrapped
 
@@ -32,7 +32,7 @@ class Roots:
         cures: in the order in which they are put around the call, the innermost first.
     """
 
-    def __init__(self, torch: Any, steps: Steps, cures: list[Cure]) -> None:
+    def __init__(self, torch: Any, steps: ScriptSteps, cures: list[Cure]) -> None:
         self._torch = torch
         self._steps = steps
         self._cures = cures

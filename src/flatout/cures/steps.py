@@ -13,7 +13,7 @@ from flatout.cures.record import is_on, leave, took
 from flatout.hooks import wrap
 
 
-class Steps:
+class ScriptSteps:
     """The script's optimizers and how often they have stepped.
 
     Attributes:

@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 from flatout.cures.record import leave, took
-from flatout.cures.steps import Steps
+from flatout.cures.steps import ScriptSteps
 from flatout.hooks import is_anything_compiled, wrap
 
 FIELD = "compute.touched_rows"
@@ -21,7 +21,7 @@ _FEWEST_ROWS = 1000
 _WATCHED = 3  # steps
 
 
-def step_rows(torch: Any, steps: Steps) -> None:
+def step_rows(torch: Any, steps: ScriptSteps) -> None:
     """Hooks into the steps of optimizers, and into what clips gradients before them."""
     tables: dict[int, _Tables] = {}
 

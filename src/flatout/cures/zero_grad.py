@@ -8,13 +8,13 @@ from threading import get_ident
 from typing import Any
 
 from flatout.cures.record import is_on, leave, took
-from flatout.cures.steps import Steps
+from flatout.cures.steps import ScriptSteps
 from flatout.hooks import wrap
 
 FIELD = "script.zero_grad"
 
 
-def drop_gradients(torch: Any, steps: Steps) -> None:
+def drop_gradients(torch: Any, steps: ScriptSteps) -> None:
     """Hooks into zero_grad of optimizers and modules, and into backward passes.
 
     A gradient that was zero and that no backward pass fills is zero again afterwards: optimizers

@@ -17,7 +17,7 @@ from flatout.data.normalization import Normalization
 from flatout.data.order import order as drawn
 from flatout.data.origins import Gather, alone
 from flatout.data.pipeline import Pipeline
-from flatout.data.planner import Begun, build_rows
+from flatout.data.planner import FirstSamples, build_rows
 from flatout.data.stages import Normalize, Options
 from flatout.errors import DataError
 
@@ -71,7 +71,7 @@ class Mixture:
         """Rows of all that any rank has skipped since this was asked last."""
         return [line for part in self.parts for line in part.skipped(gather)]
 
-    def begin(self, options: Options, say: Callable[[str], None]) -> Begun:
+    def begin(self, options: Options, say: Callable[[str], None]) -> FirstSamples:
         """The samples of all, in their mixed order."""
         for part in self.parts:
             if part.sharded is not None and not part.has_own_rows:
@@ -91,7 +91,7 @@ class Mixture:
             counts = [int(total * weight + 1e-9) for weight in self.weights]
         if min(counts) < 1:
             raise DataError(f"mixing {sizes} samples by {self.weights} leaves a source without any")
-        return Begun(joined, mixed(orders, counts, sizes, self.seed))
+        return FirstSamples(joined, mixed(orders, counts, sizes, self.seed))
 
 
 def mix(*pipelines: Pipeline, weights: Sequence[float] | None = None, seed: int = 0) -> Pipeline:

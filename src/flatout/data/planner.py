@@ -61,7 +61,7 @@ from flatout.measure import usable_cpus
 
 
 @dataclass
-class Begun:
+class FirstSamples:
     """Samples where stages begin.
 
     Attributes:
@@ -342,11 +342,11 @@ def check(stages: Sequence[Stage]) -> None:
         stage.check(stages[:at], stages[at + 1 :])
 
 
-def _begun(origin: Any, options: Options, say: Callable[[str], None]) -> Begun:
+def _begun(origin: Any, options: Options, say: Callable[[str], None]) -> FirstSamples:
     if hasattr(origin, "begin"):
-        begun: Begun = origin.begin(options, say)
+        begun: FirstSamples = origin.begin(options, say)
         return begun
-    return Begun(Decoded(origin if is_rows(origin) else ChunkedRows(origin)))
+    return FirstSamples(Decoded(origin if is_rows(origin) else ChunkedRows(origin)))
 
 
 def _plan(
@@ -411,7 +411,7 @@ def _batches(plan: Plan, own_order: Order | None) -> BatchSampler:
     return batches
 
 
-def _program(plan: Plan, cut: BatchSampler, begun: Begun) -> Any:
+def _program(plan: Plan, cut: BatchSampler, begun: FirstSamples) -> Any:
     alone = cut.world_size == 1 and cut.even_steps is None and cut.passes == 1 and cut.last != "pad"
     is_changed = plan.blends or plan.functions
     if begun.direct is not None and plan.samples is plan.base and not is_changed and alone:

@@ -9,7 +9,7 @@ from flatout.doctor.finding import docs_page as docs_page
 from flatout.doctor.first_look import FirstLook as FirstLook
 from flatout.doctor.judge import Verdict as Verdict
 from flatout.doctor.kept import KINDS as KINDS
-from flatout.doctor.kept import Kept as Kept
+from flatout.doctor.kept import KeptFile as KeptFile
 from flatout.doctor.kept import not_marked as not_marked
 from flatout.doctor.kept import remove as remove
 from flatout.doctor.machine import MACHINE_CHECKS as MACHINE_CHECKS

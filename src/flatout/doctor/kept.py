@@ -36,7 +36,7 @@ _OF_PROCESS = re.compile(r"(\d+)(-[0-9a-f]{16})?(\.part|\.json)?")
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptFile:
     """One file or folder.
 
     Attributes:
@@ -56,18 +56,18 @@ class Kept:
         return {**asdict(self), "path": str(self.path)}
 
 
-def kept() -> list[Kept]:
+def kept() -> list[KeptFile]:
     """All of it, in the order of KINDS. What Flatout has not marked is not its own."""
     base = cache_folder()
     used = _used(base)
     return [
-        Kept(kind, path, _bytes(path), _is_used(kind, path, used))
+        KeptFile(kind, path, _bytes(path), _is_used(kind, path, used))
         for kind in KINDS
         for path in _paths(base, kind)
     ]
 
 
-def remove(some: Iterable[Kept]) -> list[Kept]:
+def remove(some: Iterable[KeptFile]) -> list[KeptFile]:
     """Remove them, but for those that a living process has begun to use since.
 
     Returns:
@@ -87,7 +87,7 @@ def not_marked() -> list[Path]:
     return [folder for folder in folders if os.path.lexists(folder) and not is_made(folder)]
 
 
-def _removed(kept: Kept) -> bool:
+def _removed(kept: KeptFile) -> bool:
     if kept.kind == "trials":
         scratch.remove(kept.path)
     else:

@@ -1,5 +1,5 @@
-from flatout.forecast.forecast import Asked as Asked
 from flatout.forecast.forecast import Forecast as Forecast
+from flatout.forecast.forecast import ForecastOptions as ForecastOptions
 from flatout.forecast.measure_network import measure_here as measure_here
 from flatout.forecast.measure_network import measure_hosts as measure_hosts
 from flatout.forecast.measure_network import network_in as network_in

@@ -14,8 +14,8 @@ from math import log
 import numpy as np
 
 from flatout.forecast.collectives import Floats
-from flatout.forecast.job import Job, Prior, Range, Row, Sent
-from flatout.forecast.step import Draws, sending, step_terms
+from flatout.forecast.job import Job, Prior, Range, ReductionTime, StepTime
+from flatout.forecast.step import MachineDraws, sending, step_terms
 
 # Enough for the quantiles of what is printed; so many of them are to have a say.
 _DRAWS, _KEPT, _FEWEST = 20_000, 4_000, 200
@@ -25,8 +25,12 @@ _FREEDOM = 4.0
 
 
 def calibrate(
-    job: Job, prior: Prior, rows: Sequence[Row], sent: Sequence[Sent] = (), seed: int = 0
-) -> Draws:
+    job: Job,
+    prior: Prior,
+    rows: Sequence[StepTime],
+    sent: Sequence[ReductionTime] = (),
+    seed: int = 0,
+) -> MachineDraws:
     """Draw what agrees with the timed steps.
 
     Args:
@@ -54,12 +58,12 @@ def calibrate(
     return draws.take(_chosen(off, rng))
 
 
-def total_seconds(job: Job, row: Row, draws: Draws, *, is_timed: bool = True) -> Floats:
+def total_seconds(job: Job, row: StepTime, draws: MachineDraws, *, is_timed: bool = True) -> Floats:
     """Of a step of such a shape, see `step_terms`."""
     return np.asarray(sum(step_terms(job, row.shape, draws, is_timed=is_timed).values()))
 
 
-def _drawn(prior: Prior, rng: np.random.Generator) -> Draws:
+def _drawn(prior: Prior, rng: np.random.Generator) -> MachineDraws:
     def even(spread: Range) -> Floats:
         return rng.uniform(*spread, _DRAWS)
 
@@ -69,7 +73,7 @@ def _drawn(prior: Prior, rng: np.random.Generator) -> Draws:
         low, high = map(log, spread)
         return np.asarray(np.exp(rng.uniform(low, high, _DRAWS)))
 
-    return Draws(
+    return MachineDraws(
         seconds=np.ones(_DRAWS),
         fixed=even(prior.fixed),
         contention=by_size(prior.contention),
@@ -85,7 +89,7 @@ def _drawn(prior: Prior, rng: np.random.Generator) -> Draws:
     )
 
 
-def _solved(job: Job, row: Row, draws: Draws, wanted: Floats) -> Floats:
+def _solved(job: Job, row: StepTime, draws: MachineDraws, wanted: Floats) -> Floats:
     """Seconds of computing with which the model gives a row's time.
 
     A step gets longer with them, and what is not hidden gets shorter by less: so this converges.

@@ -1,6 +1,6 @@
 """What more hosts give, from what runs measured of themselves.
 
-    Forecast.of(["runs/today"], Asked(hosts=(1, 2, 4), network=parse_rate("10Gb")))
+    Forecast.of(["runs/today"], ForecastOptions(hosts=(1, 2, 4), network=parse_rate("10Gb")))
 
 Every number has an interval: of all that is not known of the machine and the network, widened by
 how far off this very model is on published series (`judge.py`). Beyond four times what was measured
@@ -26,8 +26,8 @@ from flatout.forecast.interval import Spreading
 from flatout.forecast.job import Job, Prior, Range, Shape
 from flatout.forecast.network import Network
 from flatout.forecast.prices import Prices
-from flatout.forecast.profiled import TCP, Measured, read_runs, sent_alone
-from flatout.forecast.step import Draws, step_terms
+from flatout.forecast.profiled import TCP, MeasuredRuns, read_runs, sent_alone
+from flatout.forecast.step import MachineDraws, step_terms
 from flatout.measure import Profile
 
 COVERED = 0.9
@@ -41,7 +41,7 @@ _AGAIN = 0.015
 
 
 @dataclass(frozen=True)
-class Asked:
+class ForecastOptions:
     """What the user wants to know.
 
     Attributes:
@@ -145,12 +145,12 @@ class Side:
         price: of a host per hour, with its name; None without prices.
     """
 
-    measured: Measured
-    asked: Asked
+    measured: MeasuredRuns
+    asked: ForecastOptions
     price: tuple[str, float] | None
 
     @cached_property
-    def draws(self) -> Draws:
+    def draws(self) -> MachineDraws:
         """What its machines and network may be."""
         measured, asked = self.measured, self.asked
         prior, sent = measured.prior, []
@@ -249,11 +249,11 @@ class Side:
 class Forecast:
     """What more hosts give, on each kind of machine that runs were measured on."""
 
-    asked: Asked
+    asked: ForecastOptions
     sides: tuple[Side, ...]
 
     @classmethod
-    def of(cls, runs: Sequence[str], asked: Asked) -> Forecast:
+    def of(cls, runs: Sequence[str], asked: ForecastOptions) -> Forecast:
         """Read runs and forecast from them.
 
         Args:
@@ -327,7 +327,7 @@ def _no_network(profiles: Sequence[Profile]) -> FlatoutError:
     )
 
 
-def _with_network(prior: Prior, asked: Asked) -> Prior:
+def _with_network(prior: Prior, asked: ForecastOptions) -> Prior:
     network = asked.network
     if network is None:
         return prior

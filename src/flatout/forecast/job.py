@@ -99,7 +99,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Row:
+class StepTime:
     """Steps that were timed.
 
     Attributes:
@@ -114,7 +114,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Sent:
+class ReductionTime:
     """A reduction that was timed alone.
 
     Attributes:
@@ -122,7 +122,7 @@ class Sent:
         reduction: as of a Job.
         bytes: of each rank's tensor.
         seconds: that it took, the median.
-        noise: as of a Row.
+        noise: as of a StepTime.
     """
 
     shape: Shape

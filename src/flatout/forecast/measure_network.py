@@ -19,7 +19,7 @@ from flatout.errors import FlatoutError, WorldError
 from flatout.forecast.network import Network
 from flatout.measure import Profile, usable_cpus
 from flatout.submit import (
-    Asked,
+    JobOptions,
     Ledger,
     exit_code,
     hosts_of,
@@ -119,7 +119,7 @@ def measure_hosts(
     with tempfile.TemporaryDirectory(prefix="flatout-network-") as folder:
         root = Path(folder)
         (root / _NAME).write_text(script(sizes, seconds))
-        asked = Asked(
+        asked = JobOptions(
             script=_NAME,
             devices=ranks_per_host,
             gpus=0,

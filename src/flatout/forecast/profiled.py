@@ -11,7 +11,16 @@ from typing import Any, Literal
 import numpy as np
 
 from flatout.errors import FlatoutError
-from flatout.forecast.job import GPU_SUMS, Job, Prior, Range, Row, Sent, Shape, Strategy
+from flatout.forecast.job import (
+    GPU_SUMS,
+    Job,
+    Prior,
+    Range,
+    ReductionTime,
+    Shape,
+    StepTime,
+    Strategy,
+)
 from flatout.forecast.network import Network
 from flatout.forecast.overlap import Bucket, cut
 from flatout.forecast.stragglers import Spread
@@ -41,7 +50,7 @@ _SETTINGS = tuple(
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredRuns:
     """Runs of one job on one kind of machine.
 
     Attributes:
@@ -57,7 +66,7 @@ class Measured:
 
     profiles: tuple[Profile, ...]
     job: Job
-    rows: tuple[Row, ...]
+    rows: tuple[StepTime, ...]
     prior: Prior
     device: str
     batch: float
@@ -85,7 +94,7 @@ class Measured:
         return any(row.shape.hosts > 1 for row in self.rows)
 
 
-def read_runs(runs: Sequence[str], settings: Mapping[str, Any]) -> list[Measured]:
+def read_runs(runs: Sequence[str], settings: Mapping[str, Any]) -> list[MeasuredRuns]:
     """Read runs of one job, by kind of machine in the order in which each is named first.
 
     Args:
@@ -125,7 +134,7 @@ def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
     return dict(result)
 
 
-def sent_alone(network: Network, job: Job) -> list[Sent]:
+def sent_alone(network: Network, job: Job) -> list[ReductionTime]:
     """Reductions that were timed between the hosts, of those that the model knows."""
     result = []
     for collective in network.collectives:
@@ -140,7 +149,7 @@ def sent_alone(network: Network, job: Job) -> list[Sent]:
             continue
         shape = Shape(collective.hosts, collective.ranks // collective.hosts, job.batch)
         seconds, noise = _median(collective.seconds)
-        result.append(Sent(shape, reduction, collective.bytes, seconds, max(0.03, noise)))  # type: ignore[arg-type]
+        result.append(ReductionTime(shape, reduction, collective.bytes, seconds, max(0.03, noise)))  # type: ignore[arg-type]
     return result
 
 
@@ -205,7 +214,7 @@ def _kind(profile: Profile) -> tuple[str, ...]:
     return (_device(profile), str(machine.get("cpu")), str(gpus))
 
 
-def _measured(found: Sequence[Profile], settings: Mapping[str, Any]) -> Measured:
+def _measured(found: Sequence[Profile], settings: Mapping[str, Any]) -> MeasuredRuns:
     profiles = sorted(found, key=lambda value: value.world["size"])
     first, last = profiles[0], profiles[-1]
     device = _device(first)
@@ -223,7 +232,7 @@ def _measured(found: Sequence[Profile], settings: Mapping[str, Any]) -> Measured
         prior = replace(prior, inside=(5e8, 1e10), **shared)
     else:
         prior = replace(prior, inside=(5e9, 5e11), summing=GPU_SUMS)
-    return Measured(
+    return MeasuredRuns(
         tuple(profiles), job, tuple(rows), prior, device, batch, _input(first), tuple(notes)
     )
 
@@ -308,7 +317,7 @@ def _buckets(profile: Profile) -> tuple[Bucket, ...]:
     )
 
 
-def _rows(profile: Profile) -> list[Row]:
+def _rows(profile: Profile) -> list[StepTime]:
     """Steps of the run, and what else it has timed."""
     hosts, per_host = int(profile.world["nodes"]), int(profile.world["ranks_per_node"])
     batch = float(profile.steps.batch_size or 0)
@@ -317,11 +326,11 @@ def _rows(profile: Profile) -> list[Row]:
     own = 1 - waits if waits > _WAITS else 1.0
     noise = max(_LEAST_NOISE, (high - low) / 4 / mid, profile.steps.noise or 0.0)
     shape = Shape(hosts, per_host, batch / (hosts * per_host))
-    rows = [Row(shape, mid / 1e3 * own, noise)]
+    rows = [StepTime(shape, mid / 1e3 * own, noise)]
     for count, rate in (profile.world.get("steps_per_s_by_ranks") or {}).items():
         if int(count) != shape.ranks and rate > 0:
             tried = Shape(1, int(count), batch / int(count))
-            rows.append(Row(tried, 1 / rate * own, _TRIED_NOISE))
+            rows.append(StepTime(tried, 1 / rate * own, _TRIED_NOISE))
     # Of one rank with its part of the CPUs, and of ranks beside each other; nothing is sent.
     apart = [
         (per_host, step_time.local_batch, step_time.seconds) for step_time in profile.step_times
@@ -331,7 +340,7 @@ def _rows(profile: Profile) -> list[Row]:
         if seconds:
             took, spread = _median(seconds)
             alone = Shape(1, ranks, float(local_batch), silent=True)
-            rows.append(Row(alone, took, max(_TRIED_NOISE, spread)))
+            rows.append(StepTime(alone, took, max(_TRIED_NOISE, spread)))
     return rows
 
 

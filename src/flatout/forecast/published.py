@@ -9,7 +9,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, Literal
 
-from flatout.forecast.job import GPU_SUMS, Job, Prior, Range, Row, Shape
+from flatout.forecast.job import GPU_SUMS, Job, Prior, Range, Shape, StepTime
 from flatout.forecast.overlap import cut
 
 NETWORKS: dict[str, Range] = {"tcp": (0.45, 0.75), "rdma": (0.5, 0.95), "about": (0.45, 1.5)}
@@ -64,10 +64,10 @@ class Series:
     reads_files: bool
     workers: int
 
-    def row(self, place: int) -> Row:
+    def row(self, place: int) -> StepTime:
         """The time of a step at a size."""
         shape = self.shapes[place]
-        return Row(shape, shape.samples / self.rates[place])
+        return StepTime(shape, shape.samples / self.rates[place])
 
 
 @dataclass(frozen=True)

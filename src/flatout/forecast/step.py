@@ -15,7 +15,7 @@ import numpy as np
 
 from flatout.forecast import collectives
 from flatout.forecast.collectives import Floats, Link
-from flatout.forecast.job import Job, Sent, Shape
+from flatout.forecast.job import Job, ReductionTime, Shape
 from flatout.forecast.overlap import exposed
 
 TERMS = ("compute", "shared host", "stragglers", "gradient sync", "input")
@@ -29,7 +29,7 @@ _EXCHANGE_ERROR = 0.1
 
 
 @dataclass(frozen=True)
-class Draws:
+class MachineDraws:
     """What a machine and a network may be, a draw in each place; see `Prior`.
 
     Attributes:
@@ -49,12 +49,16 @@ class Draws:
     input: Floats
     total_input: Floats
 
-    def take(self, places: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> Draws:
+    def take(self, places: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> MachineDraws:
         """Those draws."""
-        return Draws(**{item.name: getattr(self, item.name)[places] for item in fields(self)})
+        return MachineDraws(
+            **{item.name: getattr(self, item.name)[places] for item in fields(self)}
+        )
 
 
-def step_terms(job: Job, shape: Shape, draws: Draws, *, is_timed: bool = True) -> dict[str, Floats]:
+def step_terms(
+    job: Job, shape: Shape, draws: MachineDraws, *, is_timed: bool = True
+) -> dict[str, Floats]:
     """Seconds of a step by term, `TERMS`; without limits by input where `seconds` says so.
 
     Args:
@@ -81,13 +85,13 @@ def step_terms(job: Job, shape: Shape, draws: Draws, *, is_timed: bool = True) -
     return terms | {"input": np.maximum(0.0, reading - sum(terms.values()))}
 
 
-def computing(job: Job, shape: Shape, draws: Draws) -> Floats:
+def computing(job: Job, shape: Shape, draws: MachineDraws) -> Floats:
     """t(b): a part of a micro-batch's time stays however small it is."""
     share = draws.fixed + (1 - draws.fixed) * (shape.batch / job.batch)
     return draws.seconds * share * shape.accumulated
 
 
-def crowding(shape: Shape, draws: Draws) -> Floats:
+def crowding(shape: Shape, draws: MachineDraws) -> Floats:
     """c(k) - 1: how much slower a step is where k ranks share a host's memory and power."""
     if shape.per_host == 1:
         return np.zeros_like(draws.seconds)
@@ -104,7 +108,7 @@ def waiting(job: Job, ranks: int) -> float:
     return job.spread.excess(ranks) / math.sqrt(apart)
 
 
-def syncing(job: Job, shape: Shape, draws: Draws, busy: Floats) -> Floats:
+def syncing(job: Job, shape: Shape, draws: MachineDraws, busy: Floats) -> Floats:
     """What of adding up gradients is not hidden behind the last micro-batch.
 
     Args:
@@ -189,13 +193,13 @@ def _to_servers_apart(job: Job, workers: int, per_host: int, servers: int, link:
     return np.maximum(fullest, per_host * job.bytes * link.beta)
 
 
-def sending(job: Job, sent: Sent, draws: Draws) -> Floats:
+def sending(job: Job, sent: ReductionTime, draws: MachineDraws) -> Floats:
     """Seconds of a reduction alone."""
     alone = replace(job, reduction=sent.reduction, compression="off")
     return _reduced(alone, sent.shape, sent.bytes, *_links(sent.shape, draws))
 
 
-def _links(shape: Shape, draws: Draws) -> tuple[Link, Link]:
+def _links(shape: Shape, draws: MachineDraws) -> tuple[Link, Link]:
     """Within a host, and between hosts; of one host both are what is within."""
     inner = Link(draws.rtt / 20, 1 / draws.inside, np.zeros_like(draws.inside))
     if shape.hosts == 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from flatout.forecast.collectives import Floats
-from flatout.forecast.step import Draws
+from flatout.forecast.step import MachineDraws
 
 _BINS = 10
 # What is unknown, in words, and what would tell it.
@@ -22,7 +22,7 @@ MEASUREMENTS = {
 }
 
 
-def shares(draws: Draws, rates: Floats) -> dict[str, float]:
+def shares(draws: MachineDraws, rates: Floats) -> dict[str, float]:
     """What share of the variance of log(rate) each unknown explains alone.
 
     First-order Sobol indices by binning each draw (Saltelli et al., "Global Sensitivity Analysis",

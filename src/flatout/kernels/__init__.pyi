@@ -30,13 +30,13 @@ from flatout.kernels.ids import Items as Items
 from flatout.kernels.ids import hash_ids as hash_ids
 from flatout.kernels.resize import resize_linear as resize_linear
 from flatout.kernels.stacks import stacks_of as stacks_of
-from flatout.kernels.table import Lower as Lower
+from flatout.kernels.table import LowerBits as LowerBits
 from flatout.kernels.table import Table as Table
 from flatout.kernels.table import halves as halves
 from flatout.kernels.table import joined as joined
 from flatout.kernels.table_rows import Change as Change
-from flatout.kernels.table_rows import Dealt as Dealt
 from flatout.kernels.table_rows import Groups as Groups
+from flatout.kernels.table_rows import GroupsByRank as GroupsByRank
 from flatout.kernels.table_rows import Read as Read
 from flatout.kernels.table_rows import Step as Step
 from flatout.kernels.table_rows import Steps as Steps

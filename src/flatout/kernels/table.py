@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 
-class Lower(NamedTuple):
+class LowerBits(NamedTuple):
     """The lower 16 bits of what lies in a table as bfloat16, which has the upper ones.
 
     Attributes:
@@ -40,7 +40,7 @@ class Table(NamedTuple):
     second: torch.Tensor | None
     last: torch.Tensor
     epsilon: float
-    lower: Lower | None = None
+    lower: LowerBits | None = None
 
 
 def joined(upper: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:

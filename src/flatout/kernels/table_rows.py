@@ -100,7 +100,7 @@ def group(ids: torch.Tensor, size: int) -> Groups:
     return Groups(rows[:count], places, starts[: count + 1])
 
 
-class Dealt(NamedTuple):
+class GroupsByRank(NamedTuple):
     """Groups of rows in the order of the ranks that own them, and of a rank in rising order.
 
     Attributes:
@@ -116,7 +116,7 @@ class Dealt(NamedTuple):
     counts: list[int]
 
 
-def deal(groups: Groups, first: int, ranks: int, shift: int) -> Dealt:
+def deal(groups: Groups, first: int, ranks: int, shift: int) -> GroupsByRank:
     """Put groups in the order of the ranks that own their rows.
 
     Args:
@@ -143,7 +143,7 @@ def deal(groups: Groups, first: int, ranks: int, shift: int) -> Dealt:
         numbers.data_ptr(),
         counts.data_ptr(),
     )
-    return Dealt(Groups(rows, places, starts), local, numbers, counts.tolist())
+    return GroupsByRank(Groups(rows, places, starts), local, numbers, counts.tolist())
 
 
 def numbers_in(groups: Groups) -> torch.Tensor:

@@ -47,7 +47,7 @@ _START, _LENGTH, _WIDTH, _EPSILON = (
 _WIDEST = 1 << 13  # a program has a row in its registers
 
 
-class Part(Protocol):
+class TableChange(Protocol):
     """Rows of one table: a `table_rows.Change`."""
 
     @property
@@ -71,9 +71,9 @@ def takes(width: int) -> bool:
     return width <= _WIDEST
 
 
-def launches(parts: Sequence[Part]) -> list[list[Part]]:
+def launches(parts: Sequence[TableChange]) -> list[list[TableChange]]:
     """Those that go together in `step_rows`, without those whose rows are too wide."""
-    alike: dict[tuple[int, bool, bool, bool], list[Part]] = {}
+    alike: dict[tuple[int, bool, bool, bool], list[TableChange]] = {}
     for part in parts:
         if takes(part.table.weights.shape[1]):
             alike.setdefault(_kind(part.table), []).append(part)
@@ -81,7 +81,7 @@ def launches(parts: Sequence[Part]) -> list[list[Part]]:
 
 
 def step_rows(
-    parts: Sequence[Part],
+    parts: Sequence[TableChange],
     steps: torch.Tensor,
     missed: torch.Tensor,
     *,

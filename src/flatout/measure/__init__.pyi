@@ -36,7 +36,7 @@ from flatout.measure.profile import profile_schema as profile_schema
 from flatout.measure.pulse import Pulse as Pulse
 from flatout.measure.pulse import Watched as Watched
 from flatout.measure.roofline import KINDS as KINDS
-from flatout.measure.roofline import Promise as Promise
+from flatout.measure.roofline import PossibleSaving as PossibleSaving
 from flatout.measure.roofline import bound as bound
 from flatout.measure.roofline import predicted as predicted
 from flatout.measure.roofline import promises as promises

@@ -58,7 +58,7 @@ _KNOWN = (
 _FAR = 5.0
 
 
-class Promise(NamedTuple):
+class PossibleSaving(NamedTuple):
     """What a setting may save of a step, alone or beside the others.
 
     Attributes:
@@ -106,7 +106,7 @@ def predicted(
 
 def promises(
     counts: Mapping[str, Any], rates: Mapping[str, Any], options: Mapping[str, Any]
-) -> dict[str, Promise]:
+) -> dict[str, PossibleSaving]:
     """What each option may save, by field; without those that a roofline knows nothing of.
 
     Args:
@@ -121,7 +121,7 @@ def promises(
         saved, touched = zip(
             *(_changed(counts, rates, beside, field, value) for beside in ({}, others)), strict=True
         )
-        result[field] = Promise(max(saved), _FAR * max(touched))
+        result[field] = PossibleSaving(max(saved), _FAR * max(touched))
     return result
 
 

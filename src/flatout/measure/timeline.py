@@ -53,7 +53,7 @@ _ROW = struct.Struct("9q")
 _pack_row = _ROW.pack_into
 
 
-class Behind(Protocol):
+class DeviceStepWriter(Protocol):
     """Writes the rows of steps that a device makes behind the host, see device_lanes.py."""
 
     @property
@@ -84,7 +84,7 @@ class Timeline:
         device: on a GPU, writes the rows; else None.
     """
 
-    device: Behind | None = None
+    device: DeviceStepWriter | None = None
 
     def __init__(self, capacity: int = 65_536, *, clock_reads: int = 8) -> None:
         if capacity < 1:

@@ -58,7 +58,7 @@ from flatout.models.operators import OperatorCount as OperatorCount
 from flatout.models.operators import OperatorTimes as OperatorTimes
 from flatout.models.operators import weights_counted as weights_counted
 from flatout.models.recompute import recompute_activations as recompute_activations
-from flatout.models.replayed import Recording as Recording
+from flatout.models.replayed import InputRecording as InputRecording
 from flatout.models.replayed import Replayed as Replayed
 from flatout.models.rewrites import Rewrite as Rewrite
 from flatout.models.rewrites import find_pairs as find_pairs

@@ -30,7 +30,7 @@ class _Of(NamedTuple):
     place: int | None
 
 
-class Recording(TorchFunctionMode):
+class InputRecording(TorchFunctionMode):
     """Within, records what is computed of inputs without a gradient.
 
     Args:

@@ -16,7 +16,7 @@ from flatout.errors import ModelError
 State = dict[str, torch.Tensor]
 
 
-class Rows(NamedTuple):
+class ParameterRows(NamedTuple):
     """Rows of a parameter, which a rule steps in place.
 
     Attributes:
@@ -63,13 +63,13 @@ class ByRow(torch.optim.Optimizer):
         state = {name: tensor for name, tensor in kept.items() if name != "step"}
         number = int(kept["step"])
         if not gradient.is_sparse:
-            self._apply(Rows(parameter, gradient, state, group, number))
+            self._apply(ParameterRows(parameter, gradient, state, group, number))
             return
         gradient = gradient.coalesce()
         rows = gradient.indices()[0]
         weights = parameter.index_select(0, rows)
         own = {name: tensor.index_select(0, rows) for name, tensor in state.items()}
-        self._apply(Rows(weights, gradient.values(), own, group, number))
+        self._apply(ParameterRows(weights, gradient.values(), own, group, number))
         parameter.index_copy_(0, rows, weights)
         for name, tensor in state.items():
             tensor.index_copy_(0, rows, own[name])
@@ -77,7 +77,7 @@ class ByRow(torch.optim.Optimizer):
     def _begin(self, parameter: torch.Tensor, group: dict[str, Any]) -> State:
         raise NotImplementedError
 
-    def _apply(self, rows: Rows) -> None:
+    def _apply(self, rows: ParameterRows) -> None:
         raise NotImplementedError
 
 
@@ -113,7 +113,7 @@ class LazyAdam(ByRow):
     def _begin(self, parameter: torch.Tensor, group: dict[str, Any]) -> State:
         return {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
 
-    def _apply(self, rows: Rows) -> None:
+    def _apply(self, rows: ParameterRows) -> None:
         weights, gradients, state, group, number = rows
         beta1, beta2 = group["betas"]
         mean, squares = state["exp_avg"], state["exp_avg_sq"]
@@ -162,7 +162,7 @@ class RowwiseAdagrad(ByRow):
         shape = parameter.shape[:1] + (1,) * (parameter.dim() - 1)
         return {"sum": parameter.new_full(shape, group["initial_accumulator_value"])}
 
-    def _apply(self, rows: Rows) -> None:
+    def _apply(self, rows: ParameterRows) -> None:
         weights, gradients, state, group, _ = rows
         squares = gradients.square()
         if gradients.dim() > 1:
@@ -211,7 +211,7 @@ class Ftrl(ByRow):
     def _begin(self, parameter: torch.Tensor, group: dict[str, Any]) -> State:
         return {name: torch.zeros_like(parameter) for name in ("z", "n")}
 
-    def _apply(self, rows: Rows) -> None:
+    def _apply(self, rows: ParameterRows) -> None:
         weights, gradients, state, group, _ = rows
         z, n = state["z"], state["n"]
         before = n.sqrt()

@@ -20,7 +20,7 @@ from flatout.kernels import Read, Steps, Table, compacted, known_ids, sum_tables
 _MOST = 512
 
 
-class Kept(Protocol):
+class SteppedTable(Protocol):
     """A table that is stepped by rows."""
 
     weight: nn.Parameter
@@ -41,7 +41,7 @@ class DeviceReads:
         self._known: dict[tuple[Any, ...], tuple[torch.Tensor, int, torch.Tensor]] = {}
         self._bad: torch.Tensor | None = None
 
-    def lookup(self, kept: Kept, ids: torch.Tensor) -> DeviceLookup:
+    def lookup(self, kept: SteppedTable, ids: torch.Tensor) -> DeviceLookup:
         """Bring the rows of ids up to date.
 
         An id outside of the table is told by `gather`; where no gradients are made, at once.
@@ -77,13 +77,13 @@ class DeviceReads:
             self._known[key] = ids, version, known
         return DeviceLookup(kept, ids.shape, known)
 
-    def gather(self, tables: Sequence[Kept]) -> None:
+    def gather(self, tables: Sequence[SteppedTable]) -> None:
         """Make the gradients of tables that are there ones with every row once.
 
         Raises:
             IndexError: an id was read that a table has no row for.
         """
-        alike: dict[torch.device, list[Kept]] = {}
+        alike: dict[torch.device, list[SteppedTable]] = {}
         for kept in tables:
             gradient = kept.weight.grad
             if gradient is not None and not gradient.is_coalesced():
@@ -91,7 +91,7 @@ class DeviceReads:
         for own in alike.values():
             self._gather(own)
 
-    def _gather(self, tables: Sequence[Kept]) -> None:
+    def _gather(self, tables: Sequence[SteppedTable]) -> None:
         assert self._bad is not None
         reads = []
         for kept in tables:
@@ -123,7 +123,7 @@ class DeviceLookup:
         known: int64, the ids in a row; all are in the table.
     """
 
-    def __init__(self, kept: Kept, shape: torch.Size, known: torch.Tensor) -> None:
+    def __init__(self, kept: SteppedTable, shape: torch.Size, known: torch.Tensor) -> None:
         self._kept, self._shape, self._known = kept, shape, known
 
     def embedding(self, padding_idx: int | None, scale_grad_by_freq: bool) -> torch.Tensor:

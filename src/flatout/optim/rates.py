@@ -29,7 +29,7 @@ class LrRule:
     With k = global batch / reference batch, the rate is multiplied by
 
         "linear"   k               for SGD: Krizhevsky 2014, Goyal et al. 2017
-        "sqrt"     sqrt(k)         for Adam and its kin: You et al. 2020, Malladi et al. 2022
+        "sqrt"     sqrt(k)         for Adam and the like: You et al. 2020, Malladi et al. 2022
         "power"    k ** exponent   in between: a damped factor
         "none"     1               the rate as it is, and the history says so
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from flatout.devices import huge_pages
-from flatout.kernels import Lower, Step, in_float32
+from flatout.kernels import LowerBits, Step, in_float32
 from flatout.models import Reader, has_hooks_of_others
 from flatout.optim.by_row import ByRow
 
@@ -56,7 +56,7 @@ class RowRule(Protocol):
         """The two tensors of a `table_rows.Table`, made as the optimizer makes them."""
         ...
 
-    def lower(self) -> Lower | None:
+    def lower(self) -> LowerBits | None:
         """The lower halves of a table of bfloat16 and its state; None of one of float32."""
         ...
 
@@ -163,7 +163,7 @@ class _TorchRule:
             "adagrad": ("sum", None),
         }[self.name]
 
-    def lower(self) -> Lower | None:
+    def lower(self) -> LowerBits | None:
         """In the optimizer's state, so that its state dict has them: of the weight's own dtype, to
         which torch casts all that is loaded."""
         if self._weight.dtype is torch.float32:
@@ -177,7 +177,7 @@ class _TorchRule:
             return tensor
 
         first, second = (half(name) if name else None for name in self._names)
-        return Lower(half("weight"), first, second)
+        return LowerBits(half("weight"), first, second)
 
     def state(self) -> State:
         state, shape = self._optimizer.state[self._weight], self._weight.shape

@@ -25,9 +25,9 @@ from torch import nn
 
 from flatout.devices import huge_pages
 from flatout.errors import ModelError
-from flatout.kernels import Dealt, Groups, table_rows
+from flatout.kernels import Groups, GroupsByRank, table_rows
 from flatout.models import Lookup, watch_table
-from flatout.optim.rows_ahead import Asked, Kept, Read, RowsAhead
+from flatout.optim.rows_ahead import OwnedRows, RowRequest, RowsAhead, TableLookup
 from flatout.words import size_words
 from flatout.world import World, to_eight
 
@@ -88,19 +88,19 @@ class RowShards:
         self._takes_lookups = False
         self._rates: Callable[[], AbstractContextManager[None]] | None = None
         self._tables: dict[torch.Tensor, _Table] = {}
-        self._reads: dict[int, Kept] = {}
+        self._reads: dict[int, OwnedRows] = {}
         self.ahead: RowsAhead | None = None
         if following is not None:
             self.ahead = RowsAhead(world, self._reads, self._owned_of, following)
         # By a table's number: of this step, rows that have come, and who has asked for which; of
         # earlier ones, a bit for each table that was read by the same ids after it.
-        self._ahead: dict[int, tuple[Dealt, torch.Tensor]] = {}
-        self._asked: dict[int, Asked] = {}
-        self._all_asked: dict[int, list[Asked]] = {}
+        self._ahead: dict[int, tuple[GroupsByRank, torch.Tensor]] = {}
+        self._asked: dict[int, RowRequest] = {}
+        self._all_asked: dict[int, list[RowRequest]] = {}
         self._together: dict[int, int] = {}
-        self._read: list[Read] = []
+        self._read: list[TableLookup] = []
         # Of this step: groups of rows, and the same by owner.
-        self._dealt: dict[int, tuple[Groups, Dealt]] = {}
+        self._dealt: dict[int, tuple[Groups, GroupsByRank]] = {}
         # Where the rows of a table's gradient lie here.
         self._stepped: dict[torch.Tensor, torch.Tensor] = {}
         self._held = [0] * world.size  # bytes of weights, by rank
@@ -144,7 +144,7 @@ class RowShards:
         table = self._tables[weight]
         return rows.div(_BLOCK, rounding_mode="floor").add_(table.first) % self.world.size
 
-    def dealt(self, weight: torch.Tensor, groups: Groups) -> Dealt:
+    def dealt(self, weight: torch.Tensor, groups: Groups) -> GroupsByRank:
         """Groups of a table's rows in the order of their owners; the same object in a step."""
         known = self._dealt.get(id(groups))
         if known is None:
@@ -221,17 +221,17 @@ class RowShards:
         if self.ahead is not None:
             self.ahead.drop()
 
-    def reads(self, weight: nn.Parameter, kept: Kept) -> None:
+    def reads(self, weight: nn.Parameter, kept: OwnedRows) -> None:
         """Say what gives rows of a table that lie here."""
         self._reads[self._tables[weight].number] = kept
 
-    def predicted(self, weight: nn.Parameter, ids: torch.Tensor) -> Dealt | None:
+    def predicted(self, weight: nn.Parameter, ids: torch.Tensor) -> GroupsByRank | None:
         """What a lookup by these ids needs, where its rows were fetched ahead."""
         if self.ahead is None or self.lies or not self._takes_lookups:
             return None
         return self.ahead.dealt_of(self._tables[weight].number, ids)
 
-    def fetch(self, weight: nn.Parameter, ids: torch.Tensor, dealt: Dealt) -> torch.Tensor:
+    def fetch(self, weight: nn.Parameter, ids: torch.Tensor, dealt: GroupsByRank) -> torch.Tensor:
         """Rows of a table from their owners, of shape (rows, width), in the order of `dealt`.
 
         All ranks call it. With the rows come those of other tables that were read by the same ids
@@ -249,7 +249,7 @@ class RowShards:
             return torch.zeros(len(dealt.local), weight.shape[1])
         self._check_step(weight)
         number = self._tables[weight].number
-        self._note(Read(number, ids, dealt))
+        self._note(TableLookup(number, ids, dealt))
         known, ahead = self._ahead.get(number, (None, None))
         if ahead is not None and known is dealt:
             return ahead
@@ -264,19 +264,19 @@ class RowShards:
             self._come(item, rows, asked)
         return self._ahead[number][1]
 
-    def _come(self, number: int, rows: torch.Tensor, asked: Asked) -> None:
+    def _come(self, number: int, rows: torch.Tensor, asked: RowRequest) -> None:
         """Rows of a table are there."""
         self._ahead[number], self._asked[number] = (asked.dealt, rows), asked
         self._all_asked.setdefault(number, []).append(asked)
 
-    def _owned_of(self, number: int, dealt: Dealt, ids: list[torch.Tensor]) -> Asked:
+    def _owned_of(self, number: int, dealt: GroupsByRank, ids: list[torch.Tensor]) -> RowRequest:
         """What ranks ask for: where the rows lie here that each asks this one for, by rank."""
         weight, local = list(self._tables)[number], torch.cat(ids)
         groups = table_rows.group(local, self.owned(weight))
         rows = self.in_whole(weight, groups.rows)
-        return Asked(dealt, local, [len(item) for item in ids], groups, rows)
+        return RowRequest(dealt, local, [len(item) for item in ids], groups, rows)
 
-    def _fetch_changed(self, number: int, dealt: Dealt) -> bool:
+    def _fetch_changed(self, number: int, dealt: GroupsByRank) -> bool:
         """Get what has changed of rows that were fetched ahead.
 
         Returns whether that are the rows that all ranks need now; else they fetch them as usual.
@@ -293,7 +293,7 @@ class RowShards:
             self._come(one, fetched.rows[one], fetched.asked)
         return True
 
-    def _rows_for(self, asked: Asked, wanted: list[int]) -> list[torch.Tensor]:
+    def _rows_for(self, asked: RowRequest, wanted: list[int]) -> list[torch.Tensor]:
         """The rows that this rank asks for, of each of the tables."""
         parts: list[list[torch.Tensor]] = [[] for _ in asked.lengths]
         for item in wanted:
@@ -313,7 +313,7 @@ class RowShards:
                 at += to_eight(size)
         return [torch.cat(rows) for rows in result]
 
-    def _note(self, read: Read) -> None:
+    def _note(self, read: TableLookup) -> None:
         """Keep in mind which tables are read by the same ids."""
         number = read.number
         for other, _, theirs in self._read:
@@ -347,7 +347,7 @@ class RowShards:
 
     # -- gradients -----------------------------------------------------------------------------
 
-    def asked_for(self, weight: torch.Tensor, rows: torch.Tensor) -> Asked | None:
+    def asked_for(self, weight: torch.Tensor, rows: torch.Tensor) -> RowRequest | None:
         """What ranks have asked for last, where this rank asked for these rows; else None."""
         asked = self._asked.get(self._tables[weight].number)
         if asked is None:
@@ -356,7 +356,7 @@ class RowShards:
         is_same = (own.data_ptr(), len(own)) == (rows.data_ptr(), len(rows))
         return asked if is_same else None
 
-    def last_asked(self, weight: torch.Tensor) -> Asked:
+    def last_asked(self, weight: torch.Tensor) -> RowRequest:
         """The same, where another rank has found that its gradient has the rows it asked for."""
         return self._asked[self._tables[weight].number]
 
@@ -422,7 +422,7 @@ class RowShards:
             if order and all(item == order for item in messages):
                 ahead.begin(self._all_asked)
 
-    def _deal_ids(self, number: int, ids: torch.Tensor) -> Dealt:
+    def _deal_ids(self, number: int, ids: torch.Tensor) -> GroupsByRank:
         weight = list(self._tables)[number]
         groups = table_rows.group(ids.to(torch.int64), len(weight))
         return table_rows.deal(groups, self._tables[weight].first, self.world.size, _SHIFT)

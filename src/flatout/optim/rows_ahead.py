@@ -16,16 +16,16 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from flatout.kernels import Dealt, Groups, table_rows
-from flatout.models import Recording, Replayed
-from flatout.world import Exchange, Later, World, to_eight
+from flatout.kernels import Groups, GroupsByRank, table_rows
+from flatout.models import InputRecording, Replayed
+from flatout.world import Exchange, PendingCollective, World, to_eight
 
 # After so many steps in a row that read by other ids nothing is predicted any more.
 _MOST_WRONG = 3
 _FLOAT = 4
 
 
-class Asked(NamedTuple):
+class RowRequest(NamedTuple):
     """Rows that ranks ask one another for, of tables that are read by the same ids.
 
     Attributes:
@@ -36,22 +36,22 @@ class Asked(NamedTuple):
         rows: int64, the rows of `groups` in the whole table.
     """
 
-    dealt: Dealt
+    dealt: GroupsByRank
     local: torch.Tensor
     lengths: list[int]
     groups: Groups
     rows: torch.Tensor
 
 
-class Read(NamedTuple):
+class TableLookup(NamedTuple):
     """A lookup: in which table, by its number, by which ids, and what rows these are."""
 
     number: int
     ids: torch.Tensor
-    dealt: Dealt
+    dealt: GroupsByRank
 
 
-class Kept(Protocol):
+class OwnedRows(Protocol):
     """Rows of a table that this rank owns."""
 
     @property
@@ -100,9 +100,9 @@ class Fetched:
         is_whole: whether all rows have come.
     """
 
-    def __init__(self, numbers: Sequence[int], dealt: Dealt) -> None:
+    def __init__(self, numbers: Sequence[int], dealt: GroupsByRank) -> None:
         self.numbers, self.dealt = list(numbers), dealt
-        self.asked: Asked | None = None
+        self.asked: RowRequest | None = None
         self.changed = torch.empty(0, dtype=torch.bool)
         self.rows: dict[int, torch.Tensor] = {}
         self.later = (torch.empty(0, dtype=torch.int64), [0])
@@ -115,15 +115,15 @@ class RowsAhead:
     Args:
         world: of this rank.
         kept: by number, the tables.
-        owned: gives of a table's number and rows that ranks ask for what all of it is: `Asked`.
+        owned: gives all of what ranks ask for, of a table's number and rows: `RowRequest`.
         following: the inputs of the next batch; None where there is none.
     """
 
     def __init__(
         self,
         world: World,
-        kept: dict[int, Kept],
-        owned: Callable[[int, Dealt, list[torch.Tensor]], Asked],
+        kept: dict[int, OwnedRows],
+        owned: Callable[[int, GroupsByRank, list[torch.Tensor]], RowRequest],
         following: Callable[[], Sequence[torch.Tensor] | None],
     ) -> None:
         self._world, self._kept, self._owned, self._following = world, kept, owned, following
@@ -131,21 +131,21 @@ class RowsAhead:
         self._replayed: Replayed | None = None
         self._order: list[tuple[int, int]] = []  # of lookups: a table, and which set of ids
         self._wrong = 0
-        self._recording: Recording | None = None
-        self._next: list[Read] = []
+        self._recording: InputRecording | None = None
+        self._next: list[TableLookup] = []
         self._fetched: list[Fetched] = []
-        self._reads: list[Read] = []  # that were predicted and are not made yet
-        self._later: Later | None = None
+        self._reads: list[TableLookup] = []  # that were predicted and are not made yet
+        self._later: PendingCollective | None = None
 
     # -- what the next batch reads -----------------------------------------------------------
 
     def record(self, inputs: Sequence[torch.Tensor]) -> None:
         """From here on, see how a forward makes its ids, where that is not known."""
         if self._replayed is None and self._wrong < _MOST_WRONG:
-            self._recording = Recording(inputs)
+            self._recording = InputRecording(inputs)
             self._recording.__enter__()  # type: ignore[no-untyped-call]
 
-    def end_recording(self, reads: Sequence[Read]) -> None:
+    def end_recording(self, reads: Sequence[TableLookup]) -> None:
         """The forward is over, or has failed.
 
         Args:
@@ -161,7 +161,7 @@ class RowsAhead:
         self._order = [(read.number, sets.index(id(read.dealt))) for read in reads]
         self._replayed = recording.of([read.ids for read in reads])
 
-    def predict(self, deal: Callable[[int, torch.Tensor], Dealt]) -> int:
+    def predict(self, deal: Callable[[int, torch.Tensor], GroupsByRank]) -> int:
         """See what the next batch reads; a number that is the same on all ranks that can, or 0.
 
         Args:
@@ -178,11 +178,11 @@ class RowsAhead:
         try:
             ids = self._replayed(inputs)
             # Tables that are read by the same ids have the same rows.
-            known: dict[int, tuple[torch.Tensor, Dealt]] = {}
+            known: dict[int, tuple[torch.Tensor, GroupsByRank]] = {}
             for (number, which), item in zip(self._order, ids, strict=True):
                 if which not in known:
                     known[which] = item, deal(number, item)
-                self._next.append(Read(number, *known[which]))
+                self._next.append(TableLookup(number, *known[which]))
         except Exception:  # whatever the model's own functions raise of another batch
             self._next = []
             return 0
@@ -190,7 +190,7 @@ class RowsAhead:
 
     # -- fetching ----------------------------------------------------------------------------
 
-    def begin(self, touched: dict[int, list[Asked]]) -> None:
+    def begin(self, touched: dict[int, list[RowRequest]]) -> None:
         """Fetch beside the backward pass; all ranks call it.
 
         Args:
@@ -198,7 +198,7 @@ class RowsAhead:
         """
         if self._exchange is None:
             self._exchange = self._world.exchange_beside()
-        sets: dict[int, list[Read]] = {}
+        sets: dict[int, list[TableLookup]] = {}
         for read in self._next:
             sets.setdefault(id(read.dealt), []).append(read)
         self._reads = self._next
@@ -215,7 +215,7 @@ class RowsAhead:
             later, self._later = self._later, None
             self._world.until(later)
 
-    def _fetch(self, touched: dict[int, list[Asked]]) -> None:
+    def _fetch(self, touched: dict[int, list[RowRequest]]) -> None:
         assert self._exchange is not None
         ranks, own = self._world.size, self._world.rank
         counts = [count for item in self._fetched for count in item.dealt.counts]
@@ -239,7 +239,7 @@ class RowsAhead:
             self._take(item, come, starts)
 
     def _rows_of(
-        self, fetched: Fetched, touched: dict[int, list[Asked]]
+        self, fetched: Fetched, touched: dict[int, list[RowRequest]]
     ) -> list[list[torch.Tensor]]:
         """For each rank which of its rows this step may change, and the others."""
         asked = fetched.asked
@@ -303,7 +303,7 @@ class RowsAhead:
         """Whether rows were fetched that no lookup has had yet; the same on all ranks."""
         return any(not item.is_whole for item in self._fetched)
 
-    def dealt_of(self, number: int, ids: torch.Tensor) -> Dealt | None:
+    def dealt_of(self, number: int, ids: torch.Tensor) -> GroupsByRank | None:
         """The rows of ids, where the next lookup was predicted to be this one."""
         if not self._reads:
             return None
@@ -314,7 +314,7 @@ class RowsAhead:
         self._reads = []
         return None
 
-    def changed_for(self, dealt: Dealt) -> tuple[bool, list[list[torch.Tensor]]]:
+    def changed_for(self, dealt: GroupsByRank) -> tuple[bool, list[list[torch.Tensor]]]:
         """Whether a lookup of these rows is the one that was predicted, and what ranks are to get.
 
         That are the rows of it that have changed since.

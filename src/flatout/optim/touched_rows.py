@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from flatout.devices import huge_pages
-from flatout.kernels import Change, Dealt, Groups, Lower, Step, Steps, Table, table_rows
+from flatout.kernels import Change, Groups, GroupsByRank, LowerBits, Step, Steps, Table, table_rows
 from flatout.models import Lookup, table_weight, unwatch_table, watch_table
 from flatout.optim.adapter import name_of, optimizer_adapter, rules_of, why_dense
 from flatout.optim.by_row import ByRow
@@ -98,7 +98,7 @@ class KeptTable:
         self._grouped, self._reads = grouped, reads
         self._size = len(weight)
         self._state: State = (None, None)  # of the optimizer, of all rows
-        self._lower: Lower | None = None
+        self._lower: LowerBits | None = None
         self._address = 0  # of the weights
         self._settled = -1  # the step to which all rows were brought
         self._rows: torch.Tensor | None = None  # of the gradient that was made last
@@ -141,7 +141,7 @@ class KeptTable:
             return None
         if self.is_deferred:
             return self._reads.lookup(self, ids)
-        dealt: Dealt | None = None
+        dealt: GroupsByRank | None = None
         if self.shards is not None and self.is_spread:
             dealt = self.shards.predicted(self.weight, ids)
         try:
@@ -151,7 +151,7 @@ class KeptTable:
         if self.shards is not None and self.is_spread:
             dealt = dealt or self.shards.dealt(self.weight, groups)
             block = self.shards.fetch(self.weight, ids, dealt)
-            return _Lookup(self, ids, dealt.groups, _Fetched(block, dealt.numbers))
+            return _Lookup(self, ids, dealt.groups, _FetchedRows(block, dealt.numbers))
         self._bring(groups.rows)
         return _Lookup(self, ids, groups, None)
 
@@ -348,7 +348,7 @@ class KeptTable:
         torch.autograd.graph.increment_version(self.weight)
 
 
-def _same(lower: Lower | None, other: Lower | None) -> bool:
+def _same(lower: LowerBits | None, other: LowerBits | None) -> bool:
     """Whether these are the same tensors."""
     return all(a is b for a, b in zip(lower or (None,) * 3, other or (None,) * 3, strict=True))
 
@@ -395,7 +395,7 @@ class Grouped:
         self._known.clear()
 
 
-class _Fetched(NamedTuple):
+class _FetchedRows(NamedTuple):
     """Rows that have come from other ranks.
 
     Attributes:
@@ -413,7 +413,7 @@ class _Lookup(NamedTuple):
     kept: KeptTable
     ids: torch.Tensor
     groups: Groups
-    fetched: _Fetched | None  # in the order of `groups`; None where they lie in the table
+    fetched: _FetchedRows | None  # in the order of `groups`; None where they lie in the table
 
     def embedding(self, padding_idx: int | None, scale_grad_by_freq: bool) -> torch.Tensor:
         """As torch.nn.functional.embedding."""
@@ -457,7 +457,7 @@ class _Gathered(torch.autograd.Function):
         kept: KeptTable,
         ids: torch.Tensor,
         groups: Groups,
-        fetched: _Fetched | None,
+        fetched: _FetchedRows | None,
         padding_idx: int | None,
         scale_grad_by_freq: bool,
     ) -> torch.Tensor:
@@ -493,7 +493,7 @@ class _Compact(torch.autograd.Function):
         weight: torch.Tensor,
         kept: KeptTable,
         groups: Groups,
-        fetched: _Fetched | None,
+        fetched: _FetchedRows | None,
         order: torch.Tensor | None,
     ) -> torch.Tensor:
         ctx.kept, ctx.rows, ctx.order = kept, groups.rows, order

@@ -17,7 +17,7 @@ from flatout.optim.lars import Lars
 from flatout.optim.rates import LrScale
 
 
-class Tried(NamedTuple):
+class PublishedBatch(NamedTuple):
     """The largest batch of a publication, and the steps that an epoch then had."""
 
     source: str
@@ -26,9 +26,9 @@ class Tried(NamedTuple):
 
 
 # ImageNet has 1,281,167 images.
-GOYAL = Tried("Goyal et al. 2017: SGD, ResNet-50, ImageNet", 8_192, 156)
-LARS = Tried("You et al. 2017: LARS, ResNet-50, ImageNet", 32_768, 39)
-LAMB = Tried("You et al. 2020: LAMB, BERT and ResNet-50", 32_768, 39)
+GOYAL = PublishedBatch("Goyal et al. 2017: SGD, ResNet-50, ImageNet", 8_192, 156)
+LARS = PublishedBatch("You et al. 2017: LARS, ResNet-50, ImageNet", 32_768, 39)
+LAMB = PublishedBatch("You et al. 2020: LAMB, BERT and ResNet-50", 32_768, 39)
 # From 256 to 8,192 samples (Goyal et al. 2017).
 _TIMES_TRIED = 32
 # Up to here a larger batch is no large one (Krizhevsky 2014: from 128 to 1,024).
@@ -81,7 +81,7 @@ def is_adaptive(optimizer: torch.optim.Optimizer) -> bool:
     return any(word in name_of(optimizer).lower() for word in _ADAPTIVE)
 
 
-def _beyond(tried: Tried, batch: int | None, steps_per_epoch: int | None) -> list[str]:
+def _beyond(tried: PublishedBatch, batch: int | None, steps_per_epoch: int | None) -> list[str]:
     result = []
     if batch is not None and batch > tried.batch:
         result.append(f"a batch of {batch:,}, tried up to {tried.batch:,}")

@@ -70,7 +70,7 @@ class Update:
         for optimizer in as_tuple(optimizers):
             _refuse_closure(optimizer)
         self._rows = rows
-        self.parts = [Part(optimizer, rows) for optimizer in as_tuple(optimizers)]
+        self.parts = [OptimizerStep(optimizer, rows) for optimizer in as_tuple(optimizers)]
         self.clip_norm = clip_norm
         self.clip_value = clip_value
         self.across: Callable[[torch.Tensor], None] | None = None
@@ -247,7 +247,7 @@ class Update:
             _set_if_bad([values], self._flags[gradient.device], self._one[gradient.device])
 
 
-class Part:
+class OptimizerStep:
     """One optimizer's own step, gated where it can be.
 
     Attributes:

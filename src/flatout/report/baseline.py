@@ -51,7 +51,7 @@ _SOFTWARE = ("torch", "python", "libc")
 
 
 @dataclass(frozen=True)
-class Run:
+class BaselineRun:
     """One run of a job.
 
     Attributes:
@@ -84,7 +84,7 @@ class Baseline:
     command: str
     machine: dict[str, Any]
     dangers: list[tuple[str, str]]
-    runs: list[Run]
+    runs: list[BaselineRun]
     version: int = 1
     proven: tuple[float, float, float] | None = None
 
@@ -280,7 +280,7 @@ def _proven(verdict: Mapping[str, Any]) -> tuple[float, float, float] | None:
     return tuple(ratio) if ratio else None
 
 
-def _run(ranks: Sequence[Observation]) -> Run:
+def _run(ranks: Sequence[Observation]) -> BaselineRun:
     lanes: dict[str, list[float]] = {}
     for rank in ranks:
         for name, ms in rank.lanes_ms.items():
@@ -290,7 +290,7 @@ def _run(ranks: Sequence[Observation]) -> Run:
     slowest = max(
         (_steady(rank.step_ms) for rank in ranks), key=lambda steps: float(np.median(steps))
     )
-    return Run(
+    return BaselineRun(
         step_ms=[float(f"{ms:.5g}") for ms in slowest[-_MOST_STEPS:]],
         lanes_ms={name: mean(of) for name, of in lanes.items()},
         ranks=len(ranks),
@@ -368,13 +368,13 @@ def _new_dangers(baseline: Baseline, verdict: Mapping[str, Any]) -> list[str]:
     return new
 
 
-def _spread(runs: Sequence[Run]) -> float:
+def _spread(runs: Sequence[BaselineRun]) -> float:
     """How much the slowest of the runs takes more than the fastest: 0.05 is 5%."""
     medians = [float(np.median(run.step_ms)) for run in runs]
     return max(medians) / min(medians) - 1
 
 
-def _growth(kept: Sequence[Run], new: Run) -> dict[str, tuple[float, float]]:
+def _growth(kept: Sequence[BaselineRun], new: BaselineRun) -> dict[str, tuple[float, float]]:
     """By lane what it took before and takes now, where it grew by more than 1% of a step."""
     before = {
         lane: mean(run.lanes_ms[lane] for run in kept)

@@ -46,7 +46,7 @@ _FIGURES = ("val_accuracy", "accuracy", "val_loss", "loss")
 
 
 @dataclass(frozen=True)
-class Run:
+class ScalingRun:
     """One run's figures, as `History.save` wrote them.
 
     Attributes:
@@ -87,7 +87,7 @@ class Run:
 class Scaling:
     """Runs by their number of ranks, the smallest first."""
 
-    runs: Sequence[Run]
+    runs: Sequence[ScalingRun]
 
     @classmethod
     def of(cls, paths: Sequence[str | os.PathLike[str]]) -> Scaling:
@@ -104,15 +104,15 @@ class Scaling:
         runs = [_read(Path(path)) for path in paths]
         return cls(sorted(runs, key=lambda run: (run.world_size, run.name)))
 
-    def speedup(self, run: Run) -> float:
+    def speedup(self, run: ScalingRun) -> float:
         """Samples per second as a multiple of the smallest run's."""
         return run.samples_per_s / self.runs[0].samples_per_s
 
-    def efficiency(self, run: Run) -> float:
+    def efficiency(self, run: ScalingRun) -> float:
         """The speed-up as a share of what as many more ranks could give."""
         return self.speedup(run) * self.runs[0].world_size / run.world_size
 
-    def lost_ms(self, run: Run) -> dict[str, float]:
+    def lost_ms(self, run: ScalingRun) -> dict[str, float]:
         """By cause, what a step takes beyond the ideal; negative where it takes less."""
         first = self.runs[0]
         share = run.batch_size / first.batch_size * first.world_size / run.world_size
@@ -260,12 +260,12 @@ class Scaling:
         axes.ticklabel_format(axis="y", useOffset=False)
 
 
-def _read(path: Path) -> Run:
+def _read(path: Path) -> ScalingRun:
     file = path / "history.json" if path.is_dir() else path
     try:
         data = json.loads(file.read_text())
         lanes = data["lanes_by_rank_ms"]
-        run = Run(
+        run = ScalingRun(
             name=path.name if path.is_dir() else path.stem,
             world_size=data["world_size"],
             batch_size=data["batch_size"],

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from flatout.strategies.reductions import Flat, ThreadedReduction
-from flatout.world import Later, World
+from flatout.world import PendingCollective, World
 
 # As in torch's DistributedDataParallel: the first bucket is small, so that sending begins early.
 _FIRST_BYTES, _BUCKET_BYTES = 1 << 20, 25 << 20
@@ -44,7 +44,7 @@ class Bucket:
         layout = str([(tuple(view.shape), view.stride()) for view in self.views])
         self.whole = Flat(real, number, [_matrix(view) for view in self.views], layout)
         self.missing = len(self.parameters)
-        self.sending: Later | None = None
+        self.sending: PendingCollective | None = None
         self.ready_ns = 0
 
     def note_used(self) -> None:

@@ -10,7 +10,7 @@ import torch
 from flatout.errors import ModelError
 from flatout.strategies.reductions import Flat, ThreadedReduction
 from flatout.strategies.strategy import Tensors
-from flatout.world import Later, World
+from flatout.world import PendingCollective, World
 
 # Of the first fragment's memory, beside what else local_sgd adds up.
 _NUMBER = (1 << 30) + 2
@@ -28,12 +28,12 @@ class Fragment(NamedTuple):
     flat: Flat
 
 
-class Sent(NamedTuple):
+class SentFragment(NamedTuple):
     """A fragment on its way, and its weights as this rank sent them."""
 
     fragment: Fragment
     weights: Tensors
-    mean: Later
+    mean: PendingCollective
 
 
 class Fragments:
@@ -51,7 +51,7 @@ class Fragments:
     def __init__(self, world: World, reduction: ThreadedReduction, count: int) -> None:
         self._world, self._reduction, self.count = world, reduction, count
         self._fragments: list[Fragment] = []
-        self._sent: Sent | None = None
+        self._sent: SentFragment | None = None
 
     def lay_out(self, weights: Tensors) -> None:
         """Cut the weights, of which none is on its way.
@@ -89,7 +89,7 @@ class Fragments:
         values.div_(self._world.size)
         begun = self._reduction.begin(fragment.flat)
         mean = self._world.begun(begun, "mean of a fragment of the ranks' weights")
-        self._sent = Sent(fragment, sent, mean)
+        self._sent = SentFragment(fragment, sent, mean)
 
     @torch.no_grad()
     def receive(self, weights: Tensors, move: Callable[[int, torch.Tensor], torch.Tensor]) -> bool:

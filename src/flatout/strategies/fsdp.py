@@ -40,7 +40,7 @@ from flatout.world import Mailbox, World, mailbox_of
 _USED = 3
 
 
-class Part(NamedTuple):
+class ParameterPart(NamedTuple):
     """A parameter of the model, and what this rank has of it.
 
     Attributes:
@@ -102,7 +102,7 @@ class Fsdp(Strategy):
         self._adds_up = world.size == 2 or not exact
         self._mailbox: Mailbox | None = None
         self.across = self._sum_over_parts
-        self._parts: list[Part] = []
+        self._parts: list[ParameterPart] = []
         self._known: set[torch.Tensor] = set()
         self._seen: Tensors = ()
         self._used: set[int] = set()
@@ -135,7 +135,7 @@ class Fsdp(Strategy):
             shard = module._parameters[name]
             assert isinstance(shard, DTensor)
             part = nn.Parameter(shard.to_local().detach(), requires_grad=own.requires_grad)
-            self._parts.append(Part(own, shard, part, where, owners[shard]))
+            self._parts.append(ParameterPart(own, shard, part, where, owners[shard]))
         for block in {part.block: None for part in self._parts}:
             self._note_use_within(block)
         # The root's parameters stay whole behind its forward, for a backward that begins at once.
@@ -229,7 +229,7 @@ class Fsdp(Strategy):
 
     def _step_parts(self) -> None:
         """Let optimizers step this rank's parts in place of the parameters."""
-        parts: dict[Any, Part] = {part.own: part for part in self._parts}
+        parts: dict[Any, ParameterPart] = {part.own: part for part in self._parts}
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["params"][:] = [parts[p].part if p in parts else p for p in group["params"]]
@@ -343,7 +343,7 @@ class Fsdp(Strategy):
             },
         }
 
-    def _owners(self, optimizer: torch.optim.Optimizer) -> dict[int, Part]:
+    def _owners(self, optimizer: torch.optim.Optimizer) -> dict[int, ParameterPart]:
         """The parts that states are of, by their number in the optimizer's state dict."""
         parts = {part.part: part for part in self._parts}
         order = [p for group in optimizer.param_groups for p in group["params"]]
@@ -430,7 +430,7 @@ def _places(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]
     return result
 
 
-def state_part(value: Any, one: Part | None) -> Any:
+def state_part(value: Any, one: ParameterPart | None) -> Any:
     """Of a parameter's state this rank's part; what is not of its shape stays as it is."""
     if one is None or not torch.is_tensor(value) or not value.dim():
         return value
@@ -440,7 +440,7 @@ def state_part(value: Any, one: Part | None) -> Any:
     return sharded_like(value, one.shard).to_local().clone()  # type: ignore[attr-defined]
 
 
-def as_shard(value: Any, one: Part | None) -> Any:
+def as_shard(value: Any, one: ParameterPart | None) -> Any:
     """A tensor of a parameter's state as a part of the whole; anything else as it is."""
     if one is None or not torch.is_tensor(value) or not value.dim():
         return value

@@ -16,7 +16,7 @@ from torch import nn
 
 from flatout.errors import ModelError
 from flatout.models import LayerModules, keras_optimizers, keras_values
-from flatout.strategies.fsdp import Fsdp, Part, as_shard, state_part
+from flatout.strategies.fsdp import Fsdp, ParameterPart, as_shard, state_part
 from flatout.strategies.fsdp_refusals import check_elementwise
 from flatout.strategies.strategy import Sums
 
@@ -85,7 +85,7 @@ class FsdpKeras(Fsdp):
                 part.part.copy_(state_part(wholes[part.own], part))
         self._layers.show()
 
-    def _owners(self, optimizer: torch.optim.Optimizer) -> dict[int, Part]:
+    def _owners(self, optimizer: torch.optim.Optimizer) -> dict[int, ParameterPart]:
         owners = super()._owners(optimizer)
         own = self._keras.get(optimizer)
         if own is None:
@@ -104,7 +104,7 @@ class FsdpKeras(Fsdp):
             for part in parts:
                 optimizer.change_state(part.own, part.part.shape, self._put_together(part))
 
-    def _put_together(self, part: Part) -> Any:
+    def _put_together(self, part: ParameterPart) -> Any:
         return lambda _, value: self._gathered(as_shard(value, part), kept=True)
 
     # -- memory ------------------------------------------------------------------------------
@@ -122,5 +122,5 @@ class FsdpKeras(Fsdp):
         return sum(value.nbytes for value in self._states_in(optimizer))  # they are there already
 
 
-def _cut(one: Part) -> Any:
+def _cut(one: ParameterPart) -> Any:
     return lambda _, value: state_part(value, one)

@@ -20,7 +20,7 @@ _TIMES = 5
 _TOO_LARGE = 1.5
 
 
-class Measured(NamedTuple):
+class LayerTimes(NamedTuple):
     """What a forward and backward of a micro-batch showed.
 
     Attributes:
@@ -46,7 +46,7 @@ class Cut(NamedTuple):
     shares: list[float]
 
 
-def measure(chain: Chain, inputs: Sequence[torch.Tensor]) -> Measured:
+def measure(chain: Chain, inputs: Sequence[torch.Tensor]) -> LayerTimes:
     """Time each call of a forward, with its backward. Gradients of weights are thrown away.
 
     Args:
@@ -55,7 +55,7 @@ def measure(chain: Chain, inputs: Sequence[torch.Tensor]) -> Measured:
     """
     timed = _Timed(chain)
     timed.run(*inputs)
-    return Measured([timed.spent[call] for call in chain.calls], timed.sizes, timed.torn)
+    return LayerTimes([timed.spent[call] for call in chain.calls], timed.sizes, timed.torn)
 
 
 class _Timed(fx.Interpreter):
@@ -119,7 +119,7 @@ def _leaf(value: Any) -> Any:
     return value.detach().requires_grad_(value.requires_grad)
 
 
-def cut(chain: Chain, measured: Measured, stages: int, ns_per_byte: float) -> Cut:
+def cut(chain: Chain, measured: LayerTimes, stages: int, ns_per_byte: float) -> Cut:
     """Where the slowest stage takes least, what it sends and gets included.
 
     Args:

@@ -168,7 +168,7 @@ def _as_sent(gradient: torch.Tensor | None, shape: Shape) -> torch.Tensor | None
     return gradient.contiguous()
 
 
-class Run:
+class ScheduleRun:
     """A schedule for batches of one form.
 
     Args:

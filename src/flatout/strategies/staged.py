@@ -37,7 +37,7 @@ from flatout.strategies.replicas import check_replicas
 from flatout.strategies.stage_chain import Chain, Stage
 from flatout.strategies.stage_copies import Copies
 from flatout.strategies.stage_cut import Cut, cut, measure, too_large
-from flatout.strategies.stage_pipe import Clock, OwnStage, Run, Within
+from flatout.strategies.stage_pipe import Clock, OwnStage, ScheduleRun, Within
 from flatout.strategies.stage_shapes import Shape, shape_of, shapes
 from flatout.strategies.staged_refusals import check_stage_count, check_stages
 from flatout.strategies.strategy import Strategy, Sums, Tensors
@@ -51,7 +51,7 @@ _READY = 16
 Compute = Callable[[Batch], Any]
 
 
-class Asked(NamedTuple):
+class StagedOptions(NamedTuple):
     """What settings ask for.
 
     Attributes:
@@ -102,7 +102,7 @@ class Staged(Strategy):
         model: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         first: tuple[Compute, Batch],
-        asked: Asked,
+        asked: StagedOptions,
         say: Callable[[str], None],
         within: Within = nullcontext,
     ) -> None:
@@ -134,7 +134,7 @@ class Staged(Strategy):
         # The optimizers' parameters by group, all of them.
         self._orders: list[list[list[nn.Parameter]]] = []
         self._seen: Tensors = ()
-        self._runs: dict[Any, tuple[Run, list[Shape]]] = {}
+        self._runs: dict[Any, tuple[ScheduleRun, list[Shape]]] = {}
         # What the model gives to the loss of a micro-batch; while that is computed.
         self._output: list[Any] | None = None
 
@@ -339,7 +339,7 @@ class Staged(Strategy):
 
     def _run(
         self, inputs: list[torch.Tensor], within: Within, *, trains: bool
-    ) -> tuple[Run, list[Shape]]:
+    ) -> tuple[ScheduleRun, list[Shape]]:
         """The schedule for inputs of this form, and what the model gives for all of them."""
         training = tuple(p.requires_grad for p in self._model.parameters()) if trains else ()
         modes = tuple(module.training for module in self._model.modules())
@@ -355,7 +355,7 @@ class Staged(Strategy):
 
     def _made(
         self, inputs: list[torch.Tensor], within: Within, *, trains: bool
-    ) -> tuple[Run, list[Shape]]:
+    ) -> tuple[ScheduleRun, list[Shape]]:
         size = len(inputs[0])
         count = self._count(size)
         own = [shape_of(item) for item in inputs]
@@ -377,7 +377,7 @@ class Staged(Strategy):
             )
             for part in range(self._copies.stage, self._parts, self._copies.stages)
         ]
-        return Run(self._world, stages, count, self._asked.schedule, trains=trains), whole
+        return ScheduleRun(self._world, stages, count, self._asked.schedule, trains=trains), whole
 
     def _crossing(self, inputs: Sequence[Shape], rows: int) -> list[list[Shape]]:
         """What each stage is given for so many rows, and last what the model gives."""

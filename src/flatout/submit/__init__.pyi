@@ -1,6 +1,6 @@
 from flatout.submit.artifact import Artifact as Artifact
 from flatout.submit.artifact import refuse as refuse
-from flatout.submit.asked import Asked as Asked
+from flatout.submit.asked import JobOptions as JobOptions
 from flatout.submit.asked import job_of as job_of
 from flatout.submit.asked import ranks_of as ranks_of
 from flatout.submit.asked import seeds_of as seeds_of
@@ -22,9 +22,9 @@ from flatout.submit.sending import write as write
 from flatout.submit.states import JobState as JobState
 from flatout.submit.states import State as State
 from flatout.submit.target import NotSent as NotSent
-from flatout.submit.target import Sent as Sent
+from flatout.submit.target import SentJob as SentJob
 from flatout.submit.target import Target as Target
-from flatout.submit.target import Unanswered as Unanswered
+from flatout.submit.target import UnknownOutcome as UnknownOutcome
 from flatout.submit.target import target_of as target_of
 from flatout.submit.targets import TARGETS as TARGETS
 from flatout.submit.top import TopOfJob as TopOfJob

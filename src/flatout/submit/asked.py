@@ -26,7 +26,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True)
-class Asked:
+class JobOptions:
     """What a user may say of a job; None is left open.
 
     Attributes:
@@ -73,7 +73,7 @@ class Asked:
     options: tuple[str, ...] = ()
 
 
-def job_of(asked: Asked, root: Path, now: datetime) -> Job:
+def job_of(asked: JobOptions, root: Path, now: datetime) -> Job:
     """The job, with the code that lies in a folder.
 
     Args:
@@ -168,7 +168,7 @@ def _is_in_code(word: bytes, job: Job) -> bool:
     return False
 
 
-def _script(asked: Asked, root: Path) -> str:
+def _script(asked: JobOptions, root: Path) -> str:
     """Relative to the code, with slashes; a module's name stays."""
     if asked.is_module or asked.script == "flatout":
         if asked.is_module and file_of(asked.script, is_module=True) is None:

@@ -34,7 +34,7 @@ from flatout.submit.kubernetes_manifests import (
 )
 from flatout.submit.sending import facts_in
 from flatout.submit.states import JobState, State
-from flatout.submit.target import NotSent, Sent, Unanswered
+from flatout.submit.target import NotSent, SentJob, UnknownOutcome
 from flatout.words import clock
 
 FILE = "job.yaml"
@@ -117,7 +117,7 @@ class Kubernetes:
                 result.append(f"there is no LocalQueue {queue} of Kueue in {space}")
         return result
 
-    def send(self, job: Job, key: str) -> Sent:
+    def send(self, job: Job, key: str) -> SentJob:
         """Create the job, then what its pods wait for, which goes when the job goes."""
         cluster = _Cluster()
         *others, made = _documents(job.folder)
@@ -132,32 +132,32 @@ class Kubernetes:
                     do="give this one another --name",
                 ) from error
             if error.status >= _BROKEN:
-                raise Unanswered(f"the API server has failed: {_message(error)}") from error
+                raise UnknownOutcome(f"the API server has failed: {_message(error)}") from error
             raise NotSent(f"Kubernetes did not take the job: {_message(error)}") from error
         except cluster.lost as error:
             if isinstance(getattr(error, "reason", error), cluster.unreached):
                 raise NotSent(f"the API server was not reached: {error}") from error
-            raise Unanswered(f"the API server did not answer: {error}") from error
+            raise UnknownOutcome(f"the API server did not answer: {error}") from error
         if job.nodes > 1:
             others.append(_secret(job.name))
         try:
             cluster.complete(created, others, space)
         except cluster.lost as error:
-            raise Unanswered(f"the API server did not answer: {error}") from error
+            raise UnknownOutcome(f"the API server did not answer: {error}") from error
         except cluster.error as error:
             if error.status >= _BROKEN:
-                raise Unanswered(f"the API server has failed: {_message(error)}") from error
+                raise UnknownOutcome(f"the API server has failed: {_message(error)}") from error
             problem = f"the job's code was not taken: {_message(error)}"
             try:  # or its pods would wait for ever
                 cluster.delete(made["kind"], space, job.name)
             except (cluster.error, cluster.lost) as left:
-                raise Unanswered(f"{problem}, and the job could not be deleted") from left
+                raise UnknownOutcome(f"{problem}, and the job could not be deleted") from left
             raise NotSent(problem) from error
-        return Sent(
+        return SentJob(
             f"{space}/{job.name}", f"(kubectl get {_KINDS[made['kind']].plural} {job.name})"
         )
 
-    def find(self, key: str, folder: Path) -> Sent | None:
+    def find(self, key: str, folder: Path) -> SentJob | None:
         """By the label that it was sent with; what its pods wait for is created where it is not."""
         cluster = _Cluster()
         *others, made = _documents(folder)
@@ -170,7 +170,7 @@ class Kubernetes:
             if facts_in(folder)["nodes"] > 1:
                 others.append(_secret(name))
             cluster.complete({**made, **result[0]}, others, space)
-        return Sent(f"{space}/{name}")
+        return SentJob(f"{space}/{name}")
 
     def state(self, id: str, folder: Path) -> JobState:
         """What the job's conditions say, and how long it will take as it says itself."""

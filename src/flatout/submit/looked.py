@@ -13,7 +13,7 @@ from flatout.cache_folder import cache_folder
 from flatout.doctor.first_look import first_look
 from flatout.errors import FlatoutError, SubmitError
 from flatout.observe import opened as access
-from flatout.submit.asked import Asked
+from flatout.submit.asked import JobOptions
 from flatout.submit.job import SEED
 
 _SECONDS, _STEPS = 10.0, 50
@@ -25,7 +25,7 @@ _SYSTEM = ("/proc", "/sys", "/dev", "/etc", "/usr", "/lib", "/lib64", "/bin", "/
 _CODE = (".py", ".pyc", ".so")
 
 
-def inputs_seen(asked: Asked, root: Path) -> list[str]:
+def inputs_seen(asked: JobOptions, root: Path) -> list[str]:
     """The files and folders of data that the script opens in its first steps, seen from its folder.
 
     It runs here as by `python`, for some seconds, with its writes in a scratch folder, and sends

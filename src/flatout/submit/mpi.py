@@ -23,7 +23,7 @@ from flatout.submit.log_file import follow_file
 from flatout.submit.sending import KEY, facts_in, top_words
 from flatout.submit.shared import told_by_nodes, unseen
 from flatout.submit.states import JobState
-from flatout.submit.target import NotSent, Sent, Unanswered, options_of
+from flatout.submit.target import NotSent, SentJob, UnknownOutcome, options_of
 from flatout.words import counted
 
 SCRIPT, HOSTFILE, NAME = "job.sh", "hostfile", "job"
@@ -61,20 +61,20 @@ class Mpi:
             missing.append(f"{program} is {kind}; say --option kind={kind}")
         return missing
 
-    def send(self, job: Job, key: str) -> Sent:
+    def send(self, job: Job, key: str) -> SentJob:
         """Start the script apart from this process."""
         answer = _here(job.folder, detached.start(SCRIPT, NAME))
         if answer.code == 0:
-            return Sent(_id(job.folder, key), f"to {counted(job.nodes, 'host')}")
+            return SentJob(_id(job.folder, key), f"to {counted(job.nodes, 'host')}")
         if answer.code is None:
-            raise Unanswered(f"the shell does not answer: {answer.last_words}")
+            raise UnknownOutcome(f"the shell does not answer: {answer.last_words}")
         raise NotSent(f"cannot be started: {answer.last_words}", where=str(job.folder))
 
-    def find(self, key: str, folder: Path) -> Sent | None:
+    def find(self, key: str, folder: Path) -> SentJob | None:
         """The job where it has begun."""
         is_it = (folder / KEY).exists() and (folder / KEY).read_text() == key
         has_begun = (folder / f"{NAME}.begun").exists()
-        return Sent(_id(folder, key)) if is_it and has_begun else None
+        return SentJob(_id(folder, key)) if is_it and has_begun else None
 
     def state(self, id: str, folder: Path) -> JobState:
         """Of mpirun and what it has started."""

@@ -22,7 +22,7 @@ from flatout.submit.job import Job
 from flatout.submit.ray_driver import driver, remaining
 from flatout.submit.ray_top import told_by_nodes, top_script
 from flatout.submit.states import JobState, State
-from flatout.submit.target import NotSent, Sent, Unanswered, options_of
+from flatout.submit.target import NotSent, SentJob, UnknownOutcome, options_of
 from flatout.words import clock
 
 DRIVER, TOP, SUBMIT = "driver.py", "top.py", "submit.sh"
@@ -97,7 +97,7 @@ class Ray:
             names = [job.submission_id for job in cluster.client.list_jobs()]
         return [f"there is a job {job.name} already: choose another --name"] * (job.name in names)
 
-    def send(self, job: Job, key: str) -> Sent:
+    def send(self, job: Job, key: str) -> SentJob:
         """Hand the job's folder to the job server, which copies it."""
         try:
             cluster = _Cluster(job.options)
@@ -112,17 +112,17 @@ class Ray:
             )
         except (RuntimeError, ValueError, OSError) as error:
             if cluster.client.is_unanswered:
-                raise Unanswered(f"the job server did not answer: {_message(error)}") from error
+                raise UnknownOutcome(f"the job server did not answer: {_message(error)}") from error
             raise NotSent(f"Ray did not take the job: {_message(error)}") from error
-        return Sent(str(id), f"(ray job status {id})")
+        return SentJob(str(id), f"(ray job status {id})")
 
-    def find(self, key: str, folder: Path) -> Sent | None:
+    def find(self, key: str, folder: Path) -> SentJob | None:
         """By the metadata that it was sent with."""
         cluster = _Cluster(_options(folder))
         with cluster.answered():
             for job in cluster.client.list_jobs():
                 if (job.metadata or {}).get(_KEY) == key:
-                    return Sent(job.submission_id)
+                    return SentJob(job.submission_id)
         return None
 
     def state(self, id: str, folder: Path) -> JobState:

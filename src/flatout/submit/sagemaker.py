@@ -31,7 +31,7 @@ from flatout.submit.sagemaker_request import (
     unseen,
 )
 from flatout.submit.states import JobState, State
-from flatout.submit.target import NotSent, Sent, Unanswered
+from flatout.submit.target import NotSent, SentJob, UnknownOutcome
 from flatout.words import clock
 
 FILE = "training_job.json"
@@ -98,7 +98,7 @@ class SageMaker:
                 result.append(f"there is no role {role}: {said}")
         return result
 
-    def send(self, job: Job, key: str) -> Sent:
+    def send(self, job: Job, key: str) -> SentJob:
         """Copy the code to S3, then create the job."""
         cloud = _Cloud(job.options.get("region"))
         made = _request(job.folder)
@@ -113,15 +113,15 @@ class SageMaker:
             cloud.client("sagemaker", tries=1).create_training_job(**made)
         except cloud.refused as error:
             if error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0) >= 500:
-                raise Unanswered(f"AWS has failed: {_message(error)}") from error
+                raise UnknownOutcome(f"AWS has failed: {_message(error)}") from error
             raise NotSent(f"AWS did not take the job: {_message(error)}") from error
         except cloud.unreached as error:
             raise NotSent(f"AWS was not reached: {error}") from error
         except cloud.lost as error:
-            raise Unanswered(f"AWS did not answer: {error}") from error
+            raise UnknownOutcome(f"AWS did not answer: {error}") from error
         except cloud.unknown as error:
             raise NotSent(f"AWS was not asked: {error}") from error
-        return Sent(job.name, f"code and output in {folder_of(job)}")
+        return SentJob(job.name, f"code and output in {folder_of(job)}")
 
     def _upload(self, cloud: _Cloud, job: Job) -> None:
         bucket, prefix = _split(folder_of(job))
@@ -135,7 +135,7 @@ class SageMaker:
             secret = secrets.token_hex(32)
             storage.put_object(Bucket=bucket, Key=f"{prefix}/code/{SECRET}", Body=secret)
 
-    def find(self, key: str, folder: Path) -> Sent | None:
+    def find(self, key: str, folder: Path) -> SentJob | None:
         """By its name, and the tag that it was sent with."""
         cloud = _Cloud(_region(folder))
         name = _request(folder)["TrainingJobName"]
@@ -145,7 +145,7 @@ class SageMaker:
             if result is None:
                 return None
             tags = client.list_tags(ResourceArn=result["TrainingJobArn"])["Tags"]
-        return Sent(name) if {"Key": _KEY, "Value": key} in tags else None
+        return SentJob(name) if {"Key": _KEY, "Value": key} in tags else None
 
     def state(self, id: str, folder: Path) -> JobState:
         """What DescribeTrainingJob says."""
@@ -155,7 +155,7 @@ class SageMaker:
             if result is None:
                 return JobState(State.lost, "no such job")
             state = _state(result)
-            left_s = _Shown(cloud, folder).left_s() if state.state is State.running else None
+            left_s = _HostOutput(cloud, folder).left_s() if state.state is State.running else None
         return state if left_s is None else replace(state, left_s=left_s, eta=clock(left_s))
 
     def logs(self, id: str, folder: Path, *, follow: bool) -> Iterator[str]:
@@ -177,7 +177,7 @@ class SageMaker:
         """What its hosts have written beside the checkpoints some seconds ago."""
         cloud = _Cloud(_region(folder))
         with cloud.answered():
-            told = _Shown(cloud, folder).hosts()
+            told = _HostOutput(cloud, folder).hosts()
         if not told:
             raise SubmitError(
                 "SageMaker lets no one look into its containers, and none has shown itself",
@@ -246,7 +246,7 @@ class _Cloud:
         return ""
 
 
-class _Shown:
+class _HostOutput:
     """What a job's hosts write beside its checkpoints, which SageMaker copies to S3.
 
     Args:

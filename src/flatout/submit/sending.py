@@ -19,7 +19,7 @@ from flatout.submit.artifact import Artifact
 from flatout.submit.code import ARCHIVE
 from flatout.submit.job import Job
 from flatout.submit.ledger import REFUSED, SENDING, SENT, Entry, Ledger
-from flatout.submit.target import NotSent, Sent, Target, Unanswered
+from flatout.submit.target import NotSent, SentJob, Target, UnknownOutcome
 
 RECIPE = "recipe.toml"
 FACTS = "job.json"
@@ -121,12 +121,12 @@ def write(job: Job, target: Target) -> list[Artifact]:
     return artifacts
 
 
-def send(job: Job, target: Target, ledger: Ledger, wait_s: float = _LOOK_FOR_S) -> Sent:
+def send(job: Job, target: Target, ledger: Ledger, wait_s: float = _LOOK_FOR_S) -> SentJob:
     """Send a job once: where no answer comes, it is looked for and never sent again.
 
     Raises:
         NotSent: the cluster did not take it.
-        Unanswered: no one knows.
+        UnknownOutcome: no one knows.
     """
     entry = Entry(
         key=uuid.uuid4().hex[:16],
@@ -145,10 +145,10 @@ def send(job: Job, target: Target, ledger: Ledger, wait_s: float = _LOOK_FOR_S) 
     except NotSent:
         ledger.write(replace(entry, status=REFUSED))
         raise
-    except Unanswered as error:
+    except UnknownOutcome as error:
         result, why = _look_for(lambda: target.find(entry.key, job.folder), wait_s)
         if result is None:
-            raise Unanswered(
+            raise UnknownOutcome(
                 f"{error.what}; asked for the job, {why}",
                 where=error.where,
                 do="flatout jobs looks for it again; send another only when it stays unknown",
@@ -158,17 +158,17 @@ def send(job: Job, target: Target, ledger: Ledger, wait_s: float = _LOOK_FOR_S) 
     return sent
 
 
-def send_all(jobs: Sequence[Job], target: Target, ledger: Ledger) -> list[Sent]:
+def send_all(jobs: Sequence[Job], target: Target, ledger: Ledger) -> list[SentJob]:
     """Send several jobs, each once, until one is not taken.
 
     Raises:
-        NotSent, Unanswered: of one of them; which others were sent is told, and they run.
+        NotSent, UnknownOutcome: of one of them; which others were sent is told, and they run.
     """
-    sent: list[Sent] = []
+    sent: list[SentJob] = []
     for job in jobs:
         try:
             sent.append(send(job, target, ledger))
-        except (NotSent, Unanswered) as error:
+        except (NotSent, UnknownOutcome) as error:
             if not sent:
                 raise
             ids = ", ".join(item.id for item in sent)
@@ -189,7 +189,7 @@ def settle(entry: Entry, target: Target, ledger: Ledger) -> Entry:
     return entry
 
 
-def _look_for(look: Callable[[], Sent | None], wait_s: float) -> tuple[Sent | None, str]:
+def _look_for(look: Callable[[], SentJob | None], wait_s: float) -> tuple[SentJob | None, str]:
     """The job, or why it is not known whether there is one."""
     until = time.monotonic() + wait_s
     pause = 0.2

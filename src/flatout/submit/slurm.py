@@ -21,7 +21,7 @@ from flatout.submit.log_file import follow_file
 from flatout.submit.sending import top_words
 from flatout.submit.shared import told_by_nodes, unseen
 from flatout.submit.states import JobState, State
-from flatout.submit.target import NotSent, Sent, Unanswered
+from flatout.submit.target import NotSent, SentJob, UnknownOutcome
 from flatout.words import counted
 
 SCRIPT, LOG, EXIT_CODE = "job.sbatch", "job.log", "exit_code"
@@ -116,7 +116,7 @@ class Slurm:
             )
         return [] if answer.code == 0 else [message]
 
-    def send(self, job: Job, key: str) -> Sent:
+    def send(self, job: Job, key: str) -> SentJob:
         """Hand the script to sbatch."""
         need("sbatch", "SLURM's client, Debian's slurm-client")
         command = ["sbatch", "--parsable", f"--comment=flatout:{key}", str(job.folder / SCRIPT)]
@@ -126,18 +126,18 @@ class Slurm:
             raise NotSent(f"SLURM cannot be reached: {answer.last_words}", where=str(job.folder))
         if answer.code == 0:
             number, _, cluster = answer.output.strip().partition(";")
-            return Sent(number, f"to the cluster {cluster}" if cluster else "")
+            return SentJob(number, f"to the cluster {cluster}" if cluster else "")
         if _is_unanswered(answer):
-            raise Unanswered(f"no answer of sbatch: {answer.last_words}")
+            raise UnknownOutcome(f"no answer of sbatch: {answer.last_words}")
         raise NotSent(f"SLURM did not take the job: {answer.last_words}", where=str(job.folder))
 
-    def find(self, key: str, folder: Path) -> Sent | None:
+    def find(self, key: str, folder: Path) -> SentJob | None:
         """By the comment that it was sent with."""
         answer = _asked(["squeue", "--me", "--states=all", "--noheader", "--format=%A %k"])
         for line in answer.output.splitlines():
             number, _, comment = line.strip().partition(" ")
             if f"flatout:{key}" in comment:
-                return Sent(number)
+                return SentJob(number)
         return None
 
     def state(self, id: str, folder: Path) -> JobState:

@@ -30,7 +30,7 @@ from flatout.submit.hosts import address_of, config_words, hosts_of, problems_of
 from flatout.submit.job import Job
 from flatout.submit.sending import facts_in, top_words
 from flatout.submit.states import JobState
-from flatout.submit.target import NotSent, Sent, Unanswered, options_of
+from flatout.submit.target import NotSent, SentJob, UnknownOutcome, options_of
 from flatout.words import counted
 
 SCRIPT, HOSTS, THERE = "node.sh", "hosts", "there"
@@ -72,7 +72,7 @@ class Ssh:
         ]
         return result or _not_shared(job, way)
 
-    def send(self, job: Job, key: str) -> Sent:
+    def send(self, job: Job, key: str) -> SentJob:
         """Copy the folder to all hosts, then start it on all of them."""
         need("ssh", "OpenSSH's client, Debian's openssh-client")
         way = _way(job, key)
@@ -85,37 +85,37 @@ class Ssh:
         secret = f"{secrets.token_hex(32)}\n".encode()
         failed = _failed(way.inside(lambda name: detached.start(SCRIPT, name), secret))
         if not failed:
-            return Sent(_id(job.name, key), f"to {counted(len(way.hosts), 'host')}")
+            return SentJob(_id(job.name, key), f"to {counted(len(way.hosts), 'host')}")
         words = "the job could not be started:\n  " + "\n  ".join(failed)
         if _failed(way.inside(detached.stop)):
-            raise Unanswered(words)
+            raise UnknownOutcome(words)
         raise NotSent(words)
 
-    def find(self, key: str, folder: Path) -> Sent | None:
+    def find(self, key: str, folder: Path) -> SentJob | None:
         """The job where it has begun on all hosts."""
-        way = _Way.read(folder)
+        way = _SshRoute.read(folder)
         if any(state.words == detached.ABSENT for state in way.states().values()):
             return None
-        return Sent(_id(way.name, key))
+        return SentJob(_id(way.name, key))
 
     def state(self, id: str, folder: Path) -> JobState:
         """Of all hosts together."""
-        return detached.together(_Way.read(folder).states())
+        return detached.together(_SshRoute.read(folder).states())
 
     def logs(self, id: str, folder: Path, *, follow: bool) -> Iterator[str]:
         """What all hosts have printed; of several, each line says which."""
-        return _Way.read(folder).logs(follow)
+        return _SshRoute.read(folder).logs(follow)
 
     def top(self, id: str, folder: Path, key: str) -> list[str]:
         """By the user's own ssh."""
         command = shlex.join(top_words(folder, key))
-        answers = _Way.read(folder).each(lambda node: command)
+        answers = _SshRoute.read(folder).each(lambda node: command)
         refuse(_failed(answers), where=id)
         return [answer.output for answer in answers.values()]
 
     def cancel(self, id: str, folder: Path) -> None:
         """All hosts' ranks get SIGTERM, and time for a last checkpoint."""
-        refuse(_failed(_Way.read(folder).inside(detached.stop)), where=id)
+        refuse(_failed(_SshRoute.read(folder).inside(detached.stop)), where=id)
 
 
 def _id(name: str, key: str) -> str:
@@ -180,7 +180,7 @@ def _problems(job: Job) -> list[str]:
 
 
 @dataclass(frozen=True)
-class _Way:
+class _SshRoute:
     """How the hosts of a job are reached.
 
     Attributes:
@@ -196,7 +196,7 @@ class _Way:
     config: str | None
 
     @classmethod
-    def read(cls, folder: Path) -> _Way:
+    def read(cls, folder: Path) -> _SshRoute:
         """Of a job that was sent, from what was written then."""
         facts = facts_in(folder)
         try:
@@ -268,10 +268,10 @@ class _Way:
         lines.put(None)
 
 
-def _way(job: Job, key: str = "") -> _Way:
+def _way(job: Job, key: str = "") -> _SshRoute:
     """Of a job that is not sent yet."""
     base = job.options.get("folder", ".flatout/jobs")
-    return _Way(job.name, hosts_of(job), f"{base}/{job.name}-{key}", job.options.get("config"))
+    return _SshRoute(job.name, hosts_of(job), f"{base}/{job.name}-{key}", job.options.get("config"))
 
 
 def _failed(answers: dict[str, Answer]) -> list[str]:
@@ -315,7 +315,7 @@ def _lacks(job: Job) -> str:
     return "; ".join(lines)
 
 
-def _not_shared(job: Job, way: _Way) -> list[str]:
+def _not_shared(job: Job, way: _SshRoute) -> list[str]:
     """Whether what the first host writes where checkpoints go is read by the others."""
     if job.checkpoint is None or "://" in job.checkpoint:
         return []

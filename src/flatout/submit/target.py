@@ -16,7 +16,7 @@ from flatout.submit.targets import TARGETS
 
 
 @dataclass(frozen=True)
-class Sent:
+class SentJob:
     """A job that a cluster has taken.
 
     Attributes:
@@ -32,7 +32,7 @@ class NotSent(SubmitError):
     """The cluster has surely not taken the job: it can be sent again."""
 
 
-class Unanswered(SubmitError):
+class UnknownOutcome(SubmitError):
     """No one knows whether the cluster has taken the job: it is looked for, never sent again."""
 
 
@@ -65,15 +65,15 @@ class Target(Protocol):
             SubmitError: the client is not installed, or the cluster does not answer.
         """
 
-    def send(self, job: Job, key: str) -> Sent:
+    def send(self, job: Job, key: str) -> SentJob:
         """Send what lies in the job's folder, once.
 
         Raises:
             NotSent: it was refused, or the cluster was never reached.
-            Unanswered: it may have come.
+            UnknownOutcome: it may have come.
         """
 
-    def find(self, key: str, folder: Path) -> Sent | None:
+    def find(self, key: str, folder: Path) -> SentJob | None:
         """The job that was sent with a key; None where the cluster does not know it."""
 
     def state(self, id: str, folder: Path) -> JobState:

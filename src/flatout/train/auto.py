@@ -28,10 +28,10 @@ from flatout.strategies import others_to_try
 from flatout.train import auto_cache
 from flatout.train.auto_budget import LONGEST_S, Budget
 from flatout.train.auto_capture import FIELD as CAPTURE
-from flatout.train.auto_capture import NOT_YET, Beside
+from flatout.train.auto_capture import NOT_YET, BackgroundCompile
 from flatout.train.auto_check import NOTHING_KNOWN, FirstCheck, KnownStep
 from flatout.train.auto_search import COUNT, Option, Search, is_faster
-from flatout.train.frozen_precision import Found, Planned, choose_precision, has_short_epochs
+from flatout.train.frozen_precision import Found, PlannedRun, choose_precision, has_short_epochs
 from flatout.train.loss_value import Compute
 from flatout.train.micro_batch import forget_frames, is_out_of_memory
 from flatout.train.row_tables import Tables
@@ -96,7 +96,7 @@ def resolve(
     allow: Parity,
     steps: int | None,
     say: Callable[[str], None],
-    planned: Planned | None = None,
+    planned: PlannedRun | None = None,
     known: KnownStep = NOTHING_KNOWN,
 ) -> Decision:
     """What this job on this machine starts with.
@@ -170,7 +170,7 @@ def resolve(
 
 
 def _precision(
-    check: FirstCheck, options: list[Option], facts: ModelFacts, planned: Planned
+    check: FirstCheck, options: list[Option], facts: ModelFacts, planned: PlannedRun
 ) -> Found:
     try:
         return choose_precision(check, options, facts, planned)
@@ -407,7 +407,7 @@ def settle(
     return resolved, line
 
 
-def captured_line(search: Search, beside: Beside) -> str:
+def captured_line(search: Search, beside: BackgroundCompile) -> str:
     """The line about a step compiled beside the run; "" where it is not used."""
     trial = search.results.get(CAPTURE)
     if search.best.capture != "on" or trial is None:

@@ -84,7 +84,7 @@ def _slowed(search: Search) -> float:
     return _SLOWED if threads < usable_cpus() else 1.0
 
 
-class Spells:
+class CompilePauses:
     """What is slower beside a child: it is held up for short spells, which tell.
 
     Attributes:
@@ -113,7 +113,7 @@ class Spells:
         return True
 
 
-class Beside:
+class BackgroundCompile:
     """The compilation of a step beside the run.
 
     Args:
@@ -146,7 +146,7 @@ class Beside:
         self.has_begun = self.is_there = False
         self.seconds = self.traced_s = 0.0
         self.steps = (0, 0)
-        self._spells = Spells()
+        self._spells = CompilePauses()
 
     @property
     def cost_s(self) -> float:

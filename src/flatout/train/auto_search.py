@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from flatout.data import Batch
-from flatout.measure import Promise, TrialResult, quadruples, run_trial
+from flatout.measure import PossibleSaving, TrialResult, quadruples, run_trial
 from flatout.recipe import Trial
 from flatout.train.auto_budget import Budget
 from flatout.train.lengths import ByLength, Lengths
@@ -105,7 +105,7 @@ class Block(NamedTuple):
     settle: int
 
 
-class Measured(NamedTuple):
+class BlockTimes(NamedTuple):
     """What a Block took.
 
     Attributes:
@@ -123,7 +123,7 @@ class Measured(NamedTuple):
     faults: float
 
 
-_Steps = Generator[Block, Measured, Any]
+_Steps = Generator[Block, BlockTimes, Any]
 
 
 def is_faster(trial: TrialResult) -> bool:
@@ -197,7 +197,7 @@ class Search:
     starts_cold: bool = False
     unchecked: list[Option] = field(default_factory=list)
     check: Callable[[Sequence[Option], Settings, Batch], str] = lambda *looked_at: ""
-    promises: dict[str, Promise] = field(default_factory=dict)
+    promises: dict[str, PossibleSaving] = field(default_factory=dict)
     varied: bool = False
     splits: bool = False
     lengths: Lengths = field(default_factory=Lengths)
@@ -483,7 +483,7 @@ class Search:
             return
         self.compile_s = yield from self._graph(field, "on", "one kernel for many operators")
 
-    def _graph(self, field: str, value: str, why: str) -> Generator[Block, Measured, float]:
+    def _graph(self, field: str, value: str, why: str) -> Generator[Block, BlockTimes, float]:
         """A setting whose first step is slow for once; returns what that took, in seconds."""
         option = Option(field, Trial(value, bool, why=why))
         off, on = self.best, self.best.but(**{option.setting: value})
@@ -514,7 +514,7 @@ class Search:
         on: Settings | ByLength,
         slower: float,
         field: str = "together",
-    ) -> Generator[Block, Measured, TrialResult | None]:
+    ) -> Generator[Block, BlockTimes, TrialResult | None]:
         """A trial; None where a side fails, or there is no time."""
         challenger = on if self.best == off else off
         steps, first = self.budget.steps, self._at + 1
@@ -587,7 +587,7 @@ class Search:
         self.results[field] = result
         self.dropped.pop(field, None)
 
-    def _run(self, settings: Settings | ByLength) -> Generator[Block, Measured, float]:
+    def _run(self, settings: Settings | ByLength) -> Generator[Block, BlockTimes, float]:
         """Seconds per step of one block."""
         if settings not in self.step_s:
             # The first step may be slow for once, and the second is not made if it was too slow;
@@ -617,7 +617,7 @@ class Search:
         fewest = _MIXED_STEPS if self.varied else 1
         return max(fewest, min(_MOST_STEPS, round(block_s / self.step_s[settings])))
 
-    def _account(self, done: Measured, settings: Settings | ByLength) -> None:
+    def _account(self, done: BlockTimes, settings: Settings | ByLength) -> None:
         """Count what the steps under settings that are tried took beyond those under the best."""
         self._at = done.last
         if settings != self.best:

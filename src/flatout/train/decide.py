@@ -45,7 +45,7 @@ from flatout.train.auto import Decision
 from flatout.train.auto_check import KnownStep
 from flatout.train.checks import MISFITS, check_first_batch
 from flatout.train.cuda_graph import CudaGraphs
-from flatout.train.frozen_precision import Planned
+from flatout.train.frozen_precision import PlannedRun
 from flatout.train.loop_state import LoopState
 from flatout.train.loss_value import Compute
 from flatout.train.micro_batch import estimate_pieces
@@ -229,7 +229,7 @@ def _with_reasons(loop: LoopState, resolved: ResolvedRecipe) -> ResolvedRecipe:
     return loop.requested.resolve({**resolved.choices, **left}, resolved.machine)
 
 
-def _planned(loop: LoopState, first: list[Batch]) -> Planned | None:
+def _planned(loop: LoopState, first: list[Batch]) -> PlannedRun | None:
     """What the run is, where what frozen layers give may be kept in it."""
     source = loop.feed.source
     if source is None or not first or first[0].indices is None or loop.planned_epochs is None:
@@ -239,7 +239,7 @@ def _planned(loop: LoopState, first: list[Batch]) -> Planned | None:
     may_keep = loop.requested.input.features != "off" and loop.allow >= Parity.TOLERANT
     if not (may_keep and source.samples and adapter_of(loop.model).is_partly_frozen()):
         return None
-    return Planned(source.samples, loop.planned_epochs)
+    return PlannedRun(source.samples, loop.planned_epochs)
 
 
 def asked_here(loop: LoopState) -> Recipe:
@@ -372,7 +372,7 @@ def _stages(
         )
     world = resolved.world
     own_statistics = world.batch_statistics == "per_micro_batch"
-    asked = staged.Asked(world.stages, world.schedule, own_statistics)
+    asked = staged.StagedOptions(world.stages, world.schedule, own_statistics)
     casts = resolved.compute.precision != "fp32"
     within = loop.stepper.switch.autocast if casts else nullcontext
     given = (compute, first[0])

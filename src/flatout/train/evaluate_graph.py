@@ -28,7 +28,7 @@ from flatout.cache_folder import remove as remove_made
 from flatout.console import first_line
 from flatout.measure import TrialResult, available_bytes, fingerprint, quadruples, usable_cpus
 from flatout.models import OperatorTimes, uncompiled
-from flatout.train.auto_capture import Spells
+from flatout.train.auto_capture import CompilePauses
 from flatout.train.capture import BEHIND, BESIDE, FAILURES, KIND, Compiling, lends_cpu, loaded
 from flatout.train.capture_child import OPTIONS
 from flatout.train.capture_graph import PLAIN_TYPES, Graph, Tensors, Unfit, shapes_of
@@ -227,9 +227,9 @@ class _Form:
         self.seen, self.calls, self.spent_s = 0, 0, 0.0
         self.why = self._waits = ""
         self._judge_at, self._is_due = _WORTH_S, False
-        self._made: _Made | None = None
+        self._made: _TracedForward | None = None
         self._compiling: Compiling | None = None
-        self._spells, self._ask_at = Spells(), 0.0
+        self._spells, self._ask_at = CompilePauses(), 0.0
         self._compile_s = self._traced_s = self._may_lose_s = 0.0
         self._program: _Program | None = None
         self._trial: _Trial | None = None
@@ -295,7 +295,7 @@ class _Form:
             graph = trace_forward(self._model, leaves, self._spec)
         facts = (fingerprint().digest, torch.__version__, torch.get_num_threads(), OPTIONS)
         versions = [tensor._version for tensor in graph.constants.values()]
-        self._made = _Made(graph, graph.digest("forward", *facts), attributes, versions)
+        self._made = _TracedForward(graph, graph.digest("forward", *facts), attributes, versions)
         self._traced_s = self._owner.clock() - began
 
     def _get(self, kernels: float) -> None:
@@ -486,7 +486,7 @@ class _Form:
 
 
 @dataclass(frozen=True)
-class _Made:
+class _TracedForward:
     """A traced forward.
 
     Attributes:

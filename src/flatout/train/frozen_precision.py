@@ -29,7 +29,7 @@ _LIVE = 1.5
 _FIELDS = ("compute.precision", "compute.memory_format")
 
 
-class Planned(NamedTuple):
+class PlannedRun(NamedTuple):
     """A run whose frozen layers may be computed once: samples of an epoch, and its epochs."""
 
     samples: int
@@ -50,13 +50,13 @@ class Found(NamedTuple):
     is_frozen: bool = False
 
 
-def has_short_epochs(planned: Planned, batch_size: int) -> bool:
+def has_short_epochs(planned: PlannedRun, batch_size: int) -> bool:
     """Whether an epoch is over before settings could be tried on its steps."""
     return planned.epochs > 1 and planned.samples < _STEPS * batch_size
 
 
 def choose_precision(
-    check: FirstCheck, options: Sequence[Option], facts: ModelFacts, planned: Planned
+    check: FirstCheck, options: Sequence[Option], facts: ModelFacts, planned: PlannedRun
 ) -> Found:
     """Half precision, alone or in another memory format, where that makes the run faster.
 
@@ -100,6 +100,6 @@ def choose_precision(
     return Found(choices, why, is_frozen)
 
 
-def _run_s(forward: float, rest: float, planned: Planned) -> float:
+def _run_s(forward: float, rest: float, planned: PlannedRun) -> float:
     """Seconds of the run for each sample: later epochs begin at what is kept."""
     return forward + rest + (planned.epochs - 1) * _LIVE * rest

@@ -24,7 +24,7 @@ _ROWS_AT_ONCE = 1 << 15
 _STATES = {"SGD": 0, "Adagrad": 1, "RMSprop": 1}
 
 
-class Rows(NamedTuple):
+class GrownRows(NamedTuple):
     """What becomes of the rows of a table.
 
     Attributes:
@@ -82,7 +82,7 @@ def _of_its_kind(table: Any, flat: Tensor) -> Tensor:
 
 
 def check_memory(
-    tables: Mapping[str, Any], rows: Mapping[str, Rows], optimizer: Any, new: Mapping[str, str]
+    tables: Mapping[str, Any], rows: Mapping[str, GrownRows], optimizer: Any, new: Mapping[str, str]
 ) -> None:
     """Refuse tables that would not fit into memory, before anything is changed.
 
@@ -123,7 +123,7 @@ def _states(optimizer: Any, weight: Tensor) -> int:
 @torch.no_grad()
 def set_rows(
     tables: Mapping[str, Any],
-    rows: Mapping[str, Rows],
+    rows: Mapping[str, GrownRows],
     optimizer: Any,
     built: Mapping[str, Tensor],
 ) -> None:
@@ -148,7 +148,7 @@ def set_rows(
 
 
 def _set_rows(
-    weight: Tensor, rows: Rows, optimizer: Any, elements: Tensor, generator: torch.Generator
+    weight: Tensor, rows: GrownRows, optimizer: Any, elements: Tensor, generator: torch.Generator
 ) -> None:
     old, fresh = weight.shape, _fresh(rows, len(weight))
     weight.data = _arranged(weight.data, rows, fresh, elements, generator)
@@ -178,7 +178,7 @@ def resize(table: Any, size: int, optimizer: Any = None) -> None:
     set_table_rows(table)
 
 
-def _fresh(rows: Rows, there: int) -> Tensor:
+def _fresh(rows: GrownRows, there: int) -> Tensor:
     """The rows that belong to no id that has been trained, int64, rising."""
     size = max(rows.size, there)
     if rows.growth is None:
@@ -190,7 +190,7 @@ def _fresh(rows: Rows, there: int) -> Tensor:
 
 
 def _arranged(
-    values: Tensor, rows: Rows, fresh: Tensor, elements: Tensor, generator: torch.Generator
+    values: Tensor, rows: GrownRows, fresh: Tensor, elements: Tensor, generator: torch.Generator
 ) -> Tensor:
     """The rows under their new numbers, and fresh ones of `elements`; in place where they fit."""
     growth, there, made = rows.growth, len(values), values

@@ -46,7 +46,7 @@ _REFERENCE = 32
 _STRATEGIES = ("", "ddp", "local_sgd")
 
 
-class Try(NamedTuple):
+class TriedStep(NamedTuple):
     """A step that was tried.
 
     Attributes:
@@ -77,7 +77,7 @@ class LargestBatch:
     ranks: int
     limit: int
     bound: str
-    tried: tuple[Try, ...]
+    tried: tuple[TriedStep, ...]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data."""
@@ -199,8 +199,8 @@ def largest_batch(objective: Objective, loop: Loop, trying: Loop, source: Source
         )
     trying.optimizers = as_tuple(objective.optimizer)
     trying.be_ready(objective.model)
-    steps = Steps(objective, trying, source)
-    tried: list[Try] = []
+    steps = TrialSteps(objective, trying, source)
+    tried: list[TriedStep] = []
     failed: FlatoutError | None = None
     try:
         with steps.ready() as attempt:
@@ -218,7 +218,7 @@ def largest_batch(objective: Objective, loop: Loop, trying: Loop, source: Source
     return LargestBatch(size * world.size, world.size, steps.limit, bound, tuple(tried))
 
 
-def search(attempt: Callable[[int], Try], most: int) -> list[Try]:
+def search(attempt: Callable[[int], TriedStep], most: int) -> list[TriedStep]:
     """Try steps until the largest that fits is known to a sixteenth of it.
 
     The first try is of two samples, since some losses and layers do not take one. Where it fails
@@ -247,7 +247,9 @@ def search(attempt: Callable[[int], Try], most: int) -> list[Try]:
     return tried
 
 
-def _outcome(tried: list[Try], most: int, limit: int, objective: Objective) -> tuple[int, str]:
+def _outcome(
+    tried: list[TriedStep], most: int, limit: int, objective: Objective
+) -> tuple[int, str]:
     """The largest that fits, and what keeps it from being larger."""
     own = max((item.samples for item in tried if not item.why), default=0)
     above = [item for item in tried if item.why and item.samples > own]
@@ -276,7 +278,7 @@ def _outcome(tried: list[Try], most: int, limit: int, objective: Objective) -> t
     )
 
 
-class Steps:
+class TrialSteps:
     """Makes steps to see whether they fit, and leaves nothing of them.
 
     Args:
@@ -305,7 +307,7 @@ class Steps:
         self.limit = int(SHARE * free)
 
     @contextmanager
-    def ready(self) -> Iterator[Callable[[int], Try]]:
+    def ready(self) -> Iterator[Callable[[int], TriedStep]]:
         """Within, what tries a step on so many samples."""
         if self._loop.device.type != "cuda":
             yield self._in_child
@@ -322,15 +324,15 @@ class Steps:
             torch.cuda.set_per_process_memory_fraction(before, device)
             self._objective.end()
 
-    def _in_child(self, size: int) -> Try:
+    def _in_child(self, size: int) -> TriedStep:
         began = time.monotonic()
         patience = _PATIENCE_S if self._seconds else _FIRST_PATIENCE_S
         answer = Child(lambda: self._step(size), self.limit).result(patience)
         seconds = time.monotonic() - began
         self._seconds = self._seconds or seconds
-        return Try(size, answer.why, round(seconds, 4))
+        return TriedStep(size, answer.why, round(seconds, 4))
 
-    def _here(self, size: int, snapshot: Snapshot) -> Try:
+    def _here(self, size: int, snapshot: Snapshot) -> TriedStep:
         began, why = time.monotonic(), ""
         try:
             self._step(size)
@@ -340,7 +342,7 @@ class Steps:
         seconds = time.monotonic() - began
         snapshot.restore()
         torch.cuda.empty_cache()
-        return Try(size, why, round(seconds, 4))
+        return TriedStep(size, why, round(seconds, 4))
 
     def _step(self, size: int) -> None:
         """An optimizer step, with what lies in memory beside it."""

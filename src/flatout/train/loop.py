@@ -47,7 +47,7 @@ from flatout.train.freezing_checks import gradients_watched
 from flatout.train.loop_state import LoopState, Scheduler
 from flatout.train.loss_value import Compute
 from flatout.train.monitor import Monitor
-from flatout.train.numbers_guard import NumbersGuard, Step
+from flatout.train.numbers_guard import NumbersGuard, StepFacts
 from flatout.train.other_job import OtherJob
 from flatout.train.preflight import explain_one_sample
 from flatout.train.prepare import first_batches, follow_rule, place_model
@@ -313,10 +313,10 @@ class Loop(LoopState):
         self._step(compute, batches, turn)
         return True
 
-    def _latest(self, batches: int) -> Step:
+    def _latest(self, batches: int) -> StepFacts:
         """The step that was just made, of so many batches, and is not counted yet."""
         rate = self._rate_of(self.stepper.turn)
-        return Step(self.next_step, self.epoch, self.feed.taken - batches, batches, rate)
+        return StepFacts(self.next_step, self.epoch, self.feed.taken - batches, batches, rate)
 
     def _step(self, compute: Compute, batches: tuple[Batch, ...], turn: Turn) -> None:
         lanes = self.feed.lanes()

@@ -20,7 +20,7 @@ from flatout.train.broadcast import uncompiled
 from flatout.train.compute import call
 from flatout.train.evaluate import evaluating
 from flatout.train.grow_tables import (
-    Rows,
+    GrownRows,
     as_built,
     check_memory,
     read_together,
@@ -181,13 +181,13 @@ def learn_ids(
     else:  # the same data once more
         grown = {name: (value, None) for name, value in maps.items()}
     built = {**as_built({name: tables[name] for name in readers}), **(known.built if known else {})}
-    rows: dict[str, Rows] = {}
+    rows: dict[str, GrownRows] = {}
     new: dict[str, str] = {}
     for name, (column, *_) in readers.items():
         after, growth = grown[column]
         goes_on = known is not None and name in known.tables
         key = f"{loop.seed} {after.trainings}"
-        rows[name] = Rows(after.size, growth if goes_on else None, key)
+        rows[name] = GrownRows(after.size, growth if goes_on else None, key)
         new[name] = "" if growth is None else counted(growth.new, "new id")
     check_memory(tables, rows, optimizer, new)
     set_rows(tables, rows, optimizer, built)
@@ -293,7 +293,7 @@ def _check_shared_rows(
     """Refuse more buckets than memory holds rows for, before ids are counted."""
     shared = {column.name: IdMap.empty(column).size for column in source.id_columns}
     read = {name: own[0] for name, own in readers.items() if own[0] in shared}
-    rows = {name: Rows(shared[column], None, "") for name, column in read.items()}
+    rows = {name: GrownRows(shared[column], None, "") for name, column in read.items()}
     check_memory(tables, rows, optimizer, dict.fromkeys(rows, "that ids share"))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from flatout.measure import Live, RanksOnHost, StepTimes
 from flatout.train.loop_state import LoopState
-from flatout.train.recording import Recording
+from flatout.train.recording import RunRecording
 from flatout.train.step_graphs import Done
 
 # Of a batch: when its step began, and its times of fetching, copying and waiting, in ns.
@@ -28,7 +28,7 @@ class Monitor:
     def __init__(self, loop: LoopState) -> None:
         self._loop = loop
         self._live: Live | None = None
-        self.recording: Recording | None = None
+        self.recording: RunRecording | None = None
         # When the next of these two is due, on the clock of steps.
         self._due = sys.maxsize
 
@@ -46,7 +46,7 @@ class Monitor:
             job=None if world.size == 1 else f"{here.address}:{here.port}",
             run=loop.run,
         )
-        self.recording = None if facts is None else Recording(loop, *facts)
+        self.recording = None if facts is None else RunRecording(loop, *facts)
         self._due = 0
 
     def step(self, lanes: _Lanes, done: Done, frozen: int, stepped: int, samples: int) -> None:

@@ -20,7 +20,7 @@ from flatout.train.turn import Turn
 from flatout.world import ONE, World
 
 
-class Step(NamedTuple):
+class StepFacts(NamedTuple):
     """What is needed to make a step once more.
 
     Attributes:
@@ -53,7 +53,7 @@ class NumbersGuard:
         stepper: Stepper,
         world: World,
         ready: Callable[[Batch], Batch],
-        latest: Callable[[int], Step],
+        latest: Callable[[int], StepFacts],
     ) -> None:
         self._stepper = stepper
         self._world = world
@@ -61,7 +61,7 @@ class NumbersGuard:
         self._latest = latest
         self._reads_are_free = stepper.switch.device.type == "cpu"
         # Flags on the device, not read yet.
-        self._unread: list[tuple[Step, torch.Tensor, Compute]] = []
+        self._unread: list[tuple[StepFacts, torch.Tensor, Compute]] = []
 
     def after_step(
         self, turn: Turn, compute: Compute, batches: Sequence[Batch], source: Source | None
@@ -98,7 +98,7 @@ class NumbersGuard:
             if was_bad:
                 raise self._explain(compute or own, self._fetch_again(step, source), step)
 
-    def _fetch_again(self, step: Step, source: Source | None) -> list[Batch]:
+    def _fetch_again(self, step: StepFacts, source: Source | None) -> list[Batch]:
         if source is None or not source.seekable:
             return []
         whole = self._stepper.strategy.takes_whole_batches
@@ -106,7 +106,7 @@ class NumbersGuard:
         again = own.batches(step.epoch, step.first_batch)
         return [self._ready(batch) for batch in islice(again, step.batches)]
 
-    def _explain(self, compute: Compute, batches: Sequence[Batch], step: Step) -> NumbersError:
+    def _explain(self, compute: Compute, batches: Sequence[Batch], step: StepFacts) -> NumbersError:
         stepper, batches = self._stepper, placed(batches)
         stepper.switch.gather_rows()  # here each rank computes alone
         model, keyed = stepper.switch.model, stepper.dropout

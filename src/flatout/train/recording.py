@@ -47,7 +47,7 @@ _FIRST_S, _EVERY_S = (2.0, 8.0, 30.0, 120.0), 300.0
 _MOST_EPOCHS = 1_000
 
 
-class Recording:
+class RunRecording:
     """Records a Loop that was prepared, until its end.
 
     Args:

@@ -26,7 +26,7 @@ _FIRST, _MOST, _LONG_S, _TIMES = 64 << 10, 16 << 20, 0.05, 3
 _AT_ONCE = 16 << 20
 
 
-class Sent(NamedTuple):
+class ReceivedRows(NamedTuple):
     """What came to this host before an epoch.
 
     Attributes:
@@ -81,7 +81,7 @@ class SentRows:
         self._world.exchange([], parts, "how fast hosts reach one another")
         return perf_counter() - began
 
-    def bring(self, rows: FeatureRows, drawn: tuple[Numbers, Turns]) -> Sent:
+    def bring(self, rows: FeatureRows, drawn: tuple[Numbers, Turns]) -> ReceivedRows:
         """Get what samples of an epoch lack here and another host has; all ranks call it.
 
         Args:
@@ -90,13 +90,13 @@ class SentRows:
         """
         world, store, began = self._world, rows.store, perf_counter()
         if len(set(world.gather(store.name, "what rows are of"))) > 1:
-            return Sent()  # such as of other processors, whose rounding is another
+            return ReceivedRows()  # such as of other processors, whose rounding is another
         slots = np.unique(rows.samples.slots_of(*drawn))
         lacking = slots[:0] if store.is_full else slots[~store.knows(slots)]
         every = world.gather(lacking, "rows that hosts lack")
         asked = np.unique(np.concatenate(every))
         if not len(asked):
-            return Sent()
+            return ReceivedRows()
         known = world.gather(np.packbits(store.knows(asked)), "rows that hosts have")
         has = [np.unpackbits(bits, count=len(asked)).astype(bool) for bits in known]
         lacks = [np.isin(asked, item) for item in every]
@@ -110,7 +110,7 @@ class SentRows:
         # A rank of this host may need what another one has got.
         each = world.gather(got, "rows that came")
         own = sum(each[rank] for rank, node in enumerate(self.nodes) if node == world.place.node)
-        return Sent(own, own * _width(store), perf_counter() - began)
+        return ReceivedRows(own, own * _width(store), perf_counter() - began)
 
 
 def ways(

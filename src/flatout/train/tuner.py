@@ -20,9 +20,9 @@ from typing import Any
 
 from flatout.console import first_line
 from flatout.data import Batch, tensors_in
-from flatout.measure import ROUGH, Promise, finish_device, page_faults, promises
-from flatout.train.auto_capture import Beside
-from flatout.train.auto_search import Block, Failed, Measured, Search
+from flatout.measure import ROUGH, PossibleSaving, finish_device, page_faults, promises
+from flatout.train.auto_capture import BackgroundCompile
+from flatout.train.auto_search import Block, BlockTimes, Failed, Search
 from flatout.train.feed import Feed
 from flatout.train.lengths import ByLength, Step
 from flatout.train.micro_batch import forget_frames
@@ -104,7 +104,7 @@ class Tuner:
         self._trained = self._trainable()
         self._first = self._last = 0
         self._started: float | None = None
-        self.beside: Beside | None = None
+        self.beside: BackgroundCompile | None = None
         self.of_capture = False
         search.splits = world.size == 1
         self._start()
@@ -142,7 +142,7 @@ class Tuner:
             options = {one.field: one.value for one in self.search.options}
             known = promises(counts, rates, options)
         found = self._world.from_first({f: list(promise) for f, promise in known.items()})
-        self.search.promises = {field: Promise(*promise) for field, promise in found.items()}
+        self.search.promises = {field: PossibleSaving(*promise) for field, promise in found.items()}
 
     # -- a step ------------------------------------------------------------------------------
 
@@ -347,7 +347,7 @@ class Tuner:
         )
         search.varied = bool(varied)
         steps = len(self._settled) + block.steps
-        done = Measured(seconds, total, steps, number - self._first + 1, faults)
+        done = BlockTimes(seconds, total, steps, number - self._first + 1, faults)
         self._next(lambda: self._blocks.send(done), number)
 
     def _next(self, ask: Callable[[], Block], number: int) -> None:

@@ -9,7 +9,7 @@ from flatout.data import Batch
 from flatout.recipe import Parity
 from flatout.train import auto
 from flatout.train.auto import Decision
-from flatout.train.auto_capture import Beside
+from flatout.train.auto_capture import BackgroundCompile
 from flatout.train.auto_search import Search
 from flatout.train.capture import Capture
 from flatout.train.loop_state import LoopState
@@ -79,7 +79,7 @@ def capture_steps(loop: LoopState, compute: Compute | None, search: Search | Non
         stepper.capture = capture
         loop.undo.callback(capture.close)
         if loop.tuner is not None and search is not None and tries:
-            loop.tuner.beside = Beside(capture, compute, search)
+            loop.tuner.beside = BackgroundCompile(capture, compute, search)
 
 
 def report_tables(loop: LoopState, first: Sequence[Batch]) -> None:

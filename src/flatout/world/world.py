@@ -64,7 +64,7 @@ Exchange: TypeAlias = Callable[
 """`World.exchange`, without words for what it is for."""
 
 
-class Later(NamedTuple):
+class PendingCollective(NamedTuple):
     """A collective that has begun: `World.until` waits for its end.
 
     Attributes:
@@ -117,7 +117,9 @@ class World:
         """Whether this rank is the one that prints and writes for all."""
         return self.rank == 0
 
-    def sum(self, tensor: torch.Tensor, what: str = "", *, later: bool = False) -> Later | None:
+    def sum(
+        self, tensor: torch.Tensor, what: str = "", *, later: bool = False
+    ) -> PendingCollective | None:
         """Add up a tensor of all ranks, in place.
 
         Args:
@@ -132,23 +134,23 @@ class World:
         number = self.collectives.begin(what)
         with _together(self, number):
             work = dist.all_reduce(tensor, async_op=later)
-        return Later(work, number) if later else None
+        return PendingCollective(work, number) if later else None
 
-    def begun(self, work: Any, what: str) -> Later:
+    def begun(self, work: Any, what: str) -> PendingCollective:
         """Take note of what all ranks have begun together, to wait for it with `until`.
 
         Args:
             work: has a `wait()`.
             what: it is for.
         """
-        return Later(work, self.collectives.begin(what))
+        return PendingCollective(work, self.collectives.begin(what))
 
-    def until(self, later: Later) -> None:
+    def until(self, later: PendingCollective) -> None:
         """Wait for what was begun."""
         with _together(self, later.number):
             later.work.wait()
 
-    def until_done(self, later: Later) -> None:
+    def until_done(self, later: PendingCollective) -> None:
         """Wait for what was begun, on the host too: NCCL lets the GPU alone wait.
 
         So a rank that does not come is named, and waiting for it counts as such.
@@ -160,7 +162,7 @@ class World:
 
                 torch.cuda.current_stream(self.device).synchronize()
 
-    def within(self, later: Later) -> AbstractContextManager[None]:
+    def within(self, later: PendingCollective) -> AbstractContextManager[None]:
         """What happens inside belongs to a collective: on a GPU it is reading a sum that waits."""
         return _together(self, later.number)
 

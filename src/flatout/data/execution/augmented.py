@@ -16,7 +16,7 @@ from flatout.data.block import Block, Numbers, Values
 from flatout.data.buffers import Buffers
 from flatout.data.draws import Draws
 from flatout.data.execution.digests import digest_of
-from flatout.data.execution.samples import Costs, Decoded, Lender, Lent, Samples
+from flatout.data.execution.samples import Costs, Decoded, Lender, LentRows, Samples
 from flatout.data.execution.turns import Turns, turns_left
 from flatout.data.form import Form, Tree
 from flatout.errors import DataError
@@ -147,7 +147,7 @@ class Augmented:
             lent = self.inner.lend(numbers, buffers, costs, self._is_of_use)
         if lent is None:
             block = self.inner.make(numbers, buffers, epoch, costs)
-            lent = Lent(block, {}, np.arange(len(block)))
+            lent = LentRows(block, {}, np.arange(len(block)))
         start = clock()
         turns = turns_left(epoch, numbers, lent.block.numbers)
         made = self._apply(lent, turns, buffers)
@@ -160,9 +160,9 @@ class Augmented:
 
     def apply(self, block: Block, epoch: Turns) -> Block:
         """The rows of a block, their images changed."""
-        return self._apply(Lent(block, {}, np.arange(len(block))), epoch, Buffers())
+        return self._apply(LentRows(block, {}, np.arange(len(block))), epoch, Buffers())
 
-    def _apply(self, lent: Lent, epoch: Turns, buffers: Buffers) -> Block:
+    def _apply(self, lent: LentRows, epoch: Turns, buffers: Buffers) -> Block:
         block = Block({**lent.block.columns, **lent.whole}, lent.block.numbers)
         if not len(block):
             return lent.block

@@ -21,7 +21,7 @@ from flatout.data.buffers import Buffers
 from flatout.data.execution.digests import digest_of
 from flatout.data.execution.row_folder import Filling, RowFolder, remove_leftovers
 from flatout.data.execution.row_store import MemoryArena, RowStore, layout_of, row_bytes
-from flatout.data.execution.samples import Costs, Lent, Samples, Wanted, first_good
+from flatout.data.execution.samples import Costs, IsWanted, LentRows, Samples, first_good
 from flatout.data.execution.turns import Turns
 from flatout.data.form import Form
 from flatout.errors import DataError
@@ -192,7 +192,9 @@ class Cached:
         costs.add(self.name, clock() - start)
         return Block(columns, numbers)
 
-    def lend(self, numbers: Numbers, buffers: Buffers, costs: Costs, wanted: Wanted) -> Lent | None:
+    def lend(
+        self, numbers: Numbers, buffers: Buffers, costs: Costs, wanted: IsWanted
+    ) -> LentRows | None:
         """These samples as they are kept, once all of them are."""
         store = self._store
         if store is None or self._missing:
@@ -204,7 +206,7 @@ class Cached:
         whole: dict[str, Values] = {n: v for n, v in store.in_place().items() if wanted(n, v)}
         columns = store.get(slots, buffers, without=whole)
         costs.add(self.name, clock() - start)
-        return Lent(Block(columns, numbers), whole, slots)
+        return LentRows(Block(columns, numbers), whole, slots)
 
     def _are_mine(self, slots: Numbers, numbers: Numbers) -> bool:
         within = np.minimum(slots, len(self._numbers) - 1)

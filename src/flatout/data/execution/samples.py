@@ -96,10 +96,10 @@ class Samples(Protocol):
 
 
 # Whether a column, by its name and the values of all rows, is of use as it lies in memory.
-Wanted: TypeAlias = Callable[[str, npt.NDArray[Any]], bool]
+IsWanted: TypeAlias = Callable[[str, npt.NDArray[Any]], bool]
 
 
-class Lent(NamedTuple):
+class LentRows(NamedTuple):
     """Some rows, of which columns that lie in memory were not copied.
 
     Attributes:
@@ -117,7 +117,9 @@ class Lent(NamedTuple):
 class Lender(Protocol):
     """Samples that may lie in memory as they are."""
 
-    def lend(self, numbers: Numbers, buffers: Buffers, costs: Costs, wanted: Wanted) -> Lent | None:
+    def lend(
+        self, numbers: Numbers, buffers: Buffers, costs: Costs, wanted: IsWanted
+    ) -> LentRows | None:
         """What `make` gives, without copies of the columns that are wanted.
 
         Args:

@@ -17,7 +17,7 @@ from flatout.data.buffers import Buffers
 from flatout.data.features.device_rows import DeviceRows
 from flatout.data.features.files import disk_files, has_rows, memory_files
 from flatout.data.features.key import VERSION
-from flatout.data.features.later import Later
+from flatout.data.features.later import DeferredWriter
 from flatout.data.features.room import DEVICE_SHARE, disk_room, memory_room
 from flatout.data.features.row_log import Files, Names, RowLog, RowPart
 from flatout.words import counted, size_words
@@ -71,7 +71,7 @@ class KeptRows:
         self.is_full = False
         self._until_looked = 0
         self._lock = RLock()
-        self._later = Later()
+        self._later = DeferredWriter()
         self._on_device: DeviceRows | None = None
         self._parts_there = 0  # so many parts of a row, the first ones, lie on the device too
         self._take_over(self._log.kept())

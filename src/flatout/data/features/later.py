@@ -13,7 +13,7 @@ import torch
 _WAITING = 4
 
 
-class Later:
+class DeferredWriter:
     """Writes rows in their order, each batch of them once its device has given it."""
 
     def __init__(self) -> None:

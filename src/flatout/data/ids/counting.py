@@ -10,7 +10,7 @@ import numpy as np
 from flatout.data.block import Numbers, Ragged
 from flatout.data.buffers import Buffers
 from flatout.data.execution.samples import Costs, Samples
-from flatout.data.ids.id_map import Places, places_of, width_of
+from flatout.data.ids.id_map import FieldPlaces, places_of, width_of
 from flatout.data.schema import Column
 from flatout.data.threads import Pool
 from flatout.errors import DataError
@@ -31,7 +31,7 @@ class IdCounts:
 
     def __init__(self, column: Column) -> None:
         self.column = column
-        self.places: Places = places_of(column.ids, width_of(column))
+        self.places: FieldPlaces = places_of(column.ids, width_of(column))
         self.numbers = IdNumbers()
 
     def add(self, values: Any) -> None:

@@ -28,7 +28,7 @@ FORMAT = 1
 _PARTS = ("fields", "ids", "rows", "counts", "seen")
 
 
-class Places(NamedTuple):
+class FieldPlaces(NamedTuple):
     """What the places of a column's rows are, one for all of them where `fields` has one entry.
 
     Attributes:
@@ -51,7 +51,7 @@ def width_of(column: Column) -> int:
     return column.shape[0] if column.shape else 1
 
 
-def places_of(ladder: Sequence[Ids], width: int) -> Places:
+def places_of(ladder: Sequence[Ids], width: int) -> FieldPlaces:
     """The fields of a column whose rows have `width` places."""
     fields = np.zeros(width, np.int64)
     entries: list[int] = []
@@ -67,7 +67,7 @@ def places_of(ladder: Sequence[Ids], width: int) -> Places:
     first, room = firsts[:-1][fields], buckets[fields]
     if len(entries) == 1:  # whatever shape the values have
         fields, first, room = fields[:1], first[:1], room[:1]
-    return Places(fields, first, room, tuple(entries), int(firsts[-1]))
+    return FieldPlaces(fields, first, room, tuple(entries), int(firsts[-1]))
 
 
 class Growth(NamedTuple):
@@ -137,7 +137,7 @@ class IdMap:
         return replace(self, column=column.name, width=width_of(column))
 
     @cached_property
-    def places(self) -> Places:
+    def places(self) -> FieldPlaces:
         """What the places of a row are."""
         return places_of(self.ladder, self.width)
 
@@ -350,7 +350,7 @@ class IdMap:
         return made
 
 
-class _Known(NamedTuple):
+class _KnownIds(NamedTuple):
     """Ids that a map or a training knows, by field and id, rising; int64 of shape (ids,) each."""
 
     fields: Numbers
@@ -364,7 +364,7 @@ class _Known(NamedTuple):
         return np.zeros(len(self.ids), bool) if after is None else now - self.seen >= after
 
 
-def _united(before: IdMap, items: Items, now: int) -> _Known:
+def _united(before: IdMap, items: Items, now: int) -> _KnownIds:
     """The ids of a map and those counted now; -1 is the row of one without."""
     fields = np.concatenate([before.items.fields, items.fields])
     ids = np.concatenate([before.items.ids, items.ids])
@@ -380,7 +380,7 @@ def _united(before: IdMap, items: Items, now: int) -> _Known:
     counts = np.add.reduceat(counts, starts) if len(starts) else counts
     result = np.where(order < old, np.append(before.seen, 0)[np.minimum(order, old)], now)
     result = np.maximum.reduceat(result, starts) if len(starts) else result
-    return _Known(fields[starts], ids[starts], rows, counts, result)
+    return _KnownIds(fields[starts], ids[starts], rows, counts, result)
 
 
 def _index(key: Numbers, items: Items) -> Numbers:
@@ -392,7 +392,7 @@ def _index(key: Numbers, items: Items) -> Numbers:
     return np.searchsorted(among, wanted)
 
 
-def _most_often(known: _Known, wants: Any, most: int | None) -> Any:
+def _most_often(known: _KnownIds, wants: Any, most: int | None) -> Any:
     """Of those that want a row, the ones seen most often, of equal ones those seen last."""
     chosen = np.flatnonzero(wants)
     if most is None or len(chosen) <= most:
@@ -429,7 +429,9 @@ def _shared(map: IdMap) -> list[tuple[int, int]]:
     return [result[number] for number in range(len(places.entries))]
 
 
-def _hashed(places: Places, ladder: Sequence[Ids], known: _Known, shares: Any) -> tuple[int, int]:
+def _hashed(
+    places: FieldPlaces, ladder: Sequence[Ids], known: _KnownIds, shares: Any
+) -> tuple[int, int]:
     """Ids that share several rows, and how many more they are than the rows that they use."""
     ids = used = 0
     rooms = {int(f): int(b) for f, b in zip(places.fields, places.buckets, strict=True)}

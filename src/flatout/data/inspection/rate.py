@@ -130,7 +130,7 @@ def opening_s(paths: list[str], most: int = 200) -> float:
 
 
 @dataclass(frozen=True)
-class Measured:
+class ReadingRate:
     """One way of reading, measured.
 
     Attributes:
@@ -171,7 +171,7 @@ class Bench:
     open_s: float
     index: str
     sample_rows: int
-    measured: list[Measured]
+    measured: list[ReadingRate]
     notes: list[str]
 
     def as_dict(self) -> dict[str, Any]:
@@ -275,7 +275,7 @@ def _rows(pipeline: Pipeline) -> int:
     return rows
 
 
-def _measure(what: str, pipeline: Pipeline, threads: int, seconds: float) -> Measured:
+def _measure(what: str, pipeline: Pipeline, threads: int, seconds: float) -> ReadingRate:
     running = pipeline.options(threads=threads)
     made, rows, began, passed = -_WARM, 0, 0.0, 0.0
     for epoch in count():
@@ -288,5 +288,5 @@ def _measure(what: str, pipeline: Pipeline, threads: int, seconds: float) -> Mea
             passed = time.perf_counter() - began
             if passed > seconds:
                 stages = running.explanation().stages
-                return Measured(what, threads, rows / passed, made, stages)
+                return ReadingRate(what, threads, rows / passed, made, stages)
     raise AssertionError

@@ -19,11 +19,11 @@ from flatout.data.buffers import Buffers
 from flatout.data.execution.batch_sampler import BatchSampler, batches_of
 from flatout.data.execution.claims import Claims, cuts_of
 from flatout.data.execution.digests import content_digest, digest_of, tensors_name
-from flatout.data.execution.samples import Costs, Lent, Wanted
+from flatout.data.execution.samples import Costs, IsWanted, LentRows
 from flatout.data.execution.turns import Turns
 from flatout.data.form import Form, Leaf
 from flatout.data.pipeline import Pipeline
-from flatout.data.planner import Begun
+from flatout.data.planner import FirstSamples
 from flatout.data.stages import Options, Stage, Staged
 from flatout.data.tensors import as_tensor, as_tensors, count_rows
 from flatout.errors import DataError
@@ -107,9 +107,9 @@ class Arrays(Staged[Pipeline]):
     def _with(self, stage: Stage) -> Pipeline:
         return Pipeline(self, (stage,))
 
-    def begin(self, options: Options, say: Callable[[str], None]) -> Begun:
+    def begin(self, options: Options, say: Callable[[str], None]) -> FirstSamples:
         """Samples for the stages behind it."""
-        return Begun(ArraySamples(self), direct=partial(ArraySource, self))
+        return FirstSamples(ArraySamples(self), direct=partial(ArraySource, self))
 
     def part(self, start: int, stop: int) -> Arrays:
         """Samples `start` to `stop`, as views."""
@@ -409,7 +409,7 @@ class ArraySamples:
         costs.add(self.name, clock() - start)
         return Block(columns, numbers)
 
-    def lend(self, numbers: Numbers, buffers: Buffers, costs: Costs, wanted: Wanted) -> Lent:
+    def lend(self, numbers: Numbers, buffers: Buffers, costs: Costs, wanted: IsWanted) -> LentRows:
         """These rows; columns that are wanted stay where they are, unless they are scaled."""
         start = clock()
         self._check()
@@ -422,7 +422,7 @@ class ArraySamples:
             else:
                 columns[name] = self._take(name, tensor, numbers, buffers)
         costs.add(self.name, clock() - start)
-        return Lent(Block(columns, numbers), whole, numbers)
+        return LentRows(Block(columns, numbers), whole, numbers)
 
     def _check(self) -> None:
         if self.data.device.type != "cpu":

@@ -52,14 +52,16 @@ class StoredArray(NamedTuple):
 Part: TypeAlias = Mapping[str, StoredArray]
 
 
-class Wanted(NamedTuple):
+class ColumnRole(NamedTuple):
     """A column that a user names: its role, and what it is called in the file."""
 
     role: Role
     name: str
 
 
-def wanted_columns(inputs: Names, targets: Names | None, weight: str | None) -> dict[str, Wanted]:
+def wanted_columns(
+    inputs: Names, targets: Names | None, weight: str | None
+) -> dict[str, ColumnRole]:
     """The columns that a user names.
 
     Raises:
@@ -70,14 +72,14 @@ def wanted_columns(inputs: Names, targets: Names | None, weight: str | None) -> 
         roles["target"] = targets
     if weight is not None:
         roles["weight"] = weight
-    columns: dict[str, Wanted] = {}
+    columns: dict[str, ColumnRole] = {}
     for role, names in roles.items():
         listed = [names] if isinstance(names, str) else names
         pairs = listed.items() if isinstance(listed, Mapping) else zip(listed, listed, strict=True)
         for column, name in pairs:
             if column in columns:
                 raise DataError(f"{column!r} is named twice, the second time as {role}")
-            columns[column] = Wanted(role, name)
+            columns[column] = ColumnRole(role, name)
     if not inputs:
         raise DataError("expected at least one input, found none")
     return columns

@@ -60,7 +60,7 @@ def listed(names: Names) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ColumnOptions:
     """What a user says about columns beside or instead of a schema.
 
     Attributes:
@@ -117,11 +117,11 @@ class Wanted:
         _check_names("dates", formats, known)
         return formats
 
-    def with_dates(self, formats: Mapping[str, str]) -> Wanted:
+    def with_dates(self, formats: Mapping[str, str]) -> ColumnOptions:
         """The same, with these columns of dates."""
         return replace(self, dates=dict(formats))
 
-    def without(self, names: Iterable[str]) -> Wanted:
+    def without(self, names: Iterable[str]) -> ColumnOptions:
         """The same, which leaves out these columns as well unless they are named in a role."""
         roles = (self.target, self.inputs, self.weight, self.unused)
         named = {name for role in roles for name in listed(role)}
@@ -164,7 +164,10 @@ class _Kind(NamedTuple):
 
 
 def infer_schema(
-    format: str, fields: Mapping[str, pa.DataType], wanted: Wanted, options: Mapping[str, Any]
+    format: str,
+    fields: Mapping[str, pa.DataType],
+    wanted: ColumnOptions,
+    options: Mapping[str, Any],
 ) -> Schema:
     """The schema of a table with these columns; see the module for dtypes.
 
@@ -212,7 +215,7 @@ def _column(
     name: str,
     type: pa.DataType,
     role: Role,
-    wanted: Wanted,
+    wanted: ColumnOptions,
     categories: Mapping[str, Any],
     dates: Mapping[str, str],
 ) -> Column | None:
@@ -243,7 +246,7 @@ def _values(name: str, values: Any) -> list[Any]:
 
 
 def _stacked(
-    columns: list[Column], wanted: Wanted, categories: Mapping[str, Any]
+    columns: list[Column], wanted: ColumnOptions, categories: Mapping[str, Any]
 ) -> tuple[list[Column], list[str]]:
     """The numeric inputs as one column, and their names."""
     names = [
@@ -323,7 +326,7 @@ def is_text(type: pa.DataType) -> bool:
 def given_schema(
     given: Given,
     format: str,
-    wanted: Wanted,
+    wanted: ColumnOptions,
     options: Mapping[str, Any],
     also: Sequence[str] = (),
 ) -> Schema:

@@ -92,11 +92,11 @@ def csv(
         DataError: file and line of what is wrong, what was expected and found.
     """
     require("pyarrow", "tables", "CSV")
-    from flatout.data.sources.arrow_schema import Wanted, listed
+    from flatout.data.sources.arrow_schema import ColumnOptions, listed
     from flatout.data.sources.csv_begin import SAMPLE
     from flatout.data.sources.csv_rows import csv_rows
 
-    wanted = Wanted(
+    wanted = ColumnOptions(
         target, inputs, weight, unused, default, categories, stack, dates, leave_out=skip_text
     )
     files = find(paths)

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from flatout.data.decoder import Bytes, Split
 from flatout.data.files import File
-from flatout.data.sources.arrow_schema import ISO, Wanted, is_date
+from flatout.data.sources.arrow_schema import ISO, ColumnOptions, is_date
 from flatout.data.sources.csv_split import Dialect, split_rows
 from flatout.data.sources.csv_text import in_one_piece, not_utf8, read_text
 from flatout.errors import DataError, as_data_error
@@ -30,7 +30,7 @@ _NUMBER = r"^\s*[+-]?((\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|[nN][aA][nN]|[iI]nf(inity
 _POINT = r"\."
 
 
-class Begin(NamedTuple):
+class FileBegin(NamedTuple):
     """A file's begin.
 
     Attributes:
@@ -46,7 +46,7 @@ class Begin(NamedTuple):
     first: bytes
 
 
-def begin_of(file: File, dialect: Dialect) -> Begin:
+def begin_of(file: File, dialect: Dialect) -> FileBegin:
     """The begin of a file.
 
     Raises:
@@ -73,10 +73,10 @@ def begin_of(file: File, dialect: Dialect) -> Begin:
     if not len(rows.starts):
         problem = rows.problem or f"the first row does not end within {SAMPLE:,} bytes"
         raise DataError(problem, where=f"{file.name}: byte 0")
-    return Begin(file, text, rows, content[rows.starts[0] : rows.ends[0]])
+    return FileBegin(file, text, rows, content[rows.starts[0] : rows.ends[0]])
 
 
-def _fields(begin: Begin, dialect: Dialect) -> list[str]:
+def _fields(begin: FileBegin, dialect: Dialect) -> list[str]:
     """The fields of the first row."""
     try:
         words = begin.first.removeprefix(BOM).decode()
@@ -98,7 +98,7 @@ def _fields(begin: Begin, dialect: Dialect) -> list[str]:
 
 
 def shared_names(
-    begins: Sequence[Begin], dialect: Dialect, header: bool | Sequence[str]
+    begins: Sequence[FileBegin], dialect: Dialect, header: bool | Sequence[str]
 ) -> list[str]:
     """What the columns of all files are called.
 
@@ -124,7 +124,7 @@ def shared_names(
     return names
 
 
-def _names(begin: Begin, dialect: Dialect, header: bool | Sequence[str]) -> list[str]:
+def _names(begin: FileBegin, dialect: Dialect, header: bool | Sequence[str]) -> list[str]:
     fields, where = _fields(begin, dialect), begin.file.name
     if header is True:
         names = [name.strip() or f"{UNNAMED}{at}" for at, name in enumerate(fields)]
@@ -145,7 +145,7 @@ def _names(begin: Begin, dialect: Dialect, header: bool | Sequence[str]) -> list
 
 
 def found_types(
-    begins: Sequence[Begin], names: Sequence[str], dialect: Dialect, wanted: Wanted
+    begins: Sequence[FileBegin], names: Sequence[str], dialect: Dialect, wanted: ColumnOptions
 ) -> dict[str, pa.DataType]:
     """The types of columns in the first rows of some files.
 
@@ -204,7 +204,7 @@ def _common_type(a: pa.DataType, b: pa.DataType) -> pa.DataType:
     return pa.string()
 
 
-def samples_of(begins: Sequence[Begin], header: bool) -> list[Begin]:
+def samples_of(begins: Sequence[FileBegin], header: bool) -> list[FileBegin]:
     """The first and the last begin that has rows, without their headers.
 
     Raises:

@@ -25,7 +25,7 @@ from flatout.data.sources.arrow_schema import (
     ISO,
     ISO_WITH_ZONE,
     TIME,
-    Wanted,
+    ColumnOptions,
     check_options,
     given_schema,
     infer_schema,
@@ -33,7 +33,7 @@ from flatout.data.sources.arrow_schema import (
 )
 from flatout.data.sources.csv_begin import (
     UNNAMED,
-    Begin,
+    FileBegin,
     begin_of,
     found_types,
     samples_of,
@@ -79,7 +79,7 @@ class _Opened(NamedTuple):
         notes: what was found out, and is no matter of course.
     """
 
-    begins: list[Begin]
+    begins: list[FileBegin]
     options: dict[str, Any]
     dialect: Dialect
     names: list[str]
@@ -89,7 +89,7 @@ class _Opened(NamedTuple):
 
 def csv_rows(
     files: Sequence[File],
-    wanted: Wanted,
+    wanted: ColumnOptions,
     policy: ErrorPolicy,
     schema: Given | None = None,
     **given: Any,
@@ -154,7 +154,7 @@ def _as_utf8(file: File, encoding: str | None, notes: list[str]) -> File:
 
 
 def _inferred(
-    files: Sequence[File], opened: _Opened, wanted: Wanted, policy: ErrorPolicy
+    files: Sequence[File], opened: _Opened, wanted: ColumnOptions, policy: ErrorPolicy
 ) -> IndexedRows:
     """Rows by a schema that is found out, with the categories in them."""
     names, options = opened.names, opened.options
@@ -189,7 +189,7 @@ def _inferred(
     return rows.read_by(decoder, policy)
 
 
-def _with_dates(wanted: Wanted, types: Mapping[str, pa.DataType]) -> Wanted:
+def _with_dates(wanted: ColumnOptions, types: Mapping[str, pa.DataType]) -> ColumnOptions:
     """With the columns that look like dates, and how those are written."""
     formats = wanted.date_formats(types)
     coded = {*wanted.fixed_categories(types), *wanted.asked_categories(types)}
@@ -203,7 +203,7 @@ def _with_dates(wanted: Wanted, types: Mapping[str, pa.DataType]) -> Wanted:
 
 
 def _texts_in_samples(
-    samples: Sequence[Begin], opened: _Opened, columns: Sequence[str]
+    samples: Sequence[FileBegin], opened: _Opened, columns: Sequence[str]
 ) -> dict[str, Texts]:
     return merged(
         _texts(in_one_piece(begin.text, begin.rows.starts, begin.rows.ends), opened, columns, None)

@@ -21,7 +21,7 @@ class Draw(NamedTuple):
     indices: list[int]
 
 
-class Draws:
+class DatasetBatchSampler:
     """The batch sampler of a DatasetSource's loader, which lives as long as its workers do."""
 
     coming: Iterator[Draw] = iter(())

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, default_collate
 from flatout.data.batch import Batch
 from flatout.data.execution.batch_sampler import BatchSampler, check_workers
 from flatout.data.order import batch_seed
-from flatout.data.sources.dataset_fetch import Draw, Draws, Fetch
+from flatout.data.sources.dataset_fetch import DatasetBatchSampler, Draw, Fetch
 from flatout.data.sources.iterable import name_digest
 from flatout.data.sources.worker_errors import named_faults
 from flatout.data.tensors import as_batch
@@ -66,7 +66,7 @@ class DatasetSource:
         """A DataLoader that makes batches of what its batch sampler draws."""
         return kind(
             self.fetch,
-            batch_sampler=Draws(),
+            batch_sampler=DatasetBatchSampler(),
             num_workers=workers,
             collate_fn=_as_it_is,
             pin_memory=self._pin,

@@ -167,11 +167,11 @@ class _Csv:
     def _decoders(self, buffer: Bytes, rows: Split) -> tuple[StreamDecoder, StreamDecoder]:
         """One that knows the header, and one to which it is a row like others."""
         from flatout.data.files import File
-        from flatout.data.sources.csv_begin import Begin, shared_names
+        from flatout.data.sources.csv_begin import FileBegin, shared_names
         from flatout.data.sources.csv_decoder import CsvDecoder
 
         first = buffer[rows.starts[0] : rows.ends[0]].tobytes()
-        begin = Begin(File("", self._name, 0, 0), buffer, rows, first)
+        begin = FileBegin(File("", self._name, 0, 0), buffer, rows, first)
         header = self._schema.options["header"]
         names = shared_names([begin], self._dialect, header)
         headers = frozenset({first}) if header is True else frozenset()

@@ -51,7 +51,7 @@ _KEPT = 1024
 
 
 @dataclass(frozen=True)
-class Look:
+class ImageForm:
     """What images are to look like.
 
     Attributes:
@@ -67,13 +67,13 @@ class Look:
     reduced: bool
 
 
-def scratch_bytes(header: Header, look: Look) -> int:
+def scratch_bytes(header: Header, look: ImageForm) -> int:
     """How much memory `decode` needs for the image before it has the right size."""
     return math.prod(_decoded(header, look)[1]) * look.channels
 
 
 def decode(
-    data: bytes | memoryview, header: Header, look: Look, out: Pixels, scratch: Pixels
+    data: bytes | memoryview, header: Header, look: ImageForm, out: Pixels, scratch: Pixels
 ) -> None:
     """Decode an image into `out`.
 
@@ -122,7 +122,7 @@ def _turned_size(header: Header, size: tuple[int, int]) -> tuple[int, int]:
     return (width, height) if header.orientation >= 5 else (height, width)
 
 
-def _decoded(header: Header, look: Look) -> tuple[int, tuple[int, int]]:
+def _decoded(header: Header, look: ImageForm) -> tuple[int, tuple[int, int]]:
     """How many times smaller to decode, and the stored height and width that this gives."""
     stored = _turned_size(header, (header.height, header.width))
     if not look.reduced:

@@ -21,7 +21,7 @@ from flatout.data.origins import Gather, Rows, alone
 from flatout.data.schema import Column, Role, Schema
 from flatout.data.sources.image_decode import (
     HAVE_SIMPLEJPEG,
-    Look,
+    ImageForm,
     Resize,
     decode,
     psnr,
@@ -39,7 +39,7 @@ _TOLD = 3
 _PAUSE_S, _WRITTEN_S = 0.1, 5.0
 
 
-class Wanted(NamedTuple):
+class ImageOptions(NamedTuple):
     """What is asked for.
 
     Attributes:
@@ -120,7 +120,7 @@ class ImageRows(Rows):
 
     random = True
 
-    def __init__(self, images: Images, wanted: Wanted, policy: ErrorPolicy) -> None:
+    def __init__(self, images: Images, wanted: ImageOptions, policy: ErrorPolicy) -> None:
         self._images = images
         self._policy = policy
         self._bad: dict[int, str] = {}  # images that cannot be read, with their stamps then
@@ -133,7 +133,7 @@ class ImageRows(Rows):
         if not self._is_resized:
             size = _one_size(images, wanted.size)
         assert size is not None
-        self._look = Look(size, wanted.resize or "stretch", wanted.channels, wanted.reduced)
+        self._look = ImageForm(size, wanted.resize or "stretch", wanted.channels, wanted.reduced)
         self.schema = _schema(wanted, self._look, self.classes)
         self._notes = [*images.notes(), *self._class_notes(), *self._decoder_notes()]
         self._notes += self._reduction_notes()
@@ -383,7 +383,7 @@ def _one_size(images: Images, wanted: tuple[int, int] | None) -> tuple[int, int]
     return height, width
 
 
-def _schema(wanted: Wanted, look: Look, classes: tuple[str, ...]) -> Schema:
+def _schema(wanted: ImageOptions, look: ImageForm, classes: tuple[str, ...]) -> Schema:
     options: dict[str, Any] = {}
     if wanted.resize is not None:
         options["resize"] = wanted.resize

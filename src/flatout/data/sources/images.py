@@ -13,7 +13,7 @@ from flatout.data.schema import Given, Schema, as_schema
 from flatout.data.sources.image_decode import HAVE_PILLOW, Resize
 from flatout.data.sources.image_folders import ImageFolders
 from flatout.data.sources.image_records import ImageRecords
-from flatout.data.sources.image_rows import ImageRows, Images, Wanted
+from flatout.data.sources.image_rows import ImageOptions, ImageRows, Images
 from flatout.errors import DataError
 
 _DEFAULTS: dict[str, Any] = {
@@ -135,12 +135,12 @@ def _are_records(paths: Paths) -> bool:
 
 def _of_arguments(
     size: Any, resize: Any, channels: Any, classes: Any, labels: bool, reduced: bool
-) -> Wanted:
+) -> ImageOptions:
     if channels not in (1, 3):
         raise DataError(f"channels: expected 3 or 1, found {channels!r}")
     if reduced and size is None:
         raise DataError("reduced wants a size to reduce images to")
-    return Wanted(
+    return ImageOptions(
         channels,
         None if size is None else _size(size),
         None if size is None else _resize(resize),
@@ -151,7 +151,7 @@ def _of_arguments(
     )
 
 
-def _of_schema(schema: Schema) -> Wanted:
+def _of_schema(schema: Schema) -> ImageOptions:
     columns = {column.name: column for column in schema.columns}
     image, label = columns.pop("image", None), columns.pop("label", None)
     if image is None or columns:
@@ -170,7 +170,7 @@ def _of_schema(schema: Schema) -> Wanted:
         raise DataError(
             f"the options of images are resize, reduced and classes; found {', '.join(options)}"
         )
-    return Wanted(
+    return ImageOptions(
         image.shape[0],
         (image.shape[1], image.shape[2]),
         None if resize is None else _resize(resize),

@@ -51,10 +51,10 @@ def parquet(
             and row of a value that is missing or does not fit.
     """
     require("pyarrow", "tables", "Parquet")
-    from flatout.data.sources.arrow_schema import Wanted
+    from flatout.data.sources.arrow_schema import ColumnOptions
     from flatout.data.sources.table_chunks import ParquetFile, table_chunks
 
-    wanted = Wanted(
+    wanted = ColumnOptions(
         target, inputs, weight, unused, default, categories, stack, dates, leave_out=skip_text
     )
     files = [ParquetFile(file) for file in find(paths)]
@@ -78,10 +78,10 @@ def arrow(
 ) -> Pipeline:
     """Rows of Arrow IPC files, which Feather's version 2 writes as well; else as `parquet`."""
     require("pyarrow", "tables", "Arrow")
-    from flatout.data.sources.arrow_schema import Wanted
+    from flatout.data.sources.arrow_schema import ColumnOptions
     from flatout.data.sources.table_chunks import ArrowFile, table_chunks
 
-    wanted = Wanted(
+    wanted = ColumnOptions(
         target, inputs, weight, unused, default, categories, stack, dates, leave_out=skip_text
     )
     files = [ArrowFile(file) for file in find(paths)]

@@ -134,7 +134,12 @@ def table(
             naming column and row of a value that is missing or does not fit.
     """
     require("pyarrow", "tables", "tables")
-    from flatout.data.sources.arrow_schema import Wanted, check_options, given_schema, infer_schema
+    from flatout.data.sources.arrow_schema import (
+        ColumnOptions,
+        check_options,
+        given_schema,
+        infer_schema,
+    )
     from flatout.data.sources.vocabulary import (
         left_out_notes,
         merged,
@@ -145,7 +150,7 @@ def table(
 
     data = _without_blanks(_without_views(_as_table(rows)))
     fields = {field.name: field.type for field in data.schema}
-    wanted = Wanted(
+    wanted = ColumnOptions(
         target, inputs, weight, unused, default, categories, stack, dates, leave_out=skip_text
     )
     options = {} if allow_nan is None else {"allow_nan": allow_nan}

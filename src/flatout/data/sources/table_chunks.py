@@ -20,7 +20,7 @@ from flatout.data.indexed import files_digest
 from flatout.data.schema import Given, Schema
 from flatout.data.sources.arrow_columns import BadValue, to_columns
 from flatout.data.sources.arrow_schema import (
-    Wanted,
+    ColumnOptions,
     check_options,
     check_schema,
     given_schema,
@@ -264,7 +264,7 @@ def table_chunks(
     format: str,
     files: Sequence[TableFile],
     schema: Given | None,
-    wanted: Wanted,
+    wanted: ColumnOptions,
     allow_nan: bool | None = None,
 ) -> TableChunks:
     """Files with a schema given, or inferred from the first of them."""

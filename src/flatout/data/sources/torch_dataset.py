@@ -10,7 +10,7 @@ from torch.utils.data import IterableDataset
 
 from flatout.data.execution.samples import Fetched
 from flatout.data.pipeline import Pipeline
-from flatout.data.planner import Begun
+from flatout.data.planner import FirstSamples
 from flatout.data.sources.iterable import name_digest
 from flatout.data.stages import Options
 from flatout.errors import DataError
@@ -33,9 +33,9 @@ class DatasetRows:
         """Over the Dataset's code and length: reading samples may cost much."""
         return name_digest(self.dataset, self.rows)
 
-    def begin(self, options: Options, say: Callable[[str], None]) -> Begun:
+    def begin(self, options: Options, say: Callable[[str], None]) -> FirstSamples:
         """Samples for the stages behind it."""
-        return Begun(Fetched(self.dataset, self.digest))
+        return FirstSamples(Fetched(self.dataset, self.digest))
 
     def describe(self) -> str:
         """Such as "1,797 samples of Digits"."""

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from flatout.data.schema import Schema
-from flatout.data.sources.arrow_schema import Wanted, is_text, listed
+from flatout.data.sources.arrow_schema import ColumnOptions, is_text, listed
 from flatout.errors import DataError
 
 # Texts of which there are more than so many, in more than this share of the rows, are names or
@@ -43,7 +43,9 @@ class Texts(NamedTuple):
 Count: TypeAlias = "Callable[[Sequence[str], bool], Mapping[str, Texts]]"
 
 
-def with_vocabularies(wanted: Wanted, fields: Mapping[str, pa.DataType], count: Count) -> Wanted:
+def with_vocabularies(
+    wanted: ColumnOptions, fields: Mapping[str, pa.DataType], count: Count
+) -> ColumnOptions:
     """The same, with the categories of the columns that are to be learned.
 
     Args:

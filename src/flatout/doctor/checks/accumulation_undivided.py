@@ -8,7 +8,7 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Observation, Optimizer
 
 _SCALED = ("SGD", "ASGD", "LBFGS")
-"""Optimizers whose step grows with the gradient; that of Adam and its kin does not."""
+"""Optimizers whose step grows with the gradient; that of Adam and the like does not."""
 
 _DECOUPLED = ("AdamW",)
 """Optimizers whose decay is no part of the gradient."""

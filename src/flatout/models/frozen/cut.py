@@ -19,7 +19,7 @@ from flatout.models.frozen.contents import Contents
 from flatout.models.frozen.form import Form
 from flatout.models.frozen.kept_input import autocast_now, features_of
 from flatout.models.frozen.plan import Plan, Step
-from flatout.models.frozen.recording import Given, is_same, nothing_random
+from flatout.models.frozen.recording import OutputStructure, is_same, nothing_random
 from flatout.models.frozen.stand_in import StandIn, about, name_of, stand_ins, with_values
 from flatout.models.rewrites import is_ours
 
@@ -207,7 +207,7 @@ class Cut:
         tensors: dict[str, torch.Tensor],
         kept: list[int],
         forms: dict[int, Form],
-        inputs: Given,
+        inputs: OutputStructure,
         plans: tuple[Plan, Plan],
         modules: list[nn.Module],
         *,

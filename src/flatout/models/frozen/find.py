@@ -23,8 +23,8 @@ from flatout.models.frozen.places import Places
 from flatout.models.frozen.plan import plan_prefix, plan_rest
 from flatout.models.frozen.recording import (
     Event,
-    Given,
-    Recording,
+    ForwardRecording,
+    OutputStructure,
     is_same,
     nothing_random,
     tensors_of,
@@ -122,10 +122,10 @@ class _Search:
         """What the model gives."""
         return adapter_of(self.model).outputs(inputs, as_written=self.as_written)
 
-    def note(self, rows: list[int]) -> Recording:
+    def note(self, rows: list[int]) -> ForwardRecording:
         """A forward of these samples."""
         while True:
-            noted = Recording(self.parts, self.opaque, as_written=self.as_written)
+            noted = ForwardRecording(self.parts, self.opaque, as_written=self.as_written)
             leaves = self.spec.flatten_up_to(self.inputs(rows))
             made = [noted.take(leaf) if torch.is_tensor(leaf) else leaf for leaf in leaves]
             try:
@@ -141,7 +141,7 @@ class _Search:
                     raise Uncut("forward cannot be followed") from error
                 continue
             leaves, spec = tree_flatten(given)
-            noted.given = Given(
+            noted.given = OutputStructure(
                 spec,
                 [(True, x.number) if isinstance(x, StandIn) else (False, x) for x in leaves],
             )
@@ -188,7 +188,7 @@ class _Search:
                     result[cut.name] = cut
         return list(result.values())
 
-    def find_forms(self, few: Recording) -> dict[int, Form]:
+    def find_forms(self, few: ForwardRecording) -> dict[int, Form]:
         self.check_alike(few)
         forms = {}
         for number, value in self.noted.values.items():
@@ -197,7 +197,7 @@ class _Search:
                 forms[number] = form
         return forms
 
-    def check_alike(self, noted: Recording) -> None:
+    def check_alike(self, noted: ForwardRecording) -> None:
         """That another run made the same calls."""
         own, others = (
             [(event.path, event.name, event.reads, event.gives()) for event in run.events]
@@ -206,7 +206,9 @@ class _Search:
         if own != others:
             raise Uncut("forward makes other calls for other samples")
 
-    def look_at_rows(self, noted: Recording, rows: list[int], count: int | None) -> dict[int, str]:
+    def look_at_rows(
+        self, noted: ForwardRecording, rows: list[int], count: int | None
+    ) -> dict[int, str]:
         """For each event that does not give each sample its own, why not.
 
         Args:
@@ -291,7 +293,7 @@ class _Search:
             self.tensors(prefix),
             kept,
             self.forms,
-            Given(self.spec, leaves),
+            OutputStructure(self.spec, leaves),
             (plan_prefix(self.noted, chosen, kept), plan_rest(self.noted, chosen, kept)),
             self.modules(prefix),
             as_written=self.as_written,

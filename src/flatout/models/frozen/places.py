@@ -14,7 +14,7 @@ from flatout.models.frozen.min_cut import (
     condensed,
     fastest_within,
 )
-from flatout.models.frozen.recording import Recording, store_of
+from flatout.models.frozen.recording import ForwardRecording, store_of
 
 # So many branches may begin with weights.
 _FIRST = 8
@@ -34,7 +34,7 @@ class Places:
     """
 
     def __init__(
-        self, noted: Recording, frozen: list[int], forms: dict[int, Form], spent: list[int]
+        self, noted: ForwardRecording, frozen: list[int], forms: dict[int, Form], spent: list[int]
     ) -> None:
         self.frozen = frozen
         self._noted, self._forms, self._spent = noted, forms, spent

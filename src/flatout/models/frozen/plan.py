@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flatout.models.frozen.calls import Key, is_transparent
-from flatout.models.frozen.recording import Call, Event, Given, Recording, store_of
+from flatout.models.frozen.recording import Call, Event, ForwardRecording, OutputStructure, store_of
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Step:
     """
 
     kind: str
-    given: Given | None = None
+    given: OutputStructure | None = None
     writes: tuple[tuple[int, int], ...] = ()
     is_last: bool = False
 
@@ -36,18 +36,22 @@ class Plan:
     parts: dict[str, Any]
 
 
-def plan_prefix(noted: Recording, chosen: Collection[int], kept: Collection[int]) -> Plan:
+def plan_prefix(noted: ForwardRecording, chosen: Collection[int], kept: Collection[int]) -> Plan:
     """Compute the chosen events, and nothing else."""
     return _plan(noted, chosen, kept, "do", "give")
 
 
-def plan_rest(noted: Recording, chosen: Collection[int], kept: Collection[int]) -> Plan:
+def plan_rest(noted: ForwardRecording, chosen: Collection[int], kept: Collection[int]) -> Plan:
     """Compute all but the chosen events, from what is kept."""
     return _plan(noted, chosen, kept, "give", "")
 
 
 def _plan(
-    noted: Recording, chosen: Collection[int], kept: Collection[int], inside: str, behind: str
+    noted: ForwardRecording,
+    chosen: Collection[int],
+    kept: Collection[int],
+    inside: str,
+    behind: str,
 ) -> Plan:
     steps: dict[Key, Step] = {}
     last = max(chosen)
@@ -76,7 +80,7 @@ def _plan(
     return Plan(steps, parts)
 
 
-def _keys(noted: Recording, chosen: Collection[int], *, goes_on: bool) -> dict[int, Key]:
+def _keys(noted: ForwardRecording, chosen: Collection[int], *, goes_on: bool) -> dict[int, Key]:
     """Those of the events that a stand-in reaches.
 
     Args:
@@ -97,7 +101,9 @@ def _keys(noted: Recording, chosen: Collection[int], *, goes_on: bool) -> dict[i
     return keys
 
 
-def _is_whole(noted: Recording, call: Call, chosen: Collection[int], kept: Collection[int]) -> bool:
+def _is_whole(
+    noted: ForwardRecording, call: Call, chosen: Collection[int], kept: Collection[int]
+) -> bool:
     """Whether all in a call is in the prefix, and what is kept of it is what it gives."""
     events = [noted.events[index] for index in range(call.start, call.stop)]
     if not events or call.given is None:
@@ -110,7 +116,7 @@ def _is_whole(noted: Recording, call: Call, chosen: Collection[int], kept: Colle
     return not _writes_outside(noted, events, born)
 
 
-def _writes_outside(noted: Recording, events: list[Event], born: set[int]) -> bool:
+def _writes_outside(noted: ForwardRecording, events: list[Event], born: set[int]) -> bool:
     outside = {number for event in events for number in event.reads} - born
     stores = {store_of(noted.values[number]) for number in outside}
     return any(not stores.isdisjoint(event.stores) for event in events)

@@ -27,7 +27,7 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.TransformerEncode
 
 
 @dataclass
-class Given:
+class OutputStructure:
     """The structure that a call gives.
 
     Attributes:
@@ -67,7 +67,7 @@ class Event:
     name: str
     module: Any
     reads: list[int]
-    given: Given | None = None
+    given: OutputStructure | None = None
     writes: list[tuple[int, int]] = field(default_factory=list)
     stores: set[int] = field(default_factory=set)
     is_trained: bool = False
@@ -99,7 +99,7 @@ class Call:
     module: Any
     start: int
     stop: int = 0
-    given: Given | None = None
+    given: OutputStructure | None = None
     is_leaf: bool = False
 
 
@@ -121,7 +121,7 @@ class Read(NamedTuple):
     is_in_module: bool
 
 
-class Recording(TorchFunctionMode):
+class ForwardRecording(TorchFunctionMode):
     """Notes the calls of one forward.
 
     Args:
@@ -152,7 +152,7 @@ class Recording(TorchFunctionMode):
         self.tensors_read: list[Read] = []
         self.stopped_at: int | None = None
         self.stopped_why = ""
-        self.given: Given | None = None
+        self.given: OutputStructure | None = None
         self.failed_in = ""
 
     def take(self, value: torch.Tensor) -> StandIn:
@@ -327,7 +327,7 @@ class Recording(TorchFunctionMode):
         if not any(isinstance(leaf, StandIn) for leaf in made) and not event.writes:
             self._stop(f"forward reads the numbers in a tensor ({event.name.lstrip(':')})")
             return result
-        event.given = Given(spec, [_leaf(item) for item in made])
+        event.given = OutputStructure(spec, [_leaf(item) for item in made])
         return wrapped
 
     def _drawn_since(self) -> bool:
@@ -382,11 +382,11 @@ def _has_generator(kwargs: dict[str, Any]) -> bool:
     return any(isinstance(value, torch.Generator) for value in kwargs.values())
 
 
-def _given(result: Any) -> Given | None:
+def _given(result: Any) -> OutputStructure | None:
     leaves, spec = tree_flatten(result)
     if any(torch.is_tensor(leaf) and not isinstance(leaf, StandIn) for leaf in leaves):
         return None
-    return Given(spec, [_leaf(leaf) for leaf in leaves])
+    return OutputStructure(spec, [_leaf(leaf) for leaf in leaves])
 
 
 def _constants(args: Any, kwargs: Any) -> str:

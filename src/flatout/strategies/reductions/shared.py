@@ -18,7 +18,7 @@ from flatout.strategies.reductions.reduction import Flat, Reduction
 from flatout.world import Group, Meeting, meeting
 
 
-class _Laid(NamedTuple):
+class _BucketPlace(NamedTuple):
     """Where one bucket lies, as real numbers.
 
     Attributes:
@@ -48,7 +48,7 @@ class Shared(Reduction):
     def __init__(self, group: Group, meet: Meeting) -> None:
         self.group = group
         self._meet = meet
-        self._laid: dict[int, _Laid] = {}
+        self._laid: dict[int, _BucketPlace] = {}
 
     def memory(
         self, number: int, length: int, dtype: torch.dtype, device: torch.device
@@ -71,7 +71,7 @@ class Shared(Reduction):
         real = dtype.to_real()
         values = [item[:size].view(real).tensor_split(ranks) for item in mapped]
         sums = [item[whole:][:size].view(real).tensor_split(ranks) for item in mapped]
-        self._laid[number] = _Laid(
+        self._laid[number] = _BucketPlace(
             [pieces[own] for pieces in values],
             sums[own][own],
             [(values[own][rank], sums[rank][rank]) for rank in range(ranks)],
