@@ -95,7 +95,7 @@ elif sys.argv[2] == "auto":
 elif sys.argv[2] == "live":
     from flatout.measure import live
     live._write({**live._process(), "rank": 0})
-    live.withdraw()
+    live.remove_own_file()
 elif sys.argv[2] == "seal":
     with open("a.bin", "w") as file:
         file.write("x")

@@ -45,7 +45,7 @@ def test_fp32_and_no_workers_are_asked_for_by_name_but_not_by_a_resolved_recipe(
     resolved = Recipe().resolve(choices, {})
     assert "compute.precision" not in wanted(resolved.request())
     assert wanted(resolved.request())["script.cache"] == "memory"
-    assert wanted(resolved.undecided()) == {"script.cache": "memory"}
+    assert wanted(resolved.for_other_machine()) == {"script.cache": "memory"}
 
 
 def test_each_cure_is_found_by_its_name():

@@ -12,7 +12,7 @@ from flatout.doctor.proposals import with_edits
 from flatout.doctor.proving.bench import Bench, why_left
 from flatout.doctor.proving.cure import Cure, cures_of, together
 from flatout.doctor.proving.losses import compare
-from flatout.doctor.proving.obstacles import obstacle
+from flatout.doctor.proving.obstacles import why_no_trial
 from flatout.doctor.proving.whole_run import (
     between_s,
     epoch_steps,
@@ -381,7 +381,7 @@ def test_what_a_cure_takes_once_counts_in_the_whole_run():
 
 
 def test_why_no_trial_can_be_made():
-    assert "no optimizer step" in obstacle(verdict(steps=0))
-    assert "failed by itself" in obstacle(verdict(ended="failed"))
-    assert "two copies of the script" in obstacle(verdict(memory_mb=[1e9]))
-    assert obstacle(verdict(memory_mb=[10.0])) == ""
+    assert "no optimizer step" in why_no_trial(verdict(steps=0))
+    assert "failed by itself" in why_no_trial(verdict(ended="failed"))
+    assert "two copies of the script" in why_no_trial(verdict(memory_mb=[1e9]))
+    assert why_no_trial(verdict(memory_mb=[10.0])) == ""

@@ -95,10 +95,10 @@ def test_input_is_at_least_what_was_read_and_at_most_what_workers_decode():
 def test_regret_is_what_a_choice_costs_or_is_late():
     one = one_named("ResNet-50, DGX-1")  # 219, 422, 852 and 1734 images/s on 1, 2, 4 and 8
     exact = [replace_found(case("ResNet-50, DGX-1", 0.0), place, 1.0) for place in (2, 3)]
-    assert judging.regrets(exact) == [0.0] * len(judging.DEADLINES)
+    assert judging.decision_regrets(exact) == [0.0] * len(judging.DEADLINES)
     # Says of 4 GPUs that they are as fast as 8: taken for the last two deadlines, and late.
     wrong = [replace_found(exact[0], 2, 2.0), exact[1]]
-    found = judging.regrets(wrong)
+    found = judging.decision_regrets(wrong)
     assert found[:3] == pytest.approx([one.rates[3] / 8 / (one.rates[2] / 4) - 1] * 3, abs=1e-6)
     assert found[3:] == [pytest.approx(422 / share / 852 - 1) for share in (0.4, 0.3)]
 

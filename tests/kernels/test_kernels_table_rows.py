@@ -23,7 +23,7 @@ def test_rows_and_their_places_are_found_in_order():
 def test_rows_are_dealt_to_their_owners(first, ranks):
     ids = (torch.rand(500) ** 3 * 900).long()
     groups = table_rows.group(ids, 900)
-    dealt = table_rows.deal(groups, first, ranks, 3)
+    dealt = table_rows.group_by_rank(groups, first, ranks, 3)
     owners = (dealt.groups.rows // 8 + first) % ranks
     assert dealt.counts == owners.bincount(minlength=ranks).tolist()
     order = sorted(groups.rows.tolist(), key=lambda row: (row // 8 + first) % ranks)
@@ -32,7 +32,7 @@ def test_rows_are_dealt_to_their_owners(first, ranks):
     assert torch.equal(dealt.groups.rows[dealt.numbers], ids)
     for row, (start, end) in zip(order, pairwise(dealt.groups.starts), strict=True):
         assert dealt.groups.places[start:end].tolist() == (ids == row).nonzero()[:, 0].tolist()
-    nothing = table_rows.deal(table_rows.group(ids[:0], 900), first, ranks, 3)
+    nothing = table_rows.group_by_rank(table_rows.group(ids[:0], 900), first, ranks, 3)
     assert nothing.counts == [0] * ranks
 
 

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from flatout.cache_folder import cache_folder
-from flatout.measure.live import Live, Ranks, point_to, withdraw
+from flatout.measure.live import Live, Ranks, point_to, remove_own_file
 from flatout.measure.timeline import LANES, Timeline
 
 MS = 1_000_000
@@ -102,7 +102,7 @@ def test_what_cannot_be_written_stops_no_job():
     assert Ranks().read() == []
     live.close()
     point_to("rank-0.json")
-    withdraw()
+    remove_own_file()
 
 
 def test_a_file_of_a_process_before_with_the_same_pid_is_no_job():
@@ -170,7 +170,7 @@ def test_an_observation_is_shown_through_a_pointer(tmp_path):
     (rank,) = ranks.read()
     assert rank.steps == 200
     assert rank.lanes_ms["input"] == pytest.approx(18)
-    withdraw()
+    remove_own_file()
     assert ranks.read() == []
 
 
@@ -283,4 +283,4 @@ def test_an_observation_that_none_has_written_fails_nothing(tmp_path, observed):
     (tmp_path / "rank-0.json").write_text(observed)
     point_to(tmp_path / "rank-0.json")
     assert all(rank.steps == 0 for rank in Ranks().read())
-    withdraw()
+    remove_own_file()

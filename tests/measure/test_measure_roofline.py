@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from flatout.measure import bound, known_rates, machine_rates, predicted, promises
+from flatout.measure import bound, known_rates, machine_rates, possible_savings, predicted
 from flatout.measure.roofline import KINDS
 
 
@@ -129,7 +129,7 @@ def test_an_option_promises_what_it_saves_alone_or_beside_the_others():
         "compute.fused_optimizer": "on",
         "process.threads": 1,
     }
-    found = promises(lanes, rates, options)
+    found = possible_savings(lanes, rates, options)
     assert set(found) == set(options) - {"process.threads"}
     saved = {field.partition(".")[2]: promise.saved_s for field, promise in found.items()}
     # Beside fp32_operators: 3 of 4 s of the convolution, and half of the traffic of 1 s.

@@ -9,7 +9,7 @@ from flatout.models.frozen.min_cut import (
     Graph,
     Value,
     best_cuts,
-    condensed,
+    condense,
     fastest_within,
 )
 
@@ -53,7 +53,7 @@ def every(graph, inside):
 @settings(max_examples=80, deadline=None)
 @given(graphs(), draw.integers(0, 20), draw.booleans())
 def test_the_cut_is_the_best_of_all(graph, most, forced):
-    small, groups = condensed(graph)
+    small, groups = condense(graph)
     inside = frozenset({0} if forced else ())
     own = {place for place, group in enumerate(groups) if group & inside}
     legal = every(graph, inside)

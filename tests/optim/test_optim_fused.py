@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from flatout.optim import can_fuse, defuse, fuse
+from flatout.optim import can_fuse, fuse, unfuse
 from flatout.optim.fused import align_state, begins_late, is_fused
 
 KINDS = [
@@ -40,7 +40,7 @@ def test_round_trip(kind, options):
             assert is_fused(optimizer)
             assert not can_fuse(optimizer)
         if number == 6:
-            defuse(optimizer)
+            unfuse(optimizer)
             assert can_fuse(optimizer)
         step(model, optimizer, number)
         step(plain, stepped, number)
@@ -169,5 +169,5 @@ def test_grad_scaler_knows_whether_the_step_can_be_gated():
     _, optimizer = job(torch.optim.Adam, {"lr": 0.1})
     fuse(optimizer)
     assert optimizer._step_supports_amp_scaling
-    defuse(optimizer)
+    unfuse(optimizer)
     assert not optimizer._step_supports_amp_scaling

@@ -128,7 +128,7 @@ def test_the_file_can_be_replaced_by_who_looked_at_it(tmp_path, monkeypatch):
     monkeypatch.setenv("FLATOUT_SET", '["compute.precision=bf16"]')
     file = from_file()
     assert not file.on_this_machine({"cpu": "mine"})[0]
-    again = effective(None, file=file.undecided())
+    again = effective(None, file=file.for_other_machine())
     assert again.get("save.every") == 7
     assert again.get("compute.precision") == "bf16"
     assert all(again.get(f) == "auto" for f in TAKES_AUTO if f != "compute.precision")

@@ -119,7 +119,7 @@ def test_request_asks_for_exactly_these_values(resolved):
 @settings(max_examples=25)
 @given(resolved_recipes())
 def test_undecided_keeps_what_no_machine_decides(resolved):
-    again = resolved.undecided()
+    again = resolved.for_other_machine()
     assert all(again.get(field) == "auto" for field in TAKES_AUTO)
     assert again.process == Recipe().process  # CPUs, threads and denormals are of that machine
     kept = {f for f in FIELDS if f not in TAKES_AUTO and not f.startswith("process.")}
@@ -243,7 +243,7 @@ def test_what_was_proven_for_a_script_names_nothing_else():
     fields = {"input": {"workers": 2}, "script": {"zero_grad": "set_to_none"}}
     proven = ResolvedRecipe(**fields, choices=choices, machine={"cpu": "a"}, proven_for="a.py 1")
     assert proven.request().named() == {"input.workers": 2, "script.zero_grad": "set_to_none"}
-    assert proven.undecided().named() == {"script.zero_grad": "set_to_none"}
+    assert proven.for_other_machine().named() == {"script.zero_grad": "set_to_none"}
     assert [row.field for row in proven.changes()] == ["input.workers", "script.zero_grad"]
     assert proven.summary() == "workers=2 · gradients set to None"
     assert loads(dumps(proven)) == proven

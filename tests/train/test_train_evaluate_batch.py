@@ -9,7 +9,7 @@ from train_jobs import CLASSES, quiet
 import flatout
 from flatout.data import Arrays, as_source
 from flatout.data.batch import Batch
-from flatout.train.evaluate_batch import EvaluateBatch, bytes_of_sample, regrouped
+from flatout.train.evaluate_batch import EvaluateBatch, bytes_of_sample, rebatched
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -81,17 +81,17 @@ def test_as_they_come_where_nothing_is_gained_or_the_pass_is_short():
 def test_what_does_not_fit_together_is_not_joined():
     some = batches(24, 8)
     other = some[1]._replace(inputs=some[1].inputs.double())
-    assert [batch.size for batch in regrouped([some[0], other, some[2]], 64)] == [8, 8, 8]
+    assert [batch.size for batch in rebatched([some[0], other, some[2]], 64)] == [8, 8, 8]
     padded = some[1]._replace(padding=3)
-    found = list(regrouped([some[0], padded, some[2]], 64))
+    found = list(rebatched([some[0], padded, some[2]], 64))
     assert [(batch.size, batch.padding) for batch in found] == [(16, 3), (8, 0)]
     copies = [batch._replace(copies=2) for batch in some]
-    assert [batch.size for batch in regrouped(copies, 64)] == [8, 8, 8]
+    assert [batch.size for batch in rebatched(copies, 64)] == [8, 8, 8]
 
 
 def test_a_batch_that_is_cut_keeps_what_only_fills_it_up_at_its_end():
     batch = batches(24, 24)[0]._replace(padding=10)
-    assert [(b.size, b.padding) for b in regrouped([batch], 8)] == [(8, 0), (8, 2), (8, 8)]
+    assert [(b.size, b.padding) for b in rebatched([batch], 8)] == [(8, 0), (8, 2), (8, 8)]
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,7 @@ def test_a_captured_step_stands_as_a_whole():
 
 
 def test_what_settings_promise_is_relative_to_plain():
-    promised = {words: gain for words, _, gain in Explanation.of(history()).promised}
+    promised = {words: gain for words, _, gain in Explanation.of(history()).possible_savings}
     assert list(promised) == [
         "plain",
         "fused optimizer",
@@ -175,8 +175,8 @@ def test_the_settings_that_ran_stand_among_those_that_promise():
     recipe = history()["recipe"]
     values = {**BF16, "compute.fused_optimizer": "on", "compute.compile": "off", "save.every": 3}
     found = Explanation.of(history(recipe={**recipe, "values": values}))
-    assert [words for words, _, _ in found.promised][-1] == "bf16 · fused optimizer"
-    assert found.promised[-1][1] == pytest.approx(sum(lane.least_s for lane in found.lanes))
+    assert [words for words, _, _ in found.possible_savings][-1] == "bf16 · fused optimizer"
+    assert found.possible_savings[-1][1] == pytest.approx(sum(lane.least_s for lane in found.lanes))
 
 
 def test_another_machine_and_a_compiled_model_have_no_roofline(tmp_path):

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout.train.sent_rows import ways
+from flatout.train.sent_rows import rows_to_send
 
 ROWS = 12
 
@@ -25,7 +25,7 @@ def test_what_any_host_has_comes_once_to_each_that_lacks_it(case):
     nodes, has, lacks = case
     came = np.zeros((len(nodes), ROWS), int)  # by host
     for rank, node in enumerate(nodes):
-        for receiver, sends in enumerate(ways(rank, nodes, has, lacks)):
+        for receiver, sends in enumerate(rows_to_send(rank, nodes, has, lacks)):
             assert not (sends & ~has[rank]).any()
             assert nodes[receiver] != node or not sends.any()
             came[nodes[receiver]] += sends
@@ -40,7 +40,7 @@ def test_hosts_and_their_ranks_take_turns():
     has = [np.ones(rows, bool)] * 4 + [np.zeros(rows, bool)] * 2
     lacks = [~one for one in has]
     nodes = [0, 0, 1, 1, 2, 2]
-    sent = np.array([[way.sum() for way in ways(r, nodes, has, lacks)] for r in range(6)])
+    sent = np.array([[way.sum() for way in rows_to_send(r, nodes, has, lacks)] for r in range(6)])
     assert sent.sum() == rows
     assert (abs(sent[:4].sum(1) - rows / 4) <= 4).all()
     assert (abs(sent[:, 4:].sum(0) - rows / 2) <= 4).all()

@@ -267,7 +267,7 @@ def _recipe_here() -> Recipe:
         here, differences = result.on_this_machine(fingerprint().as_dict())
         if not here:
             say_as_is(f"the Recipe is of another machine ({differences[0]}): auto decides again")
-            result = result.undecided()
+            result = result.for_other_machine()
             reset_affinity()
     return effective(file=result)
 

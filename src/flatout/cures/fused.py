@@ -17,12 +17,12 @@ def fuse_steps(torch: Any, steps: ScriptSteps) -> None:
     def look(optimizer: Any) -> None:
         if id(optimizer) in refused:
             return
-        from flatout.optim import begins_late, can_fuse, defuse, fuse, is_fused
+        from flatout.optim import begins_late, can_fuse, fuse, is_fused, unfuse
 
         name = type(optimizer).__name__
         if is_fused(optimizer):
             if begins_late(optimizer):
-                defuse(optimizer)
+                unfuse(optimizer)
                 refused.add(id(optimizer))
                 leave(FIELD, f"parameters of {name} have their first gradients at different times")
             return

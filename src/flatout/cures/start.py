@@ -47,7 +47,7 @@ def recipe_here() -> Recipe:
         if not is_here:
             if "FLATOUT_RUN" not in os.environ:  # else `flatout run` has said so
                 say(f"the Recipe is of another machine ({differences[0]})")
-            recipe = recipe.undecided()
+            recipe = recipe.for_other_machine()
     return effective(file=recipe)
 
 

@@ -21,7 +21,7 @@ from flatout.doctor.prescription import Proof as Proof
 from flatout.doctor.proposals import with_recipe as with_recipe
 from flatout.doctor.proving.cure import Cure as Cure
 from flatout.doctor.proving.cure import cures_of as cures_of
-from flatout.doctor.proving.obstacles import obstacle as obstacle
+from flatout.doctor.proving.obstacles import why_no_trial as why_no_trial
 from flatout.doctor.search import is_searched as is_searched
 from flatout.doctor.search import widened as widened
 from flatout.doctor.torchrun import under_torchrun as under_torchrun

@@ -28,7 +28,7 @@ from flatout.doctor.proving.cure import NOTHING, Cure, cures_of, together
 from flatout.doctor.proving.follow import brought_about
 from flatout.doctor.proving.judging import CHANGES, Judging
 from flatout.doctor.proving.losses import compare
-from flatout.doctor.proving.obstacles import obstacle
+from flatout.doctor.proving.obstacles import why_no_trial
 from flatout.doctor.proving.other_work import OtherWork
 from flatout.doctor.proving.whole_run import between_s, run_steps, whole_s
 from flatout.doctor.trials.pair import Against, Pair
@@ -91,7 +91,7 @@ def prove(
     """
     began = time.monotonic()
     cures = cures_of(verdict, allow) if verdict.observations else []
-    reason = obstacle(verdict)
+    reason = why_no_trial(verdict)
     if reason or not cures:
         untried = [_untried(cure, reason) for cure in cures]
         return Prescription(proofs=untried, stopped=reason if cures or not verdict.steps else "")

@@ -200,7 +200,7 @@ def is_seen(case: Case) -> bool:
     return case.marginal[1] < _SEEN_AS
 
 
-def regrets(cases: Sequence[Case]) -> list[float]:
+def decision_regrets(cases: Sequence[Case]) -> list[float]:
     """What choosing a size by the model costs, of each beginning of a series and each deadline.
 
     Of the sizes that get a number, and those calibrated on, the cheapest is wanted that does a job
@@ -245,7 +245,7 @@ def keys(cases: Sequence[Case]) -> dict[str, float]:
         `_given` where the network is known from its line rate alone. `range_covered`: beyond four
         times. `collapse_predicted`: of rows that saturate; absent where there is none.
         `collapse_mistaken`: of rows that do not, how many are said to. `decision_regret`: the mean
-        of `regrets`.
+        of `decision_regrets`.
     """
     judged = [case for case in cases if case.series.is_judged]
     result: dict[str, float] = {}
@@ -259,7 +259,7 @@ def keys(cases: Sequence[Case]) -> dict[str, float]:
             result[f"collapse_predicted{name}"] = sum(map(is_seen, saturate)) / len(saturate)
         others = [case for case in scaling(judged) if case.is_crossing is is_crossing]
         result[f"collapse_mistaken{name}"] = sum(map(is_seen, others)) / len(others)
-    result["decision_regret"] = mean(regrets(judged))
+    result["decision_regret"] = mean(decision_regrets(judged))
     result["range_covered"] = covered([case for case in judged if not case.is_number], cases)
     return result
 

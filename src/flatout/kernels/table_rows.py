@@ -116,7 +116,7 @@ class GroupsByRank(NamedTuple):
     counts: list[int]
 
 
-def deal(groups: Groups, first: int, ranks: int, shift: int) -> GroupsByRank:
+def group_by_rank(groups: Groups, first: int, ranks: int, shift: int) -> GroupsByRank:
     """Put groups in the order of the ranks that own their rows.
 
     Args:

@@ -101,7 +101,7 @@ def step_rows(
         base: number of the step at which all rows were.
         now: number of the last step.
     """
-    result, programs = _told([(part.table, part.rows, part.gradients) for part in parts])
+    result, programs = _addresses([(part.table, part.rows, part.gradients) for part in parts])
     kind, first = _kind(parts[0].table), parts[0]
     tables = torch.tensor(result, dtype=torch.int64).to(steps.device, non_blocking=True)
     unread = tables
@@ -118,7 +118,7 @@ def step_rows(
 
 def describe(table: Table) -> torch.Tensor:
     """What `bring_ids` is told of a table, on its device: the same for all its reads."""
-    result, _ = _told([(table, None, None)])
+    result, _ = _addresses([(table, None, None)])
     return torch.tensor(result, dtype=torch.int64).to(table.last.device)
 
 
@@ -178,7 +178,7 @@ def _on(tensor: torch.Tensor) -> AbstractContextManager[Any]:
     return torch.cuda.device_of(tensor)  # type: ignore[no-untyped-call]
 
 
-def _told(
+def _addresses(
     parts: Sequence[tuple[Table, torch.Tensor | None, torch.Tensor | None]],
 ) -> tuple[list[list[int]], int]:
     """What is told of tables, and how many rows there are."""

@@ -38,8 +38,8 @@ from flatout.measure.pulse import Watched as Watched
 from flatout.measure.roofline import KINDS as KINDS
 from flatout.measure.roofline import PossibleSaving as PossibleSaving
 from flatout.measure.roofline import bound as bound
+from flatout.measure.roofline import possible_savings as possible_savings
 from flatout.measure.roofline import predicted as predicted
-from flatout.measure.roofline import promises as promises
 from flatout.measure.series import block_length as block_length
 from flatout.measure.series import median_of as median_of
 from flatout.measure.series import ratio_of_medians as ratio_of_medians

@@ -134,7 +134,7 @@ def point_to(
             _write({**_process(), **who, "file": os.path.abspath(file)})
 
 
-def withdraw() -> None:
+def remove_own_file() -> None:
     """Take this process' file away, if there is one."""
     with suppress(Exception):
         _remove(_own_file(), os.getpid())

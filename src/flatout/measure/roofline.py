@@ -104,7 +104,7 @@ def predicted(
     return sum(sum(kinds.values()) for kinds in bound(counts, rates, settings).values())
 
 
-def promises(
+def possible_savings(
     counts: Mapping[str, Any], rates: Mapping[str, Any], options: Mapping[str, Any]
 ) -> dict[str, PossibleSaving]:
     """What each option may save, by field; without those that a roofline knows nothing of.

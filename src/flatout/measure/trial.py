@@ -87,7 +87,7 @@ class TrialResult:
         return self.pairs > 1 and self.high < 1 - self.floor
 
     @property
-    def ties(self) -> bool:
+    def is_tie(self) -> bool:
         """Whether no difference is in sight; a single quadruple cannot say so."""
         return self.pairs > 1 and 1 - self.floor <= self.low <= self.high <= 1 + self.floor
 
@@ -218,7 +218,7 @@ def quadruples(
         slowest = max(slowest, now - quadruple_began)
         result = _judge(np.array(of_a), np.array(of_b), floor, seed, now - began)
         is_precise = result.high <= result.low * (1 + precision)
-        settled = ((result.wins or result.loses) and is_precise) or result.ties
+        settled = ((result.wins or result.loses) and is_precise) or result.is_tie
         if len(of_a) >= max_pairs or now - began + slowest > deadline_s or enough(result):
             return result
         if len(of_a) >= min_pairs and settled:

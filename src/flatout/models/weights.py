@@ -17,7 +17,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Each module with its own name: a wrapper has that of what it holds, and comes before it."""
     levels = _wrapped(model)
-    return [(_without(path, levels), module) for path, module in model.named_modules()]
+    return [(_strip_levels(path, levels), module) for path, module in model.named_modules()]
 
 
 def own_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
@@ -27,7 +27,7 @@ def own_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     are.
     """
     levels = _wrapped(model)
-    own = {name: _without(name, levels) for name in names}
+    own = {name: _strip_levels(name, levels) for name in names}
     return own if len(set(own.values())) == len(own) else {name: name for name in own}
 
 
@@ -45,7 +45,7 @@ def _wrapped(model: nn.Module) -> set[str]:
     return parameters
 
 
-def _without(name: str, levels: set[str]) -> str:
+def _strip_levels(name: str, levels: set[str]) -> str:
     parts = name.split(".")
     paths = (".".join(parts[: end + 1]) for end in range(len(parts)))
     return ".".join(part for part, path in zip(parts, paths, strict=True) if path not in levels)

@@ -65,7 +65,7 @@ class Writer:
         self._end.set()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=5)
-        live.withdraw()
+        live.remove_own_file()
 
     def _run(self) -> None:
         live.point_to(self._path, rank=self._place.rank, world_size=self._place.world_size)

@@ -9,9 +9,9 @@ from flatout.optim.by_row import RowwiseAdagrad as RowwiseAdagrad
 from flatout.optim.fused import align_state as align_state
 from flatout.optim.fused import begins_late as begins_late
 from flatout.optim.fused import can_fuse as can_fuse
-from flatout.optim.fused import defuse as defuse
 from flatout.optim.fused import fuse as fuse
 from flatout.optim.fused import is_fused as is_fused
+from flatout.optim.fused import unfuse as unfuse
 from flatout.optim.lamb import Lamb as Lamb
 from flatout.optim.lars import Lars as Lars
 from flatout.optim.late_group import add_late_group as add_late_group

@@ -25,7 +25,7 @@ class SteppedTable(Protocol):
 
     weight: nn.Parameter
 
-    def brought(self) -> tuple[Steps, Table] | None:
+    def pending_steps(self) -> tuple[Steps, Table] | None:
         """Through which steps its rows are to be brought before they are read; None: they are."""
         ...
 
@@ -63,7 +63,7 @@ class DeviceReads:
         held = self._known.get(key)
         is_known = held is not None and held[1] == version
         known = held[2] if held is not None and is_known else ids.detach().reshape(-1)
-        behind = kept.brought()
+        behind = kept.pending_steps()
         if behind is not None:
             steps, table = behind
             checked = steps.bring_ids(table, known, self._bad)

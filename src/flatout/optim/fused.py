@@ -34,7 +34,7 @@ def fuse(optimizer: torch.optim.Optimizer) -> None:
     optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
 
 
-def defuse(optimizer: torch.optim.Optimizer) -> None:
+def unfuse(optimizer: torch.optim.Optimizer) -> None:
     """Undo `fuse`: torch chooses its plain implementation again."""
     for group in optimizer.param_groups:
         group["fused"] = None

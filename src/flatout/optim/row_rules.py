@@ -68,7 +68,7 @@ class RowRule(Protocol):
         """What step `count` is, from 1."""
         ...
 
-    def made(self) -> None:
+    def count_step(self) -> None:
         """A step was made."""
         ...
 
@@ -138,7 +138,7 @@ class _TorchRule:
         state = self._optimizer.state[self._weight]
         return int(state["step"]) if "step" in state else None
 
-    def made(self) -> None:
+    def count_step(self) -> None:
         state = self._optimizer.state[self._weight]
         if "step" in state:
             state["step"] += 1

@@ -149,7 +149,7 @@ class RowShards:
         known = self._dealt.get(id(groups))
         if known is None:
             first = self._tables[weight].first
-            known = groups, table_rows.deal(groups, first, self.world.size, _SHIFT)
+            known = groups, table_rows.group_by_rank(groups, first, self.world.size, _SHIFT)
             self._dealt[id(groups)] = known
         return known[1]
 
@@ -261,10 +261,10 @@ class RowShards:
         weights = list(self._tables)
         wanted = [number, *(bit for bit in _bits(together) if weights[bit] in self.spread)]
         for item, rows in zip(wanted, self._rows_for(asked, wanted), strict=True):
-            self._come(item, rows, asked)
+            self._keep_rows(item, rows, asked)
         return self._ahead[number][1]
 
-    def _come(self, number: int, rows: torch.Tensor, asked: RowRequest) -> None:
+    def _keep_rows(self, number: int, rows: torch.Tensor, asked: RowRequest) -> None:
         """Rows of a table are there."""
         self._ahead[number], self._asked[number] = (asked.dealt, rows), asked
         self._all_asked.setdefault(number, []).append(asked)
@@ -290,7 +290,7 @@ class RowShards:
         fetched = self.ahead.patch(come)
         assert fetched.asked is not None
         for one in fetched.numbers:
-            self._come(one, fetched.rows[one], fetched.asked)
+            self._keep_rows(one, fetched.rows[one], fetched.asked)
         return True
 
     def _rows_for(self, asked: RowRequest, wanted: list[int]) -> list[torch.Tensor]:
@@ -425,7 +425,7 @@ class RowShards:
     def _deal_ids(self, number: int, ids: torch.Tensor) -> GroupsByRank:
         weight = list(self._tables)[number]
         groups = table_rows.group(ids.to(torch.int64), len(weight))
-        return table_rows.deal(groups, self._tables[weight].first, self.world.size, _SHIFT)
+        return table_rows.group_by_rank(groups, self._tables[weight].first, self.world.size, _SHIFT)
 
     def _check_step(self, weight: nn.Parameter) -> None:
         if not self.is_in_step:

@@ -75,7 +75,7 @@ class TorchOptimizer:
 
     # -- parameters --------------------------------------------------------------------------
 
-    def missed(self, model: nn.Module) -> Sequence[str]:
+    def parameters_left_out(self, model: nn.Module) -> Sequence[str]:
         """The names of the model's parameters that require gradients and are not in any group."""
         grouped = {id(p) for group in self.given.param_groups for p in group["params"]}
         return not_stepped(model, grouped)

@@ -161,7 +161,7 @@ class KeptTable:
         steps = self.steps
         return steps is not None and self.table is not None and steps.now > self._settled
 
-    def brought(self) -> tuple[Steps, Table] | None:
+    def pending_steps(self) -> tuple[Steps, Table] | None:
         """Through which steps rows are to be brought before they are read; None: they are."""
         if not self._is_behind:
             return None
@@ -227,10 +227,10 @@ class KeptTable:
         """Rows that lie here, each once, up to date."""
         self._bring(rows)
 
-    def made(self, steps: Steps, step: Step) -> None:
+    def count_step(self, steps: Steps, step: Step) -> None:
         """This was the step behind those that were made."""
         self.keeps_word = self._foretold == (steps, steps.now + 1, step)
-        self.rule.made()
+        self.rule.count_step()
 
     # -- gradients -----------------------------------------------------------------------------
 
@@ -658,7 +658,7 @@ class TouchedRows:
             torch.autograd.graph.increment_version(kept.weight)
             kept.weight.grad = None
             assert kept.steps is not None
-            kept.made(kept.steps, written[kept.steps])
+            kept.count_step(kept.steps, written[kept.steps])
         for steps in changes:
             steps.advance()
             if steps.is_full:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from flatout.recipe.parity import ModelFacts, Parity
-from flatout.recipe.refusal import FieldError, PlainData, spelled
+from flatout.recipe.refusal import FieldError, PlainData, as_toml
 from flatout.recipe.sections import FIELDS, PLAIN, SECTIONS, of_change, phrase, split, value_words
 from flatout.recipe.setting import Value
 from flatout.recipe.settings import Compute, Input, Memory, Process, Save, Script, World
@@ -165,7 +165,7 @@ def _plain_machine(value: Any) -> Any:
     if isinstance(value, str | bool | int | float):
         return value
     raise FieldError(
-        f"machine cannot hold {spelled(value)}; allowed: text, numbers, true, false, lists, tables",
+        f"machine cannot hold {as_toml(value)}; allowed: text, numbers, true, false, lists, tables",
         path=("machine",),
     )
 
@@ -216,8 +216,8 @@ class ResolvedRecipe(_Sections):
                 raise FieldError(f"choices has no entry for {field}", path=("choices",))
             if self.choices[field].value != value:
                 raise FieldError(
-                    f"{field} is {spelled(value)}, but its choice says "
-                    f"{spelled(self.choices[field].value)}",
+                    f"{field} is {as_toml(value)}, but its choice says "
+                    f"{as_toml(self.choices[field].value)}",
                     path=path,
                 )
         return self
@@ -230,7 +230,7 @@ class ResolvedRecipe(_Sections):
         """Return a Recipe that asks for exactly these values."""
         return of_fields(self.resolved())
 
-    def undecided(self) -> Recipe:
+    def for_other_machine(self) -> Recipe:
         """Return a Recipe for another machine: what was measured and its CPUs are left open."""
         plain = Recipe()
         return of_fields(
@@ -252,8 +252,8 @@ class ResolvedRecipe(_Sections):
         """
         there, here = dict(_leaves(self.machine)), dict(_leaves(_plain_machine(fingerprint)))
         differences = [
-            f"{name}: {spelled(there[name]) if name in there else 'absent'} where it was measured, "
-            f"{spelled(here[name]) if name in here else 'absent'} here"
+            f"{name}: {as_toml(there[name]) if name in there else 'absent'} where it was measured, "
+            f"{as_toml(here[name]) if name in here else 'absent'} here"
             for name in {**there, **here}
             if name not in there or name not in here or there[name] != here[name]
         ]

@@ -83,7 +83,7 @@ def bad_value(full: str, value: object, words: str) -> FieldError:
     candidates = [word for word in re.split(", | or ", words) if word.isidentifier()]
     near = get_close_matches(str(value), candidates, 1)
     return FieldError(
-        f"{full} cannot be {spelled(value)}; allowed: {words}",
+        f"{full} cannot be {as_toml(value)}; allowed: {words}",
         path=tuple(full.split(".")),
         do=f"did you mean {near[0]}?" if near else None,
     )
@@ -119,7 +119,7 @@ def closest(name: str, known: Iterable[str]) -> str | None:
     return by_last[near_last[0]] if near_last else None
 
 
-def spelled(value: object) -> str:
+def as_toml(value: object) -> str:
     """Return a value as TOML spells it, shortened where it is long."""
     try:
         text = "None" if value is None else json.dumps(value, ensure_ascii=False)

@@ -7,7 +7,7 @@ unknown name or a value that a field does not take raises RecipeError.
 from __future__ import annotations
 
 from flatout.recipe.parity import ModelFacts, Parity
-from flatout.recipe.refusal import spelled, unknown
+from flatout.recipe.refusal import as_toml, unknown
 from flatout.recipe.setting import Section, Setting, Value
 from flatout.recipe.settings import Compute, Input, Memory, Process, Save, Script, World
 
@@ -68,7 +68,7 @@ def of_change(field: str, before: Value, after: Value, facts: ModelFacts) -> Par
 
 def value_words(value: Value) -> str:
     """A value as people write it: `off` for None."""
-    return value if isinstance(value, str) else "off" if value is None else spelled(value)
+    return value if isinstance(value, str) else "off" if value is None else as_toml(value)
 
 
 def phrase(field: str, value: Value) -> str:

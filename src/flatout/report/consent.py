@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from flatout.doctor import Cure, FirstLook, Sends, Verdict, cures_of, find_sends, obstacle
+from flatout.doctor import Cure, FirstLook, Sends, Verdict, cures_of, find_sends, why_no_trial
 from flatout.doctor.script_file import script_file
 from flatout.recipe import Parity
 from flatout.report.first_look import short
@@ -25,7 +25,7 @@ def has_terminal() -> bool:
 
 def provable(verdict: Verdict, allow: Parity) -> list[Cure]:
     """The cures that trials would try, where they can be made at all."""
-    if obstacle(verdict):
+    if why_no_trial(verdict):
         return []
     return [cure for cure in cures_of(verdict, allow) if cure.parity < Parity.LEARNING]
 

@@ -20,7 +20,7 @@ from flatout.doctor import (
     Verdict,
     Verified,
     containment,
-    obstacle,
+    why_no_trial,
     widened,
 )
 from flatout.doctor.first_look import first_look
@@ -131,8 +131,8 @@ def diagnose(asked: Asked) -> int:
             verbose=asked.verbose,
         )
         console.print(report, crop=False)
-        if runs and asked.proves and obstacle(verdict):
-            console.print(f"no trial can be made: {obstacle(verdict)}")
+        if runs and asked.proves and why_no_trial(verdict):
+            console.print(f"no trial can be made: {why_no_trial(verdict)}")
     for line in ending_lines(look, verdict):
         console.print(line, overflow="ignore", crop=False)  # a path stays in one piece
     treated = _Treated(met=look.interrupted_by)

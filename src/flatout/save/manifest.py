@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flatout.errors import CheckpointError
-from flatout.save.seal import BLANK, seal, unbroken
+from flatout.save.seal import BLANK, is_intact, seal
 from flatout.save.storage import Folder, Written
 from flatout.values import flatten, unflatten
 
@@ -60,7 +60,7 @@ def read(folder: Folder) -> Manifest:
     where = folder.where(MANIFEST)
     try:
         fields = json.loads(text)
-        whole = unbroken(_SEAL, text, fields[_SEAL])
+        whole = is_intact(_SEAL, text, fields[_SEAL])
     except (ValueError, KeyError, TypeError, RecursionError):
         whole = False
     if not whole:

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from flatout.errors import CheckpointError
-from flatout.save.seal import BLANK, seal, unbroken
+from flatout.save.seal import BLANK, is_intact, seal
 from flatout.save.storage import Chunk, Folder, Written
 from flatout.values import DTYPES, flat_bytes, refusal
 
@@ -186,7 +186,7 @@ def check(data: bytes, where: str) -> bool:
     metadata = _metadata(header)
     if _SEAL not in metadata and _DIGESTS not in metadata:
         return False
-    if not unbroken(_SEAL, data[8:end], metadata.get(_SEAL)):
+    if not is_intact(_SEAL, data[8:end], metadata.get(_SEAL)):
         raise CheckpointError(
             "damaged: the header differs from its checksum", where=where, do="use another copy"
         )

@@ -19,7 +19,7 @@ def seal(key: str, text: bytes) -> bytes:
     return text.replace(_field(key, BLANK), _field(key, digest), 1)
 
 
-def unbroken(key: str, text: bytes, digest: object) -> bool:
+def is_intact(key: str, text: bytes, digest: object) -> bool:
     """Whether `digest`, which was read from `text` under `key`, is the seal of `text`."""
     if not isinstance(digest, str) or _field(key, digest) not in text:
         return False

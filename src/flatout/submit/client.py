@@ -39,7 +39,7 @@ class Answer:
         return message.strip()
 
 
-def need(name: str, package: str) -> str:
+def require_program(name: str, package: str) -> str:
     """Where a client is.
 
     Raises:

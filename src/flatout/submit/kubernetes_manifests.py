@@ -143,7 +143,7 @@ def volumes_of(text: str) -> list[Volume]:
     return volumes
 
 
-def escaped(text: str) -> str:
+def escape_variables(text: str) -> str:
     """Text of a command, its arguments or a variable, in which Kubernetes expands `$(NAME)`."""
     return text.replace("$", "$$")
 
@@ -312,7 +312,7 @@ def _environment(job: Job, options: Mapping[str, str]) -> list[Manifest]:
     if "interface" in options:
         variables.setdefault("GLOO_SOCKET_IFNAME", options["interface"])
     env: list[Manifest] = [
-        {"name": name, "value": escaped(value)} for name, value in variables.items()
+        {"name": name, "value": escape_variables(value)} for name, value in variables.items()
     ]
     if job.nodes > 1 and SECRET not in job.environment:
         # Made when the job is sent; without it the nodes meet too, and say that anyone could.
@@ -402,8 +402,10 @@ def _train_job(
     command = job.command_with(*ranks, recipe=recipe)
     trainer: Manifest = {
         "image": options["image"],
-        **({"command": list(map(escaped, inside))} if inside else {"command": command[:1]}),
-        "args": list(map(escaped, command if inside else command[1:])),
+        **(
+            {"command": list(map(escape_variables, inside))} if inside else {"command": command[:1]}
+        ),
+        "args": list(map(escape_variables, command if inside else command[1:])),
         "env": _environment(job, options),
         "numNodes": job.nodes,
         # Left out, a node without GPUs would get a process for each CPU.
@@ -452,12 +454,13 @@ def _pytorch_job(
     begin = 0 if job.is_command else len(command) - len(job.arguments)
     result = ("$(RANK)", "$(MASTER_ADDR):$(MASTER_PORT)")
     words = [
-        item if n < begin and item in result else escaped(item) for n, item in enumerate(command)
+        item if n < begin and item in result else escape_variables(item)
+        for n, item in enumerate(command)
     ]
     container: Manifest = {
         "name": "pytorch",
         "image": options["image"],
-        "command": list(map(escaped, inside)) if inside else words[:1],
+        "command": list(map(escape_variables, inside)) if inside else words[:1],
         "args": words if inside else words[1:],
         "env": _environment(job, options),
         "resources": _resources(job, options),

@@ -15,7 +15,7 @@ from flatout.errors import SubmitError
 from flatout.measure import SUBMITTED
 from flatout.submit import shell
 from flatout.submit.artifact import Artifact, refuse
-from flatout.submit.client import Answer, ask, need
+from flatout.submit.client import Answer, ask, require_program
 from flatout.submit.job import Job
 from flatout.submit.log_file import follow_file
 from flatout.submit.sending import top_words
@@ -104,7 +104,7 @@ class Slurm:
 
     def check(self, job: Job) -> list[str]:
         """What sbatch would refuse, such as a partition that is not there."""
-        need("sbatch", "SLURM's client, Debian's slurm-client")
+        require_program("sbatch", "SLURM's client, Debian's slurm-client")
         # sbatch itself tries for some time to reach the controller.
         answer = ask(["sbatch", "--test-only", str(job.folder / SCRIPT)])
         message = answer.last_words.removeprefix("allocation failure: ")
@@ -118,7 +118,7 @@ class Slurm:
 
     def send(self, job: Job, key: str) -> SentJob:
         """Hand the script to sbatch."""
-        need("sbatch", "SLURM's client, Debian's slurm-client")
+        require_program("sbatch", "SLURM's client, Debian's slurm-client")
         command = ["sbatch", "--parsable", f"--comment=flatout:{key}", str(job.folder / SCRIPT)]
         # Tried again only where no connection was made, so that nothing can have come.
         answer = ask(command, tries=3, again=lambda value: bool(_NOT_REACHED.search(value.errors)))
@@ -133,7 +133,7 @@ class Slurm:
 
     def find(self, key: str, folder: Path) -> SentJob | None:
         """By the comment that it was sent with."""
-        answer = _asked(["squeue", "--me", "--states=all", "--noheader", "--format=%A %k"])
+        answer = _run_client(["squeue", "--me", "--states=all", "--noheader", "--format=%A %k"])
         for line in answer.output.splitlines():
             number, _, comment = line.strip().partition(" ")
             if f"flatout:{key}" in comment:
@@ -164,7 +164,7 @@ class Slurm:
 
     def top(self, id: str, folder: Path, key: str) -> list[str]:
         """By a step of the job beside the one that trains."""
-        need("srun", "SLURM's client, Debian's slurm-client")
+        require_program("srun", "SLURM's client, Debian's slurm-client")
         task = id.partition("_")[2]
         once = ["--overlap", "--ntasks-per-node=1", "--cpus-per-task=1", "--mem=0"]
         return told_by_nodes(
@@ -175,7 +175,7 @@ class Slurm:
 
     def cancel(self, id: str, folder: Path) -> None:
         """Its processes get SIGTERM, and some seconds for a last checkpoint."""
-        _asked(["scancel", id])
+        _run_client(["scancel", id])
 
 
 TARGET = Slurm()
@@ -361,13 +361,13 @@ def _is_unanswered(answer: Answer) -> bool:
     )
 
 
-def _asked(command: list[str]) -> Answer:
+def _run_client(command: list[str]) -> Answer:
     """An answer, after some tries where SLURM is slow.
 
     Raises:
         SubmitError: there is none, or it is an error.
     """
-    need(command[0], "SLURM's client, Debian's slurm-client")
+    require_program(command[0], "SLURM's client, Debian's slurm-client")
     answer = ask(command, tries=3, again=_is_unanswered)
     if answer.code != 0:
         raise SubmitError(f"{command[0]}: {answer.last_words}")

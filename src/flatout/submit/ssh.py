@@ -25,7 +25,7 @@ from flatout import __version__
 from flatout.errors import SubmitError
 from flatout.submit import detached, shell
 from flatout.submit.artifact import Artifact, refuse
-from flatout.submit.client import Answer, ask, need
+from flatout.submit.client import Answer, ask, require_program
 from flatout.submit.hosts import address_of, config_words, hosts_of, problems_of
 from flatout.submit.job import Job
 from flatout.submit.sending import facts_in, top_words
@@ -62,7 +62,7 @@ class Ssh:
 
     def check(self, job: Job) -> list[str]:
         """What is missing on the hosts: a way in, the same flatout, data, the checkpoints' path."""
-        need("ssh", "OpenSSH's client, Debian's openssh-client")
+        require_program("ssh", "OpenSSH's client, Debian's openssh-client")
         way = _way(job)
         answers = way.each(lambda node: _lacks(job))
         result = [
@@ -74,7 +74,7 @@ class Ssh:
 
     def send(self, job: Job, key: str) -> SentJob:
         """Copy the folder to all hosts, then start it on all of them."""
-        need("ssh", "OpenSSH's client, Debian's openssh-client")
+        require_program("ssh", "OpenSSH's client, Debian's openssh-client")
         way = _way(job, key)
         (job.folder / THERE).write_text(f"{way.there}\n")
         folder = shlex.quote(way.there)

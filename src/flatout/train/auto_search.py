@@ -136,7 +136,7 @@ def _is_clear(trial: TrialResult) -> bool:
     if trial.pairs == 1:
         return is_faster(trial) or 1 / trial.ratio > 1.5 + 3 * trial.floor
     is_lost = trial.loses and (trial.pairs >= _LOST_PAIRS or trial.ratio < 1 - _SMALL)
-    return trial.wins or is_lost or (trial.ties and trial.floor <= TIE_FLOOR)
+    return trial.wins or is_lost or (trial.is_tie and trial.floor <= TIE_FLOOR)
 
 
 @dataclass

@@ -74,7 +74,7 @@ class Checkpointing:
     def _take(self) -> None:
         self._in_use = InUse(self.run)
 
-    def mend(self) -> bool:
+    def restore_folder(self) -> bool:
         """Whether the folder was removed while this job runs; it is taken again then.
 
         Raises:

@@ -240,7 +240,7 @@ class CompiledObjective(Objective):
         callbacks = [] if self._callbacks is None else self._callbacks.callbacks
         return {**compiled_facts(self.model), **keras_callback_facts(callbacks)}
 
-    def apart(self, callbacks: Any) -> tuple[list[Callback], list[Any]]:
+    def split_callbacks(self, callbacks: Any) -> tuple[list[Callback], list[Any]]:
         """Flatout's callbacks, and Keras'."""
         import keras
 

@@ -115,7 +115,7 @@ def _be_child(run: Callable[[], Any], most: int | None, writes: int, parent: int
         die_with_parent(parent)
         with suppress(OSError):  # where memory runs out after all, this process goes
             Path("/proc/self/oom_score_adj").write_text("1000")
-        thread = threading.Thread(target=_tell, args=(run, most, writes), daemon=True)
+        thread = threading.Thread(target=_report_result, args=(run, most, writes), daemon=True)
         thread.start()
         thread.join()
         code = 0
@@ -123,7 +123,7 @@ def _be_child(run: Callable[[], Any], most: int | None, writes: int, parent: int
         os._exit(code)
 
 
-def _tell(run: Callable[[], Any], most: int | None, writes: int) -> None:
+def _report_result(run: Callable[[], Any], most: int | None, writes: int) -> None:
     try:
         if most is not None:
             _limit(most)

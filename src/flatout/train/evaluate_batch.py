@@ -84,7 +84,7 @@ class EvaluateBatch:
                 yield taken[0]
                 continue
             size, began = search.size, self._clock()
-            yield from regrouped(taken, size)
+            yield from rebatched(taken, size)
             if not search.is_over:
                 finish_device()
                 samples = sum(batch.size for batch in taken)
@@ -193,7 +193,7 @@ def _take(batches: Iterator[Batch], samples: int) -> list[Batch]:
     return taken
 
 
-def regrouped(batches: list[Batch], size: int) -> Iterator[Batch]:
+def rebatched(batches: list[Batch], size: int) -> Iterator[Batch]:
     """The samples of batches in batches of `size`, where they can be joined; larger are cut."""
     group: list[Batch] = []
     for batch in batches:
@@ -288,12 +288,12 @@ def bytes_of_sample(run: Run, batch: Batch) -> int | None:
     if not alone or len(alone) != len(together):
         return None
     for a, b in zip(alone, together, strict=True):
-        if a.dim() == 0 or len(b) != few.size or not alike(a, b[: half.size]):
+        if a.dim() == 0 or len(b) != few.size or not are_close(a, b[: half.size]):
             return None
     return int(counted.bytes) // few.size
 
 
-def alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+def are_close(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether outputs differ by no more than rounding, of the largest of them."""
     if a.shape != b.shape or a.dtype is not b.dtype:
         return False

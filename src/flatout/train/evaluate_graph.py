@@ -32,7 +32,7 @@ from flatout.train.auto_capture import CompilePauses
 from flatout.train.capture import BEHIND, BESIDE, FAILURES, KIND, Compiling, lends_cpu, loaded
 from flatout.train.capture_child import OPTIONS
 from flatout.train.capture_graph import PLAIN_TYPES, Graph, Tensors, Unfit, shapes_of
-from flatout.train.evaluate_batch import alike
+from flatout.train.evaluate_batch import are_close
 from flatout.train.forward_graph import Attributes, held_by, trace_forward
 from flatout.words import duration
 
@@ -376,7 +376,7 @@ class _Form:
             return wanted
         parts = zip(tree_leaves(ours), tree_leaves(wanted), strict=False)
         if tree_flatten(ours)[1] != tree_flatten(wanted)[1] or not all(
-            alike(a, b) if torch.is_tensor(a) else a == b for a, b in parts
+            are_close(a, b) if torch.is_tensor(a) else a == b for a, b in parts
         ):
             self._give_up("outputs would differ by more than rounding")
             return wanted

@@ -90,7 +90,7 @@ class EvaluatedFeatures:
             first = next(made, None)
             made = made if first is None else chain([first], made)
             with in_training(self._model):
-                result = self._found(source, first)
+                result = self._open_known(source, first)
         if result is None:
             yield made
             return
@@ -130,7 +130,7 @@ class EvaluatedFeatures:
             return self._features.rows.content_of(source, samples)
         return content_of(samples)
 
-    def _found(
+    def _open_known(
         self, source: Source, first: Batch | None
     ) -> tuple[Cut, FeatureRows | NamedRows] | None:
         """The cut that is used, and its rows; None where all is computed."""

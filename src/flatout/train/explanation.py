@@ -123,7 +123,7 @@ class Explanation:
         return [Lane(name, took.get(name, 0.0), kinds) for name, kinds in least.items()]
 
     @cached_property
-    def promised(self) -> list[tuple[str, float, float]]:
+    def possible_savings(self) -> list[tuple[str, float, float]]:
         """Settings in words, seconds that a step takes at least under them, and the gain."""
         counts = self.history.get("roofline")
         if not counts or self.rates is None:
@@ -160,7 +160,7 @@ class Explanation:
                 },
                 "promised": [
                     {"settings": words, "least_s": seconds, "gain": gain}
-                    for words, seconds, gain in self.promised
+                    for words, seconds, gain in self.possible_savings
                 ],
                 "counts": self.history["roofline"],
                 "rates": self.rates,
@@ -316,7 +316,7 @@ class Explanation:
             yield f"  {kind:22}{_ms(seconds):>11}  {bar}"
         yield ""
         yield f"  {'settings':42}{'at least':>11}{'gain':>9}"
-        for words, seconds, gain in self.promised:
+        for words, seconds, gain in self.possible_savings:
             yield f"  {words:42}{_ms(seconds):>11}{'' if words == 'plain' else f'{gain:.2f}x':>9}"
 
     def _kinds(self) -> dict[str, float]:

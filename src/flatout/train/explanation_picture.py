@@ -67,9 +67,11 @@ def _draw_lanes(explanation: Explanation, axes: Axes) -> None:
 
 
 def _draw_promised(explanation: Explanation, axes: Axes) -> None:
-    names = [words.replace(" · ", "\n") for words, _, _ in explanation.promised]
-    bars = axes.barh(names, [1e3 * seconds for _, seconds, _ in explanation.promised], color="C0")
-    axes.bar_label(bars, [f"{gain:.2f}x" for _, _, gain in explanation.promised], padding=3)
+    names = [words.replace(" · ", "\n") for words, _, _ in explanation.possible_savings]
+    bars = axes.barh(
+        names, [1e3 * seconds for _, seconds, _ in explanation.possible_savings], color="C0"
+    )
+    axes.bar_label(bars, [f"{gain:.2f}x" for _, _, gain in explanation.possible_savings], padding=3)
     axes.set(title="a step at least, by settings", xlabel="ms")
     axes.margins(x=0.2)
     axes.invert_yaxis()

@@ -665,7 +665,7 @@ class Fit:
     def _checkpoint(self) -> str:
         start = self._now()
         self.loop.check_numbers(self.compute)
-        self.files.mend(self.state.history)
+        self.files.restore_folder(self.state.history)
         asked, self._asked = self._asked, []
         score = next((score for score in asked if score is not None), None)
         self._path = self.loop.save(self.state_dict(), score, {"metrics": self.job.state_dict()})

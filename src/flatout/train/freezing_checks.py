@@ -28,7 +28,7 @@ def freezing_lines(model: nn.Module, optimizer: Any) -> Iterator[str]:
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
         return
-    if missing := optimizer_adapter(optimizer).missed(model):
+    if missing := optimizer_adapter(optimizer).parameters_left_out(model):
         yield (
             f"the optimizer misses parameters that require gradients: {listed(missing)}; they "
             "stay as they are: give them to it, or freeze them with flatout.freeze"

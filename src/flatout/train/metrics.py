@@ -270,8 +270,8 @@ def as_metrics(given: Iterable[Given] | Mapping[str, Given]) -> dict[str, Metric
     if isinstance(given, str):
         given = [given]
     if isinstance(given, Mapping):
-        return {name: _one(metric) for name, metric in given.items()}
-    return {_name(metric): _one(metric) for metric in given}
+        return {name: _metric_of(metric) for name, metric in given.items()}
+    return {_name(metric): _metric_of(metric) for metric in given}
 
 
 def _name(metric: Given) -> str:
@@ -280,7 +280,7 @@ def _name(metric: Given) -> str:
     return getattr(metric, "__name__", type(metric).__name__.lower())
 
 
-def _one(metric: Given) -> Metric:
+def _metric_of(metric: Given) -> Metric:
     if isinstance(metric, str):
         if metric not in _NAMES:
             raise ModelError(

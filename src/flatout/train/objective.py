@@ -241,7 +241,7 @@ class Objective:
             "schedule_every": fact(self.schedule_every if self.scheduler is not None else "none"),
         }
 
-    def apart(self, callbacks: Any) -> tuple[list[Callback], list[Any]]:
+    def split_callbacks(self, callbacks: Any) -> tuple[list[Callback], list[Any]]:
         """Flatout's callbacks, and those of the model's framework."""
         return list(callbacks or ()), []
 

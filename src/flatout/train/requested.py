@@ -24,4 +24,4 @@ def _for_here(recipe: Recipe | ResolvedRecipe | None, words: list[str]) -> Recip
     if same:
         return recipe.request()
     words.append(f"the Recipe is from another machine ({'; '.join(differences)}): decided again")
-    return recipe.undecided()
+    return recipe.for_other_machine()

@@ -43,10 +43,10 @@ class RunFiles:
             assert self._loop.resolved is not None
             dump(self._loop.resolved, self.path / "recipe.toml")
 
-    def mend(self, history: History) -> None:
+    def restore_folder(self, history: History) -> None:
         """Make the folder again if it was removed while the job runs, and say so."""
         loop = self._loop
-        if loop.run is not None and loop.checkpointing.mend():
+        if loop.run is not None and loop.checkpointing.restore_folder():
             assert loop.resolved is not None
             dump(loop.resolved, Path(loop.run) / "recipe.toml")
             note = f"{loop.run} was removed while this job runs: made again, with what follows"

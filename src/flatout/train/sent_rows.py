@@ -100,7 +100,7 @@ class SentRows:
         known = world.gather(np.packbits(store.knows(asked)), "rows that hosts have")
         has = [np.unpackbits(bits, count=len(asked)).astype(bool) for bits in known]
         lacks = [np.isin(asked, item) for item in every]
-        sends = ways(world.rank, self.nodes, has, lacks)
+        sends = rows_to_send(world.rank, self.nodes, has, lacks)
         got, block = 0, max(1, _AT_ONCE * world.size // max(1, _width(store)))
         for start in range(0, len(asked), block):
             within = slice(start, start + block)
@@ -113,7 +113,7 @@ class SentRows:
         return ReceivedRows(own, own * _width(store), perf_counter() - began)
 
 
-def ways(
+def rows_to_send(
     rank: int,
     nodes: Sequence[int],
     has: Sequence[npt.NDArray[np.bool_]],

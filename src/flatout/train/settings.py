@@ -28,9 +28,9 @@ from flatout.optim import (
     align_state,
     as_tuple,
     can_fuse,
-    defuse,
     fuse,
     is_fused,
+    unfuse,
 )
 from flatout.recipe import SETTINGS, Live, ResolvedRecipe
 from flatout.train.row_tables import Tables
@@ -165,7 +165,7 @@ class Switch:
         """Asks the optimizers themselves: a state that was loaded brings its own options."""
         for optimizer in self.optimizers:
             if wanted != is_fused(optimizer) and can_switch(optimizer):
-                (fuse if wanted else defuse)(optimizer)
+                (fuse if wanted else unfuse)(optimizer)
 
     def set_allocator(self, value: str) -> None:
         """Once `keep`, glibc's own adaptive limits do not come back."""

@@ -151,7 +151,7 @@ def with_room(
     return replace(result, ids=make_room(model, result.ids, path, optimizer))
 
 
-def learned(
+def signature_of(
     source: Source, known: Signature | None, takes_bytes: Callable[[Batch], bool]
 ) -> Signature:
     """What a model is to know that trains on `source`, in addition to what it knows.
@@ -207,7 +207,7 @@ def trained(source: Source, signature: Signature) -> Source:
         DataError: it is.
     """
     try:
-        return met(source, signature)
+        return to_evaluate(source, signature)
     except DataError as error:
         if isinstance(source, Pipeline) and set(source.classes or ()) - set(
             signature.classes or ()
@@ -217,7 +217,7 @@ def trained(source: Source, signature: Signature) -> Source:
         raise
 
 
-def met(source: Source, signature: Signature) -> Source:
+def to_evaluate(source: Source, signature: Signature) -> Source:
     """The source with the model's numbers of classes, and bytes where the model normalizes them.
 
     Raises:

@@ -160,7 +160,7 @@ class _Steps:
         def run() -> list[float]:
             set_affinity(cpus)
             torch.set_num_threads(len(cpus))
-            with _alone(self._loop.stepper) as stepper:
+            with _steps_alone(self._loop.stepper) as stepper:
                 batch = self._few.repeated(size)
                 for _ in range(_WARM):
                     self._step(stepper, batch)
@@ -178,7 +178,7 @@ class _Steps:
     def _visits(self, sizes: list[int]) -> list[list[float]]:
         """Seconds of steps at each size, visited in one order and then in the other."""
         result: list[list[float]] = [[] for _ in sizes]
-        with _alone(self._loop.stepper) as stepper:
+        with _steps_alone(self._loop.stepper) as stepper:
             batches = [self._few.repeated(size) for size in sizes]
             for batch in batches:
                 for _ in range(_WARM):
@@ -208,7 +208,7 @@ class _Steps:
 
 
 @contextmanager
-def _alone(stepper: Stepper) -> Iterator[Stepper]:
+def _steps_alone(stepper: Stepper) -> Iterator[Stepper]:
     """Within, steps are of this rank alone."""
     names = (
         "world",

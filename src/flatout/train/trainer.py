@@ -37,11 +37,11 @@ from flatout.train.signature import (
     Signature,
     as_classes,
     check_bytes,
-    learned,
-    met,
     renumbered_words,
     resized_words,
     schema_of_images,
+    signature_of,
+    to_evaluate,
     trained,
     with_room,
     words_of,
@@ -309,7 +309,7 @@ class Trainer:
             source = self._in_largest_batches(data, source, drop_last=drop_last)
         objective.weigh_classes(source, self.loop, self.classes)
         shown = progress_of(verbose) if progress is None else progress
-        ours, theirs = objective.apart(callbacks)
+        ours, theirs = objective.split_callbacks(callbacks)
         first = first_epoch(initial_epoch)
         self._fit = Fit(
             self, objective, source, validation, epochs, ours, shown, first, validation_freq
@@ -373,7 +373,7 @@ class Trainer:
         # What an evaluation decides for itself is not for the fit to know.
         self.loop = Loop(**{**self._loop_arguments, "run": None, "say": lambda line: None})
         try:
-            with self.met(validation) as source:
+            with self.to_evaluate(validation) as source:
                 logs = self.objective.evaluate(self.loop, source) or {}
         finally:
             self.loop.close()
@@ -404,7 +404,7 @@ class Trainer:
             NumbersError: if a weight or buffer is not finite.
         """
         given = self.objective.to_evaluate(x, y, self.loop, batch_size, sample_weight, steps)
-        with self.met(given) as source:
+        with self.to_evaluate(given) as source:
             self._know(self.objective.build(source, self.loop))
             figures = self.objective.evaluate(self.loop, source)
         assert figures is not None
@@ -432,7 +432,7 @@ class Trainer:
             DataError: there are no targets.
         """
         given = self.objective.to_evaluate(x, y, self.loop, batch_size)
-        with self.met(given) as source:
+        with self.to_evaluate(given) as source:
             self._know(self.objective.build(source, self.loop))
             classes = self.classes or getattr(source, "classes", None)
             return worst(self.objective, self.loop, source, n, classes)
@@ -455,7 +455,7 @@ class Trainer:
                 know how a file becomes its input.
         """
         x = files_as_images(x, self.signature)
-        with self.met(self.objective.to_predict(x, self.loop, batch_size)) as source:
+        with self.to_evaluate(self.objective.to_predict(x, self.loop, batch_size)) as source:
             if not getattr(self.model, "built", True):
                 self._know(self.objective.build(source, self.loop))
             return self.objective.as_given(predict(self.objective, self.loop, source))
@@ -586,11 +586,11 @@ class Trainer:
         """Take from training data what the model is to know, and give what fit is to read."""
         source = self._agreed(source)
         before = self.signature
-        self.signature = learned(source, before, self.objective.takes_bytes)
+        self.signature = signature_of(source, before, self.objective.takes_bytes)
         try:
             self.signature = replace(self.signature, ids=self._learned_ids(source))
             train = trained(source, self.signature)
-            checked = None if validation is None else met(validation, self.signature)
+            checked = None if validation is None else to_evaluate(validation, self.signature)
             if checked is not None:
                 check_bytes(checked, self.signature, self.objective.takes_bytes)
         except DataError:
@@ -619,7 +619,7 @@ class Trainer:
         return make_room(self.model, ids, loaded.name, self.optimizer)
 
     @contextmanager
-    def met(self, source: Source) -> Iterator[Source]:
+    def to_evaluate(self, source: Source) -> Iterator[Source]:
         """Data to evaluate or predict, with what the model knows of those it was trained on.
 
         Within, batches become the model's input as these data want it: a callback may evaluate
@@ -628,8 +628,8 @@ class Trainer:
         source = self._agreed(source)
         signature = self.signature
         if signature is None:
-            signature = learned(source, None, self.objective.takes_bytes)
-        result = met(source, signature)
+            signature = signature_of(source, None, self.objective.takes_bytes)
+        result = to_evaluate(source, signature)
         check_bytes(result, signature, self.objective.takes_bytes)
         for words in (renumbered_words(source, result), resized_words(signature, source)):
             if words is not None:

@@ -20,7 +20,7 @@ from typing import Any
 
 from flatout.console import first_line
 from flatout.data import Batch, tensors_in
-from flatout.measure import ROUGH, PossibleSaving, finish_device, page_faults, promises
+from flatout.measure import ROUGH, PossibleSaving, finish_device, page_faults, possible_savings
 from flatout.train.auto_capture import BackgroundCompile
 from flatout.train.auto_search import Block, BlockTimes, Failed, Search
 from flatout.train.feed import Feed
@@ -140,7 +140,7 @@ class Tuner:
         rates, known = counts["rates"], {}
         if rates is not None and rates["spread"] <= ROUGH:
             options = {one.field: one.value for one in self.search.options}
-            known = promises(counts, rates, options)
+            known = possible_savings(counts, rates, options)
         found = self._world.from_first({f: list(promise) for f, promise in known.items()})
         self.search.promises = {field: PossibleSaving(*promise) for field, promise in found.items()}
 

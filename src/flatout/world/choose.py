@@ -25,7 +25,7 @@ from flatout.errors import WorldError
 from flatout.measure import fingerprint
 from flatout.words import counted, rounded
 from flatout.world.nodes import device_asked, devices_here
-from flatout.world.place import RANK_TRIAL, RANKS_TRIED, unlaunched
+from flatout.world.place import RANK_TRIAL, RANKS_TRIED, without_launcher
 
 # A script may load its data first, and decide its settings by measuring.
 _PATIENCE_S = 300.0
@@ -122,13 +122,13 @@ def _measure(command: Sequence[str], ranks: int) -> float:
         with output.open("wb") as out:
             process = psutil.Popen(
                 list(command),
-                env={**unlaunched(os.environ), RANK_TRIAL: str(steps_file)},
+                env={**without_launcher(os.environ), RANK_TRIAL: str(steps_file)},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
             )
             try:
-                ended = _until(steps_file, process)
+                ended = _wait_for(steps_file, process)
             finally:
                 _end(process)
         if steps_file.exists() and (rate := float(steps_file.read_text())) > 0:
@@ -143,7 +143,7 @@ def _measure(command: Sequence[str], ranks: int) -> float:
         )
 
 
-def _until(told: Path, process: psutil.Popen) -> bool:
+def _wait_for(told: Path, process: psutil.Popen) -> bool:
     """Wait for the report or the end of the script; whether it has ended."""
     deadline = time.monotonic() + _PATIENCE_S
     while not told.exists() and time.monotonic() < deadline:

@@ -77,11 +77,11 @@ def explain(number: int, rank: int, stands: Mapping[int, RankStatus], seconds: f
     missing = [item for item in late if stands[item].waiting is None or stands[item].state] or late
     if missing:
         blame = f"{_ranks(missing)} did not come to {name}"
-        return _told(f"{waited} for {_ranks(missing)}", blame, missing, stands)
+        return _with_stacks(f"{waited} for {_ranks(missing)}", blame, missing, stands)
     silent = [value for value, stand in stands.items() if stand.state]
     if silent:
         blame = f"{_ranks(silent)} did not answer in {name}"
-        return _told(f"{waited}, and {_ranks(silent)} did not answer", blame, silent, stands)
+        return _with_stacks(f"{waited}, and {_ranks(silent)} did not answer", blame, silent, stands)
     own = stands[rank].at(number)
     others = [value for value, stand in stands.items() if stand.at(number) not in (own, None)]
     if others:
@@ -91,19 +91,19 @@ def explain(number: int, rank: int, stands: Mapping[int, RankStatus], seconds: f
             "must call the same ones, in the same order"
         )
         blame = f"rank {rank} was in {name}, rank {others[0]} in {theirs}"
-        return _told(first, blame, [rank, *others], stands)
+        return _with_stacks(first, blame, [rank, *others], stands)
     # Ranks that pass on to one another what they compute are in one collective meanwhile.
     busy = [
         value for value, stand in stands.items() if (stand.begun, stand.waiting) == (number, None)
     ]
     if busy:
         blame = f"{_ranks(busy)} did not go on in {name}"
-        return _told(f"{waited} for what {_ranks(busy)} is to give", blame, busy, stands)
+        return _with_stacks(f"{waited} for what {_ranks(busy)} is to give", blame, busy, stands)
     first = f"{waited}; all ranks have come to it and answer: look at the network between them"
     return Hang([first], f"{name} did not end, though all ranks had come to it", ())
 
 
-def _told(
+def _with_stacks(
     first: str, blame: str, culprits: Sequence[int], stands: Mapping[int, RankStatus]
 ) -> Hang:
     lines = [first]

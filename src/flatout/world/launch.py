@@ -90,7 +90,7 @@ def launch(
         result = run_ranks(command, rendezvous, restarts)
     except SignalException as stop:
         return 128 + int(stop.sigval)
-    return _told(result.failures, rendezvous.silent()) if result.is_failed() else 0
+    return _exit_code(result.failures, rendezvous.silent()) if result.is_failed() else 0
 
 
 def run_ranks(
@@ -438,7 +438,7 @@ def first_failure(failures: Failures) -> tuple[int, ProcessFailure]:
     return rank, among[rank]
 
 
-def _told(failures: Failures, silent: str) -> int:
+def _exit_code(failures: Failures, silent: str) -> int:
     """Say which rank failed first; the exit code for all."""
     rank, failure = first_failure(failures)
     elsewhere = f"; {silent}" if silent and failure.exitcode in _LEFT else ""

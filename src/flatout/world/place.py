@@ -108,7 +108,7 @@ def launched(environ: Mapping[str, str] | None = None) -> Place:
     return ALONE
 
 
-def unlaunched(environ: Mapping[str, str]) -> dict[str, str]:
+def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
     """Without what a cluster tells of other nodes: for ranks of this one alone."""
     return {name: value for name, value in environ.items() if name not in _LAUNCHED}
 

@@ -322,7 +322,7 @@ class World:
             result = do() if self.is_first else None
         except Exception as error:
             failed = error
-        failure, result = self.from_first([_told(failed), result], what)
+        failure, result = self.from_first([_error_parts(failed), result], what)
         if failed is not None:
             raise failed
         if failure is not None:
@@ -433,7 +433,7 @@ class World:
         return str(self.place)
 
 
-def _told(error: Exception | None) -> list[str | None] | None:
+def _error_parts(error: Exception | None) -> list[str | None] | None:
     """An error for other ranks: its kind, what, where and do."""
     if error is None:
         return None

@@ -92,7 +92,7 @@ class Cached:
         if where != "disk" and self.bytes <= room:
             return "memory", f"{size}, memory has {size_words(room)} for them"
         base = folder or cache_folder() / "rows"
-        with _told(base):
+        with _disk_errors_explained(base):
             base.mkdir(parents=True, exist_ok=True) if folder else kind_folder("rows")
         free = shutil.disk_usage(base).free
         if where != "memory" and self._on_disk(folder).exists():
@@ -141,7 +141,7 @@ class Cached:
             self._missing = 0
             return
         try:
-            with _told(target):
+            with _disk_errors_explained(target):
                 self._filling = Filling(
                     target, layout, len(self._numbers), self.inner.digest, private=True
                 )
@@ -272,7 +272,7 @@ class Cached:
 
     def _keep(self, slots: Numbers, block: Block) -> None:
         if self._filling is not None:
-            with _told(self._filling.part):
+            with _disk_errors_explained(self._filling.part):
                 self._filling.put(slots, dict(block.columns))
         else:
             assert self._store is not None
@@ -284,7 +284,7 @@ class Cached:
 
     def _finish(self) -> None:
         assert self._filling is not None
-        with _told(self._filling.part):
+        with _disk_errors_explained(self._filling.part):
             target = self._filling.finish(self.inner.form, {})
         self._filling.close()
         self._filling = None
@@ -294,7 +294,7 @@ class Cached:
         """Make what is kept by now last, such as at an epoch's end."""
         with self._lock:
             if self._filling is not None:
-                with _told(self._filling.part):
+                with _disk_errors_explained(self._filling.part):
                     self._filling.flush()
 
     def where(self, number: int) -> str:
@@ -303,7 +303,7 @@ class Cached:
 
 
 @contextmanager
-def _told(place: Path) -> Iterator[None]:
+def _disk_errors_explained(place: Path) -> Iterator[None]:
     """A disk that cannot be written, told as one."""
     try:
         yield

@@ -213,7 +213,7 @@ class IdMap:
         before = self.with_ladder(column)
         now = self.trainings + 1
         places = before.places
-        known = _united(before, found, now)
+        known = _merged_ids(before, found, now)
         entry = np.array(places.entries, np.int64)[known.fields]
         keeps = np.zeros(len(entry), bool)
         gets = np.zeros(len(entry), bool)
@@ -270,7 +270,7 @@ class IdMap:
             )
         items = Items(other.items.fields, other.items.ids, other.counts)
         last = max(self.trainings, other.trainings)
-        known = _united(self, items, last)
+        known = _merged_ids(self, items, last)
         key = np.stack([known.fields, known.ids])
         mine, theirs = _index(key, self.items), _index(key, other.items)
         result = np.zeros(len(known.ids), np.int64)
@@ -364,7 +364,7 @@ class _KnownIds(NamedTuple):
         return np.zeros(len(self.ids), bool) if after is None else now - self.seen >= after
 
 
-def _united(before: IdMap, items: Items, now: int) -> _KnownIds:
+def _merged_ids(before: IdMap, items: Items, now: int) -> _KnownIds:
     """The ids of a map and those counted now; -1 is the row of one without."""
     fields = np.concatenate([before.items.fields, items.fields])
     ids = np.concatenate([before.items.ids, items.ids])

@@ -13,7 +13,7 @@ from flatout.observe import Observation
 _GIB = 2**30
 
 
-def obstacle(verdict: Verdict) -> str:
+def why_no_trial(verdict: Verdict) -> str:
     """Why no trial can be made of this script on this machine, in words; "" where one can."""
     if not verdict.observations or not verdict.steps:
         return "the script took no optimizer step, so there is nothing to measure"

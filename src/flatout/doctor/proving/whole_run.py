@@ -68,14 +68,14 @@ def run_steps(verdict: Verdict, what: Sequence[str]) -> int | None:
     Known where the script has ended by itself, or by an option of its command line for epochs or
     steps, with the default that argparse gives it.
     """
-    steps = steps_at_all(verdict) or _asked(what, _STEPS)
+    steps = steps_at_all(verdict) or _number_asked(what, _STEPS)
     if steps:
         return steps
-    epochs, of_each = _asked(what, _EPOCHS), epoch_steps(verdict.observations[0])
+    epochs, of_each = _number_asked(what, _EPOCHS), epoch_steps(verdict.observations[0])
     return epochs * of_each if epochs and of_each else None
 
 
-def _asked(what: Sequence[str], names: Sequence[str]) -> int | None:
+def _number_asked(what: Sequence[str], names: Sequence[str]) -> int | None:
     """The number that follows one of these options, or its default."""
     for at, word in enumerate(what):
         name, equals, value = word.partition("=")

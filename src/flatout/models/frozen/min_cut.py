@@ -95,7 +95,7 @@ class Graph:
         return frozenset(n for n in near if n < calls) if flow < never else None
 
 
-def condensed(graph: Graph) -> tuple[Graph, list[frozenset[int]]]:
+def condense(graph: Graph) -> tuple[Graph, list[frozenset[int]]]:
     """The same choice among fewer calls, and which calls each of them stands for.
 
     A call whose results go to one other, which is given nothing else and gives no more bytes, is

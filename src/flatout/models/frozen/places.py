@@ -11,7 +11,7 @@ from flatout.models.frozen.min_cut import (
     Prefix,
     Value,
     best_cuts,
-    condensed,
+    condense,
     fastest_within,
 )
 from flatout.models.frozen.recording import ForwardRecording, store_of
@@ -51,7 +51,7 @@ class Places:
         Args:
             most: bytes of a sample that there is room for.
         """
-        graph, groups = condensed(self.graph())
+        graph, groups = condense(self.graph())
         weigh = {n for n, group in enumerate(groups) if any(map(self._weighs, group))}
         result = _cuts(graph, most)
         if result and weigh.isdisjoint(result[0]):

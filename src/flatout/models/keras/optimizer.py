@@ -393,7 +393,7 @@ class KerasOptimizer(torch.optim.Optimizer):
         is_sum = name == "_accumulators"
         return float(getattr(self.keras, "initial_accumulator_value", 0.0)) if is_sum else 0.0
 
-    def missed(self, model: nn.Module) -> Sequence[str]:
+    def parameters_left_out(self, model: nn.Module) -> Sequence[str]:
         """No names: Keras gives an optimizer all that trains."""
         return ()
 

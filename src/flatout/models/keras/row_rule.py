@@ -125,7 +125,7 @@ class KerasRule:
     def lower(self) -> None:
         """Keras' tables are float32."""
 
-    def made(self) -> None:
+    def count_step(self) -> None:
         """Keras counts, in the step of all other variables."""
 
     def attach(self, reader: Reader) -> None:
