@@ -1,6 +1,5 @@
 from flatout.data.batch import Batch as Batch
 from flatout.data.batch import Features as Features
-from flatout.data.batch import KeptFeatures as KeptFeatures
 from flatout.data.batch import Tensors as Tensors
 from flatout.data.batch import map_tensors as map_tensors
 from flatout.data.batch import named_tensors as named_tensors

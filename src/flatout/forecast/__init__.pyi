@@ -6,8 +6,6 @@ from flatout.forecast.measure_network import network_in as network_in
 from flatout.forecast.measure_network import script as script
 from flatout.forecast.measure_network import sizes_of as sizes_of
 from flatout.forecast.measure_network import words_of as words_of
-from flatout.forecast.network import Collective as Collective
-from flatout.forecast.network import Link as Link
 from flatout.forecast.network import Network as Network
 from flatout.forecast.network import parse_network as parse_network
 from flatout.forecast.network import parse_rate as parse_rate

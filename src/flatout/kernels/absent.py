@@ -1,4 +1,4 @@
-"""Where the C extensions are absent: one warning, no matter who misses one first.
+"""Where the C extensions are absent: one warning, whichever is missed first.
 
 `FLATOUT_KERNELS=numpy` in the environment, set before the first import, does without them on
 purpose and in silence.
@@ -14,10 +14,10 @@ WANTED = os.environ.get("FLATOUT_KERNELS") != "numpy"
 _said = not WANTED
 
 
-def say_once() -> None:
-    """Warn that an extension is absent, if no one has yet."""
+def warn_without(extension: object) -> None:
+    """Warn, once in a process, where an extension is None: absent."""
     global _said
-    if _said:
+    if _said or extension is not None:
         return
     _said = True
     warnings.warn(

@@ -68,8 +68,7 @@ def change_images(
         ValueError: an array has another dtype, shape or memory layout, they share memory, or a
             number is out of range. Nothing is written.
     """
-    if _change is None:
-        absent.say_once()
+    absent.warn_without(_change)
     if index is None:
         if len(source) != len(out):
             raise ValueError(f"out: expected the source's {len(source)} rows, found {len(out)}")

@@ -51,8 +51,7 @@ def fits(x: torch.Tensor, *parameters: torch.Tensor | None, skip: torch.Tensor |
         parameters: weight and bias, if there are.
         skip: what is added before the activation, if anything.
     """
-    if _c is None:
-        absent.say_once()
+    absent.warn_without(_c)
     return (
         _use_c
         and type(x) is torch.Tensor

@@ -92,8 +92,7 @@ def parse(
         ValueError: an array has another dtype, shape or memory layout, arrays share memory, or a
             number does not fit. Nothing is written.
     """
-    if _c is None:
-        absent.say_once()
+    absent.warn_without(_c)
     missing_integer = _fitting("missing_integer", missing_integer, integers.dtype)
     missing_category = int(_fitting("missing_category", missing_category, categories.dtype))
     if not 0 <= buckets <= (2**31 if categories.dtype == np.int32 else 2**63 - 1):

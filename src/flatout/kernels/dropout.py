@@ -112,8 +112,7 @@ def _takes_kernel(x: torch.Tensor) -> bool:
 
 
 def _threads_are_there() -> bool:
-    if _c is None:
-        absent.say_once()
+    absent.warn_without(_c)
     return _use_c and (torch.get_num_threads() == 1 or parallel() != 0)
 
 

@@ -142,7 +142,7 @@ def crc32c(data: Any, value: int = 0) -> int:
         data: C-contiguous memory with the buffer protocol.
         value: of what stands before, to go on from there.
     """
-    _say_if_absent()
+    absent.warn_without(_c)
     return (_c.crc32c if _use_c else example_fallback.crc32c)(data, value)
 
 
@@ -159,7 +159,7 @@ def crc32c_blocks(data: Any, block: int) -> npt.NDArray[np.int64]:
     Raises:
         ValueError: `block` is less than 1.
     """
-    _say_if_absent()
+    absent.warn_without(_c)
     if block < 1:
         raise ValueError("block: expected at least 1 byte")
     view = memoryview(data)
@@ -191,7 +191,7 @@ def scan(buffer: Any, start: int = 0, *, final: bool = True, most: int | None = 
     Raises:
         ValueError: `start` is not in the buffer, or it is not C-contiguous.
     """
-    _say_if_absent()
+    absent.warn_without(_c)
     columns: list[tuple[Numbers, Numbers]] = []
     at, total, end = start, 0, End.MOST
     while end == End.MOST and (most is None or total < most):
@@ -268,7 +268,7 @@ def measure(
         ValueError: an array has another dtype, shape or memory layout, or arrays share memory.
             Nothing is written.
     """
-    _say_if_absent()
+    absent.warn_without(_c)
     if _use_c:
         return _c.measure(buffer, starts, ends, spec.compiled, lengths, status, at, check)
     return example_fallback.measure(buffer, starts, ends, spec.features, lengths, status, at, check)
@@ -319,7 +319,7 @@ def decode(
         ValueError: an array has another dtype, shape or memory layout, arrays share memory, or a
             default does not fit. Nothing is written.
     """
-    _say_if_absent()
+    absent.warn_without(_c)
     results = (outputs, offsets, present, defaults, status, at, check)
     if _use_c:
         return _c.decode(buffer, starts, ends, spec.compiled, *results)
@@ -344,7 +344,7 @@ def encode(columns: Mapping[str, Values]) -> tuple[npt.NDArray[np.uint8], Number
         ValueError: a column has another dtype or memory layout, columns differ in their rows, there
             is no column, or a record would be larger than the 2^31 - 1 bytes of Protocol Buffers.
     """
-    _say_if_absent()
+    absent.warn_without(_c)
     if not columns:
         raise ValueError("columns: expected at least one")
     rows = {_rows(values) for values in columns.values()}
@@ -375,8 +375,3 @@ def _entry(name: str, column: Values, rows: int) -> tuple[bytes, int, Any, int, 
     if offsets is not None:
         return name.encode(), kind, values, -1, offsets
     return name.encode(), kind, values, int(np.prod(values.shape[1:], dtype=np.int64)), None
-
-
-def _say_if_absent() -> None:
-    if _c is None:
-        absent.say_once()

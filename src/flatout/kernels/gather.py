@@ -100,8 +100,7 @@ def _scaled(
 
 
 def _check(source: npt.NDArray[Any], index: npt.NDArray[Any], scaled: bool) -> None:
-    if _c is None:
-        absent.say_once()
+    absent.warn_without(_c)
     if source.ndim < 1 or source.dtype.hasobject:
         raise ValueError(
             "source: expected an array of rows without Python objects, "

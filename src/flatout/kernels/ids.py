@@ -46,8 +46,7 @@ class IdNumbers:
     """
 
     def __init__(self, room: int = 0) -> None:
-        if _c is None:
-            absent.say_once()
+        absent.warn_without(_c)
         self.count = 0
         self._uses_c = _use_c
         self._items = Items(*(np.empty(0, np.int64) for _ in range(3)))

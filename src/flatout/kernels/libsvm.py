@@ -108,8 +108,7 @@ def survey(
         ValueError: an array has another dtype, shape or memory layout, arrays share memory, or a
             number is out of range. Nothing is written.
     """
-    if _c is None:
-        absent.say_once()
+    absent.warn_without(_c)
     outputs = (labels, qid, lengths, status, at)
     rules = (base, limit, width, np.dtype(label_as).name, np.dtype(value_as).name)
     if _use_c:
@@ -159,8 +158,7 @@ def parse(
     Raises:
         ValueError: as in `survey`; or `offsets` do not ascend within `ids`.
     """
-    if _c is None:
-        absent.say_once()
+    absent.warn_without(_c)
     outputs = (labels, qid, ids, values, status, at)
     if _use_c:
         return _c.parse(buffer, starts, ends, offsets, *outputs, base, limit, _is_plain)
@@ -200,8 +198,7 @@ def dense(
     Raises:
         ValueError: as in `survey`.
     """
-    if _c is None:
-        absent.say_once()
+    absent.warn_without(_c)
     outputs = (labels, qid, out, status, at)
     if _use_c:
         return _c.dense(buffer, starts, ends, *outputs, base, limit, _is_plain)

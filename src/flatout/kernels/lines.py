@@ -103,8 +103,7 @@ def index_lines(
     if comment is not None and (not comment or b"\n" in comment):
         raise ValueError(f"comment: expected bytes of one line, or None; found {comment!r}")
     index = _index if _use_c else _index_fallback
-    if _c is None:
-        absent.say_once()
+    absent.warn_without(_c)
     parts = max(1, min(threads, (stop - start) // _LEAST_PER_THREAD))
     if parts == 1:
         return index(text, start, stop, skip_blank, comment, white)
@@ -206,8 +205,7 @@ def read_rows(fd: int, starts: Numbers, ends: Numbers, out: Text, out_starts: Nu
         ValueError: a range is not one, or does not fit into `out` at its place; or an array has
             another dtype, shape or memory layout. Nothing was read.
     """
-    if _c is None:
-        absent.say_once()
+    absent.warn_without(_c)
     read = _c.read if _use_c else _read_fallback
     short = read(fd, starts, ends, out, out_starts)
     if short is not None:
@@ -255,8 +253,7 @@ def split_rows(source: Text, index: Numbers, columns: Sequence[Column]) -> None:
         ValueError: an array has another dtype, shape or memory layout, a column reaches beyond the
             row, or an array shares memory with `source` or `index`. Nothing is written.
     """
-    if _c is None:
-        absent.say_once()
+    absent.warn_without(_c)
     pieces = [(offset, width, _plain(array)) for offset, width, array in columns]
     (_c.split if _use_c else _split_fallback)(source, index, pieces)
 
@@ -276,8 +273,7 @@ def join_rows(columns: Sequence[Column], out: Text, index: Numbers | None = None
         ValueError: an array has another dtype, shape or memory layout, a column reaches beyond the
             row, or an array shares memory with `out`. Nothing is written.
     """
-    if _c is None:
-        absent.say_once()
+    absent.warn_without(_c)
     pieces = [(offset, width, _plain(array)) for offset, width, array in columns]
     rows = pieces[0][2].shape[0] if pieces and pieces[0][2].ndim else 0
     (_c.join if _use_c else _join_fallback)(pieces, rows, out, index)

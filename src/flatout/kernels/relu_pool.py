@@ -26,8 +26,7 @@ _CHANNELS = 8
 
 def fits(images: torch.Tensor) -> bool:
     """Whether the kernel takes these images, and is faster on them than torch's operators."""
-    if _c is None:
-        absent.say_once()
+    absent.warn_without(_c)
     return (
         _use_c
         and type(images) is torch.Tensor

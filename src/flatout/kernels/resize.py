@@ -75,8 +75,7 @@ def resize_linear(source: Pixels, out: Pixels) -> None:
 
 
 def _check(name: str, image: npt.NDArray[Any]) -> None:
-    if _c is None:
-        absent.say_once()
+    absent.warn_without(_c)
     if image.dtype != np.uint8 or image.ndim != 3 or image.size == 0:
         raise ValueError(
             f"{name}: expected uint8 of shape (height, width, channels), none of them 0; "

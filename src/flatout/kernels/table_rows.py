@@ -47,8 +47,7 @@ _Addresses = tuple[int, int, int, int, int, int, int, int, float, int, int, int]
 
 def available() -> bool:
     """Whether the extension is there; the first time that it is not, a warning says so."""
-    if _c is None:
-        absent.say_once()
+    absent.warn_without(_c)
     return _c is not None and absent.WANTED
 
 
@@ -233,17 +232,6 @@ def sum_tables(
     return sums, sorted_reads.is_bad
 
 
-def known_ids(ids: torch.Tensor, size: int, bad: torch.Tensor) -> torch.Tensor:
-    """Ids as int64, and others that are there in the place of those that a table has no row for.
-
-    Args:
-        ids: whole numbers of shape (places,).
-        size: how many rows the table has.
-        bad: int64 of shape (1,), becomes 1 where there is such an id.
-    """
-    return table_rows_operators.known_ids(ids, size, bad)
-
-
 def _sums(values: torch.Tensor, places: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
     """float32 sums on a device."""
     kernels = triton_rows.kernels_for(values.device)
@@ -412,7 +400,7 @@ class Steps:
                 return known
             except Exception as error:
                 triton_rows.give_up(error)
-        known = known_ids(ids, len(table.last), bad)
+        known = table_rows_operators.known_ids(ids, len(table.last), bad)
         self._by_operators(device).bring(table, known)
         return known
 

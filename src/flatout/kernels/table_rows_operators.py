@@ -45,7 +45,13 @@ def group(ids: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor, tor
 
 
 def known_ids(ids: torch.Tensor, size: int, bad: torch.Tensor) -> torch.Tensor:
-    """As `table_rows.known_ids`."""
+    """Ids as int64, with valid ones in place of those that a table has no row for.
+
+    Args:
+        ids: whole numbers of shape (places,).
+        size: how many rows the table has.
+        bad: int64 of shape (1,), becomes 1 where there is such an id.
+    """
     ids = ids.to(torch.int64)
     known = ids.clamp(0, size - 1)
     bad.logical_or_((known != ids).any())

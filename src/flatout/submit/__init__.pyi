@@ -4,9 +4,7 @@ from flatout.submit.asked import JobOptions as JobOptions
 from flatout.submit.asked import job_of as job_of
 from flatout.submit.asked import ranks_of as ranks_of
 from flatout.submit.asked import seeds_of as seeds_of
-from flatout.submit.code import CodeArchive as CodeArchive
 from flatout.submit.hosts import hosts_of as hosts_of
-from flatout.submit.inputs import Input as Input
 from flatout.submit.job import Job as Job
 from flatout.submit.ledger import Entry as Entry
 from flatout.submit.ledger import Ledger as Ledger
@@ -29,7 +27,6 @@ from flatout.submit.target import target_of as target_of
 from flatout.submit.targets import TARGETS as TARGETS
 from flatout.submit.top import TopOfJob as TopOfJob
 from flatout.submit.top import top_of as top_of
-from flatout.submit.watch import JobStatus as JobStatus
 from flatout.submit.watch import exit_code as exit_code
 from flatout.submit.watch import logs_of as logs_of
 from flatout.submit.watch import look as look

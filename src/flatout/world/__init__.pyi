@@ -40,4 +40,3 @@ from flatout.world.world import LostRank as LostRank
 from flatout.world.world import PendingCollective as PendingCollective
 from flatout.world.world import World as World
 from flatout.world.world import join as join
-from flatout.world.world import leave as leave
