@@ -11,7 +11,7 @@ from pathlib import Path
 from generated import print_or_check
 
 from flatout.recipe import SECTIONS, SETTINGS, ModelFacts, Parity, Recipe, dumps, of_change
-from flatout.recipe.refusal import allowed, toml_words
+from flatout.recipe.refusal import allowed, as_toml
 
 PAGE = Path(__file__).with_name("recipe.md")
 
@@ -103,7 +103,7 @@ def field_text(field: str) -> str:
 
 def words(value: object) -> str:
     """Return a value as TOML spells it, as code."""
-    text = "off" if value is None else value if isinstance(value, str) else toml_words(value)
+    text = "off" if value is None else value if isinstance(value, str) else as_toml(value)
     return f"`{text}`"
 
 

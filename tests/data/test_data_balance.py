@@ -158,7 +158,7 @@ def test_behind_a_cache_and_in_passes():
 def test_balanced_sources_can_be_mixed():
     mixed = mix(skewed((8, 2)).balance("over"), skewed((3, 6)).balance("under")).batch(11)
     assert np.bincount(classes(mixed)).tolist() == [11, 11]
-    with pytest.raises(DataError, match="balance stands behind mix"):
+    with pytest.raises(DataError, match="balance comes after mix"):
         mix(skewed(), skewed()).balance().batch(4).steps  # noqa: B018
 
 
@@ -202,12 +202,12 @@ def test_names_of_classes_are_told(tmp_path):
         (lambda p: p.balance("more"), "'over', 'under' or a number of rows, found 'more'"),
         (lambda p: p.balance(0), "an int of at least 1, found 0"),
         (lambda p: p.balance().balance(), "balance stands twice"),
-        (lambda p: p.balance().split(0.5), "balance stands before split"),
-        (lambda p: p.balance().filter(lambda x, y: True), "balance stands before filter"),
+        (lambda p: p.balance().split(0.5), "balance comes before split"),
+        (lambda p: p.balance().filter(lambda x, y: True), "balance comes before filter"),
         (lambda p: p.balance().shard(0, 2, by="rows"), "shard gives each rank its own"),
         (
             lambda p: p.map(lambda x, y: (x, x[0] / 7)).balance().batch(2).steps,
-            "balance goes by classes; found 100 different targets in 100",
+            "balance needs classes; found 100 different targets in 100",
         ),
         (
             lambda p: p.map(lambda x, y: x).balance().batch(2).steps,

@@ -147,7 +147,7 @@ def test_misuse_says_what_to_do(tmp_path):
     batched = plain().batch(12)
     for call, words in [
         (lambda: plain().mixup(0.2), r"write .batch\(size\) before .mixup\(0.2\)"),
-        (lambda: batched.map(lambda x, y: (x, y)).cutmix(), "put map behind cutmix"),
+        (lambda: batched.map(lambda x, y: (x, y)).cutmix(), "put map after cutmix"),
         (lambda: batched.mixup(0), "alpha as a number above 0, found 0"),
         (lambda: batched.mixup(0.2, classes=1), "classes: expected an int of at least 2"),
         (lambda: batched.mixup(0.2).mixup(0.2), "stands twice"),

@@ -884,7 +884,7 @@ def test_a_stream_that_ends_badly_leaves_what_came(tmp_path):
         (lambda p: p.map(lambda x, y: x), {}, "without stages"),
         (lambda p: p, {"shuffle": 1}, "come once"),
         (lambda p: p, {"to": "rows"}, "come once"),
-        (lambda p: p, {"shards": 2}, "no one knows how many rows"),
+        (lambda p: p, {"shards": 2}, "the number of rows"),
     ],
 )
 def test_what_a_stream_cannot(tmp_path, change, given, words):

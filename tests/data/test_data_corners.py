@@ -309,7 +309,7 @@ def test_what_cannot_be_done_is_said():
         rows().map(lambda x, y: (x, y)).options(processes=1).batch(4).peek(1)
     with pytest.raises(DataError, match="bfloat16"):
         flatout.data.arrays(torch.zeros(9, dtype=torch.bfloat16)).batch(2, last="pad").peek(1)
-    with pytest.raises(DataError, match="put shard behind mix"):
+    with pytest.raises(DataError, match="put shard after mix"):
         flatout.data.mix(rows().shard(0, 2), rows().shard(0, 2)).batch(2).peek(1)
-    with pytest.raises(DataError, match="stands behind mix"):
+    with pytest.raises(DataError, match="comes after mix"):
         flatout.data.mix(rows(), rows()).shuffle(1, window=4).batch(2).peek(1)

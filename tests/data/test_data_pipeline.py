@@ -279,11 +279,11 @@ def test_mixing():
     x = Pipeline(MadeUp(10, columns=COLUMNS[:1]))
     with pytest.raises(DataError, match="different columns"):
         list(mix(a, x).batch(4).batches(0))
-    with pytest.raises(DataError, match="put batch behind mix"):
+    with pytest.raises(DataError, match="put batch after mix"):
         mix(a.batch(4), b)
     with pytest.raises(DataError, match="positive weight"):
         mix(a, b, weights=(1, 0))
-    with pytest.raises(DataError, match="split stands behind mix"):
+    with pytest.raises(DataError, match="split comes after mix"):
         list(mix(a, b).batch(4).split(0.5)[0].batches(0))
 
 

@@ -468,7 +468,7 @@ def test_hooks_on_blocks_are_still_called():
     model.block.register_forward_hook(lambda *_: seen.append("block"))
     model.inner.register_forward_hook(lambda *_: seen.append("inner"))
     assert [r.words for r in find_rewrites(model)] == [
-        "2 activation(s) in inner moved behind max-pooling"
+        "2 activation(s) in inner moved after max-pooling"
     ]
     rewritten(model)(torch.randn(1, 1, 21, 21))
     assert seen == ["block", "inner", "model"]
@@ -482,7 +482,7 @@ def test_a_part_in_evaluation_is_left_alone():
     model = InABlock()
     model.inner.eval()
     assert [r.words for r in find_rewrites(model)] == [
-        "1 activation(s) in InABlock moved behind max-pooling"
+        "1 activation(s) in InABlock moved after max-pooling"
     ]
 
 
@@ -582,8 +582,8 @@ def test_a_pickled_model_has_its_own_forward_again():
 
 def test_words_say_where():
     assert [r.words for r in find_rewrites(InABlock())] == [
-        "1 activation(s) in InABlock moved behind max-pooling",
-        "2 activation(s) in inner moved behind max-pooling",
+        "1 activation(s) in InABlock moved after max-pooling",
+        "2 activation(s) in inner moved after max-pooling",
     ]
 
 

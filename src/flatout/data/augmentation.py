@@ -137,7 +137,7 @@ class Augmentation:
             raise DataError(
                 "augment: brightness, contrast and saturation want uint8 images of 1 or 3 "
                 f"channels, found {dtype} with {channels}",
-                do="hand over the images as bytes, and write .normalize() behind augment",
+                do="hand over the images as bytes, and write .normalize() after augment",
             )
         if self.saturation and channels != 3:
             raise DataError(

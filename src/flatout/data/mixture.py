@@ -75,7 +75,7 @@ class Mixture:
         """The samples of all, in their mixed order."""
         for part in self.parts:
             if part.sharded is not None and not part.has_own_rows:
-                raise DataError("shard stands before mix", do="put shard behind mix")
+                raise DataError("shard comes before mix", do="put shard after mix")
         built = [build_rows(part.origin, part.stages, options, say) for part in self.parts]
         plans = [part.plan for part in built]
         joined = Joined([plan.samples for plan in plans], [plan.numbers for plan in plans])
@@ -119,7 +119,7 @@ def mix(*pipelines: Pipeline, weights: Sequence[float] | None = None, seed: int 
         if pipeline.in_batches or not pipeline.seekable:
             raise DataError(
                 "mix takes pipelines of numbered samples that are not in batches yet",
-                do="put batch behind mix; convert streams to files",
+                do="put batch after mix; convert streams to files",
             )
     pipelines = _of_same_classes(pipelines)
     _check_texts(pipelines)
@@ -162,7 +162,7 @@ def _shared_normalization(pipelines: Sequence[Pipeline]) -> Normalization | None
         ]
         raise DataError(
             f"mix: the sources are not normalized alike: {'; '.join(dict.fromkeys(words))}",
-            do="put normalize behind mix, where it holds for all",
+            do="put normalize after mix, where it holds for all",
         )
     return first
 

@@ -161,7 +161,7 @@ def _rewrite(name: str, module: nn.Module, traced: Traced, pairs: int) -> Rewrit
         return undo
 
     where = name or type(module).__name__
-    return Rewrite(f"{pairs} activation(s) in {where} moved behind max-pooling", apply)
+    return Rewrite(f"{pairs} activation(s) in {where} moved after max-pooling", apply)
 
 
 def in_training(

@@ -208,7 +208,7 @@ def _check_entry(name: object, tensor: Any, where: str) -> None:
     if reason is None and tensor.dtype not in DTYPES:
         reason = f"safetensors has no {tensor.dtype}"
     if not isinstance(name, str) or name == "__metadata__" or not name.isprintable():
-        reason = "this name cannot stand in a model file"
+        reason = "this name cannot be in a model file"
     if reason:
         raise CheckpointError(f"cannot store {name!r}: {reason}", where=where)
 

@@ -549,4 +549,4 @@ def dropped_words(lost: Sequence[int], untaken: int, parts: int) -> str:
     words = f"{who} {', '.join(map(str, lost))} killed: the others go on"
     if not untaken:
         return f"{words}, and have taken its parts of batches"
-    return f"{words}; {counted(untaken, 'part')} of {parts} of a batch no one has taken this time"
+    return f"{words}; {counted(untaken, 'part')} of {parts} of a batch not taken this time"

@@ -228,7 +228,7 @@ def _environment(given: tuple[str, ...]) -> Mapping[str, str]:
             raise SubmitError(f"--env {name}: PET_ variables are set by the cluster alone")
         if _SECRET.search(name):
             raise SubmitError(
-                f"--env {name}: it would stand in the job's files for all to read",
+                f"--env {name}: it would be in the job's files for all to read",
                 do="let the cluster give it: a secret of Kubernetes, a role, a file in your home",
             )
     return environment

@@ -180,7 +180,7 @@ class SageMaker:
             told = _HostOutput(cloud, folder).hosts()
         if not told:
             raise SubmitError(
-                "SageMaker lets no one look into its containers, and none has shown itself",
+                "SageMaker's containers cannot be looked into, and none has shown itself",
                 where=id,
                 do="--checkpoints s3://BUCKET/RUN, to which SageMaker copies what they show; "
                 f"flatout logs {id} -f shows what they print",

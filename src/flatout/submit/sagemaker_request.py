@@ -216,7 +216,7 @@ def _channel(name: str, text: str) -> Channel:
         key, equals, value = setting.partition("=")
         if key not in fields or not equals:
             raise SubmitError(
-                f"expected mode=, split=, wrap= or shuffle= behind the URI, found {setting!r}",
+                f"expected mode=, split=, wrap= or shuffle= after the URI, found {setting!r}",
                 where=f"--option {_CHANNEL}{name}",
             )
         fields[key] = value

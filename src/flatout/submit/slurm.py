@@ -283,7 +283,7 @@ def _comments(job: Job) -> list[str]:
     """Lines that show what is left of the job as its comment."""
     return [
         "",
-        "# What is left of it stands in its comment: squeue -O JobID,State,Comment",
+        "# What is left of it is in its comment: squeue -O JobID,State,Comment",
         f'export {shell.REMAINING}="$here"/remaining{_suffix(job)}',
         f'ran="$here"/ran{_suffix(job)}.${{SLURM_RESTART_COUNT:-0}}  # for how long, for its cost',
         "while sleep 30 && kill -0 $$ 2> /dev/null; do",  # no longer than this script

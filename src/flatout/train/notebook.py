@@ -70,7 +70,7 @@ def check_ranks_asked(devices: int, recipe: Recipe | ResolvedRecipe | None) -> N
         script = shlex.join(sys.argv) if sys.argv and sys.argv[0] not in ("", "-c") else "script.py"
         raise WorldError(
             f"devices={devices} in a script that runs as one process: Flatout does not start "
-            "scripts again behind their user's back",
+            "scripts again unasked",
             do=f"flatout run --devices {devices} {script}",
         )
     check_devices(devices, effective(recipe).world.device)

@@ -238,7 +238,7 @@ class SeveralCompute(Weighing):
         )
         if not is_known:
             raise ModelError(
-                "the loss returns its own weight, which is known only behind the forward "
+                "the loss returns its own weight, which is known only after the forward "
                 "pass, and this step is computed in parts",
                 do="return a mean over the samples, use a standard loss, or give one loss for all "
                 "outputs together: a callable (outputs, targets) that returns (sum, weight)",

@@ -270,7 +270,7 @@ def check_bytes(source: Source, signature: Signature, takes_bytes: Callable[[Bat
         raise DataError(
             "the images are uint8, and the model was trained on other inputs",
             where=source.describe(),
-            do="write the functions behind them that the training data had, or .normalize(mean, "
+            do="write the functions after them that the training data had, or .normalize(mean, "
             "std) where these scaled them",
         )
 

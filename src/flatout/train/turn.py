@@ -85,7 +85,7 @@ def check_gathered(turns: Iterable[Turn], step: int, batch: int) -> None:
             names = ", ".join(type(optimizer).__name__ for optimizer in turn.optimizers)
             raise CheckpointError(
                 f"{len(turn.gathered)} batches that {names} has gathered for a step would be "
-                "lost in a resume, since another optimizer has stepped behind them",
+                "lost in a resume, since another optimizer has stepped after them",
                 where=f"step {step:,}, batch {batch:,} of the epoch",
                 do="save where no optimizer waits for batches, or call "
                 "loop.flush(compute, optimizer) first",

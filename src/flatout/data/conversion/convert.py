@@ -117,7 +117,7 @@ def convert(
     if is_stream(source.origin):
         if shuffle is not None or balance is not None or kind == "rows":
             raise DataError(
-                "the rows of a stream come once, in their own order, and no one knows how many",
+                "the rows of a stream come once, in their own order, and their number is not known",
                 do="convert it to TFRecord or Parquet as it comes; shuffle, balance or make a row "
                 "cache of these files",
             )

@@ -47,11 +47,11 @@ def write_stream(
     if pipeline.stages:
         raise DataError(
             "a stream is converted as it comes, without stages",
-            do="convert it first, and write the stages behind the files",
+            do="convert it first, and write the stages after the files",
         )
     if sizes.shards is not None:
         raise DataError(
-            "no one knows how many rows a stream has, so their number cannot be shared out",
+            "the number of rows of a stream is not known, so they cannot be shared out",
             do="pass rows_per_shard or shard_bytes",
         )
     blocks = _blocks(stream)

@@ -58,7 +58,7 @@ def labels_of(samples: Samples, numbers: Numbers, what: str) -> tuple[Numbers, n
     different = len(np.unique(labels))
     if labels.dtype.kind == "f" and 2 * different > len(labels) > 2:
         raise DataError(
-            f"{what} goes by classes; found {different:,} different targets in {len(labels):,} "
+            f"{what} needs classes; found {different:,} different targets in {len(labels):,} "
             "samples",
             do="leave it out for targets that are numbers",
         )

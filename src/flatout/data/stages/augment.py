@@ -35,14 +35,14 @@ class Augment(Stage):
         return str(self)
 
     def check(self, before: Sequence[Stage], behind: Sequence[Stage]) -> None:
-        """Refuse to stand behind `batch`, or before what chooses samples by what is drawn."""
+        """Refuse to come after `batch`, or before what chooses samples by what is drawn."""
         if only(before, Batch) is not None:
             raise DataError(
-                "augment stands behind batch, and changes samples", do="put augment before batch"
+                "augment comes after batch, and changes samples", do="put augment before batch"
             )
         if only(behind, Filter) is not None:
             raise DataError(
-                "filter stands behind augment, where a draw would decide which samples take part",
+                "filter comes after augment, where a draw would decide which samples take part",
                 do="put filter before augment",
             )
 
@@ -50,7 +50,7 @@ class Augment(Stage):
         """Refuse: files would hold one draw for all epochs."""
         raise DataError(
             "convert would write one draw of augment, for all epochs",
-            do="leave it out, and write it behind what reads the new files",
+            do="leave it out, and write it after what reads the new files",
         )
 
     def make(self, plan: Plan) -> None:

@@ -48,18 +48,18 @@ class Balance(Stage):
         late = next((stage for stage in behind if stage.chooses), None)
         if late is not None and not isinstance(late, Shard):
             raise DataError(
-                f"balance stands before {late.name}, behind which classes are out of balance",
-                do=f"put balance behind {late.name}; of a split, on the part that is trained on",
+                f"balance comes before {late.name}, after which classes are out of balance",
+                do=f"put balance after {late.name}; of a split, on the part that is trained on",
             )
         if any(isinstance(stage, Shard) and stage.has_own_rows for stage in (*before, *behind)):
             raise DataError(
-                "balance goes by the rows of all ranks, and shard gives each rank its own",
+                "balance counts the rows of all ranks, and shard gives each rank its own",
                 do="leave shard out: a Trainer gives each rank its share of every batch",
             )
 
     def check_mixed(self) -> None:
         """A mixture has its own order."""
-        raise DataError("balance stands behind mix", do="balance each source before mix")
+        raise DataError("balance comes after mix", do="balance each source before mix")
 
     def choose(self, plan: Plan) -> None:
         """Learn which class each row has; rows that cannot be read have none."""

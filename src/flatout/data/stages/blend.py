@@ -31,17 +31,17 @@ class Blended(Stage):
     kind: ClassVar[Kind]
 
     def check(self, before: Sequence[Stage], behind: Sequence[Stage]) -> None:
-        """Refuse to stand before `batch`, or behind functions of whole batches."""
+        """Refuse to come before `batch`, or after functions of whole batches."""
         batch = only(before, Batch)
         if batch is None:
             raise DataError(
-                f"{self.name} blends samples of a batch, and no batch stands before it",
+                f"{self.name} blends samples of a batch, and batch does not come before it",
                 do=f"write .batch(size) before .{self.name}({self.alpha:g})",
             )
         if only(before[before.index(batch) :], Map) is not None:
             raise DataError(
-                f"{self.name} stands behind a function of whole batches",
-                do=f"put map behind {self.name}, or before batch",
+                f"{self.name} comes after a function of whole batches",
+                do=f"put map after {self.name}, or before batch",
             )
 
     def check_convert(self) -> None:
@@ -98,7 +98,7 @@ def mixup(self: Writable[P], alpha: float, *, classes: int | None = None) -> P:
         classes: how many there are; None takes the names of the data's classes.
 
     Raises:
-        DataError: the arguments make no sense, or it does not stand behind `batch`, before
+        DataError: the arguments make no sense, or it does not come after `batch`, before
             functions of whole batches. Later: inputs are not one tensor of floats or bytes, class
             numbers are outside of the classes, or samples have weights.
     """

@@ -44,7 +44,7 @@ class Cache(Stage):
         if behind:
             names = " and ".join(item.name for item in behind)
             plan.moved.append(
-                f"cache before {names}: {behind[0].name} is random, and a cache behind it would "
+                f"cache before {names}: {behind[0].name} is random, and a cache after it would "
                 "give every epoch the same samples"
             )
         before = [stage.name for stage in plan.passed if stage.turn(plan.stages)]

@@ -28,10 +28,10 @@ class Filter(Function):
     chooses = True
 
     def check(self, before: Sequence[Stage], behind: Sequence[Stage]) -> None:
-        """Refuse to stand behind `batch`: it filters samples."""
+        """Refuse to come after `batch`: it filters samples."""
         if only(before, Batch) is not None:
             raise DataError(
-                "filter stands behind batch, where it would leave out whole batches",
+                "filter comes after batch, where it would leave out whole batches",
                 do="put filter before batch",
             )
 

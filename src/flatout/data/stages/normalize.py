@@ -23,7 +23,7 @@ class Normalize(Stage):
         """No function gets what it makes."""
         if function := only(behind, Function):
             raise DataError(
-                f"{function.name} stands behind normalize, which runs last: its function would get "
+                f"{function.name} comes after normalize, which runs last: its function would get "
                 "bytes",
                 do=f"put {function.name} before normalize",
             )
@@ -32,7 +32,7 @@ class Normalize(Stage):
         """Refuse: bytes are written, not normalized values."""
         raise DataError(
             "convert writes images as bytes, and normalize makes float32 of them",
-            do="leave it out, and write it behind what reads the new files",
+            do="leave it out, and write it after what reads the new files",
         )
 
 

@@ -57,7 +57,7 @@ class Shard(Stage):
         if self.steps is not None and self.steps % turns:
             raise DataError(
                 f"shard(presharded=True, steps={self.steps:,}) cannot be shared out alike among "
-                f"the {turns:,} passes of repeat, which stands behind batch",
+                f"the {turns:,} passes of repeat, which comes after batch",
                 do=f"pass a multiple of {turns:,} as steps, or put repeat before batch",
             )
 
@@ -208,7 +208,7 @@ def shard(
         whole_number("shard: steps", steps, 1)
     if presharded in ("node", "local_rank") and rank is not None:
         raise DataError(
-            f"shard: presharded={presharded!r} goes by where this process runs",
+            f"shard: presharded={presharded!r} depends on where this process runs",
             do="leave rank and world_size out",
         )
     beside = (0, 1)

@@ -31,7 +31,7 @@ class Shuffle(Stage):
         """A window is one of a source's neighbors."""
         if self.window is not None:
             raise DataError(
-                "shuffle(window=...) stands behind mix", do="shuffle each source before mix"
+                "shuffle(window=...) comes after mix", do="shuffle each source before mix"
             )
 
     def check_stream(self, stream: Stream, stages: Sequence[Stage]) -> None:

@@ -157,9 +157,7 @@ class Stage:
     def check_mixed(self) -> None:
         """Refuse what makes no sense behind `mix`."""
         if self.chooses:
-            raise DataError(
-                f"{self.name} stands behind mix", do=f"{self.name} each source before it"
-            )
+            raise DataError(f"{self.name} comes after mix", do=f"{self.name} each source before it")
 
     def check_stream(self, stream: Stream, stages: Sequence[Stage]) -> None:
         """Refuse what cannot be done with rows that come one after the other."""

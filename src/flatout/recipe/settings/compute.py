@@ -79,7 +79,7 @@ class Compute(Section):
     )
     rewrites: Switch = setting(
         "auto",
-        "Rewrites of the model's graph that give equal values, such as a ReLU moved behind "
+        "Rewrites of the model's graph that give equal values, such as a ReLU moved after "
         "max-pooling.",
         plain="off",
         # Keras' layers get their bias inside of the operator, which rounds otherwise.
@@ -92,7 +92,7 @@ class Compute(Section):
     )
     fused_norms: Switch = setting(
         "auto",
-        "BatchNorm in training with the ReLU behind it, and a residual block's sum between them, "
+        "BatchNorm in training with the ReLU after it, and a residual block's sum between them, "
         "as one operator with fewer passes over memory, on a CPU.",
         plain="off",
         parity=Parity.TOLERANT,
