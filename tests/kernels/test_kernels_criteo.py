@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import mmap
 import os
-import sys
-import threading
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from kernel_threads import repeated_beside, runs_beside
 
 from flatout.kernels import criteo
 from flatout.kernels.criteo import Bad
@@ -521,30 +520,9 @@ def test_the_extension_alone_refuses_wrong_arguments(place, value, error):
 def test_other_threads_run_meanwhile():
     text = _log(2000)
     starts, ends = (np.tile(one, 100) for one in _ranges(text))
-    started, done = threading.Event(), []
-
-    def work():
-        started.set()
-        done.append(Parsed(text, starts, ends, use_c=True).bad)
-
-    before = sys.getswitchinterval()
-    # So long that no one gets the interpreter unless it is given away.
-    sys.setswitchinterval(100)
-    try:
-        for _ in range(20):
-            started.clear()
-            done.clear()
-            thread = threading.Thread(target=work)
-            thread.start()
-            started.wait()
-            was_done = bool(done)
-            thread.join()
-            assert done == [0]
-            if not was_done:
-                break
-    finally:
-        sys.setswitchinterval(before)
-    assert not was_done
+    was_beside, bad = runs_beside(lambda: Parsed(text, starts, ends, use_c=True).bad)
+    assert was_beside
+    assert set(bad) == {0}
 
 
 def test_ranges_that_another_thread_spoils_never_read_outside(monkeypatch):
@@ -552,23 +530,19 @@ def test_ranges_that_another_thread_spoils_never_read_outside(monkeypatch):
     text = _log(500)
     starts, ends = (np.tile(one, 20) for one in _ranges(text))
     good = starts.copy(), ends.copy()
-    stop = threading.Event()
 
     def spoil():
-        while not stop.is_set():
-            starts[5000:] = -(1 << 60)
-            ends[7000:] = 1 << 60
-            starts[5000:], ends[7000:] = good[0][5000:], good[1][7000:]
+        starts[5000:] = -(1 << 60)
+        ends[7000:] = 1 << 60
+        starts[5000:], ends[7000:] = good[0][5000:], good[1][7000:]
 
-    thread = threading.Thread(target=spoil)
-    thread.start()
     outside = 0
     outputs = _arguments(len(starts)) | {
         "integers": np.zeros((len(starts), 13), np.float32),
         "categories": np.zeros((len(starts), 26), np.int64),
     }
     del outputs["buffer"], outputs["starts"], outputs["ends"]
-    try:
+    with repeated_beside(spoil):
         for _ in range(200):
             criteo.parse(text, starts, ends, **outputs)
             found = set(outputs["status"].tolist())
@@ -576,9 +550,6 @@ def test_ranges_that_another_thread_spoils_never_read_outside(monkeypatch):
             if "asan" not in os.environ.get("LD_PRELOAD", ""):
                 assert found <= {0, Bad.OUTSIDE, Bad.TOO_FEW_FIELDS, Bad.TOO_MANY_FIELDS}
             outside += Bad.OUTSIDE in found
-    finally:
-        stop.set()
-        thread.join()
     assert outside > 0
 
 

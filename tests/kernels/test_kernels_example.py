@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_threads import repeated_beside
 
 from flatout.kernels import example
 from flatout.kernels.example import Bad, End, Feature
@@ -1269,20 +1270,16 @@ def test_a_buffer_that_another_thread_spoils_never_crashes():
     data, starts, ends = _file(records, bytes(200))
     buffer = np.frombuffer(data, np.uint8).copy()
     offsets = np.arange(0, 200 * 201, 200)
-    stop = threading.Event()
+    rng = np.random.default_rng(0)
 
     def spoil():
-        rng = np.random.default_rng(0)
-        while not stop.is_set():
-            places = rng.integers(0, len(buffer), 1000)
-            buffer[places] = rng.integers(0, 256, 1000)
-            offsets[100] = -(2**62)
-            offsets[:] = np.arange(0, 200 * 201, 200)
-            buffer[:] = np.frombuffer(data, np.uint8)
+        places = rng.integers(0, len(buffer), 1000)
+        buffer[places] = rng.integers(0, 256, 1000)
+        offsets[100] = -(2**62)
+        offsets[:] = np.arange(0, 200 * 201, 200)
+        buffer[:] = np.frombuffer(data, np.uint8)
 
-    thread = threading.Thread(target=spoil)
-    thread.start()
-    try:
+    with repeated_beside(spoil):
         for _ in range(200):
             try:
                 _call(
@@ -1301,9 +1298,6 @@ def test_a_buffer_that_another_thread_spoils_never_crashes():
                 )
             except ValueError as error:
                 assert "offsets" in str(error)  # noqa: PT017
-    finally:
-        stop.set()
-        thread.join()
 
 
 # ---- writing ----
@@ -1440,17 +1434,13 @@ def test_the_extension_alone_refuses_wrong_columns():
 
 def test_values_that_another_thread_changes_never_leave_the_place_of_their_row():
     values = np.zeros((2000, 50), np.int64)
-    stop = threading.Event()
 
     def spoil():
-        while not stop.is_set():
-            values[1000:] = -1
-            values[1000:] = 0
+        values[1000:] = -1
+        values[1000:] = 0
 
-    thread = threading.Thread(target=spoil)
-    thread.start()
     refused = 0
-    try:
+    with repeated_beside(spoil):
         for _ in range(100):
             try:
                 buffer, _ = example.encode({"values": values})
@@ -1458,9 +1448,6 @@ def test_values_that_another_thread_changes_never_leave_the_place_of_their_row()
             except ValueError as error:
                 assert "was changed while it was written" in str(error)  # noqa: PT017
                 refused += 1
-    finally:
-        stop.set()
-        thread.join()
     assert refused > 0
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from kernel_threads import repeated_beside
 
 from flatout.kernels import available, gather, gather_rows
 
@@ -226,25 +226,18 @@ def test_the_extension_takes_any_buffer():
 def test_an_index_that_another_thread_spoils_never_reads_outside():
     source = np.arange(4096, dtype=np.uint8).reshape(512, 8)
     index = np.zeros(200_000, np.int64)
-    stop = threading.Event()
 
     def spoil():
-        while not stop.is_set():
-            index[150_000:] = 1 << 60
-            index[150_000:] = 0
+        index[150_000:] = 1 << 60
+        index[150_000:] = 0
 
-    thread = threading.Thread(target=spoil)
-    thread.start()
     refused = 0
-    try:
+    with repeated_beside(spoil):
         for _ in range(200):
             try:
                 gather_rows(source, index)
             except IndexError:
                 refused += 1
-    finally:
-        stop.set()
-        thread.join()
     assert refused > 0
 
 

@@ -7,7 +7,6 @@ import mmap
 import os
 import subprocess
 import sys
-import threading
 from decimal import Decimal, localcontext
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from kernel_threads import repeated_beside, runs_beside
 from sklearn.datasets import load_svmlight_file
 
 from flatout.kernels import libsvm, lines
@@ -745,31 +745,9 @@ def test_other_threads_run_meanwhile(monkeypatch):
         "status": np.zeros(count, np.uint8),
         "at": np.zeros(count, np.int64),
     }
-    started = threading.Event()
-    done = []
-
-    def work():
-        started.set()
-        done.append(libsvm.survey(row, starts, ends, **outputs))
-
-    before = sys.getswitchinterval()
-    # So long that no one gets the interpreter unless it is given away.
-    sys.setswitchinterval(100)
-    try:
-        for _ in range(20):
-            started.clear()
-            done.clear()
-            thread = threading.Thread(target=work)
-            thread.start()
-            started.wait()
-            was_done = bool(done)
-            thread.join()
-            assert done == [(0, 0, 199)]
-            if not was_done:
-                break
-    finally:
-        sys.setswitchinterval(before)
-    assert not was_done
+    was_beside, found = runs_beside(lambda: libsvm.survey(row, starts, ends, **outputs))
+    assert was_beside
+    assert set(found) == {(0, 0, 199)}
 
 
 def test_numbers_that_another_thread_spoils_never_lead_outside(monkeypatch):
@@ -786,18 +764,14 @@ def test_numbers_that_another_thread_spoils_never_lead_outside(monkeypatch):
         "status": np.zeros(count, np.uint8),
         "at": np.zeros(count, np.int64),
     }
-    stop = threading.Event()
 
     def spoil():
-        while not stop.is_set():
-            starts[10_000:], ends[12_000:], offsets[14_000:] = -(1 << 60), 1 << 60, 1 << 60
-            starts[10_000:], ends[12_000:] = good[0][10_000:], good[1][12_000:]
-            offsets[14_000:] = good[2][14_000:]
+        starts[10_000:], ends[12_000:], offsets[14_000:] = -(1 << 60), 1 << 60, 1 << 60
+        starts[10_000:], ends[12_000:] = good[0][10_000:], good[1][12_000:]
+        offsets[14_000:] = good[2][14_000:]
 
-    thread = threading.Thread(target=spoil)
-    thread.start()
     outside = refused = 0
-    try:
+    with repeated_beside(spoil):
         for _ in range(200):
             try:
                 libsvm.parse(row, starts, ends, offsets, base=0, limit=9, **outputs)
@@ -807,9 +781,6 @@ def test_numbers_that_another_thread_spoils_never_lead_outside(monkeypatch):
                 found = set(outputs["status"].tolist())
                 assert found <= {0, Bad.OUTSIDE, Bad.TOO_MANY, Bad.NO_LABEL}
                 outside += Bad.OUTSIDE in found
-    finally:
-        stop.set()
-        thread.join()
     assert outside + refused > 0
 
 

@@ -6,7 +6,6 @@ import mmap
 import os
 import signal
 import sys
-import threading
 import time
 
 import numpy as np
@@ -14,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from kernel_threads import repeated_beside, runs_beside
 
 from flatout.kernels import lines
 from flatout.kernels.lines import FileTooShort
@@ -561,32 +561,8 @@ def _join(_):
 @pytest.mark.parametrize("prepare", [_find, _read, _split, _join])
 def test_other_threads_run_meanwhile(prepare, tmp_path, monkeypatch):
     monkeypatch.setattr(lines, "_use_c", True)
-    work = prepare(tmp_path)
-    started, done = threading.Event(), []
-
-    def run():
-        started.set()
-        work()
-        done.append(True)
-
-    before = sys.getswitchinterval()
-    # So long that no one gets the interpreter unless it is given away.
-    sys.setswitchinterval(100)
-    try:
-        for _ in range(20):
-            started.clear()
-            done.clear()
-            thread = threading.Thread(target=run)
-            thread.start()
-            started.wait()
-            was_done = bool(done)
-            thread.join()
-            assert done
-            if not was_done:
-                break
-    finally:
-        sys.setswitchinterval(before)
-    assert not was_done
+    was_beside, _ = runs_beside(prepare(tmp_path))
+    assert was_beside
 
 
 def test_an_index_that_another_thread_spoils_never_reads_outside(monkeypatch):
@@ -594,18 +570,14 @@ def test_an_index_that_another_thread_spoils_never_reads_outside(monkeypatch):
     source = np.zeros((512, 64), np.uint8)
     index = np.zeros(100_000, np.int64)
     columns = [(0, 64, np.empty((100_000, 64), np.uint8))]
-    stop = threading.Event()
 
     def spoil():
-        while not stop.is_set():
-            index[50_000:] = 1 << 40
-            index[50_000:] = 0
+        index[50_000:] = 1 << 40
+        index[50_000:] = 0
 
-    thread = threading.Thread(target=spoil)
-    thread.start()
     words = ""
     deadline = time.monotonic() + 60
-    try:
+    with repeated_beside(spoil):
         # Most are refused before the work begins; what counts is one that was good then.
         while "was changed while rows were moved" not in words and time.monotonic() < deadline:
             try:
@@ -613,7 +585,4 @@ def test_an_index_that_another_thread_spoils_never_reads_outside(monkeypatch):
             except IndexError as error:
                 words = str(error)
                 time.sleep(0.0001)
-    finally:
-        stop.set()
-        thread.join()
     assert "was changed while rows were moved" in words
