@@ -9,8 +9,7 @@ from flatout.devices.gpu_use import gpu_use
 from flatout.doctor.judge import Verdict
 from flatout.measure import available_bytes
 from flatout.observe import Observation
-
-_GIB = 2**30
+from flatout.words import memory_words
 
 
 def why_no_trial(verdict: Verdict) -> str:
@@ -39,15 +38,11 @@ def _no_room(ranks: Sequence[Observation]) -> str:
     for rank in ranks:
         peak, there_is = rank.device_peak_mb, rank.device_total_mb
         if peak and there_is and 2 * peak > there_is:
-            return (
-                f"two copies of the script need about {2 * peak / 1024:.1f} GiB of {rank.device}, "
-                f"and it has {there_is / 1024:.1f} GiB"
-            )
+            needed_words, has = memory_words(2 * peak * 2**20), memory_words(there_is * 2**20)
+            return f"two copies of the script need {needed_words} of {rank.device}, which has {has}"
     needed = 2 * sum(max(rank.memory_mb, default=0.0) for rank in ranks) * 2**20
     free = available_bytes()
     if needed <= free:
         return ""
-    return (
-        f"two copies of the script need about {needed / _GIB:.1f} GiB of memory, and "
-        f"{free / _GIB:.1f} GiB are free"
-    )
+    words = f"two copies of the script need about {memory_words(needed)} of memory"
+    return f"{words}, and {memory_words(free)} are free"
