@@ -63,7 +63,7 @@ def doctor(
     target_loss: Annotated[
         float | None,
         typer.Option(
-            help="With --verify-full: a loss, and how long each takes to it is told. [default: "
+            help="With --verify-full: a loss; says how long each takes to it. [default: "
             "the lowest that both reach]",
             show_default=False,
         ),

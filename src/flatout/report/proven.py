@@ -132,7 +132,7 @@ class ProvenReport:
             words += " with its share of evaluation and saving"
         before, after = (f"{rounded(1000 * item)} ms" for item in of_step)
         yield Text(
-            f"{words}: {before} → {after}; how many your whole run has, no one knows here",
+            f"{words}: {before} → {after}; how many your whole run has is not known here",
             style="bold",
         )
 
