@@ -76,6 +76,7 @@ class Clock:
 def clock(monkeypatch):
     made = Clock()
     monkeypatch.setattr(auto, "clock", made)
+    monkeypatch.setattr(auto, "cpu_clock", made)
     monkeypatch.setattr(Tuner, "__init__", functools.partialmethod(Tuner.__init__, clock=made))
     step = Tuner.step
     # Batches come and are copied in no time: what that really takes is not of this clock.
@@ -242,6 +243,26 @@ def test_options_are_kept_or_dropped_by_what_was_measured(clock, monkeypatch):
     assert "rounding" in said[0]
     assert loop.feed.channels_last
     assert loop.notes() == said
+
+
+@pytest.mark.parametrize("uses_cpu", [False, True], ids=["other work", "the option"])
+def test_far_slower_on_a_few_samples_is_what_takes_more_cpu_time(clock, monkeypatch, uses_cpu):
+    """Before the first step other work can make any pass take many times as long by the clock."""
+    monkeypatch.setattr(auto, "_has_bf16_units", lambda device: True)
+    if not uses_cpu:
+        monkeypatch.setattr(auto, "cpu_clock", lambda: 0.0)
+    before_steps = True
+
+    def seconds(s):
+        is_slow = before_steps and s.precision == "bf16"
+        return 1.0 if is_slow else 0.05 if s.precision == "bf16" else 0.1
+
+    prepared = job(small_net(), seconds, clock, steps=6_000)
+    before_steps = False
+    loop = run(*prepared)
+    assert (loop.resolved.compute.precision == "fp32") == uses_cpu
+    why = loop.tuning["dropped"].get("compute.precision", "")
+    assert ("a few samples take 10.0 times as long" in why) == uses_cpu
 
 
 def test_nothing_faster_means_plain(clock):
@@ -617,6 +638,20 @@ def test_the_answer_is_cached_and_keyed_by_the_job(clock):
     assert again.resolved.compute.memory_format == "channels_last"
     assert job(nn.Sequential(nn.Flatten(), nn.Linear(196, 10)))[0].tuner is not None
     assert job(small_net(), allow="exact")[0].tuner is not None
+
+
+def test_what_a_run_had_no_time_to_measure_the_next_one_measures(clock):
+    """Where other work makes the first steps slow, the time for tuning is soon spent."""
+    options = {"precision": "fp32", "memory_format": "contiguous"}
+    options |= {"fused_optimizer": "off", "rewrites": "off", "fused_norms": "off"}
+
+    def seconds(factor):
+        return lambda s: 0.1 * (1 if s == s.but(**options) else factor)
+
+    busy = tuned(small_net(), seconds(1.45), clock, steps=40)
+    assert not busy.tuning["trials"]
+    calm = tuned(small_net(), seconds(0.5), clock, steps=40)
+    assert calm.resolved.summary() != "as plain PyTorch"
 
 
 def test_what_earlier_jobs_chose_is_tried_first(clock):

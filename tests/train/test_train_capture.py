@@ -571,6 +571,7 @@ def clock(interpreted, monkeypatch):
     monkeypatch.setattr(capture, "Compiling", Later)
     monkeypatch.setattr(Later, "events", [])
     monkeypatch.setattr(auto, "clock", read)
+    monkeypatch.setattr(auto, "cpu_clock", read)
     monkeypatch.setattr(auto_search, "NOISE", 1e9)
     made_step = Tuner.step
     # Batches come and are copied in no time: what that really takes is not of this clock.

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter as clock
+from time import process_time as cpu_clock
 from typing import Any
 
 import torch
@@ -127,7 +128,7 @@ def resolve(
         say(_cached_line(cached, Settings.of(start)))
         return Decision(cached.recipe, _settled(cached, start, stepper, steps), facts, key, True)
     budget, began = Budget(steps), clock()
-    check = FirstCheck(stepper, compute, batches[0], Settings.of(start), budget, clock)
+    check = FirstCheck(stepper, compute, batches[0], Settings.of(start), budget, clock, cpu_clock)
     facts = check.facts(facts)
     if CAPTURE in plain and facts.draws_random:
         plain[CAPTURE] = _choice("off", _DRAWS, Parity.EXACT)
@@ -402,7 +403,7 @@ def settle(
         return resolved, line
     if search.disturbed or search.stays:
         line += "; the machine is busy, so the next run measures again"
-    elif search.trials or all(one.field in search.dropped for one in search.options):
+    elif search.trials or not (search.lacked_time or _is_any_left(search)):
         auto_cache.write(decision.key, resolved, search.by_length)
     return resolved, line
 
@@ -566,6 +567,10 @@ def _convolutions(model: nn.Module) -> int:
 def _is_ampere(device: torch.device) -> bool:
     """Or newer: with units for TF32 and bf16."""
     return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _is_any_left(search: Search) -> bool:
+    return any(option.field not in search.dropped for option in search.options)
 
 
 def _has_bf16_units(device: torch.device) -> bool:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from time import process_time
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
@@ -62,7 +63,31 @@ class KnownStep(NamedTuple):
     batches: int = 1
 
 
-NOTHING_KNOWN = KnownStep()
+NOTHING_KNOWN: Final[KnownStep] = KnownStep()
+
+
+class PassTimes(NamedTuple):
+    """Seconds of a forward and a backward.
+
+    Attributes:
+        wall_s: by the clock.
+        cpu_s: of this process on all CPUs; on a GPU as by the clock.
+    """
+
+    wall_s: float
+    cpu_s: float
+
+    def least(self, other: PassTimes) -> PassTimes:
+        """The shorter of two, each by its clock."""
+        return PassTimes(min(self.wall_s, other.wall_s), min(self.cpu_s, other.cpu_s))
+
+    def over(self, plain: PassTimes) -> float:
+        """How many times as long they take as plain ones.
+
+        Other work on the machine makes any pass take many times as long by the clock. What is
+        slower by itself takes more CPU time, too.
+        """
+        return min(self.wall_s / plain.wall_s, self.cpu_s / plain.cpu_s)
 
 
 class FirstCheck:
@@ -75,6 +100,7 @@ class FirstCheck:
         plain: the settings to start from.
         budget: counts what the check takes.
         clock: returns seconds.
+        cpu_clock: returns seconds of CPU time of this process.
 
     Attributes:
         compute, plain, budget: as given.
@@ -94,9 +120,10 @@ class FirstCheck:
         plain: Settings,
         budget: Budget,
         clock: Callable[[], float],
+        cpu_clock: Callable[[], float] = process_time,
     ) -> None:
         self._stepper, self.compute, self.plain = stepper, compute, plain
-        self.budget, self._clock = budget, clock
+        self.budget, self._clock, self._cpu_clock = budget, clock, cpu_clock
         self._whole = batch
         self._few = batch.first(max(min(_FEWEST, batch.size), batch.size // _PART))
         self.dropped: dict[str, str] = {}
@@ -195,21 +222,21 @@ class FirstCheck:
         if not self.budget.pays_before(2 * (min(len(in_passes), 2) + 1) * few_s):
             return False
         with self._leaving_no_trace():
-            plain, plain_s = self._passes(self.plain)
-            self.few_s = plain_s
+            plain, taken = self._passes(self.plain)
+            self.few_s = taken.wall_s
             if self.starts_cold:  # what gains the most comes first: there may be time for no more
                 in_passes.sort(key=lambda option: option.setting != "precision")
             alike: list[Option] = []
             for number, option in enumerate(in_passes):
                 if self.starts_cold and number == 1:
-                    alike = self._alike(in_passes, plain, plain_s, facts)
+                    alike = self._alike(in_passes, plain, taken, facts)
                 if option in alike:
                     continue
                 settings = self.plain.but(**{option.setting: option.value})
-                self._look_at(option, settings, plain, plain_s, facts)
+                self._look_at(option, settings, plain, taken, facts)
             rest = [one for one in in_passes if one.field not in self.dropped]
             if len(rest) > 1:
-                self._look_at_all(rest, plain, plain_s, facts)
+                self._look_at_all(rest, plain, taken, facts)
         return True
 
     def frozen_rates(
@@ -270,7 +297,7 @@ class FirstCheck:
         return gradients, forward, backward
 
     def _alike(
-        self, options: list[Option], plain: Gradients, plain_s: float, facts: ModelFacts
+        self, options: list[Option], plain: Gradients, taken: PassTimes, facts: ModelFacts
     ) -> list[Option]:
         """Those that round, without precision, where a look at all at once speaks against none.
 
@@ -282,13 +309,13 @@ class FirstCheck:
             for option, parity in of_parity.items()
             if parity is Parity.TOLERANT and option.setting != "precision"
         ]
-        if len(some) < 2 or not self.budget.pays_before(2 * plain_s):
+        if len(some) < 2 or not self.budget.pays_before(2 * taken.wall_s):
             return []
         try:
-            gradients, seconds = self._passes(self._under(some))
+            gradients, now = self._passes(self._under(some))
         except Exception:
             return []  # each alone shows which
-        is_fine = seconds <= _FAR_SLOWER * plain_s and all(map(_is_finite, gradients))
+        is_fine = now.over(taken) <= _FAR_SLOWER and all(map(_is_finite, gradients))
         return some if is_fine and not self._differ(some[0], plain, gradients, facts) else []
 
     def _under(self, options: Sequence[Option]) -> Settings:
@@ -299,40 +326,41 @@ class FirstCheck:
         option: Option,
         settings: Settings,
         plain: Gradients,
-        plain_s: float,
+        taken: PassTimes,
         facts: ModelFacts,
     ) -> None:
-        if not self.budget.pays_before(2 * plain_s):
+        if not self.budget.pays_before(2 * taken.wall_s):
             if self.starts_cold:  # a step has loaded its kernels when it is asked again
                 self.unchecked.append(option)
             else:
                 self.dropped[option.field] = "was not checked: there was no time"
             return
         try:
-            gradients, seconds = self._passes(settings)
+            gradients, now = self._passes(settings)
+            if now.over(taken) > _FAR_SLOWER and self.budget.pays_before(2 * now.wall_s):
+                now = now.least(self._passes(settings)[1])
         except Exception as error:
             self.dropped[option.field] = f"fails here: {first_line(error)}"
             return
-        self.slower[option.field] = seconds / plain_s
-        if seconds > _FAR_SLOWER * plain_s:
-            times = f"{seconds / plain_s:.1f}"
-            self.dropped[option.field] = f"a few samples take {times} times as long with it"
+        times = self.slower[option.field] = now.over(taken)
+        if times > _FAR_SLOWER:
+            self.dropped[option.field] = f"a few samples take {times:.1f} times as long with it"
         elif why := self._wrong([option], plain, gradients, facts):
             self.dropped[option.field] = why
 
     def _look_at_all(
-        self, options: list[Option], plain: Gradients, plain_s: float, facts: ModelFacts
+        self, options: list[Option], plain: Gradients, taken: PassTimes, facts: ModelFacts
     ) -> None:
         """All at once: what each does right alone may not be so beside the others."""
-        if not self.budget.pays_before(2 * plain_s):
+        if not self.budget.pays_before(2 * taken.wall_s):
             self.unchecked = options
             return
         try:
-            gradients, seconds = self._passes(self._under(options))
+            gradients, now = self._passes(self._under(options))
         except Exception as error:
             why = f"fails here: {first_line(error)}"
         else:
-            self.slower["together"] = seconds / plain_s
+            self.slower["together"] = now.over(taken)
             why = self._wrong(options, plain, gradients, facts)
         if why:
             self.dropped["together"] = why
@@ -458,7 +486,7 @@ class FirstCheck:
         finish_device()
         return self._clock() - began
 
-    def _passes(self, settings: Settings) -> tuple[Gradients, float]:
+    def _passes(self, settings: Settings) -> tuple[Gradients, PassTimes]:
         """Loss and gradients under settings, and the seconds of the faster of two times.
 
         The second is made where there is time, and where the first one is cold.
@@ -466,15 +494,26 @@ class FirstCheck:
         began = self._clock()
         self._stepper.use(settings)
         batch = self._few_as(settings)
-        found = self._gradients(batch)
-        finish_device()
-        seconds = first_s = self._clock() - began
-        if self.starts_cold or self.budget.pays_before(2 * seconds):
-            seconds = min(seconds, self._timed(partial(self._gradients, batch)))
-        loading_s = first_s - seconds if self.starts_cold and settings == self.plain else 0.0
+        found, first = self._timed_passes(batch)
+        # Of the first one, by the clock, with the switch to these settings.
+        first_s = self._clock() - began
+        taken = first
+        if self.starts_cold or self.budget.pays_before(2 * first_s):
+            taken = first.least(self._timed_passes(batch)[1])
+        loading_s = 0.0
+        if self.starts_cold and settings == self.plain:
+            loading_s = first_s - taken.wall_s
         self._loading_s += loading_s  # else the first step would take it
         self.budget.before_s += self._clock() - began - loading_s
-        return found, max(seconds, 1e-9)
+        return found, taken
+
+    def _timed_passes(self, batch: Batch) -> tuple[Gradients, PassTimes]:
+        began, used = self._clock(), self._cpu_clock()
+        found = self._gradients(batch)
+        finish_device()
+        wall_s = max(self._clock() - began, 1e-9)
+        cpu_s = wall_s if self.starts_cold else max(self._cpu_clock() - used, 1e-9)
+        return found, PassTimes(wall_s, cpu_s)
 
     def _gradients(self, batch: Batch) -> Gradients:
         self._begin_pass()

@@ -49,6 +49,8 @@ _MOST_PAIRS, TIE_FLOOR = 16, 0.015
 _LOST_PAIRS, _SMALL = 4, 0.1
 # A smaller gain is none.
 _LEAST_GAIN = 0.005
+# What is said of an option in the place of a measurement begins so.
+_NOT_MEASURED = "was not measured"
 # Of an option that was not measured yet a step may take so much longer than it should.
 _UNKNOWN = 0.3
 # Searching ends after this share of the run: what is found later pays for too few steps.
@@ -235,6 +237,11 @@ class Search:
         """Whether other work on this machine made the measurements too coarse to keep."""
         floors = [trial.floor for trial in self._measured.values()]
         return bool(floors) and statistics.median(floors) > NOISE
+
+    @property
+    def lacked_time(self) -> bool:
+        """Whether there was no time to measure some option."""
+        return any(why.startswith(_NOT_MEASURED) for why in self.dropped.values())
 
     def run(self) -> _Steps:
         """The blocks in turn; `best` holds whenever it ends."""
@@ -554,7 +561,7 @@ class Search:
                 times = self.step_s[challenger] / self.step_s[self.best]
                 side = "with" if challenger == on else "without"
                 words = f"a step takes {times:.1f} times as long {side} it"
-                words = words if times > 1.5 else "was not measured: there was no time left"
+                words = words if times > 1.5 else f"{_NOT_MEASURED}: there was no time left"
                 self._leave(field, words)
                 return None
             try:
@@ -572,7 +579,7 @@ class Search:
         if self._is_again:
             self._leave(field, f"stays as it was: {why}")
         elif not self._is_chosen(field):
-            self.dropped[field] = f"was not measured: {why}"
+            self.dropped[field] = f"{_NOT_MEASURED}: {why}"
 
     def _leave(self, field: str, why: str) -> None:
         """Nothing tells that a setting is to be another one than it is."""
