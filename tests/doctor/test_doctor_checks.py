@@ -696,6 +696,67 @@ def each(*own):
     return found
 
 
+def saving(ms_per_step, size, own=False, **changes):
+    """A job that saves such a file in each step."""
+    files = [
+        {"path": f"/a/{at * own}.pt", "step": at, "keys": ["w"], "bytes": size, "is_there": True}
+        for at in range(1, 20)
+    ]
+    return job(saved=files, calls=[call("save", ms_per_step)], **changes)
+
+
+def test_writing_much_is_told_however_little_time_it_takes_and_a_full_disk_is_a_danger():
+    look = look_of("saved_each_step")
+    (found,) = look(saving(0.05, 40_000))  # each 10 ms
+    assert (found.kind, found.cost_ms, found.takes) == ("slow", 0.05, "14 GB/h")
+    assert "14.4 GB an hour" in found.what
+    (little,) = look(saving(0.05, 1000))
+    assert (little.kind, little.takes) == ("note", "")
+    kept = {"run_steps": 50_000, "disk_free_mb": 1000.0}
+    (full,) = look(saving(0.05, 40_000, own=True, **kept))
+    assert full.kind == "danger"
+    assert "50,000 steps write 2.0 GB, and 1.0 GB are free" in full.what
+    assert look(saving(0.05, 40_000, **kept))[0].kind == "slow"  # the same file again
+    assert look(saving(0.05, 40_000, own=True, **kept | {"disk_free_mb": 5e4}))[0].kind == "slow"
+    gone = saving(0.05, 40_000, own=True, **kept)
+    gone.saved[3]["is_there"] = False
+    assert look(gone)[0].kind == "slow"
+
+
+def test_a_history_is_told_by_what_it_takes_at_the_end_of_the_run():
+    look = look_of("history_grows")
+    cheap = Growing("torch.cat", HERE, 18 * 640, 640, 0.01, 18, bytes=4)
+
+    def found(history=cheap, **changes):
+        (one,) = look(job(growing=[history], **changes))
+        return one
+
+    stream = {"loader": {"length": None}}
+    unknown = found(**stream)
+    assert unknown.kind == "slow"
+    assert "0.1 ms now, 6.4 ms after 10,000 steps, 32.5s in all: quadratic" in unknown.what
+    assert unknown.cost_ms == pytest.approx(3.25, rel=0.01)
+    assert unknown.is_estimate
+    longer = found(run_steps=20_000, **stream)
+    assert " after 20,000 steps, the whole run, " in longer.what
+    assert found(loader={"length": 64 * 5000}).what.count("after 5,000 steps, an epoch") == 1
+    assert found().kind == "note"  # epochs of 16 steps
+    assert found(replace(cheap, more=1, numbers=18), **stream).kind == "note"
+    read = found(Growing("numpy.mean", HERE, 18, 1, 0.01, 18, is_list=True), **stream)
+    assert "goes through all" in read.what
+    assert "0.31 ms after 10,000 steps" in read.what
+    # What is large already takes in proportion.
+    large = found(Growing("torch.cat", HERE, 2**20, 2**20 // 18, 0.5, 18), **stream)
+    assert large.cost_ms == pytest.approx(139, rel=0.01)
+
+
+def test_what_runs_before_pooling_is_bounded_by_its_own_time():
+    look = look_of("activation_before_pool")
+    (found,) = look(job(model={"pool_after": [("relu1", "pool1")], "pool_ms": 1.5}))
+    assert found.cost_ms == 1.5
+    assert look(job(model={"pool_after": [("relu1", "pool1")], "pool_ms": 0.1})) == []
+
+
 def saves(*files):
     """Ranks that each wrote such a file in step 9."""
     common = {"step": 9, "keys": ["0.weight"]}
@@ -772,6 +833,7 @@ RANK_ROWS = {
         ranks(2, threads=8, machine_cpus=16),
         ranks(2, threads=None),
         where="",
+        cost=8.575,
     ),
 }
 
@@ -929,6 +991,20 @@ def test_bf16_can_return_what_is_arithmetic_and_no_more():
     assert most(elements=1_000_000) == pytest.approx(3.84 * 15 / 16)
     assert most(elements=9_000_000) == pytest.approx(9.5 * 15 / 16)
     assert most(elements=1_000_000, has_convolutions=True) == pytest.approx(9.5 * 15 / 16)
+
+
+def test_one_thread_that_the_script_sets_is_too_few_where_any_cpu_is_left():
+    look = rank_check("threads_too_few")
+    alone = {"threads": 1, "calls": [call("threads", 0.0)], "loader": {"num_workers": 0}}
+    (found,) = look([job(**alone)])
+    assert (found.kind, found.cost_ms, found.where) == ("slow", pytest.approx(4.9), "train.py:7")
+    assert "1 thread of the 2 " in found.what
+    assert look([job(threads=1, loader={"num_workers": 0})]) == []  # half of them, by the user
+    assert look([job(**alone | {"loader": {"num_workers": 2}})]) == []
+    # Of each core one, by the script.
+    assert look([job(**alone | {"threads": 8, "machine_cpus": 16})]) == []
+    (small,) = look([job(**alone, model={"elements": 500})])
+    assert small.kind == "note"
 
 
 def test_ranks_with_cpus_of_their_own_are_no_crowd():

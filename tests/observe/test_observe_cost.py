@@ -69,6 +69,39 @@ def test_what_is_called_too_often_is_timed_in_the_first_steps_alone():
         syncs.remove()
 
 
+def test_what_is_timed_in_some_steps_is_timed_in_later_ones_too():
+    watch = Watch()
+    syncs = watch_syncs(torch, watch, RoundTrips(watch))
+    lanes, tensor, plain = watch.lanes, torch.ones(1), torch.Tensor.item.__wrapped__
+    lanes.thread = get_ident()
+    timed = []
+    try:
+        for step in range(1, 131):
+            for _ in range(1 if step <= 50 else 3):
+                lanes.switch(FORWARD)
+                tensor.item()
+            lanes.steps = step
+            watch.attend()
+            timed += [step] if torch.Tensor.item is not plain else []
+            if step == 105:
+                (call,) = watch.calls.all()
+                assert (call.detail["watched_steps"], call.steps) == (40, round(39 / 40 * 105))
+        # Up to the 25th, and ten behind the 50th and the 100th.
+        assert timed == [*range(1, 25), *range(50, 60), *range(100, 110)]
+        (call,) = watch.calls.all()
+        # The first step is none of those that are counted.
+        assert (call.detail["watched_steps"], call.steps) == (45, round(44 / 45 * 130))
+        assert call.count == round((24 + 20 * 3) * 130 / 45)
+        assert [(one.since, one.until) for one in lanes._unseen] == [
+            (25, 50),
+            (60, 100),
+            (110, None),
+        ]
+        assert watch.calls.noted == watch.calls.noted_once  # none is a part of each step
+    finally:
+        syncs.remove()
+
+
 def test_what_tells_too_often_is_timed_in_the_first_steps_alone():
     watch, owner = Watch(), SimpleNamespace(add_scalar=lambda name: None, print=lambda text: None)
     plain = owner.add_scalar

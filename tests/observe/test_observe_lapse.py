@@ -211,6 +211,22 @@ def test_a_loop_over_numbers_ends_with_its_last_one():
     assert job.loops.had_epoch
 
 
+def test_the_steps_of_a_run_are_told_by_the_lengths_of_its_loops():
+    job, known = _Stepping(), []
+    for _ in job.loops.around(0, range(3)):
+        for at in job.loops.around(1, range(50)):
+            job.step()
+            known += [job.loops.steps_of_run()] if at in (0, 20) else []
+        for _ in job.loops.around(2, range(4)):
+            known.append(job.loops.steps_of_run())  # where none steps
+    assert known[:2] == [None, 150]
+    assert set(known[6:8]) == {150}
+    for _ in job.loops.around(3, iter(range(5))):
+        for _ in job.loops.around(4, range(50)):
+            job.step()
+    assert job.loops.steps_of_run() is None
+
+
 def test_where_a_loader_is_behind_a_loop_it_ends_by_itself():
     job = _Stepping()
     job.loops.ends_early = True

@@ -92,10 +92,17 @@ def test_time_goes_to_the_module_that_takes_it(watched, is_checkpointed):
 
 
 def test_what_lies_in_no_module_is_told_apart(watched):
-    _, found, _ = watched(nn.Sequential(nn.Linear(4, 4)), lambda told: Slow.apply(told).sum())
+    times, found, lanes_ms = watched(
+        nn.Sequential(nn.Linear(4, 4)), lambda told: Slow.apply(told).sum()
+    )
     outside = found["", ""]
     assert outside.backward_ms > 10 * found["0", "Linear"].backward_ms
     assert (outside.words, outside.operator) == ("outside of the model's modules", "Slow")
+    seen = Observation(["train.py"], steps=4, lanes_ms=lanes_ms)
+    linear, whole = found["0", "Linear"], found["", "Sequential"]
+    assert times.ms_of(["0"], seen) == linear.forward_ms + linear.backward_ms
+    assert times.ms_of([""], seen) == whole.forward_ms + whole.backward_ms
+    assert times.ms_of(["1"], seen) is None
 
 
 def test_no_hook_stays_behind(watched):

@@ -3,11 +3,14 @@
 import queue
 import threading
 import time
+from types import SimpleNamespace
 
 from flatout.observe import other_threads
 from flatout.observe.observation import Observation
-from flatout.observe.other_threads import OtherThreads
+from flatout.observe.other_threads import OtherThreads, _users
+from flatout.observe.sites import site_of
 from flatout.observe.watch import Watch
+from flatout.observe.within_loader import _lane_of
 
 
 def work(end):
@@ -54,3 +57,11 @@ def test_the_line_of_a_busy_thread_is_told_and_one_that_waits_is_not(monkeypatch
     assert "end.is_set" in one.site.code or "the line" in one.site.code
     assert one.busy > 0.5
     assert others.seconds > 0
+
+
+def test_a_frame_between_two_lines_is_at_that_of_its_function():
+    code = SimpleNamespace(co_filename=__file__, co_firstlineno=7, co_name="work")
+    frame = SimpleNamespace(f_code=code, f_lineno=None, f_back=None, f_globals={})
+    assert site_of(frame).line == 7
+    assert _users(frame) == (__file__, 7)
+    assert _lane_of(frame) == "transform"

@@ -152,7 +152,7 @@ def test_a_first_look_has_twenty_lines_of_whole_words_and_the_rest_is_verbose(wi
         assert len(lines) <= MOST_LINES, text
         assert all(len(line) <= width and line == line.rstrip() for line in lines)
         assert "DANGER     a/long/way/model.py:88 the optimizer holds" in text
-        assert ": --verbose" in text
+        assert "--verbose" in text
         assert "\nnext  flatout doctor " in text
         assert "no signal" not in text
         assert "left alone" not in text
@@ -299,6 +299,19 @@ def test_a_cost_that_is_no_bound_is_called_an_estimate():
     text = shown(Verdict([observation()], {}, None, [bound], [], []))
     assert "\n30 ms      w" in text
     assert "estimate" not in text
+
+
+def test_what_takes_more_than_time_is_listed_first_and_what_has_no_room_is_named():
+    found = [
+        Finding("slow", "w", "d", name=f"check_{at}", where=f"train.py:{at}", cost_ms=50.0 - at)
+        for at in range(6)
+    ]
+    disk = Finding("slow", "writes", "d", name="disk", cost_ms=0.1, takes="14 GB/h")
+    text = shown(Verdict([observation()], {}, None, [*found, disk], [], []))
+    assert text.index("\n14 GB/h    writes") < text.index("\n50 ms      train.py:0 w")
+    named = "check_2 train.py:2, check_3 train.py:3, check_4 train.py:4,..."
+    assert f"\n--verbose  {named}\n" in text
+    assert "more: --verbose" not in text
 
 
 def test_each_rank_has_its_line():

@@ -27,7 +27,7 @@ def main():
                 loss = nn.functional.cross_entropy(score, y[rows])
             optimizer.zero_grad()
             scaler.scale(loss).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # <- here
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)  # <- here
             scaler.step(optimizer)
             scaler.update()
             if step == args.steps:

@@ -46,6 +46,8 @@ class Finding:
         where: file:line of the user's code.
         cost_ms: the most per step that the cure can give back; None where that is not known.
         is_estimate: `cost_ms` is no bound: a cure can give back more.
+        takes: what it takes beside time, such as "12 GB/h" of a disk, and is told for whatever its
+            time is; "" for nothing.
         parity: of the cure, in the four words; "" where it changes no result.
         recipe: the cure as changes of a Recipe, by dotted name; empty where code must change.
         edits: the cure as changes of the user's code; empty where none can be written down.
@@ -59,6 +61,7 @@ class Finding:
     where: str = ""
     cost_ms: float | None = None
     is_estimate: bool = False
+    takes: str = ""
     parity: str = ""
     recipe: dict[str, Any] = field(default_factory=dict)
     edits: tuple[Edit, ...] = ()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 from flatout.devices import Inventory
 from flatout.observe import Observation
@@ -29,11 +32,23 @@ def on_this_machine(
         shm_free_mb=_shm_free_mb(machine)
         if observation.shm_free_mb is None
         else observation.shm_free_mb,
+        disk_free_mb=_disk_free_mb(observation)
+        if observation.disk_free_mb is None
+        else observation.disk_free_mb,
     )
 
 
 def _shm_free_mb(machine: Inventory) -> float | None:
     return None if machine.shm is None else machine.shm.free / 2**20
+
+
+def _disk_free_mb(observation: Observation) -> float | None:
+    """Where the script has written last: in the folder itself, not in the scratch copy of it."""
+    folders = [Path(saved["path"]).parent for saved in observation.saved if saved.get("path")]
+    for place in [at for folder in folders[-1:] for at in (folder, *folder.parents)]:
+        with suppress(OSError):
+            return shutil.disk_usage(place).free / 2**20
+    return None
 
 
 def _gpus(machine: Inventory) -> list[str]:

@@ -32,7 +32,8 @@ def _bounded(finding: Finding, observation: Observation) -> Finding:
         return finding
     own = measured.returns_ms if finding.cost_ms is None else finding.cost_ms
     most = min(own, measured.returns_ms)
-    return replace(finding, cost_ms=most, kind="slow" if is_worth(observation, most) else "note")
+    is_told = is_worth(observation, most) or finding.takes
+    return replace(finding, cost_ms=most, kind="slow" if is_told else "note")
 
 
 def without(lanes: tuple[str, ...], observation: Observation) -> str:

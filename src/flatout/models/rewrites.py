@@ -101,11 +101,14 @@ class Pair:
 
     Attributes:
         activation, pooling: the modules' names in the model, or the functions'.
+        modules: names of the modules whose own time both take: they themselves, or the one whose
+            forward calls a function.
         file, line: of the written `forward` in which the pooling stands; "" and 0 in a Sequential.
     """
 
     activation: str
     pooling: str
+    modules: tuple[str, str]
     file: str
     line: int
 
@@ -121,7 +124,7 @@ def find_pairs(model: nn.Module) -> list[Pair]:
         if traced is None:
             continue
         own = [
-            Pair(_words(name, node.args[0]), _words(name, node), *line_of(node))
+            _pair(name, node.args[0], node)
             for node in traced.graph.nodes
             if _is_pool(node, module)
             and isinstance(node.args[0], fx.Node)
@@ -131,6 +134,15 @@ def find_pairs(model: nn.Module) -> list[Pair]:
             done.update(traced.inlined)
         pairs += own
     return pairs
+
+
+def _pair(name: str, activation: fx.Node, pooling: fx.Node) -> Pair:
+    words = _words(name, activation), _words(name, pooling)
+    modules = (
+        words[0] if activation.op == "call_module" else name,
+        words[1] if pooling.op == "call_module" else name,
+    )
+    return Pair(*words, modules, *line_of(pooling))
 
 
 def _words(prefix: str, node: fx.Node) -> str:

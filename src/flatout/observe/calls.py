@@ -73,7 +73,7 @@ class Calls:
         self._steady: dict[tuple[str, int, int], _Steady] = {}
         self._of_lines: dict[tuple[str, Site | None], _Entry] = {}
         self._codes: list[CodeType] = []
-        self._windows: dict[str, int] = {}
+        self._windows: dict[str, tuple[int, int | None]] = {}
         # Functions that call an optimizer's step.
         self.loops: set[CodeType] = set()
         self.steady_after = _STEADY_AFTER
@@ -167,9 +167,15 @@ class Calls:
         """Begins to count."""
         Calls.__init__(self, self._lanes)
 
-    def spread(self, kind: str, window: int) -> None:
-        """Calls of this kind were watched in so many steps only; they are told as if in all."""
-        self._windows[kind] = window
+    def spread(self, kind: str, window: int, since: int | None = None) -> None:
+        """Calls of this kind were watched in so many steps only; they are told as if in all.
+
+        Args:
+            kind: of the calls.
+            window: how many steps.
+            since: the step from which on they are watched again; None where they are not.
+        """
+        self._windows[kind] = window, since
 
     @property
     def noted_once(self) -> int:
@@ -188,8 +194,9 @@ class Calls:
             call.detail = dict(entry.detail)
             if entry.bytes:
                 call.detail["bytes"] = entry.bytes // entry.count
-            window = self._windows.get(entry.kind)
+            window, since = self._windows.get(entry.kind, (0, None))
             if window:
+                window += 0 if since is None else steps - since
                 factor = max(1.0, steps / window)
                 call.count = round(call.count * factor)
                 call.seconds = factor * entry.ns / 1e9

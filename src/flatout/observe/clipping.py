@@ -9,14 +9,17 @@ from typing import Any
 from weakref import WeakSet
 
 from flatout.hooks import Hook, wrap
+from flatout.observe.model_facts import local
 from flatout.observe.watch import Watch
 
 # Calls in so many steps are looked at: they come alike.
 _STEPS = 6
-# A norm that is no smaller than this share of the scale was multiplied by it, too.
+# A limit that is no smaller than this share of the scale was multiplied by it, too.
 _SCALED = 1 / 8
 # A scaler begins with a factor that is too large, and halves it with each step that it leaves out.
 _LEFT_OUT = 24
+# The functions, with the name of their limit.
+_LIMITS = {"clip_grad_norm_": "max_norm", "clip_grad_value_": "clip_value"}
 NO_STEP = (
     f"a GradScaler has left out each of the first {_LEFT_OUT} steps: gradients are NaN or infinite "
     "in all of them, as from a logarithm or root of zero, or a division by it"
@@ -31,9 +34,11 @@ class Clipping:
         self._watch = watch
         self._hooks: list[Hook] = []
         self._scalers: WeakSet[Any] = WeakSet()
+        # Those that have multiplied a loss, and divided no gradients since.
+        self._pending: WeakSet[Any] = WeakSet()
         for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
-            for name in ("clip_grad_norm_", "clip_grad_value_"):
-                self._hooks.append(wrap(owner, name, "observe", self._clipping))
+            for name, limit in _LIMITS.items():
+                self._hooks.append(wrap(owner, name, "observe", self._clipping, limit))
         self._updates = 0
         scaler = {"scale": self._scaling, "unscale_": self._unscaling, "update": self._updating}
         for name, around in scaler.items():
@@ -48,6 +53,7 @@ class Clipping:
     def _scaling(self, original: Any) -> Any:
         def scale(scaler: Any, *args: Any, **kwargs: Any) -> Any:
             self._scalers.add(scaler)
+            self._pending.add(scaler)
             scaled = original(scaler, *args, **kwargs)
             self._watch.scaled = getattr(scaled, "grad_fn", None)
             return scaled
@@ -58,6 +64,7 @@ class Clipping:
         def unscale(scaler: Any, *args: Any, **kwargs: Any) -> Any:
             if get_ident() == self._watch.lanes.thread:
                 self._watch.aside(*self._watch.before_clipping)
+            self._pending.discard(scaler)
             return original(scaler, *args, **kwargs)
 
         return unscale
@@ -72,25 +79,29 @@ class Clipping:
 
         return update
 
-    def _clipping(self, original: Any) -> Any:
+    def _clipping(self, original: Any, limit_name: str) -> Any:
         lanes = self._watch.lanes
         is_traced = self._torch.compiler.is_dynamo_compiling
 
-        def clip(parameters: Any, limit: Any, *args: Any, **kwargs: Any) -> Any:
-            if is_traced() or lanes.steps > _STEPS or get_ident() != lanes.thread:
-                return original(parameters, limit, *args, **kwargs)
+        def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+            is_seen = args or limit_name in kwargs  # else the function says what is missing
+            if not is_seen or is_traced() or lanes.steps > _STEPS or get_ident() != lanes.thread:
+                return original(parameters, *args, **kwargs)
             self._watch.aside(*self._watch.before_clipping)
             if isinstance(parameters, Iterable) and not self._torch.is_tensor(parameters):
                 parameters = list(parameters)
+            limit = float(args[0] if args else kwargs[limit_name])
             is_late = lanes.steps > 0 and not lanes.backwards
             scale = 1.0 if is_late else self._scale_of(parameters)
-            norm = original(parameters, limit, *args, **kwargs)
-            if lanes.steps and isfinite(float(limit)):
+            is_off = not is_late and any(not scaler.is_enabled() for scaler in self._pending)
+            norm = original(parameters, *args, **kwargs)
+            if lanes.steps and isfinite(limit):
                 detail = {
-                    "limit": float(limit),
+                    "limit": limit,
                     "norm": None if norm is None else float(norm),
                     "is_late": is_late,
-                    "scale": scale if float(limit) < _SCALED * scale else 1.0,
+                    "scale": scale if limit < _SCALED * scale else 1.0,
+                    "is_scaler_off": is_off,
                 }
                 self._watch.calls.note("clip", 0, detail=detail)
             return norm
@@ -98,18 +109,26 @@ class Clipping:
         return clip
 
     def _scale_of(self, parameters: Any) -> float:
-        """By what a scaler has these gradients multiplied now."""
-        first = parameters[:1] if isinstance(parameters, list) else [parameters]
-        wanted = {id(tensor) for tensor in first}
-        for scaler in list(self._scalers):
+        """By what a scaler has any of these gradients multiplied now."""
+        clipped = {
+            id(one) for one in (parameters if isinstance(parameters, list) else [parameters])
+        }
+        ready = self._torch.amp.grad_scaler.OptState.READY
+        for scaler in [scaler for scaler in self._scalers if scaler.is_enabled()]:
             for watched in self._watch.optimizers:
                 optimizer = watched.ref()
-                if optimizer is None or wanted.isdisjoint(
-                    id(tensor) for tensor in watched.tensors()
-                ):
-                    continue
                 state = scaler._per_optimizer_states.get(id(optimizer), {})
-                ready = self._torch.amp.grad_scaler.OptState.READY
-                if scaler.is_enabled() and state.get("stage", ready) is ready:
+                if optimizer is None or state.get("stage", ready) is not ready:
+                    continue
+                # What has frozen layers has parameters without; another optimizer's are zero.
+                mine = [one.grad for one in watched.tensors() if id(one) in clipped]
+                if any(one is not None and self._is_any(one) for one in mine):
                     return float(scaler.get_scale())
         return 1.0
+
+    def _is_any(self, gradient: Any) -> bool:
+        """Whether it holds anything but zeros; by no method that is watched."""
+        if gradient.is_sparse:
+            return True
+        own = local(gradient)
+        return not self._torch.equal(own, -own)

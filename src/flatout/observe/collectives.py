@@ -14,15 +14,13 @@ KIND = "collective"
 _NAMES = ("all_reduce", "reduce", "broadcast", "all_gather", "barrier")
 # Wrappers of models and optimizers call them too.
 _OTHERS = (BACKWARD, OPTIMIZER, SAVING, SYNC)
-# Timing them may take so much of a step, at so much for each of them.
-_MOST_NS, _CALL_NS = 5_000, 3_000
 
 
 def watch_collectives(torch: Any, watch: Watch) -> None:
-    """Hooks into those of torch.distributed, in all steps or in the first ones."""
+    """Hooks into those of torch.distributed, in all steps or in some."""
     if not torch.distributed.is_available():
         return
-    often = FrequentCalls(watch, _MOST_NS, _CALL_NS, SYNC)
+    often = FrequentCalls(watch, SYNC)
     for name in _NAMES:
         around = partial(
             timed,

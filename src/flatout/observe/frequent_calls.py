@@ -1,4 +1,4 @@
-"""Calls that are timed in all steps, or in the first ones where that costs too much of a step."""
+"""Calls that are timed in all steps, or where that costs too much of a step, in some of them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from flatout.hooks import Hook, is_anything_compiled, wrap
-from flatout.observe.lanes import HOST
+from flatout.observe.lanes import HOST, Unseen
 from flatout.observe.watch import Watch
 
-# Timing may take so much of the time. That is weighed after so many steps, and again after twice
-# as many.
-_MOST_SHARE, _WEIGHED = 0.002, 25
+# Timing the calls of a kind may take so much of the time, or of each step, at so much for a call.
+_MOST_SHARE, _MOST_NS, _CALL_NS = 0.001, 1_000, 3_000
+# That is weighed after so many steps, and again whenever there were twice as many. Then calls that
+# are no longer timed in each step are timed in so many.
+_WEIGHED, _WINDOW = 25, 10
 
 
 class _Place(NamedTuple):
@@ -26,24 +28,26 @@ class _Place(NamedTuple):
 
 
 class FrequentCalls:
-    """Times calls by kinds: those of the first steps stand for all where a kind comes too often.
+    """Times calls by kinds: where a kind comes too often some steps stand for all.
 
     Args:
         watch: gets the calls.
-        most_ns: that timing may take of a step, where that is more than its share of the time.
-        call_ns: that it takes for each call.
         lane: whose time the calls are.
 
     Attributes:
         shifted: gets the ns that were taken out of another lane, by kind and lane.
     """
 
-    def __init__(self, watch: Watch, most_ns: int, call_ns: int, lane: int = HOST) -> None:
-        self._watch, self._most_ns, self._call_ns = watch, most_ns, call_ns
+    def __init__(self, watch: Watch, lane: int = HOST) -> None:
+        self._watch = watch
         self._lane = lane
         self.shifted: Counter[tuple[str, int]] = Counter()
         self._places: list[_Place] = []
         self._hooks: dict[int, Hook] = {}
+        # By kinds that are not timed in each step: steps in which they were, and what of a lane's
+        # time is another's in the others.
+        self._watched: dict[str, int] = {}
+        self._unseen: dict[str, list[Unseen]] = {}
         watch.on_renewal.append(self._begin)
         watch.at(_WEIGHED, self.weigh)
 
@@ -60,37 +64,60 @@ class FrequentCalls:
 
     def _begin(self) -> None:
         self.shifted.clear()
+        self._watched.clear()
+        self._unseen.clear()
         for number in range(len(self._places)):
             if number not in self._hooks:
                 self._wrap(number)
 
     def weigh(self) -> None:
-        """Let the steps so far stand for all, of kinds that came too often in them."""
-        watch, lanes = self._watch, self._watch.lanes
-        steps = lanes.steps
-        most = max(_MOST_SHARE * sum(lanes.spent), self._most_ns * steps) / self._call_ns
+        """Lets some steps stand for all, of kinds that came too often, and times a few more."""
+        steps = self._watch.lanes.steps
+        self._watch.at(2 * steps, self.weigh)
+        if is_anything_compiled():  # it would be compiled again
+            return
+        for kind in self._watched:
+            self._open(kind)
+        most = max(_MOST_SHARE * sum(self._watch.lanes.spent), _MOST_NS * steps) / _CALL_NS
         for kind in sorted({self._places[number].kind for number in self._hooks}):
-            count = watch.calls.count(kind)
-            if count > most and not is_anything_compiled():  # it would be compiled again
-                self._end(kind)
-                watch.notes[
-                    f"{kind}: {count / steps:.0f} calls a step are too many to time in each; "
-                    f"the first {steps} steps stand for all"
+            if kind not in self._watched and (count := self._watch.calls.count(kind)) > most:
+                self._close(kind, steps)
+                often = max(1, round(count / steps))
+                self._watch.notes[
+                    f"{kind}: {often} call{'s' if often > 1 else ''} a step are too many to time "
+                    f"in each; the first {steps} steps and some later ones stand for all"
                 ] = None
-        watch.at(2 * steps, self.weigh)
 
-    def _end(self, kind: str) -> None:
+    def _open(self, kind: str) -> None:
+        """Times the calls of a kind in a few steps."""
+        steps = self._watch.lanes.steps
+        mine = [number for number, place in enumerate(self._places) if place.kind == kind]
+        if self._hooks.keys() >= set(mine):
+            return  # it could not be closed
+        for unseen in self._unseen.pop(kind, ()):
+            unseen.until = steps
+        for number in mine:
+            self._wrap(number)
+        watched = self._watched[kind]
+        self._watch.calls.spread(kind, watched, since=steps)
+        self._watch.at(steps + _WINDOW, lambda: self._close(kind, watched + _WINDOW))
+
+    def _close(self, kind: str, watched: int) -> None:
+        """No longer times the calls of a kind, which it has in so many steps."""
         for number in [number for number in self._hooks if self._places[number].kind == kind]:
             if not self._hooks[number].remove():
                 return  # another package has wrapped it since
             del self._hooks[number]
-        steps = self._watch.lanes.steps
-        self._watch.calls.spread(kind, steps)
+        self._watched[kind] = watched
+        self._watch.calls.spread(kind, watched)
         for (of, lane), ns in self.shifted.items():
             if of == kind and lane != self._lane:
-                self._watch.lanes.takes_each_step(ns / steps, lane, self._lane)
+                unseen = self._watch.lanes.takes_each_step(ns / watched, lane, self._lane)
+                self._unseen.setdefault(kind, []).append(unseen)
 
     def remove(self) -> None:
-        """Take all wrappers off."""
+        """Take all wrappers off, for good."""
         for hook in self._hooks.values():
             hook.remove()
+        for of in (self._hooks, self._places, self._watched):
+            of.clear()

@@ -19,10 +19,12 @@ _FROM, _UNTIL = 9, 18
 # So many steps in a row, and by how much the growth of each may differ from the mean.
 _LEAST, _EVEN = 6, 0.5
 _FUNCTIONS = {
-    "torch": ("cat", "concat", "concatenate", "vstack", "hstack"),
-    "numpy": ("concatenate", "append", "vstack", "hstack"),
+    "torch": ("cat", "concat", "concatenate", "vstack", "hstack", "stack"),
+    "numpy": ("concatenate", "append", "vstack", "hstack", "stack"),
     "pandas": ("concat",),
 }
+# Those that go through a whole list of numbers to give a few.
+_OF_LISTS = {"numpy": ("mean", "average", "median", "std", "array")}
 
 
 @dataclass
@@ -30,6 +32,8 @@ class _History:
     """What one line has put together."""
 
     words: str
+    is_list: bool
+    bytes: int = 8
     sizes: dict[int, int] = field(default_factory=dict)
     ns: dict[int, int] = field(default_factory=dict)
 
@@ -59,21 +63,24 @@ class GrowingHistories:
     def _open(self) -> None:
         if is_anything_compiled():
             return  # something is compiled, and would be compiled again
-        for package, names in _FUNCTIONS.items():
-            owner = sys.modules.get(package)
-            for name in names if owner is not None else ():
-                words = f"{package}.{name}"
-                self._hooks.append(wrap(owner, name, "observe", self._measured, words))
+        for functions, of_lists in ((_FUNCTIONS, False), (_OF_LISTS, True)):
+            for package, names in functions.items():
+                owner = sys.modules.get(package)
+                for name in names if owner is not None else ():
+                    given = f"{package}.{name}", of_lists
+                    self._hooks.append(wrap(owner, name, "observe", self._measured, *given))
 
     def _end(self) -> None:
         while self._hooks:
             self._hooks.pop().remove()
 
-    def _measured(self, original: Any, words: str) -> Any:
+    def _measured(self, original: Any, words: str, of_lists: bool) -> Any:
         lanes = self._watch.lanes
 
         def put_together(*args: Any, **kwargs: Any) -> Any:
             is_ours = get_ident() == lanes.thread and not self._is_inside
+            if of_lists:
+                is_ours = is_ours and bool(args) and isinstance(args[0], list)
             if not is_ours or lanes.current in (INPUT, OPTIMIZER):
                 return original(*args, **kwargs)
             self._is_inside = True
@@ -83,9 +90,11 @@ class GrowingHistories:
             finally:
                 self._is_inside = False
             took = perf_counter_ns() - began
-            history = self._by_line.setdefault(here(1), _History(words))
+            history = self._by_line.setdefault(here(1), _History(words, of_lists))
+            history.bytes = 8 if of_lists else int(getattr(result, "itemsize", 8))
             # The first of a step: what grows within a step begins again in the next.
-            history.sizes.setdefault(lanes.steps, _numbers(result))
+            size = max(_numbers(result), len(args[0]) if of_lists else 0)
+            history.sizes.setdefault(lanes.steps, size)
             history.ns[lanes.steps] = history.ns.get(lanes.steps, 0) + took
             return result
 
@@ -101,9 +110,11 @@ class GrowingHistories:
             mean = sum(apart) / len(apart)
             if mean > 0 and all(abs(item - mean) <= _EVEN * mean for item in apart):
                 last = sorted(value.ns.values())[len(value.ns) // 2]
-                self.histories.append(
-                    Growing(value.words, site, sizes[-1], round(mean), last / 1e6, max(value.sizes))
+                grown = Growing(
+                    value.words, site, sizes[-1], round(mean), last / 1e6, max(value.sizes)
                 )
+                grown.bytes, grown.is_list = value.bytes, value.is_list
+                self.histories.append(grown)
         self._by_line.clear()
 
 

@@ -8,6 +8,7 @@ for.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from threading import get_ident
 from time import perf_counter_ns
 from typing import Any
@@ -44,9 +45,27 @@ __all__ = [
     "SAVING",
     "SYNC",
     "Lanes",
+    "Unseen",
 ]
 
 _NOTHING = [0] * (AFTER + 1)
+
+
+@dataclass
+class Unseen:
+    """What each step spends for one lane while the clock runs for another.
+
+    Attributes:
+        since, until: the steps between which it does; None for all to come.
+        ns: per step.
+        before, after: the lane that the clock runs for, and that which it is spent for.
+    """
+
+    since: int
+    ns: float
+    before: int
+    after: int
+    until: int | None = None
 
 
 class Lanes(Clock):
@@ -62,8 +81,7 @@ class Lanes(Clock):
 
     def __init__(self) -> None:
         super().__init__()
-        # What each step since then spends for one lane while the clock runs for another.
-        self._unseen: list[tuple[int, float, int, int]] = []
+        self._unseen: list[Unseen] = []
         self.evaluations: list[Any] = []
         self.due = 1
 
@@ -78,9 +96,10 @@ class Lanes(Clock):
         self.began += ns
         self.last += ns
 
-    def takes_each_step(self, ns: float, before: int, after: int) -> None:
-        """In all steps to come so much of one lane's time is another's: no one looks any more."""
-        self._unseen.append((self.steps, ns, before, after))
+    def takes_each_step(self, ns: float, before: int, after: int) -> Unseen:
+        """In the steps to come so much of one lane's time is another's: no one looks any more."""
+        self._unseen.append(Unseen(self.steps, ns, before, after))
+        return self._unseen[-1]
 
     def begin_batch(self) -> bool:
         """A batch, or an iteration over batches, is asked for: whether in this thread."""
@@ -206,9 +225,10 @@ class Lanes(Clock):
         if steps > 3:
             totals = [whole - first for whole, first in zip(totals, self.first, strict=True)]
             steps -= 1
-        for since, ns, lane, other in self._unseen:
-            moved = min(totals[lane], round(ns * (self.steps - since)))
-            totals[lane] -= moved
-            totals[other] += moved
+        for item in self._unseen:
+            until = self.steps if item.until is None else item.until
+            moved = min(totals[item.before], round(item.ns * (until - item.since)))
+            totals[item.before] -= moved
+            totals[item.after] += moved
         totals[OPTIMIZER] += totals[AFTER]
         return {name: totals[lane] / max(1, steps) / 1e6 for lane, name in enumerate(LANES)}

@@ -94,6 +94,16 @@ class Loops:
             and (item.holds_epochs or now - item.steps > _STEPS_IN_A_TURN)
         ]
 
+    def steps_of_run(self) -> int | None:
+        """Steps that the open loops take until their ends, if their turns go on as until now; None
+        where that is not known: one has no length, or is in its first turn."""
+        taken: float | None = None
+        for item in reversed(self._open):
+            if item.turns:
+                taken = (item.steps - item.first) / item.turns
+            taken = None if taken is None or item.length is None else taken * item.length
+        return round(taken) if taken else None
+
     def _steps(self, turns: Turns) -> bool:
         taken = self._lanes.steps - turns.first
         return turns.turns >= 2 and taken >= _AN_EPOCH and not turns.holds_epochs

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from threading import get_ident
@@ -220,26 +220,41 @@ class ModuleTimes:
             forward = min(of.forward for of in steps)
             yield number, _Of(forward, least.backward, least.operators)
 
-    def results(self, observation: Observation) -> list[ModuleTime]:
-        """Modules of one kind and place together, those that take most first."""
+    def ms_of(self, names: Iterable[str], observation: Observation) -> float | None:
+        """Forward and backward of the modules of these names, without those in them, per step; None
+        where none of them was seen."""
+        wanted = set(names)
+        each = self._each(observation)
+        mine = [own for name, kind, own, _ in each if kind is not None and name in wanted]
+        return sum(one.forward_ms + one.backward_ms for one in mine) if mine else None
+
+    def _each(self, observation: Observation) -> Iterator[tuple[str, Any, ModuleTime, _Of]]:
+        """Of each module: its name, its class, what it takes, and by which operators."""
         lanes = ("forward", "backward")
         least = [min(each, default=0) for each in zip(*self._lanes_ns, strict=True)]
         if not (any(self._steps) and all(least)):
-            return []  # none were looked at, or not to the end
-        groups: dict[tuple[str, str], ModuleTime] = {}
-        operators: dict[tuple[str, str], dict[str, int]] = defaultdict(lambda: defaultdict(int))
+            return  # none were looked at, or not to the end
         forward, backward = (
             (observation.lanes_ms.get(lane) or 0.0) / ns
             for lane, ns in zip(lanes, least, strict=True)
         )
         for number, of in self._typical():
             name, kind = self._names[number] if number >= 0 else ("", None)
-            key = _NUMBER.sub("*", name), "" if kind is None else kind.__name__
-            one = groups.setdefault(key, ModuleTime(name, key[1]))
+            own = ModuleTime(name, "" if kind is None else kind.__name__, 1)
+            own.forward_ms, own.backward_ms = forward * of.forward, backward * of.backward
+            yield name, kind, own, of
+
+    def results(self, observation: Observation) -> list[ModuleTime]:
+        """Modules of one kind and place together, those that take most first."""
+        groups: dict[tuple[str, str], ModuleTime] = {}
+        operators: dict[tuple[str, str], dict[str, int]] = defaultdict(lambda: defaultdict(int))
+        for name, kind, own, of in self._each(observation):
+            key = _NUMBER.sub("*", name), own.kind
+            one = groups.setdefault(key, ModuleTime(name, own.kind))
             one.count += 1
             one.name = name if one.count == 1 else key[0]
-            one.forward_ms += forward * of.forward
-            one.backward_ms += backward * of.backward
+            one.forward_ms += own.forward_ms
+            one.backward_ms += own.backward_ms
             if kind is None or not kind.__module__.startswith("torch.nn."):
                 for operator, ns in of.operators.items():
                     operators[key][operator] += ns

@@ -372,6 +372,8 @@ class Model:
         frozen_share: share of the forward time in leading modules without trainable parameters.
         pool_after: names of (activation, pooling) pairs that could change places.
         pool_site: the line of the first of them.
+        pool_parts, pool_ms: names of the modules whose own time they take, and that time of forward
+            and backward, per step; None where it was not seen, as on a GPU.
         device_type: where its parameters are: "cpu", "cuda".
     """
 
@@ -408,6 +410,8 @@ class Model:
     frozen_share: float | None = None
     pool_after: list[tuple[str, str]] = field(default_factory=list)
     pool_site: Site | None = None
+    pool_parts: list[str] = field(default_factory=list)
+    pool_ms: float | None = None
     device_type: str = "cpu"
 
 
@@ -454,6 +458,8 @@ class Growing:
         more: numbers that come with each step.
         ms: per step, in the steps that were looked at.
         at: the last of these steps.
+        bytes: of a number.
+        is_list: whether a list of Python's is read as a whole, and not an array put together.
     """
 
     words: str
@@ -462,6 +468,8 @@ class Growing:
     more: int
     ms: float
     at: int
+    bytes: int = 8
+    is_list: bool = False
 
 
 @dataclass
@@ -742,12 +750,15 @@ class Observation:
         kept_graphs: names of the script's that hold on to the graphs of past steps.
         schedules: of learning rates.
         epoch_loops: loops of the user's own that go through epochs: the line, and how many turns.
+        run_steps: that the script would take, by the lengths of the loops that it is in; None where
+            one of them has none.
         switched_on: what was on for all of torch at the first backward pass, such as
             "detect_anomaly"; None without one.
         evaluation_site: where a model was called to evaluate.
-        saved: what was written with torch.save: {"path", "step", "keys"} of each; the absolute
-            path, or "" for no file; with "contents", where there are several ranks, a number for
-            its tensors, None without any.
+        saved: what was written with torch.save: {"path", "step", "keys", "bytes", "is_there"} of
+            each: the absolute path, or "" for no file; its size, None where that was not seen, and
+            whether it was there at the end; with "contents", where there are several ranks, a
+            number for its tensors, None without any.
         compiles: [step, graphs that torch.compile had made by then, seconds that took], from the
             second step on; empty where it made none.
         openmp: names of the OpenMP libraries that the process has loaded.
@@ -755,6 +766,7 @@ class Observation:
         gpu_memory_mb: by the GPU's uuid, the most that torch held on each on which this process
             has a context; None where torch computes on no GPU.
         shm_free_mb: free in /dev/shm, through which workers hand over batches.
+        disk_free_mb: free where `saved` lie; None without any.
         machine_cpus: CPUs that all ranks of this machine may use together.
         gpus: names of the GPUs that torch could use here, whether the script does or not.
         bf16_units: what computes in bf16 on the device at hand, such as "AMX-bf16"; "" for nothing.
@@ -828,6 +840,7 @@ class Observation:
     kept_graphs: list[KeptGraphs] = field(default_factory=list)
     schedules: list[Schedule] = field(default_factory=list)
     epoch_loops: list[tuple[Site, int]] = field(default_factory=list)
+    run_steps: int | None = None
     switched_on: list[str] | None = None
     evaluation_site: Site | None = None
     saved: list[dict[str, Any]] = field(default_factory=list)
@@ -836,6 +849,7 @@ class Observation:
     openmp_settings: dict[str, str] = field(default_factory=dict)
     gpu_memory_mb: dict[str, float] | None = None
     shm_free_mb: float | None = None
+    disk_free_mb: float | None = None
     machine_cpus: int | None = None
     gpus: list[str] | None = None
     bf16_units: str | None = None

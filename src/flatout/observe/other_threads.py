@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 
 from flatout.observe.observation import Observation, OtherThread, Site
-from flatout.observe.sites import is_users, read
+from flatout.observe.sites import is_users, line_of, read
 from flatout.observe.watch import Watch
 
 # From one look to the next, and longer where that would take more than this share of a CPU.
@@ -121,6 +121,6 @@ def _users(frame: FrameType | None) -> tuple[str, int] | None:
     """The innermost line of the user's."""
     while frame is not None:
         if is_users(frame.f_code.co_filename):
-            return frame.f_code.co_filename, frame.f_lineno
+            return frame.f_code.co_filename, line_of(frame)
         frame = frame.f_back
     return None

@@ -24,8 +24,6 @@ _SAVED = 24
 _NUMBERED = 8
 # By a package, where what is told can be left out.
 _LOGGED = {"logged": True}
-# Timing what prints or logs may take so much of a step, at so much for each call.
-_MOST_NS, _CALL_NS = 5_000, 3_000
 
 
 def watch_outputs(watch: Watch) -> None:
@@ -40,13 +38,13 @@ def watch_outputs(watch: Watch) -> None:
 
 
 class Told:
-    """Times what prints or logs: in all steps, or, where that would cost too much of a step, in the
-    first ones, which then stand for all.
+    """Times what prints or logs: in all steps, or, where that would cost too much of a step, in
+    some, which then stand for all.
     """
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
-        self.calls = FrequentCalls(watch, _MOST_NS, _CALL_NS)
+        self.calls = FrequentCalls(watch)
 
     def time(self, owner: Any, name: str, kind: str, detail: dict[str, Any] | None = None) -> None:
         """Times the calls of a function, as of this kind."""
@@ -94,11 +92,20 @@ def _saving(original: Any, watch: Watch) -> Any:
         if get_ident() == watch.lanes.thread and len(watch.saved) < _SAVED:
             path = os.path.abspath(os.fsdecode(f)) if isinstance(f, (str, os.PathLike)) else ""
             saved = {"path": path, "step": watch.lanes.steps, "keys": keys_of(obj)}
+            saved["bytes"] = _size(path)
             watch.saved.append(saved)
             if path and len(watch.saved) <= _NUMBERED and has_peers():
                 watch.aside(lambda: saved.update(contents=contents_of(obj)))
 
     return save
+
+
+def _size(path: str) -> int | None:
+    """Of a file, in bytes; None of what is none."""
+    try:
+        return os.stat(path).st_size if path else None
+    except OSError:
+        return None
 
 
 def contents_of(obj: Any) -> int | None:

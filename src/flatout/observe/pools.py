@@ -9,7 +9,7 @@ from flatout.observe.observation import Model, Site
 
 
 def look_at_pools(module: Any, facts: Model) -> None:
-    """Fills in the pairs that could change places, and the line of the first one."""
+    """Fills in the pairs that could change places, their modules, and the line of the first one."""
     root = unwrapped(module)[-1]
     if facts.is_compiled or not any(_may_pool(inner) for inner in root.modules()):
         return
@@ -17,6 +17,9 @@ def look_at_pools(module: Any, facts: Model) -> None:
 
     pairs = find_pairs(root)
     facts.pool_after = [(pair.activation, pair.pooling) for pair in pairs]
+    prefix = next((name for name, inner in module.named_modules() if inner is root), "")
+    parts = {part for pair in pairs for part in pair.modules}
+    facts.pool_parts = sorted(f"{prefix}.{part}".strip(".") for part in parts)
     sites = [Site(pair.file, pair.line) for pair in pairs if pair.file]
     facts.pool_site = sites[0] if sites else None
 

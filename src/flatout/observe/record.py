@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 from collections.abc import Iterable
@@ -57,7 +58,7 @@ def observation(
             for loader in list(watch.loaders)
             if loader.batches
         ],
-        saved=list(watch.saved),
+        saved=list(watch.saved) if is_live else [_saved(one) for one in watch.saved],
         notes=list(watch.notes),
         ended="running",
     )
@@ -106,6 +107,11 @@ def _backbones(models: list[SeenModel]) -> list[Backbone]:
 def _make(model: SeenModel) -> tuple[str, int, tuple[tuple[str, int], ...]]:
     facts = model.facts
     return facts.kind, facts.elements, tuple(sorted(facts.layers.items()))
+
+
+def _saved(saved: dict[str, Any]) -> dict[str, Any]:
+    """What was saved, and whether the file is still there."""
+    return {**saved, "is_there": bool(saved["path"]) and os.path.exists(saved["path"])}
 
 
 def _with_inside(loader: SeenLoader, folder: Path | None) -> Loader:

@@ -65,7 +65,14 @@ def site_of(frame: FrameType | None, outermost: str = "") -> Site | None:
         if outermost and frame.f_globals.get("__name__") == outermost:
             return None
         frame = frame.f_back
-    return None if frame is None else Site(frame.f_code.co_filename, frame.f_lineno)
+    return None if frame is None else Site(frame.f_code.co_filename, line_of(frame))
+
+
+def line_of(frame: FrameType) -> int:
+    """The line that a frame is at. That of another thread may be at none for a moment, as between
+    two lines: then it is the one in which its function begins.
+    """
+    return frame.f_lineno or frame.f_code.co_firstlineno
 
 
 def users_frame(frame: FrameType | None) -> FrameType | None:

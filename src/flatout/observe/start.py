@@ -242,6 +242,7 @@ class Observer:
             result.epoch_loops = [
                 (read(Site(*lines[number])), turns) for number, turns in self._loops.epochs_of()
             ]
+            result.run_steps = self._loops.steps_of_run()
         return result
 
     def _ends(self, is_well: bool) -> None:
@@ -269,6 +270,8 @@ class Observer:
             self._threads.fill(observed)
             if self._modules is not None:
                 observed.modules = self._modules.results(observed)
+                for model in observed.models:
+                    model.pool_ms = self._modules.ms_of(model.pool_parts, observed)
             aside_s = self._writer.cpu_seconds + self._lines.seconds + self._threads.seconds
             first_s = self._writer.first_seconds
             # On a busy machine counting takes long, and this process may be ended meanwhile.

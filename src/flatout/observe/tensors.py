@@ -18,8 +18,6 @@ from flatout.observe.watch import Watch
 
 # Optimizers and loaders read their own numbers.
 _OTHERS = (OPTIMIZER, INPUT)
-# Counting calls may take so much of a step, at so much for each of them.
-_MOST_NS, _CALL_NS = 4_000, 3_000
 # Steps in which copies are asked from what memory they come.
 _ASKED = 8
 # Methods that give a number with a fraction.
@@ -49,9 +47,9 @@ def watch_tensors(torch: Any, watch: Watch) -> None:
 
 def watch_syncs(torch: Any, watch: Watch, trips: RoundTrips) -> FrequentCalls:
     """Counts values that come to the host: in all steps, or where that would cost too much of a
-    short step with many of them, in the first ones.
+    short step, in some.
     """
-    syncs = FrequentCalls(watch, _MOST_NS, _CALL_NS)
+    syncs = FrequentCalls(watch)
     for name, kind in _SYNCS.items():
         follows = trips if name == "cpu" else None
         syncs.time(torch.Tensor, name, kind, timed, kind, name, watch, follows, syncs.shifted)

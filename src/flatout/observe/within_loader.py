@@ -28,7 +28,7 @@ from flatout.hooks import wrap
 from flatout.observe.generators import Draws, drawn_alike
 from flatout.observe.line_clock import LineClock
 from flatout.observe.observation import Loader, Site
-from flatout.observe.sites import read, site_of
+from flatout.observe.sites import line_of, read, site_of
 
 FOLDER, LOADER = "FLATOUT_OBSERVE_FOLDER", "FLATOUT_OBSERVE_LOADER"
 # Enough was seen after so many looks or batches.
@@ -120,7 +120,7 @@ def _lane_of(frame: FrameType | None) -> str:
             return "transform"
         if name.startswith(_DECODERS) and frame.f_code.co_name not in _RESIZES:
             return "decode"
-        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        line = linecache.getline(frame.f_code.co_filename, line_of(frame))
         if _DECODES.search(line):
             return "decode"
         if _READS.search(line):

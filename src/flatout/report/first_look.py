@@ -51,6 +51,8 @@ _ROOM = 3
 """Lines that what could be tried has before a note gets one."""
 _CUTS = (2, 1)
 """Lines of what was found, the first that fits."""
+_TRIES = ((2, True), (1, True), (1, False))
+"""Likewise of what could be tried, and whether a line names what else could be."""
 _COMMANDS = 4
 """Lines of commands that could come next."""
 _RANKS, _FEW_RANKS = 4, 2
@@ -139,7 +141,11 @@ class FirstLookReport:
         notes = list(self._notes())[: max(0, left - few - _ROOM)][:1]
         room = left - few - len(notes)
         numbers = range(_PROPOSALS, 0, -1)
-        tries = [list(self._proposals(cut, many)) for many in numbers for cut in _CUTS]
+        tries = [
+            list(self._proposals(cut, many, is_named=is_named))
+            for many in numbers
+            for cut, is_named in _TRIES
+        ]
         proposals = next((parts for parts in tries if parts and height(parts) <= room), [])
         if worth and not proposals:
             proposals = [Text(f"{worth} could be tried: --verbose", style="bold")]
@@ -255,9 +261,17 @@ class FirstLookReport:
             yield Row("DANGER", "bold red", *told, most=1 if lines == 0 else lines)
 
     def _slow(self) -> list[Finding]:
-        """What costs time: first what costs more with each step, last what is a setting alone."""
+        """What costs time, the most first: before that what costs more with each step or takes more
+        than time, behind it what is a setting alone."""
         slow = [finding for finding in self.verdict.findings if finding.kind == "slow"]
-        return sorted(slow, key=lambda each: (each.name in _GENERAL, each.name not in _GROWS))
+        return sorted(
+            slow,
+            key=lambda each: (
+                each.name in _GENERAL,
+                not (each.takes or each.name in _GROWS),
+                -(each.cost_ms or 0.0),
+            ),
+        )
 
     def _worth(self) -> list[Finding]:
         """What could return more than the little that no one would notice."""
@@ -265,19 +279,27 @@ class FirstLookReport:
         return [
             finding
             for finding in self._slow()
-            if finding.cost_ms is None or finding.cost_ms >= _WORTH * step
+            if finding.cost_ms is None or finding.takes or finding.cost_ms >= _WORTH * step
         ]
 
-    def _proposals(self, lines: int, many: int) -> Iterator[RenderableType]:
-        """So many that could return most, each cut to so many lines of what was found."""
+    def _proposals(
+        self, lines: int, many: int, *, is_named: bool = True
+    ) -> Iterator[RenderableType]:
+        """So many that could return most, each cut to so many lines of what was found; the others
+        by line and name, or their number alone."""
         worth = self._worth()
         once = {finding.name: finding for finding in reversed(worth) if finding.name in _GENERAL}
         # One setting for several models is one thing to try.
         shown = [one for one in worth if once.get(one.name, one) is one][:many]
+        others = [finding for finding in self._slow() if finding not in shown]
         if shown:
-            yield Text(could_be_tried(shown, len(self._slow()) - len(shown)), style="bold")
+            hidden = 0 if is_named else len(others)
+            yield Text(could_be_tried(shown, hidden), style="bold")
         for finding in shown:
             yield Row(_bound(finding), "bold yellow", *_finding_words(finding), most=lines)
+        if shown and others and is_named:
+            names = [f"{finding.name} {short(finding.where)}".rstrip() for finding in others]
+            yield Row("--verbose", "bold", ", ".join(dict.fromkeys(names)), most=1)
 
     def _notes(self) -> Iterator[RenderableType]:
         """What costs nothing, but may change what the job learns: a line each."""
@@ -534,6 +556,8 @@ def _left_out(
 
 
 def _bound(finding: Finding) -> str:
+    if finding.takes:
+        return finding.takes
     if finding.cost_ms is None:
         return "unknown"
     return f"{'~' if finding.is_estimate else ''}{rounded(finding.cost_ms, 2)} ms"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from flatout.doctor.checks.check import check
 from flatout.doctor.checks.signals import at, is_worth, lane, models
 from flatout.doctor.finding import Finding
@@ -9,15 +11,15 @@ from flatout.observe import Model, Observation
 
 
 @check()
-def look(observation: Observation) -> list[Finding]:
+def look(observation: Observation) -> Iterator[Finding]:
     """Which pairs could change places."""
     swappable = [model for model in models(observation) if model.pool_after]
-    if not swappable:
-        return []
-    cost = lane(observation, "forward", "backward")
-    if not is_worth(observation, cost):
-        return []
-    return [_finding(model, cost) for model in swappable]
+    for model in swappable:
+        cost = lane(observation, "forward", "backward")
+        if model.pool_ms is not None:
+            cost = min(cost, model.pool_ms)
+        if is_worth(observation, cost):
+            yield _finding(model, cost)
 
 
 def _finding(model: Model, cost: float) -> Finding:

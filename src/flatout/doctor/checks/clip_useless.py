@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flatout.doctor.checks.check import Findings, NoSignal, check
 from flatout.doctor.checks.signals import calls
-from flatout.doctor.finding import Finding
+from flatout.doctor.finding import Finding, Kind
 from flatout.observe import Call, Observation
 
 
@@ -30,7 +30,15 @@ def look(observation: Observation) -> Findings:
                 f"multiplied by {scale:,.0f}{words}: nearly nothing is left of them",
                 "scaler.unscale_(optimizer) before the clipping",
             )
+        elif call.detail.get("is_scaler_off"):
+            yield _finding(
+                call,
+                "gradients are clipped before the scaler has divided them; it is off here, and "
+                "where it is on, as on a GPU, nearly nothing would be left of them",
+                "scaler.unscale_(optimizer) before the clipping",
+                "note",
+            )
 
 
-def _finding(call: Call, what: str, do: str) -> Finding:
-    return Finding(kind="danger", what=what, do=do, where=str(call.site), parity="changes learning")
+def _finding(call: Call, what: str, do: str, kind: Kind = "danger") -> Finding:
+    return Finding(kind=kind, what=what, do=do, where=str(call.site), parity="changes learning")

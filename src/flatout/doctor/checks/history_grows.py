@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from flatout.doctor.checks.check import Findings, NoSignal, check
-from flatout.doctor.checks.signals import at, epoch_steps, kind_of, ms
+from flatout.doctor.checks.signals import at, epoch_steps, kind_of, ms, run_steps
 from flatout.doctor.finding import Finding
 from flatout.observe import Growing, Observation
+from flatout.words import duration
 
 _LOOKED = 18
 """After fewer steps nothing was looked at."""
+
+_SOME = 10_000
+"""Steps for which costs are told where the length of the run is not known."""
+
+_COPIED, _LARGE = 4e9, 1 << 20
+"""Bytes a second that one core copies in memory; from so many bytes on its own time says it."""
+
+_OF_NUMBER_S = 3e-8
+"""Seconds that numpy takes for a number of a Python list."""
 
 
 @check()
@@ -17,23 +27,50 @@ def look(observation: Observation) -> Findings:
     if observation.steps < _LOOKED:
         raise NoSignal("too few steps were seen for something to grow")
     for history in observation.growing:
-        cost = _ms_now(observation, history)
-        epoch = epoch_steps(observation)
-        later = cost * epoch / history.at if epoch else 0.0
-        words = f", {ms(later)} after an epoch" if epoch > 2 * history.at else ""
+        now = _ms_now(observation, history)
+        steps, of = _until(observation)
+        later = max(now, _ms_after(history, steps))
+        mean = (now + later) / 2
+        copies = "goes through" if history.is_list else "copies"
+        grows = ""
+        if steps > history.at and later > now:
+            in_all = duration(mean * steps / 1e3)
+            grows = f", {ms(later)} after {steps:,.0f} steps{of}, {in_all} in all: quadratic"
         yield Finding(
-            kind=kind_of(observation, max(cost, later / 2)),
-            what=f"{history.words} copies all that was kept before in each step: "
-            f"{history.numbers:,} numbers after {history.at} steps, and {history.more:,} more with "
-            f"each; {ms(cost)} now{words}",
-            do="append to a list, and put it together once, where it is read",
+            kind=kind_of(observation, max(now, mean)),
+            what=f"{history.words} {copies} all that was kept before in each step: {ms(now)} "
+            f"now{grows} ({history.numbers:,} numbers after {history.at} steps, {history.more:,} "
+            "more with each)",
+            do="add up as you go, or read the list once, after the epoch"
+            if history.is_list
+            else "append to a list, and put it together once, where it is read",
             where=at(history.site),
-            cost_ms=cost,
+            cost_ms=max(now, mean),
             is_estimate=True,  # it goes on growing
             parity="bit-identical",
         )
 
 
-def _ms_now(history: Observation, growing: Growing) -> float:
+def _until(observation: Observation) -> tuple[float, str]:
+    """To how many steps it is told, and what these are.
+
+    Those of an epoch, where its length is known: histories often begin again with the next.
+    """
+    epoch, run = epoch_steps(observation), run_steps(observation)
+    if epoch:
+        return epoch, ", an epoch"
+    return (run, ", the whole run") if run else (_SOME, "")
+
+
+def _ms_after(history: Growing, steps: float) -> float:
+    """What it takes after so many steps."""
+    if not history.is_list and history.numbers * history.bytes >= _LARGE:
+        return history.ms * steps / history.at
+    more = history.more * max(0.0, steps - history.at)
+    return history.ms + 1e3 * more * (_OF_NUMBER_S if history.is_list else history.bytes / _COPIED)
+
+
+def _ms_now(observation: Observation, growing: Growing) -> float:
     """What its line takes, where lines were looked at, else what the call took."""
-    return max([growing.ms, *(line.ms for line in history.lines if line.site == growing.site)])
+    taken = [line.ms for line in observation.lines if line.site == growing.site]
+    return max([growing.ms, *taken])

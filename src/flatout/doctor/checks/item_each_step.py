@@ -40,6 +40,8 @@ def _finding(
     often = call.count / observation.steps
     times = f"{often:.0f} times" if often >= 1.5 else "once"
     waits = f" and waits {ms(own)}" if own is not None else ""
+    if seen := call.detail.get("watched_steps"):
+        waits += f" (timed in {seen} of {observation.steps:,} steps)"
     return Finding(
         kind=kind_of(observation, cost),
         what=f".{call.kind}() is called {times} in each step{waits}: the host stands still until "

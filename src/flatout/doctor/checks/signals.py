@@ -115,6 +115,14 @@ def epoch_steps(observation: Observation) -> float:
     return batches[0] / batches_per_step(observation) if batches else 0.0
 
 
+def run_steps(observation: Observation) -> float:
+    """Steps of the whole run, by the lengths of its loops; 0 where these are not known."""
+    if observation.run_steps:
+        return observation.run_steps
+    turns = [turns for _, turns in observation.epoch_loops]
+    return epoch_steps(observation) * prod(turns) if turns else 0.0
+
+
 def held_out(observation: Observation) -> list[Loader | Table]:
     """What was only evaluated, and is held as one table."""
     evaluated = [item for item in observation.inputs if not item.in_training]

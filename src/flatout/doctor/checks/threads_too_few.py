@@ -1,37 +1,70 @@
-"""The ranks' threads leave most CPUs idle."""
+"""The ranks' threads leave CPUs idle."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flatout.doctor.checks.check import Findings, rank_check
-from flatout.doctor.checks.signals import is_gpu, threads_and_cpus
+from flatout.doctor.checks.check import Findings, NoSignal, rank_check
+from flatout.doctor.checks.signals import (
+    SLOW_RATE,
+    arithmetic_rate,
+    is_gpu,
+    kind_of,
+    lane,
+    threads_and_cpus,
+)
+from flatout.doctor.edits import arguments
 from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
 _IDLE = 0.5
 """Share of the CPUs below which threads are too few. Half can be meant: loader workers need some,
-and two threads of one core share its units."""
+and two threads of one core share its units. A script that itself sets a single thread, and has no
+workers, leaves idle what it could use."""
 
 
-@rank_check()
+@rank_check(edit=arguments.threads)
 def look(observations: Sequence[Observation]) -> Findings:
-    """Whether a job on the CPU uses less than half of it. A GPU's rank only calls kernels."""
+    """Whether a job on the CPU leaves some of it idle. A GPU's rank only calls kernels."""
     threads, cpus = threads_and_cpus(observations)
-    if is_gpu(observations[0]) or sum(threads) >= _IDLE * cpus:
+    first = observations[0]
+    sites = [str(call.site) for call in first.calls if call.kind == "threads"]
+    has_workers = any(loader.num_workers for loader in first.loaders)
+    is_one = bool(sites) and max(threads) == 1 and not has_workers
+    if is_gpu(first) or sum(threads) >= (1.0 if is_one else _IDLE) * cpus:
         return
     wanted = max(1, cpus // len(observations))
     in_all = (
         f"{len(observations)} ranks x {max(threads)}" if len(observations) > 1 else f"{threads[0]}"
     )
-    sites = [str(call.site) for call in observations[0].calls if call.kind == "threads"]
     is_own = not sites and max(threads) == 1
     why = "; torchrun sets OMP_NUM_THREADS=1 by itself" if is_own else ""
+    most = _most(observations, sum(threads) / cpus)
     yield Finding(
-        kind="slow",
-        what=f"{in_all} threads on {cpus} usable CPUs leave most of them idle{why}",
+        kind="note" if _is_of_small_operators(first) else kind_of(first, most),
+        what=f"{in_all} thread{'s' if sum(threads) > 1 else ''} of the {cpus} that could run at "
+        f"once: the other CPUs are idle{why}",
         do=f"OMP_NUM_THREADS={wanted}; flatout run --devices auto finds how many ranks are fastest",
         parity="rounding",
-        where=sites[0] if sites else "",
+        where=sites[-1] if sites else "",
+        cost_ms=most,
         recipe={"process.threads": wanted},
     )
+
+
+def _most(observations: Sequence[Observation], used: float) -> float | None:
+    """What computing on all of the CPUs can return, where a part of them is used now."""
+    try:
+        computed = [lane(rank, "forward", "backward", "optimizer") for rank in observations]
+    except NoSignal:
+        return None
+    return (1 - used) * max(computed)
+
+
+def _is_of_small_operators(observation: Observation) -> bool:
+    """Whether calling them takes the time, which one thread does."""
+    try:
+        rates = [arithmetic_rate(observation, model) for model in observation.models]
+    except NoSignal:
+        return False
+    return bool(rates) and all(rate is not None and rate < SLOW_RATE for rate in rates)
