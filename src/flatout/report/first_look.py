@@ -37,8 +37,8 @@ _WORTH = 0.03
 """Share of a step below which nothing is listed."""
 _GENERAL = ("channels_first", "cudnn_benchmark", "fp32_slow", "tf32_off")
 """Checks of settings that are the same for any script."""
-_GROWS = ("history_grows", "retained_graph")
-"""Checks of what costs the more the longer a script runs: its cost in a look says little."""
+_GROWS = ("retained_graph",)
+"""Checks of what costs the more the longer a script runs, and in a look next to nothing."""
 _PROPOSALS, _LINES, _MODULES = 3, 4, 2
 """Things to try, lines of the script, and modules of its backward, that are listed at most."""
 _CALLS = 2
@@ -182,7 +182,7 @@ class FirstLookReport:
             return
         *most, last = lapse.parts or ["nothing after them"]
         parts = f"{', '.join(most)} and {last}" if most else last
-        epochs = counted(lapse.epochs, "epoch")
+        epochs = counted(lapse.epochs, "epoch") if lapse.epochs else "no whole epoch"
         words = f"seen in {self.seconds:.0f} s: {epochs} in time-lapse, with {parts}"
         yield Text(words)
         cuts = [
