@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
 from flatout.observe.models import Models
+from flatout.observe.samples import label_runs
 from flatout.observe.tables import _has, _rows
 from flatout.observe.watch import Watch
 
@@ -70,3 +72,24 @@ def test_rows_are_known_in_a_table_of_another_dtype(dtype):
     table = torch.arange(40_000).remainder(251).reshape(1000, 40).to(dtype)
     assert _has(table, _rows(table[100:164].float()))
     assert not _has(table, _rows(table[100:164].float() + 0.5))
+
+
+class OfFrame:
+    """A dataset of the rows of a table of pandas."""
+
+    def __init__(self, frame):
+        self.frame = frame
+
+    def __len__(self):
+        return len(self.frame)
+
+
+def test_labels_are_seen_as_floats_and_as_a_column_of_a_table():
+    pandas = pytest.importorskip("pandas")
+    halves, x = torch.arange(64) // 32, torch.randn(64, 3)
+    for y in (halves, halves.float(), halves.float()[:, None]):
+        assert label_runs(TensorDataset(x, y)) == (2, 2, 64, 32)
+    assert label_runs(TensorDataset(x, 2.5 * halves)) is None  # numbers, to be fitted
+    frame = pandas.DataFrame({"age": range(64), "Target": halves.numpy()})
+    assert label_runs(OfFrame(frame)) == (2, 2, 64, 32)
+    assert label_runs(OfFrame(frame[["age"]])) is None

@@ -26,6 +26,7 @@ _LABELS = 2**18
 # More different numbers are no classes.
 _CLASSES = 10_000
 _NAMES = ("targets", "labels", "y")
+_LABEL_COLUMNS = (*_NAMES, "target", "label", "class")
 
 
 # Of more numbers no mean is taken, and of so many rows at once.
@@ -163,6 +164,10 @@ def label_runs(dataset: Any) -> tuple[int, int, int, int] | None:
     if labels is None or len(labels) > _LABELS:
         return None
     values = as_array(labels)
+    if values.dtype.kind == "f" and prod(values.shape[1:]) == 1:
+        column = values.reshape(-1)
+        if ((column == 0) | (column == 1)).all():  # as losses of two classes take them
+            values = column.astype("int8")
     if values.dtype.kind not in "iub" or values.ndim != 1:
         return None
     result = values.tolist() if picked is None else values[list(picked)].tolist()
@@ -229,6 +234,10 @@ def _labels_in(dataset: Any) -> Any:
             return item
         if is_in_memory(item) and item.ndim == 1 and len(item) == length:
             return item
+    for frame in vars(dataset).values() if hasattr(dataset, "__dict__") else ():
+        if type(frame).__name__ == "DataFrame" and len(frame) == length:
+            names = [name for name in frame.columns if str(name).lower() in _LABEL_COLUMNS]
+            return frame[names[0]].to_numpy() if names else None
     return None
 
 

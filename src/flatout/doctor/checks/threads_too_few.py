@@ -39,9 +39,11 @@ def look(observations: Sequence[Observation]) -> Findings:
     )
     is_own = not sites and max(threads) == 1
     why = "; torchrun sets OMP_NUM_THREADS=1 by itself" if is_own else ""
-    most = _most(observations, sum(threads) / cpus)
+    is_small = _is_of_small_operators(first)
+    most = None if is_small else _most(observations, sum(threads) / cpus)
+    why += "; its operators are too small to be shared among them" if is_small else ""
     yield Finding(
-        kind="note" if _is_of_small_operators(first) else kind_of(first, most),
+        kind="note" if is_small else kind_of(first, most),
         what=f"{in_all} thread{'s' if sum(threads) > 1 else ''} of the {cpus} that could run at "
         f"once: the other CPUs are idle{why}",
         do=f"OMP_NUM_THREADS={wanted}; flatout run --devices auto finds how many ranks are fastest",
