@@ -1347,6 +1347,9 @@ def test_validation_that_is_a_part_of_training_is_not_how_well_training_fits():
     assert {one.kind for one in look(again)} == {"danger"}
     again.loaders.append(replace(again.loaders[1], length=100, shared_rows=(0, 100)))
     assert look(again) == []
+    (moved,) = look(evaluating(shared_rows=(0, 200), shared_windows=150))
+    assert (moved.kind, "150 of the 200 samples" in moved.what) == ("danger", True)
+    assert look(evaluating(shared_rows=(0, 200), shared_windows=10)) == []  # where two parts meet
     (files,) = look(evaluating(shared_rows=(20, 200), shared_files=True))
     assert "read from the same files" in files.what
 

@@ -29,7 +29,8 @@ SCRIPTS = (
     "parameters_unreached", "recurrent_by_step", "sampler_repeats", "saved_each_step",
     "schedule_forgotten", "schedule_misplaced", "schedule_misplaced_raw", "schedule_of_parts",
     "shards_of_workers", "steps_skipped", "steps_skipped_read", "validation_overlaps",
-    "validation_overlaps_files", "validation_overlaps_raw", "workers_repeat", "zero_grad_missing",
+    "validation_overlaps_files", "validation_overlaps_raw", "validation_overlaps_windows",
+    "workers_repeat", "zero_grad_missing",
 )  # fmt: skip
 NOT_STYLE = ("gradients_unused", "history_grows", "recurrent_by_step", "retained_graph")
 PITFALLS = [pitfall for pitfall in read_index() if pitfall.name in SCRIPTS]

@@ -1,11 +1,15 @@
 """What models are called with is looked at now and then."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.utils.data import TensorDataset
 
+from flatout.observe.held_out import compare
 from flatout.observe.models import Models
-from flatout.observe.samples import label_runs
+from flatout.observe.observation import Loader
+from flatout.observe.samples import label_runs, samples_in
 from flatout.observe.tables import _has, _rows
 from flatout.observe.watch import Watch
 
@@ -93,3 +97,22 @@ def test_labels_are_seen_as_floats_and_as_a_column_of_a_table():
     frame = pandas.DataFrame({"age": range(64), "Target": halves.numpy()})
     assert label_runs(OfFrame(frame)) == (2, 2, 64, 32)
     assert label_runs(OfFrame(frame[["age"]])) is None
+
+
+@pytest.mark.parametrize("columns", [(), (1,), (3,)])
+def test_windows_of_training_moved_by_a_step_are_known(columns):
+    series = torch.randn(500, *columns)
+    windows = torch.stack([series[at : at + 24] for at in range(476)])
+    order = torch.randperm(476, generator=torch.Generator().manual_seed(0))
+
+    def shared(trained, held_out):
+        sets = [(Loader("", in_training=at == 0), samples_in(of)) for at, of in
+                enumerate((trained, held_out))]  # fmt: skip
+        compare(sets, SimpleNamespace(of_both=lambda *given: None))
+        assert sets[1][0].shared_rows == (0, len(held_out))
+        return sets[1][0].shared_windows / len(held_out)
+
+    assert shared(windows[order[:380]], windows[order[380:]]) > 0.8
+    assert shared(windows[:380], windows[380:]) < 0.02
+    assert shared(windows[:380:24], windows[12:380:24]) == 0  # that meet, but not by a step
+    assert shared(torch.randn(380, 24, 1), torch.randn(96, 24, 1)) == 0

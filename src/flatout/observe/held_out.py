@@ -21,7 +21,7 @@ _FEWEST = 50
 
 
 def compare(sets: Sequence[tuple[Any, Samples | None]], scalers: Scalers) -> None:
-    """Fills in `shared_rows` and `scaling` of those that are only evaluated.
+    """Fills in `shared_rows`, `shared_windows` and `scaling` of those that are only evaluated.
 
     Args:
         sets: facts, of a Loader or a Table, and what is known of its samples.
@@ -40,6 +40,7 @@ def compare(sets: Sequence[tuple[Any, Samples | None]], scalers: Scalers) -> Non
         if shared == of and isinstance(facts, Table):
             facts.shared_rows = None  # which rows of a table are trained on is not known
         elif shared < of:
+            facts.shared_windows = _shared_windows(held_out, known)
             facts.scaling = (
                 scalers.of_both(known, held_out)
                 or _by_moments(known, held_out)
@@ -76,6 +77,15 @@ def _shared_rows(held_out: Samples, trained: Sequence[Samples]) -> tuple[int, in
     if len(known) < _DIFFERENT * sum(len(item.rows or ()) for item in trained):
         return None  # samples of few values are often equal
     return sum(row in known for row in held_out.rows), len(held_out.rows)
+
+
+def _shared_windows(held_out: Samples, trained: Sequence[Samples]) -> int:
+    """How many of these samples are one that is trained on, moved by a step."""
+    windows = [pair for item in trained for pair in item.windows or ()]
+    before, after = {first for first, _ in windows}, {last for _, last in windows}
+    # What is the same at each step is equal by chance.
+    mine = [(first, last) for first, last in held_out.windows or () if first != last]
+    return sum(first in after or last in before for first, last in mine)
 
 
 def _by_moments(trained: Sequence[Samples], held_out: Samples) -> Scaling | None:

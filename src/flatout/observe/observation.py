@@ -134,6 +134,8 @@ class Loader:
         shared_rows: of a loader that is only evaluated, how many of its samples equal one of
             training's to the byte, of how many; None where the samples were not seen.
         shared_files: whether they are the same because they are read from the same files.
+        shared_windows: how many of its samples are a window of a series that is one of training's,
+            moved by a step.
         scaling: of a loader that is only evaluated, what has normalized it with the training's.
         worker_batches: a number for the first batch of each worker, and the second of the first;
             equal ones are equal, in other ranks too. Of an IterableDataset alone.
@@ -182,6 +184,7 @@ class Loader:
     label_runs: tuple[int, int, int, int] | None = None
     shared_rows: tuple[int, int] | None = None
     shared_files: bool = False
+    shared_windows: int = 0
     scaling: Scaling | None = None
     worker_batches: list[int] = field(default_factory=list)
     taken: list[int] | None = None
@@ -200,7 +203,7 @@ class Table:
         length: how many samples.
         batch_size: how many the model gets at once.
         in_training: whether they are trained on, and not only evaluated.
-        shared_rows, shared_files, scaling: as of a Loader.
+        shared_rows, shared_files, shared_windows, scaling: as of a Loader.
     """
 
     name: str
@@ -210,6 +213,7 @@ class Table:
     in_training: bool = True
     shared_rows: tuple[int, int] | None = None
     shared_files: bool = False
+    shared_windows: int = 0
     scaling: Scaling | None = None
 
 

@@ -21,6 +21,9 @@ from flatout.observe.held_items import (
 _ROWS, _COLUMNS = 2**16, 128
 # Samples of fewer bits are equal by chance, as far as so many of them show.
 _RICH, _ASKED = 48.0, 1024
+# Windows have so many steps at least; of more numbers they are not looked at.
+_STEPS, _OF_WINDOWS = 8, 2**23
+_ODD = 0x9E3779B97F4A7C15
 # Labels that are looked at.
 _LABELS = 2**18
 # More different numbers are no classes.
@@ -65,6 +68,8 @@ class Samples:
         is_named: whether `rows` stand for the files that samples are read from, not their bytes.
         series: what they are windows of, steps by columns; None where they are not.
         whole: a longer series of the script's that has this one; None without.
+        windows: of each, where they can be windows of a series, a number for all steps but the last
+            and one for all but the first; None else.
     """
 
     rows: list[int] | None
@@ -72,6 +77,7 @@ class Samples:
     is_named: bool = False
     series: Any = None
     whole: Any = None
+    windows: list[tuple[int, int]] | None = None
 
 
 def samples_of(dataset: Any) -> Samples | None:
@@ -92,7 +98,28 @@ def samples_in(table: Any, picked: Sequence[int] | None = None) -> Samples:
     """Those of a tensor or array, or the rows of it that are picked."""
     chosen = range(len(table)) if picked is None else picked
     rows = row_numbers(table, chosen[:: max(1, -(-len(chosen) // _ROWS))])
-    return Samples(rows, _moments(table, chosen))
+    return Samples(rows, _moments(table, chosen), windows=_windows(table, chosen))
+
+
+def _windows(table: Any, chosen: Sequence[int]) -> list[tuple[int, int]] | None:
+    steps = table.shape[1] if table.ndim in (2, 3) else 0
+    if steps < _STEPS or len(chosen) * prod(table.shape[1:]) > _OF_WINDOWS:
+        return None
+    rows = as_array(table[list(chosen)])
+    rows = rows.astype("float32" if rows.dtype.kind == "f" else "int64")
+    if not len(rows) or _bits(rows.reshape(len(rows), -1)[:, :_COLUMNS]) < _RICH:
+        return None
+    before, after = _sums(rows[:, :-1]), _sums(rows[:, 1:])
+    return list(zip(before.tolist(), after.tolist(), strict=True))
+
+
+def _sums(rows: Any) -> Any:
+    """A number for each row: the sum of its numbers' bits, each times an odd one of its own."""
+    import numpy as np
+
+    bits = np.ascontiguousarray(rows).view("uint32").reshape(len(rows), -1).astype("uint64")
+    odd = np.arange(1, 2 * bits.shape[1], 2, dtype="uint64") * np.uint64(_ODD)
+    return (bits * (odd ^ (odd >> np.uint64(29)) | np.uint64(1))).sum(1)
 
 
 def numbers_at(dataset: Any, indices: Sequence[int]) -> list[int] | None:

@@ -10,6 +10,10 @@ from flatout.observe import Loader, Observation, Table
 _MANY = 0.01
 """Share of the validation that equals a training sample, from which on it is no chance."""
 
+_MANY_WINDOWS = 0.3
+"""Share of the validation that is a training sample moved by a step, from which on it is no edge
+of two parts of a series."""
+
 _ALL = 0.995
 """From here on all of it is trained on."""
 
@@ -26,6 +30,8 @@ def look(observation: Observation) -> Findings:
     shares = [shared / of for item in known for shared, of in [item.shared_rows or (0, 1)]]
     for part, share in zip(known, shares, strict=True):
         shared, of = part.shared_rows or (0, 1)
+        if share < _MANY and part.shared_windows >= _MANY_WINDOWS * of:
+            yield _of_windows(part, of)
         if share < _MANY or (share >= _ALL and several):
             continue
         is_meant = share >= _ALL and _is_as_long(observation, part)
@@ -38,6 +44,18 @@ def look(observation: Observation) -> Findings:
             where=at(part.site),
             parity="changes learning",
         )
+
+
+def _of_windows(part: Loader | Table, of: int) -> Finding:
+    return Finding(
+        kind="danger",
+        what=f"{part.shared_windows:,} of the {of:,} samples that are evaluated here are windows "
+        f"that training has moved by one step ({100 * part.shared_windows / of:.0f}%): what they "
+        "are to foretell was trained on",
+        do="split the series by time, then cut windows of each part",
+        where=at(part.site),
+        parity="changes learning",
+    )
 
 
 def _is_as_long(observation: Observation, part: Loader | Table) -> bool:
