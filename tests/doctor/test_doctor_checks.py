@@ -996,11 +996,13 @@ def test_bf16_can_return_what_is_arithmetic_and_no_more():
 def test_one_thread_that_the_script_sets_is_too_few_where_any_cpu_is_left():
     look = rank_check("threads_too_few")
     alone = {"threads": 1, "calls": [call("threads", 0.0)], "loader": {"num_workers": 0}}
+    alone |= {"runnable": 0.5}  # one of two CPUs
     (found,) = look([job(**alone)])
     assert (found.kind, found.cost_ms, found.where) == ("slow", pytest.approx(4.9), "train.py:7")
     assert "1 thread of the 2 " in found.what
     assert look([job(threads=1, loader={"num_workers": 0})]) == []  # half of them, by the user
     assert look([job(**alone | {"loader": {"num_workers": 2}})]) == []
+    assert look([job(**alone | {"runnable": 1.0})]) == []  # processes of its own
     # Of each core one, by the script.
     assert look([job(**alone | {"threads": 8, "machine_cpus": 16})]) == []
     (small,) = look([job(**alone, model={"elements": 500})])

@@ -20,7 +20,10 @@ from flatout.observe import Observation
 _IDLE = 0.5
 """Share of the CPUs below which threads are too few. Half can be meant: loader workers need some,
 and two threads of one core share its units. A script that itself sets a single thread, and has no
-workers, leaves idle what it could use."""
+workers or processes that compute, leaves idle what it could use."""
+
+_OTHERS = 0.5
+"""Threads that run beside torch's, in the median, from which on others compute."""
 
 
 @rank_check(edit=arguments.threads)
@@ -29,8 +32,7 @@ def look(observations: Sequence[Observation]) -> Findings:
     threads, cpus = threads_and_cpus(observations)
     first = observations[0]
     sites = [str(call.site) for call in first.calls if call.kind == "threads"]
-    has_workers = any(loader.num_workers for loader in first.loaders)
-    is_one = bool(sites) and max(threads) == 1 and not has_workers
+    is_one = bool(sites) and max(threads) == 1 and not _have_workers(observations)
     if is_gpu(first) or sum(threads) >= (1.0 if is_one else _IDLE) * cpus:
         return
     wanted = max(1, cpus // len(observations))
@@ -51,6 +53,14 @@ def look(observations: Sequence[Observation]) -> Findings:
         where=sites[-1] if sites else "",
         cost_ms=most,
         recipe={"process.threads": wanted},
+    )
+
+
+def _have_workers(observations: Sequence[Observation]) -> bool:
+    """Whether loaders or the script itself have others that compute beside torch."""
+    return any(loader.num_workers for rank in observations for loader in rank.loaders) or any(
+        (rank.runnable or 0.0) * (rank.usable_cpus or 1) > (rank.threads or 1) + _OTHERS
+        for rank in observations
     )
 
 
