@@ -40,7 +40,8 @@ def compare(sets: Sequence[tuple[Any, Samples | None]], scalers: Scalers) -> Non
         if shared == of and isinstance(facts, Table):
             facts.shared_rows = None  # which rows of a table are trained on is not known
         elif shared < of:
-            facts.shared_windows = _shared_windows(held_out, known)
+            if facts.shared_rows is not None:  # else samples are often equal, moved or not
+                facts.shared_windows = _shared_windows(held_out, known)
             facts.scaling = (
                 scalers.of_both(known, held_out)
                 or _by_moments(known, held_out)
