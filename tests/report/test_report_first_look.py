@@ -11,7 +11,7 @@ from flatout.devices.gpus import Gpu
 from flatout.devices.inventory import inventory
 from flatout.devices.visible import CudaDevice
 from flatout.doctor.critical import critical
-from flatout.doctor.finding import Finding
+from flatout.doctor.finding import Edit, Finding
 from flatout.doctor.judge import Verdict, judge
 from flatout.observe import (
     Ablation,
@@ -312,6 +312,24 @@ def test_what_takes_more_than_time_is_listed_first_and_what_has_no_room_is_named
     named = "check_2 train.py:2, check_3 train.py:3, check_4 train.py:4,..."
     assert f"\n--verbose  {named}\n" in text
     assert "more: --verbose" not in text
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_what_could_be_tried_stays_where_there_is_little_room(width):
+    lines = [Line(Site("train.py", at), 60.0, {"forward": 60.0}, f"layer{at}") for at in range(5)]
+    seen = dataclasses.replace(observation(), lines=lines, explained=1.0)
+    seen.lapse = Lapse(6.0, 12, 2, ["validation"], [("train.py:40", 6, 100)])
+    seen.ablations = {"evaluation": Ablation(1.2, 1.2, 1.2)}
+    danger = Finding("danger", "gradients are clipped " * 9, "unscale_", where="train.py:1")
+    slow = [
+        Finding("slow", f"finding {at} is slow", "d", name=f"c{at}", cost_ms=50.0 - at,
+                recipe={"process.threads": 2}, edits=(Edit("train.py", 1, "a", "b"),))
+        for at in range(2)
+    ]  # fmt: skip
+    text = shown(Verdict([seen], {}, None, [danger, *slow], [], []), width=width, cures=2)
+    assert len(text.splitlines()) <= MOST_LINES
+    for told in ("WHERE IT GOES", "train.py:0 layer0", "finding 0 is slow", "finding 1 is slow"):
+        assert told in text
 
 
 def test_each_rank_has_its_line():

@@ -51,8 +51,9 @@ _ROOM = 3
 """Lines that what could be tried has before a note gets one."""
 _CUTS = (2, 1)
 """Lines of what was found, the first that fits."""
-_TRIES = ((2, True), (1, True), (1, False))
-"""Likewise of what could be tried, and whether a line names what else could be."""
+_TRIES = ((2, True), (1, True), (1, False), (0, False))
+"""Likewise of what could be tried, and whether a line names what else could be; with 0 lines it is
+one of what was found alone."""
 _COMMANDS = 4
 """Lines of commands that could come next."""
 _RANKS, _FEW_RANKS = 4, 2
@@ -139,14 +140,16 @@ class FirstLookReport:
         dangers = _fitting(choices, left - few - bool(worth), height)
         left -= height(dangers)
         notes = list(self._notes())[: max(0, left - few - _ROOM)][:1]
-        room = left - few - len(notes)
+        rooms = [max(0, room - len(notes)) for room in (left - few, left - 2, left)]
         numbers = range(_PROPOSALS, 0, -1)
         tries = [
             list(self._proposals(cut, many, is_named=is_named))
             for many in numbers
             for cut, is_named in _TRIES
         ]
-        proposals = next((parts for parts in tries if parts and height(parts) <= room), [])
+        proposals = next(
+            (parts for room in rooms for parts in tries if parts and height(parts) <= room), []
+        )
         if worth and not proposals:
             proposals = [Text(f"{worth} could be tried: --verbose", style="bold")]
         shown = lines[: max(0, left - height([*proposals, *notes]))]
@@ -296,7 +299,8 @@ class FirstLookReport:
             hidden = 0 if is_named else len(others)
             yield Text(could_be_tried(shown, hidden), style="bold")
         for finding in shown:
-            yield Row(_bound(finding), "bold yellow", *_finding_words(finding), most=lines)
+            told = _finding_words(finding)[: 2 if lines else 1]
+            yield Row(_bound(finding), "bold yellow", *told, most=max(1, lines))
         if shown and others and is_named:
             names = [f"{finding.name} {short(finding.where)}".rstrip() for finding in others]
             yield Row("--verbose", "bold", ", ".join(dict.fromkeys(names)), most=1)
