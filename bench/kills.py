@@ -1,6 +1,6 @@
 """Kills processes at random and by aim, more than a thousand, and looks at what is left.
 
-    python bench/kills.py [--kills 1200] [--seed 1] [--only KIND ...] [--json [FILE]]
+    python bench/kills.py [--kills N] [--minutes N] [--seed 1] [--only KIND ...] [--json [FILE]]
 
 Each series works in its own folder, is killed some times by SIGKILL, and goes on until its
 work is done. Nothing may be lost, hang, live on or be left. Only processes that this one has
@@ -10,6 +10,7 @@ started are killed. A seed replays the choices. The exit code is 1 where anythin
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import random
 import shutil
@@ -29,7 +30,7 @@ from killed.processes import Hang, Lost, strays
 from killed.ranks import AGENTS, RANKS
 from killed.saves import MERGED, PIECES
 from killed.series import Kind, Outcome
-from killed.strategies import APART_SERVERS, COPIES, SERVERS, STRATEGIES
+from killed.strategies import STRATEGIES
 from killed.tables import CACHES, CONVERTS
 from killed.workers import WORKERS
 from results import Key, Results, add_json_argument, finish, positive
@@ -40,10 +41,7 @@ KINDS = {
         FITS,
         RANKS,
         AGENTS,
-        STRATEGIES,
-        SERVERS,
-        COPIES,
-        APART_SERVERS,
+        *STRATEGIES,
         WORKERS,
         MERGED,
         PIECES,
@@ -71,13 +69,13 @@ class Tally:
             self.found[name] += getattr(outcome, name)
 
 
-def killed(kind: Kind, kills: int, seed: int, base: Path, keep: bool) -> Tally:
-    """Series of a kind until there were so many kills."""
+def killed(kind: Kind, kills: int, minutes: float, seed: int, base: Path, keep: bool) -> Tally:
+    """Series of a kind until there were so many kills, or so many minutes have passed."""
     tally, began = Tally(), time.monotonic()
     folder = base / kind.name
     folder.mkdir()
     known = kind.prepare(folder)
-    while tally.kills.total() < kills:
+    while tally.kills.total() < kills and time.monotonic() - began < 60 * minutes:
         own = f"{seed}.{kind.name}.{tally.series}"
         place = folder / own
         place.mkdir()
@@ -155,6 +153,13 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--kills", type=positive, default=ALL, metavar="N", help=f"default {ALL}")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=math.inf,
+        metavar="N",
+        help="begin no series of a kind after so many minutes",
+    )
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="default 1")
     parser.add_argument("--only", nargs="+", choices=KINDS, metavar="KIND", default=list(KINDS))
     parser.add_argument(
@@ -173,7 +178,9 @@ def main() -> int:
     try:
         for name, kind in chosen.items():
             kills = max(1, round(kind.kills * share))
-            tallies[name] = killed(kind, kills, arguments.seed, base, arguments.keep)
+            tallies[name] = killed(
+                *(kind, kills, arguments.minutes, arguments.seed, base, arguments.keep)
+            )
     finally:
         if not (arguments.keep and any(any(t.found.values()) for t in tallies.values())):
             shutil.rmtree(base, ignore_errors=True)

@@ -12,7 +12,7 @@ from flatout.measure import usable_cpus
 BENCH = Path(__file__).parents[2] / "bench"
 # What is killed here is killed in its own tests as well: two kinds show that the bench works.
 SOME = ["agents", "pieces"]
-OTHERS = ["fits", "ranks", "strategies", "workers", "saves", "caches", "converts"]
+OTHERS = ["fits", "ranks", "apart_async", "workers", "saves", "caches", "converts"]
 
 
 @pytest.mark.slow
