@@ -21,6 +21,7 @@ SCRIPT = """
 
     import flatout
     from flatout.errors import NumbersError
+    from flatout.train import decide
     from flatout.world import LostRank, place
 
     torch.set_num_threads(1)
@@ -156,11 +157,16 @@ SCRIPT = """
         fit("written", "fsdp", 2, folder / "written")
         fit("pieces", "fsdp", 2, folder / "pieces", recipe=dict(save=dict(pieces="per_rank")))
         fit("ddp", "ddp", 2, folder / "ddp")
+        # A checkpoint that does not know by which way ranks had sent.
+        noted, decide._shared = decide._shared, lambda loop, resolved: resolved
         try:
             fit("stopped", "fsdp", 4, folder / "stopped", callbacks=[Ends()])
         except SystemExit as error:
             found["stopped"] = [error.code, sorted(os.listdir(folder / "stopped" / "checkpoints"))]
+        decide._shared = noted
         found["resumed"] = fit("stopped", "fsdp", 4, folder / "stopped", callbacks=[Ends()])
+        for reduction in ("all_reduce", "auto"):
+            found["asked"] = fit("asked", "fsdp", 1, folder / "asked", reduction=reduction)
         spoiled = x.clone()
         spoiled[100] = float("nan")
         try:
@@ -224,7 +230,10 @@ def test_parts_on_ranks_give_what_one_rank_gives_and_its_checkpoints(tmp_path):
     said = two[0]["adam"]["said"]
     assert any("each of 2 ranks will hold" in line for line in said)
     assert any("rank 0 holds" in line for line in said)
-    assert two[0]["adam"]["reasons"]["world.reduction"] == "all ranks share one node's memory"
+    for name in ("adam", "resumed"):
+        reason = two[0][name]["reasons"]["world.reduction"]
+        assert reason == "all ranks share one node's memory"
+    assert two[0]["asked"]["reasons"]["world.reduction"] == "asked for"  # once, and kept
     for name in ("shared", "adam"):  # the same as where nothing is asked for
         told = two[0][name]["said"]
         shared = [re.findall(r", and (.*?) of memory that ranks share", line) for line in told]

@@ -12,7 +12,7 @@ from flatout.errors import DataError
 from flatout.measure import fingerprint
 from flatout.models import adapter_of, load_weights, weights_of
 from flatout.optim import align_state, fuse, is_fused
-from flatout.recipe import ASKED, Choice, Recipe, ResolvedRecipe, loads
+from flatout.recipe import ASKED, PLAIN, Choice, Parity, Recipe, ResolvedRecipe, loads
 from flatout.save import LoadedCheckpoint
 from flatout.train.auto import being_measured
 from flatout.train.changed_rates import (
@@ -32,6 +32,8 @@ from flatout.train.snapshot import random_state, set_random_state
 
 # So many sample numbers of the first batch tell one order from another.
 _SHOWN = 8
+_REDUCTION = "world.reduction"
+_LIBRARY = "what gloo or NCCL does"
 _NEW_RUN = "or begin a new run with warm_start"
 
 
@@ -90,8 +92,9 @@ class Resume:
             "world.device": loop.requested.world.device,
             **{field: loop.requested.get(field) for field in being_measured(saved)},
         }
-        if len(self._loaded.own) != loop.world.size:
-            open_again["world.reduction"] = "auto"
+        # How ranks send one another follows from where they are now.
+        if len(self._loaded.own) != loop.world.size or not _was_asked(saved, _REDUCTION):
+            open_again[_REDUCTION] = "auto"
         self._kept = saved
         return saved.request().replace({**open_again, **asked})
 
@@ -104,6 +107,10 @@ class Resume:
             for field, choice in self._kept.choices.items()
             if requested.get(field) in (choice.value, "auto")
         }
+        plain, known = PLAIN[_REDUCTION], choices.get(_REDUCTION)
+        if requested.world.reduction == "auto" and (known is None or known.value != plain):
+            # Strategies say so in their place where ranks send in another way.
+            choices[_REDUCTION] = Choice(value=plain, reason=_LIBRARY, parity=Parity.EXACT)
         return choices, self._kept.machine
 
     def check_data(self, source: Source, first: list[int] | None) -> None:
@@ -137,6 +144,12 @@ class Resume:
         source.load_state_dict(self._own["source"])
         # Once more, because callbacks may have drawn since the checkpoint was loaded.
         set_random_state(self._own["random"])
+
+
+def _was_asked(saved: ResolvedRecipe, field: str) -> bool:
+    """Whether a setting of a checkpoint was asked for by name."""
+    choice = saved.choices.get(field)
+    return choice is not None and choice.reason == ASKED
 
 
 def _say_changes(loop: LoopState, saved: ResolvedRecipe, asked: Mapping[str, Any]) -> None:
