@@ -21,10 +21,11 @@ from flatout.strategies.server_session import (
     answering_of,
     open_session,
     optimizers_told,
+    parts_told,
     whole_states,
 )
 from flatout.strategies.server_way import length_of
-from flatout.world import World, dropped, servers
+from flatout.world import World, dropped, servers, unpack
 
 
 class AsyncServersApart(AsyncParameterServer):
@@ -104,11 +105,18 @@ class AsyncServersApart(AsyncParameterServer):
         self._world.wait("all servers are there")
 
     def _call(self, server: int, name: str, *arguments: Any) -> Any:
-        link = self._links[server]
-        with self._speaking, self._named(server):
-            link.send(self._words(CALL))
-            link.pair.tell([name, *arguments])
-            return link.pair.hear()
+        with self._speaking:
+            self._begin_call(server, name, *arguments)
+            return self._end_call(server)
+
+    def _begin_call(self, server: int, name: str, *arguments: Any) -> None:
+        with self._named(server):
+            self._links[server].send(self._words(CALL))
+            self._links[server].pair.tell([name, *arguments])
+
+    def _end_call(self, server: int) -> Any:
+        with self._named(server):
+            return self._links[server].pair.hear()
 
     def _tell_servers(self, name: str, *arguments: Any) -> None:
         for server in self._links if self._world.is_first else ():
@@ -139,14 +147,20 @@ class AsyncServersApart(AsyncParameterServer):
 
     def state_of(self, optimizer: torch.optim.Optimizer, *, kept: bool) -> dict[str, Any]:
         """An optimizer's state, from the servers; all ranks call it."""
-        place = place_of(optimizer, self._optimizers)
-        first = self._links if self._world.is_first else ()
-        by_server = [self._call(server, "states", place) for server in first]
-        own = whole_states(self._layouts[place], by_server)
+        place, world = place_of(optimizer, self._optimizers), self._world
         # The others may want none, as for a checkpoint that the first rank writes.
-        if any(self._world.gather(kept, "who keeps the servers' states")[1:]):
-            own = self._world.from_first(own, "the servers' states")
-        return {**optimizer.state_dict(), "state": dict(own)}
+        to_all = any(world.gather(kept, "who keeps the servers' states")[1:])
+        group = world.among(range(world.size)) if to_all else None
+        first = self._links if world.is_first else ()
+        with self._speaking:
+            for server in first:
+                self._begin_call(server, "states", place, self._met if to_all else self._met[:1])
+            links = [*self._links.values()] if to_all or world.is_first else []
+            told = parts_told(world, links, group)
+            for server in first:
+                self._end_call(server)
+        whole = whole_states(self._layouts[place], map(unpack, told))
+        return {**optimizer.state_dict(), "state": dict(whole)}
 
     def part_of(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Of an optimizer's whole state what this rank loads: nothing, the servers have it."""

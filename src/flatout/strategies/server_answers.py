@@ -22,7 +22,7 @@ from flatout.strategies.server_link import (
     Link,
 )
 from flatout.strategies.server_spare import SpareServer
-from flatout.world import dropped
+from flatout.world import dropped, tell_parts
 
 HEAD = 6
 """Words of a message before rates and what is used: what is wanted, the optimizer, the vote, to
@@ -55,10 +55,12 @@ class Answers:
     ) -> None:
         self._server, self._words, self._groups = server, words, groups
         self._ids, self._timeout_s = ids, timeout_s
+        self._links: Mapping[int, Link] = {}
         self._threads: list[Thread] = []
 
     def start(self, links: Mapping[int, Link]) -> None:
         """Answer workers from here on, by their numbers."""
+        self._links = links
         for worker, link in links.items():
             # Daemons: where a rank fails it must be able to end while others are waited for.
             thread = Thread(target=self._answer, args=(worker, link), daemon=True)
@@ -145,8 +147,10 @@ class Answers:
             with server.at_rest():
                 server.shares[place].take_states(states)
         elif name == "states":
+            place, workers = arguments
             with server.at_rest():
-                return list(server.shares[arguments[0]].states().items())
+                states = list(server.shares[place].states().items())
+            tell_parts([self._links[worker].pair for worker in workers], states)
         elif name == "update_ms":
             return sum(share.update_ms() for share in server.shares)
         elif name == "living":

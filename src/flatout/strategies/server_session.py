@@ -11,7 +11,7 @@ import torch
 from flatout.strategies.server import groups_of, states_of
 from flatout.strategies.server_layout import Layout, whole_state
 from flatout.strategies.server_link import Link, answering
-from flatout.world import World, servers
+from flatout.world import Group, World, meeting, servers
 
 
 def open_session(
@@ -81,6 +81,42 @@ def optimizers_told(
             }
         )
     return result
+
+
+def parts_told(world: World, links: Sequence[Link], group: Group | None) -> list[torch.Tensor]:
+    """The bytes that each server tells by `tell_parts`; all ranks call it.
+
+    Of several ranks each gets a part from every server, before they gather all: so no link carries
+    it more than twice.
+
+    Args:
+        world: of this rank.
+        links: to the servers; none on a rank that gets nothing.
+        group: the ranks that get a part; None where the first one alone gets all.
+    """
+    by, own = (1, 0) if group is None else (len(group.ranks), group.own)
+    with world.within(world.begun(None, "the servers' states")):
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in links]
+        _receive(links, lengths)
+        counts = [int(length) // by + (own < int(length) % by) for length in lengths]
+        parts = [torch.empty(count, dtype=torch.uint8) for count in counts]
+        _receive(links, parts)
+        if not links or group is None:
+            return parts
+        each = meeting.gathered(group, parts)
+        return [torch.cat(of_one) for of_one in zip(*each, strict=True)]
+
+
+def _receive(links: Sequence[Link], into: Sequence[torch.Tensor]) -> None:
+    """What comes from each server, all at once."""
+    works = [
+        (server, link.pair.receive(item))
+        for server, (link, item) in enumerate(zip(links, into, strict=True))
+        if len(item)
+    ]
+    for server, work in works:
+        with answering_of(server, len(links)):
+            work.wait()
 
 
 def whole_states(

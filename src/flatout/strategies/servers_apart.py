@@ -49,12 +49,13 @@ from flatout.strategies.server_session import (
     answering_of,
     open_session,
     optimizers_told,
+    parts_told,
     whole_states,
 )
 from flatout.strategies.server_tower import Tower, tower_of
 from flatout.strategies.server_way import Way, gradient_of, length_of, way_of
 from flatout.strategies.strategy import Strategy, Sums, Tensors
-from flatout.world import Group, World, meeting, servers, unpack
+from flatout.world import Group, World, servers, unpack
 
 HEAD = 3
 """Words of a message before rates and what is used: its kind, the optimizer, and a factor."""
@@ -349,46 +350,15 @@ class ServersApart(Strategy):
         place = place_of(optimizer, self._optimizers)
         to_all = any(self._world.gather(kept, "who keeps the servers' states")[1:])
         by = len(self._leaders) if to_all else 1
-        if self._world.is_first:
-            for server, link in enumerate(self._links):
-                with self._answering(server):
-                    link.send(self._message(STATES, place, [by]))
-        told = self._told_by_servers(by)
+        for server, link in enumerate(self._links if self._world.is_first else ()):
+            with self._answering(server):
+                link.send(self._message(STATES, place, [by]))
+        links = self._links if to_all or self._world.is_first else ()
+        told = parts_told(self._world, links, self._group if to_all else None)
         if self._tower is not None and to_all:
             told = self._tower.hand_out(told, self._there.size, "the servers' states")
         whole = whole_states(self._layouts[place], map(unpack, told))
         return {**optimizer.state_dict(), "state": dict(whole)}
-
-    def _told_by_servers(self, by: int) -> list[torch.Tensor]:
-        """The bytes that each server tells; none where others alone get them.
-
-        Args:
-            by: of how many ranks each gets a part from every server, before they gather all: so no
-                link carries it more than twice.
-        """
-        own = self._leaders.index(self._world.rank) if self._links else by
-        links = self._links if own < by else []
-        with self._world.within(self._world.begun(None, "the servers' states")):
-            lengths = [torch.zeros(1, dtype=torch.int64) for _ in links]
-            self._receive(links, lengths)
-            counts = [int(length) // by + (own < int(length) % by) for length in lengths]
-            parts = [torch.empty(count, dtype=torch.uint8) for count in counts]
-            self._receive(links, parts)
-            if not links or by == 1:
-                return parts
-            assert self._group is not None
-            each = meeting.gathered(self._group, parts)
-            return [torch.cat(of_one) for of_one in zip(*each, strict=True)]
-
-    def _receive(self, links: Sequence[Link], into: Sequence[torch.Tensor]) -> None:
-        works = [
-            (server, link.pair.receive(item))
-            for server, (link, item) in enumerate(zip(links, into, strict=True))
-            if len(item)
-        ]
-        for server, work in works:
-            with self._answering(server):
-                work.wait()
 
     def part_of(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Of an optimizer's whole state what this rank loads: nothing, the servers have it."""
