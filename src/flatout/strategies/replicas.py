@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from flatout.errors import WorldError
-from flatout.models import adapter_of
+from flatout.models import adapter_of, calls_hooks
 from flatout.world import World
 
 
@@ -30,6 +30,7 @@ def check_replicas(model: nn.Module, world: World, when: str, *, every: int = 1)
         return
     tensors = adapter_of(model).replicated()
     own = {name: digest_of(tensor) for name, tensor in tensors.items() if not tensor.is_meta}
+    seed = "torch.manual_seed" if calls_hooks(model) else "keras.utils.set_random_seed"
     digests = world.gather(own, f"comparison of the replicas, {when}")
     names = [set(of_rank) for of_rank in digests]
     for rank, theirs in enumerate(names):
@@ -47,8 +48,7 @@ def check_replicas(model: nn.Module, world: World, when: str, *, every: int = 1)
             raise WorldError(
                 f"the replicas differ {when}: {odd} of rank {rank} is not that of rank "
                 f"{rank % every}",
-                do="call torch.manual_seed(...) with the same number on every rank before the "
-                "model is made"
+                do=f"call {seed}(...) with the same number on every rank before the model is made"
                 if when == "at the start"
                 else "look for code that changes weights on one rank alone; go on from the last "
                 "checkpoint",

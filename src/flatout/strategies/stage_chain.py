@@ -44,13 +44,7 @@ class Chain:
         self.graph = fx.Graph()
         traced = None if is_watched(model) else trace(model)
         if traced is None or "training" in traced.constants:
-            why = "reads self.training" if traced is not None else "is not, or has hooks"
-            raise ModelError(
-                "world.strategy=staged cuts a forward that is a straight line of layers and "
-                f"functions of torch, and that of {type(model).__name__} {why}",
-                do="write it without branches, loops over numbers and default arguments, or as a "
-                "torch.nn.Sequential; or train with world.strategy=ddp or fsdp",
-            )
+            raise _not_straight(model, "is not" if traced is None else "reads self.training")
         self._constants.append((model, traced.constants))
         given: dict[fx.Node, Any] = {
             node: self.graph.placeholder(str(node.target)) for node in _inputs_of(traced.graph)
@@ -193,6 +187,17 @@ class Chain:
         if first == last:
             return first
         return f"{first}-{name}" if first.rpartition(".")[0] == parent else f"{first}-{last}"
+
+
+def _not_straight(model: nn.Module, why: str) -> ModelError:
+    code = getattr(type(model).forward, "__code__", None)
+    return ModelError(
+        "world.strategy=staged cuts a forward that is a straight line of layers and functions of "
+        f"torch, and that of {type(model).__name__} {'has hooks' if is_watched(model) else why}",
+        where=f"{code.co_filename}, line {code.co_firstlineno}" if code else None,
+        do="write it without branches, loops over numbers and default arguments, or as a "
+        "torch.nn.Sequential; or train with world.strategy=ddp or fsdp",
+    )
 
 
 def _inputs_of(graph: fx.Graph) -> list[fx.Node]:

@@ -12,11 +12,11 @@ from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map
 
 from flatout.errors import ModelError
-from flatout.strategies.stage_chain import Chain, Stage
+from flatout.strategies.stage_chain import Chain
 
 # The fastest of so many counts: the first one allocates.
 _TIMES = 5
-# Times its share of the time that a stage of a single layer may take unsaid.
+# Times a stage's share of the time that a single layer may take unsaid.
 _TOO_LARGE = 1.5
 
 
@@ -40,10 +40,12 @@ class Cut(NamedTuple):
     Attributes:
         places: before which calls.
         shares: of the stages, of the time of all.
+        too_large: the call that takes far more of it than a stage should, and its share; or None.
     """
 
     places: list[int]
     shares: list[float]
+    too_large: tuple[int, float] | None = None
 
 
 def measure(chain: Chain, inputs: Sequence[torch.Tensor]) -> LayerTimes:
@@ -147,19 +149,15 @@ def cut(chain: Chain, measured: LayerTimes, stages: int, ns_per_byte: float) -> 
     places = _best(until, ways, stages)
     ends = [0, *places, calls]
     total = max(1, until[-1])
-    return Cut(places, [(until[b] - until[a]) / total for a, b in pairwise(ends)])
+    shares = [(until[b] - until[a]) / total for a, b in pairwise(ends)]
+    return Cut(places, shares, _too_large([spent / total for spent in measured.spent], stages))
 
 
-def too_large(shares: Sequence[float], spans: Sequence[Stage]) -> int | None:
-    """The largest stage, where it is one call that takes far more than its share; else None.
-
-    Args:
-        shares: of the stages, of the time of all.
-        spans: their calls.
-    """
+def _too_large(shares: Sequence[float], stages: int) -> tuple[int, float] | None:
+    """The call that takes most, where that is far more than a stage's share, and what it takes."""
     largest = max(range(len(shares)), key=shares.__getitem__)
-    first, stop = spans[largest]
-    return largest if stop - first == 1 and shares[largest] * len(shares) > _TOO_LARGE else None
+    is_so = shares[largest] * stages > _TOO_LARGE
+    return (largest, shares[largest]) if is_so else None
 
 
 def _untied(chain: Chain, crossing: Mapping[int, int], stages: int) -> dict[int, int]:

@@ -36,7 +36,7 @@ from flatout.strategies.micro_batches import micro_batches
 from flatout.strategies.replicas import check_replicas
 from flatout.strategies.stage_chain import Chain, Stage
 from flatout.strategies.stage_copies import Copies
-from flatout.strategies.stage_cut import Cut, cut, measure, too_large
+from flatout.strategies.stage_cut import Cut, cut, measure
 from flatout.strategies.stage_pipe import Clock, OwnStage, ScheduleRun, Within
 from flatout.strategies.stage_shapes import Shape, shape_of, shapes
 from flatout.strategies.staged_refusals import check_stage_count, check_stages
@@ -143,7 +143,7 @@ class Staged(Strategy):
     def begin(self) -> None:
         """Cut the model where it is measured to be best, and leave each rank its stage."""
         rate = self._rate()
-        places, self.shares = self._world.by_first(
+        places, self.shares, too_large = self._world.by_first(
             partial(self._find_cut, rate), "cut of the model into stages"
         )
         self._first = []
@@ -155,18 +155,16 @@ class Staged(Strategy):
         self._stages = [fx.GraphModule(self._model, graph) for graph in graphs]
         self._model.forward = MethodType(self._forward, self._model)
         self.layout = self._words(spans)
-        self._warn_of_one_layer(spans)
+        if too_large is not None:
+            self._warn_of_one_layer(*too_large)
 
-    def _warn_of_one_layer(self, spans: Sequence[Stage]) -> None:
-        """Say where a layer that cannot be cut is larger than a stage should be."""
-        largest = too_large(self.shares, spans)
-        if largest is not None:
-            self._say(
-                f"{self._chain.words(spans[largest])} is one layer and takes "
-                f"{self.shares[largest]:.0%} of the time, so a step in {self._parts} stages takes "
-                "at least that: write it as several layers, take fewer stages, or train with "
-                "world.strategy=ddp or fsdp"
-            )
+    def _warn_of_one_layer(self, call: int, share: float) -> None:
+        """Say that a layer, which cannot be cut, is larger than a stage should be."""
+        self._say(
+            f"layer {self._chain.words((call, call + 1))} takes {share:.0%} of the time and is in "
+            f"one stage, so a step in {self._parts} stages takes at least that: write it as "
+            "several layers, take fewer stages, or train with world.strategy=ddp or fsdp"
+        )
 
     def _words(self, spans: Sequence[Stage]) -> str:
         """What is on the ranks, such as "staged: a | b (41% | 59% of the time), ..."."""
@@ -193,18 +191,18 @@ class Staged(Strategy):
             best = min(best, clock() - start)
         return best / (self._world.size - 1) / probe.nbytes
 
-    def _find_cut(self, ns_per_byte: float) -> tuple[list[int], list[float]]:
+    def _find_cut(self, ns_per_byte: float) -> tuple[Any, ...]:
         chain = self._chain
         rows = -(-self._own_size // self._count(self._own_size))
         piece = [t[:rows] for t in self._first]
         buffers = {name: value.clone() for name, value in self._model.named_buffers()}
         with torch.random.fork_rng(devices=[]):
             with self._within():
-                best: Cut = cut(chain, measure(chain, piece), self._parts, ns_per_byte)
+                result = cut(chain, measure(chain, piece), self._parts, ns_per_byte)
             with torch.no_grad():
-                self._check_same(best, piece, buffers)
+                self._check_same(result, piece, buffers)
                 self._put_back(buffers)
-        return best.places, best.shares
+        return tuple(result)
 
     def _put_back(self, buffers: Mapping[str, torch.Tensor]) -> None:
         for name, value in self._model.named_buffers():

@@ -62,10 +62,12 @@ def check_stages(
             "world.strategy=staged cuts the forward of torch modules, and this is Keras'", do=_DDP
         )
     if is_batch_coupled(model) and not per_micro_batch:
-        names = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+        name, norm = next(
+            named for named in model.named_modules() if isinstance(named[1], _BatchNorm)
+        )
         raise ModelError(
-            f"{names[0]} takes its statistics over the whole batch, and world.strategy=staged "
-            "sends micro-batches through the model",
+            f"layer {name} ({type(norm).__name__}) takes its statistics over the whole "
+            "batch, and world.strategy=staged sends micro-batches through the model",
             do="take GroupNorm or LayerNorm, freeze it with flatout.freeze, say "
             f"world.batch_statistics=per_micro_batch to let them differ, or {_OTHERWISE}",
         )
