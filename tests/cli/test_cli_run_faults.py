@@ -120,7 +120,9 @@ def test_the_rank_whose_sample_is_bad_is_the_one_that_tells(tmp_path):
     # In the order of this seed it is in rank 1's half of the third batch.
     assert "rank 1 of 2, step 3, learning rate 0.1\n" in error
     assert f"inputs: NaN or infinity in sample {sample}\n" in error
-    assert "flatout: rank 1 of 2, started by torchrun has failed" in error
+    assert "flatout: rank 1 of 2 has failed:" in error
+    [story] = re.findall(r"Traceback.*?NumbersError", error, re.DOTALL)
+    assert story.count('File "') == story.count("train.py") == 2  # the script alone
 
 
 STUCK = """

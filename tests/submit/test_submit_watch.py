@@ -10,7 +10,7 @@ from flatout.submit.watch import JobStatus, _of_the_first
 
 LOG = """\
 [host1] epoch 1/2
-[host2] [rank1]: flatout: rank 1 of 2, node 1 of 2, started by torchrun has failed:
+[host2] [rank1]: flatout: rank 1 of 2, node 1 of 2 has failed:
 [host2] [rank1]: Traceback (most recent call last):
 [host1] [rank0]: flatout: rank 0 of 2 has failed as well: ValueError: lost
 [host2] [rank1]:   File "train.py", line 12, in on_step

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from flatout.console import say
-from flatout.errors import WorldError
+from flatout.errors import FlatoutError, WorldError
 from flatout.processes import die_with_parent
 from flatout.world.dropped import is_any_dropped
 from flatout.world.place import STARTED_BY, place
@@ -25,6 +25,7 @@ from flatout.world.world import LostRank, is_first_to_fail
 # ranks ends this one.
 POLITE_S = 20.0
 _LOOK_EVERY_S = 0.1
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 def main(arguments: list[str], run: Callable[[list[str]], None] | None = None) -> None:
@@ -89,12 +90,40 @@ def _watch_optimizers() -> None:
 
 
 def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    here = place()
+    who = f"rank {here.rank} of {here.world_size}"
+    who += f", node {here.node} of {here.nodes}" if here.nodes > 1 else ""
     if is_first_to_fail():
-        say(f"{place()} has failed:")
-        sys.__excepthook__(kind, error, trace)
+        say(f"{who} has failed:")
+        trace = _of_script(error, trace)
+        sys.__excepthook__(kind, error.with_traceback(trace), trace)
     else:
         words = str(error).split("\n")[0]
-        say(f"{place()} has failed as well: {kind.__name__}: {words}")
+        say(f"{who} has failed as well: {kind.__name__}: {words}")
+
+
+def _of_script(error: BaseException, trace: TracebackType | None) -> TracebackType | None:
+    """A traceback from the script on; of an error for people up to where it is in our own code."""
+    steps: list[TracebackType] = []
+    while trace is not None:
+        steps.append(trace)
+        trace = trace.tb_next
+    files = [step.tb_frame.f_code.co_filename for step in steps]
+    own = [n for n, file in enumerate(files) if _is_of_script(file)]
+    if not own:
+        return steps[0] if steps else None
+    is_first = error.__suppress_context__ or error.__context__ is None
+    is_told = isinstance(error, FlatoutError) and is_first and error.__cause__ is None
+    result = None
+    for step in reversed(steps[own[0] : own[-1] + 1 if is_told else None]):
+        result = TracebackType(result, step.tb_frame, step.tb_lasti, step.tb_lineno)
+    return result
+
+
+def _is_of_script(file: str) -> bool:
+    """Whether a file of a traceback is the user's, or of a library that calls Flatout."""
+    between = (f"{os.sep}torch{os.sep}", f"{os.sep}contextlib.py")
+    return not (file.startswith((_PACKAGE, "<frozen")) or any(part in file for part in between))
 
 
 if __name__ == "__main__":
