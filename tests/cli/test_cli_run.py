@@ -273,6 +273,10 @@ def test_a_recipe_of_another_machine_is_not_applied_and_says_so(folder) -> None:
             ["--servers", "1", "--set", "world.strategy=ddp"],
             "found --set world.strategy=ddp, which",
         ),
+        (
+            ["--devices", "2", "--set", "world.strategy=fsdp", "--set", "world.staleness=4"],
+            "fsdp has none",
+        ),
     ],
 )
 def test_a_bad_recipe_stops_before_the_script_starts(folder, words, says) -> None:

@@ -149,6 +149,8 @@ def run(
         return
     from flatout.devices import environment, set_affinity
 
+    if where.is_world:
+        _check_spoken()
     asked = _recipe_here()
     cpus = asked.process.affinity if isinstance(asked.process.affinity, tuple) else ()
     if cpus:
@@ -250,6 +252,16 @@ def _after_inherited(settings: list[str]) -> str:
     from flatout.recipe import from_set
 
     return json.dumps([*from_set(), *settings])
+
+
+def _check_spoken() -> None:
+    """Refuse settings of --set that do not go with its strategy, before anything starts."""
+    from flatout.recipe import Recipe, apply, from_set
+    from flatout.strategies import check_settings
+
+    spoken = apply(Recipe(), from_set())
+    if "world.strategy" in spoken.named():  # else the code may name one
+        check_settings(spoken)
 
 
 def _recipe_here() -> Recipe:
