@@ -103,7 +103,8 @@ def test_four_ranks_come_to_what_one_does_under_every_strategy_that_claims_it(tm
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_any_strategy_goes_on_under_any_other(tmp_path, whole):
+def test_a_checkpoint_of_any_strategy_goes_on_under_any_other(tmp_path, whole, monkeypatch):
+    monkeypatch.setenv("FLATOUT_SECRET", "as flatout run makes one")
     run(SCRIPT, 2, tmp_path, "matrix")
     found = [json.loads((tmp_path / f"matrix{rank}.json").read_text()) for rank in range(2)]
     assert len(found[0]) == 36

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from flatout.train.loop_state import LoopState
+from flatout.words import counted
 from flatout.world import servers
 
 
@@ -29,7 +30,7 @@ def layout_words(loop: LoopState, batch_size: int | None) -> str:
             where = " beside the ranks" if there.are_here else " on nodes of their own"
         words += f" (servers: {count}{where}, staleness: {asked.staleness})"
         if asked.spare_workers:
-            words += f", waiting for {ranks - asked.spare_workers} ranks in each step"
+            words += f", waiting for {counted(ranks - asked.spare_workers, 'rank')} in each step"
     if batch_size is not None and loop.takes_whole_batches:
         words += f", global batch {batch_size:,}"
     elif batch_size is not None:

@@ -374,8 +374,8 @@ class World:
             with _together(self, number):
                 made = [dist.new_group(list(part), timeout=timeout) for part in sets]
                 own = [pair for pair in zip(sets, made, strict=True) if self.rank in pair[0]]
-                for part, one in own:
-                    check_channel(part.index(self.rank), len(part), one)
+                for part, one in own:  # which may number its ranks in another order
+                    check_channel(one.rank(), len(part), one)
             _groups[known] = next((Group(p, p.index(self.rank), one) for p, one in own), None)
         return _groups[known]
 
