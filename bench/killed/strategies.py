@@ -66,7 +66,7 @@ class Layout:
 
 
 def kind(name: str, what: str, layout: Layout) -> Kind:
-    return Kind(name, what, 40, 10, layout.undisturbed, layout.run)
+    return Kind(name, what, 40, 6, layout.undisturbed, layout.run)
 
 
 FOUR = ("0", "1", "2", "3", "command")
