@@ -37,7 +37,6 @@ from flatout.world import (
     POLITE_S,
     LostRank,
     dropped,
-    end_with_parent,
     place,
     servers,
     tell_parts,
@@ -61,7 +60,6 @@ def serve(number: int) -> int:
     Returns:
         the exit code.
     """
-    end_with_parent()
     # Ranks agree on their last step after a signal, for which they need the servers.
     stopped: list[int] = []
     for signum in _STOPS:

@@ -21,6 +21,7 @@ def main(arguments: list[str]) -> None:
     here = place()
     number = servers.number_of(here)
     if number is not None:
+        start.end_with_parent()  # before torch loads, which takes seconds
         from flatout.strategies.server_process import serve
 
         servers.become_server(here, os.environ)
