@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from flatout import optim
+from flatout.models import KerasOptimizer
 from flatout.optim import seconds_of_update, update_cost
 
 
@@ -78,10 +79,33 @@ def test_only_what_the_optimizer_steps_whole_counts(monkeypatch):
 class Wrapper(torch.optim.SGD):
     """As those that step another optimizer."""
 
+    def step(self, closure=None):
+        pytest.fail("it was stepped")
 
-def test_it_is_not_known_of_what_may_step_something_else():
+
+def test_of_what_may_step_something_else_the_least_is_told():
     model = network()
-    assert told(Wrapper(model.parameters(), lr=0.1)) == 0.0
+    wrapper = Wrapper(model.parameters(), lr=0.1)
+    assert told(wrapper) == 1.0
+    assert not wrapper.state
+
+
+@pytest.mark.parametrize("rate", [torch.tensor(1e-2), lambda: 1e-2])
+@pytest.mark.filterwarnings("error")
+def test_a_keras_optimizer_is_left_as_it_is(rate):
+    keras = pytest.importorskip("keras")
+    weights = [keras.Variable(torch.ones(50, 4)), keras.Variable(torch.ones(3))]
+    given = keras.optimizers.AdamW(1e-2, clipnorm=1.0, use_ema=True)
+    optimizer = KerasOptimizer(given, weights)
+    given._learning_rate = rate
+    before = [str(variable.value) for variable in (*weights, *given.variables)]
+    assert told(optimizer) == 1.0
+    assert [str(variable.value) for variable in (*weights, *given.variables)] == before
+    assert all(weight.value.grad is None for weight in weights)
+
+
+def test_it_is_not_known_where_there_is_no_such_step():
+    model = network()
     assert told(torch.optim.SparseAdam(model[0].parameters())) == 0.0
     optimizer = torch.optim.Adam(model.parameters())
     handle = register_optimizer_step_pre_hook(lambda *given: pytest.fail("it was stepped"))

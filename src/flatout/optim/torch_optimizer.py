@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -49,6 +50,23 @@ class TorchOptimizer:
             and all(_has_kernel(kind, parameter) for parameter in group["params"])
             for group in self.given.param_groups
         )
+
+    def second(self, parameters: Sequence[Sequence[torch.Tensor]]) -> torch.optim.Optimizer:
+        """One of the same class and options, as it would be unpickled, without hooks and state.
+
+        Args:
+            parameters: what each group is to hold; one that is to hold none is left out.
+        """
+        groups = [
+            {**group, "params": own}
+            for group, own in zip(self.given.param_groups, parameters, strict=True)
+            if own
+        ]
+        kind: type[torch.optim.Optimizer] = type(self.given)
+        other = kind.__new__(kind)
+        state = {"defaults": dict(self.given.defaults), "state": defaultdict(dict)}
+        other.__setstate__({**state, "param_groups": groups})
+        return other
 
     # -- rates and options -------------------------------------------------------------------
 

@@ -1,25 +1,27 @@
 """What an optimizer's update takes, told before the first one is made.
 
 A second optimizer of the same class and options steps tensors of its own, of the same shapes: so
-that neither weights nor state are touched.
+that neither weights nor state are touched. A class of the user's own may hold anything, also other
+optimizers, so that no second one is made of it: SGD with momentum tells what it takes at least.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from time import perf_counter
 
 import torch
+from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
 from flatout.measure import finish_device
+from flatout.optim.adapter import optimizer_adapter
 
 # So many numbers are stepped at most; of more, what they take is extended.
 _MOST = 1 << 21
 # Classes that hold nothing but their groups and state, so that a second one is soon made.
-_KNOWN = ("torch.optim", "flatout.optim")
+_KNOWN = ("torch.optim", "flatout.optim", "keras.src")
 
 
 def seconds_of_update(
@@ -35,14 +37,14 @@ def seconds_of_update(
         clock: returns seconds.
 
     Returns:
-        0.0 where that is not known: of classes that are neither torch's nor Flatout's, of steps
-        that take no dense gradients, and where someone is called around every optimizer's step.
+        0.0 where that is not known: of steps that take no dense gradients, and where someone is
+        called around every optimizer's step. The least that it may be for classes that are neither
+        torch's nor Keras' nor Flatout's.
     """
     is_watched = (
         torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks
     )
-    room = ".".join(type(optimizer).__module__.split(".")[:2])
-    if is_watched or room not in _KNOWN:
+    if is_watched:
         return 0.0
     left = set(map(id, by_rows))
     trained = [
@@ -68,26 +70,22 @@ def seconds_of_update(
     return took * numbers / kept
 
 
-def _like(parameter: torch.Tensor, share: float) -> torch.Tensor:
+def _like(parameter: torch.Tensor, share: float) -> nn.Parameter:
     """The first rows of a tensor like it, about as large a share of it, with a gradient."""
     shape = list(parameter.shape)
     if shape:
         shape[0] = math.ceil(shape[0] * share)
-    result = torch.ones(shape, dtype=parameter.dtype, device=parameter.device, requires_grad=True)
+    result = nn.Parameter(torch.ones(shape, dtype=parameter.dtype, device=parameter.device))
     result.grad = torch.ones_like(result)
     return result
 
 
 def _second(
-    optimizer: torch.optim.Optimizer, parameters: list[list[torch.Tensor]]
+    optimizer: torch.optim.Optimizer, parameters: Sequence[Sequence[nn.Parameter]]
 ) -> torch.optim.Optimizer:
-    """One of the same class and options, as it would be unpickled, without hooks and state."""
-    groups = [
-        {**group, "params": own}
-        for group, own in zip(optimizer.param_groups, parameters, strict=True)
-        if own
-    ]
-    other = type(optimizer).__new__(type(optimizer))
-    state = {"defaults": dict(optimizer.defaults), "state": defaultdict(dict)}
-    other.__setstate__({**state, "param_groups": groups})
-    return other
+    """One of the same class and options; of a class that may hold anything, the simplest."""
+    adapter = optimizer_adapter(optimizer)
+    room = ".".join(type(adapter.given).__module__.split(".")[:2])
+    if room in _KNOWN:
+        return adapter.second(parameters)
+    return torch.optim.SGD([p for own in parameters for p in own], lr=0.0, momentum=0.9)

@@ -88,6 +88,19 @@ class KerasOptimizer(torch.optim.Optimizer):
         """The user's own object."""
         return self.keras
 
+    def second(self, parameters: Sequence[Sequence[torch.Tensor]]) -> KerasOptimizer:
+        """One of the same class and options, without state.
+
+        Args:
+            parameters: what each group is to hold.
+        """
+        with self.scaled(1.0):  # a schedule, or a function of the user's own, stays out of it
+            config = self.keras.get_config()
+        variable = type(self._variables[0])
+        values = [value for own in parameters for value in own]
+        made = [variable(value, dtype=str(value.dtype)[6:], name="like") for value in values]
+        return KerasOptimizer(type(self.keras).from_config(config), made)
+
     def drives(self, optimizer: Any, variables: Sequence[Any]) -> bool:
         """Whether this is that optimizer over these variables: `compile` may have come between."""
         driven = {*map(id, self._variables)}
