@@ -1025,6 +1025,34 @@ def test_a_machine_that_stays_busy_keeps_what_was_chosen_before(clock, monkeypat
     assert kept.read_text() == answer
 
 
+def test_a_pace_that_changes_late_in_a_run_changes_no_setting(clock, tmp_path):
+    busy: list[int] = []
+
+    def seconds(s):
+        return 0.1 * (3.0 if busy else 1.0) * (0.5 if s.memory_format == "channels_last" else 1.0)
+
+    said: list[str] = []
+    loop, compute, source = job(small_net(), seconds, clock, said=said, steps=400)
+    run(loop, compute, source)
+    chosen = loop.stepper.switch.now
+    assert chosen.memory_format == "channels_last"
+    (kept,) = (tmp_path / "cache" / "auto").glob("*.toml")
+    answer = kept.read_text()
+    while loop.step_count < 400:
+        for batch in loop.batches(source):
+            if loop.step_count == 210:
+                busy.append(1)
+            loop.step(compute, batch)
+        loop.finish_epoch()
+    assert "settings are tried once more" in said[1]
+    assert said[2].startswith("auto: channels_last")
+    assert ", as before: the run is half over; " in said[2]
+    assert "measured" not in said[2]
+    assert loop.stepper.switch.now == chosen
+    assert kept.read_text() == answer
+    loop.close()
+
+
 def test_other_parameters_that_train_are_measured_again(clock):
     model = small_net()
     model[0].weight.requires_grad_(False)

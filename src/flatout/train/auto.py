@@ -386,10 +386,16 @@ def settle(
     cost = f"tuning cost {search.budget.cost_s:.1f} s"
     if search.stays:
         line = f"auto: {resolved.summary()}, as before; {cost}"
+    elif search.measured_nothing:
+        line = f"auto: {resolved.summary()}, as before: {search.late}; {cost}"
     elif search.best == search.plain:
         line = f"auto: nothing measured faster than plain; {cost}"
     elif search.whole is None:
-        line = f"auto: {resolved.summary()}: each measured faster; {cost}; result: {parity.words}"
+        chosen = search.best.other_than(search.plain)
+        why = "each measured faster"
+        if not chosen.keys() <= search.results.keys():
+            why = "each measured faster, now or before"
+        line = f"auto: {resolved.summary()}: {why}; {cost}; result: {parity.words}"
     else:
         words = search.whole.words
         line = (
@@ -399,7 +405,7 @@ def settle(
         line += f"; {search.by_length.words(search.plain)}"
     if ended:
         line = f"{line}; {ended} before all was tried" if search.trials else ""
-    if pending or (ended and not suffices):
+    if pending or (ended and not suffices) or search.measured_nothing:
         return resolved, line
     if search.disturbed or search.stays:
         line += "; the machine is busy, so the next run measures again"
@@ -498,7 +504,9 @@ class _Job:
             switch.model, switch.optimizers
         ).outgrow(batch)
         self.has_gpu = device.type == "cuda"
-        self.could_use_bf16 = _has_bf16_units(device)
+        # Autocast leaves float64 and complex numbers alone, and bf16 is bf16 already.
+        is_fp32 = any(p.dtype is torch.float32 for p in switch.model.parameters())
+        self.could_use_bf16 = is_fp32 and _has_bf16_units(device)
         is_plain = switch.now.matmul_precision == "highest"
         self.has_tf32_units = is_plain and self.has_gpu and _is_ampere(device)
         self.has_convolutions = uses_convolution(switch.model)

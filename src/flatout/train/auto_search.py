@@ -183,6 +183,7 @@ class Search:
         faults: page faults of a step before and after the allocator was told to keep memory.
         compile_s: what compiling took.
         stays: whether a choice made before holds, since the machine was too busy to tell.
+        late: why something was not measured again.
     """
 
     plain: Settings
@@ -216,9 +217,10 @@ class Search:
     faults: tuple[float, float] = (0.0, 0.0)
     compile_s: float = 0.0
     stays: bool = False
+    late: str = ""
 
     def __post_init__(self) -> None:
-        self._is_again = False
+        self._is_again, self._trials_before = False, 0
         self.best = self.plain
         self._at = 0
         self._until = _SEARCHED
@@ -231,6 +233,11 @@ class Search:
     def _rest(self) -> list[Option]:
         """Options that can be switched on and off at any time."""
         return [option for option in self.options if LIVE[option.setting].switches != "once"]
+
+    @property
+    def measured_nothing(self) -> bool:
+        """Whether settings were to be tried again, and none was."""
+        return bool(self.late) and len(self.trials) == self._trials_before
 
     @property
     def disturbed(self) -> bool:
@@ -283,7 +290,8 @@ class Search:
         Where steps run as one graph, only whether that still is the fastest: under other settings
         it would have to be compiled again. What the machine is too busy to tell stays.
         """
-        self._is_again, self.stays = True, False
+        self._is_again, self.stays, self.late = True, False, ""
+        self._trials_before = len(self.trials)
         if self.captures and self.best.capture == "on":
             before = self.best
             self.step_s.clear()
@@ -577,6 +585,7 @@ class Search:
         if field in self.results or field in self.dropped:
             return
         if self._is_again:
+            self.late = why
             self._leave(field, f"stays as it was: {why}")
         elif not self._is_chosen(field):
             self.dropped[field] = f"{_NOT_MEASURED}: {why}"
