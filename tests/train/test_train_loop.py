@@ -367,3 +367,36 @@ def test_a_compute_with_other_parameters_is_told_what_it_gets():
             compute=lambda model, batch: model(batch.inputs).mean(),
             data=data,
         )
+
+
+def test_a_loss_may_take_gradients_itself():
+    """As a gradient penalty does."""
+    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+
+    def trained(loop):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        optimizer = torch.optim.Adam(model.parameters())
+
+        def penalty(inputs):
+            near = inputs.clone().requires_grad_()
+            (slope,) = torch.autograd.grad(model(near).sum(), near, create_graph=True)
+            return (slope.norm(dim=1) - 1).square().mean()
+
+        if loop is None:
+            for _ in range(3):
+                optimizer.zero_grad()
+                penalty(x).backward()
+                optimizer.step()
+            return model.state_dict()
+        source = flatout.data.as_source((x, torch.zeros(64)), batch_size=64, shuffle=False)
+        compute = lambda batch: penalty(batch.inputs)  # noqa: E731
+        loop.prepare(model, optimizer, compute=compute, data=source, steps=3)
+        for _ in loop.epochs(3):
+            for batch in loop.batches(source):
+                loop.step(compute, batch)
+        loop.close()
+        return model.state_dict()
+
+    plain, ours = trained(None), trained(flatout.Loop(allow="exact", say=lambda line: None))
+    assert all(torch.equal(value, ours[name]) for name, value in plain.items())

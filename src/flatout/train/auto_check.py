@@ -149,7 +149,7 @@ class FirstCheck:
         handles = [m.register_forward_pre_hook(watch) for m in dropouts]
         before = random_state()
         try:
-            with untouched(model), torch.no_grad():
+            with untouched(model), self._stepper.forward_alone():
                 try:
                     self._first_s = self._timed(partial(self._stepper.look, self._few, self._run))
                 except OutOfMemory:
@@ -192,7 +192,7 @@ class FirstCheck:
         if looked_s > _LONG_S and not self.starts_cold:
             self.budget.before_s = looked_s
             return looked_s
-        with untouched(self._stepper.switch.model), torch.no_grad():
+        with untouched(self._stepper.switch.model), self._stepper.forward_alone():
             if self.starts_cold:
                 self._stepper.look(self._whole, self._run)
                 finish_device()
@@ -281,7 +281,7 @@ class FirstCheck:
         self._stepper.use(settings)
         batch, first_s = self._few_as(settings), self._first_s
         if settings != self.plain:
-            with torch.no_grad(), self._stepper.switch.autocast():
+            with self._stepper.forward_alone(), self._stepper.switch.autocast():
                 first_s = self._timed(partial(self._stepper.look, batch, self._run))
         self._begin_pass()
         began = self._clock()

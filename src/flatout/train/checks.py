@@ -25,6 +25,10 @@ MISFITS = (RuntimeError, ValueError, TypeError, IndexError)
 _SHAPES = "compare the shapes with what the model's first layer and the loss expect"
 
 
+# What torch says where a gradient is taken of what was computed without any.
+_NO_GRAPH = "does not require grad"
+
+
 def check_first_batch(
     model: nn.Module,
     compute: Compute,
@@ -32,8 +36,11 @@ def check_first_batch(
     source: Source | None = None,
     *,
     is_own: bool = False,
-) -> None:
+) -> bool:
     """Run the forward and loss of one batch without a trace, and explain what does not fit.
+
+    Returns whether these take gradients themselves, as a gradient penalty does, so that they run
+    only where gradients are on.
 
     Args:
         model: its buffers and the random states are put back.
@@ -47,12 +54,22 @@ def check_first_batch(
         ModelError: `compute` gives no loss, or broadcasts.
         RuntimeError, MemoryError: as memory ran out.
     """
-    with untouched(model), torch.no_grad():
+    takes_gradients = False
+    with untouched(model):
         for piece in pieces:
             watched = no_broadcast_within(piece) if is_own else nullcontext()
             with explained(model, piece), ids_checked(model, piece, source), watched:
-                value = compute(piece)
+                try:
+                    with torch.set_grad_enabled(takes_gradients):
+                        value = compute(piece)
+                except RuntimeError as error:
+                    if takes_gradients or _NO_GRAPH not in str(error):
+                        raise
+                    takes_gradients = True
+                    with torch.enable_grad():
+                        value = compute(piece)
             _check_value(value)
+    return takes_gradients
 
 
 @contextmanager

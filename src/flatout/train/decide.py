@@ -164,12 +164,16 @@ def _check_first(loop: LoopState, compute: Compute, first: list[Batch]) -> float
     is 0.
     """
     source, own = loop.feed.source, loop.trainer_facts is None
-    check = partial(check_first_batch, loop.model, compute, source=source, is_own=own)
+    stepper = loop.stepper
+
+    def check(pieces: list[Batch]) -> None:
+        stepper.takes_gradients = check_first_batch(loop.model, compute, pieces, source, is_own=own)
+
     if _planned(loop, first) is not None and first[0].size > _CHECKED:
         with suppress(FlatoutError, *MISFITS):
-            loop.stepper.look(first[0].rows(0, _CHECKED), check)
+            stepper.look(first[0].rows(0, _CHECKED), check)
             return 0.0
-    return auto.seconds_of(partial(loop.stepper.look, first[0], check))
+    return auto.seconds_of(partial(stepper.look, first[0], check))
 
 
 def samples_of(batches: Sequence[Batch]) -> float:
@@ -381,7 +385,7 @@ def _stages(
 
 def _run_first(loop: LoopState, compute: Compute, batch: Batch) -> None:
     """Forward and loss of the first piece of a batch, without a trace."""
-    with untouched(loop.model), torch.no_grad():
+    with untouched(loop.model), loop.stepper.forward_alone():
         loop.stepper.look(batch, lambda pieces: compute(pieces[0]))
 
 

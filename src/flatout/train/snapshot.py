@@ -96,7 +96,7 @@ class Moving:
             self._moving = [
                 tensor
                 for tensor, now, was in changed
-                if now != was or id(tensor) in ids or tensor.nbytes <= _SMALL_BYTES
+                if now != was or id(tensor) in ids or _has_few_bytes(tensor)
             ]
         self._seen = versions
         self._kept = [(tensor, tensor.detach().clone()) for tensor in self._moving]
@@ -151,7 +151,9 @@ class _Surroundings:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._names = [(m._buffers, dict(m._buffers)) for m in model.modules()]
+        # A scripted module lets its buffers be changed, and no names.
+        names = (m._buffers for m in model.modules() if isinstance(m._buffers, dict))
+        self._names = [(buffers, dict(buffers)) for buffers in names]
         self._attributes = [
             (m, set(vars(m)), {n: v for n, v in vars(m).items() if isinstance(v, _KEPT)})
             for m in model.modules()
@@ -208,6 +210,11 @@ _REFILLED: dict[type, Callable[[Any, Any], None]] = {
     dict: _refill,
     set: _refill,
 }
+
+
+def _has_few_bytes(tensor: torch.Tensor) -> bool:
+    """A sparse one does not know its bytes."""
+    return tensor.layout is torch.strided and tensor.nbytes <= _SMALL_BYTES
 
 
 def _is_small(value: Any) -> bool:

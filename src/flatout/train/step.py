@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter_ns as clock
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -93,6 +93,7 @@ class Stepper:
         strategy: how steps of this rank become steps of all.
         samples: about how many samples of all ranks make a step: only a scale, the same on all;
             0 before steps are those of all ranks.
+        takes_gradients: whether the loss takes gradients itself, as a gradient penalty does.
         may_split: whether a batch is taken again in smaller pieces where memory runs out.
         capture: makes steps as one compiled graph where settings say so; None where none can.
         lanes: puts events between the parts of a step, on a device that runs behind the host.
@@ -117,6 +118,7 @@ class Stepper:
         self.wants_to_stop = self.stopping = False
         self.lr_scale: LrScale | None = None
         self.samples = 0.0
+        self.takes_gradients = False
         self.may_split = True
         self.strategy = Strategy()
         self._norms: SyncBatchNorm | None = None
@@ -496,6 +498,10 @@ class Stepper:
             by_device.setdefault(gradient.device, []).append(gradient)
         for device, own in by_device.items():
             torch._foreach_mul_(own, factor.to(device) if torch.is_tensor(factor) else factor)
+
+    def forward_alone(self) -> AbstractContextManager[Any]:
+        """For a forward without its backward: no gradients, unless the loss takes some itself."""
+        return nullcontext() if self.takes_gradients else torch.no_grad()
 
     def look(self, batch: Batch, at: Callable[[list[Batch]], _T]) -> _T:
         """What `at` gives for the pieces in which a step would run the batch, before any step.

@@ -64,6 +64,8 @@ def content_digest(tensor: torch.Tensor) -> str:
     """
     tensor = tensor.detach()
     words = f"{tensor.dtype} {tuple(tensor.shape)}"
+    if tensor.layout is not torch.strided:
+        return digest_of(words, str(tensor.layout), *map(content_digest, _stored(tensor)))
     whole = tensor.numel() * tensor.element_size()
     if whole > _READ:
         count = max(1, len(tensor) * _READ // whole)
@@ -78,13 +80,26 @@ def content_digest(tensor: torch.Tensor) -> str:
     return digest.hexdigest()
 
 
+def _stored(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """What a sparse tensor is made of."""
+    if tensor.layout is torch.sparse_coo:
+        whole = tensor.coalesce()
+        yield from (whole.indices(), whole.values())
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+
+
 def _words(value: Any, seen: set[int]) -> Iterator[str]:
     """What identifies a value, piece by piece."""
     if id(value) in seen:
         yield "again"
         return
     yield _kind(value)
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+        yield content_digest(value)
+    elif isinstance(value, torch.Tensor):
         yield tensors_name({"": value.detach().cpu()})
     elif isinstance(value, np.ndarray) and value.dtype.kind != "O":
         yield f"{value.dtype} {value.shape} {hashlib.blake2b(value.tobytes()).hexdigest()}"
