@@ -40,7 +40,7 @@ class Turns(flatout.Callback):
     """Waits for its turn before each epoch.
 
     Args:
-        ends: the file descriptors to read of and to write to; none where nobody else runs.
+        ends: the file descriptors to read of and to write to; none where no other job runs.
 
     Attributes:
         waited_s: seconds that it has waited.

@@ -198,8 +198,8 @@ PINNED = [
     ('rows().cache("memory").shuffle(1).batch(8)', "4b53876a", "6df3720f"),
     ('rows().shuffle(1).batch(8).cache("memory")', "4b53876a", "fda4888c"),
     ('rows().map(double).cache("memory").map(add_one_of_sample).batch(8)', "31ce30ca", "10bd7575"),
-    ('rows().map(noisy).cache("memory").batch(8)', "f7e7d8d4", "59ff95fa"),
-    ('rows().map(drawn).cache("memory").shuffle(2).batch(8)', "09811c52", "160167e2"),
+    ('rows().map(noisy).cache("memory").batch(8)', "f7e7d8d4", "7edeab69"),
+    ('rows().map(drawn).cache("memory").shuffle(2).batch(8)', "09811c52", "87232260"),
     (
         'rows().shuffle(1).batch(8).map(first_input).repeat(2).cache("memory")',
         "de65c347",
