@@ -111,9 +111,15 @@ class GrowingHistories:
             if mean > 0 and all(abs(item - mean) <= _EVEN * mean for item in apart):
                 last = sorted(value.ns.values())[len(value.ns) // 2]
                 grown = Growing(
-                    value.words, site, sizes[-1], round(mean), last / 1e6, max(value.sizes)
+                    words=value.words,
+                    site=site,
+                    numbers=sizes[-1],
+                    more=round(mean),
+                    ms=last / 1e6,
+                    at=max(value.sizes),
+                    bytes=value.bytes,
+                    is_list=value.is_list,
                 )
-                grown.bytes, grown.is_list = value.bytes, value.is_list
                 self.histories.append(grown)
         self._by_line.clear()
 

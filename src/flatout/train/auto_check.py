@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from time import process_time
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -63,7 +63,7 @@ class KnownStep(NamedTuple):
     batches: int = 1
 
 
-NOTHING_KNOWN: Final[KnownStep] = KnownStep()
+NOTHING_KNOWN = KnownStep()
 
 
 class PassTimes(NamedTuple):
@@ -500,9 +500,8 @@ class FirstCheck:
         taken = first
         if self.starts_cold or self.budget.pays_before(2 * first_s):
             taken = first.least(self._timed_passes(batch)[1])
-        loading_s = 0.0
-        if self.starts_cold and settings == self.plain:
-            loading_s = first_s - taken.wall_s
+        is_loading = self.starts_cold and settings == self.plain
+        loading_s = first_s - taken.wall_s if is_loading else 0.0
         self._loading_s += loading_s  # else the first step would take it
         self.budget.before_s += self._clock() - began - loading_s
         return found, taken

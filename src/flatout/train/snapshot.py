@@ -219,9 +219,7 @@ def _has_few_bytes(tensor: torch.Tensor) -> bool:
 
 def _is_small(value: Any) -> bool:
     """Whether it is a tensor of which a copy costs nothing."""
-    if type(value) is not torch.Tensor or value.layout is not torch.strided:
-        return False
-    return value.nbytes <= _SMALL_BYTES and not value.is_inference()
+    return type(value) is torch.Tensor and _has_few_bytes(value) and not value.is_inference()
 
 
 def _has_tensors(value: Any) -> bool:
