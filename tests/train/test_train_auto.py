@@ -7,6 +7,8 @@ import copy
 import functools
 import itertools
 import random
+import threading
+from collections import UserList
 
 import numpy as np
 import pytest
@@ -67,6 +69,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = self.waited_s = 0.0
+        self.lock = threading.Lock()  # a look puts back objects but those that threads share
 
     def __call__(self) -> float:
         return self.now
@@ -1285,7 +1288,7 @@ def test_a_compiled_model_is_measured_before_the_first_step(clock):
 
 @pytest.mark.parametrize(("plain_s", "forwards"), [(0.3, 2), (6.0, 1)])
 def test_a_batch_that_takes_long_runs_once_before_the_first_step(plain_s, forwards, clock):
-    model, whole = small_net(), []
+    model, whole = small_net(), UserList()  # a look puts back a list
     model.register_forward_pre_hook(lambda module, inputs: whole.append(len(inputs[0]) == 64))
     loop, _, _ = job(model, lambda s: plain_s, clock, steps=1_000)
     assert sum(whole) == forwards
@@ -1298,7 +1301,7 @@ def test_a_batch_that_takes_long_runs_once_before_the_first_step(plain_s, forwar
 def test_the_length_of_a_run_counts_its_updates(update_s, clock, monkeypatch):
     """Passes of 5 ms: 150 steps take 0.75 s of them, and 12 s with a dense update of tables."""
     monkeypatch.setattr(auto_check, "seconds_of_update", lambda *given: update_s)
-    passes: list[int] = []
+    passes = UserList()  # a look puts back a list
 
     def seconds(s):
         passes.append(1)

@@ -1,6 +1,7 @@
 """What would fail only after an epoch is said before the first step."""
 
 import re
+from collections import UserList
 
 import numpy as np
 import pytest
@@ -265,7 +266,7 @@ def test_the_look_leaves_no_trace(given, monkeypatch):
 
 
 def test_a_look_costs_two_passes_of_a_training_batch_at_most():
-    seen = []
+    seen = UserList()  # a look puts back a list
 
     class Sizes(nn.Module):
         def forward(self, x):

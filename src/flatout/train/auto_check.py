@@ -149,7 +149,7 @@ class FirstCheck:
         handles = [m.register_forward_pre_hook(watch) for m in dropouts]
         before = random_state()
         try:
-            with untouched(model), self._stepper.forward_alone():
+            with untouched(model, self.compute), self._stepper.forward_alone():
                 try:
                     self._first_s = self._timed(partial(self._stepper.look, self._few, self._run))
                 except OutOfMemory:
@@ -192,7 +192,8 @@ class FirstCheck:
         if looked_s > _LONG_S and not self.starts_cold:
             self.budget.before_s = looked_s
             return looked_s
-        with untouched(self._stepper.switch.model), self._stepper.forward_alone():
+        model = self._stepper.switch.model
+        with untouched(model, self.compute), self._stepper.forward_alone():
             if self.starts_cold:
                 self._stepper.look(self._whole, self._run)
                 finish_device()
@@ -558,7 +559,7 @@ class FirstCheck:
         model = self._stepper.switch.model
         kept = [(p, p.grad) for p in adapter_of(model).parameters()]
         try:
-            with untouched(model):
+            with untouched(model, self.compute):
                 yield
         finally:
             for parameter, gradient in kept:

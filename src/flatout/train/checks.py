@@ -55,7 +55,7 @@ def check_first_batch(
         RuntimeError, MemoryError: as memory ran out.
     """
     takes_gradients = False
-    with untouched(model):
+    with untouched(model, compute):
         for piece in pieces:
             watched = no_broadcast_within(piece) if is_own else nullcontext()
             with explained(model, piece), ids_checked(model, piece, source), watched:

@@ -96,6 +96,11 @@ class ModelCompute:
         return None if any(place.startswith("torch.nn.") for place in places) else own
 
     @property
+    def own_parts(self) -> list[Any]:
+        """What of the user's own is called."""
+        return [self._model, self._loss, *self.metrics]
+
+    @property
     def hindrance(self) -> str:
         """Why `traced` may depend on more than tensors and modules; "" where it does not."""
         return "" if self.own is None else f"the loss {self._loss.name} is your own function"

@@ -331,7 +331,7 @@ class Recorded:
         Raises:
             Unfit: it waits for the device, or draws on the CPU.
         """
-        with untouched(self._stepper.switch.model), _waits() as waits:
+        with untouched(self._stepper.switch.model, self._given), _waits() as waits:
             before = randomness.random_state()
             loss = self._passes()[0]
             if self._update is not None:
@@ -369,7 +369,7 @@ class Recorded:
         ]
 
     def _compare(self, wanted: list[torch.Tensor | None]) -> None:
-        with untouched(self._stepper.switch.model):
+        with untouched(self._stepper.switch.model, self._given):
             self._graph.replay()
         if self._update is not None:
             share = self._update.share()

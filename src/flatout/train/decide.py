@@ -385,7 +385,7 @@ def _stages(
 
 def _run_first(loop: LoopState, compute: Compute, batch: Batch) -> None:
     """Forward and loss of the first piece of a batch, without a trace."""
-    with untouched(loop.model), loop.stepper.forward_alone():
+    with untouched(loop.model, compute), loop.stepper.forward_alone():
         loop.stepper.look(batch, lambda pieces: compute(pieces[0]))
 
 
@@ -395,7 +395,7 @@ def _warn_of_trips(loop: LoopState, compute: Compute, batch: Batch) -> None:
         return
 
     def trips(pieces: list[Batch]) -> list[PingPong]:
-        with untouched(loop.model):
+        with untouched(loop.model, compute):
             return find_ping_pong(lambda: compute(pieces[0]))
 
     for trip in loop.stepper.look(batch, trips):

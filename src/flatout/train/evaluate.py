@@ -201,7 +201,7 @@ def look_at_validation(
     world = loop.world
     job = objective.job(loop, source, training=False)
     names: list[str] | None = None
-    with untouched(objective.model):
+    with untouched(objective.model, job):
         whole = loop.takes_whole_batches
         part = part_of(agreed(source, world), world, lambda line: None, whole=whole)
         batches = [b.first(most) if b.size > most else b for b in part.peek(_BATCHES)]

@@ -215,7 +215,7 @@ def _first_bad_value(
     """
     model.zero_grad()  # what other losses left in it is not of this step
     try:
-        with uncompiled(model), untouched(model):
+        with uncompiled(model), untouched(model, compute):
             for piece in pieces:
                 bad_value, loss, reads = _in_forward(model, compute, piece)
                 if any(together.gather(bad_value is not None, "bad values in a forward")):

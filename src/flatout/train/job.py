@@ -76,6 +76,11 @@ class TorchJob:
             metric.is_of_samples for metric in self._metrics.values()
         )
 
+    @property
+    def own_parts(self) -> list[Any]:
+        """What of the user's own is called."""
+        return [self.compute]
+
     def results(self, world: World = ONE) -> dict[str, float]:
         """The metrics over all batches of all ranks since `reset`, by name.
 

@@ -46,6 +46,11 @@ class Loss:
     module: nn.Module | None = None
     own: Callable[[Any, Any], Value] | None = None
 
+    @property
+    def own_parts(self) -> list[Any]:
+        """What of the user's own is called."""
+        return [self.module, self.own]
+
     def __call__(self, output: Any, batch: Batch, *, unweighted: bool = False) -> Value:
         """The batch's loss: a mean over its samples, or (sum, weight).
 

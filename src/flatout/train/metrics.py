@@ -74,6 +74,11 @@ class MeanOf(Mean):
         self.is_of_samples = is_of_samples
         self.name = getattr(function, "__name__", type(function).__name__)
 
+    @property
+    def own_parts(self) -> list[Any]:
+        """What of the user's own is called."""
+        return [self._function]
+
     def update(self, output: Any, batch: Batch) -> None:
         """Add `function(output, targets)`; a mean is weighed by the number of samples."""
         self.take(self._function(output, batch.targets), batch.size)
@@ -90,6 +95,11 @@ class FromTorchmetrics:
         self._metric = metric
         self._any = False
         self.is_of_samples = type(metric).__module__.startswith(_OF_SAMPLES)
+
+    @property
+    def own_parts(self) -> list[Any]:
+        """What of the user's own is called."""
+        return [self._metric]
 
     def update(self, output: Any, batch: Batch) -> None:
         """Feed `metric.update(output, targets)` on the output's device."""

@@ -238,7 +238,7 @@ def _kept_bytes(model: nn.Module, forward: Callable[[Batch], object], batch: Bat
         return tensor
 
     try:
-        with untouched(model), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        with untouched(model, forward), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             kept = forward(batch)  # noqa: F841 - alive while the bytes are counted
     except Exception:
         return None  # the first real step will say what is wrong

@@ -130,7 +130,7 @@ class NumbersGuard:
         culprit = next(iter(batches), None)
         with nullcontext() if keyed is None else keyed.step(step.number):
             if len(batches) > 1:
-                with untouched(model), stepper.forward_alone():
+                with untouched(model, compute), stepper.forward_alone():
                     for batch in batches:
                         are_finite = [_is_finite(forward(p)) for p in batch.split(pieces(batch))]
                         if not all(

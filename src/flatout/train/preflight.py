@@ -42,7 +42,7 @@ def check_last_batch(
     if not (is_known or ones) or not is_batch_coupled(model):
         return
     try:
-        with untouched(model), torch.no_grad():
+        with untouched(model, compute), torch.no_grad():
             compute(first[0].rows(0, 1))
     except Exception as error:
         # Images have many values per sample, and of other errors the whole batch shows.

@@ -31,7 +31,7 @@ def rehearse(tuner: Tuner, stepper: Stepper, compute: Compute, batches: Sequence
         batches: the first, on the device.
     """
     switch, budget, turn = stepper.switch, tuner.search.budget, stepper.joint
-    snapshot = Snapshot(switch.model, switch.optimizers)
+    snapshot = Snapshot(switch.model, switch.optimizers, compute)
     number = 0
     tuner.search.splits = False  # each change would compile
     try:

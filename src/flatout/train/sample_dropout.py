@@ -66,7 +66,7 @@ def sample_dropout(
         batch = first[0]
 
         def run(count: int) -> None:
-            with untouched(model), torch.no_grad(), _Watch(model, others):
+            with untouched(model, compute), torch.no_grad(), _Watch(model, others):
                 compute(_some(batch, count))
 
         try:

@@ -193,6 +193,11 @@ class SeveralCompute(Weighing):
             feed(list(self._metrics.of_all.values()), outputs, batch, watches)
         return total if self._is_mean(batch) else (total, float(batch.samples))
 
+    @property
+    def own_parts(self) -> list[Any]:
+        """What of the user's own is called."""
+        return [self._model, *self._losses.parts.values(), *self._metrics.by_name().values()]
+
     def sums_of_weights(self, batches: Sequence[Batch]) -> torch.Tensor:
         """What each loss divides by over these batches, and how many samples they are."""
         counted: list[Any] = []

@@ -104,7 +104,7 @@ def _read_by(loop: LoopState, compute: Compute, batch: Batch) -> dict[torch.Tens
     """The tables that one batch reads whole, and why; leaves no trace."""
     steppable = steppable_rows(loop.optimizers, row_tables(loop.model)[0])
     reads_of = {weight: _Reads() for own in steppable.values() for weight in own}
-    with untouched(loop.model), torch.enable_grad():
+    with untouched(loop.model, compute), torch.enable_grad():
         with _seeing(reads_of):
             loss, _ = mean_of_value(compute(batch), batch.size)
         whole = [weight for weight, reads in reads_of.items() if reads.is_whole]

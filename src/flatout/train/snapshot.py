@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from flatout.data import randomness
-from flatout.errors import ModelError
 from flatout.models import adapter_of
 from flatout.optim import Optimizers, align_state, as_tuple
+from flatout.train.held_state import HeldState, has_few_bytes
 
 
 def random_state() -> dict[str, Any]:
@@ -37,18 +35,21 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 @contextmanager
-def untouched(model: nn.Module, *, only_on_error: bool = False) -> Iterator[None]:
+def untouched(
+    model: nn.Module, compute: Any = None, *, only_on_error: bool = False
+) -> Iterator[None]:
     """For a trial forward: afterwards buffers, modes and random states are as before.
 
     Args:
-        model: its buffers and plain attributes (numbers, tensors, what lists hold) are put back.
+        model: its buffers, and what it, its hooks and the user's own objects hold, are put back.
+        compute: what runs it, which may hold something, too, as a loss that counts its calls.
         only_on_error: leave them as they are if the block ends well.
 
     Raises:
         ModelError: the model has buffers without a shape yet, which cannot be put back.
     """
     before = random_state()
-    surroundings = _Surroundings(model)
+    held = _held(model, compute)
     try:
         yield
     except BaseException:
@@ -57,10 +58,7 @@ def untouched(model: nn.Module, *, only_on_error: bool = False) -> Iterator[None
     finally:
         if not only_on_error:
             set_random_state(before)
-            surroundings.restore()
-
-
-_SMALL_BYTES = 65_536
+            held.restore()
 
 
 class Moving:
@@ -96,7 +94,7 @@ class Moving:
             self._moving = [
                 tensor
                 for tensor, now, was in changed
-                if now != was or id(tensor) in ids or _has_few_bytes(tensor)
+                if now != was or id(tensor) in ids or has_few_bytes(tensor)
             ]
         self._seen = versions
         self._kept = [(tensor, tensor.detach().clone()) for tensor in self._moving]
@@ -113,17 +111,19 @@ class Snapshot:
     """Weights, buffers, gradients, modes, optimizer state and random states at one moment.
 
     Args:
-        model: its parameters and buffers are cloned on their device, its plain attributes kept.
+        model: its parameters and buffers are cloned on their device, what it holds is kept.
         optimizers: one or several; their state dicts are copied.
+        compute: what runs the model; what it holds is kept.
     """
 
-    def __init__(self, model: nn.Module, optimizers: Optimizers) -> None:
+    def __init__(self, model: nn.Module, optimizers: Optimizers, compute: Any = None) -> None:
         # First, since it brings tables up to date that are stepped by rows.
         self._states = [(o, copy.deepcopy(o.state_dict())) for o in as_tuple(optimizers)]
         self._weights = [
-            (p, p.detach().clone(), _clone(p.grad)) for p in adapter_of(model).parameters()
+            (p, p.detach().clone(), None if p.grad is None else p.grad.detach().clone())
+            for p in adapter_of(model).parameters()
         ]
-        self._surroundings = _Surroundings(model)
+        self._held = _held(model, compute)
         self._random = random_state()
 
     @torch.no_grad()
@@ -137,104 +137,14 @@ class Snapshot:
             parameter.data.copy_(value)
             # A gradient of other strides would mislead fused kernels.
             parameter.grad = None if gradient is None else _like(parameter, gradient)
-        self._surroundings.restore()
+        self._held.restore()
         for optimizer, _ in self._states:
             align_state(optimizer)
         set_random_state(self._random)
 
 
-class _Surroundings:
-    """What a forward may change of a model: its buffers, and what it keeps in plain attributes.
-
-    These are numbers and words, tensors such as the state of a cell between batches, and what
-    lists, dicts and the like hold.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        # A scripted module lets its buffers be changed, and no names.
-        names = (m._buffers for m in model.modules() if isinstance(m._buffers, dict))
-        self._names = [(buffers, dict(buffers)) for buffers in names]
-        self._attributes = [
-            (m, set(vars(m)), {n: v for n, v in vars(m).items() if isinstance(v, _KEPT)})
-            for m in model.modules()
-        ]
-        own = [
-            value
-            for module in model.modules()
-            for name, value in vars(module).items()
-            if name not in _OF_TORCH
-        ]
-        self._held = [(v, copy.copy(v)) for v in own if type(v) in _REFILLED and len(v) <= _MOST]
-        self._values = [(tensor, _clone(tensor)) for tensor in adapter_of(model).untrained()]
-        self._small = [(t, t._version, _clone(t)) for t in own if _is_small(t)]
-
-    def restore(self) -> None:
-        """Names of buffers that came since are taken away, and of tensors in attributes."""
-        for buffers, before in self._names:
-            buffers.clear()
-            buffers.update(before)
-        for buffer, value in self._values:
-            # .data: no graph of the caller may notice that the value came and went.
-            buffer.data.copy_(value)
-        for tensor, version, value in self._small:
-            if tensor._version != version:
-                tensor.data.copy_(value)
-        for held, before in self._held:
-            _REFILLED[type(held)](held, before)
-        for module, names, attributes in self._attributes:
-            for name in vars(module).keys() - names:
-                if _has_tensors(vars(module)[name]):
-                    delattr(module, name)
-            vars(module).update(attributes)
-
-
-_KEPT = (bool, int, float, str, type(None), torch.Tensor, tuple)
-_OF_TORCH = frozenset(vars(nn.Module()))
-# What holds more, such as a vocabulary, is not looked at.
-_MOST = 100_000
-
-
-def _refill_list(held: Any, before: Any) -> None:
-    held.clear()
-    held.extend(before)
-
-
-def _refill(held: Any, before: Any) -> None:
-    held.clear()
-    held.update(before)
-
-
-_REFILLED: dict[type, Callable[[Any, Any], None]] = {
-    list: _refill_list,
-    deque: _refill_list,
-    dict: _refill,
-    set: _refill,
-}
-
-
-def _has_few_bytes(tensor: torch.Tensor) -> bool:
-    """A sparse one does not know its bytes."""
-    return tensor.layout is torch.strided and tensor.nbytes <= _SMALL_BYTES
-
-
-def _is_small(value: Any) -> bool:
-    """Whether it is a tensor of which a copy costs nothing."""
-    return type(value) is torch.Tensor and _has_few_bytes(value) and not value.is_inference()
-
-
-def _has_tensors(value: Any) -> bool:
-    """Whether it is a tensor, or a few of them as an LSTM's state."""
-    parts = value if isinstance(value, list | tuple) else [value]
-    return any(isinstance(part, torch.Tensor) for part in parts)
-
-
-def _clone(tensor: torch.Tensor | None) -> Any:
-    if tensor is not None and is_lazy(tensor):
-        raise ModelError(
-            "the model has a lazy layer with buffers, which have no shape before the first batch",
-            do="call the model once on a batch before training, then make the optimizer",
-        )
-    return None if tensor is None else tensor.detach().clone()
+def _held(model: nn.Module, compute: Any) -> HeldState:
+    return HeldState(model, compute, tensors=adapter_of(model).untrained())
 
 
 def _like(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

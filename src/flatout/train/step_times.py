@@ -117,7 +117,8 @@ class _Steps:
             result = Child(lambda: self._visits(sizes), self._room(1)).result(_PATIENCE_S)
             return result.value or [], result.why
         stepper = self._loop.stepper
-        snapshot = Snapshot(stepper.switch.model, stepper.switch.optimizers)
+        switch = stepper.switch
+        snapshot = Snapshot(switch.model, switch.optimizers, self._compute)
         with self._loop.uncounted():
             try:
                 return self._visits(sizes), ""

@@ -87,7 +87,7 @@ def explain_ids(
         return
     for batch in batches:
         try:
-            with untouched(model), torch.no_grad(), ids_checked(model, batch, source):
+            with untouched(model, compute), torch.no_grad(), ids_checked(model, batch, source):
                 compute(batch)
         except DataError as explained:
             raise explained from error

@@ -85,6 +85,11 @@ class KerasJob:
         """All that the model is made of."""
         return list(self._model.modules())
 
+    @property
+    def own_parts(self) -> list[Any]:
+        """What of the user's own is called."""
+        return [self._model, getattr(self._model, "loss", None)]
+
     def step_begins(self) -> None:
         """Let metrics that may be slow be timed beside steps."""
         if self._slow is not None and self._training:

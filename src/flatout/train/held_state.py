@@ -1,0 +1,385 @@
+"""What a forward and a loss change besides weights: kept before a look, and put back behind it.
+
+A loss may count its calls, a hook may fill a list, a closure may hold a running mean. What only
+looks at a batch must not move these, or training would go on from another state.
+
+What can be reached from a model and from functions of the user's own is walked: attributes, cells
+of closures, defaults, globals that they name, and what containers hold. Objects of libraries are
+left alone but for modules, containers, small tensors and arrays, and random generators.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import operator
+import random
+import threading
+import weakref
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from functools import partial
+from types import (
+    CellType,
+    CodeType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from flatout.data import is_library
+from flatout.errors import ModelError
+
+_SMALL_BYTES = 65_536
+# A container of more, such as a vocabulary, is not looked at.
+_MOST = 100_000
+# Objects in containers that are walked.
+_MOST_WALKED = 10_000
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_KEPT = (bool, int, float, str, type(None), torch.Tensor, tuple)
+_OF_TORCH = frozenset(vars(nn.Module()))
+_HOOKS = tuple(name for name, value in vars(nn.Module()).items() if type(value) is OrderedDict)
+_OF_PARAMETER = ("_backward_hooks", "_post_accumulate_grad_hooks")
+# What another thread works on at the same time is not ours to put back.
+_OF_THREADS = (threading.Thread, type(threading.Lock()), type(threading.RLock()))
+# These have states of their own, which a look that makes updates puts back itself.
+_APART = (
+    torch.optim.Optimizer,
+    torch.optim.lr_scheduler.LRScheduler,
+    ModuleType,
+    weakref.ProxyType,
+    weakref.CallableProxyType,
+)
+# What a change of settings, which may lie within a look, sets and takes away itself.
+_SWITCHED = frozenset(["forward"])
+_MISSING = object()
+
+
+class HeldState:
+    """What objects and functions hold, to be put back.
+
+    Args:
+        held: a model, and what is called with it.
+        tensors: of any size, that are put back too.
+
+    Raises:
+        ModelError: a module has buffers without a shape yet, which cannot be put back.
+    """
+
+    def __init__(self, *held: Any, tensors: Iterable[torch.Tensor] = ()) -> None:
+        self._restores: list[Callable[[], None]] = []
+        self._seen: dict[int, Any] = {}  # keeps them alive, so that no id is given twice
+        self._left = _MOST_WALKED
+        for tensor in tensors:
+            self._keep_buffer(tensor)
+        self._next: list[Any] = [*held]
+        while self._next:
+            value = self._next.pop()
+            if not isinstance(value, _PLAIN) and self._is_new(value):
+                self._look(value)
+        self._seen.clear()
+
+    def restore(self) -> None:
+        """Bring everything back; objects keep their identity."""
+        for restore in self._restores:
+            restore()
+
+    def _is_new(self, value: Any) -> bool:
+        if id(value) in self._seen:
+            return False
+        self._seen[id(value)] = value
+        return True
+
+    def _look(self, value: Any) -> None:
+        if type(value) in _APART or isinstance(value, _APART):
+            return
+        if isinstance(value, nn.Module):
+            self._look_at_module(value)
+        elif isinstance(value, torch.Tensor):
+            self._look_at_tensor(value)
+        elif isinstance(value, np.ndarray):
+            self._look_at_array(value)
+        elif type(value) in _REFILLED:
+            self._look_at_container(value)
+        elif isinstance(value, (tuple, frozenset)):
+            self._walk(value)
+        elif isinstance(value, MethodType):
+            self._next += [value.__self__, value.__func__]
+        elif isinstance(value, functools.partial):
+            self._next += [value.func, value.args, value.keywords]
+        elif isinstance(value, FunctionType):
+            self._look_at_function(value)
+        elif isinstance(value, type):
+            self._look_at_class(value)
+        elif (restore := _restore_of_generator(value)) is not None:
+            self._restores.append(restore)
+        else:
+            self._look_at_object(value)
+
+    def _walk(self, values: Iterable[Any]) -> None:
+        """Members of a container; plain ones cost next to nothing, others are counted."""
+        for value in values:
+            if not isinstance(value, _PLAIN):
+                if self._left <= 0:
+                    return
+                self._left -= 1
+                self._next.append(value)
+
+    def _look_at_module(self, module: nn.Module) -> None:
+        of_module = vars(module)
+        # A scripted module lets its buffers be changed, and no names.
+        if isinstance(module._buffers, dict):
+            self._restores.append(partial(_refill_dict, module._buffers, dict(module._buffers)))
+        for buffer in module._buffers.values():
+            if buffer is not None:
+                self._keep_buffer(buffer)
+        self._next += module._modules.values()
+        for parameter in module._parameters.values():
+            self._next += [getattr(parameter, name, None) for name in _OF_PARAMETER]
+        for name in _HOOKS:
+            self._walk(of_module.get(name, {}).values())
+        keep = _put_back if _is_own(type(module)) else _put_back_plain
+        self._restores.append(partial(keep, module, dict(of_module)))
+        self._next += [value for name, value in of_module.items() if name not in _OF_TORCH]
+        self._next.append(type(module))
+
+    def _keep_buffer(self, buffer: torch.Tensor) -> None:
+        if self._is_new(buffer):
+            self._restores.append(partial(_refill_buffer, buffer, clone_of(buffer)))
+
+    def _look_at_tensor(self, tensor: torch.Tensor) -> None:
+        if type(tensor) is torch.Tensor and has_few_bytes(tensor) and not tensor.is_inference():
+            kept = partial(_refill_tensor, tensor, tensor._version, clone_of(tensor))
+            self._restores.append(kept)
+
+    def _look_at_array(self, array: np.ndarray[Any, Any]) -> None:
+        if array.nbytes <= _SMALL_BYTES and array.flags.writeable and not array.dtype.hasobject:
+            self._restores.append(partial(np.copyto, array, array.copy()))
+
+    def _look_at_container(self, held: Any) -> None:
+        if len(held) <= _MOST:
+            self._restores.append(partial(_REFILLED[type(held)], held, _copied(held)))
+            self._walk([*held.values()] if isinstance(held, dict) else [*held])
+
+    def _look_at_function(self, function: FunctionType) -> None:
+        """What is closed over is kept of the user's own functions, and of others what they call.
+
+        Those of Flatout that take part in a look collect what it is made for.
+        """
+        is_own = not is_library(function)
+        for cell in function.__closure__ or ():
+            value = _content(cell)
+            if is_own:
+                self._restores.append(partial(_refill_cell, cell, value))
+            if is_own or callable(value):
+                self._next.append(value)
+        if not is_own:
+            return
+        self._next += [function.__defaults__, function.__kwdefaults__, vars(function)]
+        names, stored = _global_names(function.__code__)
+        where = function.__globals__
+        self._next += [where.get(name) for name in names]
+        if stored:
+            before = {name: where.get(name, _MISSING) for name in stored}
+            self._restores.append(partial(_refill_names, where, before))
+
+    def _look_at_class(self, kind: type) -> None:
+        """What classes of the user's own keep for all objects, and their methods."""
+        for one in kind.__mro__:
+            if is_library(one):
+                continue
+            own = {n: v for n, v in vars(one).items() if not n.startswith("__") or callable(v)}
+            kept = {name: value for name, value in own.items() if isinstance(value, _KEPT)}
+            if kept:
+                self._restores.append(partial(_put_back_of_class, one, kept))
+            self._next += [getattr(value, "__func__", value) for value in own.values()]
+
+    def _look_at_object(self, thing: Any) -> None:
+        if is_library(type(thing)):
+            if type(thing).__module__.startswith("flatout."):
+                self._next += getattr(thing, "own_parts", [])
+            return
+        held = {**getattr(thing, "__dict__", {}), **_slots_of(thing)}
+        if not any(isinstance(value, _OF_THREADS) for value in held.values()):
+            self._restores.append(partial(_put_back, thing, held))
+            self._next += [*held.values(), type(thing)]
+
+
+def has_few_bytes(tensor: torch.Tensor) -> bool:
+    """Whether a copy of it costs nothing; a sparse one does not know its bytes."""
+    return tensor.layout is torch.strided and tensor.nbytes <= _SMALL_BYTES
+
+
+def clone_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Its values, without a graph.
+
+    Raises:
+        ModelError: it has no shape yet.
+    """
+    if is_lazy(tensor):
+        raise ModelError(
+            "the model has a lazy layer with buffers, which have no shape before the first batch",
+            do="call the model once on a batch before training, then make the optimizer",
+        )
+    return tensor.detach().clone()
+
+
+def _is_own(kind: type) -> bool:
+    """Whether all attributes are its user's: a Keras layer is built by its first call."""
+    return not is_library(kind) and not any(
+        base.__module__.startswith("keras.") for base in kind.__mro__
+    )
+
+
+def _refill_buffer(buffer: torch.Tensor, value: torch.Tensor) -> None:
+    # .data: no graph of the caller may notice that the value came and went.
+    buffer.data.copy_(value)
+
+
+def _refill_tensor(tensor: torch.Tensor, version: int, value: torch.Tensor) -> None:
+    if tensor._version != version:
+        tensor.data.copy_(value)
+
+
+def _refill_list(held: Any, before: Any) -> None:
+    if len(held) != len(before) or not all(map(operator.is_, held, before)):
+        held.clear()
+        held.extend(before)
+
+
+def _refill_dict(held: Any, before: Any) -> None:
+    if [*map(id, held)] != [*map(id, before)] or not all(
+        map(operator.is_, held.values(), before.values())
+    ):
+        held.clear()
+        dict.update(held, before)  # a Counter's own would add
+
+
+def _refill_set(held: Any, before: Any) -> None:
+    if held != before:
+        held.clear()
+        held.update(before)
+
+
+_REFILLED: dict[type, Callable[[Any, Any], None]] = {
+    list: _refill_list,
+    deque: _refill_list,
+    set: _refill_set,
+    dict: _refill_dict,
+    OrderedDict: _refill_dict,
+    defaultdict: _refill_dict,
+    Counter: _refill_dict,
+}
+
+
+def _copied(held: Any) -> Any:
+    return dict(held) if isinstance(held, dict) else held.copy()
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty yet
+        return _MISSING
+
+
+def _refill_cell(cell: CellType, value: Any) -> None:
+    if _content(cell) is value:
+        return
+    if value is _MISSING:
+        del cell.cell_contents
+    else:
+        cell.cell_contents = value
+
+
+def _refill_names(names: dict[str, Any], before: dict[str, Any]) -> None:
+    for name, value in before.items():
+        if value is _MISSING:
+            names.pop(name, None)
+        elif names.get(name, _MISSING) is not value:
+            names[name] = value
+
+
+def _put_back(thing: Any, before: dict[str, Any]) -> None:
+    """All attributes; those that came since are taken away."""
+    now = {**getattr(thing, "__dict__", {}), **_slots_of(thing)}
+    for name in now.keys() - before.keys() - _SWITCHED:
+        object.__delattr__(thing, name)
+    for name, value in before.items():
+        if name not in _SWITCHED and now.get(name, _MISSING) is not value:
+            object.__setattr__(thing, name, value)
+
+
+def _put_back_plain(module: nn.Module, before: dict[str, Any]) -> None:
+    """Numbers, words and tensors of a library's module, which may keep more between calls."""
+    for name in vars(module).keys() - before.keys():
+        if _has_tensors(vars(module)[name]):
+            delattr(module, name)
+    vars(module).update({n: v for n, v in before.items() if isinstance(v, _KEPT)})
+
+
+def _put_back_of_class(kind: type, before: dict[str, Any]) -> None:
+    for name, value in before.items():
+        if vars(kind).get(name, _MISSING) is not value:
+            setattr(kind, name, value)
+
+
+def _has_tensors(value: Any) -> bool:
+    """Whether it is a tensor, or a few of them as an LSTM's state."""
+    parts = value if isinstance(value, list | tuple) else [value]
+    return any(isinstance(part, torch.Tensor) for part in parts)
+
+
+def _slots_of(thing: Any) -> dict[str, Any]:
+    """What an object keeps in slots."""
+    held = {}
+    for kind in type(thing).__mro__:
+        if "__slots__" in vars(kind):
+            for name, member in vars(kind).items():
+                if isinstance(member, MemberDescriptorType):
+                    with suppress(AttributeError):  # nothing is set
+                        held[name] = member.__get__(thing)
+    return held
+
+
+def _refill_generator(generator: torch.Generator, state: torch.Tensor) -> None:
+    generator.set_state(state)
+
+
+def _restore_of_generator(value: Any) -> Callable[[], None] | None:
+    """Puts back a random generator; None for anything else."""
+    if isinstance(value, torch.Generator):
+        return partial(_refill_generator, value, value.get_state())
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        return partial(value.setstate, value.getstate())
+    if isinstance(value, np.random.RandomState):
+        return partial(value.set_state, value.get_state())
+    if isinstance(value, np.random.Generator):
+        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    return None
+
+
+@functools.lru_cache(maxsize=1024)
+def _global_names(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """The names that a function and those inside it look up, and the globals that they set."""
+    names: set[str] = set()
+    stored: set[str] = set()
+    for one in _codes(code):
+        names.update(one.co_names)
+        stored.update(i.argval for i in dis.get_instructions(one) if i.opname == "STORE_GLOBAL")
+    return frozenset(names), frozenset(stored)
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _codes(inner)
