@@ -43,6 +43,8 @@ _LONG_S = 0.5
 _FORWARDS = 3
 # An option that is this many times slower on a few samples is not tried on whole batches.
 _FAR_SLOWER = 4.0
+# A first pass under settings takes up to so many times as long as later ones.
+_OF_FIRST = 2.0
 # What differs from plain gradients by so many times what these are off by themselves is rounding.
 _AS_PLAIN = 2.0
 
@@ -225,13 +227,13 @@ class FirstCheck:
         with self._leaving_no_trace():
             plain, taken = self._passes(self.plain)
             self.few_s = taken.wall_s
-            if self.starts_cold:  # what gains the most comes first: there may be time for no more
-                in_passes.sort(key=lambda option: option.setting != "precision")
-            alike: list[Option] = []
-            for number, option in enumerate(in_passes):
-                if self.starts_cold and number == 1:
+            # What gains the most comes first: there may be time for no more.
+            in_passes.sort(key=lambda option: option.setting != "precision")
+            alike: list[Option] | None = None
+            for option in in_passes:
+                if alike is None and option.setting != "precision":
                     alike = self._alike(in_passes, plain, taken, facts)
-                if option in alike:
+                if option in (alike or []):
                     continue
                 settings = self.plain.but(**{option.setting: option.value})
                 self._look_at(option, settings, plain, taken, facts)
@@ -302,7 +304,7 @@ class FirstCheck:
     ) -> list[Option]:
         """Those that round, without precision, where a look at all at once speaks against none.
 
-        On a GPU each look loads kernels, which takes longer than the look itself.
+        Each look makes or loads kernels, which takes longer than the look itself.
         """
         of_parity = {one: of_change(one.field, "plain", one.value, facts) for one in options}
         some = [
@@ -313,7 +315,7 @@ class FirstCheck:
         if len(some) < 2 or not self.budget.pays_before(2 * taken.wall_s):
             return []
         try:
-            gradients, now = self._passes(self._under(some))
+            gradients, now = self._passes(self._under(some), taken)
         except Exception:
             return []  # each alone shows which
         is_fine = now.over(taken) <= _FAR_SLOWER and all(map(_is_finite, gradients))
@@ -337,9 +339,9 @@ class FirstCheck:
                 self.dropped[option.field] = "was not checked: there was no time"
             return
         try:
-            gradients, now = self._passes(settings)
+            gradients, now = self._passes(settings, taken)
             if now.over(taken) > _FAR_SLOWER and self.budget.pays_before(2 * now.wall_s):
-                now = now.least(self._passes(settings)[1])
+                now = now.least(self._passes(settings, taken)[1])
         except Exception as error:
             self.dropped[option.field] = f"fails here: {first_line(error)}"
             return
@@ -357,7 +359,7 @@ class FirstCheck:
             self.unchecked = options
             return
         try:
-            gradients, now = self._passes(self._under(options))
+            gradients, now = self._passes(self._under(options), taken)
         except Exception as error:
             why = f"fails here: {first_line(error)}"
         else:
@@ -487,10 +489,16 @@ class FirstCheck:
         finish_device()
         return self._clock() - began
 
-    def _passes(self, settings: Settings) -> tuple[Gradients, PassTimes]:
+    def _passes(
+        self, settings: Settings, plain: PassTimes | None = None
+    ) -> tuple[Gradients, PassTimes]:
         """Loss and gradients under settings, and the seconds of the faster of two times.
 
         The second is made where there is time, and where the first one is cold.
+
+        Args:
+            settings: to be taken.
+            plain: of plain passes; a first pass that takes little longer tells of no difference.
         """
         began = self._clock()
         self._stepper.use(settings)
@@ -499,7 +507,9 @@ class FirstCheck:
         # Of the first one, by the clock, with the switch to these settings.
         first_s = self._clock() - began
         taken = first
-        if self.starts_cold or self.budget.pays_before(2 * first_s):
+        if plain is not None and not self.starts_cold and first.over(plain) <= _OF_FIRST:
+            taken = plain
+        elif self.starts_cold or self.budget.pays_before(2 * first_s):
             taken = first.least(self._timed_passes(batch)[1])
         is_loading = self.starts_cold and settings == self.plain
         loading_s = first_s - taken.wall_s if is_loading else 0.0
