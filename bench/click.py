@@ -86,14 +86,14 @@ RATIOS = (
     Ratio("ten_million_vs_one_million", "flatout-10m-1024", at_most=1.3, note="of a step"),
     Ratio("hundred_million_vs_one_million", LARGE, SMALL, at_most=1.6, note="8 factors"),
     Ratio("hybrid_vs_replicated", REPLICATED, SHARDED, at_least=1.2, note=HERE_NOTE),
-    Ratio("fetch_ahead_here", SHARDED, AHEAD, note="two ranks of this host"),
+    Ratio("prefetch_rows_here", SHARDED, AHEAD, note="two ranks of this host"),
     Ratio("hybrid_vs_dense_ddp_here", DDP, SHARDED, note="two ranks of this host"),
     Ratio("flatout_vs_itself", AGAIN, note="A/A: what noise makes of 1"),
 )
 HOST_RATIOS = (
     Ratio("hybrid_vs_dense_ddp", "hosts-ddp", "hosts-sharded", at_least=10, note=HOSTS_NOTE),
     Ratio("hybrid_vs_replicated_apart", "hosts-replicated", "hosts-sharded", note=HOSTS_NOTE),
-    Ratio("fetch_ahead_apart", "hosts-sharded", "hosts-sharded-ahead", note=HOSTS_NOTE),
+    Ratio("prefetch_rows_apart", "hosts-sharded", "hosts-sharded-ahead", note=HOSTS_NOTE),
 )
 
 
@@ -138,7 +138,7 @@ def peers(threads: int, steps: int, epochs: int, warm_up: int, most_rows: int) -
 def tables_of(name: str) -> tuple[str, ...]:
     """What a peer on ranks is told of its tables."""
     tables, _, when = name.removeprefix("ranks-").partition("-")
-    return ("--tables", tables, "--fetch-ahead", "on" if when == "ahead" else "off")
+    return ("--tables", tables, "--prefetch-rows", "on" if when == "ahead" else "off")
 
 
 def on_two_hosts(warm_up: int, nodes: Sequence[str]) -> list[Peer]:

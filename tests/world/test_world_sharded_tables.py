@@ -71,7 +71,7 @@ MODEL = """
     ):
         recipe = flatout.Recipe(
             compute={"touched_rows": "on", "precision": precision},
-            world={"tables": tables, "fetch_ahead": "on", **dict(world)},
+            world={"tables": tables, "prefetch_rows": "on", **dict(world)},
             memory=dict(memory),
         )
         if tables == "sharded":
@@ -130,7 +130,7 @@ JOB = (
         found["adam"] = fit("sharded")
         # Three sets of ids in each step but the first two of an epoch.
         assert patched[0] == 2 * 3 * 10 - 3, patched
-        found["adam, fetched when asked for"] = fit("sharded", world={"fetch_ahead": "off"})
+        found["adam, fetched when asked for"] = fit("sharded", world={"prefetch_rows": "off"})
         assert patched[0] == 2 * 3 * 10 - 3, patched
         found["adam, resumed"] = fit("sharded", run=copied, resume=True)
     if size == 1:
@@ -184,7 +184,7 @@ APART = (
 """
     + MODEL
     + """
-    found = {ahead: fit("sharded", world={"fetch_ahead": ahead}) for ahead in ("on", "off")}
+    found = {ahead: fit("sharded", world={"prefetch_rows": ahead}) for ahead in ("on", "off")}
     assert patched[0] == 2 * 3 * 10 - 3, patched
     whole = fit("replicated")
     for name, value in found["on"].items():
@@ -344,7 +344,7 @@ ODD = (
     fickle = []
     for ahead in ("on", "off"):
         model = Fickle()
-        trainer_of(model, "sharded", world={"fetch_ahead": ahead}).fit(
+        trainer_of(model, "sharded", world={"prefetch_rows": ahead}).fit(
             x, y, batch_size=16, epochs=2, progress=False
         )
         fickle.append(model.state_dict())

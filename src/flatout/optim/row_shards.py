@@ -69,7 +69,7 @@ class RowShards:
     Args:
         world: of this rank, of several.
         following: gives the inputs of the next batch, or None where there is none, so that its rows
-            are fetched ahead; None where none are.
+            are prefetched; None where none are.
 
     Attributes:
         spread: of tables of which this rank has nothing but its own rows now, the weights and the
@@ -226,7 +226,7 @@ class RowShards:
         self._reads[self._tables[weight].number] = kept
 
     def predicted(self, weight: nn.Parameter, ids: torch.Tensor) -> GroupsByRank | None:
-        """What a lookup by these ids needs, where its rows were fetched ahead."""
+        """What a lookup by these ids needs, where its rows were prefetched."""
         if self.ahead is None or self.lies or not self._takes_lookups:
             return None
         return self.ahead.dealt_of(self._tables[weight].number, ids)
@@ -277,7 +277,7 @@ class RowShards:
         return RowRequest(dealt, local, [len(item) for item in ids], groups, rows)
 
     def _fetch_changed(self, number: int, dealt: GroupsByRank) -> bool:
-        """Get what has changed of rows that were fetched ahead.
+        """Get what has changed of rows that were prefetched.
 
         Returns whether that are the rows that all ranks need now; else they fetch them as usual.
         """
@@ -326,7 +326,7 @@ class RowShards:
     ) -> tuple[int, list[int], list[torch.Tensor]]:
         """Tell all ranks what is looked up next, which must be the same, and send tensors to each.
 
-        Returns what all have of `together`, what each says of rows fetched ahead, what has come.
+        Returns what all have of `together`, what each says of rows prefetched, what has come.
         """
         note = [number, together, ahead]
         each, come = self.world.exchange(note, parts, "lookups in sharded tables")
@@ -380,7 +380,7 @@ class RowShards:
 
         Args:
             inputs: of the one batch that makes the step; None of several, or of micro-batches,
-                whose rows are not fetched ahead.
+                whose rows are not prefetched.
             rates: within what it gives the optimizers have the rates of the step.
         """
         self.is_in_step = self._takes_lookups = True
@@ -399,7 +399,7 @@ class RowShards:
             self._all_asked.clear()
 
     def wait(self) -> None:
-        """Before rows change: until those are there that are fetched ahead."""
+        """Before rows change: until those are there that are prefetched."""
         if self.ahead is not None:
             self.ahead.wait()
 

@@ -41,7 +41,7 @@ def shards_of(loop: LoopState, resolved: ResolvedRecipe) -> RowShards | None:
             f"world.tables=sharded was asked for, and {why}",
             do="train with world.tables=replicated, or change that",
         )
-    if resolved.world.fetch_ahead == "off":
+    if resolved.world.prefetch_rows == "off":
         return RowShards(loop.world)
     feed = loop.feed
     feed.looks_ahead = True
