@@ -100,6 +100,7 @@ def _has_bf16() -> bool:
 NEEDS: Mapping[str, Callable[[], bool]] = {
     "keras": lambda: find_spec("keras") is not None,
     "sklearn": lambda: find_spec("sklearn") is not None,
+    "pandas": lambda: find_spec("pandas") is not None,
     "pillow": lambda: find_spec("PIL") is not None,
     "bf16": _has_bf16,
     "two_cpus": lambda: usable_cpus() >= 2,

@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 from flatout.observe.held_out import compare
 from flatout.observe.models import Models
 from flatout.observe.observation import Loader
-from flatout.observe.samples import label_runs, samples_in
+from flatout.observe.samples import label_runs, samples_in, samples_of
 from flatout.observe.tables import _has, _rows
 from flatout.observe.watch import Watch
 
@@ -118,3 +118,44 @@ def test_windows_of_training_moved_by_a_step_are_known(columns):
     assert shared(torch.randn(380, 24, 1), torch.randn(96, 24, 1)) == 0
     classes = torch.eye(64)[torch.randint(64, (500,))]  # each is another one, moved
     assert shared(classes[:400], classes[400:]) == 0
+
+
+def shared_rows(trained, held_out):
+    """How many samples are told to be shared."""
+    sets = [
+        (Loader("", in_training=is_trained), samples_of(of))
+        for is_trained, of in ((True, trained), (False, held_out))
+    ]
+    compare(sets, SimpleNamespace(of_both=lambda *given: None))
+    return (sets[1][0].shared_rows or (0, 0))[0]
+
+
+def test_samples_of_few_columns_are_shared_where_chance_does_not_make_them_equal():
+    draw = torch.Generator().manual_seed(0)
+    table = torch.rand(600, 4, generator=draw)
+    table[:, 2:] = torch.randint(0, 40, (600, 2), generator=draw).float()
+    first, second = (torch.randperm(600, generator=draw) for _ in range(2))
+    assert shared_rows(TensorDataset(table[first[:480]]), TensorDataset(table[second[:120]])) > 60
+    assert not shared_rows(TensorDataset(table[first[:480]]), TensorDataset(table[first[480:]]))
+
+
+@pytest.mark.parametrize("is_cleared", [False, True], ids=["as_drawn", "each_once"])
+def test_samples_of_few_values_are_equal_by_chance(is_cleared):
+    drawn = torch.randint(0, 12, (1500, 4), generator=torch.Generator().manual_seed(0)).float()
+    trained = drawn[:1200].unique(dim=0) if is_cleared else drawn[:1200]
+    assert not shared_rows(TensorDataset(trained), TensorDataset(drawn[1200:]))
+    # Hours of the days of a week and a month, each once in two years.
+    hours = torch.cartesian_prod(torch.arange(365), torch.arange(24)).float()
+    angles = torch.cat([hours, torch.sin(hours / 7), torch.cos(hours / 24)], 1)
+    assert not shared_rows(TensorDataset(angles[:8000]), TensorDataset(angles[:2000].clone()))
+
+
+def test_rows_of_data_frames_are_compared_with_what_they_lack():
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame(torch.rand(300, 5).numpy()).astype("float64")
+    frame[0] = frame[0].where(frame[0] > 0.2)  # else it is not known
+    trained, held_out = frame.sample(frac=0.8, random_state=0), frame.sample(60, random_state=1)
+    assert shared_rows(OfFrame(trained), OfFrame(held_out)) > 30
+    assert not shared_rows(OfFrame(trained), OfFrame(frame.drop(trained.index)))
+    frame["tags"] = [[] for _ in range(300)]  # which cannot be compared
+    assert not shared_rows(OfFrame(frame[:200]), OfFrame(frame[100:]))

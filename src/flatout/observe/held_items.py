@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from math import log2
 from typing import Any
+
+from flatout.observe.chance import bits_of
 
 # Of so many samples a number is made, of so many numbers of each.
 _ITEMS, _NUMBERS = 2**16, 128
-# A sample of fewer different numbers may equal another one by chance, and a row of fewer bits.
-_DIFFERENT, _RICH = 16, 48.0
+# A sample of fewer different numbers may equal another one by chance.
+_DIFFERENT = 16
+# So many samples are asked how they differ.
 _ASKED = 64
 _ENDING = re.compile(r"\.[A-Za-z0-9]{1,5}$")
 
@@ -28,7 +31,7 @@ def numbers_of_items(dataset: Any, picked: Sequence[int] | None) -> list[int] | 
 
 
 def numbers_of_names(dataset: Any, picked: Sequence[int] | None) -> list[int] | None:
-    """A number for the file of each sample, or for its row of a data frame."""
+    """A number for the file of each sample, by its name or by its row of a data frame."""
     folder = tuple(sorted({os.path.realpath(item) for item in _folders_of(dataset)}))
     for items in _lists_in(dataset):
         names = [_name_in(items[index]) for index in _chosen(items, picked)]
@@ -36,10 +39,25 @@ def numbers_of_names(dataset: Any, picked: Sequence[int] | None) -> list[int] | 
             return [hash(name if os.path.isabs(str(name)) else (folder, name)) for name in names]
     for frame in _frames_in(dataset):
         rows = frame.iloc[list(_chosen(frame, picked)), :_NUMBERS]
-        bits = sum(log2(max(1, rows[name].iloc[:1024].nunique())) for name in rows.columns)
-        if bits >= _RICH or any(_is_name(value) for value in rows.iloc[0]):
+        if len(rows) and any(_is_name(value) for value in rows.iloc[0]):
             return [hash((folder, *row)) for row in rows.itertuples(index=False, name=None)]
     return None
+
+
+def numbers_of_frame(dataset: Any, picked: Sequence[int] | None) -> tuple[list[int] | None, float]:
+    """A number for each row of a data frame of all samples, None without one; and how many bits
+    tell the rows apart at most."""
+    folder = tuple(sorted({os.path.realpath(item) for item in _folders_of(dataset)}))
+    pandas: Any = sys.modules.get("pandas")
+    for frame in _frames_in(dataset):
+        rows = frame.iloc[list(_chosen(frame, picked)), :_NUMBERS]
+        try:
+            bits = bits_of(rows.apply(lambda column: pandas.factorize(column)[0]).to_numpy())
+            numbers = pandas.util.hash_pandas_object(rows, index=False)
+        except TypeError:  # of lists, or of others that cannot be compared
+            continue
+        return [hash((folder, number)) for number in numbers.tolist()], bits
+    return None, 0.0
 
 
 def _chosen(items: Any, picked: Sequence[int] | None) -> Sequence[int]:
@@ -60,7 +78,7 @@ def _frames_in(dataset: Any) -> Iterator[Any]:
 
 
 def _is_frame(value: Any) -> bool:
-    is_pandas = type(value).__module__.startswith("pandas.")
+    is_pandas = type(value).__module__.partition(".")[0] == "pandas"
     return is_pandas and hasattr(value, "itertuples") and hasattr(value, "columns")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from flatout.observe.chance import RICH, is_no_chance
 from flatout.observe.observation import Scaling, Table
 from flatout.observe.samples import Moments, Samples, moments_of
 from flatout.observe.scalers import Scalers
@@ -74,10 +75,16 @@ def _shared_rows(held_out: Samples, trained: Sequence[Samples]) -> tuple[int, in
         return None
     if any(item.is_named != held_out.is_named for item in trained):
         return None
-    known = {row for item in trained for row in item.rows or ()}
-    if len(known) < _DIFFERENT * sum(len(item.rows or ()) for item in trained):
+    rows = [row for item in trained for row in item.rows or ()]
+    known = set(rows)
+    if len(known) < _DIFFERENT * len(rows):
         return None  # samples of few values are often equal
-    return sum(row in known for row in held_out.rows), len(held_out.rows)
+    shared = sum(row in known for row in held_out.rows)
+    bits = min(item.bits for item in trained)
+    is_rich = min(bits, held_out.bits) >= RICH
+    if not (is_rich or is_no_chance(shared, rows, held_out.rows, bits)):
+        return None
+    return shared, len(held_out.rows)
 
 
 def _shared_windows(held_out: Samples, trained: Sequence[Samples]) -> int:

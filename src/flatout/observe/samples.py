@@ -7,11 +7,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import log2, prod
+from math import prod
 from typing import Any
 
+from flatout.observe.chance import RICH, bits_of
 from flatout.observe.held_items import (
     length_of,
+    numbers_of_frame,
     numbers_of_items,
     numbers_of_names,
     of_all_samples,
@@ -19,8 +21,6 @@ from flatout.observe.held_items import (
 
 # Of so many samples the bytes are looked at, and so many numbers of each.
 _ROWS, _COLUMNS = 2**16, 128
-# Samples of fewer bits are equal by chance, as far as so many of them show.
-_RICH, _ASKED = 48.0, 1024
 # Windows have so many steps at least; of more numbers they are not looked at.
 _STEPS, _OF_WINDOWS = 8, 2**23
 _ODD = 0x9E3779B97F4A7C15
@@ -63,13 +63,15 @@ class Samples:
 
     Attributes:
         rows: a number for the bytes of each of some of them, equal for equal ones; None where they
-            may be equal by chance, or are out of sight.
+            are out of sight.
         moments: of all of them; None of integers, and of too many.
         is_named: whether `rows` stand for the files that samples are read from, not their bytes.
         series: what they are windows of, steps by columns; None where they are not.
         whole: a longer series of the script's that has this one; None without.
         windows: of each, where they can be windows of a series, a number for all steps but the last
             and one for all but the first; None else.
+        bits: at most so many tell samples apart: where these are few, samples may be equal by
+            chance.
     """
 
     rows: list[int] | None
@@ -78,6 +80,12 @@ class Samples:
     series: Any = None
     whole: Any = None
     windows: list[tuple[int, int]] | None = None
+    bits: float = RICH
+
+    @property
+    def rich_rows(self) -> list[int] | None:
+        """`rows`; None where they may be equal by chance."""
+        return self.rows if self.bits >= RICH else None
 
 
 def samples_of(dataset: Any) -> Samples | None:
@@ -90,15 +98,23 @@ def samples_of(dataset: Any) -> Samples | None:
     rows = numbers_of_items(inner, picked)
     if rows is not None:
         return Samples(rows, None)
-    rows = numbers_of_names(inner, picked)
-    return None if rows is None else Samples(rows, None, is_named=True)
+    named = numbers_of_names(inner, picked)
+    if named is not None:
+        return Samples(named, None, is_named=True)
+    rows, bits = numbers_of_frame(inner, picked)
+    return None if rows is None else Samples(rows, None, bits=bits)
 
 
 def samples_in(table: Any, picked: Sequence[int] | None = None) -> Samples:
     """Those of a tensor or array, or the rows of it that are picked."""
     chosen = range(len(table)) if picked is None else picked
-    rows = row_numbers(table, chosen[:: max(1, -(-len(chosen) // _ROWS))])
-    return Samples(rows, _moments(table, chosen), windows=_windows(table, chosen))
+    rows = _rows(table, chosen[:: max(1, -(-len(chosen) // _ROWS))])
+    return Samples(
+        _numbers_of(rows),
+        _moments(table, chosen),
+        windows=_windows(table, chosen),
+        bits=bits_of(rows),
+    )
 
 
 def _windows(table: Any, chosen: Sequence[int]) -> list[tuple[int, int]] | None:
@@ -107,7 +123,7 @@ def _windows(table: Any, chosen: Sequence[int]) -> list[tuple[int, int]] | None:
         return None
     rows = as_array(table[list(chosen)])
     rows = rows.astype("float32" if rows.dtype.kind == "f" else "int64")
-    if not len(rows) or _bits(rows.reshape(len(rows), -1)[:, :_COLUMNS]) < _RICH:
+    if not len(rows) or bits_of(rows.reshape(len(rows), -1)[:, :_COLUMNS]) < RICH:
         return None
     before, after = _sums(rows[:, :-1]), _sums(rows[:, 1:])
     return list(zip(before.tolist(), after.tolist(), strict=True))
@@ -140,14 +156,16 @@ def number_of_bytes(data: bytes) -> int:
 def row_numbers(table: Any, chosen: Sequence[int]) -> list[int] | None:
     """A number for the bytes of each of these rows; None where they may be equal by chance."""
     rows = _rows(table, chosen)
-    if not len(rows) or _bits(rows) < _RICH:
-        return None
-    return [number_of_bytes(row.tobytes()) for row in rows]
+    return _numbers_of(rows) if len(rows) and bits_of(rows) >= RICH else None
 
 
 def numbers_in(batch: Any) -> list[int]:
     """As `row_numbers` of all rows, whether they may be equal by chance or not."""
-    return [number_of_bytes(row.tobytes()) for row in _rows(batch, range(len(batch)))]
+    return _numbers_of(_rows(batch, range(len(batch))))
+
+
+def _numbers_of(rows: Any) -> list[int]:
+    return [number_of_bytes(row.tobytes()) for row in rows]
 
 
 def _rows(table: Any, chosen: Sequence[int]) -> Any:
@@ -175,12 +193,6 @@ def _moments(table: Any, chosen: Sequence[int]) -> Moments | None:
 def moments_of(rows: Any) -> Moments:
     """Those of an array of floats, rows by columns."""
     return Moments(len(rows), rows.mean(0, dtype="float64"), rows.var(0, dtype="float64"))
-
-
-def _bits(rows: Any) -> float:
-    """At most so many bits tell samples apart, by the different values of each column."""
-    some = rows[:_ASKED]
-    return sum(log2(len({*column.tolist()})) for column in some.T)
 
 
 def label_runs(dataset: Any) -> tuple[int, int, int, int] | None:

@@ -87,10 +87,10 @@ class Scalers:
 
     def of_both(self, trained: Sequence[Samples], held_out: Samples) -> Scaling | None:
         """The scaler that was fitted on samples of the training and of the validation."""
-        rows = held_out.rows or []
+        rows = held_out.rich_rows or []
         for item in self._fitted:
             of_held_out = sum(row in item.made for row in rows)
-            of_trained = sum(row in item.made for part in trained for row in part.rows or ())
+            of_trained = sum(row in item.made for part in trained for row in part.rich_rows or ())
             if of_trained and of_held_out >= max(1, _MANY * len(rows)):
                 return Scaling(item.kind, item.site, len(item.rows), of_held_out)
         return None
