@@ -19,6 +19,7 @@ import flatout
 from flatout.data import ArraySource
 from flatout.data.source import as_source
 from flatout.devices import allocator
+from flatout.measure import TrialResult
 from flatout.models import Rewrite
 from flatout.recipe import FIELDS, PLAIN, Parity, Recipe, ResolvedRecipe, Trial, loads
 from flatout.train import auto, auto_check, auto_search
@@ -80,7 +81,8 @@ def clock(monkeypatch):
     made = Clock()
     monkeypatch.setattr(auto, "clock", made)
     monkeypatch.setattr(auto, "cpu_clock", made)
-    monkeypatch.setattr(Tuner, "__init__", functools.partialmethod(Tuner.__init__, clock=made))
+    begin = functools.partialmethod(Tuner.__init__, clock=made, cpu_clock=lambda: auto.cpu_clock())
+    monkeypatch.setattr(Tuner, "__init__", begin)
     step = Tuner.step
     # Batches come and are copied in no time: what that really takes is not of this clock.
     monkeypatch.setattr(
@@ -268,6 +270,39 @@ def test_far_slower_on_a_few_samples_is_what_takes_more_cpu_time(clock, monkeypa
     assert ("a few samples take 10.0 times as long" in why) == uses_cpu
 
 
+@pytest.mark.parametrize("uses_cpu", [False, True], ids=["other work", "the option"])
+def test_a_first_step_drops_a_setting_only_where_it_takes_more_cpu_time(
+    clock, monkeypatch, uses_cpu
+):
+    """bf16 is twice as fast; other work holds up its first three steps, or it is slow itself."""
+    monkeypatch.setattr(auto, "_has_bf16_units", lambda device: True)
+    delays: list[float] = []
+    delayed_s = 0.0
+
+    def seconds(s):
+        nonlocal delayed_s
+        if s.precision != "bf16":
+            return 0.1
+        delay = delays.pop() if delays else 0.0
+        delayed_s += 0.0 if uses_cpu else delay
+        return 0.05 + delay
+
+    monkeypatch.setattr(auto, "cpu_clock", lambda: clock.now - delayed_s)
+    others = dict.fromkeys(("fused_norms", "rewrites", "fused_optimizer"), "off")
+    compute = {"memory_format": "contiguous", **others}
+    recipe = Recipe(memory={"allocator": "default"}, compute=compute)
+    prepared = job(small_net(), seconds, clock, steps=600, recipe=recipe)
+    delays += [3.0] * 3
+    loop = run(*prepared)
+    assert (loop.resolved.compute.precision == "fp32") == uses_cpu
+    assert (loop.tuning["lost_s"] > 2) == uses_cpu
+    if uses_cpu:
+        tried = [s for s in loop.tuning["spans"] if "compute.precision" in s["settings"]]
+        assert sum(s["last"] - s["first"] + 1 for s in tried) == 1
+        why = loop.tuning["dropped"]["compute.precision"]
+        assert why == "a step takes 30.5 times as long with it"
+
+
 def test_nothing_faster_means_plain(clock):
     said: list[str] = []
     loop = tuned(small_net(), lambda s: 0.1, clock, said=said)
@@ -302,29 +337,40 @@ def test_an_option_that_helps_another_is_tried_again(clock, monkeypatch):
     assert chosen.fused_optimizer == "off"
 
 
-def searched(seconds, step_s, steps, **given):
-    """A search on steps that take so many times `step_s`, as a function of their settings says."""
+def searched(seconds, step_s, steps, cpu=None, **given):
+    """A search on steps that take so many times `step_s`, as a function of their settings says.
+
+    Args:
+        seconds: the function.
+        step_s: seconds of a step by the clock, and of CPU time.
+        steps: of the run.
+        cpu: another function, of CPU time; None where it says the same.
+        given: as of Search.
+    """
     values = {"precision": "bf16", "memory_format": "channels_last", "fused_optimizer": "on"}
     options = [
         auto_search.Option(f"compute.{name}", Trial(value, bool, why="planted"))
         for name, value in values.items()
     ]
     search = auto_search.Search(Settings(), options, Budget(steps), **given)
-    follow(search, search.run(), seconds, step_s)
+    follow(search, search.run(), seconds, step_s, cpu=cpu)
     return search
 
 
-def follow(search, blocks, seconds, step_s, last=0):
+def follow(search, blocks, seconds, step_s, last=0, cpu=None):
     """Make the blocks of a search, behind step `last`."""
     answer = None
     with contextlib.suppress(StopIteration):
         while True:
             block = blocks.send(answer)
             took = step_s * seconds(block.settings)
-            last += block.steps + block.settle
-            total_s = took * (block.steps + block.settle)
-            search.budget.elapsed_s += total_s
-            answer = auto_search.BlockTimes(took, total_s, block.steps, last, 0.0)
+            used = took if cpu is None else step_s * cpu(block.settings)
+            steps = block.steps + block.settle
+            last += steps
+            search.budget.elapsed_s += took * steps
+            answer = auto_search.BlockTimes(
+                took, took * steps, steps, last, 0.0, used, used * steps
+            )
 
 
 def test_what_was_chosen_is_not_among_what_is_not_taken():
@@ -393,7 +439,60 @@ def test_on_a_busy_machine_what_has_a_part_in_what_won_together_stays(seed):
     best = searched(others, 0.015, 3_000).best
     assert best == Settings(precision="bf16", fused_optimizer="on")
     # All are plain where nothing is to be won.
+    noises.seed(seed)  # draws of its own, however many the others took
     assert searched(lambda s: noises.lognormvariate(0, 0.08), 0.015, 3_000).best == Settings()
+
+
+def test_other_work_that_meets_both_middle_blocks_drops_nothing():
+    """They are the two of the setting that is tried: A B B A."""
+    options = [auto_search.Option("compute.precision", Trial("bf16", bool, why="planted"))]
+
+    def search(held_up_s, cpu_s):
+        blocks = iter([1.0, 1.0, held_up_s, held_up_s])
+
+        def seconds(s):
+            return 0.5 * next(blocks, 1.0) if s.precision == "bf16" else 1.0
+
+        half = lambda s: cpu_s if s.precision == "bf16" else 1.0  # noqa: E731
+        search = auto_search.Search(Settings(), list(options), Budget(6_000))
+        follow(search, search.run(), seconds, 0.1, cpu=half)
+        return search
+
+    assert search(8.0, 0.5).best.precision == "bf16"
+    slow = search(8.0, 4.0)
+    assert slow.best.precision == "fp32"
+    assert [one["pairs"] for one in slow.trials] == [1]
+
+
+def result_of(ratio, low, high, floor):
+    return TrialResult(ratio, low, high, floor, 8, 0.1, 0.1 / ratio, 1.0)
+
+
+def test_a_wide_interval_takes_nothing_back_that_was_proven(monkeypatch):
+    monkeypatch.setattr(auto_search, "NOISE", 0.2)
+    proven, wide = result_of(1.2, 1.15, 1.25, 0.02), result_of(0.9, 0.5, 1.3, 0.5)
+    field = "compute.precision"
+
+    def search():
+        search = auto_search.Search(Settings(), [], Budget(6_000))
+        search.best = Settings(precision="bf16")
+        search.results[field] = proven
+        return search
+
+    assert search()._stays(field, wide)
+    assert not search()._stays(field, result_of(0.95, 0.91, 0.99, 0.02))
+    assert not auto_search.Search(Settings(), [], Budget(6_000))._stays(field, wide)
+
+    def confirmed(whole):
+        confirming = search()
+        confirming._measured[Settings(), confirming.best] = whole
+        assert not list(confirming._confirm())
+        return confirming.best.precision, confirming.whole
+
+    assert confirmed(wide) == ("bf16", None)
+    assert confirmed(proven) == ("bf16", proven)
+    assert confirmed(slower := result_of(0.95, 0.91, 0.99, 0.02)) == ("fp32", slower)
+    assert confirmed(near := result_of(1.01, 0.97, 1.04, 0.03)) == ("fp32", near)
 
 
 @pytest.mark.parametrize(("best", "tried"), [(0, [8, 2]), (8, [8, 16]), (16, [8, 16]), (2, [8, 2])])
@@ -729,7 +828,8 @@ def test_a_fit_hands_what_its_first_step_computes_to_the_roofline(monkeypatch):
     monkeypatch.setattr("flatout.train.explanation.machine_rates", lambda *machine: rates)
     monkeypatch.setattr(auto.Budget, "pays_before", lambda *of: True)
     ticks = functools.partial(next, itertools.count(step=0.01))
-    monkeypatch.setattr(Tuner, "__init__", functools.partialmethod(Tuner.__init__, clock=ticks))
+    begin = functools.partialmethod(Tuner.__init__, clock=ticks, cpu_clock=ticks)
+    monkeypatch.setattr(Tuner, "__init__", begin)
     recipe = Recipe(memory={"allocator": "default"}, process={"threads": 1})
     trainer = flatout.Trainer(small_net(), recipe=recipe, say=lambda line: None)
     history = trainer.fit(small_data(), batch_size=4, epochs=1, progress=False)

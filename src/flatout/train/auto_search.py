@@ -6,8 +6,8 @@
                    roofline of this model says will lose
     3  allocator   before the others, because its limits cannot be put back
     4  one by one  each option against the best settings so far without it; what is not measured
-                   faster goes (where all together have won: what surely gives nothing), and what
-                   others have changed since is tried once more
+                   faster goes (where it has won before, or all together have: what surely gives
+                   nothing), and what others have changed since is tried once more
     5  parts       of a batch that passes through stages: more or fewer of them
     6  the whole   what is left against plain, where not all together have won; if that does not
                    win, plain it is
@@ -20,11 +20,15 @@
 Where a roofline knows this machine's rates, what it promises most of comes first, and what cannot
 return more than noise is not tried.
 
+What is far slower is given up at once, where it takes more CPU time, too: other work on the machine
+makes any step take many times as long by the clock.
+
 The search is a generator: it yields Blocks of the job's own steps and is sent what they took.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
@@ -51,6 +55,8 @@ _LOST_PAIRS, _SMALL = 4, 0.1
 _LEAST_GAIN = 0.005
 # What is said of an option in the place of a measurement begins so.
 _NOT_MEASURED = "was not measured"
+# A single round of four blocks tells a loss, and a step is called slow, from so many times on.
+_FAR_SLOWER = 1.5
 # Of an option that was not measured yet a step may take so much longer than it should.
 _UNKNOWN = 0.3
 # Searching ends after this share of the run: what is found later pays for too few steps.
@@ -116,6 +122,8 @@ class BlockTimes(NamedTuple):
         steps: how many these were.
         last: the number of the last one.
         faults: page faults per step that counts.
+        cpu_s: CPU time of this process per step that counts; on a GPU as by the clock.
+        total_cpu_s: of all its steps, likewise.
     """
 
     seconds: float
@@ -123,6 +131,8 @@ class BlockTimes(NamedTuple):
     steps: int
     last: int
     faults: float
+    cpu_s: float
+    total_cpu_s: float
 
 
 _Steps = Generator[Block, BlockTimes, Any]
@@ -130,15 +140,20 @@ _Steps = Generator[Block, BlockTimes, Any]
 
 def is_faster(trial: TrialResult) -> bool:
     """Whether B won; a difference of half and more shows in a single round of four blocks."""
-    return trial.wins or (trial.pairs == 1 and trial.ratio > 1.5 + 3 * trial.floor)
+    return trial.wins or (trial.pairs == 1 and trial.ratio > _FAR_SLOWER + 3 * trial.floor)
 
 
 def _is_clear(trial: TrialResult) -> bool:
     """Whether a trial need not go on."""
     if trial.pairs == 1:
-        return is_faster(trial) or 1 / trial.ratio > 1.5 + 3 * trial.floor
+        return is_faster(trial) or 1 / trial.ratio > _FAR_SLOWER + 3 * trial.floor
     is_lost = trial.loses and (trial.pairs >= _LOST_PAIRS or trial.ratio < 1 - _SMALL)
     return trial.wins or is_lost or (trial.is_tie and trial.floor <= TIE_FLOOR)
+
+
+def _gives_nothing(trial: TrialResult) -> bool:
+    """Whether a trial denies that B is faster; a wide interval does not."""
+    return trial.high <= 1 + _LEAST_GAIN
 
 
 @dataclass
@@ -225,6 +240,7 @@ class Search:
         self._at = 0
         self._until = _SEARCHED
         self._now: Settings | ByLength | None = None
+        self._cpu_s: dict[Settings | ByLength, float] = {}  # per step, as in `step_s`
         self._measured: dict[tuple[Settings | ByLength, ...], TrialResult] = {}
         self._noted: dict[tuple[Settings | ByLength, ...], dict[str, Any]] = {}
         self._skipped: list[Option] = []
@@ -253,7 +269,7 @@ class Search:
     def run(self) -> _Steps:
         """The blocks in turn; `best` holds whenever it ends."""
         first = yield Block(self.plain, 1, 2)
-        self.step_s[self.plain], self._now = first.seconds, self.plain
+        self._keep_times(self.plain, first)
         while self.budget.steps is None and self.budget.elapsed_s < _SURE_S:
             yield Block(self.plain, 1, 0)
         seconds = yield from self._run(self.plain)
@@ -294,10 +310,8 @@ class Search:
         self._trials_before = len(self.trials)
         if self.captures and self.best.capture == "on":
             before = self.best
-            self.step_s.clear()
-            self._measured.clear()
-            self.lengths = Lengths()
-            self._now, self.best = None, before.but(capture="off")
+            self._forget()
+            self.best = before.but(capture="off")
             yield from self._run(self.best)
             yield from self.captured()
             if self.stays:
@@ -309,18 +323,22 @@ class Search:
             option = self._skipped.pop()
             self.options.append(option)
             del self.dropped[option.field]
-        self._measured.clear()
-        self.step_s.clear()
+        self._forget()
         self.results.clear()
         self.kept.clear()
         self.together = self.whole = None
         self.by_length = self.tried_split = None
-        self.lengths = Lengths()
-        self._now = None
         yield from self._run(self.best)
         yield from self._one_by_one()
         yield from self._confirm()
         yield from self._by_length()
+
+    def _forget(self) -> None:
+        """What was measured: the steps from here on tell."""
+        self._measured.clear()
+        self.step_s.clear()
+        self._cpu_s.clear()
+        self.lengths, self._now = Lengths(), None
 
     def tells_of(self, field: str) -> bool:
         """Whether it has measured a field, or holds another value of it than the plain one."""
@@ -415,15 +433,12 @@ class Search:
     def _stays(self, field: str, result: TrialResult) -> bool:
         """Whether an option is to be among the best.
 
-        One that has won before, beside others, stays unless the trial denies it. And where all
-        together have won, that is what is proven: a part of them goes where its interval says that
-        it gives them nothing. To ask more of each would drop what noise hides, in each run another.
+        What has won before, alone beside others or in all together, is proven: it goes where its
+        interval says that it gives nothing. To ask more would drop what noise hides, in each run
+        another.
         """
-        before = self.results.get(field)
-        if is_faster(result) or (before is not None and is_faster(before)):
-            return result.ratio > 1
-        together = self.together is not None and is_faster(self.together)
-        return together and result.high > 1 + _LEAST_GAIN
+        proven = [one for one in (self.results.get(field), self.together) if one is not None]
+        return is_faster(result) or (any(map(is_faster, proven)) and not _gives_nothing(result))
 
     def _confirm(self) -> _Steps:
         """What is left against plain."""
@@ -438,7 +453,11 @@ class Search:
             self.whole = yield from self._compare(base, self.best, 1.0)
         if self.whole is None or self._is_hidden("together", self.whole):
             return
-        if not is_faster(self.whole) and self.whole.low <= 1:
+        if is_faster(self.whole) or self.whole.low > 1:
+            return
+        if self.whole.floor > NOISE and not _gives_nothing(self.whole):
+            self.whole = None  # noise hides it: what each has proven holds
+        else:
             self.best = base
 
     def _is_hidden(self, field: str, trial: TrialResult) -> bool:
@@ -507,8 +526,9 @@ class Search:
         except Failed as failed:
             self.dropped[field] = str(failed)
             return 0.0
-        self._account(look, on)
-        self._now, self.step_s[on] = on, look.seconds
+        # Compiling waits for other processes, too, so that CPU time does not tell what it takes.
+        self._account(look._replace(total_cpu_s=math.inf), on)
+        self._keep_times(on, look)
         result = yield from self._compare(off, on, 1.0, field)
         if result is not None:
             self.options = [option for option in self.options if option.field != field] + [option]
@@ -548,7 +568,11 @@ class Search:
 
         def enough(result: TrialResult) -> bool:
             over = steps is not None and self._at > self._until * steps
-            return _is_clear(result) or over or not self._affords_pair(challenger)
+            is_clear = _is_clear(result)
+            if result.pairs == 1 and result.ratio < 1:
+                # Other work may have met both blocks in the middle.
+                is_clear &= self._times(on, off) > _FAR_SLOWER
+            return is_clear or over or not self._affords_pair(challenger)
 
         blocks = quadruples(
             off,
@@ -566,10 +590,10 @@ class Search:
                 self._leave(field, str(failed))
                 return None
             if self._too_costly(challenger):
-                times = self.step_s[challenger] / self.step_s[self.best]
+                times = self._times(challenger, self.best)
                 side = "with" if challenger == on else "without"
                 words = f"a step takes {times:.1f} times as long {side} it"
-                words = words if times > 1.5 else f"{_NOT_MEASURED}: there was no time left"
+                words = words if times > _FAR_SLOWER else f"{_NOT_MEASURED}: there was no time left"
                 self._leave(field, words)
                 return None
             try:
@@ -610,19 +634,52 @@ class Search:
             # where it loads kernels, that says nothing yet.
             for number in range(2):
                 look = yield Block(settings, 1, 0)
-                self.step_s[settings] = look.seconds
-                self._now = settings
+                self._keep_times(settings, look)
                 self._account(look, settings)
                 if self._too_costly(settings) and not (self.starts_cold and number == 0):
                     return look.seconds
         settle = 0 if settings == self._now else 1
         done = yield Block(settings, self._count(settings), settle)
-        self._now = settings
+        self._keep_times(settings, done)
         self._account(done, settings)
-        self.step_s[settings] = done.seconds
         if settings == self.best:
             self.budget.step_s = done.seconds
         return done.seconds
+
+    def _keep_times(self, settings: Settings | ByLength, done: BlockTimes) -> None:
+        self._now = settings
+        self.step_s[settings], self._cpu_s[settings] = done.seconds, done.cpu_s
+
+    def _times(
+        self,
+        settings: Settings | ByLength,
+        than: Settings | ByLength,
+        wall_s: float | None = None,
+        cpu_s: float | None = None,
+    ) -> float:
+        """How many times as long it takes under settings as a step under others.
+
+        By the lesser of two clocks: other work on the machine makes any step take many times as
+        long, while what is slower by itself takes more CPU time, too. On fewer threads it may take
+        less, which says nothing.
+
+        Args:
+            settings: of what is judged.
+            than: what it is compared with.
+            wall_s: that it takes; None for a step, as measured last.
+            cpu_s: of CPU time, likewise.
+        """
+        wall_s = self.step_s[settings] if wall_s is None else wall_s
+        cpu_s = self._cpu_s.get(settings, math.inf) if cpu_s is None else cpu_s
+        times = wall_s / self.step_s[than]
+        known = self._cpu_s.get(than)
+        if known is None or self._threads(settings) != self._threads(than):
+            return times
+        return min(times, cpu_s / known)
+
+    @staticmethod
+    def _threads(settings: Settings | ByLength) -> int | None:
+        return settings.threads if isinstance(settings, Settings) else None
 
     def _too_costly(self, settings: Settings | ByLength) -> bool:
         known = settings in self.step_s and settings != self.best
@@ -637,8 +694,8 @@ class Search:
         """Count what the steps under settings that are tried took beyond those under the best."""
         self._at = done.last
         if settings != self.best:
-            lost = done.total_s - done.steps * self.step_s[self.best]
-            self.budget.lost_s += max(0.0, lost)
+            times = self._times(settings, self.best, done.total_s, done.total_cpu_s)
+            self.budget.lost_s += max(0.0, times - done.steps) * self.step_s[self.best]
 
     def _affords(self, steps: float) -> bool:
         """Whether there is time for what costs as much as so many of the best steps."""
@@ -646,7 +703,7 @@ class Search:
 
     def _affords_pair(self, challenger: Settings | ByLength) -> bool:
         """Whether there is time for two more blocks under settings that are tried."""
-        excess = self.step_s[challenger] - self.step_s[self.best]
+        excess = (self._times(challenger, self.best) - 1) * self.step_s[self.best]
         return excess <= 0 or self.budget.pays_for(2 * self._count(challenger) * excess)
 
     def _note(

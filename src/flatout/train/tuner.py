@@ -15,7 +15,7 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 from flatout.console import first_line
@@ -52,6 +52,7 @@ class Tuner:
         settle: called with this Tuner when the search is over.
         note: gets what the user should know.
         clock: returns seconds.
+        cpu_clock: returns seconds of CPU time of this process.
         changed: called where other parameters train than before.
         uncounted: within, metrics do not count batches.
 
@@ -75,6 +76,7 @@ class Tuner:
         settle: Callable[[Tuner], None],
         note: Callable[[str], None],
         clock: Callable[[], float] = perf_counter,
+        cpu_clock: Callable[[], float] = process_time,
         changed: Callable[[], None] = lambda: None,
         uncounted: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
@@ -86,6 +88,7 @@ class Tuner:
         self._look_at = 0
         self._stepper, self._feed, self._world = stepper, feed, world
         self._settle, self._note, self._clock = settle, note, clock
+        self._cpu_clock, self._is_on_cpu = cpu_clock, stepper.switch.device.type == "cpu"
         self._changed_job, self._uncounted = changed, uncounted
         # Of the jobs before this one: their trials, and what they have cost before and in steps.
         self._trials: list[dict[str, Any]] = []
@@ -191,7 +194,7 @@ class Tuner:
                 return self._again(run, turn, number, why)
         self._stepper.may_split = not (is_tried and self._world.size == 1)
         finish_device()
-        began = self._clock()
+        began, used = self._clock(), self._cpu_clock()
         if isinstance(settings, ByLength):
             self._use(settings, batches)
         self._switching_s = self._clock() - began
@@ -207,6 +210,7 @@ class Tuner:
             self._stepper.may_split = True
         finish_device()
         seconds = self._clock() - began + prepared_s
+        cpu_s = self._cpu_clock() - used if self._is_on_cpu else seconds
         if is_tried and turn.update.gated and turn.update.was_bad():
             return self._again(run, turn, number, "gave NaN")
         self._last = number
@@ -216,7 +220,7 @@ class Tuner:
             return done
         self._span(number, settings)
         self._waited.append(waited_s)
-        self._count(seconds, batches, turn, number)
+        self._count(seconds, cpu_s, batches, turn, number)
         return done
 
     def _objection(self, settings: Settings | ByLength, batches: Sequence[Batch]) -> str:
@@ -285,6 +289,7 @@ class Tuner:
         self._block = block
         self._settled: list[Step] = []
         self._counted: list[Step] = []
+        self._settled_cpu_s = self._counted_cpu_s = 0.0
         self._waited: list[float] = []
         self._switching_s = self._switched_between_s = 0.0
         began = self._clock()
@@ -302,7 +307,9 @@ class Tuner:
             self._stepper.use(settings)
         self._feed.channels_last = settings.memory_format == "channels_last"
 
-    def _count(self, seconds: float, batches: Sequence[Batch], turn: Turn, number: int) -> None:
+    def _count(
+        self, seconds: float, cpu_s: float, batches: Sequence[Batch], turn: Turn, number: int
+    ) -> None:
         """Only steps of one kind count, each by how many values its batches have."""
         if not self._is_of_kind(batches, turn):
             return
@@ -314,9 +321,11 @@ class Tuner:
         self._switched_between_s = 0.0
         if len(self._settled) < self._block.settle:
             self._settled.append(step)
+            self._settled_cpu_s += cpu_s
             self._faults = page_faults()
             return
         self._counted.append(step)
+        self._counted_cpu_s += cpu_s
         if len(self._counted) == self._block.steps:
             self._end(number)
 
@@ -334,20 +343,24 @@ class Tuner:
         lengths.add(block.settings, self._counted)
         settled_s = len(self._settled) * lengths.typical_s(self._settled) if self._settled else 0.0
         seconds = lengths.typical_s(self._counted)
+        cpu_s = seconds * _share(self._counted_cpu_s, self._counted)
+        settled_cpu_s = settled_s * _share(self._settled_cpu_s, self._settled)
         own = [
             seconds,
             block.steps * seconds + settled_s + self._switched_s,
+            cpu_s,
+            block.steps * cpu_s + settled_cpu_s + self._switched_s,
             (page_faults() - self._faults) / block.steps,
             self._clock() - (self._started or 0.0),
             float(lengths.varied),
             statistics.median(self._waited),
         ]
-        seconds, total, faults, search.budget.elapsed_s, varied, search.budget.input_s = map(
-            max, zip(*self._world.gather(own), strict=True)
-        )
+        of_slowest = map(max, zip(*self._world.gather(own), strict=True))
+        seconds, total_s, cpu_s, total_cpu_s, faults, elapsed_s, varied, input_s = of_slowest
+        search.budget.elapsed_s, search.budget.input_s = elapsed_s, input_s
         search.varied = bool(varied)
-        steps = len(self._settled) + block.steps
-        done = BlockTimes(seconds, total, steps, number - self._first + 1, faults)
+        steps, last = len(self._settled) + block.steps, number - self._first + 1
+        done = BlockTimes(seconds, total_s, steps, last, faults, cpu_s, total_cpu_s)
         self._next(lambda: self._blocks.send(done), number)
 
     def _next(self, ask: Callable[[], Block], number: int) -> None:
@@ -608,3 +621,8 @@ class Tuner:
 def _values(batches: Sequence[Batch]) -> int:
     """How many numbers the inputs have."""
     return sum(tensor.numel() for batch in batches for tensor in tensors_in(batch.inputs))
+
+
+def _share(cpu_s: float, steps: Sequence[Step]) -> float:
+    """CPU time per second that steps took by the clock, more than none."""
+    return max(cpu_s, 1e-9) / max(sum(seconds for _, seconds in steps), 1e-9)
