@@ -481,6 +481,67 @@ def test_keras_on_torch(tmp_path):
     assert seen.optimizers[0].kind.endswith("Adam")
     assert seen.optimizers[0].elements == 5
     assert seen.optimizers[0].site.line == 8
+    _assert_no_look_failed(seen)
     (loader,) = seen.loaders
     assert (loader.is_in_order, loader.shuffles, loader.label_runs) == (True, False, (2, 2, 64, 32))
     assert seen.models
+
+
+def _assert_no_look_failed(seen: Observation) -> None:
+    """Nor at the tensors without numbers that Keras finds shapes with."""
+    assert not [note for note in seen.notes if "failed" in note]
+
+
+KERAS_MODES = """
+import os
+os.environ['KERAS_BACKEND'] = 'torch'
+import keras, numpy, torch
+x = numpy.ones((64, 4), 'float32')
+
+class Looks(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        self.model.predict(x[:4], verbose=0)
+
+class Own(keras.layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.inner = keras.layers.Dense(4)
+
+    def call(self, x):
+        return x + self.inner(x)
+
+layers = [keras.Input((4,)), Own(), keras.layers.Dropout(0.5), keras.layers.Dense(1)]
+model = keras.Sequential(layers)
+"""
+
+
+@pytest.mark.slow
+def test_keras_layers_are_told_whether_they_train(tmp_path):
+    source = KERAS_MODES + (
+        "model.compile('adam', 'mse')\n"
+        "model.fit(x, x[:, :1], batch_size=8, epochs=2, callbacks=[Looks()], verbose=0)\n"
+    )
+    ran, seen = _observe(tmp_path, source)
+    assert ran.returncode == 0, ran.stderr
+    _assert_no_look_failed(seen)
+    (model,) = seen.models
+    assert model.is_told and model.layers["Dropout"] == 1
+    # predict has left the module in eval mode, but fit says with each call that it trains.
+    assert model.trained_in_eval_mode is None
+
+
+@pytest.mark.slow
+def test_a_keras_model_that_is_not_told_trains_without_dropout(tmp_path):
+    source = KERAS_MODES + (
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.01)\n"
+        "for _ in range(8):\n"
+        "    loss = model(torch.from_numpy(x)).square().mean()\n"
+        "    optimizer.zero_grad()\n"
+        "    loss.backward()\n"
+        "    optimizer.step()\n"
+    )
+    ran, seen = _observe(tmp_path, source)
+    assert ran.returncode == 0, ran.stderr
+    assert [model.trained_in_eval_mode.code for model in seen.models] == [
+        "loss = model(torch.from_numpy(x)).square().mean()"
+    ]

@@ -38,7 +38,9 @@ class FirstUpdate:
         for watched in self._watch.models:
             model = watched.ref()
             for tensor in () if model is None else model.parameters():
-                if tensor.dim() >= 2 and tensor.requires_grad and id(tensor) not in self._before:
+                # Keras keeps tensors without numbers of layers whose shapes it has asked for.
+                has_numbers = tensor.dim() >= 2 and not tensor.is_meta
+                if has_numbers and tensor.requires_grad and id(tensor) not in self._before:
                     self._before[id(tensor)] = ref(tensor), _sample(tensor)
 
     def _look(self) -> None:

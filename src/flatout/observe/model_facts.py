@@ -6,6 +6,7 @@ from collections import Counter
 from math import gcd, prod
 from typing import Any
 
+from flatout.models import two_mode_layers
 from flatout.observe.observation import Model
 
 _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
@@ -32,6 +33,8 @@ def describe(module: Any, facts: Model, *, whole: bool) -> None:
     kinds = Counter(type(inner).__name__ for inner in modules)
     dropping = (type(inner).__name__ for inner in modules if drops_within(inner))
     facts.layers = dict(kinds + Counter(f"Dropout in {kind}" for kind in dropping))
+    if facts.is_told:  # Keras has layers that are no children of the module
+        facts.layers |= Counter(two_mode_layers(module))
     wrappers = [type(outer).__name__ for outer in unwrapped(module)]
     facts.wrapper = next((name for name in wrappers if name in _WRAPPERS), "")
     facts.is_compiled = "OptimizedModule" in wrappers or any(

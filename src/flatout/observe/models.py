@@ -10,7 +10,7 @@ from weakref import ref
 
 from flatout.hooks import SEARCH_STEPS, ModuleCalls
 from flatout.kernels import Called
-from flatout.models import moving_norms, not_stepped
+from flatout.models import is_layer, moving_norms, not_stepped, two_mode_layers
 from flatout.observe.inside import Inside
 from flatout.observe.lanes import AFTER, FORWARD, HOST, Lanes
 from flatout.observe.model_facts import describe, unwrapped
@@ -45,6 +45,7 @@ class SeenModel(Called):
         self.ref: ref[Any] = ref(module)
         self.has_parameters = next(module.parameters(), None) is not None
         self.facts = Model(f"{type(module).__module__}.{type(module).__qualname__}")
+        self.facts.is_told = is_layer(module)
         self.is_stepped = self.was_described = False
         self.alone_ms: float | None = None  # of a step, where nothing trains it
         self.tensors: set[int] = set()
@@ -60,6 +61,17 @@ class SeenModel(Called):
         self._evaluated_in: set[int] = set()
         self._trained: dict[Mode, Site | None] = {}
         self._first_numbers: dict[str, int] = {}
+
+    def in_training(self, module: Any, kwargs: dict[str, Any]) -> bool:
+        """Whether its layers compute as in training in a call with these arguments.
+
+        The mode of its module says nothing about a Keras model: `predict` leaves it in evaluation.
+        Where a call does not tell layers that compute otherwise in training, they do not.
+        """
+        if not self.facts.is_told:
+            return bool(module.training)
+        told = kwargs.get("training")
+        return not two_mode_layers(module) if told is None else bool(told)
 
     def look_at_repeat(self, torch: Any, lanes: Lanes, given: list[Any]) -> None:
         """Whether this call gives what the last one has given."""
@@ -209,9 +221,10 @@ class Models:
                     known_model = self._meet(module)
                 if known_model.has_parameters:
                     known_model.calls += 1
-                    is_trained = module.training and is_grad_enabled()
+                    in_training = known_model.in_training(module, kwargs)
+                    is_trained = in_training and is_grad_enabled()
                     if not is_trained or known_model.calls >= known_model.due or lanes.is_open:
-                        self._look(known_model, module, args, kwargs)
+                        self._look(known_model, in_training, args, kwargs)
                     if current in _BEFORE_FORWARD:
                         lanes.switch(FORWARD)
                         if not lanes.steps:
@@ -227,11 +240,13 @@ class Models:
         self._watch.models.append(known_model)
         return known_model
 
-    def _look(self, model: SeenModel, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    def _look(
+        self, model: SeenModel, in_training: bool, args: Any, kwargs: dict[str, Any]
+    ) -> None:
         """What it is called for, and now and then with what."""
         lanes = self._watch.lanes
         has_grad = self._torch.is_grad_enabled()
-        mode = (module.training, has_grad)
+        mode = (in_training, has_grad)
         if model.site is None:
             model.site = here(2)
         if mode == (True, True):
@@ -239,7 +254,7 @@ class Models:
                 lanes.judge()
         elif lanes.is_open and model.is_open(mode) and model.evaluations >= _EVALUATIONS:
             if not has_grad:
-                model.goes_on |= 1 << module.training  # one more of it, or of an episode
+                model.goes_on |= 1 << in_training  # one more of it, or of an episode
                 return
         else:
             if not lanes.evaluations:
@@ -265,6 +280,8 @@ class Models:
     ) -> None:
         """To those who ask what models get."""
         batch = args[0] if args else next(iter(kwargs.values()), None)
+        if getattr(batch, "is_meta", False):
+            return  # there are no numbers in it: Keras finds shapes so
         watch = self._watch
         watch.aside(*(partial(look, model, batch, is_trained) for look in watch.on_batch))
 
@@ -329,7 +346,9 @@ class Models:
                 if not model.was_described:
                     model.was_described = True
                     look_at_pools(module, model.facts)
-                model.tensors = {id(tensor) for tensor in module.parameters()}
+                model.tensors = {
+                    id(tensor) for tensor in module.parameters() if not tensor.is_meta
+                }
                 model.is_stepped |= not model.tensors.isdisjoint(stepped)
                 if not model.tensors.isdisjoint(stepped):
                     missed = not_stepped(module, stepped)

@@ -349,6 +349,8 @@ class Model:
         padding_share: of the places in its inputs, where those are sequences; None where they are
             not.
         lengths: how many lengths these sequences had, padding included.
+        is_told: whether each call tells its layers if they train, as with Keras; the mode of the
+            module then says nothing.
         evaluated_in_train_mode: where it was called without gradients, in train mode, although
             that changes what it computes (dropout, BatchNorm).
         trained_in_eval_mode: where it was called with gradients, then stepped, in eval mode.
@@ -395,6 +397,7 @@ class Model:
     inputs: list[tuple[str, int]] = field(default_factory=list)
     padding_share: float | None = None
     lengths: int = 0
+    is_told: bool = False
     evaluated_in_train_mode: Site | None = None
     trained_in_eval_mode: Site | None = None
     evaluated_with_grad: Site | None = None

@@ -27,10 +27,13 @@ def look(observation: Observation) -> Findings:
         if model.evaluated_in_train_mode:
             draws = _draws_only(observation, model)
             verb = "draws samples" if draws else "validates"
+            how, do = "without eval()", "model.eval() before the evaluation, model.train() after it"
+            if model.is_told:
+                how, do = "with training=True", "model(x, training=False) where it is evaluated"
             yield Finding(
                 kind="note" if draws else "danger",
-                what=f"{verb} without eval(): {layers_of_two_modes(model)} as in training",
-                do="model.eval() before the evaluation, model.train() after it",
+                what=f"{verb} {how}: {layers_of_two_modes(model)} as in training",
+                do=do,
                 where=str(model.evaluated_in_train_mode),
                 parity="changes learning",
             )

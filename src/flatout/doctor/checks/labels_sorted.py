@@ -13,6 +13,8 @@ _BATCHES = 6
 _PURE = 0.75
 """Share of the batches of a single class from which on the order is by class."""
 
+_DO = "DataLoader(..., shuffle=True), or torch.randperm in each epoch"
+
 
 @check()
 def look(observation: Observation) -> Findings:
@@ -32,6 +34,7 @@ def look(observation: Observation) -> Findings:
                 f"the {samples:,} samples lie sorted by their {classes} classes, and are taken in "
                 "that order",
                 at(loader.site),
+                "shuffle=True in fit()" if observation.framework == "keras" else _DO,
             )
             return
     for label in labels:
@@ -42,6 +45,7 @@ def look(observation: Observation) -> Findings:
                 f"{pure} of {batches} batches that were looked at hold a single class of "
                 f"{label.detail['classes']}, {kinds} different ones in turn",
                 at(label.site),
+                _DO,
             )
 
 
@@ -56,11 +60,11 @@ def _is_pure(loss: InLoss) -> bool:
     return batches >= _BATCHES and pure >= _PURE * batches and len(loss.detail["alone"]) > 1
 
 
-def _finding(what: str, where: str) -> Finding:
+def _finding(what: str, where: str, do: str) -> Finding:
     return Finding(
         kind="danger",
         what=f"{what}: each batch pulls the model to its own class, and it forgets the others",
-        do="DataLoader(..., shuffle=True), or torch.randperm in each epoch",
+        do=do,
         where=where,
         parity="changes learning",
     )

@@ -14,10 +14,14 @@ def look(observation: Observation) -> Findings:
     """Where a model is trained in eval mode, though that changes what it computes."""
     for model in models(observation):
         if model.trained_in_eval_mode:
+            how, do = "in eval mode", "model.train() at the start of each epoch"
+            if model.is_told:
+                how = "without training=True"
+                do = "model(x, training=True); a class of your own: call(self, x, training=None)"
             yield Finding(
                 kind="danger",
-                what=f"trains in eval mode: {layers_of_two_modes(model)} as in evaluation",
-                do="model.train() at the start of each epoch",
+                what=f"trains {how}: {layers_of_two_modes(model)} as in evaluation",
+                do=do,
                 where=str(model.trained_in_eval_mode),
                 parity="changes learning",
             )

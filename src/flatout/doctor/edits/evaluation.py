@@ -69,6 +69,8 @@ def _is_eval(node: ast.AST) -> bool:
 
 def eval_first(at: FoundAt) -> list[Edit]:
     """`model.eval()` before an evaluation, and `model.train()` after it."""
+    if at.is_told:
+        raise Unsure("Keras' layers are told with each call whether they train")
     code = at.code
     model = at.model()
     around = _without_gradients(code, at.statement)

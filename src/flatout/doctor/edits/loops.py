@@ -220,6 +220,8 @@ def share_samples(at: FoundAt) -> list[Edit]:
 
 def train_again(at: FoundAt) -> list[Edit]:
     """`model.train()` before the steps of each epoch."""
+    if at.is_told:
+        raise Unsure("Keras' layers are told with each call whether they train")
     code, model = at.code, ast.unparse(at.model())
     loop = code.above(at.statement, ast.For, ast.While, ast.FunctionDef)
     if not isinstance(loop, (ast.For, ast.While)):

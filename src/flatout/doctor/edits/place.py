@@ -84,6 +84,11 @@ class FoundAt:
             raise Unsure(f"{len(result)} calls of {names[0]} stand on the line")
         return result[0]
 
+    @property
+    def is_told(self) -> bool:
+        """Whether models are told with each call if they train, as Keras' are."""
+        return any(model.is_told for model in self.seen.models)
+
     def codes(self) -> list[Code]:
         """This file and all others of the user's that were seen at work."""
         return [self.code, *map(Code.of, sorted(files(self.seen) - {self.file}))]

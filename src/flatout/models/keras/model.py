@@ -315,6 +315,12 @@ def modules_of(model: Any) -> list[Any]:
     return list(result.values())
 
 
+def two_mode_layers(model: Any) -> list[str]:
+    """Kinds of the layers that compute otherwise in training: dropout, normalization by batch."""
+    kinds = [type(module).__name__ for module in modules_of(model)]
+    return [kind for kind in kinds if "Dropout" in kind or "BatchNorm" in kind]
+
+
 @contextmanager
 def _watching(layer: Any, look: Look) -> Iterator[None]:
     before, call = vars(layer).get("call"), layer.call
