@@ -1103,10 +1103,39 @@ def test_what_a_log_line_shows_is_computed_in_the_same_line():
     assert (found.kind, found.cost_ms) == ("note", pytest.approx(0.01))
 
 
+def test_what_keras_is_told_is_said_in_its_words():
+    told = {"is_told": True, "layers": {"Dropout": 1}}
+    (found,) = look_of("train_not_restored")(job(model=told | {"trained_in_eval_mode": HERE}))
+    assert "without training=True: Dropout computes" in found.what
+    (found,) = look_of("eval_missing")(job(model=told | {"evaluated_in_train_mode": HERE}))
+    assert "with training=True: Dropout computes" in found.what
+    softmax = in_loss("twice", outer="cross_entropy", inner="softmax")
+    (found,) = look_of("activation_twice")(job(framework="keras", **softmax))
+    assert "from_logits=False" in found.do
+    ordered = {"is_in_order": True, "label_runs": (2, 2, 400, 200)}
+    (found,) = look_of("labels_sorted")(job(framework="keras", loader=ordered))
+    assert found.do == "shuffle=True in fit()"
+
+
 def test_a_tensor_that_is_made_float_is_no_text():
     for code, is_text in (("return float(row[1])", True), ("return image.float() / 255", False)):
         hot = [(Site("data.py", 12, code), 0.9)]
         assert bool(look_of("text_parse")(starving(loader={"hot": hot}))) == is_text
+
+
+@pytest.mark.parametrize(
+    ("source", "is_text"),
+    [
+        ("rows = list(csv.reader(file))", True),
+        ("lines = open(path).readlines()", True),
+        ("frame = frame.sort_values('churn')", False),
+    ],
+)
+def test_numbers_are_made_of_text_where_the_file_reads_some(tmp_path, source, is_text):
+    path = tmp_path / "data.py"
+    path.write_text(f"{source}\nlabel = int(row[name])\n")
+    hot = [(Site(str(path), 2, "label = int(row[name])"), 0.9)]
+    assert bool(look_of("text_parse")(starving(loader={"hot": hot}))) == is_text
 
 
 def test_a_line_in_memory_that_is_no_sample_is_no_cache():

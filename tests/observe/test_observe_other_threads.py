@@ -5,12 +5,14 @@ import threading
 import time
 from types import SimpleNamespace
 
+import PIL
+
 from flatout.observe import other_threads
-from flatout.observe.observation import Observation
+from flatout.observe.observation import Loader, Observation
 from flatout.observe.other_threads import OtherThreads, _users
 from flatout.observe.sites import site_of
 from flatout.observe.watch import Watch
-from flatout.observe.within_loader import _lane_of
+from flatout.observe.within_loader import Probe, _lane_of, fill
 
 
 def work(end):
@@ -65,3 +67,43 @@ def test_a_frame_between_two_lines_is_at_that_of_its_function():
     assert site_of(frame).line == 7
     assert _users(frame) == (__file__, 7)
     assert _lane_of(frame) == "transform"
+
+
+def _frame(name, file, line=1, function="work", back=None):
+    code = SimpleNamespace(co_filename=file, co_firstlineno=line, co_name=function)
+    return SimpleNamespace(f_code=code, f_lineno=line, f_back=back, f_globals={"__name__": name})
+
+
+def test_what_is_done_to_a_decoded_image_is_no_decoding(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "x = augment(Image.open(path).convert('RGB'))\n"
+        "x = ImageEnhance.Contrast(x).enhance(2)\n"
+        "x = np.roll(x, 1)\n"
+        "x = Image.open(path).convert('RGB').resize((8, 8))\n"
+    )
+    lines = [_frame("__main__", str(script), line) for line in (1, 2, 3, 4)]
+
+    def pillow(name, function, line):
+        return _frame(name, PIL.__file__, function=function, back=line)
+
+    assert _lane_of(lines[0]) == "decode"
+    assert _lane_of(pillow("PIL.Image", "convert", lines[0])) == "decode"
+    assert _lane_of(pillow("PIL.ImageFile", "load", lines[2])) == "decode"  # np.asarray loads it
+    enhance = pillow("PIL.ImageEnhance", "__init__", lines[1])
+    assert _lane_of(pillow("PIL.Image", "convert", enhance)) == "transform"
+    assert _lane_of(pillow("PIL.Image", "resize", lines[3])) == "transform"
+    lines[2].f_back = lines[0]  # called by what decodes, as an augmentation is
+    assert _lane_of(lines[2]) == "transform"
+
+
+def test_the_line_that_decodes_is_told_beside_those_that_take_more(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("x = Image.open(path).convert('RGB')\nx = np.roll(x, 1)\n")
+    probe, facts = Probe(), Loader("torch")
+    for line in (1, 2, 2, 2):
+        probe.look(_frame("__main__", str(script), line))
+    probe.batches = 1
+    fill(facts, [probe.as_dict()])
+    assert [site.line for site, _ in facts.hot] == [2, 1]
+    assert facts.decodes_at.code == "x = Image.open(path).convert('RGB')"

@@ -525,7 +525,8 @@ def test_keras_layers_are_told_whether_they_train(tmp_path):
     assert ran.returncode == 0, ran.stderr
     _assert_no_look_failed(seen)
     (model,) = seen.models
-    assert model.is_told and model.layers["Dropout"] == 1
+    assert model.is_told
+    assert model.layers["Dropout"] == 1
     # predict has left the module in eval mode, but fit says with each call that it trains.
     assert model.trained_in_eval_mode is None
 

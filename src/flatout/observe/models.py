@@ -240,9 +240,7 @@ class Models:
         self._watch.models.append(known_model)
         return known_model
 
-    def _look(
-        self, model: SeenModel, in_training: bool, args: Any, kwargs: dict[str, Any]
-    ) -> None:
+    def _look(self, model: SeenModel, in_training: bool, args: Any, kwargs: dict[str, Any]) -> None:
         """What it is called for, and now and then with what."""
         lanes = self._watch.lanes
         has_grad = self._torch.is_grad_enabled()
@@ -346,9 +344,7 @@ class Models:
                 if not model.was_described:
                     model.was_described = True
                     look_at_pools(module, model.facts)
-                model.tensors = {
-                    id(tensor) for tensor in module.parameters() if not tensor.is_meta
-                }
+                model.tensors = {id(tensor) for tensor in module.parameters() if not tensor.is_meta}
                 model.is_stepped |= not model.tensors.isdisjoint(stepped)
                 if not model.tensors.isdisjoint(stepped):
                     missed = not_stepped(module, stepped)

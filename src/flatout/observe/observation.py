@@ -120,6 +120,7 @@ class Loader:
         lanes_ms: per batch, within the loader: "read", "decode", "transform", "collate"; of the
             worker where there are workers.
         hot: the user's lines in which the loader's time goes, with their share, largest first.
+        decodes_at: the user's line in which most of the decoding goes.
         opens_per_sample: files opened for one sample.
         open_files: files of a MiB or more that stay open for reading between batches, with their
             bytes; of all workers together.
@@ -175,6 +176,7 @@ class Loader:
     gives_batches: bool | None = None
     lanes_ms: dict[str, float] = field(default_factory=dict)
     hot: list[tuple[Site, float]] = field(default_factory=list)
+    decodes_at: Site | None = None
     opens_per_sample: float | None = None
     open_files: list[tuple[str, int]] | None = None
     stages: list[str] | None = None

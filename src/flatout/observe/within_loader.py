@@ -28,7 +28,7 @@ from flatout.hooks import wrap
 from flatout.observe.generators import Draws, drawn_alike
 from flatout.observe.line_clock import LineClock
 from flatout.observe.observation import Loader, Site
-from flatout.observe.sites import line_of, read, site_of
+from flatout.observe.sites import is_users, line_of, read, site_of
 
 FOLDER, LOADER = "FLATOUT_OBSERVE_FOLDER", "FLATOUT_OBSERVE_LOADER"
 # Enough was seen after so many looks or batches.
@@ -42,8 +42,10 @@ _TIMED_BATCH = 2
 _FILES_BATCH, _LARGE = 2, 2**20
 _DECODES = re.compile(r"imread|imdecode|decode|Image\.open|\.convert\(|soundfile|torchaudio\.load")
 _READS = re.compile(r"open\(|\.read|np\.load|np\.fromfile|loadtxt|torch\.load|read_file|h5py")
-_DECODERS = ("PIL.Image", "PIL.ImageFile", "PIL.JpegImagePlugin", "torchvision.io", "imageio")
-_RESIZES = ("resize", "crop", "rotate", "transpose", "filter", "transform")
+_DECODERS = ("torchvision.io", "imageio")
+# What Pillow does to an image that it has decoded.
+_CHANGES = ("resize", "crop", "rotate", "transpose", "filter", "transform", "point", "thumbnail")
+_CHANGERS = ("PIL.ImageEnhance", "PIL.ImageFilter", "PIL.ImageOps", "PIL.ImageChops")
 
 
 class Probe:
@@ -57,6 +59,7 @@ class Probe:
         self.files: list[tuple[str, int]] | None = None
         self.lanes: Counter[str] = Counter()
         self.lines: Counter[tuple[str, int]] = Counter()
+        self.decoding: Counter[tuple[str, int]] = Counter()
         self.looks = 0
         self.timed: LineClock | None = None
         self.is_collating = False
@@ -78,10 +81,12 @@ class Probe:
         self.looks += 1
         if self.is_collating:
             return
+        lane = _lane_of(frame)
+        self.lanes[lane] += 1
         site = site_of(frame, outermost="torch.utils.data._utils.fetch")
         if site is not None:
             self.lines[site.file, site.line] += 1
-        self.lanes[_lane_of(frame)] += 1
+            self.decoding[site.file, site.line] += lane == "decode"
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data: per batch in ms, with counts of lines."""
@@ -106,29 +111,39 @@ class Probe:
             "samples": self.samples,
             "sample_bytes": self.sample_bytes,
             "files": self.files,
+            "decodes_at": next((place for place, n in self.decoding.most_common(1) if n), None),
             "lines": [[file, line, part / whole] for (file, line), part in lines.items()],
         }
 
 
 def _lane_of(frame: FrameType | None) -> str:
-    """Which part of making a sample this frame is in, by the packages and lines above it."""
-    import linecache
-
+    """Which part of making a sample this frame is in, by the packages above it and the user's line
+    that led to it."""
     while frame is not None:
         name = str(frame.f_globals.get("__name__", ""))
         if name.startswith("torch.utils.data"):
             return "transform"
-        if name.startswith(_DECODERS) and frame.f_code.co_name not in _RESIZES:
+        if name == "PIL.ImageFile" or name.endswith("ImagePlugin") or name.startswith(_DECODERS):
             return "decode"
-        line = linecache.getline(frame.f_code.co_filename, line_of(frame))
+        changes = name.startswith("PIL.") and frame.f_code.co_name in _CHANGES
+        if changes or name.startswith(("torchvision.transforms", "albumentations", *_CHANGERS)):
+            return "transform"
+        line = "" if name.startswith("PIL.") else _line(frame)
         if _DECODES.search(line):
             return "decode"
         if _READS.search(line):
             return "read"
-        if name.startswith(("torchvision.transforms", "albumentations")):
-            return "transform"
+        if is_users(frame.f_code.co_filename):
+            # The line above may decode too, and pass on what this function is given.
+            return "decode" if "decode" in frame.f_code.co_name else "transform"
         frame = frame.f_back
     return "transform"
+
+
+def _line(frame: FrameType) -> str:
+    import linecache
+
+    return linecache.getline(frame.f_code.co_filename, line_of(frame))
 
 
 class Looker(threading.Thread):
@@ -289,6 +304,8 @@ def fill(facts: Loader, records: list[dict[str, Any]]) -> None:
         for file, line, share in part["lines"]:
             site = read(Site(file, line))
             lines[site] = lines.get(site, 0.0) + share * part["batches"] / batches
+    decoding = Counter(tuple(p["decodes_at"]) for p in records if p.get("decodes_at"))
+    facts.decodes_at = next((read(Site(*place)) for place, _ in decoding.most_common(1)), None)
     facts.hot = sorted(lines.items(), key=lambda value: -value[1])[:_LINES]
     of_workers = [part["random"] for part in records if "random" in part][: facts.num_workers]
     have_drawn = [states for states in of_workers if len(states) > 1]

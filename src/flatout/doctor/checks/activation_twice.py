@@ -31,13 +31,15 @@ def look(observation: Observation) -> Findings:
         yield Finding(
             kind="note" if is_same else "danger",
             what=f"{outer} is given {gets}; {why or f'{outer} takes it once more'}",
-            do="nll_loss takes log-probabilities" if is_same else _cure(outer, inner),
+            do="nll_loss takes log-probabilities" if is_same else _cure(observation, outer, inner),
             where=at(loss.site),
             parity="bit-identical" if is_same else "changes learning",
         )
 
 
-def _cure(outer: str, inner: str) -> str:
+def _cure(observation: Observation, outer: str, inner: str) -> str:
+    if observation.framework == "keras":
+        return f"a last layer without {inner}; or from_logits=False in the loss"
     if outer == "nll_loss":
         return "cross_entropy on the scores, without an activation"
     return f"give {outer} the scores without {inner}; take {inner} where you read probabilities"

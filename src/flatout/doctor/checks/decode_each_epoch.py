@@ -50,7 +50,7 @@ def _finding(loader: Loader, cost: float, size: float, free: float) -> Finding:
         f"{loader.length:,} samples take {size:,.0f} MB decoded, {free:,.0f} MB are free",
         do="keep what was decoded, before anything random: in the dataset, or with "
         "flatout.data.images(...).cache()",
-        where=at(hot(loader)),
+        where=at(loader.decodes_at or hot(loader)),
         cost_ms=cost,
         parity="bit-identical",
         recipe={} if loader.is_iterable else {"script.cache": "memory"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import re
 
 from flatout.doctor.checks.check import Findings, NoSignal, check
@@ -10,10 +11,16 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Loader, Observation, Site
 
 _PARSES = re.compile(
-    r"\.(r?split|strip|partition|splitlines)\(|(?<!\.)\b(float|int)\(|json\.loads|csv\.|literal_eval"
+    r"\.(r?split|strip|partition|splitlines)\(|json\.loads|csv\.|literal_eval"
     r"|strptime|loadtxt|genfromtxt|fromstring|read_csv"
 )
 """What lines that parse text call."""
+
+_NUMBERS = re.compile(r"(?<!\.)\b(float|int)\(")
+"""What makes a number of text, or of another number."""
+
+_TEXT = re.compile(_PARSES.pattern + r"|\.readlines?\(|[\"']rt?[\"']|json\.load|DictReader")
+"""What a file has in which such numbers may be text."""
 
 _MUCH = 0.3
 """Share of the loader's time from which on parsing is what to mend first."""
@@ -28,9 +35,16 @@ def look(observation: Observation) -> Findings:
             continue
         if not loader.hot:
             raise NoSignal("which lines take the loader's time was not seen")
-        parsing = [(site, part) for site, part in loader.hot if _PARSES.search(site.code)]
+        parsing = [(site, part) for site, part in loader.hot if _parses(site)]
         if sum(part for _, part in parsing) >= _MUCH:
             yield _finding(loader, parsing, wait)
+
+
+def _parses(site: Site) -> bool:
+    if _NUMBERS.search(site.code):
+        lines = linecache.getlines(site.file)
+        return not lines or any(map(_TEXT.search, lines))
+    return bool(_PARSES.search(site.code))
 
 
 def _finding(loader: Loader, parsing: list[tuple[Site, float]], wait: float) -> Finding:
