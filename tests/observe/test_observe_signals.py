@@ -52,6 +52,29 @@ def test_frames_are_padded_where_all_their_numbers_are_zero():
     assert padding.share == 15 / 40
 
 
+def test_frames_are_padded_likewise_where_convolutions_take_their_channels_first():
+    frames = torch.ones(2, 3, 20)
+    frames[0, :, 5:] = 0
+    padding = Padding()
+    padding.look(frames)
+    assert (padding.share, padding.lengths) == (15 / 40, {20})
+    padding.look(torch.ones(2, 9, 16))  # whose channels are no places
+    assert (padding.share, padding.lengths) == (15 / 72, {16, 20})
+
+
+def test_a_frozen_batch_norm_that_follows_the_average_of_another_one_is_no_mistake():
+    model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4))
+    model.requires_grad_(False)
+    seen = SeenModel(model)
+    assert seen.frozen_norms(model) == ["1", "2"]
+    with torch.no_grad():
+        model[1].weight.lerp_(torch.zeros(4), 0.01)
+    assert seen.frozen_norms(model) == ["2"]
+    alone = nn.BatchNorm1d(4).requires_grad_(False)
+    assert SeenModel(alone).frozen_norms(alone) == [""]
+    assert SeenModel(alone.eval()).frozen_norms(alone) == []
+
+
 def test_what_means_something_is_no_padding():
     padding = Padding()
     counts = torch.zeros(4, 50, dtype=torch.long)

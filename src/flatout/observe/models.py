@@ -95,6 +95,19 @@ class SeenModel(Called):
         self._first_numbers = now | self._first_numbers
         return {name for name, number in now.items() if number != self._first_numbers[name]}
 
+    def frozen_norms(self, module: Any) -> list[str]:
+        """BatchNorms that are frozen and still learn.
+
+        One whose weights the script itself moves, as the average of another model's, is none.
+        """
+        own = {
+            f"{norm}.{name}".removeprefix("."): norm
+            for norm in moving_norms(module)
+            for name, _ in module.get_submodule(norm).named_parameters(recurse=False)
+        }
+        moved = {own[name] for name in self.moved(module, list(own))} if own else set()
+        return [norm for norm in dict.fromkeys(own.values()) if norm not in moved]
+
     def is_open(self, mode: Mode) -> bool:
         """Whether it was called so, and it is not yet known what for."""
         return mode in self._open
@@ -310,7 +323,7 @@ class Models:
                 continue
             if not self._watch.lanes.steps:
                 look_at_replica(module, model.facts)
-            model.facts.moving_norms = moving_norms(module)
+            model.facts.moving_norms = model.frozen_norms(module)
             model.with_gradient |= {
                 name for name, tensor in module.named_parameters() if tensor.grad is not None
             }
@@ -344,6 +357,8 @@ class Models:
                 if not model.was_described:
                     model.was_described = True
                     look_at_pools(module, model.facts)
+                if model.facts.moving_norms:
+                    model.facts.moving_norms = model.frozen_norms(module)
                 model.tensors = {id(tensor) for tensor in module.parameters() if not tensor.is_meta}
                 model.is_stepped |= not model.tensors.isdisjoint(stepped)
                 if not model.tensors.isdisjoint(stepped):

@@ -22,6 +22,7 @@ class Padding:
     def __init__(self) -> None:
         self.lengths: set[int] = set()
         self._padded = self._places = 0
+        self._channels = 2  # of frames; 1 where convolutions take them first
 
     def look(self, batch: Any) -> None:
         """Counts the padding of a batch of sequences; of anything else nothing."""
@@ -29,18 +30,27 @@ class Padding:
         is_frames = batch.dim() == 3 and batch.is_floating_point()
         if not (is_words or is_frames) or batch.is_meta or batch.is_sparse:
             return
-        if batch.shape[0] < _LEAST_ROWS or batch.shape[1] < _LEAST_PLACES:
+        if batch.shape[0] < _LEAST_ROWS or max(batch.shape[1:]) < _LEAST_PLACES:
             return
         batch = batch[:_ROWS].detach().cpu()
-        self.lengths.add(batch.shape[1])
-        self._places += batch.shape[0] * batch.shape[1]
         if is_frames:
-            blank = (batch == 0).all(2)
-            self._padded += max(_at_the_end(blank), _at_the_end(blank.flip(1)))
+            found = []
+            for channels in (self._channels, 3 - self._channels):
+                blank = (batch == 0).all(channels)
+                padded = max(_at_the_end(blank), _at_the_end(blank.flip(1)))
+                found.append((padded / max(1, blank.numel()), channels, padded, blank))
+            _, self._channels, padded, blank = max(found, key=lambda item: item[0])
+            self._count(padded, blank)
             return
         from_left = batch == batch[:, 0].mode().values
         from_right = batch == batch[:, -1].mode().values
-        self._padded += max(_at_the_end(from_right), _at_the_end(from_left.flip(1)))
+        self._count(max(_at_the_end(from_right), _at_the_end(from_left.flip(1))), from_left)
+
+    def _count(self, padded: int, places: Any) -> None:
+        if places.shape[1] >= _LEAST_PLACES:
+            self.lengths.add(places.shape[1])
+            self._places += places.numel()
+            self._padded += padded
 
     @property
     def share(self) -> float | None:
