@@ -1103,6 +1103,23 @@ def test_what_a_log_line_shows_is_computed_in_the_same_line():
     assert (found.kind, found.cost_ms) == ("note", pytest.approx(0.01))
 
 
+@pytest.mark.parametrize(
+    ("code", "by", "is_validation"),
+    [
+        ("return d.log_prob(action)", "__bool__", True),
+        ("d = Normal(mean, std)", "__bool__", True),
+        ("if loss > best:", "__bool__", False),
+        ("total += dist.log_prob(x).item()", "item", False),
+    ],
+)
+def test_values_that_distributions_check_are_told_from_those_the_script_reads(
+    code, by, is_validation
+):
+    made = replace(often("item", 3, 1.0, by=by), site=Site("ppo.py", 7, code))
+    (found,) = look_of("item_each_step")(job(calls=[made]))
+    assert ("validate_args" in found.do) == is_validation
+
+
 def test_what_keras_is_told_is_said_in_its_words():
     told = {"is_told": True, "layers": {"Dropout": 1}}
     (found,) = look_of("train_not_restored")(job(model=told | {"trained_in_eval_mode": HERE}))

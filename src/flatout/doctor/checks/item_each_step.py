@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from flatout.doctor.checks.check import check
 from flatout.doctor.checks.signals import (
     calls,
@@ -17,6 +19,12 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Call, Observation
 
 _KINDS = ("item", "tolist", "cpu", "numpy")
+
+_DISTRIBUTION = re.compile(
+    r"\.i?cdf\(|\.log_prob\(|\b(Normal|LogNormal|Categorical|Bernoulli|Beta|Gamma|Uniform|Laplace"
+    r"|Multinomial|Dirichlet|MultivariateNormal|Independent|TransformedDistribution)\("
+)
+"""What torch.distributions asks about each argument, unless it is told not to."""
 
 
 @check(edit=tensors.read_later, lane="item")
@@ -42,11 +50,14 @@ def _finding(
     waits = f" and waits {ms(own)}" if own is not None else ""
     if seen := call.detail.get("watched_steps"):
         waits += f" (timed in {seen} of {observation.steps:,} steps)"
+    do = "keep sums as tensors on the device, and read them every N steps"
+    if call.detail.get("by") == "__bool__" and call.site and _DISTRIBUTION.search(call.site.code):
+        do = "torch.distributions.Distribution.set_default_validate_args(False): it is what checks"
     return Finding(
         kind=kind_of(observation, cost),
         what=f".{call.kind}() is called {times} in each step{waits}: the host stands still until "
         "the device has come so far",
-        do="keep sums as tensors on the device, and read them every N steps",
+        do=do,
         where=str(call.site),
         cost_ms=cost,
         parity="bit-identical",
