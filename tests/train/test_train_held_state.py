@@ -1,10 +1,12 @@
 """What a look at a batch changes outside of weights is put back, wherever a user keeps it."""
 
+import array
 import collections
 import dataclasses
 import functools
 import random
 import threading
+import types
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ import torch
 from torch import nn
 
 from flatout import Trainer
+from flatout.train import held_state
 from flatout.train.held_state import HeldState
 from flatout.train.snapshot import Snapshot, untouched
 
@@ -99,6 +102,49 @@ class Frozen:
         return self.inner(x), self.names[0](x)
 
 
+class Listed(list):
+    def clear(self):
+        raise AssertionError("of the user's own")
+
+
+class Mapped(dict):
+    __getattr__ = dict.__getitem__
+
+
+def of_own_containers():
+    listed, mapped, latest = Listed(), Mapped(calls=0), collections.UserDict(calls=0)
+    listed.calls = 0
+    space, numbers, octets = types.SimpleNamespace(calls=0), array.array("d", [0]), bytearray(2)
+
+    def call(x):
+        listed.append(len(x))
+        listed.calls += 1
+        mapped["calls"] += 1
+        latest["calls"] += 1
+        space.calls += 1
+        numbers[0] += 1
+        octets[1] += 1
+        counts = [listed.calls, mapped.calls, latest["calls"], space.calls]
+        return [*listed], counts, numbers[0], octets[1]
+
+    return call
+
+
+def of_a_teacher():
+    """It is averaged without a trace of that in a version, beside a bank of 128 KB."""
+    teacher, bank = nn.Linear(4, 4), torch.zeros(256, 128)
+    rows = np.zeros((256, 64))
+
+    def call(x):
+        for parameter in teacher.parameters():
+            parameter.data.mul_(0.5).add_(1)
+        bank[0] += 1
+        rows[1] += 1
+        return float(teacher.weight.detach().sum()), float(bank.sum()), float(rows.sum())
+
+    return call
+
+
 def of_a_hook():
     model, seen = nn.Linear(1, 1), []
     model.register_forward_hook(lambda module, inputs, output: seen.append(len(inputs[0])))
@@ -121,6 +167,8 @@ HELD = {
     "a partial": lambda: functools.partial(lambda held, x: held(x), Counts()),
     "a dict of objects": lambda: {"a": [Counts()]}["a"][0],
     "a hook": of_a_hook,
+    "containers of one's own": of_own_containers,
+    "a teacher": of_a_teacher,
 }
 
 
@@ -151,6 +199,32 @@ def test_what_is_a_librarys_or_another_threads_is_left_alone():
     state.restore()
     assert queue.items == [1, 2]
     assert optimizer.param_groups[0]["lr"] == 2.0
+
+
+def test_what_trains_is_not_copied_and_neither_is_what_lies_in_memory_of_others():
+    model = nn.Linear(2, 2)
+    model.teacher = nn.Linear(2, 2).requires_grad_(requires_grad=False)
+    numbers = np.array([1.0, np.nan])
+    shared = torch.from_numpy(numbers)
+    state = HeldState(model, [shared])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(3)
+    version = shared._version
+    state.restore()
+    assert (model.weight == 3).all()
+    assert not (model.teacher.weight == 3).any()
+    assert shared._version == version
+
+
+def test_of_large_tensors_so_many_are_kept_as_cost_little(monkeypatch):
+    monkeypatch.setattr(held_state, "_MOST_BYTES", 2 * 80_000)
+    banks = [torch.zeros(20_000) for _ in range(3)]
+    state = HeldState(banks)
+    for bank in banks:
+        bank.add_(1)
+    state.restore()
+    assert sorted(float(bank[0]) for bank in banks) == [0, 0, 1]
 
 
 def test_a_large_container_is_not_copied():
@@ -234,3 +308,51 @@ def test_a_snapshot_and_a_look_keep_what_compute_holds():
     optimizer.step()
     snapshot.restore()
     assert (loss.calls, model.passes, float(loss.ema)) == (0, [], 0.0)
+
+
+def test_a_penalty_on_gradients_of_weights_trains_by_a_trainer():
+    torch.manual_seed(0)
+    x, y = torch.randn(32, 6), torch.randn(32, 1)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def loss(output, target):
+        (gradient,) = torch.autograd.grad(output.sum(), model[0].weight, create_graph=True)
+        return (output - target).square().mean() + 0.1 * gradient.square().sum()
+
+    trainer = Trainer(model, loss=loss, optimizer="sgd", lr=0.01, say=lambda line: None)
+    first, *_, last = trainer.fit(x, y, epochs=5, batch_size=16, verbose=0).epochs
+    assert last["loss"] < first["loss"]
+
+
+class Averaged(nn.Module):
+    """Holds a frozen copy of a layer, which forward averages: what it gives cannot be kept."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.head = nn.Linear(6, 8), nn.Linear(8, 1)
+        self.teacher = nn.Linear(6, 8).requires_grad_(requires_grad=False)
+
+    def forward(self, x):
+        if self.training:
+            for own, of_layer in zip(
+                self.teacher.parameters(), self.layer.parameters(), strict=True
+            ):
+                own.data.lerp_(of_layer.data, 0.1)
+        return self.head(torch.tanh(self.layer(x)) + self.teacher(x))
+
+
+def test_a_frozen_teacher_moves_by_steps_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path))
+    torch.manual_seed(1)
+    x, y = torch.randn(32, 6), torch.randn(32, 1)
+    wanted, ours = Averaged(), Averaged()
+    optimizer = torch.optim.SGD(wanted.parameters(), lr=0.05)
+    for start in [0, 16] * 3:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(wanted(x[start : start + 16]), y[start : start + 16]).backward()
+        optimizer.step()
+    trainer = Trainer(ours, loss="mse", optimizer="sgd", lr=0.05, say=lambda line: None)
+    trainer.fit(x, y, epochs=3, batch_size=16, shuffle=False)
+    for mine, theirs in zip(ours.parameters(), wanted.parameters(), strict=True):
+        assert torch.equal(mine, theirs)

@@ -62,7 +62,7 @@ def check_first_batch(
                 try:
                     with torch.set_grad_enabled(takes_gradients):
                         value = compute(piece)
-                except RuntimeError as error:
+                except (RuntimeError, DataError) as error:
                     if takes_gradients or _NO_GRAPH not in str(error):
                         raise
                     takes_gradients = True

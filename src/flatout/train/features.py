@@ -364,7 +364,7 @@ class FrozenFeatures:
         assert not isinstance(samples, str)
         kinds = ("memory", "disk") if where == "auto" else (where,)
         most = max(map(room, kinds)) / max(1, samples.slots)
-        with self._loop.autocast():
+        with untouched(self._model), self._loop.autocast():
             result = find_cuts(self._model, batch.inputs, most)
         self._hindrance = result.hindrance
         return result, "" if result.cuts else result.hindrance

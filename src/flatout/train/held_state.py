@@ -5,7 +5,8 @@ looks at a batch must not move these, or training would go on from another state
 
 What can be reached from a model and from functions of the user's own is walked: attributes, cells
 of closures, defaults, globals that they name, and what containers hold. Objects of libraries are
-left alone but for modules, containers, small tensors and arrays, and random generators.
+left alone but for modules, containers, tensors and arrays up to some size in all, and random
+generators. Weights that train are left alone, too: a look makes no update.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import operator
 import random
 import threading
 import weakref
-from collections import Counter, OrderedDict, defaultdict, deque
+from argparse import Namespace
+from array import array
+from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -27,6 +30,7 @@ from types import (
     MemberDescriptorType,
     MethodType,
     ModuleType,
+    SimpleNamespace,
 )
 from typing import Any
 
@@ -39,6 +43,9 @@ from flatout.data import is_library
 from flatout.errors import ModelError
 
 _SMALL_BYTES = 65_536
+# Larger tensors and arrays, as of a teacher or a memory bank, are kept while all together are no
+# more, which is copied in some milliseconds.
+_MOST_BYTES = 64 << 20
 # A container of more, such as a vocabulary, is not looked at.
 _MOST = 100_000
 # Objects in containers that are walked.
@@ -77,7 +84,10 @@ class HeldState:
     def __init__(self, *held: Any, tensors: Iterable[torch.Tensor] = ()) -> None:
         self._restores: list[Callable[[], None]] = []
         self._seen: dict[int, Any] = {}  # keeps them alive, so that no id is given twice
-        self._left = _MOST_WALKED
+        self._left, self._bytes_left = _MOST_WALKED, _MOST_BYTES
+        # Those that train are changed by updates alone.
+        models = [one for one in held if isinstance(one, nn.Module)]
+        self._trained = {id(p) for one in models for p in one.parameters() if p.requires_grad}
         for tensor in tensors:
             self._keep_buffer(tensor)
         self._next: list[Any] = [*held]
@@ -107,7 +117,7 @@ class HeldState:
             self._look_at_tensor(value)
         elif isinstance(value, np.ndarray):
             self._look_at_array(value)
-        elif type(value) in _REFILLED:
+        elif isinstance(value, _CONTAINERS) and _may_fill(type(value)):
             self._look_at_container(value)
         elif isinstance(value, (tuple, frozenset)):
             self._walk(value)
@@ -144,6 +154,8 @@ class HeldState:
         self._next += module._modules.values()
         for parameter in module._parameters.values():
             self._next += [getattr(parameter, name, None) for name in _OF_PARAMETER]
+            if parameter is not None and id(parameter) not in self._trained:
+                self._next.append(parameter)
         for name in _HOOKS:
             self._walk(of_module.get(name, {}).values())
         keep = _put_back if _is_own(type(module)) else _put_back_plain
@@ -156,18 +168,34 @@ class HeldState:
             self._restores.append(partial(_refill_buffer, buffer, clone_of(buffer)))
 
     def _look_at_tensor(self, tensor: torch.Tensor) -> None:
-        if type(tensor) is torch.Tensor and has_few_bytes(tensor) and not tensor.is_inference():
+        if (
+            type(tensor) in (torch.Tensor, nn.Parameter)
+            and tensor.layout is torch.strided
+            and not tensor.is_inference()
+            and self._pays_for(tensor.nbytes)
+        ):
             kept = partial(_refill_tensor, tensor, tensor._version, clone_of(tensor))
             self._restores.append(kept)
 
     def _look_at_array(self, array: np.ndarray[Any, Any]) -> None:
-        if array.nbytes <= _SMALL_BYTES and array.flags.writeable and not array.dtype.hasobject:
+        is_plain = array.flags.writeable and not array.dtype.hasobject
+        if is_plain and self._pays_for(array.nbytes):
             self._restores.append(partial(np.copyto, array, array.copy()))
+
+    def _pays_for(self, size: int) -> bool:
+        """Whether so many bytes more are copied."""
+        if size <= _SMALL_BYTES:
+            return True
+        self._bytes_left -= size
+        return self._bytes_left >= 0
 
     def _look_at_container(self, held: Any) -> None:
         if len(held) <= _MOST:
-            self._restores.append(partial(_REFILLED[type(held)], held, _copied(held)))
+            refill = next(how for kind, how in _REFILLED.items() if isinstance(held, kind))
+            self._restores.append(partial(refill, held, _copied(held)))
             self._walk([*held.values()] if isinstance(held, dict) else [*held])
+        if not is_library(type(held)):
+            self._look_at_object(held)  # of the user's own kind, which may keep more
 
     def _look_at_function(self, function: FunctionType) -> None:
         """What is closed over is kept of the user's own functions, and of others what they call.
@@ -203,7 +231,7 @@ class HeldState:
             self._next += [getattr(value, "__func__", value) for value in own.values()]
 
     def _look_at_object(self, thing: Any) -> None:
-        if is_library(type(thing)):
+        if is_library(type(thing)) and not isinstance(thing, _LIKE_OWN):
             if type(thing).__module__.startswith("flatout."):
                 self._next += getattr(thing, "own_parts", [])
             return
@@ -245,28 +273,43 @@ def _refill_buffer(buffer: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _refill_tensor(tensor: torch.Tensor, version: int, value: torch.Tensor) -> None:
-    if tensor._version != version:
+    # .data changes no version; what is as it was may lie in memory that cannot be written.
+    if tensor._version != version or not _is_same(tensor, value):
         tensor.data.copy_(value)
+
+
+def _is_same(tensor: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether all values are the same, NaN too."""
+    tensor = tensor.detach()
+    return torch.equal(tensor, value) or bool(
+        ((tensor == value) | ((tensor != tensor) & (value != value))).all()
+    )
 
 
 def _refill_list(held: Any, before: Any) -> None:
     if len(held) != len(before) or not all(map(operator.is_, held, before)):
-        held.clear()
-        held.extend(before)
+        kind = deque if isinstance(held, deque) else list
+        kind.clear(held)
+        kind.extend(held, before)
 
 
 def _refill_dict(held: Any, before: Any) -> None:
     if [*map(id, held)] != [*map(id, before)] or not all(
         map(operator.is_, held.values(), before.values())
     ):
-        held.clear()
+        dict.clear(held)
         dict.update(held, before)  # a Counter's own would add
 
 
 def _refill_set(held: Any, before: Any) -> None:
+    if set.__ne__(held, before):
+        set.clear(held)
+        set.update(held, before)
+
+
+def _refill_values(held: Any, before: Any) -> None:
     if held != before:
-        held.clear()
-        held.update(before)
+        held[:] = before
 
 
 _REFILLED: dict[type, Callable[[Any, Any], None]] = {
@@ -274,14 +317,25 @@ _REFILLED: dict[type, Callable[[Any, Any], None]] = {
     deque: _refill_list,
     set: _refill_set,
     dict: _refill_dict,
-    OrderedDict: _refill_dict,
-    defaultdict: _refill_dict,
-    Counter: _refill_dict,
+    bytearray: _refill_values,
+    array: _refill_values,
 }
+_CONTAINERS = tuple(_REFILLED)
+_OF_PYTHON = (*_CONTAINERS, OrderedDict, defaultdict, Counter)
+# Objects of Python's that only keep what users give them.
+_LIKE_OWN = (UserDict, UserList, SimpleNamespace, Namespace)
+
+
+def _may_fill(kind: type) -> bool:
+    """Whether a container is Python's, or of a user's own kind."""
+    return kind in _OF_PYTHON or not is_library(kind)
 
 
 def _copied(held: Any) -> Any:
-    return dict(held) if isinstance(held, dict) else held.copy()
+    for kind in (dict, list, deque, set):
+        if isinstance(held, kind):
+            return kind(held)
+    return held[:]
 
 
 def _content(cell: CellType) -> Any:
