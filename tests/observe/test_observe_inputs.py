@@ -159,3 +159,50 @@ def test_rows_of_data_frames_are_compared_with_what_they_lack():
     assert not shared_rows(OfFrame(trained), OfFrame(frame.drop(trained.index)))
     frame["tags"] = [[] for _ in range(300)]  # which cannot be compared
     assert not shared_rows(OfFrame(frame[:200]), OfFrame(frame[100:]))
+
+
+class Picked:
+    """A dataset of some rows of a table."""
+
+    def __init__(self, table, rows):
+        self.table, self.rows = table, rows
+
+    def __len__(self):
+        return len(self.rows)
+
+
+class Scaled:
+    """A dataset that scales its rows as they are read."""
+
+    def __init__(self, table, mean, deviation):
+        self.table, self.mean, self.deviation = table, mean, deviation
+
+    def __len__(self):
+        return len(self.table)
+
+    def __getitem__(self, at):
+        return (self.table[at] - self.mean) / self.deviation
+
+
+def scaling(trained, held_out):
+    """What is told of how both were scaled."""
+    sets = [
+        (Loader("", in_training=is_trained), samples_of(of))
+        for is_trained, of in ((True, trained), (False, held_out))
+    ]
+    compare(sets, SimpleNamespace(of_both=lambda *given: None))
+    return sets[1][0].scaling
+
+
+@pytest.mark.parametrize("is_leaking", [True, False], ids=["of_all", "of_training"])
+def test_a_normalization_of_all_is_found_behind_datasets_of_ones_own(is_leaking):
+    table = 20 + 4 * torch.randn(400, 5, generator=torch.Generator().manual_seed(0))
+    figures = table if is_leaking else table[:280]
+    mean, deviation = figures.mean(0), figures.std(0)
+    scaled = (table - mean) / deviation
+    parts = range(280), range(280, 340)  # a test has the rest
+    assert bool(scaling(*(Picked(scaled, [*rows]) for rows in parts))) is is_leaking
+    lists = [[(row, at) for at, row in enumerate(part)] for part in scaled.split((280, 120))]
+    assert bool(scaling(*lists)) is is_leaking
+    own = scaling(*(Scaled(part, mean, deviation) for part in table.split((280, 120))))
+    assert bool(own and own.is_held and own.samples == 400) is is_leaking

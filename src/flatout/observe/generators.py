@@ -10,7 +10,7 @@ import pickle
 import random
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -86,6 +86,11 @@ def drawn_alike(workers: list[list[dict[str, int]]]) -> tuple[str, list[int]]:
 
 def generators_of(dataset: Any) -> Iterator[tuple[str, Any]]:
     """The generators within a dataset, its transforms and the functions that it calls, by name."""
+    return reached_from(dataset, _is_generator)
+
+
+def reached_from(dataset: Any, is_kind: Callable[[Any], bool]) -> Iterator[tuple[str, Any]]:
+    """What a dataset, its transforms and the functions that it calls hold of a kind, by name."""
     todo: list[tuple[str, Any, int]] = [("dataset", dataset, 0)]
     method = getattr(type(dataset), "__getitem__", None) or getattr(type(dataset), "__iter__", None)
     if isinstance(method, FunctionType):
@@ -96,7 +101,7 @@ def generators_of(dataset: Any) -> Iterator[tuple[str, Any]]:
         if id(value) in known:
             continue
         known.add(id(value))
-        if _is_generator(value):
+        if is_kind(value):
             yield name, value
         elif depth < _DEPTH:
             todo += [(name + part, inner, depth + 1) for part, inner in _parts(value)]

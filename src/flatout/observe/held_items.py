@@ -19,6 +19,19 @@ _ASKED = 64
 _ENDING = re.compile(r"\.[A-Za-z0-9]{1,5}$")
 
 
+def table_of_items(dataset: Any, picked: Sequence[int] | None) -> Any:
+    """An array with a row for each tensor or array in a list that a dataset holds, or is; None
+    where they are of several shapes."""
+    import numpy as np
+
+    for items in _lists_in(dataset):
+        arrays = [_first_array(items[index]) for index in _chosen(items, picked)]
+        shapes = {None if array is None else (array.shape, array.dtype) for array in arrays}
+        if len(shapes) == 1 and None not in shapes and arrays[0].size > 1:
+            return np.stack(arrays)
+    return None
+
+
 def numbers_of_items(dataset: Any, picked: Sequence[int] | None) -> list[int] | None:
     """A number for the bytes of each tensor or array in a list that a dataset holds, or is."""
     for items in _lists_in(dataset):

@@ -106,7 +106,44 @@ def _by_moments(trained: Sequence[Samples], held_out: Samples) -> Scaling | None
     alone = _joined(moments)
     if alone.mean.shape != other.mean.shape or other.count + alone.count < _FEWEST:
         return None
-    return _scaled(alone, alone.with_others(other))
+    wholes = [alone.with_others(other)]
+    # A test that is not yet read may have the rest of what both are picked of.
+    whole = held_out.of_all
+    if whole is not None and all(whole.is_of_same(item.of_all) for item in trained):
+        wholes.append(whole)
+    for both in wholes:
+        scaling = _scaled(alone, both) or _by_figures(alone, both, held_out.figures)
+        if scaling is not None:
+            return scaling
+    return None
+
+
+def _by_figures(alone: Moments, both: Moments, figures: Sequence[Any]) -> Scaling | None:
+    """Whether the dataset uses mean and deviation of both, and training alone has others."""
+    varied = _varied(both)
+    if not varied.any():
+        return None
+    for deviation in _deviations(both):
+        if not any(_apart(item, deviation, deviation, varied) < _DEVIATION_OFF for item in figures):
+            continue
+        off = min(_apart(item, both.mean, deviation, varied) for item in figures)
+        off_training = min(_apart(item, alone.mean, deviation, varied) for item in figures)
+        if off < _MEAN_OFF and off_training > _FARTHER * max(off, 1e-5):
+            held_out = both.count - alone.count
+            by = "mean and standard deviation"
+            return Scaling(by, None, both.count, held_out, off, off_training, is_held=True)
+    return None
+
+
+def _deviations(moments: Moments) -> list[Any]:
+    """By either of the formulas."""
+    formulas = (1.0, moments.count / (moments.count - 1))
+    return [(moments.variance * formula) ** 0.5 for formula in formulas]
+
+
+def _apart(figures: Any, wanted: Any, deviation: Any, varied: Any) -> float:
+    """How far they are from those that are wanted, in any column that varies, in deviations."""
+    return float((abs(figures - wanted)[varied] / deviation[varied]).max())
 
 
 def _scaled(alone: Moments, both: Moments) -> Scaling | None:

@@ -48,6 +48,7 @@ class Scaling:
             where a scaler was seen.
         off_training: likewise over the training's alone.
         misses: where all reach the ends of a range, how far the training stays from one of them.
+        is_held: whether its figures are what a dataset holds to scale by, not those of the samples.
     """
 
     by: str
@@ -57,6 +58,7 @@ class Scaling:
     off: float | None = None
     off_training: float | None = None
     misses: float | None = None
+    is_held: bool = False
 
 
 @dataclass

@@ -5,24 +5,29 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
 from typing import Any
 
 from flatout.observe.chance import RICH, bits_of
+from flatout.observe.generators import reached_from
 from flatout.observe.held_items import (
+    held_by,
     length_of,
     numbers_of_frame,
     numbers_of_items,
     numbers_of_names,
     of_all_samples,
+    table_of_items,
 )
 
 # Of so many samples the bytes are looked at, and so many numbers of each.
 _ROWS, _COLUMNS = 2**16, 128
 # Windows have so many steps at least; of more numbers they are not looked at.
 _STEPS, _OF_WINDOWS = 8, 2**23
+# Fewer figures may be equal by chance.
+_FIGURES = 2
 _ODD = 0x9E3779B97F4A7C15
 # Labels that are looked at.
 _LABELS = 2**18
@@ -49,6 +54,15 @@ class Moments:
     mean: Any
     variance: Any
 
+    def is_of_same(self, other: Moments | None) -> bool:
+        """Whether they are of the same rows, as far as moments tell."""
+        return (
+            other is not None
+            and self.count == other.count
+            and self.mean.shape == other.mean.shape
+            and bool((self.mean == other.mean).all() and (self.variance == other.variance).all())
+        )
+
     def with_others(self, other: Moments) -> Moments:
         """Those of the rows of both."""
         count = self.count + other.count
@@ -72,6 +86,8 @@ class Samples:
             and one for all but the first; None else.
         bits: at most so many tell samples apart: where these are few, samples may be equal by
             chance.
+        of_all: moments of all rows of the table of which these are picked; None where none are.
+        figures: short rows of numbers that the dataset reaches, such as a mean by column.
     """
 
     rows: list[int] | None
@@ -81,6 +97,8 @@ class Samples:
     whole: Any = None
     windows: list[tuple[int, int]] | None = None
     bits: float = RICH
+    of_all: Moments | None = None
+    figures: list[Any] = field(default_factory=list)
 
     @property
     def rich_rows(self) -> list[int] | None:
@@ -93,8 +111,18 @@ def samples_of(dataset: Any) -> Samples | None:
     other."""
     inner, picked = behind_subsets(dataset)
     table = _table_in(inner)
+    if table is None:
+        table, picked = _picked_in(inner, picked)
     if table is not None:
-        return samples_in(table, picked)
+        known = samples_in(table, picked)
+        return replace(
+            known,
+            of_all=None if picked is None else _moments(table, range(len(table))),
+            figures=_figures_in(inner, prod(table.shape[1:])),
+        )
+    table = table_of_items(inner, picked)
+    if table is not None:
+        return samples_in(table)
     rows = numbers_of_items(inner, picked)
     if rows is not None:
         return Samples(rows, None)
@@ -103,6 +131,36 @@ def samples_of(dataset: Any) -> Samples | None:
         return Samples(named, None, is_named=True)
     rows, bits = numbers_of_frame(inner, picked)
     return None if rows is None else Samples(rows, None, bits=bits)
+
+
+def _picked_in(dataset: Any, picked: Sequence[int] | None) -> tuple[Any, Sequence[int] | None]:
+    """The table of which a dataset takes rows by a list of their numbers that it holds, and the
+    numbers."""
+    tables = [item for item in held_by(dataset) if is_in_memory(item) and item.ndim > 1]
+    length = length_of(dataset) or 0
+    if len(tables) != 1 or len(tables[0]) <= length:
+        return None, picked
+    for item in of_all_samples(dataset, lambda value: hasattr(value, "__getitem__")):
+        numbers = as_array(item) if is_in_memory(item) else item
+        rows = numbers.tolist() if hasattr(numbers, "tolist") else numbers
+        if not isinstance(rows, list) or not all(type(row) is int for row in rows):
+            continue
+        # Each once, as no labels are.
+        if len({*rows}) == length and min(rows) >= 0 and max(rows) < len(tables[0]):
+            return tables[0], rows if picked is None else [rows[at] for at in picked]
+    return None, picked
+
+
+def _figures_in(dataset: Any, width: int) -> list[Any]:
+    """Rows of as many numbers as a sample has that a dataset reaches, each as an array."""
+
+    def is_row(value: Any) -> bool:
+        return is_in_memory(value) and prod(value.shape) == width and len(value.shape) < 3
+
+    if width < _FIGURES or type(dataset).__module__.startswith("torch."):
+        return []
+    found = [as_array(value) for _, value in reached_from(dataset, is_row)]
+    return [value.reshape(-1) for value in found if value.dtype.kind == "f"]
 
 
 def samples_in(table: Any, picked: Sequence[int] | None = None) -> Samples:

@@ -8,8 +8,9 @@ from typing import Any
 from weakref import ref
 
 from flatout.hooks import when_imported, wrap
+from flatout.observe.chance import RICH, bits_of
 from flatout.observe.observation import Scaling, Site
-from flatout.observe.samples import Samples, row_numbers
+from flatout.observe.samples import Samples, numbers_in
 from flatout.observe.sites import here
 from flatout.observe.watch import Watch
 
@@ -21,6 +22,8 @@ _KINDS = (
 _NUMBERS, _SCALERS = 2**24, 32
 # Share of the samples that a scaler has made which it was fitted on, if that is no chance.
 _MANY = 0.01
+# Where samples may be equal by chance, it is this share.
+_MOST = 0.9
 
 
 class _Fitted:
@@ -29,14 +32,18 @@ class _Fitted:
     Attributes:
         rows: of what it was fitted on, a number for each sample.
         made: the numbers of the samples that it has made of those.
+        is_rich: whether no two samples are equal by chance.
+        is_used: whether it was used while training went on.
     """
 
-    def __init__(self, scaler: Any, site: Site | None, rows: list[int]) -> None:
+    def __init__(self, scaler: Any, site: Site | None, rows: list[int], is_rich: bool) -> None:
         self.ref = ref(scaler)
         self.kind = type(scaler).__name__
         self.site = site
         self.rows = set(rows)
         self.made: set[int] = set()
+        self.is_rich = is_rich
+        self.is_used = False
 
 
 class Scalers:
@@ -67,19 +74,24 @@ class Scalers:
 
     def _note(self, scaler: Any, site: Site | None, data: Any) -> None:
         self._fitted[:] = [item for item in self._fitted if item.ref() is not scaler]
-        rows = _numbers(data)
-        if rows:
-            self._fitted.append(_Fitted(scaler, site, rows))
+        table = _table(data)
+        if table is not None and len(table):
+            is_rich = bits_of(table) >= RICH
+            self._fitted.append(_Fitted(scaler, site, numbers_in(table), is_rich))
 
     def _transforming(self, original: Any) -> Any:
         def transform(scaler: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
             # It may write over what it is given.
             fitted = next((item for item in self._fitted if item.ref() is scaler), None)
-            before = None if fitted is None or self._watch.lanes.steps else _numbers(data)
+            before = None if fitted is None or self._watch.lanes.steps else _table(data)
+            numbers = [] if before is None else numbers_in(before)
             result = original(scaler, data, *args, **kwargs)
-            if fitted is not None and before:
-                made = _numbers(result) or []
-                pairs = zip(before, made, strict=False)
+            if fitted is not None and self._watch.lanes.steps:
+                fitted.is_used = True
+            after = _table(result) if numbers else None
+            if fitted is not None and after is not None:
+                made = numbers_in(after)
+                pairs = zip(numbers, made, strict=False)
                 fitted.made |= {new for old, new in pairs if old in fitted.rows}
             return result
 
@@ -87,21 +99,25 @@ class Scalers:
 
     def of_both(self, trained: Sequence[Samples], held_out: Samples) -> Scaling | None:
         """The scaler that was fitted on samples of the training and of the validation."""
-        rows = held_out.rich_rows or []
+        of_training = {row for part in trained for row in part.rows or ()}
+        others = [row for row in held_out.rows or () if row not in of_training]
         for item in self._fitted:
-            of_held_out = sum(row in item.made for row in rows)
-            of_trained = sum(row in item.made for part in trained for row in part.rich_rows or ())
-            if of_trained and of_held_out >= max(1, _MANY * len(rows)):
-                return Scaling(item.kind, item.site, len(item.rows), of_held_out)
+            # What it has made before training, or what it makes of samples while that goes on.
+            for known in (item.made, item.rows if item.is_used else set()):
+                of_others = sum(row in known for row in others)
+                least = _MANY if item.is_rich else _MOST
+                if of_others >= max(1, least * len(others)) and len(of_training & known) >= max(
+                    1, least * len(of_training)
+                ):
+                    return Scaling(item.kind, item.site, len(item.rows), of_others)
         return None
 
 
-def _numbers(data: Any) -> list[int] | None:
+def _table(data: Any) -> Any:
+    """An array of float32, of samples by columns; None of any other, and of a large one."""
     import numpy as np
 
     data = getattr(data, "values", data)  # of a DataFrame
     if not isinstance(data, np.ndarray) or data.ndim != 2 or data.dtype.kind not in "iufb":
         return None
-    if prod(data.shape) > _NUMBERS:
-        return None
-    return row_numbers(data.astype("float32"), range(len(data)))
+    return None if prod(data.shape) > _NUMBERS else data.astype("float32")

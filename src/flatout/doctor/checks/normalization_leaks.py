@@ -31,9 +31,10 @@ def _words(scaling: Scaling) -> str:
         "which are not trained on"
     )
     if scaling.off is not None and scaling.off_training is not None:
+        held = "the mean that the dataset holds is that of all" if scaling.is_held else ""
         words += (
-            f": the mean of all is 0 (off by {scaling.off:.0e}), that of training alone is "
-            f"off by {scaling.off_training:.0e}"
+            f": {held or 'the mean of all is 0'} (off by {scaling.off:.0e}), that of training "
+            f"alone is off by {scaling.off_training:.0e}"
         )
     if scaling.misses is not None:
         words += (
