@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 from flatout.hooks import Hook, is_anything_compiled, wrap
+from flatout.observe.counted_steps import is_counted
 from flatout.observe.observation import InLoss, Site
 from flatout.observe.quick import AFTER_STEPS
-from flatout.observe.sites import is_users
+from flatout.observe.sites import here, is_users
 from flatout.observe.watch import Watch
 
 # Steps in which the hook for the first ones is gone, and after which it is asked who has the
@@ -72,6 +73,14 @@ class _Sign(NamedTuple):
     detail: dict[str, Any]
 
 
+class _Reduced(NamedTuple):
+    """A loss that backward was called on: of which batch, how it was made, and the line."""
+
+    batch: Any
+    how: Any
+    site: Site | None
+
+
 class LossGraphs:
     """Looks at what backward is called on.
 
@@ -118,7 +127,7 @@ class LossGraphs:
         self.looks = 0
         self.signs: dict[tuple[str, str], InLoss] = {}
         self.reached: dict[int, ref[Any]] = {}
-        self._reduced: list[tuple[Any, Any]] = []
+        self._reduced: list[_Reduced] = []
         self._changes: int | None = None
         self._close()
 
@@ -172,7 +181,8 @@ class LossGraphs:
         batch: Any = sum(loader.batches for loader in self._watch.loaders if loader.in_training)
         if node is not None and node is self._watch.scaled:
             node = node.next_functions[0][0]  # what a scaler multiplies it divides again
-        self._reduced.append((batch or self._watch.rows, node and _reduction(node)))
+        how = node and _reduction(node)
+        self._reduced.append(_Reduced(batch or self._watch.rows, how, here()))
 
     def _first_gradient(self) -> Any:
         return next(
@@ -190,14 +200,19 @@ class LossGraphs:
         several, self._reduced = self._reduced, []
         changes, self._changes = self._changes, None
         gradient = self._first_gradient()
-        batches = {batch for batch, _ in several}
-        if len(several) < 2 or len(batches) < len(several) or None in batches or gradient is None:
+        if len(several) < 2 or gradient is None:
             return
-        if len({batch[0] for batch in batches if isinstance(batch, tuple)}) > 1:
-            return  # losses of several tables, such as with labels and without
+        means: tuple[str, ...] = ("mean",)
+        if not _are_of_several_batches([item.batch for item in several]):
+            # Batches that are made as they are needed, whose rows are in no table.
+            sites, step = {item.site for item in several}, here()
+            backward = sites.pop()
+            if sites or backward is None or step is None or not is_counted(backward, step):
+                return
+            means = ("mean", "own mean")
         # Adding to it is one change of a gradient each: another one may have been the division.
         is_whole = (gradient._version if changes is None else changes) < len(several)
-        if is_whole and {how for _, how in several} == {"mean"}:
+        if is_whole and all(item.how in means for item in several):
             fact = self.signs.setdefault(("undivided", ""), InLoss("undivided"))
             fact.count += 1
             fact.detail = {"backwards": len(several)}
@@ -273,14 +288,26 @@ def _is_dense(tensor: Any) -> bool:
     return tensor.grad is not None and not tensor.grad.is_sparse
 
 
+def _are_of_several_batches(batches: list[Any]) -> bool:
+    """Whether it is known that each loss is of a batch of its own, of a loader or one table."""
+    different = set(batches)
+    if len(different) < len(batches) or None in different:
+        return False
+    # Losses of several tables may be such as with labels and without.
+    return len({batch[0] for batch in different if isinstance(batch, tuple)}) < 2
+
+
 def _reduction(node: Any) -> str:
-    """How a loss was made of its samples' losses: "mean", "sum", "divided", or "" if unknown."""
+    """How a loss was made of its samples' losses: "mean", "sum", "divided", "own mean" where
+    it is no loss of torch's, or "" if unknown."""
     while node is not None:
         name = node.name()
         if name in _REDUCED:
             return {_MEANS: "mean", _SUMS: "sum"}.get(node._saved_reduction, "")
         if name in ("DivBackward0", "MulBackward0"):
             return "divided"
+        if name in ("MeanBackward0", "MeanBackward1"):
+            return "own mean"
         if name not in _VIEWS and name != "AddBackward0":
             return ""
         node = node.next_functions[0][0]

@@ -1,0 +1,87 @@
+"""Steps that a loop takes in every so many of its rounds, by what the user's code says."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+from collections.abc import Iterator
+from functools import lru_cache
+
+from flatout.observe.observation import Site
+
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_LOOPS = (ast.For, ast.AsyncFor, ast.While)
+
+
+def is_counted(backward: Site, step: Site) -> bool:
+    """Whether the line of the step stands under `if`, with a remainder in its test, and that of
+    the backward pass above it, in the same round of the same loop.
+
+    Then the passes of several rounds go into a step. Those of several losses of one round, such as
+    of a GAN's two halves, do not stand so.
+    """
+    tree = _parsed(step.file)
+    if tree is None or backward.file != step.file:
+        return False
+    to_step, to_backward = _path(tree, step.line), _path(tree, backward.line)
+    above = [at for at, (one, other) in enumerate(zip(to_step, to_backward, strict=False))
+             if one is other]  # fmt: skip
+    if not above:
+        return False
+    behind = to_step[above[-1] + 1 :]
+    is_same_round = not any(
+        isinstance(node, (*_LOOPS, *_FUNCTIONS))
+        for node in (*behind, *to_backward[above[-1] + 1 :])
+    )
+    scope = next((node for node in to_step[::-1] if isinstance(node, _FUNCTIONS)), tree)
+    return is_same_round and any(
+        isinstance(node, ast.If) and _has_remainder(node.test, scope) for node in behind
+    )
+
+
+@lru_cache(maxsize=8)
+def _parsed(file: str) -> ast.Module | None:
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):  # such as a cell with commands of the notebook's own
+        return None
+
+
+def _path(tree: ast.AST, line: int) -> list[ast.AST]:
+    """The statements around a line, from the outermost one on."""
+    path = [tree]
+    while True:
+        inner = next((node for node in _statements(path[-1]) if _spans(node, line)), None)
+        if inner is None:
+            return path
+        path.append(inner)
+
+
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.stmt, ast.ExceptHandler)):
+            yield child
+
+
+def _spans(node: ast.AST, line: int) -> bool:
+    first, last = getattr(node, "lineno", 0), getattr(node, "end_lineno", None)
+    return first <= line <= (last or first)
+
+
+def _has_remainder(test: ast.expr, scope: ast.AST) -> bool:
+    """Whether it asks for a remainder, itself or by a name that was given one."""
+    if _divides(test):
+        return True
+    names = {node.id for node in ast.walk(test) if isinstance(node, ast.Name)}
+    return any(
+        isinstance(node, ast.Assign)
+        and _divides(node.value)
+        and any(isinstance(target, ast.Name) and target.id in names for target in node.targets)
+        for node in ast.walk(scope)
+    )
+
+
+def _divides(value: ast.expr) -> bool:
+    return any(
+        isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) for node in ast.walk(value)
+    )
