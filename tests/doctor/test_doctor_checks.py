@@ -745,6 +745,11 @@ def test_a_history_is_told_by_what_it_takes_at_the_end_of_the_run():
     read = found(Growing("numpy.mean", HERE, 18, 1, 0.01, 18, is_list=True), **stream)
     assert "goes through all" in read.what
     assert "0.31 ms after 10,000 steps" in read.what
+    copied = found(Growing("list(errors)", HERE, 4608, 256, 0.0, 18), **stream)
+    assert "list(errors) copies" in copied.what
+    assert "5.1 ms after 10,000 steps" in copied.what
+    stacked = found(Growing("torch.stack", HERE, 18, 1, 0.01, 18, bytes=4, pieces=1), **stream)
+    assert "3 ms after 10,000 steps" in stacked.what
     # What is large already takes in proportion.
     large = found(Growing("torch.cat", HERE, 2**20, 2**20 // 18, 0.5, 18), **stream)
     assert large.cost_ms == pytest.approx(139, rel=0.01)

@@ -22,10 +22,10 @@ pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
 SCRIPTS = (
     "accumulation_undivided", "accumulation_undivided_made", "accumulation_undivided_raw",
-    "activation_twice", "called_twice",
-    "clip_scaled", "clip_useless", "debugging_left_on", "encoder_without_grad", "frozen_norm_moves",
-    "gradients_added", "gradients_of_target", "gradients_unused", "history_grows", "labels_sorted",
-    "layers_in_list", "loss_broadcast", "losses_kept", "nan_hidden", "normalization_by_hand",
+    "activation_twice", "called_twice", "clip_scaled", "clip_useless", "debugging_left_on",
+    "encoder_without_grad", "frozen_norm_moves", "gradients_added", "gradients_of_target",
+    "gradients_unused", "history_copied", "history_grows", "labels_sorted", "layers_in_list",
+    "loss_broadcast", "losses_kept", "nan_hidden", "normalization_by_hand",
     "normalization_in_dataset", "normalization_leaks", "normalization_of_three",
     "normalization_of_windows", "optimizer_extreme", "optimizer_misses",
     "parameters_unreached", "recurrent_by_step", "sampler_repeats", "saved_each_step",

@@ -10,7 +10,7 @@ from functools import lru_cache
 from flatout.observe.observation import Site
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-_LOOPS = (ast.For, ast.AsyncFor, ast.While)
+LOOPS = (ast.For, ast.AsyncFor, ast.While)
 
 
 def is_counted(backward: Site, step: Site) -> bool:
@@ -20,18 +20,17 @@ def is_counted(backward: Site, step: Site) -> bool:
     Then the passes of several rounds go into a step. Those of several losses of one round, such as
     of a GAN's two halves, do not stand so.
     """
-    tree = _parsed(step.file)
+    tree = parsed(step.file)
     if tree is None or backward.file != step.file:
         return False
-    to_step, to_backward = _path(tree, step.line), _path(tree, backward.line)
+    to_step, to_backward = path_to(tree, step.line), path_to(tree, backward.line)
     above = [at for at, (one, other) in enumerate(zip(to_step, to_backward, strict=False))
              if one is other]  # fmt: skip
     if not above:
         return False
     behind = to_step[above[-1] + 1 :]
     is_same_round = not any(
-        isinstance(node, (*_LOOPS, *_FUNCTIONS))
-        for node in (*behind, *to_backward[above[-1] + 1 :])
+        isinstance(node, (*LOOPS, *_FUNCTIONS)) for node in (*behind, *to_backward[above[-1] + 1 :])
     )
     scope = next((node for node in to_step[::-1] if isinstance(node, _FUNCTIONS)), tree)
     return is_same_round and any(
@@ -40,14 +39,15 @@ def is_counted(backward: Site, step: Site) -> bool:
 
 
 @lru_cache(maxsize=8)
-def _parsed(file: str) -> ast.Module | None:
+def parsed(file: str) -> ast.Module | None:
+    """The code of a file; None where it is none of Python's alone."""
     try:
         return ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):  # such as a cell with commands of the notebook's own
         return None
 
 
-def _path(tree: ast.AST, line: int) -> list[ast.AST]:
+def path_to(tree: ast.AST, line: int) -> list[ast.AST]:
     """The statements around a line, from the outermost one on."""
     path = [tree]
     while True:

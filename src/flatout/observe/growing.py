@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from dataclasses import dataclass, field
 from itertools import pairwise
 from threading import get_ident
@@ -24,7 +25,10 @@ _FUNCTIONS = {
     "pandas": ("concat",),
 }
 # Those that go through a whole list of numbers to give a few.
-_OF_LISTS = {"numpy": ("mean", "average", "median", "std", "array")}
+_OF_LISTS = {
+    "numpy": ("mean", "average", "median", "std", "sum", "max", "min", "array", "asarray"),
+    "torch": ("tensor", "as_tensor"),
+}
 
 
 @dataclass
@@ -36,6 +40,7 @@ class _History:
     bytes: int = 8
     sizes: dict[int, int] = field(default_factory=dict)
     ns: dict[int, int] = field(default_factory=dict)
+    pieces: dict[int, int] = field(default_factory=dict)
 
 
 class GrowingHistories:
@@ -80,7 +85,10 @@ class GrowingHistories:
         def put_together(*args: Any, **kwargs: Any) -> Any:
             is_ours = get_ident() == lanes.thread and not self._is_inside
             if of_lists:
-                is_ours = is_ours and bool(args) and isinstance(args[0], list)
+                is_ours = is_ours and bool(args) and isinstance(args[0], (list, deque))
+            # A deque of a fixed length stops growing.
+            if any(isinstance(item, deque) and item.maxlen is not None for item in args):
+                is_ours = False
             if not is_ours or lanes.current in (INPUT, OPTIMIZER):
                 return original(*args, **kwargs)
             self._is_inside = True
@@ -95,6 +103,8 @@ class GrowingHistories:
             # The first of a step: what grows within a step begins again in the next.
             size = max(_numbers(result), len(args[0]) if of_lists else 0)
             history.sizes.setdefault(lanes.steps, size)
+            if args and isinstance(args[0], (list, tuple, deque)):
+                history.pieces.setdefault(lanes.steps, len(args[0]))
             history.ns[lanes.steps] = history.ns.get(lanes.steps, 0) + took
             return result
 
@@ -119,9 +129,18 @@ class GrowingHistories:
                     at=max(value.sizes),
                     bytes=value.bytes,
                     is_list=value.is_list,
+                    pieces=_more_pieces(value),
                 )
                 self.histories.append(grown)
         self._by_line.clear()
+
+
+def _more_pieces(history: _History) -> int:
+    """How many tensors or arrays more come with each step, where all are put together again."""
+    counts = list(history.pieces.values())
+    if history.is_list or len(counts) < 2:
+        return 0
+    return max(0, round((counts[-1] - counts[0]) / (len(counts) - 1)))
 
 
 def _numbers(result: Any) -> int:

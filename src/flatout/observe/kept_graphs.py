@@ -73,7 +73,7 @@ class KeptLosses:
         before, self._held = self._held, {}
         places = {}
         for frame in users_frames(sys._getframe()):
-            for path, value, adds_in in _values(frame):
+            for path, value, adds_in in values_of(frame):
                 key = frame.f_code, path
                 looks = before.get(key, [])
                 held = self._of(step, value, looks[-1] if looks else None)
@@ -119,7 +119,7 @@ class KeptLosses:
         self.found.append(KeptGraphs(name, site, is_list, steps, nodes))
 
 
-def _values(frame: FrameType) -> Iterator[tuple[str, Any, Callable[[], Site | None]]]:
+def values_of(frame: FrameType) -> Iterator[tuple[str, Any, Callable[[], Site | None]]]:
     """What the names of a frame mean, with what their dicts and objects hold: the name, the value,
     and what finds the line that adds to it."""
     for name, value in list(_names_in(frame).items())[:_NAMES]:

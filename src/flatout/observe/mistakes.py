@@ -6,6 +6,7 @@ from typing import Any
 
 from flatout.observe.checkpointed import Checkpointed
 from flatout.observe.clipping import Clipping
+from flatout.observe.copied_lists import CopiedLists
 from flatout.observe.first_update import FirstUpdate
 from flatout.observe.gradients import Gradients
 from flatout.observe.growing import GrowingHistories
@@ -47,6 +48,7 @@ class Mistakes:
         self._tables = Tables(torch, watch)
         self._recurrent = Recurrent(torch, watch)
         self._growing = GrowingHistories(torch, watch)
+        self._copied = CopiedLists(watch)
         self._checkpointed = Checkpointed(torch, watch)
         self._skipped = SkippedSteps(torch, watch)
 
@@ -63,7 +65,9 @@ class Mistakes:
         observation.schedules = self._schedules.results()
         observation.switched_on = self._switches.on
         observation.cells = self._recurrent.cells
-        observation.growing = self._growing.histories
+        told = {item.site for item in self._growing.histories}
+        copied = [item for item in self._copied.histories if item.site not in told]
+        observation.growing = [*self._growing.histories, *copied]
         observation.checkpointed_mb = self._checkpointed.mb
         observation.gradient_uses = self._uses.looks
         observation.unused_gradients = self._uses.results()

@@ -471,6 +471,7 @@ class Growing:
         at: the last of these steps.
         bytes: of a number.
         is_list: whether a list of Python's is read as a whole, and not an array put together.
+        pieces: tensors or arrays that come with each step to those which are put together.
     """
 
     words: str
@@ -481,6 +482,7 @@ class Growing:
     at: int
     bytes: int = 8
     is_list: bool = False
+    pieces: int = 0
 
 
 @dataclass

@@ -20,6 +20,9 @@ _COPIED, _LARGE = 4e9, 1 << 20
 _OF_NUMBER_S = 3e-8
 """Seconds that numpy takes for a number of a Python list."""
 
+_OF_PIECE_S = 3e-7
+"""Seconds that torch or numpy takes for each tensor or array of those which it puts together."""
+
 
 @check()
 def look(observation: Observation) -> Findings:
@@ -38,7 +41,7 @@ def look(observation: Observation) -> Findings:
             grows = f", {ms(later)} after {steps:,.0f} steps{of}, {in_all} in all: quadratic"
         yield Finding(
             kind=kind_of(observation, max(now, mean)),
-            what=f"{history.words} {copies} all that was kept before in each step: {ms(now)} "
+            what=f"{history.words} {copies} all that was kept before in each step: {_told(now)} "
             f"now{grows} ({history.numbers:,} numbers after {history.at} steps, {history.more:,} "
             "more with each)",
             do="add up as you go, or read the list once, after the epoch"
@@ -49,6 +52,10 @@ def look(observation: Observation) -> Findings:
             is_estimate=True,  # it goes on growing
             parity="bit-identical",
         )
+
+
+def _told(taken: float) -> str:
+    return ms(taken) if taken else "next to nothing"
 
 
 def _until(observation: Observation) -> tuple[float, str]:
@@ -66,8 +73,9 @@ def _ms_after(history: Growing, steps: float) -> float:
     """What it takes after so many steps."""
     if not history.is_list and history.numbers * history.bytes >= _LARGE:
         return history.ms * steps / history.at
-    more = history.more * max(0.0, steps - history.at)
-    return history.ms + 1e3 * more * (_OF_NUMBER_S if history.is_list else history.bytes / _COPIED)
+    of_number = _OF_NUMBER_S if history.is_list else history.bytes / _COPIED
+    of_step = history.more * of_number + history.pieces * _OF_PIECE_S
+    return history.ms + 1e3 * of_step * max(0.0, steps - history.at)
 
 
 def _ms_now(observation: Observation, growing: Growing) -> float:
