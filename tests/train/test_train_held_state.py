@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from flatout import Trainer
-from flatout.train import held_state
 from flatout.train.held_state import HeldState
 from flatout.train.snapshot import Snapshot, untouched
 
@@ -217,10 +216,9 @@ def test_what_trains_is_not_copied_and_neither_is_what_lies_in_memory_of_others(
     assert shared._version == version
 
 
-def test_of_large_tensors_so_many_are_kept_as_cost_little(monkeypatch):
-    monkeypatch.setattr(held_state, "_MOST_BYTES", 2 * 80_000)
+def test_of_large_tensors_so_many_are_kept_as_cost_little():
     banks = [torch.zeros(20_000) for _ in range(3)]
-    state = HeldState(banks)
+    state = HeldState(banks, most_bytes=2 * 80_000)
     for bank in banks:
         bank.add_(1)
     state.restore()
@@ -356,3 +354,49 @@ def test_a_frozen_teacher_moves_by_steps_alone(tmp_path, monkeypatch):
     trainer.fit(x, y, epochs=3, batch_size=16, shuffle=False)
     for mine, theirs in zip(ours.parameters(), wanted.parameters(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+class Noisy(torch.utils.data.Dataset):
+    """Adds noise of its own generator, and counts what it is asked for."""
+
+    def __init__(self):
+        self.x, self.draws, self.asked = torch.ones(12, 6), np.random.default_rng(0), []
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, number):
+        self.asked.append(number)
+        return self.x[number] + float(self.draws.normal()), torch.zeros(1)
+
+
+class Passes(torch.utils.data.IterableDataset):
+    """Its samples depend on how often it was read."""
+
+    def __init__(self):
+        self.passes = 0
+
+    def __iter__(self):
+        self.passes += 1
+        yield from ((torch.full((6,), float(self.passes + i)), torch.zeros(1)) for i in range(12))
+
+
+@pytest.mark.parametrize("kind", [Noisy, Passes])
+@pytest.mark.parametrize("is_loader", [True, False], ids=["a loader", "a dataset"])
+def test_a_dataset_is_read_from_where_it_was(kind, is_loader):
+    dataset, wanted = kind(), kind()
+    seen = []
+
+    def loss(output, target):
+        seen.append(float(output.detach().sum()))
+        return (output - target).square().mean()
+
+    def batches(of):
+        return torch.utils.data.DataLoader(of, batch_size=4)
+
+    given = {"x": batches(dataset)} if is_loader else {"x": dataset, "batch_size": 4}
+    trainer = Trainer(nn.Linear(6, 1), loss=loss, optimizer="sgd", lr=0.0, say=lambda line: None)
+    trainer.fit(**given, epochs=2, shuffle=False, verbose=0)
+    model = trainer.model
+    expected = [float(model(x).detach().sum()) for _ in range(2) for x, _ in batches(wanted)]
+    assert seen == pytest.approx(expected)

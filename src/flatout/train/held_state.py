@@ -45,7 +45,7 @@ from flatout.errors import ModelError
 _SMALL_BYTES = 65_536
 # Larger tensors and arrays, as of a teacher or a memory bank, are kept while all together are no
 # more, which is copied in some milliseconds.
-_MOST_BYTES = 64 << 20
+MOST_BYTES = 64 << 20
 # A container of more, such as a vocabulary, is not looked at.
 _MOST = 100_000
 # Objects in containers that are walked.
@@ -76,15 +76,21 @@ class HeldState:
     Args:
         held: a model, and what is called with it.
         tensors: of any size, that are put back too.
+        most_bytes: of tensors and arrays that are not small, in all.
 
     Raises:
         ModelError: a module has buffers without a shape yet, which cannot be put back.
     """
 
-    def __init__(self, *held: Any, tensors: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(
+        self,
+        *held: Any,
+        tensors: Iterable[torch.Tensor] = (),
+        most_bytes: int = MOST_BYTES,
+    ) -> None:
         self._restores: list[Callable[[], None]] = []
         self._seen: dict[int, Any] = {}  # keeps them alive, so that no id is given twice
-        self._left, self._bytes_left = _MOST_WALKED, _MOST_BYTES
+        self._left, self._bytes_left = _MOST_WALKED, most_bytes
         # Those that train are changed by updates alone.
         models = [one for one in held if isinstance(one, nn.Module)]
         self._trained = {id(p) for one in models for p in one.parameters() if p.requires_grad}

@@ -9,6 +9,7 @@ from flatout.devices import place
 from flatout.strategies import check_reduction, check_settings
 from flatout.train.auto import seconds_of
 from flatout.train.decide import samples_of
+from flatout.train.held_state import HeldState
 from flatout.train.large_batch import resumed_words, scale_rates
 from flatout.train.loop_state import LoopState
 from flatout.train.loss_value import Compute
@@ -52,7 +53,12 @@ def first_batches(loop: LoopState, data: Source | None, compute: Compute | None)
         return []
     part = part_of(data, loop.world, loop.note, whole=loop.is_staged)
     first: list[Batch] = []
-    peeked_s = seconds_of(lambda: first.extend(part.peek(2)))
+    # What a dataset of the user's own holds besides its data, as a generator or a count.
+    held = HeldState(part, most_bytes=0)
+    try:
+        peeked_s = seconds_of(lambda: first.extend(part.peek(2)))
+    finally:
+        held.restore()
     loop.batch_s = peeked_s / max(1, len(first))
     if loop.is_staged and any(batch.is_jagged for batch in first):
         raise jagged_in_stages()

@@ -114,6 +114,7 @@ def _iterable_dataset(
         samples=_samples_per_epoch(loader, steps),
         batch_size=loader.batch_size,
         reader=None if processes else EpochReader(workers, samples),
+        own_parts=[samples, collate],
     )
 
 
@@ -157,6 +158,7 @@ def from_loader(loader: DataLoader[Any], workers: Workers | Literal["auto"] = 0)
         batch_size=loader.batch_size,
         generators=[g for g in generators.values() if isinstance(g, torch.Generator)],
         reader=None if loader.num_workers else EpochReader(workers, loader),
+        own_parts=[loader.dataset, loader.collate_fn, *samplers],
     )
 
 

@@ -55,6 +55,8 @@ class DatasetSource:
         self.fetch = Fetch(dataset, collate or default_collate)
         self._pin = pin_memory and torch.accelerator.is_available()
         self._is_jagged: bool | None = None  # whether batches were so; None before the first
+        # What of the user's own is called, which a look at the first batches leaves as it is.
+        self.own_parts = [dataset, collate]
         self._loader = self._new_loader()
 
     def _new_loader(self) -> DataLoader[Any]:

@@ -46,6 +46,8 @@ class IterableSource:
             None.
         reader: decides whether a thread reads ahead; none does where it is None.
         reopens: whether an epoch can be opened again.
+        own_parts: what of the user's own is called, which a look at the first batches leaves as it
+            is; none where opening an epoch goes on from there.
     """
 
     def __init__(
@@ -62,7 +64,9 @@ class IterableSource:
         peek: Callable[[int], list[Any]] | None = None,
         reader: EpochReader | None = None,
         reopens: bool = True,
+        own_parts: Sequence[Any] = (),
     ) -> None:
+        self.own_parts = own_parts
         self.seekable = seekable
         self.reader = reader
         self._reopens = reopens
@@ -292,6 +296,7 @@ def iterable(
             steps=min((n for n in (length, steps) if n is not None), default=None),
             seekable=isinstance(batches, list),
             reader=None if isinstance(batches, list) else EpochReader(workers, batches),
+            own_parts=[] if isinstance(batches, list) else [batches],
         )
     _refuse_parameters(batches)
     return IterableSource(
@@ -300,6 +305,7 @@ def iterable(
         digest=lambda: name_digest(batches),
         steps=steps,
         reader=EpochReader(workers, batches),
+        own_parts=[batches],
     )
 
 
