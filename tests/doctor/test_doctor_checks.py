@@ -755,6 +755,16 @@ def test_a_history_is_told_by_what_it_takes_at_the_end_of_the_run():
     assert large.cost_ms == pytest.approx(139, rel=0.01)
 
 
+def test_copies_are_told_by_their_own_time_where_they_come_often():
+    look = look_of("copied_whole")
+    often = Call("deepcopy", HERE, count=90, seconds=0.5, steps=90)
+    (found,) = look(job(calls=[often], lines=[Line(HERE, 1.0, words="copy.deepcopy")], steps=100))
+    assert "is called in 90 of 100 steps and takes 5 ms of a step" in found.what
+    assert found.cost_ms == pytest.approx(5.0)
+    assert look(job(calls=[replace(often, count=4, steps=4)], steps=100)) == []  # of epochs
+    assert look(job(calls=[replace(often, seconds=1e-4)], steps=100)) == []
+
+
 def test_what_runs_before_pooling_is_bounded_by_its_own_time():
     look = look_of("activation_before_pool")
     (found,) = look(job(model={"pool_after": [("relu1", "pool1")], "pool_ms": 1.5}))

@@ -73,7 +73,7 @@ class Call:
             "no_sync", "threads", "setenv" (of an OpenMP library), "round_trip" (back to a device),
             "optimizer" (one is made), "clip" (gradients), "switch" (something is set for all of
             torch), "collective" (of torch.distributed), "checkpoint" (a part of forward that
-            backward computes again).
+            backward computes again), "deepcopy".
         site: the user's line that led to it.
         count: how often, from the first observed step to the last.
         seconds: spent in them, all together; None where that is not timed.

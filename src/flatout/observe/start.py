@@ -15,13 +15,13 @@ is written once a second while it runs ("running") and at its end.
 from __future__ import annotations
 
 import argparse
-import copy
 import multiprocessing
 import os
 import shutil
 import sys
 import threading
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
@@ -32,6 +32,7 @@ from flatout.observe.ablation import Ablations
 from flatout.observe.backward import watch_backward
 from flatout.observe.collectives import watch_collectives
 from flatout.observe.compiles import Compiles
+from flatout.observe.copies import watch_copies
 from flatout.observe.cost import added
 from flatout.observe.device_memory import DeviceMemory
 from flatout.observe.device_time import DeviceSteps
@@ -139,6 +140,7 @@ class Observer:
         self._lines = LineSampler(self.watch)
         self._threads = OtherThreads(self.watch)
         self._scalers = Scalers(self.watch)
+        watch_copies(self.watch)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._workers = self._path.with_name(f".workers-{self._place.rank}")
         self._workers.mkdir(exist_ok=True)
@@ -307,7 +309,7 @@ class Observer:
     def _ablate(self) -> None:
         """Enough was seen: what comes now is no part of the observation."""
         thread = self.watch.lanes.thread
-        self._observed = copy.deepcopy(self._whole("stopped"))
+        self._observed = deepcopy(self._whole("stopped"))
         self.watch.lanes.thread = thread
         write(self._path, self._observed)
         if self._profiled is None:

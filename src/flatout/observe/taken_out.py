@@ -11,6 +11,7 @@ import copy
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
 from threading import get_ident
 from types import CodeType
 from typing import Any
@@ -111,7 +112,7 @@ class KeptBatch:
 
 def _deeply(batch: Any) -> Any:
     try:
-        return copy.deepcopy(batch)
+        return deepcopy(batch)
     except Exception:  # of a class of the user's, which cannot be copied
         return batch
 

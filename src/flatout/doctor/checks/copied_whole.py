@@ -3,27 +3,40 @@
 from __future__ import annotations
 
 from flatout.doctor.checks.check import Findings, NoSignal, check
-from flatout.doctor.checks.signals import is_worth, ms
+from flatout.doctor.checks.signals import calls, cost_ms, is_worth, ms
 from flatout.doctor.finding import Finding
-from flatout.observe import Observation
+from flatout.observe import Observation, Site
+
+_OFTEN = 0.2
+"""Share of the steps from which on copies come too often to be those of the best epoch."""
 
 
 @check()
 def look(observation: Observation) -> Findings:
     """Which lines spend a share of the steps in copy.deepcopy."""
-    if not observation.lines:
+    seen = calls(observation, "deepcopy")
+    if not (seen or observation.lines):
         raise NoSignal("the lines that steps spend their time in were not seen")
+    for call in seen:
+        cost = cost_ms(observation, call) or 0.0
+        if call.steps >= _OFTEN * observation.steps and is_worth(observation, cost):
+            often = f"is called in {call.steps:,} of {observation.steps:,} steps and takes"
+            yield _finding(f"copy.deepcopy {often} {ms(cost)} of a step: ", call.site, cost)
+    timed = {call.site for call in seen}
     for line in observation.lines:
-        if line.words.rpartition(".")[2] != "deepcopy" or not is_worth(observation, line.ms):
-            continue
-        yield Finding(
-            kind="slow",
-            what=f"copy.deepcopy takes {ms(line.ms)} of a step: it makes each module, name and "
-            "tensor of what it copies again",
-            do="copy once, and from then on write the new numbers into that copy: "
-            "kept.lerp_(new, share) or kept.copy_(new), for all tensors at once "
-            "torch._foreach_lerp_ or torch._foreach_copy_",
-            where=str(line.site),
-            cost_ms=line.ms,
-            parity="bit-identical",
-        )
+        is_copy = line.words.rpartition(".")[2] == "deepcopy" and line.site not in timed
+        if is_copy and is_worth(observation, line.ms):
+            yield _finding(f"copy.deepcopy takes {ms(line.ms)} of a step: ", line.site, line.ms)
+
+
+def _finding(words: str, site: Site, cost: float) -> Finding:
+    return Finding(
+        kind="slow",
+        what=f"{words}it makes each module, name and tensor of what it copies again",
+        do="copy once, and from then on write the new numbers into that copy: "
+        "kept.lerp_(new, share) or kept.copy_(new), for all tensors at once "
+        "torch._foreach_lerp_ or torch._foreach_copy_",
+        where=str(site),
+        cost_ms=cost,
+        parity="bit-identical",
+    )
