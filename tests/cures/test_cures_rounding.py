@@ -86,6 +86,21 @@ def test_channels_last(scripts, training, plain):
     assert found["losses"] == pytest.approx(plain["losses"], abs=1e-4)
 
 
+def test_channels_last_where_torchs_group_norm_would_crash(scripts, training, tmp_path):
+    """Its input needs no gradient."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        training.read_text()
+        .replace("nn.Sequential(", "nn.Sequential(nn.GroupNorm(1, 3), ", 1)
+        .replace("model[0]", "model[1]")
+    )
+    plain = told(scripts.run(script))
+    done = scripts.run(script, "compute.memory_format=channels_last")
+    assert done.applied == {"compute.memory_format": "channels_last in Sequential"}
+    assert told(done)["seen"]["last"]
+    assert told(done)["losses"] == pytest.approx(plain["losses"], abs=1e-4)
+
+
 def test_a_fused_optimizer(scripts, training, plain):
     done = scripts.run(training, "compute.fused_optimizer=on")
     found = told(done)

@@ -16,6 +16,8 @@ from flatout.models import (
     find_rewrites,
     format_of,
     fused_norms_of,
+    guarding_group_norms,
+    has_group_norms,
     keep_in_fp32,
     lay_out,
     look_at_ids,
@@ -80,6 +82,7 @@ class Switch:
         self.model = model
         self.optimizers = as_tuple(optimizers)
         self.device = device
+        self.guards_group_norms = device.type == "cpu" and has_group_norms(model)
         asked = {name: live.now(self) for name, live in LIVE.items() if live.now}
         self.now = Settings(**asked)
         self._undo: dict[str, list[Undo]] = {}
@@ -124,9 +127,10 @@ class Switch:
     def autocast(self) -> AbstractContextManager[Any]:
         """The context in which forward runs."""
         dtype = _DTYPES.get(self.now.precision)
-        if dtype is None:
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype)
+        within: AbstractContextManager[Any] = nullcontext()
+        if dtype is not None:
+            within = torch.autocast(self.device.type, dtype)
+        return guarding_group_norms(within) if self.guards_group_norms else within
 
     def release(self) -> None:
         """Take the code changes off the model again; weights, layout and optimizer stay."""

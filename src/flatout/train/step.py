@@ -128,7 +128,7 @@ class Stepper:
         self.joint = self.turn = self.turns.joint
         self.micro_batch = micro_batch
         self.notes: list[str] = []
-        self._use_autocast = False
+        self._in_context = switch.guards_group_norms
         self._captures = False
         self.capture: MakesGraphs | None = None
         self.lanes: DeviceLanes | None = None
@@ -144,7 +144,7 @@ class Stepper:
         self.switch.use(settings)
         if rows:
             self.strategy.renew()
-        self._use_autocast = settings.precision != "fp32"
+        self._in_context = settings.precision != "fp32" or self.switch.guards_group_norms
         self._captures = settings.capture == "on"
         self._records = settings.cuda_graph == "on"
         self.strategy.micro_batches = settings.micro_batches
@@ -381,7 +381,7 @@ class Stepper:
             self._norms.is_filling = not piece.samples
         if self.dropout is not None:
             self.dropout.at(piece.start, piece.size)
-        if not self._use_autocast:
+        if not self._in_context:  # entering one that does nothing takes time, too
             return compute(piece)
         with self.switch.autocast():
             return compute(piece)

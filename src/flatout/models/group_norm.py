@@ -1,0 +1,64 @@
+"""GroupNorm whose input needs no gradient, in channels_last on a CPU.
+
+torch's backward of it (2.11 to 2.13, `native_group_norm_backward` with `channels_last`) writes the
+gradient of the input also where there is none, which ends the process. So the input gets one, which
+is computed and dropped; gradients of weight and bias are the same, bit for bit.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+_plain = F.group_norm
+_lock = threading.Lock()
+_within = 0
+
+
+def has_group_norms(model: nn.Module) -> bool:
+    """Whether a module is a GroupNorm."""
+    return any(isinstance(module, nn.GroupNorm) for module in model.modules())
+
+
+@contextmanager
+def guarding_group_norms(inner: AbstractContextManager[Any]) -> Iterator[None]:
+    """Within, and within another context, every GroupNorm has an input that needs a gradient."""
+    global _within
+    with _lock:
+        _within += 1
+        F.group_norm = _guarded
+    try:
+        with inner:
+            yield
+    finally:
+        with _lock:
+            _within -= 1
+            if not _within:
+                F.group_norm = _plain
+
+
+def _guarded(input: Any, num_groups: int, weight: Any = None, *others: Any, **named: Any) -> Any:
+    if _is_alone(input) and any(_trains(p) for p in (weight, *others, *named.values())):
+        input = input.detach().requires_grad_()
+    return _plain(input, num_groups, weight, *others, **named)
+
+
+def _is_alone(x: Any) -> bool:
+    return (
+        type(x) is torch.Tensor
+        and not x.requires_grad
+        and x.is_floating_point()
+        and x.device.type == "cpu"
+        and torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+    )
+
+
+def _trains(parameter: Any) -> bool:
+    return isinstance(parameter, torch.Tensor) and parameter.requires_grad
