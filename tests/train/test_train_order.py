@@ -40,10 +40,8 @@ def test_each_epoch_has_the_order_of_its_number(seed):
     trainer(network(), seed=seed, recipe=PLAIN).fit(
         dataset, batch_size=32, epochs=3, progress=False
     )
-    # The first batches are looked at once more, to check them against the model.
-    peeked = 64
-    assert dataset.read[peeked:] == orders(seed)
-    assert dataset.read[:peeked] == orders(seed)[:peeked]
+    # A look at the first batches before, to check them against the model, leaves no trace.
+    assert dataset.read == orders(seed)
 
 
 def test_without_shuffling_it_is_the_order_of_the_data():
@@ -51,7 +49,7 @@ def test_without_shuffling_it_is_the_order_of_the_data():
     trainer(network(), recipe=PLAIN).fit(
         dataset, batch_size=32, epochs=2, shuffle=False, progress=False
     )
-    assert dataset.read[64:] == [*range(150), *range(150)]
+    assert dataset.read == [*range(150), *range(150)]
 
 
 def test_neither_the_random_state_nor_a_validation_moves_it():
