@@ -14,6 +14,7 @@ from train_jobs import quiet, same
 
 import flatout
 from flatout.devices import allocator
+from flatout.errors import ModelError
 from flatout.recipe import Compute, Recipe
 from flatout.train import auto_budget, auto_search
 from flatout.train.loop import Loop
@@ -327,6 +328,13 @@ def test_evaluate_and_predict_are_those_of_the_model(kind):
         predicted, expected = predicted[0], expected[0]
     assert torch.allclose(predicted, expected.to(predicted.dtype), atol=1e-2)
     assert not predicted.is_inference()
+
+
+def test_lazy_layers_without_a_shape_are_refused_with_what_to_do():
+    trainer = flatout.Trainer(lazy(), optimizer="sgd", lr=0.1, say=lambda line: None)
+    with pytest.raises(ModelError, match="lazy layer, which has no shape") as caught:
+        trainer.fit(torch.randn(16, 4), labels(16), verbose=0)
+    assert "call the model once on a batch" in caught.value.do
 
 
 @pytest.mark.parametrize("allow", ["exact", "tolerant"])

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from flatout.devices import allocator, matmul_precision, threads
+from flatout.errors import ModelError
 from flatout.models import (
     FORMATS,
     find_rewrites,
@@ -76,9 +78,17 @@ class Switch:
 
     Everything is done in place: the user's objects, their parameters and their state dict keys
     stay.
+
+    Raises:
+        ModelError: the model has a lazy layer without a shape yet.
     """
 
     def __init__(self, model: nn.Module, optimizers: Optimizers, device: torch.device) -> None:
+        if any(map(is_lazy, [*model.parameters(), *model.buffers()])):
+            raise ModelError(
+                "the model has a lazy layer, which has no shape before the first batch",
+                do="call the model once on a batch before training, then make the optimizer",
+            )
         self.model = model
         self.optimizers = as_tuple(optimizers)
         self.device = device
