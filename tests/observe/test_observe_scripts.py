@@ -138,6 +138,36 @@ def test_a_failing_script_is_told_as_python_tells_it(tmp_path):
     assert seen.error == alone.stderr
 
 
+FAILING = """
+from flatout.observe import mistakes
+from flatout.observe.schedules import Schedules
+
+def of_sets(*_):
+    raise KeyError("samples")
+
+def of_schedules(_):
+    raise ValueError("no rate")
+
+mistakes.compare, Schedules.results = of_sets, of_schedules
+for step in range(3):
+    model(torch.ones(2, 4)).square().sum().backward()
+    optimizer.step()
+print("end")
+"""
+
+
+def test_finders_that_fail_at_the_end_cost_no_more_than_what_they_find(tmp_path):
+    ran, seen = _observe(tmp_path, LOOP + FAILING)
+    assert (ran.returncode, ran.stdout) == (0, "end\n"), ran.stderr
+    failed = [note for note in seen.notes if note.startswith("a look failed")]
+    assert len(failed) == 2
+    assert "ValueError('no rate')" in failed[0]
+    assert "KeyError('samples')" in failed[1]
+    assert (seen.ended, seen.steps, seen.schedules) == ("done", 3, [])
+    assert seen.switched_on == []  # not None: what comes between the two is there
+    assert seen.models[0].site.code.startswith("model(torch.ones(2, 4))")
+
+
 def test_an_exit_code_is_kept(tmp_path):
     ran, seen = _observe(tmp_path, "import sys; sys.exit(3)", python=_python)
     assert ran.returncode == 3

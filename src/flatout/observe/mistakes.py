@@ -57,33 +57,65 @@ class Mistakes:
         self._schedules.watch()
 
     def fill(self, observation: Observation) -> None:
-        """Puts what was seen into an Observation; in the thread that steps."""
+        """Puts what was seen into an Observation; in the thread that steps.
+
+        Each is filled in on its own: one that fails is noted, and the others are there.
+        """
         if not observation.steps:
             return
+        for fill in (
+            self._fill_losses,
+            self._fill_schedules,
+            self._fill_modes,
+            self._fill_growing,
+            self._fill_gradients,
+            self._fill_kept_graphs,
+            self._compare,
+            self._tables.fill,
+            _read_sites,
+        ):
+            self._watch.attempt(fill, observation)
+
+    def _fill_losses(self, observation: Observation) -> None:
         observation.loss_looks = self._graphs.looks
         observation.in_losses = [*self._graphs.signs.values(), *self._skipped.lines]
+
+    def _fill_schedules(self, observation: Observation) -> None:
         observation.schedules = self._schedules.results()
+
+    def _fill_modes(self, observation: Observation) -> None:
         observation.switched_on = self._switches.on
         observation.cells = self._recurrent.cells
+        observation.checkpointed_mb = self._checkpointed.mb
+
+    def _fill_growing(self, observation: Observation) -> None:
         told = {item.site for item in self._growing.histories}
         copied = [item for item in self._copied.histories if item.site not in told]
         observation.growing = [*self._growing.histories, *copied]
-        observation.checkpointed_mb = self._checkpointed.mb
+
+    def _fill_gradients(self, observation: Observation) -> None:
         observation.gradient_uses = self._uses.looks
         observation.unused_gradients = self._uses.results()
+
+    def _fill_kept_graphs(self, observation: Observation) -> None:
         observation.kept_graphs = self._kept.found
+
+    def _compare(self, observation: Observation) -> None:
+        """Of training and validation; that is noted in the facts of each."""
         compare(list(sets_of(self._watch.loaders, self._tables.results())), self._scalers)
-        self._tables.fill(observation)
-        scalings = [item.scaling for item in observation.inputs if item.scaling]
-        read_sites(
-            [
-                *observation.in_losses,
-                *observation.schedules,
-                *observation.tables,
-                *observation.growing,
-                *observation.cells,
-                *observation.unused_gradients,
-                *observation.kept_graphs,
-                *scalings,
-            ]
-        )
+
+
+def _read_sites(observation: Observation) -> None:
+    scalings = [item.scaling for item in observation.inputs if item.scaling]
+    read_sites(
+        [
+            *observation.in_losses,
+            *observation.schedules,
+            *observation.tables,
+            *observation.growing,
+            *observation.cells,
+            *observation.unused_gradients,
+            *observation.kept_graphs,
+            *scalings,
+        ]
+    )

@@ -23,6 +23,7 @@ import threading
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import CodeType
 
@@ -60,7 +61,7 @@ from flatout.observe.run_script import compiled, run, show_as_python_does, trace
 from flatout.observe.scalers import Scalers
 from flatout.observe.sites import read
 from flatout.observe.tensors import IndexWindow, watch_tensors
-from flatout.observe.watch import Watch
+from flatout.observe.watch import FAILED, Watch
 from flatout.observe.within_loader import watch_workers
 from flatout.observe.writing import Writer, write
 from flatout.world import place
@@ -236,16 +237,29 @@ class Observer:
             result.graph_nodes = list(self._graphs.nodes)
             result.graph_site = self._graphs.site and read(self._graphs.site)
         if self._device is not None:
-            self._device.fill(result)
+            self.watch.attempt(self._device.fill, result)
         if self._mistakes is not None and not is_live:
             self._mistakes.fill(result)
         if self._code is not None and not is_live:
-            lines = self._code.loops
-            result.epoch_loops = [
-                (read(Site(*lines[number])), turns) for number, turns in self._loops.epochs_of()
-            ]
-            result.run_steps = self._loops.steps_of_run()
+            self.watch.attempt(self._fill_loops, self._code, result)
+        self._add_notes(result)
         return result
+
+    def _add_notes(self, result: Observation) -> None:
+        """Notes the looks that have failed since the notes were read."""
+        failed = [note for note in self.watch.notes if note.startswith(FAILED)]
+        result.notes += [note for note in failed if note not in result.notes]
+
+    def _fill_loops(self, code: Rewriting, result: Observation) -> None:
+        result.epoch_loops = [
+            (read(Site(*code.loops[number])), turns) for number, turns in self._loops.epochs_of()
+        ]
+        result.run_steps = self._loops.steps_of_run()
+
+    def _fill_modules(self, modules: ModuleTimes, result: Observation) -> None:
+        result.modules = modules.results(result)
+        for model in result.models:
+            model.pool_ms = modules.ms_of(model.pool_parts, result)
 
     def _ends(self, is_well: bool) -> None:
         self.finish("done" if is_well else "failed")
@@ -265,15 +279,14 @@ class Observer:
     def so_far(self) -> Observation:
         """All that was seen until now; to be called where no one steps."""
         if self._models is not None and self.watch.lanes.steps:
-            self._models.describe(whole=True)
+            self.watch.attempt(partial(self._models.describe, whole=True))
         observed = self._seen(is_live=False)
         if observed.steps:
-            self._lines.fill(observed)
-            self._threads.fill(observed)
+            self.watch.attempt(self._lines.fill, observed)
+            self.watch.attempt(self._threads.fill, observed)
             if self._modules is not None:
-                observed.modules = self._modules.results(observed)
-                for model in observed.models:
-                    model.pool_ms = self._modules.ms_of(model.pool_parts, observed)
+                self.watch.attempt(self._fill_modules, self._modules, observed)
+            self._add_notes(observed)
             aside_s = self._writer.cpu_seconds + self._lines.seconds + self._threads.seconds
             first_s = self._writer.first_seconds
             # On a busy machine counting takes long, and this process may be ended meanwhile.
@@ -379,6 +392,7 @@ class Observer:
             self._lapse.end()
             later = self._seen(is_live=False)
             observation = with_lapse(observation, later, self._lapse.result(observation, later))
+            self._add_notes(observation)
         return observation
 
     def _whole(self, ended: str, error: str = "") -> Observation:

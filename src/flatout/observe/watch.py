@@ -20,6 +20,8 @@ from flatout.observe.quick import AFTER_STEPS, Quick
 _LOOKING_SHARE = 0.002
 # What is looked at once, in these steps, is no part of what each step takes longer.
 _FIRST_STEPS = 10
+FAILED = "a look failed"
+"""The first words of the note of one that did."""
 
 
 class Enough(BaseException):
@@ -141,10 +143,7 @@ class Watch:
         began, began_cpu = perf_counter_ns(), thread_time_ns()
         try:
             for look in looks:
-                try:
-                    look()
-                except Exception as error:
-                    self.notes[_failure(error)] = None
+                self.attempt(look)
         finally:
             lanes.thread = thread
             took = perf_counter_ns() - began
@@ -158,6 +157,13 @@ class Watch:
                 self.looking_ns += cost
             elif lanes.steps:
                 self.once_ns += cost
+
+    def attempt(self, look: Callable[..., None], *args: Any) -> None:
+        """Calls `look`; one that fails is noted, and only what it would have seen is missing."""
+        try:
+            look(*args)
+        except Exception as error:
+            self.notes[_failure(error)] = None
 
     def affords(self, ns: int) -> bool:
         """Whether a look that takes so long is cheap beside all that was watched until now."""
@@ -192,4 +198,4 @@ class Watch:
 def _failure(error: Exception) -> str:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     place = f"{os.path.basename(frame.filename)}:{frame.lineno}"
-    return f"a look failed, and what it would have seen is missing: {error!r} ({place})"
+    return f"{FAILED}, and what it would have seen is missing: {error!r} ({place})"
