@@ -93,6 +93,19 @@ def test_what_grows_is_told_with_its_interval_and_noise_is_not():
     assert growth([0.0] * 8, 50, 2000) is None
 
 
+@pytest.mark.parametrize("bins", [5, 12, 40, 98])
+def test_what_takes_more_all_at_once_does_not_grow(bins):
+    wobble = [0.02 * (7 * at % 5 - 2) for at in range(bins)]
+    for jumps in ([0.5], [0.8], [0.3, 0.7]):
+        steps = [1.0 + sum(at >= jump * bins for jump in jumps) for at in range(bins)]
+        assert growth([a + b for a, b in zip(steps, wobble, strict=True)], 50, 3000) is None
+    grows = [1.0 + 2 * at / bins + off for at, off in enumerate(wobble)]
+    assert growth(grows, 50, 3000) is not None
+    # Also where it has jumped.
+    both = [item + (at >= bins / 2) for at, item in enumerate(grows)]
+    assert growth(both, 50, 3000) is not None
+
+
 def layer_of_keras():
     """A class as if it were a layer of the installed package."""
     names = {}
