@@ -955,6 +955,16 @@ def test_what_is_below_noise_is_noted_and_left_alone():
     assert (item.kind, unfused.kind) == ("note", "note")
 
 
+def test_an_unfused_optimizer_costs_its_own_steps_alone():
+    named = {check.name: check.look for check in CHECKS}
+    zeroed = call("zero_grad", 0.5)
+    seen = job(
+        lanes={"optimizer": 2.5}, optimizer={"fused": False, "step_share": 0.25}, calls=[zeroed]
+    )
+    (found,) = named["optimizer_unfused"](seen)
+    assert found.cost_ms == pytest.approx(0.5)
+
+
 def test_small_numbers_in_moments_alone_cost_no_more_than_the_optimizer():
     (found,) = denormals.look(job(lanes={"optimizer": 1.5}, optimizer={"subnormal_share": 0.2}))
     assert found.cost_ms == 1.5

@@ -229,6 +229,30 @@ def test_workers_do_not_stay_behind(tmp_path):
     assert seen.ended == "stopped"
 
 
+def test_what_lies_before_a_step_is_the_hosts_and_each_optimizer_has_its_share(tmp_path):
+    source = LOOP + (
+        "import time\n"
+        "class Slow(torch.optim.SGD):\n"
+        "    def step(self, closure=None):\n"
+        "        time.sleep(0.01)\n"
+        "        super().step()\n"
+        "other = torch.nn.Linear(4, 1)\n"
+        "slow = Slow(other.parameters(), 0.1)\n"
+        "for step in range(16):\n"
+        "    model(torch.ones(2, 4)).sum().backward()\n"
+        "    time.sleep(0.03)  # as a look at the gradients\n"
+        "    optimizer.step()\n"
+        "    other(torch.ones(2, 4)).sum().backward()\n"
+        "    slow.step()\n"
+    )
+    _, seen = _observe(tmp_path, source)
+    assert seen.lanes_ms["host"] > 29
+    assert seen.lanes_ms["optimizer"] < seen.lanes_ms["host"]
+    shares = [optimizer.step_share for optimizer in seen.optimizers]
+    assert shares[0] < 0.5 < shares[1]
+    assert sum(shares) == pytest.approx(1)
+
+
 def test_rounds_of_two_optimizers_and_accumulation(tmp_path):
     source = LOOP + (
         "other = torch.nn.Linear(4, 1)\n"

@@ -11,7 +11,7 @@ from typing import Any
 from weakref import ref
 
 INPUT, COPY, FORWARD, BACKWARD, SYNC, OPTIMIZER, HOST, EVALUATION, SAVING, GC, IDLE = range(11)
-# From a backward pass to what comes next: the optimizer's or, in accumulation, the host's.
+# From a backward pass to what comes next: it is told as the host's.
 AFTER = 11
 _COUNT = 12
 # Durations of single steps that are kept.

@@ -230,5 +230,5 @@ class Lanes(Clock):
             moved = min(totals[item.before], round(item.ns * (until - item.since)))
             totals[item.before] -= moved
             totals[item.after] += moved
-        totals[OPTIMIZER] += totals[AFTER]
+        totals[HOST] += totals[AFTER]  # before a step, as between two of them, it is the user's
         return {name: totals[lane] / max(1, steps) / 1e6 for lane, name in enumerate(LANES)}

@@ -230,6 +230,7 @@ class Optimizer:
         site: where the user calls step().
         backward_site: where the user calls backward().
         steps: how often it stepped.
+        step_share: of the time of all optimizers' steps, that of its own.
         backwards: how many backward passes went into a step, at the median.
         fused, foreach: as asked for; None where it takes no such option.
         parameters: how many tensors.
@@ -260,6 +261,7 @@ class Optimizer:
     kind: str
     site: Site | None = None
     steps: int = 0
+    step_share: float = 1.0
     backwards: float = 1.0
     backward_site: Site | None = None
     fused: bool | None = None

@@ -37,6 +37,7 @@ class SeenOptimizer:
         self.facts = facts
         self.counts: dict[int, int] = {}  # backward passes into a step, and how often
         self.count: Callable[[], None] = lambda: None  # brings them up to date
+        self.ns = 0  # in its steps, where it is not the only one
         self.since_round = 0
         self.ends_round = True
 
@@ -107,6 +108,7 @@ class StepFinder:
 
     Attributes:
         backward_site: the user's line of the first backward pass.
+        known_ns: of the optimizers' lane, what is known whose it was.
     """
 
     __slots__ = (
@@ -118,6 +120,7 @@ class StepFinder:
         "_sole",
         "_watch",
         "backward_site",
+        "known_ns",
     )
 
     def __init__(self, watch: Watch) -> None:
@@ -129,13 +132,14 @@ class StepFinder:
         self._is_traced: Callable[[], bool] = lambda: False
         self._quick: StepHook | None = None
         self.backward_site: Site | None = None
+        self.known_ns = 0
         watch.on_renewal.append(self.renew)
 
     def renew(self) -> None:
         """Begins to count: who steps is met again."""
         self._seen.clear()
         self._let_alone(None)
-        self._counted = 0
+        self._counted = self.known_ns = 0
         self.backward_site = None
 
     def hook_into(self, torch: Any, module: Any) -> None:
@@ -203,6 +207,10 @@ class StepFinder:
         """One that is new, or one of several, has stepped; returns whether a step is due."""
         lanes, known_optimizer = self._lanes, self._seen.get(id(optimizer))
         is_new = known_optimizer is None or known_optimizer.ref() is not optimizer
+        # The first step of each sets things up, and counts for none.
+        is_first_round = self._sole is None or sum(self._sole.backwards.values()) < 2
+        before = None if is_first_round else self._sole  # which stepped alone until now
+        self._took(before if is_new else known_optimizer)
         if known_optimizer is None or is_new:
             known_optimizer = self._meet(optimizer)
         own = lanes.backwards - self._counted
@@ -222,6 +230,13 @@ class StepFinder:
             lanes.settle()
         return is_due
 
+    def _took(self, stepped: SeenOptimizer | None) -> None:
+        """Since this was asked last, all of the optimizers' time was that of this one's steps."""
+        ns = self._lanes.spent[OPTIMIZER] - self.known_ns
+        self.known_ns += ns
+        if stepped is not None:
+            stepped.ns += ns
+
     def _meet(self, optimizer: Any) -> SeenOptimizer:
         """A new one: it comes last in its round, as far as anyone knows."""
         for other in self._seen.values():
@@ -239,6 +254,14 @@ class StepFinder:
         for look in self._watch.on_new_optimizer:
             look()
         return known_optimizer
+
+
+def results_of(optimizers: list[SeenOptimizer]) -> list[Optimizer]:
+    """What was seen of them, and of each its share of the time of all their steps."""
+    whole = sum(optimizer.ns for optimizer in optimizers)
+    for optimizer in optimizers:
+        optimizer.facts.step_share = optimizer.ns / whole if whole > 0 else 1 / len(optimizers)
+    return [optimizer.result() for optimizer in optimizers]
 
 
 def facts_of(optimizer: Any, site: Site | None) -> Optimizer:
@@ -267,10 +290,10 @@ def watch_optimizers(torch: Any, watch: Watch, steps: StepFinder) -> None:
     """Hooks into the steps of torch's optimizers, and into zero_grad."""
     steps.hook_into(torch, sys.modules["torch.optim.optimizer"])
     for owner in (torch.optim.Optimizer, torch.nn.Module):
-        _watch_zero_grad(owner, watch)
+        _watch_zero_grad(owner, watch, steps)
 
 
-def _watch_zero_grad(owner: Any, watch: Watch) -> None:
+def _watch_zero_grad(owner: Any, watch: Watch, steps: StepFinder) -> None:
     """Times zero_grad in the first steps alone: it always calls alike, and may be quick."""
     lanes = watch.lanes
     taken: Counter[int] = Counter()
@@ -280,7 +303,7 @@ def _watch_zero_grad(owner: Any, watch: Watch) -> None:
         nonlocal hook
         taken.clear()
         if hook is None:
-            hook = wrap(owner, "zero_grad", "observe", _timed_zero_grad, watch, taken)
+            hook = wrap(owner, "zero_grad", "observe", _timed_zero_grad, watch, steps, taken)
 
     def end() -> None:
         nonlocal hook
@@ -297,7 +320,7 @@ def _watch_zero_grad(owner: Any, watch: Watch) -> None:
     watch.on_renewal.append(begin)
 
 
-def _timed_zero_grad(original: Any, watch: Watch, taken: Counter[int]) -> Any:
+def _timed_zero_grad(original: Any, watch: Watch, steps: StepFinder, taken: Counter[int]) -> Any:
     """A zero_grad with its time and the user's line; `taken` gets ns by the lane that ran."""
     lanes, calls = watch.lanes, watch.calls
     is_traced = sys.modules["torch"].compiler.is_dynamo_compiling
@@ -314,6 +337,7 @@ def _timed_zero_grad(original: Any, watch: Watch, taken: Counter[int]) -> Any:
             lanes.switch(before)
             took = lanes.last - began
             taken[before] += took
+            steps.known_ns += took
             if lanes.steps < _NOTED_STEPS:
                 calls.note("zero_grad", took, 2, details[bool(set_to_none)])
 

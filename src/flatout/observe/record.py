@@ -16,6 +16,7 @@ from flatout.observe.meters import Meters
 from flatout.observe.models import SeenModel
 from flatout.observe.observation import Backbone, Loader, Observation, Site
 from flatout.observe.openmp import libraries, settings
+from flatout.observe.optimizers import results_of
 from flatout.observe.sites import read
 from flatout.observe.watch import Watch
 from flatout.observe.within_loader import fill, gather
@@ -50,7 +51,7 @@ def observation(
         start_s=watch.start_s,
         step_ms=watch.lanes.step_ms(_LIVE_STEPS) if is_live else watch.lanes.step_ms(),
         calls=watch.calls.all(),
-        optimizers=[optimizer.result() for optimizer in list(watch.optimizers)],
+        optimizers=results_of(list(watch.optimizers)),
         models=[model.result(steps) for model in _stepped(list(watch.models))],
         backbones=_backbones(list(watch.models)),
         loaders=[

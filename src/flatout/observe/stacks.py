@@ -12,7 +12,7 @@ from itertools import islice
 from types import CodeType, FunctionType
 from typing import TypeAlias
 
-from flatout.observe.lanes import AFTER, OPTIMIZER
+from flatout.observe.lanes import AFTER, HOST
 from flatout.observe.sites import is_users
 
 # What calls the user's code, and not the other way round: its own time is told by its functions.
@@ -174,7 +174,7 @@ def _stack(
     libraries = places[:depth]
     users = [place for place in places[depth:] if place.is_users]
     moved = list(ns)
-    moved[OPTIMIZER] += moved[AFTER]
+    moved[HOST] += moved[AFTER]
     moved[AFTER] = 0.0
     trainer = next((place for place in libraries if place.package in TRAINERS), None)
     module = next(filter(_is_module, libraries), None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flatout.doctor.checks.check import Findings, check
-from flatout.doctor.checks.signals import at, kind_of, lane, ms
+from flatout.doctor.checks.signals import at, calls, cost_ms, kind_of, lane, ms
 from flatout.doctor.edits import arguments
 from flatout.doctor.finding import Finding
 from flatout.observe import Observation, Optimizer
@@ -18,12 +18,15 @@ def look(observation: Observation) -> Findings:
     unfused = [optimizer for optimizer in observation.optimizers if _could_fuse(optimizer)]
     if not unfused:
         return
-    cost = lane(observation, "optimizer")
+    # A call of zero_grad is told there, too, and is none of a step.
+    zeroed = sum(cost_ms(observation, call) or 0.0 for call in calls(observation, "zero_grad"))
+    stepped = max(0.0, lane(observation, "optimizer") - zeroed)
     for optimizer in unfused:
+        cost = stepped * optimizer.step_share
         yield Finding(
             kind=kind_of(observation, cost),
             what=f"{optimizer.kind.rpartition('.')[2]} steps {optimizer.parameters} tensors one "
-            f"operator after the other; its lane takes {ms(cost)}",
+            f"operator after the other, in {ms(cost)}",
             do=f"torch.optim.{optimizer.kind.rpartition('.')[2]}(..., fused=True)",
             where=at(optimizer.site),
             cost_ms=cost,
