@@ -168,6 +168,22 @@ def test_a_schedule_that_a_time_lapse_may_not_come_to_is_no_finding():
     assert not check.look(with_lapse(steps_schedules=False, in_lapse=2))
 
 
+@pytest.mark.parametrize(
+    ("kind", "site", "found"),
+    [
+        ("StepLR", None, ("danger", "scheduler.step() at")),
+        ("ReduceLROnPlateau", HERE, ("danger", "scheduler.step(loss) at")),
+        ("ReduceLROnPlateau", None, ("note", "scheduler.step(loss) at")),  # waits for evaluations
+    ],
+)
+def test_a_schedule_that_is_never_stepped_is_named(kind, site, found):
+    seen = job(schedules=[Schedule(kind, HERE)], loader={"epochs": 3}, evaluation_site=site)
+    (finding,) = look_of("schedule_misplaced")(seen)
+    assert finding.kind == found[0]
+    assert finding.do.startswith(found[1])
+    assert f"3 epochs have begun, and {kind} was never stepped" in finding.what
+
+
 def in_loss(kind, **detail):
     """Found in the graphs of the first steps."""
     return {"loss_looks": 8, "in_losses": [InLoss(kind, HERE, 8, 8, detail)]}

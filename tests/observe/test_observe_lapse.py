@@ -171,6 +171,7 @@ def test_functions_that_step_are_known_by_name_across_files(tmp_path):
         ("plan = StepLR(o, 1)\nplan.step()", True),
         ("self.lr_scheduler.step()", True),
         ("plan = StepLR(o, 1)\no.step()", False),
+        ("plan = ReduceLROnPlateau(o)\nplan.step(loss)", True),
     ],
 )
 def test_a_schedule_that_no_line_steps_is_told(tmp_path, source, is_stepped):

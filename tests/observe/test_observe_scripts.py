@@ -168,6 +168,26 @@ def test_finders_that_fail_at_the_end_cost_no_more_than_what_they_find(tmp_path)
     assert seen.models[0].site.code.startswith("model(torch.ones(2, 4))")
 
 
+PLATEAUS = """
+made = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+stepped = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+for step in range(4):
+    loss = model(torch.ones(2, 4)).square().sum()
+    loss.backward()
+    optimizer.step()
+    stepped.step(loss)
+"""
+
+
+def test_schedules_that_wait_for_a_loss_are_counted_as_others_are(tmp_path):
+    ran, seen = _observe(tmp_path, LOOP + PLATEAUS)
+    assert ran.returncode == 0, ran.stderr
+    made, stepped = seen.schedules
+    assert (made.kind, made.steps, made.is_used) == ("ReduceLROnPlateau", 0, True)
+    assert made.site.code.startswith("made = ")
+    assert (stepped.kind, stepped.steps, stepped.first_after) == ("ReduceLROnPlateau", 4, None)
+
+
 def test_an_exit_code_is_kept(tmp_path):
     ran, seen = _observe(tmp_path, "import sys; sys.exit(3)", python=_python)
     assert ran.returncode == 3

@@ -122,7 +122,7 @@ def steps_schedules(trees: Iterable[ast.Module]) -> bool:
 
 def _is_scheduler(value: ast.expr) -> bool:
     made = last_name(value.func) if isinstance(value, ast.Call) else ""
-    return made.endswith("LR") or _is_named_so(made)
+    return made.endswith(("LR", "OnPlateau")) or _is_named_so(made)
 
 
 def _is_named_so(name: str) -> bool:

@@ -32,6 +32,9 @@ class Schedules:
         self._hook: Hook | None = None
         self._owner = module.LRScheduler
         wrap(self._owner, "__init__", "observe", self._made)
+        # It makes itself without the class that it inherits from. When it is stepped first is not
+        # looked at: no rate is left out where that comes before the optimizer.
+        wrap(module.ReduceLROnPlateau, "__init__", "observe", self._made)
         self.watch()
         watch.at(_STEPS, self._end)
         watch.on_renewal.append(self._begin)

@@ -41,13 +41,20 @@ def look(observation: Observation) -> Findings:
     if observation.tables and not epochs:
         epochs = int(observation.steps // max(epoch_steps(observation), 1.0))
     if used and not any(item.steps or item.in_lapse for item in used) and epochs >= _EPOCHS:
-        yield _finding(
-            "danger",
-            f"{epochs} epochs have begun, and {used[0].kind} was never stepped: the learning rate "
-            "stays as it was",
-            "scheduler.step() at the end of each epoch",
-            at(used[0].site),
-        )
+        yield _of_none(observation, used[0], epochs)
+
+
+def _of_none(observation: Observation, schedule: Schedule, epochs: int) -> Finding:
+    """The finding where it was never stepped; one that waits for evaluations may still be."""
+    is_by_loss = "Plateau" in schedule.kind
+    is_due = not is_by_loss or observation.evaluation_site is not None
+    return _finding(
+        "danger" if is_due else "note",
+        f"{epochs} epochs have begun, and {schedule.kind} was never stepped: the learning rate "
+        "stays as it was",
+        f"scheduler.step({'loss' if is_by_loss else ''}) at the end of each epoch",
+        at(schedule.site),
+    )
 
 
 def _of_each_batch(observation: Observation, schedule: Schedule) -> Finding | None:
