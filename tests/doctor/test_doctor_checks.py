@@ -1539,6 +1539,23 @@ def test_a_first_step_as_large_as_the_weights_is_a_danger():
     assert look(job(optimizer=options | {"first_change": (6, 0.4)})) == []
 
 
+def test_rates_of_keras_are_held_against_the_same_limits():
+    look = look_of("optimizer_extreme")
+
+    def of(name, **options):
+        kind = f"keras.src.backend.torch.optimizers.torch_{name.lower()}.{name}"
+        return [one.what for one in look(job(optimizer={"kind": kind, "options": options}))]
+
+    assert of("Adam", lr=1e-3, beta1=0.9, beta2=0.999) == []
+    (what,) = of("Nadam", lr=3.0)
+    assert what.startswith("Nadam with a rate of 3")
+    (what,) = of("SGD", lr=200.0)
+    assert what == "SGD with a rate of 200"
+    (what,) = of("Adam", lr=1e-3, beta1=0.999, beta2=0.9)
+    assert what.startswith("betas (0.999, 0.9)")
+    assert of("Lion", lr=1e-4, beta1=0.99, beta2=0.9) == []
+
+
 def test_what_undivided_means_change_beside_adams_steps_is_said():
     look, undivided = look_of("accumulation_undivided"), in_loss("undivided", backwards=4)
     clipped = undivided | {"calls": [call("clip", 0.0)]}

@@ -35,3 +35,22 @@ def test_steps_go_through_all_rows_of_a_table_but_with_sparse_gradients(is_spars
     table(torch.tensor([3, 7, 7])).sum().backward()
     seen.look_at_tables([table.weight])
     assert seen.facts.sparse_share == share
+
+
+def test_options_of_keras_are_read_and_functions_of_the_scripts_are_not_called():
+    keras = pytest.importorskip("keras")
+
+    asked, rates = [], keras.optimizers.schedules
+    decay = keras.optimizers.SGD(rates.CosineDecay(200.0, 100), momentum=0.9)
+    own = keras.optimizers.AdamW(lambda: asked.append(1) or 0.1)
+    for optimizer, options in (
+        (keras.optimizers.Adam(3.0), {"lr": 3.0, "beta1": 0.9, "beta2": 0.999}),
+        (decay, {"lr": 200.0, "momentum": 0.9}),
+        (own, {"weight_decay": 0.004, "beta1": 0.9, "beta2": 0.999}),
+    ):
+        optimizer.build([keras.Variable([1.0])])
+        seen = SeenOptimizer(optimizer, facts_of(optimizer, None))
+        asked.clear()
+        seen.look_at_rate()
+        assert seen.facts.options == pytest.approx(options)
+        assert not asked

@@ -554,6 +554,8 @@ def test_keras_on_torch(tmp_path):
     assert (seen.framework, seen.steps) == ("keras", 16)
     assert seen.optimizers[0].kind.endswith("Adam")
     assert seen.optimizers[0].elements == 5
+    options = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999}
+    assert seen.optimizers[0].options == pytest.approx(options)
     assert seen.optimizers[0].site.line == 8
     _assert_no_look_failed(seen)
     (loader,) = seen.loaders

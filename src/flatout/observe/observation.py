@@ -243,7 +243,8 @@ class Optimizer:
         first_target: what a scheduler took for the full rate; None without a scheduler.
         subnormal_share: the largest share that numbers too small for full precision had in one of
             its moments on a CPU that computes with them.
-        options: the numbers of its groups by name, each the one that is farthest from zero.
+        options: the numbers of its groups by name, each the one that is farthest from zero; those
+            of Keras' optimizers by torch's names.
         kept_gradients: in how many of its first steps the gradients of the step before were still
             there when backward added to them, and of how many; None where that was not seen.
         gradient_looks: after how many steps it was seen which of its tensors have a gradient.

@@ -27,6 +27,12 @@ _RATE_STEPS = (1, 5, 20, 100)
 # Gradients that are zeroed are timed in so many steps.
 _NOTED_STEPS = 50
 _OPTIONS = ("lr", "momentum", "weight_decay", "beta1", "beta2")
+_OPTIONS_OF_KERAS = {
+    "momentum": "momentum",
+    "weight_decay": "weight_decay",
+    "beta1": "beta_1",
+    "beta2": "beta_2",
+}
 
 
 class SeenOptimizer:
@@ -66,7 +72,10 @@ class SeenOptimizer:
 
     def look_at_rate(self) -> None:
         """The learning rate of the step that has just ended."""
-        groups = getattr(self.ref(), "param_groups", None)
+        optimizer = self.ref()
+        groups = getattr(optimizer, "param_groups", None)
+        if hasattr(optimizer, "_learning_rate"):
+            self.facts.options = _options_of_keras(optimizer)
         if groups:
             step = sum(self.backwards.values())
             self.facts.rates.append((step, float(groups[0]["lr"])))
@@ -92,6 +101,19 @@ def _options(groups: list[dict[str, Any]]) -> dict[str, float]:
         for name in _OPTIONS:
             if isinstance(value := named.get(name), float | int):
                 result[name] = max(result.get(name, 0.0), float(value), key=abs)
+    return result
+
+
+def _options_of_keras(optimizer: Any) -> dict[str, float]:
+    """The numbers of one of Keras' optimizers by the names that torch has for them."""
+    rate = optimizer._learning_rate
+    if type(rate).__module__.startswith("keras."):  # a variable, or a schedule of Keras'
+        result = {"lr": float(getattr(optimizer.learning_rate, "value", optimizer.learning_rate))}
+    else:
+        result = {}  # a function of the script's is its own to call
+    for name, own in _OPTIONS_OF_KERAS.items():
+        if isinstance(value := getattr(optimizer, own, None), float | int):
+            result[name] = float(value)
     return result
 
 

@@ -39,7 +39,9 @@ def _left_of_it(observation: Observation, optimizer: Optimizer | None, name: str
     parts = []
     if any(call.kind == "clip" for call in observation.calls):
         parts.append(f"it is clipped as if at 1/{many} of the limit")
-    if optimizer and optimizer.options.get("weight_decay") and name not in _DECOUPLED:
+    is_torchs = optimizer is not None and optimizer.kind.startswith("torch.optim.")
+    is_coupled = is_torchs and name not in _DECOUPLED  # Keras' own never are
+    if optimizer and optimizer.options.get("weight_decay") and is_coupled:
         parts.append(f"decay counts 1/{many}")
     return f"; {name or 'the optimizer'} divides that out" + (
         f", but {' and '.join(parts)}" if parts else " but for its eps"

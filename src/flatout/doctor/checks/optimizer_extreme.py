@@ -9,7 +9,8 @@ from flatout.doctor.checks.signals import at
 from flatout.doctor.finding import Finding
 from flatout.observe import Observation, Optimizer
 
-_ADAM = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax")
+_KNOWN = ("torch.optim.", "keras.src.")
+_ADAM = ("Adam", "AdamW", "NAdam", "Nadam", "RAdam", "Adamax")
 _ADAM_RATE = 1.0
 """Each step moves each weight by about the rate: weights are mostly below one."""
 
@@ -25,11 +26,11 @@ _SHRINKS = 0.5
 
 @check()
 def look(observation: Observation) -> Findings:
-    """The options of torch's own optimizers in the steps that were seen."""
+    """The options of torch's and Keras' own optimizers in the steps that were seen."""
     known = [
         optimizer
         for optimizer in observation.optimizers
-        if optimizer.options and optimizer.kind.startswith("torch.optim.")
+        if optimizer.options and optimizer.kind.startswith(_KNOWN)
     ]
     if not known:
         raise NoSignal("the options of the optimizer were not seen")
@@ -55,15 +56,17 @@ def _extremes(optimizer: Optimizer) -> Iterator[str]:
         yield f"SGD with a rate of {rate:g}"
     many, change = optimizer.first_change or (0, 0.0)
     if change >= _WIPES:
+        at_rate = f", at a rate of {rate:g}" if "lr" in options else ""
         yield (
             f"the first step changed {many} matrices by {change:.1f} times their own size in the "
-            f"median, at a rate of {rate:g}: what they were initialized to is gone"
+            f"median{at_rate}: what they were initialized to is gone"
         )
     if len(rates) > 1 and not any(rates) and optimizer.first_target is None:
         yield "the learning rate is zero in each step, and no scheduler raises it"
     if options.get("momentum", 0.0) >= 1:
         yield f"a momentum of {options['momentum']:g}: steps grow without end"
-    if options.get("beta1", 0.0) > options.get("beta2", 1.0):
+    is_squared = name != "Lion"  # its betas are both of the gradient
+    if is_squared and options.get("beta1", 0.0) > options.get("beta2", 1.0):
         yield (
             f"betas ({options['beta1']:g}, {options['beta2']:g}): the gradient is averaged over "
             "more steps than its square, so that a step can be far larger than the rate"
