@@ -622,3 +622,27 @@ def test_a_keras_model_that_is_not_told_trains_without_dropout(tmp_path):
     assert [model.trained_in_eval_mode.code for model in seen.models] == [
         "loss = model(torch.from_numpy(x)).square().mean()"
     ]
+
+
+def test_a_teacher_that_the_script_has_trained_before_is_seen_to_get_gradients(tmp_path):
+    source = LOOP + (
+        "for step in range(30):\n"
+        "    optimizer.zero_grad()\n"
+        "    model(torch.ones(2, 4)).sum().backward()\n"
+        "    optimizer.step()\n"
+        "class Student(torch.nn.Linear):\n"
+        "    pass\n"
+        "student = Student(4, 4)\n"
+        "second = torch.optim.SGD(student.parameters(), 0.1)\n"
+        "for step in range(30):\n"
+        "    second.zero_grad()\n"
+        "    rows = torch.ones(2, 4)\n"
+        "    (student(rows) - model(rows)).square().sum().backward()\n"
+        "    second.step()\n"
+    )
+    _, seen = _observe(tmp_path, source)
+    (unused,) = seen.unused_gradients
+    assert unused.fate == "kept"
+    assert unused.called_at.line == source[: source.index(" - model(rows)")].count("\n") + 1
+    assert unused.share > 0
+    assert not [note for note in seen.notes if "a look failed" in note]

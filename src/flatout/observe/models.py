@@ -55,6 +55,8 @@ class SeenModel(Called):
         self.inner = self.evaluations = 0
         self.shapes: Counter[tuple[Any, Any]] = Counter()
         self.site: Site | None = None
+        self.later_site: Site | None = None  # of a call after it was asked for
+        self._is_asked = False
         self._last: tuple[Any, list[ref[Any]]] | None = None
         self._open: dict[Mode, Site | None] = {}
         self._evaluated: dict[Mode, Site | None] = {}
@@ -107,6 +109,17 @@ class SeenModel(Called):
         }
         moved = {own[name] for name in self.moved(module, list(own))} if own else set()
         return [norm for norm in dict.fromkeys(own.values()) if norm not in moved]
+
+    def ask_site(self) -> None:
+        """The next call says where it comes from: a later training may have other lines."""
+        self._is_asked, self.due = True, 0
+
+    def is_called(self) -> None:
+        """Notes the line of the call that is looked at, where that is wanted."""
+        if self.site is None:
+            self.site = here(3)
+        if self._is_asked:
+            self._is_asked, self.later_site = False, here(3)
 
     def is_open(self, mode: Mode) -> bool:
         """Whether it was called so, and it is not yet known what for."""
@@ -258,8 +271,7 @@ class Models:
         lanes = self._watch.lanes
         has_grad = self._torch.is_grad_enabled()
         mode = (in_training, has_grad)
-        if model.site is None:
-            model.site = here(2)
+        model.is_called()
         if mode == (True, True):
             if lanes.evaluations and model in lanes.evaluations and not self._trains_on_loader():
                 lanes.judge()

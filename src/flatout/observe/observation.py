@@ -494,7 +494,7 @@ class UnusedGradients:
 
     Attributes:
         fate: what became of them: "zeroed" before their optimizer stepped, "added" to its own
-            gradients, or "kept", where no optimizer has these parameters.
+            gradients, or "kept", where no optimizer steps these parameters.
         model: the class of the model that has them; "" where that is not known.
         called_at: where that is called.
         backward_at: the backward pass that computes them.

@@ -1,9 +1,10 @@
-"""Gradients that no optimizer uses: what backward computes them for, in the first steps.
+"""Gradients that no optimizer uses: what backward computes them for, in a training's first steps.
 
 Two ways. A loss reaches parameters of another optimizer's that lie before those which its own one
 steps, as a generator's where the discriminator's loss takes samples that were not detached: they
 are zeroed before their optimizer steps, or added to its own. Or it reaches a model of which no
-optimizer has any parameter, such as a teacher or a target network, whose gradients add up.
+optimizer has any parameter, such as a teacher or a target network, whose gradients add up. That of
+a training before, whose optimizer no longer steps, is such a model, too.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any
 from weakref import WeakSet
 
-from flatout.hooks import wrap
+from flatout.hooks import Hook, is_anything_compiled, wrap
 from flatout.observe.model_facts import local
 from flatout.observe.observation import Site, UnusedGradients
 from flatout.observe.quick import AFTER_STEPS
@@ -24,6 +26,10 @@ from flatout.observe.watch import Watch
 
 # Once all optimizers of a round have stepped it is known who has which parameters.
 _FROM = 1
+# One that has not stepped for so many steps since another came is of a training before.
+_RESTS = 20
+# So many optimizers that come later are looked at: some scripts make one in each step.
+_LATER = 4
 # Nodes of a graph that are looked at, and parameters whose gradients are.
 _NODES, _ASKED = 20_000, 8
 
@@ -74,9 +80,11 @@ class GradientUse:
         self._made: WeakSet[Any] = WeakSet()
         wrap(torch.optim.Optimizer, "__init__", "observe", self._noted)
         self._handle: Any = None
+        self._hook: Hook | None = None
         self._renew()
         watch.before_backward.append(self._backward_begins)
         watch.at(AFTER_STEPS, self._end)
+        watch.on_new_optimizer.append(self._comes_later)
         watch.on_renewal.append(self._renew)
 
     def _noted(self, original: Any) -> Any:
@@ -97,11 +105,52 @@ class GradientUse:
         self._found: dict[tuple[int, int, str], UnusedGradients] = {}
         self._elements = 0
         self._times: Counter[int] = Counter()  # steps of each group's optimizer
+        self._later = 0
+        self._resting: set[int] = set()  # SeenOptimizers of trainings before, by id
+        self._told: list[UnusedGradients] = []  # of those trainings
         self._end()
+        self._listen()
+
+    def _listen(self) -> None:
         hook = sys.modules["torch.optim.optimizer"].register_optimizer_step_pre_hook
         self._handle = hook(self._steps)
 
+    def _comes_later(self) -> None:
+        """An optimizer has stepped that did not before: another training may have begun."""
+        steps = self._watch.lanes.steps
+        if steps < AFTER_STEPS or self._later == _LATER:
+            return
+        self._later += 1
+        counts = {id(item): _steps_of(item) for item in self._watch.optimizers}
+        self._watch.at(steps + _RESTS, lambda: self._begin_again(counts))
+
+    def _begin_again(self, counts: dict[int, int]) -> None:
+        """Follows gradients in some steps more; `counts` are those steps of each until then."""
+        if self._handle is not None or is_anything_compiled():
+            return
+        watched = self._watch.optimizers
+        self._resting = {id(item) for item in watched if _steps_of(item) == counts.get(id(item))}
+        self._told += [
+            item for then, item in self._shared() if id(self._groups[then].owner) in self._resting
+        ]
+        for model in self._watch.models:
+            model.ask_site()
+        self._stepped = 0
+        self._listen()
+        self._hook = wrap(self._torch.autograd, "backward", "observe", self._looking)
+        self._watch.at(self._watch.lanes.steps + AFTER_STEPS, self._end)
+
+    def _looking(self, original: Any) -> Any:
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            if self._handle is not None and self._watch.lanes.thread == get_ident():
+                self._watch.aside(lambda: self._backward_begins(tensors), is_once=True)
+            original(tensors, *args, **kwargs)
+
+        return backward
+
     def _end(self) -> None:
+        if self._hook is not None and self._hook.remove():
+            self._hook = None
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -110,10 +159,15 @@ class GradientUse:
 
     def results(self) -> list[UnusedGradients]:
         """What was seen more than once."""
+        return [*self._told, *(item for _, item in self._shared())]
+
+    def _shared(self) -> Iterator[tuple[int, UnusedGradients]]:
+        """What the steps looked at last have shown, with the group that they were for."""
         for (_, then, _), item in self._found.items():
-            # A pass for each step of the optimizer that it was for.
-            item.share = min(1.0, item.elements * self._times[then] / max(1, self._elements))
-        return [item for item in self._found.values() if item.count > 1]
+            if item.count > 1:
+                # A pass for each step of the optimizer that it was for.
+                item.share = min(1.0, item.elements * self._times[then] / max(1, self._elements))
+                yield then, item
 
     # -- events -----------------------------------------------------------------------------------
 
@@ -183,7 +237,7 @@ class GradientUse:
             gradients = self._found[key] = UnusedGradients(
                 fate=fate,
                 model="" if model is None else model.facts.kind.rpartition(".")[2],
-                called_at=None if model is None else model.site,
+                called_at=None if model is None else model.later_site or model.site,
                 backward_at=done.site,
                 stepped_at=then.facts.site,
                 passes_on=passes_on,
@@ -199,11 +253,14 @@ class GradientUse:
         for kept in (self._groups, self._known, self._open, self._last, self._found, self._times):
             kept.clear()
         self.looks = self._elements = 0
-        for watched in self._watch.optimizers:
+        stepping = [item for item in self._watch.optimizers if id(item) not in self._resting]
+        resting = [item.ref() for item in self._watch.optimizers if id(item) in self._resting]
+        for watched in stepping:
             self._add(watched, True, [item for item in watched.tensors() if item.requires_grad])
+        made = [item for item in self._made if not any(item is other for other in resting)]
         owned = {
             id(item)
-            for optimizer in [*self._made, *(watched.ref() for watched in self._watch.optimizers)]
+            for optimizer in [*made, *(watched.ref() for watched in stepping)]
             for group in getattr(optimizer, "param_groups", ())
             for item in group["params"]
         } | set(self._known)
@@ -258,6 +315,10 @@ class GradientUse:
                     others = (reached[other] for other in inner if other is not item)
                     behind.setdefault(mine, set()).update(*others)
         return _Pass(elements, behind, here())
+
+
+def _steps_of(optimizer: Any) -> int:
+    return sum(optimizer.backwards.values())
 
 
 def _is_of(group: _Group, optimizer: Any) -> bool:

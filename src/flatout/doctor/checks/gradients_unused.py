@@ -84,8 +84,9 @@ def _kept(item: UnusedGradients, cost: float | None) -> Finding:
     name = item.model or "a model"
     return Finding(
         kind="slow",
-        what=f"no optimizer has {name}'s {_numbers(item)}, but backward computes their gradients, "
-        f"about {item.share:.0%} of all: they add up from step to step, and nothing reads them",
+        what=f"no optimizer steps {name}'s {_numbers(item)}, but backward computes their "
+        f"gradients, about {item.share:.0%} of all: they add up from step to step, and nothing "
+        "reads them",
         do=f"requires_grad_(False) on {name}: the gradient still passes through it"
         if item.passes_on
         else f"with torch.no_grad(): around this call; or give {name} to the optimizer, where it "
