@@ -140,6 +140,7 @@ def test_a_failing_script_is_told_as_python_tells_it(tmp_path):
 
 FAILING = """
 from flatout.observe import mistakes
+from flatout.observe.loaders import SeenLoader
 from flatout.observe.schedules import Schedules
 
 def of_sets(*_):
@@ -148,9 +149,13 @@ def of_sets(*_):
 def of_schedules(_):
     raise ValueError("no rate")
 
+def of_ranks(_):
+    raise IndexError("no sample")
+
 mistakes.compare, Schedules.results = of_sets, of_schedules
-for step in range(3):
-    model(torch.ones(2, 4)).square().sum().backward()
+SeenLoader.compare_with_others = of_ranks
+for rows in torch.utils.data.DataLoader(torch.ones(6, 4), 2):
+    model(rows).square().sum().backward()
     optimizer.step()
 print("end")
 """
@@ -160,12 +165,13 @@ def test_finders_that_fail_at_the_end_cost_no_more_than_what_they_find(tmp_path)
     ran, seen = _observe(tmp_path, LOOP + FAILING)
     assert (ran.returncode, ran.stdout) == (0, "end\n"), ran.stderr
     failed = [note for note in seen.notes if note.startswith("a look failed")]
-    assert len(failed) == 2
-    assert "ValueError('no rate')" in failed[0]
-    assert "KeyError('samples')" in failed[1]
+    assert len(failed) == 3
+    for error, note in zip(("IndexError", "ValueError", "KeyError"), failed, strict=True):
+        assert f"is missing: {error}(" in note
     assert (seen.ended, seen.steps, seen.schedules) == ("done", 3, [])
     assert seen.switched_on == []  # not None: what comes between the two is there
-    assert seen.models[0].site.code.startswith("model(torch.ones(2, 4))")
+    assert seen.models[0].site.code.startswith("model(rows)")
+    assert seen.loaders[0].batch_size == 2
 
 
 PLATEAUS = """

@@ -55,7 +55,7 @@ def observation(
         models=[model.result(steps) for model in _stepped(list(watch.models))],
         backbones=_backbones(list(watch.models)),
         loaders=[
-            _with_inside(loader, None if is_live else folder)
+            _with_inside(watch, loader, None if is_live else folder)
             for loader in list(watch.loaders)
             if loader.batches
         ],
@@ -115,10 +115,10 @@ def _saved(saved: dict[str, Any]) -> dict[str, Any]:
     return {**saved, "is_there": bool(saved["path"]) and os.path.exists(saved["path"])}
 
 
-def _with_inside(loader: SeenLoader, folder: Path | None) -> Loader:
+def _with_inside(watch: Watch, loader: SeenLoader, folder: Path | None) -> Loader:
     """A loader's facts; with those of its workers, which are read once, at the end."""
     if folder is not None:
-        loader.compare_with_others()
+        watch.attempt(loader.compare_with_others)  # it asks the script's own dataset
     facts = loader.result()
     if folder is not None:
         result = gather(folder, loader.number) if facts.num_workers else []
