@@ -46,11 +46,11 @@ from flatout.models.keras.facts import compiled_facts as compiled_facts
 from flatout.models.keras.facts import keras_callback_facts as keras_callback_facts
 from flatout.models.keras.layer_modules import LayerModules as LayerModules
 from flatout.models.keras.layers import is_layer as is_layer
+from flatout.models.keras.layers import modules_of as modules_of
+from flatout.models.keras.layers import two_mode_layers as two_mode_layers
 from flatout.models.keras.model import call as call
 from flatout.models.keras.model import has_own_step as has_own_step
 from flatout.models.keras.model import keras_values as keras_values
-from flatout.models.keras.model import modules_of as modules_of
-from flatout.models.keras.model import two_mode_layers as two_mode_layers
 from flatout.models.keras.optimizer import KerasOptimizer as KerasOptimizer
 from flatout.models.keras.optimizer import keras_optimizers as keras_optimizers
 from flatout.models.keras.seeds import keras_seeds_moved as keras_seeds_moved

@@ -24,7 +24,7 @@ from flatout.errors import ModelError
 from flatout.models.applied_cut import applied
 from flatout.models.keras import hold
 from flatout.models.keras.facts import layer_lines
-from flatout.models.keras.layers import is_layer
+from flatout.models.keras.layers import modules_of
 from flatout.models.keras.rewrites import keras_calls, put_on, training_step
 from flatout.models.rewrites import Rewrite
 from flatout.models.shards import is_shard, own_part, sharded_like, whole
@@ -298,27 +298,6 @@ def _framework(value: object) -> str | None:
 def has_own_step(model: Any) -> bool:
     """Whether the user's class says itself what a training step is."""
     return not type(model).train_step.__module__.startswith("keras.")
-
-
-def modules_of(model: Any) -> list[Any]:
-    """All modules of a model, each once; also the layers that Keras keeps in its own lists."""
-    result: dict[int, Any] = {}
-    waiting = [model]
-    while waiting:
-        module = waiting.pop()
-        if id(module) in result:
-            continue
-        result[id(module)] = module
-        waiting.extend(module.children())
-        if is_layer(module):
-            waiting.extend(module._flatten_layers(include_self=False, recursive=False))
-    return list(result.values())
-
-
-def two_mode_layers(model: Any) -> list[str]:
-    """Kinds of the layers that compute otherwise in training: dropout, normalization by batch."""
-    kinds = [type(module).__name__ for module in modules_of(model)]
-    return [kind for kind in kinds if "Dropout" in kind or "BatchNorm" in kind]
 
 
 @contextmanager

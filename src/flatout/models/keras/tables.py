@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatout.models.keras.model import modules_of
+from flatout.models.keras.layers import modules_of
 
 
 def weight_of(layer: Any) -> torch.Tensor:
