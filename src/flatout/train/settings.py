@@ -226,6 +226,8 @@ class Switch:
 
     def leave_read_whole(self) -> bool:
         """Whether the last step has shown that tables are read whole; that is kept in mind."""
+        if not self.rows:
+            return False
         left = [pair for rows in self.rows.values() for pair in rows.left.items()]
         return self.leave(dict(left))
 

@@ -277,6 +277,8 @@ class Stepper:
             samples = None if self.is_alone and len(pieces) == 1 else self._samples_of(batches)
             moving = None if samples is None else self._moving()
             try:
+                if samples is None and not self.strategy.takes_whole_batches:
+                    return self._only_pass(compute, pieces[0])
                 if samples is None or not isinstance(compute, Weighing):
                     return self._passes(compute, pieces, samples)
                 if weights is None:
@@ -324,6 +326,19 @@ class Stepper:
             return None
         self._moves.keep()
         return self._moves
+
+    def _only_pass(self, compute: Compute, batch: Batch) -> _Part:
+        """Forward and backward of a step of one piece, by a rank that waits for no other."""
+        start = clock()
+        value = self._forward(compute, batch)
+        if not batch.samples and not isinstance(value, tuple):
+            value = value * 0.0, 0.0  # a mean over rows that only fill a batch up
+        mean, weight = mean_of_value(value, batch.size)
+        middle = clock()
+        self.mark("forward")
+        self._backward(mean)
+        self.mark("backward")
+        return _Part(True, mean.detach(), weight, middle - start, clock() - middle)
 
     def _passes(self, compute: Compute, pieces: Sequence[Batch], samples: float | None) -> _Part:
         """Forward and backward of each piece; the backward of the last completes the gradients.
