@@ -8,7 +8,7 @@ import functools
 import itertools
 import random
 import threading
-from collections import UserList
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -1388,10 +1388,10 @@ def test_a_compiled_model_is_measured_before_the_first_step(clock):
 
 @pytest.mark.parametrize(("plain_s", "forwards"), [(0.3, 2), (6.0, 1)])
 def test_a_batch_that_takes_long_runs_once_before_the_first_step(plain_s, forwards, clock):
-    model, whole = small_net(), UserList()  # a look puts back a list
-    model.register_forward_pre_hook(lambda module, inputs: whole.append(len(inputs[0]) == 64))
+    model, sizes = small_net(), SimpleQueue()  # a look puts back a list
+    model.register_forward_pre_hook(lambda module, inputs: sizes.put(len(inputs[0])))
     loop, _, _ = job(model, lambda s: plain_s, clock, steps=1_000)
-    assert sum(whole) == forwards
+    assert [sizes.get() for _ in range(sizes.qsize())].count(64) == forwards
     # A forward pass takes a third of a step; what few samples take comes on top.
     assert plain_s / 3 <= loop.tuner.search.budget.before_s <= 6
     assert loop.tuner.search.budget.step_s == pytest.approx(plain_s)
@@ -1401,11 +1401,11 @@ def test_a_batch_that_takes_long_runs_once_before_the_first_step(plain_s, forwar
 def test_the_length_of_a_run_counts_its_updates(update_s, clock, monkeypatch):
     """Passes of 5 ms: 150 steps take 0.75 s of them, and 12 s with a dense update of tables."""
     monkeypatch.setattr(auto_check, "seconds_of_update", lambda *given: update_s)
-    passes = UserList()  # a look puts back a list
+    passes = SimpleQueue()  # a look puts back a list
 
     def seconds(s):
-        passes.append(1)
-        return 8.0 if len(passes) == 2 else 0.005  # what is made once takes long
+        passes.put(1)
+        return 8.0 if passes.qsize() == 2 else 0.005  # what is made once takes long
 
     said: list[str] = []
     loop, _, _ = job(small_net(), seconds, clock, steps=150, said=said)
