@@ -400,3 +400,16 @@ def test_a_dataset_is_read_from_where_it_was(kind, is_loader):
     model = trainer.model
     expected = [float(model(x).detach().sum()) for _ in range(2) for x, _ in batches(wanted)]
     assert seen == pytest.approx(expected)
+
+
+def test_tensors_without_values_or_comparison_are_no_hindrance():
+    held = {
+        "meta": torch.zeros(3, device="meta"),
+        "bits": torch.zeros(4, dtype=torch.uint8).view(torch.bits8),
+        "float8": torch.zeros(4).to(torch.float8_e4m3fn),
+        "nan": torch.full((2,), torch.nan),
+    }
+    state = HeldState(held)
+    held["meta"] = None
+    state.restore()
+    assert held["meta"].is_meta

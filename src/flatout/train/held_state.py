@@ -177,6 +177,7 @@ class HeldState:
         if (
             type(tensor) in (torch.Tensor, nn.Parameter)
             and tensor.layout is torch.strided
+            and not tensor.is_meta  # of Keras' shapes: there is nothing to keep
             and not tensor.is_inference()
             and self._pays_for(tensor.nbytes)
         ):
@@ -287,9 +288,12 @@ def _refill_tensor(tensor: torch.Tensor, version: int, value: torch.Tensor) -> N
 def _is_same(tensor: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether all values are the same, NaN too."""
     tensor = tensor.detach()
-    return torch.equal(tensor, value) or bool(
-        ((tensor == value) | ((tensor != tensor) & (value != value))).all()
-    )
+    try:
+        return torch.equal(tensor, value) or bool(
+            ((tensor == value) | ((tensor != tensor) & (value != value))).all()
+        )
+    except RuntimeError:  # of a dtype that torch does not compare; its version says enough
+        return True
 
 
 def _refill_list(held: Any, before: Any) -> None:
