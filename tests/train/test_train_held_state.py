@@ -413,3 +413,11 @@ def test_tensors_without_values_or_comparison_are_no_hindrance():
     held["meta"] = None
     state.restore()
     assert held["meta"].is_meta
+
+
+def test_a_file_that_an_array_maps_is_not_written_to(tmp_path):
+    mapped = np.memmap(tmp_path / "rows", np.float32, "w+", shape=(4,))
+    state = HeldState({"rows": mapped})
+    mapped[0] = 1.0
+    state.restore()
+    assert mapped[0] == 1.0

@@ -57,8 +57,10 @@ _HOOKS = tuple(name for name, value in vars(nn.Module()).items() if type(value) 
 _OF_PARAMETER = ("_backward_hooks", "_post_accumulate_grad_hooks")
 # What another thread works on at the same time is not ours to put back.
 _OF_THREADS = (threading.Thread, type(threading.Lock()), type(threading.RLock()))
-# These have states of their own, which a look that makes updates puts back itself.
+# These have states of their own, which a look that makes updates puts back itself; and what lies in
+# a file is not written to.
 _APART = (
+    np.memmap,
     torch.optim.Optimizer,
     torch.optim.lr_scheduler.LRScheduler,
     ModuleType,
