@@ -15,10 +15,11 @@ from itertools import pairwise
 from types import FrameType
 from typing import Any
 
-from flatout.observe.counted_steps import LOOPS, parsed, path_to
+from flatout.observe.counted_steps import LOOPS, path_to
 from flatout.observe.graphs import users_frames
 from flatout.observe.kept_graphs import values_of
 from flatout.observe.observation import Growing, Site
+from flatout.observe.origins import parsed
 from flatout.observe.watch import Watch
 
 _LOOKS = range(9, 19)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ast
-import linecache
 from collections.abc import Iterator
-from functools import lru_cache
 
 from flatout.observe.observation import Site
+from flatout.observe.origins import parsed
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
@@ -36,15 +35,6 @@ def is_counted(backward: Site, step: Site) -> bool:
     return is_same_round and any(
         isinstance(node, ast.If) and _has_remainder(node.test, scope) for node in behind
     )
-
-
-@lru_cache(maxsize=8)
-def parsed(file: str) -> ast.Module | None:
-    """The code of a file; None where it is none of Python's alone."""
-    try:
-        return ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):  # such as a cell with commands of the notebook's own
-        return None
 
 
 def path_to(tree: ast.AST, line: int) -> list[ast.AST]:

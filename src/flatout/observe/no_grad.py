@@ -6,11 +6,11 @@ One that a condition chooses, as where a backbone is to rest in the first steps,
 from __future__ import annotations
 
 import ast
-import linecache
 from functools import lru_cache
 from types import FrameType
 
 from flatout.observe.observation import Site
+from flatout.observe.origins import parsed
 from flatout.observe.sites import is_users
 
 _SWITCHES_OFF = frozenset(("no_grad", "inference_mode"))
@@ -37,9 +37,8 @@ def no_grad_above(frame: FrameType | None) -> Site | None:
 @lru_cache(maxsize=64)
 def _blocks(file: str) -> tuple[tuple[int, int, int], ...]:
     """First and last line of each block without gradients, and the line that says so."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):
+    tree = parsed(file)
+    if tree is None:
         return ()
     chosen = {
         inner

@@ -42,16 +42,17 @@ def origins(call: Place, callers: Sequence[Place]) -> set[Place]:
 
 
 @lru_cache(maxsize=64)
-def _tree(file: str) -> ast.Module | None:
+def parsed(file: str) -> ast.Module | None:
+    """The code of a file; None where it is none of Python's alone."""
     try:
         return ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError):  # such as a cell with commands of the notebook's own
         return None
 
 
 def _function_at(file: str, line: int) -> ast.AST | None:
     """The innermost function around a line, else the whole file."""
-    tree = _tree(file)
+    tree = parsed(file)
     best: ast.AST | None = tree
     for node in ast.walk(tree) if tree is not None else ():
         if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
