@@ -330,10 +330,7 @@ class Stepper:
     def _only_pass(self, compute: Compute, batch: Batch) -> _Part:
         """Forward and backward of a step of one piece, by a rank that waits for no other."""
         start = clock()
-        value = self._forward(compute, batch)
-        if not batch.samples and not isinstance(value, tuple):
-            value = value * 0.0, 0.0  # a mean over rows that only fill a batch up
-        mean, weight = mean_of_value(value, batch.size)
+        mean, weight = mean_of_value(self._forward(compute, batch), batch.size)
         middle = clock()
         self.mark("forward")
         self._backward(mean)
@@ -353,8 +350,6 @@ class Stepper:
 
         def loss(piece: Batch) -> torch.Tensor:
             value = self._forward(compute, piece)
-            if not piece.samples and not isinstance(value, tuple):
-                value = value * 0.0, 0.0  # a mean over rows that only fill a batch up
             if samples is None:
                 mean, weight = mean_of_value(value, piece.size)
                 part.add(mean.detach(), weight)
@@ -396,10 +391,14 @@ class Stepper:
             self._norms.is_filling = not piece.samples
         if self.dropout is not None:
             self.dropout.at(piece.start, piece.size)
-        if not self._in_context:  # entering one that does nothing takes time, too
-            return compute(piece)
-        with self.switch.autocast():
-            return compute(piece)
+        if self._in_context:
+            with self.switch.autocast():
+                value = compute(piece)
+        else:  # entering one that does nothing takes time, too
+            value = compute(piece)
+        if not piece.samples and not isinstance(value, tuple):
+            return value * 0.0, 0.0  # a mean over rows that only fill a batch up
+        return value
 
     def _backward(self, loss: torch.Tensor) -> None:
         scaled = loss if self.scaler is None else self.scaler.scale(loss)
