@@ -15,8 +15,10 @@ def tasks(tmp_path, monkeypatch):
     def write(number, name, state):
         task = tmp_path / str(number)
         task.mkdir(exist_ok=True)
-        (task / "comm").write_text(f"{name}\n")
-        (task / "stat").write_text(f"{number} ({name}) {state} 1 2 3")
+        for file, words in (("comm", f"{name}\n"), ("stat", f"{number} ({name}) {state} 1 2 3")):
+            # At once, as the kernel's are: a reader must not find an empty one.
+            (tmp_path.parent / "next").write_text(words)
+            (tmp_path.parent / "next").replace(task / file)
 
     return write
 
