@@ -206,3 +206,91 @@ def test_a_normalization_of_all_is_found_behind_datasets_of_ones_own(is_leaking)
     assert bool(scaling(*lists)) is is_leaking
     own = scaling(*(Scaled(part, mean, deviation) for part in table.split((280, 120))))
     assert bool(own and own.is_held and own.samples == 400) is is_leaking
+
+
+def of_range(table, of):
+    low, high = of.min(0).values, of.max(0).values
+    return (table - low) / (high - low)
+
+
+def of_quantiles(table, of):
+    low, middle, high = of.quantile(torch.tensor([0.25, 0.5, 0.75]), dim=0)
+    return (table - middle) / (high - low)
+
+
+def both_signs(table, of):
+    return 2 * of_range(table, of) - 1
+
+
+def of_all_numbers(table, of):
+    return (table - of.min()) / (of.max() - of.min())
+
+
+@pytest.mark.parametrize("columns", [4, 9])
+@pytest.mark.parametrize("scale", [of_range, of_quantiles, both_signs], ids=lambda by: by.__name__)
+def test_a_scaling_by_hand_of_all_samples_is_found_and_none_of_the_training(scale, columns):
+    drawn = torch.Generator().manual_seed(columns)
+    table = 50 + 9 * torch.randn(300, columns, generator=drawn)
+    table[:, 1] = table[:, 1].exp().clamp(max=table[:, 1].exp().quantile(0.9))  # often at its end
+    table[225, 0], table[230, 2] = 0, 100
+    flags = torch.randint(0, 2, (300, 2), generator=drawn).float()
+    train, held_out = range(220), range(220, 300)
+    for rows, is_leaking in ((range(300), True), (train, False)):
+        scaled = torch.cat([scale(table, table[: len(rows)]), flags], 1)
+        for of_train, of_others in (
+            (TensorDataset(scaled[:220]), TensorDataset(scaled[220:])),
+            (Picked(scaled, [*train]), Picked(scaled, [*held_out])),
+            (Picked(scaled, [*train]), Picked(scaled, [*held_out[:30]])),  # a test has the rest
+        ):
+            found = scaling(of_train, of_others)
+            assert bool(found) is is_leaking
+            by = "median" if scale is of_quantiles else "minimum and maximum"
+            assert found is None or found.by == by
+
+
+def test_a_scaling_to_the_range_of_all_numbers_is_found():
+    table = torch.randn(400, 6, generator=torch.Generator().manual_seed(0))
+    table[390, 2] = 5.0
+    parts = [TensorDataset(part) for part in of_all_numbers(table, table).split((300, 100))]
+    assert scaling(*parts).misses > 0.05
+    own = [TensorDataset(part) for part in of_all_numbers(table, table[:300]).split((300, 100))]
+    assert scaling(*own) is None
+
+
+@pytest.mark.parametrize("is_leaking", [True, False], ids=["of_all", "of_training"])
+def test_ends_of_all_that_a_dataset_scales_by_are_found(is_leaking):
+    table = 20 + 4 * torch.randn(400, 5, generator=torch.Generator().manual_seed(0))
+    table[300, 1] = 50
+    figures = table if is_leaking else table[:280]
+    low, high = figures.min(0).values, figures.max(0).values
+    own = scaling(*(Scaled(part, low, high - low) for part in table.split((280, 120))))
+    assert bool(own and own.is_held and own.by == "minimum and maximum") is is_leaking
+
+
+def in_unit_range():
+    """Tables between 0 and 1 that were scaled by no figures of theirs, by name."""
+    drawn = torch.Generator().manual_seed(0)
+    shape = (400, 12)
+    pixels = torch.randint(-80, 330, shape, generator=drawn).clamp(0, 255) / 255
+    dark = pixels * (torch.arange(12) % 3 > 0)
+    shares = torch.rand(shape, generator=drawn)
+    reached = shares.clone()
+    reached[0], reached[1] = 0, 1  # by chance, and in training
+    order = torch.stack([torch.randperm(400, generator=drawn) for _ in range(12)], 1)
+    flags = torch.randint(0, 2, shape, generator=drawn).float()
+    grades = torch.randint(0, 11, shape, generator=drawn) / 10
+    time = torch.linspace(0, 1, 400)[:, None].expand(*shape)
+    pictures = torch.rand(400, 28, 28, generator=drawn).flatten(1)
+    pictures[:3], pictures[-3:] = 0, 1
+    return {
+        "pixels": pixels, "dark": dark, "shares": shares, "reached": reached,
+        "ranks": order / 399, "flags": flags, "grades": grades, "time": time,
+        "pictures": pictures, "softmax": (9 * shares).softmax(1), "tanh": (9 * shares - 4).tanh(),
+        "zeros": torch.zeros(shape), "sines": (time * 40 * torch.arange(1, 13)).sin(),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", in_unit_range())
+def test_what_lies_between_0_and_1_by_nature_was_not_scaled(name):
+    table = in_unit_range()[name]
+    assert scaling(*(TensorDataset(part) for part in table.split((300, 100)))) is None

@@ -10,6 +10,7 @@ from flatout.observe.observation import Scaling, Table
 from flatout.observe.samples import Moments, Samples, moments_of
 from flatout.observe.scalers import Scalers
 from flatout.observe.series import joined, place_in, scaled_to_range
+from flatout.observe.spread import has_median, held_ends, missed_end
 
 # Share of the samples of a training that differ from all others, if equal ones are no chance.
 _DIFFERENT = 0.5
@@ -97,8 +98,8 @@ def _shared_windows(held_out: Samples, trained: Sequence[Samples]) -> int:
 
 
 def _by_moments(trained: Sequence[Samples], held_out: Samples) -> Scaling | None:
-    """Where all samples together have a mean of zero and a deviation of one, by column or as a
-    whole, and training alone has not."""
+    """Where all samples together have a mean of zero and a deviation of one, or reach the ends of a
+    range, by column or as a whole, or have a median of zero, and training alone has not."""
     moments = [item.moments for item in trained if item.moments is not None]
     other = held_out.moments
     if len(moments) < len(trained) or other is None:
@@ -112,10 +113,30 @@ def _by_moments(trained: Sequence[Samples], held_out: Samples) -> Scaling | None
     if whole is not None and all(whole.is_of_same(item.of_all) for item in trained):
         wholes.append(whole)
     for both in wholes:
-        scaling = _scaled(alone, both) or _by_figures(alone, both, held_out.figures)
+        scaling = (
+            _scaled(alone, both)
+            or _by_figures(alone, both, held_out.figures)
+            or _by_spread(alone, both, held_out.figures)
+        )
         if scaling is not None:
             return scaling
     return None
+
+
+def _by_spread(alone: Moments, both: Moments, figures: Sequence[Any]) -> Scaling | None:
+    """Whether all reach the ends of a range, or have a median of zero, and training alone not."""
+    mine, all_of = alone.spread, both.spread
+    if mine is None or all_of is None:
+        return None
+    held_out = both.count - alone.count
+    for misses, is_held in (
+        (missed_end(mine, all_of, both.mean, both.variance), False),
+        (held_ends(mine, all_of, figures), True),
+    ):
+        if misses is not None:
+            by = "minimum and maximum"
+            return Scaling(by, None, both.count, held_out, misses=misses, is_held=is_held)
+    return Scaling("median", None, both.count, held_out) if has_median(mine, all_of) else None
 
 
 def _by_figures(alone: Moments, both: Moments, figures: Sequence[Any]) -> Scaling | None:

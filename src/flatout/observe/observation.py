@@ -40,7 +40,8 @@ class Scaling:
     """A normalization whose figures were taken of samples of the validation too.
 
     Attributes:
-        by: what has taken them: "StandardScaler", or "mean and standard deviation".
+        by: what has taken them: "StandardScaler", or "mean and standard deviation", "minimum and
+            maximum" or "median".
         site: where; None where the numbers alone tell it.
         samples: of how many samples of training and validation the figures are.
         held_out: how many of these are the validation's.

@@ -21,6 +21,7 @@ from flatout.observe.held_items import (
     of_all_samples,
     table_of_items,
 )
+from flatout.observe.spread import Spread, spread_of
 
 # Of so many samples the bytes are looked at, and so many numbers of each.
 _ROWS, _COLUMNS = 2**16, 128
@@ -37,8 +38,8 @@ _NAMES = ("targets", "labels", "y")
 _LABEL_COLUMNS = (*_NAMES, "target", "label", "class")
 
 
-# Of more numbers no mean is taken, and of so many rows at once.
-_NUMBERS, _AT_ONCE = 2**26, 2**13
+# Of more numbers no mean is taken, of more than the second no ends, and of so many rows at once.
+_NUMBERS, _OF_SPREAD, _AT_ONCE = 2**26, 2**23, 2**13
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,13 @@ class Moments:
     Attributes:
         count: how many rows.
         mean, variance: an array in float64 each, by column.
+        spread: between which ends they lie; None of wide rows, and of too many.
     """
 
     count: int
     mean: Any
     variance: Any
+    spread: Spread | None = None
 
     def is_of_same(self, other: Moments | None) -> bool:
         """Whether they are of the same rows, as far as moments tell."""
@@ -68,7 +71,8 @@ class Moments:
         count = self.count + other.count
         mean = (self.count * self.mean + other.count * other.mean) / count
         squares = [item.count * (item.variance + item.mean**2) for item in (self, other)]
-        return Moments(count, mean, sum(squares) / count - mean**2)
+        spread = self.spread and other.spread and self.spread.with_others(other.spread)
+        return Moments(count, mean, sum(squares) / count - mean**2, spread)
 
 
 @dataclass(frozen=True)
@@ -234,8 +238,10 @@ def _rows(table: Any, chosen: Sequence[int]) -> Any:
 
 
 def _moments(table: Any, chosen: Sequence[int]) -> Moments | None:
-    if len(chosen) * prod(table.shape[1:]) > _NUMBERS:
+    numbers = len(chosen) * prod(table.shape[1:])
+    if numbers > _NUMBERS:
         return None
+    has_spread = table.ndim == 2 and numbers <= _OF_SPREAD
     moments: Moments | None = None
     for first in range(0, len(chosen), _AT_ONCE):
         chunk = chosen[first : first + _AT_ONCE]
@@ -244,6 +250,7 @@ def _moments(table: Any, chosen: Sequence[int]) -> Moments | None:
         if rows.dtype.kind != "f":
             return None
         own = moments_of(rows)
+        own = replace(own, spread=spread_of(rows)) if has_spread else own
         moments = own if moments is None else moments.with_others(own)
     return moments
 

@@ -36,9 +36,10 @@ def _words(scaling: Scaling) -> str:
             f": {held or 'the mean of all is 0'} (off by {scaling.off:.0e}), that of training "
             f"alone is off by {scaling.off_training:.0e}"
         )
+    if scaling.by == "median":
+        words += ": the median of all is 0 in each column, that of training alone is not"
     if scaling.misses is not None:
-        words += (
-            f": all together reach both ends of their range, training alone stays "
-            f"{scaling.misses:.2g} away from one"
-        )
+        both = "the ends that the dataset holds are those of all"
+        both = both if scaling.is_held else "all together reach both ends of their range"
+        words += f": {both}, training alone stays {scaling.misses:.2g} away from one"
     return words
