@@ -1201,6 +1201,10 @@ def test_a_line_in_memory_that_is_no_sample_is_no_cache():
     many = {"length": 10**6}
     assert look(job(loader=KEPT | many | {"sample_bytes": 1000}, **GROWING)) == []
     assert look(job(loader=KEPT | many, job_mb=[500.0] * 5 + [700.0] * 15)) == []
+    # Images that become larger three times take as much more each time.
+    larger = [500.0 + 38 * (at // 5) for at in range(20)]
+    assert look(job(loader=KEPT | many, job_mb=larger)) == []
+    assert look(job(loader=KEPT | many | {"kept_per_sample": 1.0}, job_mb=larger))
     # Without workers it is this process alone that keeps them.
     alone = KEPT | many | {"num_workers": 0}
     assert look(job(loader=alone, own_mb=GROWING["job_mb"]))
@@ -1392,6 +1396,11 @@ def test_a_name_that_keeps_graphs_is_told_before_memory_shows_it():
     assert "losses keeps 17 tensors with their graphs: 340 nodes, 20 more with each" in found.what
     (both,) = look(replace(ROWS["retained_graph"].sick, kept_graphs=[kept]))
     assert "memory grows by 2 MB with each step" in both.what
+    # Layers that are unfrozen at some steps take more from there on, and graphs have more nodes.
+    jumps = [500.0 + 60 * (at // 5) for at in range(20)]
+    assert look(replace(ROWS["retained_graph"].sick, memory_mb=jumps)) == []
+    once = [(24, 200), (48, 500), (96, 500)]
+    assert look(replace(ROWS["retained_graph"].sick, graph_nodes=once)) == []
     (total,) = look(job(kept_graphs=[replace(kept, name="total", is_list=False)]))
     assert "total is a sum that keeps the graphs of 17 steps" in total.what
 

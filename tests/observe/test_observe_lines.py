@@ -96,7 +96,8 @@ def test_what_grows_is_told_with_its_interval_and_noise_is_not():
 @pytest.mark.parametrize("bins", [5, 12, 40, 98])
 def test_what_takes_more_all_at_once_does_not_grow(bins):
     wobble = [0.02 * (7 * at % 5 - 2) for at in range(bins)]
-    for jumps in ([0.5], [0.8], [0.3, 0.7]):
+    several = ([0.25, 0.5, 0.75], [0.1, 0.3, 0.4, 0.9]) if bins > 12 else ()
+    for jumps in ([0.5], [0.8], [0.3, 0.7], *several):
         steps = [1.0 + sum(at >= jump * bins for jump in jumps) for at in range(bins)]
         assert growth([a + b for a, b in zip(steps, wobble, strict=True)], 50, 3000) is None
     grows = [1.0 + 2 * at / bins + off for at, off in enumerate(wobble)]

@@ -44,6 +44,7 @@ from flatout.measure.series import block_length as block_length
 from flatout.measure.series import median_of as median_of
 from flatout.measure.series import ratio_of_medians as ratio_of_medians
 from flatout.measure.series import student_t as student_t
+from flatout.measure.steady import grows_steadily as grows_steadily
 from flatout.measure.timeline import LANES as LANES
 from flatout.measure.timeline import STEP_LANES as STEP_LANES
 from flatout.measure.timeline import Timeline as Timeline

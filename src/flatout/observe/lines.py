@@ -6,14 +6,13 @@ theirs that took most of it.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from flatout.measure import LANES
+from flatout.measure import LANES, grows_steadily
 from flatout.observe.observation import Growth, Line, Site
 from flatout.observe.sites import read
 from flatout.observe.stacks import NOWHERE, Place, Places, Stack
@@ -26,9 +25,6 @@ _FEWEST = 40
 _GROWS_BY, _FEWEST_BINS = 0.25, 6
 # Many lines are asked: so many times the 95% interval has to lie above zero.
 _SURE = 2.0
-# One that takes more at so many steps at once, as where a part of a model is no longer frozen, does
-# not grow: without these jumps at least this share of the slope, and so many deviations, are left.
-_JUMPS, _LEFT, _DEVIATIONS = 2, 0.5, 2.0
 
 _Key = TypeVar("_Key")
 
@@ -152,33 +148,7 @@ def growth(ms: list[float], width: int, samples: int) -> Growth | None:
     within = student_t(count - 2) * math.sqrt(noise / spread)
     if mean <= 0 or slope <= _SURE * within or slope * width * count < _GROWS_BY * mean:
         return None
-    if not _grows_within_parts(ms, _LEFT * slope * width, of_samples):
-        return None
+    # Samples at even times may be spread by half of what chance would do.
+    if not grows_steadily(places, ms, of_samples / 4):
+        return None  # it takes more at once, as where a part of a model is no longer frozen
     return Growth(1e3 * slope, 1e3 * (slope - within), 1e3 * (slope + within))
-
-
-def _grows_within_parts(ms: list[float], least: float, of_samples: float) -> bool:
-    """Whether the bins of each part grow by `least` with each, however they are cut at jumps."""
-    cuts = [0, len(ms)]
-    for jumps in range(1, _JUMPS + 1):
-        more = [sorted([*cuts, at]) for at in range(1, len(ms)) if at not in cuts]
-        cuts = min(more, key=lambda cut: _slope_within(ms, cut)[2])
-        slope, spread, left = _slope_within(ms, cuts)
-        noise = max(left / (len(ms) - jumps - 2), of_samples)
-        if slope < least or slope < _DEVIATIONS * math.sqrt(noise / spread):
-            return False
-    return True
-
-
-def _slope_within(ms: list[float], cuts: list[int]) -> tuple[float, float, float]:
-    """The slope that all parts between these cuts have in common, each around its own mean; how
-    far their places are spread; and the squares that are left."""
-    spread = product = squares = 0.0
-    for begin, end in itertools.pairwise(cuts):
-        part, middle = ms[begin:end], (end - begin - 1) / 2
-        mean = sum(part) / len(part)
-        spread += sum((at - middle) ** 2 for at in range(len(part)))
-        product += sum((at - middle) * (item - mean) for at, item in enumerate(part))
-        squares += sum((item - mean) ** 2 for item in part)
-    slope = product / spread
-    return slope, spread, squares - product * slope

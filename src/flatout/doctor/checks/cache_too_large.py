@@ -8,6 +8,7 @@ from statistics import correlation, linear_regression
 from flatout.doctor.checks.check import NoSignal, check
 from flatout.doctor.checks.signals import at, batches_per_step, training_loaders
 from flatout.doctor.finding import Finding
+from flatout.measure import grows_steadily
 from flatout.observe import Loader, Observation
 
 _POINTS = 5
@@ -16,6 +17,10 @@ _POINTS = 5
 _STRAIGHT, _STRAIGHT_KEPT = 0.9, 0.7
 """How well memory has to follow the steps: their correlation. Heaps grow in stairs of 16 MB. It may
 be less where the dataset was seen to keep an entry for each sample."""
+
+_STAIRS_MB = 16.0
+"""Higher stairs are jumps, as where images become larger, unless the dataset was seen to keep an
+entry for each sample."""
 
 _LEAST_MB = 32.0
 """Less growth than this is the allocator's own."""
@@ -43,6 +48,8 @@ def look(observation: Observation) -> list[Finding]:
     grown = slope * (steps[-1] - steps[0])
     straight = _STRAIGHT_KEPT if _keeps(loader) else _STRAIGHT
     if grown < _LEAST_MB or correlation(steps, memory) < straight:
+        return []
+    if not _keeps(loader) and not grows_steadily(steps, memory, _STAIRS_MB**2 / 12):
         return []
     each = slope / max(1.0, (loader.batch_size or 1) * batches_per_step(observation))
     whole = _whole_mb(loader, each)

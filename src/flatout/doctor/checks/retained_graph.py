@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from statistics import fmean, linear_regression, median
 
 from flatout.doctor.checks.check import Findings, NoSignal, check
 from flatout.doctor.checks.signals import ms
 from flatout.doctor.edits import tensors
 from flatout.doctor.finding import Finding
+from flatout.measure import grows_steadily
 from flatout.observe import KeptGraphs, Observation
 from flatout.words import rounded
 
@@ -23,8 +25,19 @@ _STRAIGHT = 0.9
 _LEAST_MB = 8.0
 """Less growth than this is the allocator's own."""
 
+_STAIRS_MB, _EVEN = 16.0, 8
+"""Stairs in which heaps grow by nature. What grows by fewer than three of them would be no line; it
+may have stairs of so small a share. Higher ones are jumps, as where layers are unfrozen."""
+
+_BINS = 24
+"""Of the durations of steps."""
+
 _NODES = 0.5
-"""Nodes by which the graphs have to grow with each step: even a small one has several."""
+"""Nodes by which the graphs have to grow with each step, from each look to the next: even a small
+one has several."""
+
+_COUNTED = 50_000
+"""More nodes are not counted."""
 
 _DO = "add up numbers, not tensors with a graph: total += loss.detach()"
 """What to do about a sum."""
@@ -87,10 +100,12 @@ def _grown(observation: Observation) -> tuple[str, float | None] | str:
     grown = slope * (steps[-1] - steps[0])
     if grown < _LEAST_MB or _r_squared(steps, memory, slope, start) < _STRAIGHT:
         return ""
+    stairs = _STAIRS_MB if grown >= 3 * _STAIRS_MB else grown / _EVEN
+    if not grows_steadily(steps, memory, stairs**2 / 12):
+        return ""  # what came at a few steps came with them
     if len(observation.graph_nodes) < 2:
         return "memory grows, but what holds it was not looked at"
-    (before, nodes_before), (after, nodes) = observation.graph_nodes[0], observation.graph_nodes[-1]
-    if nodes - nodes_before < _NODES * (after - before):
+    if not _nodes_grow(observation.graph_nodes):
         return ""  # something else grows
     slower = _slower(observation.step_ms)
     longer = f", and steps take {ms(slower)} longer at the end" if slower else ""
@@ -108,12 +123,25 @@ def _r_squared(steps: list[int], memory: list[float], slope: float, start: float
     return 1 - left / around if around else 0.0
 
 
+def _nodes_grow(looks: list[tuple[int, int]]) -> bool:
+    """Whether graphs had more nodes in each look, as far as these are counted."""
+    return all(
+        after[1] - before[1] >= _NODES * (after[0] - before[0])
+        for before, after in pairwise(looks)
+        if after[1] < _COUNTED
+    )
+
+
 def _slower(steps: list[float]) -> float | None:
+    """How much longer the last ones take, where each takes longer than the one before."""
     quarter = len(steps) // 4
     if not quarter:
         return None
     growth = median(steps[-quarter:]) - median(steps[:quarter])
-    return growth if growth > 0.1 * median(steps) else None
+    width = max(1, len(steps) // _BINS)
+    bins = [median(steps[at : at + width]) for at in range(0, len(steps) - width + 1, width)]
+    is_growth = growth > 0.1 * median(steps) and grows_steadily(range(len(bins)), bins, 0.0)
+    return growth if is_growth else None
 
 
 def _where(observation: Observation) -> str:
