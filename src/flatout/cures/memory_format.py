@@ -18,12 +18,7 @@ def channels_last(torch: Any, steps: ScriptSteps) -> Cure:
     def cure(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> Call:
         from torch.utils._pytree import tree_leaves, tree_map_only
 
-        from flatout.models import (
-            guarding_group_norms,
-            has_group_norms,
-            lay_out,
-            uses_convolution,
-        )
+        from flatout.models import guarding_group_norms, lay_out, uses_convolution
         from flatout.optim import align_state
 
         name = type(module).__name__
@@ -51,11 +46,9 @@ def channels_last(torch: Any, steps: ScriptSteps) -> Cure:
                 return value
             return value.contiguous(memory_format=torch.channels_last)
 
-        guards = has_group_norms(module)
-
         def with_images(module: Any, /, *args: Any, **kwargs: Any) -> Any:
             args, kwargs = tree_map_only(torch.Tensor, laid_out, (args, kwargs))
-            with guarding_group_norms(nullcontext()) if guards else nullcontext():
+            with guarding_group_norms(nullcontext()):
                 return call(module, *args, **kwargs)
 
         took(FIELD, f"channels_last in {name}")

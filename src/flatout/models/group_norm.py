@@ -2,7 +2,8 @@
 
 torch's backward of it (2.11 to 2.13, `native_group_norm_backward` with `channels_last`) writes the
 gradient of the input also where there is none, which ends the process. So the input gets one, which
-is computed and dropped; gradients of weight and bias are the same, bit for bit.
+is computed and dropped; gradients of weight and bias are the same, bit for bit. Modules and
+`F.group_norm` both end in `torch.group_norm`, which is the one that is replaced.
 """
 
 from __future__ import annotations
@@ -13,10 +14,9 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-_plain = F.group_norm
+_plain = torch.group_norm
 _lock = threading.Lock()
 _within = 0
 
@@ -28,11 +28,11 @@ def has_group_norms(model: nn.Module) -> bool:
 
 @contextmanager
 def guarding_group_norms(inner: AbstractContextManager[Any]) -> Iterator[None]:
-    """Within, and within another context, every GroupNorm has an input that needs a gradient."""
+    """Within, and within another context, what is normalized in groups needs a gradient."""
     global _within
     with _lock:
         _within += 1
-        F.group_norm = _guarded
+        torch.group_norm = _guarded
     try:
         with inner:
             yield
@@ -40,7 +40,7 @@ def guarding_group_norms(inner: AbstractContextManager[Any]) -> Iterator[None]:
         with _lock:
             _within -= 1
             if not _within:
-                F.group_norm = _plain
+                torch.group_norm = _plain
 
 
 def _guarded(input: Any, num_groups: int, weight: Any = None, *others: Any, **named: Any) -> Any:

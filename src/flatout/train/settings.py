@@ -92,7 +92,7 @@ class Switch:
         self.model = model
         self.optimizers = as_tuple(optimizers)
         self.device = device
-        self.guards_group_norms = device.type == "cpu" and has_group_norms(model)
+        self._is_cpu, self._has_group_norms = device.type == "cpu", has_group_norms(model)
         asked = {name: live.now(self) for name, live in LIVE.items() if live.now}
         self.now = Settings(**asked)
         self._undo: dict[str, list[Undo]] = {}
@@ -133,6 +133,12 @@ class Switch:
                 assert apply is not None
                 self._undo[name] = apply(self, value)
                 self.now = self.now.but(**{name: value})
+
+    @property
+    def guards_group_norms(self) -> bool:
+        """Whether a GroupNorm may meet images in channels_last: code may call its function."""
+        may_meet = self._has_group_norms or self.now.memory_format == "channels_last"
+        return self._is_cpu and may_meet
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context in which forward runs."""
