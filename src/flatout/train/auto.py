@@ -41,8 +41,8 @@ from flatout.train.step import Stepper
 from flatout.words import duration
 from flatout.world import World, place
 
-# Fewer steps than this are over before anything is known.
-FEWEST_STEPS = 40
+# Fewer steps than this are over before anything is known; of long ones each tells.
+FEWEST_STEPS, _FEWEST_LONG = 40, 16
 # What measuring the best rates of a machine takes at most; of a run it may take this share.
 _RATES_S, _RATES_SHARE = 3.0, 0.01
 # Why nothing is tried where steps are long, or others keep the machine busy.
@@ -221,7 +221,8 @@ def _checked(
     counts = _counts(requested, batch, facts, allow)
     if not (options or threads or compiles or captures or any(counts)):
         return None, ""
-    if steps is not None and steps < FEWEST_STEPS:
+    fewest = _FEWEST_LONG if check.may_be_slow else FEWEST_STEPS
+    if steps is not None and steps < fewest:
         return None, _too_short(steps)
     check.time_step(known)
     budget.before_s += clock() - began
@@ -247,6 +248,7 @@ def _checked(
         counts=counts,
         few_s=check.few_s,
         starts_cold=check.starts_cold,
+        fastest=check.fastest,
         dropped=check.dropped,
         slower=check.slower,
         unchecked=check.unchecked,
@@ -316,6 +318,7 @@ def agree(decision: Decision, world: World) -> None:
             search.budget.before_s,
             search.budget.step_s,
             search.budget.input_s,
+            search.fastest,
         ]
     found = world.gather(own)
     if search is None or any(one is None for one in found):
@@ -325,6 +328,7 @@ def agree(decision: Decision, world: World) -> None:
         search.options = [option for option in search.options if option.field in fields]
         search.dropped.update(dropped)
         search.slower |= {k: max(v, search.slower.get(k, v)) for k, v in slower.items()}
+    search.fastest = None if any(one[7] is None for one in found) else found[0][7]
     asked = {field for one in found for field in one[3]}
     known = {option.field: option for option in [*search.options, *search.unchecked]}
     search.unchecked = [option for field, option in known.items() if field in asked]

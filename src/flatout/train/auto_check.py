@@ -25,7 +25,7 @@ from flatout.models import adapter_of
 from flatout.optim import seconds_of_update
 from flatout.recipe import ModelFacts, Parity, of_change
 from flatout.train.auto_budget import Budget
-from flatout.train.auto_search import Option
+from flatout.train.auto_search import Option, is_slow
 from flatout.train.loss_value import Compute
 from flatout.train.row_tables import Tables
 from flatout.train.settings import LIVE, Settings
@@ -107,7 +107,10 @@ class FirstCheck:
     Attributes:
         compute, plain, budget: as given.
         dropped: fields that cannot be used, and why.
-        slower: by field, how many times as long the few samples took; "together" for all at once.
+        slower: by field, how many times as long the few samples took; "together" for all at once,
+            or for `fastest`.
+        fastest: the fields of those options under which the few samples took least of all; None
+            where a step is so short that it tells more than they do.
         unchecked: options that there was no time for, alone or beside the others: `of_step` looks
             at them.
         few_s: seconds that these took under plain settings; None where they were not timed.
@@ -130,7 +133,9 @@ class FirstCheck:
         self._few = batch.first(max(min(_FEWEST, batch.size), batch.size // _PART))
         self.dropped: dict[str, str] = {}
         self.slower: dict[str, float] = {}
+        self.fastest: frozenset[str] | None = None
         self.unchecked: list[Option] = []
+        self._looks: dict[frozenset[str], float] = {frozenset(): 1.0}
         self.few_s: float | None = None
         self.starts_cold = _starts_cold(stepper.switch.device)
         self._rounding: float | None = None
@@ -240,7 +245,28 @@ class FirstCheck:
             rest = [one for one in in_passes if one.field not in self.dropped]
             if len(rest) > 1:
                 self._look_at_all(rest, plain, taken, facts)
+        if self._is_slow:
+            looks = {f: t for f, t in self._looks.items() if self.dropped.keys().isdisjoint(f)}
+            self.fastest = min(looks, key=lambda fields: looks[fields])
+            self.slower["together"] = looks[self.fastest]
         return True
+
+    @property
+    def may_be_slow(self) -> bool:
+        """Whether steps may be long, by the first forward pass of the few samples."""
+        pass_s = _FORWARDS * self._first_s * self._whole.size / self._few.size
+        return not self.starts_cold and is_slow(pass_s)
+
+    @property
+    def _is_slow(self) -> bool:
+        """Whether a step takes so long that a second look at a few samples costs little of it."""
+        return not self.starts_cold and is_slow(self.budget.step_s)
+
+    def _keep(self, options: Sequence[Option], now: PassTimes, plain: PassTimes) -> float:
+        """Keep what the few samples took under options; returns how many times as long."""
+        times = now.over(plain)
+        self._looks[frozenset(option.field for option in options)] = times
+        return times
 
     def frozen_rates(
         self, tried: Sequence[tuple[Option, ...]], facts: ModelFacts, least_s: float
@@ -319,7 +345,10 @@ class FirstCheck:
         except Exception:
             return []  # each alone shows which
         is_fine = now.over(taken) <= _FAR_SLOWER and all(map(_is_finite, gradients))
-        return some if is_fine and not self._differ(some[0], plain, gradients, facts) else []
+        if not is_fine or self._differ(some[0], plain, gradients, facts):
+            return []
+        self._keep(some, now, taken)
+        return some
 
     def _under(self, options: Sequence[Option]) -> Settings:
         return self.plain.but(**{option.setting: option.value for option in options})
@@ -345,7 +374,7 @@ class FirstCheck:
         except Exception as error:
             self.dropped[option.field] = f"fails here: {first_line(error)}"
             return
-        times = self.slower[option.field] = now.over(taken)
+        times = self.slower[option.field] = self._keep([option], now, taken)
         if times > _FAR_SLOWER:
             self.dropped[option.field] = f"a few samples take {times:.1f} times as long with it"
         elif why := self._wrong([option], plain, gradients, facts):
@@ -363,7 +392,7 @@ class FirstCheck:
         except Exception as error:
             why = f"fails here: {first_line(error)}"
         else:
-            self.slower["together"] = now.over(taken)
+            self.slower["together"] = self._keep(options, now, taken)
             why = self._wrong(options, plain, gradients, facts)
         if why:
             self.dropped["together"] = why
@@ -507,7 +536,8 @@ class FirstCheck:
         # Of the first one, by the clock, with the switch to these settings.
         first_s = self._clock() - began
         taken = first
-        if plain is not None and not self.starts_cold and first.over(plain) <= _OF_FIRST:
+        is_short = not (self.starts_cold or self._is_slow)
+        if plain is not None and is_short and first.over(plain) <= _OF_FIRST:
             taken = plain
         elif self.starts_cold or self.budget.pays_before(2 * first_s):
             taken = first.least(self._timed_passes(batch)[1])

@@ -3,7 +3,8 @@
     1  plain       a few steps, which show how long the run will take
     2  together    all options against plain, since they help one another: bf16 alone may be slower
                    where bf16 with channels_last is three times faster; but for those that a
-                   roofline of this model says will lose
+                   roofline of this model says will lose, and where steps are long for those
+                   without which a few samples ran faster
     3  allocator   before the others, because its limits cannot be put back
     4  one by one  each option against the best settings so far without it; what is not measured
                    faster goes (where it has won before, or all together have: what surely gives
@@ -57,8 +58,9 @@ _LEAST_GAIN = 0.005
 _NOT_MEASURED = "was not measured"
 # A single round of four blocks tells a loss, and a step is called slow, from so many times on.
 _FAR_SLOWER = 1.5
-# Of an option that was not measured yet a step may take so much longer than it should.
-_UNKNOWN = 0.3
+# Of an option that was not measured yet a step may take so much longer than it should; where a few
+# samples took less than this share of the time with it, hardly so.
+_UNKNOWN, _CLEARLY_FASTER, _UNLIKELY = 0.3, 0.8, 0.1
 # Searching ends after this share of the run: what is found later pays for too few steps.
 _SEARCHED = 0.5
 # A run of unknown length that ends sooner is not tuned.
@@ -138,6 +140,11 @@ class BlockTimes(NamedTuple):
 _Steps = Generator[Block, BlockTimes, Any]
 
 
+def is_slow(step_s: float) -> bool:
+    """Whether a single step lasts longer than any block of several, so that each one tells."""
+    return step_s > _LONGER_BLOCK_S
+
+
 def is_faster(trial: TrialResult) -> bool:
     """Whether B won; a difference of half and more shows in a single round of four blocks."""
     return trial.wins or (trial.pairs == 1 and trial.ratio > _FAR_SLOWER + 3 * trial.floor)
@@ -177,6 +184,8 @@ class Search:
             the others; once they were on a step, they are none of these.
         check: says why options are not to be tried on a batch under settings; "" where they are.
         starts_cold: whether the first step under new settings loads kernels, as on a GPU.
+        fastest: the fields of those options under which a few samples took least; None where that
+            was not measured.
 
     Attributes:
         dropped: fields that are not tried or not measured, and why.
@@ -213,6 +222,7 @@ class Search:
     few_s: float | None = None
     is_settled: bool = False
     starts_cold: bool = False
+    fastest: frozenset[str] | None = None
     unchecked: list[Option] = field(default_factory=list)
     check: Callable[[Sequence[Option], Settings, Batch], str] = lambda *looked_at: ""
     promises: dict[str, PossibleSaving] = field(default_factory=dict)
@@ -268,11 +278,14 @@ class Search:
 
     def run(self) -> _Steps:
         """The blocks in turn; `best` holds whenever it ends."""
-        first = yield Block(self.plain, 1, 2)
+        first = yield Block(self.plain, 1, 1 if self._is_slow(self.budget.step_s) else 2)
         self._keep_times(self.plain, first)
         while self.budget.steps is None and self.budget.elapsed_s < _SURE_S:
             yield Block(self.plain, 1, 0)
-        seconds = yield from self._run(self.plain)
+        if self._is_slow(first.seconds) and not self.varied:
+            seconds = self.budget.step_s = first.seconds
+        else:
+            seconds = yield from self._run(self.plain)
         if self.varied:
             yield Block(self.plain, _FIRST_MIXED, 0)
             seconds = yield from self._run(self.plain)
@@ -349,7 +362,8 @@ class Search:
     # -- what is tried -----------------------------------------------------------------------
 
     def _order(self, seconds: float) -> None:
-        """What is promised most comes first; what promises less than noise is not tried.
+        """What helps, and of that what is promised most, comes first; what promises less than
+        noise is not tried.
 
         Options that nothing is promised of, or the same, stay in the order of earlier jobs.
         """
@@ -360,7 +374,7 @@ class Search:
                 self.dropped[option.field] = f"not tried: at most {share:.1%} to gain"
                 self.options.remove(option)
                 self._skipped.append(option)
-        self.options.sort(key=lambda option: -self._saved(option))
+        self.options.sort(key=lambda option: (not self._helps(option), -self._saved(option)))
 
     def _saved(self, option: Option) -> float:
         """Seconds of a step that an option is said to save; negative where it is said to lose."""
@@ -397,14 +411,20 @@ class Search:
             self.best, self.step_s[kept] = kept, statistics.median(b)
 
     def _all_together(self) -> _Steps:
-        helping = [option for option in self._rest if self._saved(option) >= 0]
+        helping = [option for option in self._rest if self._helps(option)]
         if len(helping) < 2 or "together" in self.dropped:
             return
         everything = self.best.but(**{option.setting: option.value for option in helping})
-        slower = max(1.0, self.slower.get("together", 1.0))
+        slower = self.slower.get("together", 1.0)
         self.together = yield from self._compare(self.best, everything, slower)
         if self.together is not None and is_faster(self.together):
             self.best = everything
+
+    def _helps(self, option: Option) -> bool:
+        """Whether an option is said to help the others: by a few samples, else by a roofline."""
+        if self.fastest is not None and LIVE[option.setting].in_passes:
+            return option.field in self.fastest
+        return self._saved(option) >= 0
 
     def _one_by_one(self) -> _Steps:
         """Each option, until none of them changes the best; at most twice."""
@@ -558,9 +578,7 @@ class Search:
             return None
         known = challenger in self.step_s
         begins = (
-            self._affords_pair(challenger)
-            if known
-            else self._affords(2 * max(_UNKNOWN, slower - 1))
+            self._affords_pair(challenger) if known else self._affords(2 * self._unknown(slower))
         )
         if not begins:
             self._not_measured(field, "the run is too short for it")
@@ -632,7 +650,7 @@ class Search:
         if settings not in self.step_s:
             # The first step may be slow for once, and the second is not made if it was too slow;
             # where it loads kernels, that says nothing yet.
-            for number in range(2):
+            for number in range(1 if self._is_slow(self.budget.step_s) else 2):
                 look = yield Block(settings, 1, 0)
                 self._keep_times(settings, look)
                 self._account(look, settings)
@@ -680,6 +698,18 @@ class Search:
     @staticmethod
     def _threads(settings: Settings | ByLength) -> int | None:
         return settings.threads if isinstance(settings, Settings) else None
+
+    def _is_slow(self, step_s: float) -> bool:
+        return not self.starts_cold and is_slow(step_s)
+
+    @staticmethod
+    def _unknown(slower: float) -> float:
+        """What share of a step it may take longer under what was not measured yet.
+
+        Args:
+            slower: how many times as long a few samples took.
+        """
+        return _UNLIKELY if slower < _CLEARLY_FASTER else max(_UNKNOWN, slower - 1)
 
     def _too_costly(self, settings: Settings | ByLength) -> bool:
         known = settings in self.step_s and settings != self.best
