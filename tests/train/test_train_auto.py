@@ -356,6 +356,14 @@ def test_of_long_steps_a_few_are_enough(bf16, steps, clock, monkeypatch):
     assert ("compute.precision" in first["settings"]) == (bf16 < 1)
 
 
+def test_of_small_batches_that_take_long_two_samples_are_looked_at(clock, monkeypatch):
+    """Four of sixteen would take as long as the time before the first step may."""
+    monkeypatch.setattr(auto, "_has_bf16_units", lambda device: True)
+    seconds = lambda s: 6.0 * (0.5 if s.precision == "bf16" else 1.0)  # noqa: E731
+    loop = tuned(small_net(), seconds, clock, steps=32, batch_size=16)
+    assert loop.stepper.switch.now.precision == "bf16"
+
+
 def searched(seconds, step_s, steps, cpu=None, **given):
     """A search on steps that take so many times `step_s`, as a function of their settings says.
 

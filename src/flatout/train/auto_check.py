@@ -32,8 +32,9 @@ from flatout.train.settings import LIVE, Settings
 from flatout.train.snapshot import random_state, set_random_state, untouched
 from flatout.train.step import Stepper
 
-# The check runs on this part of a batch, and on no fewer samples than this.
-_PART, _FEWEST = 16, 4
+# The check runs on this part of a batch, and on no fewer samples than this; where even those take
+# long, on no fewer than this.
+_PART, _FEWEST, _FEWEST_LONG = 16, 4, 2
 # Gradients are the same but for rounding where they differ by at most this share of their norm:
 # sums of some thousand products in another order, or products of 8 bits.
 _ROUNDING, _HALF_ROUNDING = 0.01, 0.5
@@ -157,14 +158,12 @@ class FirstCheck:
         before = random_state()
         try:
             with untouched(model, self.compute), self._stepper.forward_alone():
-                try:
-                    self._first_s = self._timed(partial(self._stepper.look, self._few, self._run))
-                except OutOfMemory:
-                    raise
-                except Exception:
-                    # A model may take batches of one size only.
+                if not self._takes(self._few):
                     self._few = self._whole
-                    self._first_s = self._timed(partial(self._stepper.look, self._few, self._run))
+                    self._first_s = self._forward_of(self._few)
+                elif self._are_few_slow and self._few.size > _FEWEST_LONG:
+                    fewer = self._few.first(_FEWEST_LONG)
+                    self._few = fewer if self._takes(fewer) else self._few
                 drawn = not same_state(before, random_state())
         finally:
             for handle in handles:
@@ -172,6 +171,20 @@ class FirstCheck:
         # Random numbers drawn outside of the modules that were watched may fall anywhere.
         by_layout = any(on_images) or (drawn and not dropouts)
         return replace(facts, draws_random=facts.draws_random or drawn, draws_by_layout=by_layout)
+
+    def _takes(self, batch: Batch) -> bool:
+        """Make a forward pass: a model may take batches of one size only."""
+        try:
+            self._first_s = self._forward_of(batch)
+        except OutOfMemory:
+            raise
+        except Exception:
+            return False
+        return True
+
+    def _forward_of(self, batch: Batch) -> float:
+        """The seconds of a forward pass."""
+        return self._timed(partial(self._stepper.look, batch, self._run))
 
     def _run(self, pieces: list[Batch]) -> None:
         for piece in pieces:
@@ -202,9 +215,8 @@ class FirstCheck:
         model = self._stepper.switch.model
         with untouched(model, self.compute), self._stepper.forward_alone():
             if self.starts_cold:
-                self._stepper.look(self._whole, self._run)
-                finish_device()
-            return self._timed(partial(self._stepper.look, self._whole, self._run))
+                self._forward_of(self._whole)
+            return self._forward_of(self._whole)
 
     def _update_s(self) -> float:
         """About the seconds of an update, without the tables that are stepped by rows."""
@@ -256,6 +268,10 @@ class FirstCheck:
         """Whether steps may be long, by the first forward pass of the few samples."""
         pass_s = _FORWARDS * self._first_s * self._whole.size / self._few.size
         return not self.starts_cold and is_slow(pass_s)
+
+    @property
+    def _are_few_slow(self) -> bool:
+        return not self.starts_cold and is_slow(_FORWARDS * self._first_s)
 
     @property
     def _is_slow(self) -> bool:
@@ -311,7 +327,7 @@ class FirstCheck:
         batch, first_s = self._few_as(settings), self._first_s
         if settings != self.plain:
             with self._stepper.forward_alone(), self._stepper.switch.autocast():
-                first_s = self._timed(partial(self._stepper.look, batch, self._run))
+                first_s = self._forward_of(batch)
         self._begin_pass()
         began = self._clock()
         loss = self._loss(batch)
