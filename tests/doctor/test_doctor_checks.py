@@ -27,6 +27,7 @@ from flatout.observe import (
     Model,
     Observation,
     Optimizer,
+    OverBatch,
     Scaling,
     Schedule,
     Site,
@@ -530,6 +531,12 @@ ROWS = {
         job(**NO_LOSS),
         kind="danger",
     ),
+    "padding_in_loss": Row(
+        job(**in_loss("padding", value=0, padded=40, of=100, is_ended=True)),
+        job(**in_loss("padding", value=0, padded=9, of=100, is_ended=True)),
+        job(**NO_LOSS),
+        kind="danger",
+    ),
     "accumulation_undivided": Row(
         job(**in_loss("undivided", backwards=4), optimizer={"kind": "torch.optim.sgd.SGD"}),
         job(optimizer={"kind": "torch.optim.sgd.SGD"}),
@@ -574,6 +581,10 @@ ROWS = {
         evaluating(shared_rows=(0, 200), scaling=Scaling("StandardScaler", HERE, 1000, 200)),
         evaluating(shared_rows=(0, 200)),
         evaluating(),
+        kind="danger",
+    ),
+    "batch_first_missing": Row(
+        job(over_batch=[OverBatch("LSTM", HERE, [32, 40, 16], 3)] * 2), job(), job(models=[]),
         kind="danger",
     ),
     "recurrent_by_step": Row(
@@ -1159,6 +1170,28 @@ def test_values_that_distributions_check_are_told_from_those_the_script_reads(
     made = replace(often("item", 3, 1.0, by=by), site=Site("ppo.py", 7, code))
     (found,) = look_of("item_each_step")(job(calls=[made]))
     assert ("validate_args" in found.do) == is_validation
+
+
+def test_dropout_that_is_not_told_endangers_what_is_evaluated():
+    (found,) = look_of("eval_missing")(job(dropouts=[HERE], evaluation_site=HERE))
+    assert (found.kind, "goes on dropping" in found.what) == ("danger", True)
+    (found,) = look_of("eval_missing")(job(dropouts=[HERE]))
+    assert found.kind == "note"
+
+
+def test_padding_without_a_token_before_it_may_be_meant():
+    for is_ended, kind in ((True, "danger"), (False, "note")):
+        padding = in_loss("padding", value=3, padded=40, of=100, is_ended=is_ended)
+        (found,) = look_of("padding_in_loss")(job(**padding))
+        assert (found.kind, found.do) == (kind, "ignore_index=3 in the loss")
+
+
+def test_a_divergence_takes_logarithms():
+    for inner in ("softmax", "a layer"):
+        given = in_loss("twice", outer="kl_div", inner=inner)
+        (found,) = look_of("activation_twice")(job(**given))
+        assert "expects log-probabilities" in found.what
+        assert found.do.startswith("log_softmax")
 
 
 def test_what_keras_is_told_is_said_in_its_words():

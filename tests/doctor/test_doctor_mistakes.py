@@ -22,19 +22,19 @@ pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
 SCRIPTS = (
     "accumulation_undivided", "accumulation_undivided_made", "accumulation_undivided_raw",
-    "activation_twice", "best_copied", "called_twice", "clip_scaled", "clip_useless",
-    "debugging_left_on", "encoder_without_grad", "frozen_norm_moves", "gradients_added",
-    "gradients_of_target", "gradients_unused", "history_copied", "history_grows",
-    "labels_sorted", "layers_in_list", "loss_broadcast", "losses_kept", "nan_hidden",
-    "normalization_by_hand", "normalization_in_dataset", "normalization_leaks",
-    "normalization_of_three", "normalization_of_windows", "normalization_to_range",
-    "optimizer_extreme",
-    "optimizer_misses", "parameters_unreached", "recurrent_by_step", "sampler_repeats",
-    "saved_each_step", "schedule_forgotten", "schedule_misplaced", "schedule_misplaced_raw",
-    "schedule_of_parts", "shards_of_workers", "steps_skipped", "steps_skipped_read",
-    "validation_overlaps", "validation_overlaps_files", "validation_overlaps_frames",
-    "validation_overlaps_raw", "validation_overlaps_windows", "workers_repeat",
-    "zero_grad_missing",
+    "activation_twice", "activation_twice_divergence", "batch_first_missing", "best_copied",
+    "called_twice", "clip_scaled", "clip_useless", "debugging_left_on", "encoder_without_grad",
+    "eval_missing_function", "frozen_norm_moves", "gradients_added", "gradients_of_target",
+    "gradients_unused", "history_copied", "history_grows", "labels_sorted", "layers_in_list",
+    "loss_broadcast", "losses_kept", "nan_hidden", "normalization_by_hand",
+    "normalization_in_dataset", "normalization_leaks", "normalization_of_three",
+    "normalization_of_windows", "normalization_to_range", "optimizer_extreme",
+    "optimizer_misses", "padding_in_loss", "parameters_unreached", "recurrent_by_step",
+    "sampler_repeats", "saved_each_step", "schedule_forgotten", "schedule_misplaced",
+    "schedule_misplaced_raw", "schedule_of_parts", "shards_of_workers", "steps_skipped",
+    "steps_skipped_read", "validation_overlaps", "validation_overlaps_files",
+    "validation_overlaps_frames", "validation_overlaps_raw", "validation_overlaps_windows",
+    "workers_repeat", "zero_grad_missing",
 )  # fmt: skip
 NOT_STYLE = ("gradients_unused", "history_grows", "recurrent_by_step", "retained_graph")
 NAMED = [pitfall for pitfall in read_index() if pitfall.name in SCRIPTS]

@@ -886,6 +886,102 @@ def large_rate_on_small_gradients():
     train(model, lambda: 1e-4 * functional.cross_entropy(model(x), y), optimizer)
 
 
+class Series(nn.Module):
+    """A layer that takes the sequence first."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.out = nn.LSTM(2, 8), nn.Linear(8, 4)
+
+    def forward(self, series):
+        outputs, _ = self.layer(series)
+        return self.out(outputs[-1])
+
+
+@style
+def sequence_first_as_it_should_be():
+    model = Series()
+    loader = DataLoader(TensorDataset(x.view(64, 4, 2), y), 8, shuffle=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(4):
+        for rows, labels in loader:
+            optimizer.zero_grad()
+            functional.cross_entropy(model(rows.transpose(0, 1)), labels).backward()
+            optimizer.step()
+
+
+@style
+def steps_of_many_series_as_rows():
+    model = Series()
+    loader = DataLoader(TensorDataset(torch.randn(512, 6, 2)), 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for (steps,) in loader:
+        optimizer.zero_grad()
+        functional.cross_entropy(model(steps), y[:6]).backward()
+        optimizer.step()
+
+
+@style
+def padding_that_is_left_out():
+    model = nn.Sequential(nn.Embedding(9, 8, padding_idx=0), nn.Linear(8, 9))
+    words = torch.randint(2, 9, (16, 10))
+    for row, length in zip(words, torch.randint(3, 9, (16,)), strict=True):
+        row[length], row[length + 1 :] = 1, 0
+    given, wanted = words[:, :-1], words[:, 1:]
+    mask = wanted != 0
+
+    def masked():
+        each = functional.cross_entropy(model(given).transpose(1, 2), wanted, reduction="none")
+        return (each * mask).sum() / mask.sum()
+
+    train(model, masked)
+
+
+class Dropping(nn.Module):
+    """Drops in either mode where it is asked to."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = network()
+
+    def forward(self, rows, is_sure=False):
+        return self.inner(functional.dropout(rows, 0.1, training=not is_sure))
+
+
+@style
+def dropout_that_is_told():
+    model = Dropping()
+    train(model, lambda: functional.cross_entropy(model(x), y))
+    model.eval()
+    with torch.no_grad():
+        model(x)
+
+
+@style
+def divergence_of_logarithms():
+    model, wanted = network(), torch.randn(64, 4).softmax(1)
+    train(model, lambda: functional.kl_div(model(x).log_softmax(1), wanted, reduction="sum"))
+
+
+@style
+def batches_of_one_fold_that_are_evaluated():
+    data = torch.randn(96, 8)
+    dataset = TensorDataset(data, torch.arange(96) % 4)
+    for fold in range(2):
+        part = Subset(dataset, [row for row in range(96) if row % 2 == fold])
+        loader = DataLoader(part, 8, shuffle=True, drop_last=True)
+        model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
+        averaged = torch.optim.swa_utils.AveragedModel(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for _ in range(3):
+            for rows, labels in loader:
+                optimizer.zero_grad()
+                functional.cross_entropy(model(rows), labels).backward()
+                optimizer.step()
+            averaged.update_parameters(model)
+            torch.optim.swa_utils.update_bn(loader, averaged)
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     styles[sys.argv[1]]()

@@ -39,8 +39,8 @@ def compare(sets: Sequence[tuple[Any, Samples | None]], scalers: Scalers) -> Non
         facts.shared_rows = _shared_rows(held_out, known)
         facts.shared_files = held_out.is_named
         shared, of = facts.shared_rows or (0, 1)
-        if shared == of and isinstance(facts, Table):
-            facts.shared_rows = None  # which rows of a table are trained on is not known
+        if isinstance(facts, Table) and (shared == of or _is_whole(facts, held_out, known)):
+            facts.shared_rows = None  # which of its rows are trained on, or evaluated, is not known
         elif shared < of:
             if facts.shared_rows is not None:  # else samples are often equal, moved or not
                 facts.shared_windows = _shared_windows(held_out, known)
@@ -86,6 +86,14 @@ def _shared_rows(held_out: Samples, trained: Sequence[Samples]) -> tuple[int, in
     if not (is_rich or is_no_chance(shared, rows, held_out.rows, bits)):
         return None
     return shared, len(held_out.rows)
+
+
+def _is_whole(table: Table, mine: Samples, trained: Sequence[Samples]) -> bool:
+    """Whether all that is trained on was picked from a table of which batches are evaluated."""
+    known = set(mine.rows or ())
+    rows = [row for item in trained for row in item.rows or ()]
+    is_in_parts = (table.batch_size or 0) < (table.length or 0)
+    return is_in_parts and all(row in known for row in rows)
 
 
 def _shared_windows(held_out: Samples, trained: Sequence[Samples]) -> int:

@@ -15,6 +15,7 @@ from weakref import ref
 from flatout.hooks import Hook, is_anything_compiled, wrap
 from flatout.observe.counted_steps import is_counted
 from flatout.observe.observation import InLoss, Site
+from flatout.observe.padded_targets import padding_in
 from flatout.observe.quick import AFTER_STEPS
 from flatout.observe.sites import here, is_users
 from flatout.observe.watch import Watch
@@ -63,7 +64,7 @@ _MEANS, _SUMS = 1, 2  # as torch numbers reductions
 # Fewer labels in a batch say nothing of their order.
 _LEAST_LABELS = 8
 # Of several graphs these are added up.
-_ADDED = ("hidden", "of", "batches", "of_one")
+_ADDED = ("hidden", "of", "batches", "of_one", "padded")
 _FILE = re.compile(r'File "(.*)", line (\d+)')
 
 
@@ -231,6 +232,9 @@ class LossGraphs:
             if name in _NLL and not has_labels:
                 has_labels = True
                 yield from _labels(self._torch, node)
+                padding = padding_in(node)
+                if padding is not None:
+                    yield _Sign("padding", node, padding)
             if name in _DISTANCES or name == "SubBackward0":
                 yield from _pairs(self._torch, node, name, parent)
             if name == "NanToNumBackward0":

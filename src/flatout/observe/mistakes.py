@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from flatout.observe.batch_axis import BatchAxis
 from flatout.observe.checkpointed import Checkpointed
 from flatout.observe.clipping import Clipping
 from flatout.observe.copied_lists import CopiedLists
 from flatout.observe.first_update import FirstUpdate
+from flatout.observe.functional import Functional
 from flatout.observe.gradients import Gradients
 from flatout.observe.growing import GrowingHistories
 from flatout.observe.held_out import compare, sets_of
@@ -18,6 +20,7 @@ from flatout.observe.record import read_sites
 from flatout.observe.recurrent import Recurrent
 from flatout.observe.scalers import Scalers
 from flatout.observe.schedules import Schedules
+from flatout.observe.sites import read
 from flatout.observe.skipped import SkippedSteps
 from flatout.observe.switches import Switches
 from flatout.observe.tables import Tables
@@ -47,6 +50,8 @@ class Mistakes:
         Clipping(torch, watch)
         self._tables = Tables(torch, watch)
         self._recurrent = Recurrent(torch, watch)
+        self._batch_axis = BatchAxis(torch, watch)
+        self._functional = Functional(torch, watch)
         self._growing = GrowingHistories(torch, watch)
         self._copied = CopiedLists(watch)
         self._checkpointed = Checkpointed(torch, watch)
@@ -78,7 +83,8 @@ class Mistakes:
 
     def _fill_losses(self, observation: Observation) -> None:
         observation.loss_looks = self._graphs.looks
-        observation.in_losses = [*self._graphs.signs.values(), *self._skipped.lines]
+        signs = self._graphs.signs.values()
+        observation.in_losses = [*signs, *self._skipped.lines, *self._functional.lines]
 
     def _fill_schedules(self, observation: Observation) -> None:
         observation.schedules = self._schedules.results()
@@ -86,6 +92,8 @@ class Mistakes:
     def _fill_modes(self, observation: Observation) -> None:
         observation.switched_on = self._switches.on
         observation.cells = self._recurrent.cells
+        observation.over_batch = self._batch_axis.layers
+        observation.dropouts = [read(site) for site in self._functional.dropouts]
         observation.checkpointed_mb = self._checkpointed.mb
 
     def _fill_growing(self, observation: Observation) -> None:
@@ -114,6 +122,7 @@ def _read_sites(observation: Observation) -> None:
             *observation.tables,
             *observation.growing,
             *observation.cells,
+            *observation.over_batch,
             *observation.unused_gradients,
             *observation.kept_graphs,
             *scalings,

@@ -325,7 +325,8 @@ class InLoss:
         kind: "twice" (a loss is given what it would compute itself), "pairs" (output and target
             were broadcast against one another), "nan" (some were replaced), "skipped" (some
             losses were none, and the script went on without a step), "labels" (of how many
-            classes), "undivided" (means of several batches were added up for a step).
+            classes), "padding" (is counted as a target), "undivided" (means of several batches
+            were added up for a step).
         site: the user's line, where torch could note it.
         count: in how many graphs.
         steps: up to which step.
@@ -460,6 +461,23 @@ class Cell:
     site: Site | None
     length: int
     ms: float
+
+
+@dataclass
+class OverBatch:
+    """A layer that takes the sequence first, and got the samples of a shuffled batch there.
+
+    Attributes:
+        kind: such as "LSTM" or "MultiheadAttention".
+        site: where.
+        shape: of what it got.
+        count: of such calls.
+    """
+
+    kind: str
+    site: Site | None
+    shape: list[int] = field(default_factory=list)
+    count: int = 0
 
 
 @dataclass
@@ -761,6 +779,8 @@ class Observation:
         tables: that batches are rows of, where no DataLoader gives them.
         loss_looks: how many graphs of losses were looked at, and what was found in_losses.
         cells: recurrent ones that a loop in Python calls.
+        over_batch: layers that run over the samples of a batch.
+        dropouts: where a model calls torch.nn.functional.dropout without `training=`.
         growing: what is put together in each step, longer each time.
         gradient_uses: how many backward passes were followed to the step that uses their gradients,
             where several optimizers or models take part; unused_gradients: what no step used.
@@ -851,6 +871,8 @@ class Observation:
     loss_looks: int = 0
     in_losses: list[InLoss] = field(default_factory=list)
     cells: list[Cell] = field(default_factory=list)
+    over_batch: list[OverBatch] = field(default_factory=list)
+    dropouts: list[Site] = field(default_factory=list)
     growing: list[Growing] = field(default_factory=list)
     gradient_uses: int = 0
     unused_gradients: list[UnusedGradients] = field(default_factory=list)

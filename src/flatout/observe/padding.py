@@ -37,14 +37,14 @@ class Padding:
             found = []
             for channels in (self._channels, 3 - self._channels):
                 blank = (batch == 0).all(channels)
-                padded = max(_at_the_end(blank), _at_the_end(blank.flip(1)))
+                padded = max(at_the_end(blank), at_the_end(blank.flip(1)))
                 found.append((padded / max(1, blank.numel()), channels, padded, blank))
             _, self._channels, padded, blank = max(found, key=lambda item: item[0])
             self._count(padded, blank)
             return
         from_left = batch == batch[:, 0].mode().values
         from_right = batch == batch[:, -1].mode().values
-        self._count(max(_at_the_end(from_right), _at_the_end(from_left.flip(1))), from_left)
+        self._count(max(at_the_end(from_right), at_the_end(from_left.flip(1))), from_left)
 
     def _count(self, padded: int, places: Any) -> None:
         if places.shape[1] >= _LEAST_PLACES:
@@ -58,7 +58,7 @@ class Padding:
         return self._padded / self._places if self._places else None
 
 
-def _at_the_end(is_value: Any) -> int:
+def at_the_end(is_value: Any) -> int:
     """How many places at the ends of the rows hold the value; none where it is found elsewhere."""
     runs = is_value.flip(1).int().cumprod(1).sum(1)
     padded = int(runs.sum())

@@ -17,6 +17,10 @@ _WHY = {
     ("nll_loss", "sigmoid"): "that expects log-probabilities",
     ("nll_loss", "a layer"): "that expects log-probabilities: of plain scores it has no lower "
     "bound, and they grow without end",
+    ("kl_div", "softmax"): "that expects log-probabilities: the loss is least where all goes to "
+    "the likeliest class of the target",
+    ("kl_div", "a layer"): "that expects log-probabilities: of plain scores it has no lower "
+    "bound, and they grow without end",
 }
 
 
@@ -40,6 +44,8 @@ def look(observation: Observation) -> Findings:
 def _cure(observation: Observation, outer: str, inner: str) -> str:
     if observation.framework == "keras":
         return f"a last layer without {inner}; or from_logits=False in the loss"
+    if outer == "kl_div":
+        return "log_softmax of the scores as its first argument"
     if outer == "nll_loss":
         return "cross_entropy on the scores, without an activation"
     return f"give {outer} the scores without {inner}; take {inner} where you read probabilities"

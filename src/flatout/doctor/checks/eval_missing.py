@@ -22,7 +22,8 @@ def _draws_only(observation: Observation, model: Model) -> bool:
 
 @check(edit=evaluation.eval_first)
 def look(observation: Observation) -> Findings:
-    """Where a model is evaluated in train mode, though that changes what it computes."""
+    """Where a model is evaluated in train mode, though that changes what it computes, or drops
+    in either mode."""
     for model in models(observation):
         if model.evaluated_in_train_mode:
             draws = _draws_only(observation, model)
@@ -37,3 +38,12 @@ def look(observation: Observation) -> Findings:
                 where=str(model.evaluated_in_train_mode),
                 parity="changes learning",
             )
+    for site in observation.dropouts:
+        yield Finding(
+            kind="danger" if observation.evaluation_site else "note",
+            what="this dropout is not told whether the model trains: it goes on dropping after "
+            "eval()",
+            do="training=self.training in its call, or an nn.Dropout",
+            where=str(site),
+            parity="changes learning",
+        )

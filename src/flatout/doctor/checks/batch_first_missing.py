@@ -1,0 +1,29 @@
+"""A recurrent layer or attention takes the samples of a batch for the places of a sequence."""
+
+from __future__ import annotations
+
+from flatout.doctor.checks.check import Findings, check
+from flatout.doctor.checks.signals import at, models
+from flatout.doctor.finding import Finding
+from flatout.observe import Observation
+
+
+@check()
+def look(observation: Observation) -> Findings:
+    """Layers that got batches of a loader that shuffles, with the samples where they take steps."""
+    models(observation)
+    told = set()
+    for layer in observation.over_batch:
+        if layer.site in told:  # those of an encoder are called at one line
+            continue
+        told.add(layer.site)
+        samples, places = layer.shape[:2]
+        yield Finding(
+            kind="danger",
+            what=f"{layer.kind} gets {layer.shape} and runs over its {samples} samples, in the "
+            f"order that the loader has drawn, not over their {places} places: an output depends "
+            "on which samples are beside it in the batch",
+            do="batch_first=True where the layer is made",
+            where=at(layer.site),
+            parity="changes learning",
+        )

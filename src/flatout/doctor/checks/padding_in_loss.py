@@ -1,0 +1,29 @@
+"""A loss counts padding as targets."""
+
+from __future__ import annotations
+
+from flatout.doctor.checks.check import Findings, check
+from flatout.doctor.checks.signals import at, in_losses
+from flatout.doctor.finding import Finding
+from flatout.observe import Observation
+
+_MUCH = 0.1
+"""Share of the targets from which on it is told."""
+
+
+@check()
+def look(observation: Observation) -> Findings:
+    """How many of the targets of cross_entropy are one value at the ends of their rows."""
+    for loss in in_losses(observation, "padding"):
+        value, share = loss.detail["value"], loss.detail["padded"] / max(1, loss.detail["of"])
+        if share < _MUCH:
+            continue
+        # Without a token that ends a row, padding is how a model says that it has ended.
+        yield Finding(
+            kind="danger" if loss.detail["is_ended"] else "note",
+            what=f"{share:.0%} of the loss's targets are padding, {value}: that is easy to tell, "
+            "so the loss falls with it, and the rest weighs that much less",
+            do=f"ignore_index={value} in the loss",
+            where=at(loss.site),
+            parity="changes learning",
+        )

@@ -1,0 +1,63 @@
+"""Padding that a loss counts as a target: places that say nothing, and are easy to get right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flatout.observe.padding import at_the_end
+
+# Fewer rows or places are no sequences; so many rows are looked at.
+_LEAST_ROWS, _LEAST_PLACES, _ROWS = 4, 4, 64
+# Share of the rows of which one value has to be the last before the padding, if that ends them.
+_ENDED = 0.9
+
+
+def padding_in(node: Any) -> dict[str, Any] | None:
+    """What share of the targets of an nll_loss is padding, and whether a token comes before it
+    that ends each row; None where it is left out of the loss, or there is none.
+
+    Args:
+        node: of the graph.
+    """
+    labels = node._saved_target
+    # A loss of each place may be multiplied by a mask, and a class may have no weight.
+    if not node._saved_reduction or node._saved_weight is not None or labels.is_floating_point():
+        return None
+    for rows in _as_rows(node, labels):
+        rows = rows[:_ROWS].cpu()
+        if rows.shape[0] < _LEAST_ROWS or rows.shape[1] < _LEAST_PLACES:
+            continue
+        value = int(rows[:, -1].mode().values)
+        padded = at_the_end(rows == value)
+        if padded and value != node._saved_ignore_index:
+            is_ended = _are_ended(rows, value)
+            return {"value": value, "padded": padded, "of": rows.numel(), "is_ended": is_ended}
+    return None
+
+
+def _as_rows(node: Any, labels: Any) -> list[Any]:
+    """The labels as [samples, places], in either order of what they were flattened from."""
+    if labels.dim() == 3:  # what a loss over [samples, classes, places] makes of them
+        return [labels[:, 0]] if labels.shape[1] == 1 else []
+    child = node
+    for _ in range(4):  # the logarithm of a softmax, and views
+        child = child.next_functions[0][0] if child.next_functions else None
+        if child is None:
+            return []
+        sizes = getattr(child, "_saved_self_sym_sizes", None)
+        if sizes is not None and len(sizes) == 3:
+            first, second = int(sizes[0]), int(sizes[1])
+            if labels.dim() == 1 and first * second == labels.numel():
+                rows = labels.view(first, second)
+                return [rows, rows.t()]
+    return []
+
+
+def _are_ended(rows: Any, value: int) -> bool:
+    """Whether one token comes before the padding of nearly all rows."""
+    counts = (rows != value).flip(1).int().cummax(1).values.sum(1)
+    padded = (counts > 0) & (counts < rows.shape[1])
+    if not bool(padded.any()):
+        return False
+    last = rows[padded].gather(1, counts[padded][:, None] - 1)
+    return bool((last == last.mode(0).values).float().mean() >= _ENDED)
