@@ -13,6 +13,7 @@ from test_cli_doctor_script import TRAIN, command, leftovers
 from typer.testing import CliRunner
 
 from flatout.cache_folder import MARK
+from flatout.cli.doctor import misplaced
 from flatout.cli.main import app
 from flatout.doctor.first_look import STARTING_S, first_look
 
@@ -173,6 +174,16 @@ def test_what_is_no_script_is_refused_before_anything_runs(given, said, tmp_path
     done = CliRunner().invoke(app, ["doctor", *given])
     assert done.exit_code == 2
     assert said in " ".join(done.output.split())
+
+
+def test_options_behind_the_script_are_told_where_no_file_of_it_knows_them(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("from settings import args\n")
+    (tmp_path / "settings.py").write_text("parser.add_argument('--steps')\ntime_budget = 3\n")
+    own = {"--steps", "--budget", "--no-trials", "--json", "-y"}
+    given = ["--steps", "3", "--budget=0", "--no-trials", "-y", "--epochs", "--json=a", "--json"]
+    assert misplaced(given, own, script) == ["--no-trials", "--json"]
+    assert misplaced(given, own, None) == []
 
 
 def test_a_name_that_is_no_text(tmp_path):

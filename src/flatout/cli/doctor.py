@@ -10,8 +10,12 @@ from typing import Annotated
 
 import typer
 
+# So many files beside a script are read for the names of its options.
+_FILES = 100
+
 
 def doctor(
+    context: typer.Context,
     script: Annotated[
         str | None,
         typer.Argument(
@@ -153,6 +157,7 @@ def doctor(
 
     what = [*(["-m"] if is_module else []), script, *(args or [])]
     _set_keras_backend(what)
+    _tell_misplaced(context, what, args or [])
     asked = Asked(
         what=what,
         recipe=recipe_file.place(recipe, force=force),
@@ -192,6 +197,34 @@ def _set_keras_backend(what: list[str]) -> None:
     from flatout.script_source import keras_backend
 
     os.environ.update(keras_backend(script_file(what)))
+
+
+def _tell_misplaced(context: typer.Context, what: list[str], args: list[str]) -> None:
+    """Options of the doctor's that stand behind the script, which knows nothing of them."""
+    from flatout.doctor.script_file import script_file
+
+    own = {name for item in context.command.params for name in item.opts}
+    names = misplaced(args, own, script_file(what))
+    if names:
+        typer.echo(
+            f"{', '.join(names)}: given to the script, as what stands behind it is; the doctor's "
+            "own options come before it",
+            err=True,
+        )
+
+
+def misplaced(args: list[str], own: set[str], script: Path | None) -> list[str]:
+    """Which of a script's arguments are options of the doctor's, by a name that is found in no
+    file beside the script."""
+    names = [arg.partition("=")[0] for arg in args if arg.startswith("--")]
+    mine = [name for name in dict.fromkeys(names) if name in own]
+    if not mine or script is None:
+        return []
+    files = sorted(script.resolve().parent.glob("*.py"))[:_FILES]
+    code = "\n".join(file.read_text("utf-8", errors="replace") for file in files)
+    return [
+        name for name in mine if not re.search(name[2:].replace("-", "[-_]"), code, re.IGNORECASE)
+    ]
 
 
 def _seconds(text: str) -> float:
