@@ -194,6 +194,36 @@ def test_schedules_that_wait_for_a_loss_are_counted_as_others_are(tmp_path):
     assert (stepped.kind, stepped.steps, stepped.first_after) == ("ReduceLROnPlateau", 4, None)
 
 
+GONE = """
+def train(kind, each):
+    rates = torch.optim.lr_scheduler
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = getattr(rates, kind)(optimizer, 10)
+    for step in range(30):
+        model(torch.ones(2, 4)).square().sum().backward()
+        optimizer.step()
+        if each:
+            scheduler.step()
+
+train("CosineAnnealingLR", True)
+train("StepLR", False)
+train("CosineAnnealingWarmRestarts", True)
+"""
+
+
+def test_schedules_that_are_gone_at_the_end_were_counted(tmp_path):
+    """But for those whose class steps without torch's method."""
+    ran, seen = _observe(tmp_path, LOOP + GONE)
+    assert ran.returncode == 0, ran.stderr
+    cosine, forgotten = seen.schedules
+    assert (cosine.kind, cosine.steps, cosine.ends_after, cosine.made_for) == (
+        "CosineAnnealingLR", 30, 10, 10,
+    )  # fmt: skip
+    assert (cosine.first_after, cosine.is_used) == (1, True)
+    assert cosine.stepped_at.code.startswith("scheduler.step()")
+    assert (forgotten.kind, forgotten.steps, forgotten.is_used) == ("StepLR", 0, True)
+
+
 def test_an_exit_code_is_kept(tmp_path):
     ran, seen = _observe(tmp_path, "import sys; sys.exit(3)", python=_python)
     assert ran.returncode == 3

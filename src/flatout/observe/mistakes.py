@@ -57,10 +57,6 @@ class Mistakes:
         self._checkpointed = Checkpointed(torch, watch)
         self._skipped = SkippedSteps(torch, watch)
 
-    def watch_schedules(self) -> None:
-        """Sees again where schedulers are stepped."""
-        self._schedules.watch()
-
     def fill(self, observation: Observation) -> None:
         """Puts what was seen into an Observation; in the thread that steps.
 

@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 from weakref import ref
 
-from flatout.hooks import Hook, wrap
+from flatout.hooks import wrap
 from flatout.observe.observation import Schedule, Site
 from flatout.observe.rate_curves import ends_after, made_for
 from flatout.observe.sites import here
 from flatout.observe.watch import Watch
 
-# Calls are seen in so many steps; how many there were in all they say themselves.
-_STEPS = 8
-
 
 class _Watched:
-    def __init__(self, scheduler: Any, site: Site | None) -> None:
-        self.ref = ref(scheduler)
+    """A scheduler, of which enough is kept to tell of it when it is gone.
+
+    Args:
+        scheduler: as it was made.
+        site: where.
+        gone: called with its id and this when it is.
+    """
+
+    def __init__(
+        self, scheduler: Any, site: Site | None, gone: Callable[[int, _Watched], None]
+    ) -> None:
+        number = id(scheduler)
+        self.ref = ref(scheduler, lambda _: gone(number, self))
+        self.optimizer = ref(scheduler.optimizer)
         self.facts = Schedule(type(scheduler).__name__, site)
-        self.begins_at = int(scheduler.last_epoch)
+        self.begins_at = self.last = int(scheduler.last_epoch)
+        self.is_part = self.is_known = self.is_counted = False
+
+    def ask(self, scheduler: Any) -> None:
+        """Keep when its rate ends, which takes a thousand times as long as a step."""
+        self.facts.ends_after, self.facts.made_for = ends_after(scheduler), made_for(scheduler)
+        self.is_known = True
 
 
 class Schedules:
@@ -29,68 +45,71 @@ class Schedules:
     def __init__(self, module: Any, watch: Watch) -> None:
         self._watch = watch
         self._watched: list[_Watched] = []
-        self._hook: Hook | None = None
+        self._by_id: dict[int, _Watched] = {}
         self._owner = module.LRScheduler
         wrap(self._owner, "__init__", "observe", self._made)
         # It makes itself without the class that it inherits from. When it is stepped first is not
         # looked at: no rate is left out where that comes before the optimizer.
         wrap(module.ReduceLROnPlateau, "__init__", "observe", self._made)
-        self.watch()
-        watch.at(_STEPS, self._end)
+        wrap(self._owner, "step", "observe", self._stepped)
         watch.on_renewal.append(self._begin)
 
     def _begin(self) -> None:
-        for schedule in self._watched:
-            scheduler = schedule.ref()
-            schedule.facts = Schedule(schedule.facts.kind, schedule.facts.site)
-            schedule.begins_at = 0 if scheduler is None else int(scheduler.last_epoch)
-        self.watch()
-
-    def watch(self) -> None:
-        """Sees calls from now on."""
-        if self._hook is None:
-            self._hook = wrap(self._owner, "step", "observe", self._stepped)
-
-    def _end(self) -> None:
-        if self._hook is not None and self._hook.remove():
-            self._hook = None
+        for item in self._watched:
+            scheduler = item.ref()
+            if scheduler is not None:
+                item.last = int(scheduler.last_epoch)
+            item.facts, item.is_known = Schedule(item.facts.kind, item.facts.site), False
+            item.begins_at = item.last
 
     def _made(self, original: Any) -> Any:
         def init(scheduler: Any, *args: Any, **kwargs: Any) -> None:
             original(scheduler, *args, **kwargs)
-            if get_ident() == self._watch.lanes.thread:
-                self._watched.append(_Watched(scheduler, here(1)))
+            if get_ident() != self._watch.lanes.thread:
+                return
+            for part in getattr(scheduler, "_schedulers", ()):
+                if (known := self._by_id.get(id(part))) is not None:
+                    known.is_part = True
+            item = _Watched(scheduler, here(1), self._gone)
+            # Others have a step of their own; how many there were they say as long as they exist.
+            item.is_counted = type(scheduler).step is self._owner.step
+            self._watched.append(item)
+            self._by_id[id(scheduler)] = item
 
         return init
 
+    def _gone(self, number: int, item: _Watched) -> None:
+        if self._by_id.get(number) is item:
+            del self._by_id[number]
+
     def _stepped(self, original: Any) -> Any:
-        lanes = self._watch.lanes
+        lanes, by_id = self._watch.lanes, self._by_id
 
         def step(scheduler: Any, *args: Any, **kwargs: Any) -> None:
             original(scheduler, *args, **kwargs)
-            if getattr(scheduler, "_is_initial", False) or get_ident() != lanes.thread:
+            item = by_id.get(id(scheduler))
+            if item is None or get_ident() != lanes.thread:
                 return
-            for schedule in self._watched:
-                if schedule.ref() is scheduler and schedule.facts.first_after is None:
-                    schedule.facts.first_after = lanes.steps
-                    schedule.facts.stepped_at = here(1)
+            item.last = scheduler.last_epoch
+            if not item.is_known:
+                item.facts.first_after, item.facts.stepped_at = lanes.steps, here(1)
+                item.ask(scheduler)
 
         return step
 
     def results(self) -> list[Schedule]:
-        """What was seen of those that still exist, but for parts of another one."""
+        """What was seen of them, but for parts of another one and for those that are gone and were
+        not counted."""
         result = []
-        alive = [
-            (item, scheduler) for item in self._watched if (scheduler := item.ref()) is not None
-        ]
-        parts = {id(part) for _, whole in alive for part in getattr(whole, "_schedulers", ())}
-        optimizers = [optimizer.ref() for optimizer in self._watch.optimizers]
-        for item, scheduler in alive:
-            if id(scheduler) in parts:
+        optimizers = [optimizer.ref for optimizer in self._watch.optimizers]
+        for item in self._watched:
+            scheduler, facts = item.ref(), item.facts
+            if item.is_part or (scheduler is None and not item.is_counted):
                 continue
-            facts = item.facts
-            facts.steps = int(scheduler.last_epoch) - item.begins_at
-            facts.ends_after, facts.made_for = ends_after(scheduler), made_for(scheduler)
-            facts.is_used = any(scheduler.optimizer is used for used in optimizers)
+            if scheduler is not None:
+                item.last = int(scheduler.last_epoch)
+                item.ask(scheduler)
+            facts.steps = int(item.last) - item.begins_at
+            facts.is_used = any(item.optimizer is used for used in optimizers)
             result.append(facts)
         return result

@@ -344,8 +344,6 @@ class Observer:
         assert self._lapse is not None
         if self._ablations is not None:
             self._ablations.put_back()
-        if self._mistakes is not None:
-            self._mistakes.watch_schedules()
         self._lapse.begin()
 
     def finish(self, ended: str, error: str = "") -> None:
