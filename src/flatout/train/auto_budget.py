@@ -8,12 +8,14 @@ from __future__ import annotations
 
 # Before the first step nothing takes longer, nor a larger share of the run.
 LONGEST_S, _BEFORE_SHARE = 6.0, 0.05
-# Of a short run, at most this share; of a longer one, this many seconds and this share.
-_SHORT_SHARE = 0.045
+# Of a short run, at most this share; of a longer one, this many seconds and this share. A run is
+# planned by plain steps: it lasts about half of that where it is tuned well, so that what tuning
+# takes is a larger share of it.
+_SHORT_SHARE = 0.036
 _FIXED_S, _SHARE = 0.3, 0.0125
 # With the time before the first step it is at most the first share of a run of up to so many
 # seconds, and the second one from so many on.
-_MOST = (0.05, 10.0), (0.02, 60.0)
+_MOST = (0.04, 10.0), (0.02, 60.0)
 # A run of unknown length is taken to last so long, until it has lasted longer.
 _UNKNOWN_S = 20.0
 
