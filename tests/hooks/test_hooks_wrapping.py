@@ -1,5 +1,6 @@
 """Wrappers stand in the order that is written down, whatever comes first, and leave no trace."""
 
+import operator
 import sys
 from functools import wraps
 from itertools import permutations
@@ -36,6 +37,45 @@ def naming(inner, name, calls):
 class Plain:
     def act(self):
         return "acted"
+
+
+def scalars(kind=torch.Tensor):
+    return [torch.ones(()).as_subclass(kind) for _ in range(3)]
+
+
+def test_a_tensor_is_no_sequence_while_its_brackets_are_wrapped_and_after():
+    """C code would ask scalars for their length."""
+
+    class Heir(torch.Tensor):
+        pass
+
+    calls = []
+    hook = wrap(torch.Tensor, "__getitem__", "observe", naming, "observe", calls)
+    try:
+        assert torch.ones(3)[1:].tolist() == [1.0, 1.0]
+        assert calls == ["observe"]
+        for kind in (torch.Tensor, torch.nn.Parameter, Heir):
+            assert torch.tensor(scalars(kind)).tolist() == [1.0, 1.0, 1.0]
+    finally:
+        hook.remove()
+    assert "__getitem__" not in vars(torch.Tensor)
+    for kind in (torch.Tensor, torch.nn.Parameter, Heir):
+        assert torch.as_tensor(scalars(kind)).tolist() == [1.0, 1.0, 1.0]
+    assert torch.ones(3)[1:].tolist() == [1.0, 1.0]
+
+
+def test_what_is_a_sequence_stays_one_with_its_brackets_wrapped():
+    class Rows:
+        def __getitem__(self, number):
+            if number == 2:
+                raise IndexError
+            return number
+
+    hook = wrap(Rows, "__getitem__", "observe", naming, "observe", [])
+    assert list(Rows()) == [0, 1]
+    assert operator.getitem(Rows(), 1) == 1
+    hook.remove()
+    assert list(Rows()) == [0, 1]
 
 
 class Below(Plain):

@@ -1,5 +1,6 @@
 from flatout.hooks.compiling import is_anything_compiled as is_anything_compiled
 from flatout.hooks.compiling import skip_our_frames as skip_our_frames
+from flatout.hooks.item_slot import can_clear as can_clear
 from flatout.hooks.modules import SEARCH_STEPS as SEARCH_STEPS
 from flatout.hooks.modules import ModuleCalls as ModuleCalls
 from flatout.hooks.passing import PassingHook as PassingHook

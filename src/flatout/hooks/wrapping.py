@@ -8,6 +8,8 @@ from functools import update_wrapper
 from typing import Any
 from weakref import WeakSet
 
+from flatout.hooks import item_slot
+
 ORDER = (
     ("ablation", "leaves out what the others would time"),
     ("recording", "keeps what the script hands over, in no lane's time"),
@@ -53,6 +55,8 @@ class _Stack:
         self._is_own = name in vars(owner)
         self._plain = vars(owner).get(name)
         self._outermost: Any = None
+        is_item = name == "__getitem__" and isinstance(owner, type)
+        self._is_no_sequence = is_item and not item_slot.is_sequence(owner)
         _stacks.add(self)
 
     def is_in_place(self) -> bool:
@@ -66,6 +70,8 @@ class _Stack:
             setattr(self.owner, self.name, call)
         else:
             delattr(self.owner, self.name)
+        if self._is_no_sequence and item_slot.can_clear():
+            item_slot.clear(self.owner)
         self._outermost = call
         if self.hooks:
             call._flatout_stack = self

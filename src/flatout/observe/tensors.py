@@ -10,7 +10,7 @@ from time import perf_counter_ns
 from types import FrameType
 from typing import Any
 
-from flatout.hooks import Hook, is_anything_compiled, wrap
+from flatout.hooks import Hook, can_clear, is_anything_compiled, wrap
 from flatout.observe.frequent_calls import FrequentCalls
 from flatout.observe.lanes import BACKWARD, COPY, HOST, INPUT, OPTIMIZER
 from flatout.observe.round_trips import RoundTrips
@@ -149,8 +149,9 @@ class IndexWindow:
         watch.on_renewal.append(self._known.clear)  # the code that it names may be gone by then
 
     def _open(self) -> None:
-        if is_anything_compiled():
-            return  # something is compiled, and would be compiled again
+        # What is compiled would be compiled again; and a tensor must not become a sequence.
+        if is_anything_compiled() or not can_clear():
+            return
         self._hook = wrap(self._torch.Tensor, "__getitem__", "observe", self._timed)
         self._watch.at(self._FROM + self._STEPS, self._close)
 

@@ -1,0 +1,62 @@
+"""The slot by which C code takes a class for a sequence.
+
+CPython fills it when a class is given a `__getitem__`, and leaves it filled when that is taken away
+(`update_slot` in Objects/typeobject.c). A tensor has a `__getitem__` and no such slot: with one,
+`torch.tensor([a, b])` of two scalars asks them for their length and fails.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+# Of Include/typeslots.h.
+_SQ_ITEM = 44
+# Pointers before `tp_as_sequence` in a type, behind its header and size, and before `sq_item`.
+_AS_SEQUENCE, _ITEM = 10, 3
+_POINTER = ctypes.sizeof(ctypes.c_void_p)
+
+
+def is_sequence(owner: type) -> bool:
+    """Whether C code takes a class for a sequence."""
+    return _slot(owner) is not None
+
+
+@cache
+def can_clear() -> bool:
+    """Whether the slot lies where it is looked for in this Python."""
+
+    class Known:
+        def __getitem__(self, number: int) -> int:
+            return number
+
+    known = _slot(Known)
+    return known is not None and _place(Known).value == known
+
+
+def clear(owner: type) -> None:
+    """Let C code take a class, and those that inherit its `__getitem__`, for no sequences.
+
+    Args:
+        owner: a class in Python code; `can_clear` has been asked.
+    """
+    if is_sequence(owner):
+        _place(owner).value = None
+    for heir in owner.__subclasses__():
+        if getattr(heir, "__getitem__", None) is getattr(owner, "__getitem__", None):
+            clear(heir)
+
+
+def _slot(owner: type) -> int | None:
+    get = ctypes.pythonapi.PyType_GetSlot
+    get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_int]
+    found: int | None = get(owner, _SQ_ITEM)
+    return found
+
+
+def _place(owner: type) -> ctypes.c_void_p:
+    """Where the slot of a class lies."""
+    header = object.__basicsize__ + _POINTER
+    methods = ctypes.c_void_p.from_address(id(owner) + header + _AS_SEQUENCE * _POINTER).value
+    assert methods is not None  # a class in Python code has one
+    return ctypes.c_void_p.from_address(methods + _ITEM * _POINTER)
