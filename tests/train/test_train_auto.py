@@ -222,6 +222,26 @@ def test_dropout_behind_flatten_does_not_forbid_it(clock):
     assert loop.resolved.compute.memory_format == "channels_last"
 
 
+class Anneals(nn.Module):
+    """Multiplies by more in each forward, as a schedule within a model does."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return x * self.calls
+
+
+def test_passes_that_are_compared_meet_the_same_buffers(clock):
+    model = small_net()
+    model.append(Anneals())
+    loop = tuned(model, lambda s: 0.01 if s.memory_format == "channels_last" else 0.1, clock)
+    assert loop.resolved.compute.memory_format == "channels_last"
+    assert model[-1].calls == loop.step_count
+
+
 def test_options_are_kept_or_dropped_by_what_was_measured(clock, monkeypatch):
     monkeypatch.setattr(auto, "_has_bf16_units", lambda device: True)
 

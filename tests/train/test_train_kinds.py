@@ -435,3 +435,18 @@ def test_a_dataclass_and_a_loss_of_ones_own_through_the_loop(allow):
         losses.append(loss.item())
     assert found == pytest.approx(sum(losses) / STEPS, rel=0.03)
     assert allow == "tolerant" or same(ours, theirs)
+
+
+def test_keras_layers_with_seeds_of_their_own_draw_the_same_in_looks():
+    keras = pytest.importorskip("keras")
+    if keras.backend.backend() != "torch":
+        pytest.skip("Keras is on another backend")
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Dense(64, "relu"), keras.layers.Dropout(0.5, seed=1)]
+    model = keras.Sequential([keras.Input((4,)), *layers, keras.layers.Dense(CLASSES)])
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    trainer = flatout.Trainer(model, say=quiet, recipe=SHORT)
+    trainer.fit(torch.randn(STEPS * 8, 4), labels(STEPS * 8), batch_size=8, epochs=2, verbose=0)
+    tuning = trainer.history.tuning
+    assert tuning["trials"]
+    assert not [why for why in tuning["dropped"].values() if "differ" in why]

@@ -29,7 +29,7 @@ from flatout.train.auto_search import Option, is_slow
 from flatout.train.loss_value import Compute
 from flatout.train.row_tables import Tables
 from flatout.train.settings import LIVE, Settings
-from flatout.train.snapshot import random_state, set_random_state, untouched
+from flatout.train.snapshot import Moving, random_state, set_random_state, untouched
 from flatout.train.step import Stepper
 
 # The check runs on this part of a batch, and on no fewer samples than this; where even those take
@@ -578,7 +578,8 @@ class FirstCheck:
         return self._take_gradients(loss)
 
     def _begin_pass(self) -> None:
-        """Each draws the same random numbers, and has gradients of its own."""
+        """Each draws the same random numbers, meets the same buffers, and has its own gradients."""
+        self._moved.put_back()  # as Keras' seeds, or what a spectral norm goes on from
         set_random_state(self._random)
         self._stepper.update.begin()
 
@@ -614,6 +615,8 @@ class FirstCheck:
         """All that passes change is as before behind it; settings stay."""
         model = self._stepper.switch.model
         kept = [(p, p.grad) for p in adapter_of(model).parameters()]
+        self._moved = Moving(model, draws=False)
+        self._moved.keep()
         try:
             with untouched(model, self.compute):
                 yield
