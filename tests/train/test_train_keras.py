@@ -114,6 +114,33 @@ def test_the_steps_are_those_of_keras(name, fused):
         np.testing.assert_allclose(a.numpy(), b.numpy(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("first_scale", [2.0**15, 2.0**36])
+def test_losses_are_scaled_as_keras_scales_them_in_half_precision(first_scale):
+    """Gradients of this loss are 0 in float16; those of one scaled by too much are infinite."""
+
+    def make():
+        keras.utils.set_random_seed(0)
+        policy = keras.DTypePolicy("mixed_float16")
+        hidden = layers.Dense(16, activation="relu", dtype=policy)
+        model = keras.Sequential([layers.Input((5,)), hidden, layers.Dense(3, dtype=policy)])
+        optimizer = keras.optimizers.LossScaleOptimizer(
+            keras.optimizers.Adam(0.01), initial_scale=first_scale, dynamic_growth_steps=7
+        )
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(optimizer, loss, loss_weights=[1e-5])
+        return model
+
+    theirs, ours = twins(make)
+    x, y = points()
+    arguments = {"batch_size": 16, "epochs": 6, "shuffle": False, "verbose": 0}
+    there = theirs.fit(x, y, **arguments)
+    here = quiet(ours, allow="exact").fit(x, y, **arguments)
+    assert_same_history(here.history, there.history, 1e-4)
+    assert_same_weights(ours, theirs, 1e-4)
+    assert float(ours.optimizer.dynamic_scale) == float(theirs.optimizer.dynamic_scale)
+    assert int(ours.optimizer.iterations) == int(theirs.optimizer.iterations)
+
+
 class Leaves(keras.callbacks.Callback):
     """Leaves gradients in the model before every batch, as another loss's backward does."""
 

@@ -51,6 +51,14 @@ class TorchOptimizer:
             for group in self.given.param_groups
         )
 
+    def scaler(self, device: str) -> torch.amp.GradScaler | None:
+        """None: it takes gradients of a loss as it is.
+
+        Args:
+            device: type of the device that it is on.
+        """
+        return None
+
     def second(self, parameters: Sequence[Sequence[torch.Tensor]]) -> torch.optim.Optimizer:
         """One of the same class and options, as it would be unpickled, without hooks and state.
 

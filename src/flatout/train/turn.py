@@ -9,7 +9,7 @@ import torch
 
 from flatout.data import Batch
 from flatout.errors import CheckpointError, FlatoutError
-from flatout.optim import Optimizers, Update, as_tuple
+from flatout.optim import Optimizers, Update, as_tuple, optimizer_adapter
 from flatout.train.running_mean import RunningMean
 from flatout.train.settings import Switch
 
@@ -150,7 +150,8 @@ class Turns:
             )
             update.across = self._across
             pieces = self.joint.pieces if self._by_places else 1
-            turn = self._by_places[places] = Turn(places, update, self._scaler(), pieces)
+            scaler = self._scaler(places)
+            turn = self._by_places[places] = Turn(places, update, scaler, pieces)
         return turn
 
     def sum_across(self, across: Callable[[torch.Tensor], None] | None) -> None:
@@ -164,12 +165,14 @@ class Turns:
         """The settings are others: look at the optimizers again."""
         for turn in self:
             turn.update.refresh()
-            if self._switch.now.precision != "fp16":
-                turn.scaler = None
-            elif turn.scaler is None:
-                turn.scaler = self._scaler()
+            scaler = self._scaler(turn.places)
+            if scaler is None or turn.scaler is None:
+                turn.scaler = scaler
 
-    def _scaler(self) -> torch.amp.GradScaler | None:
-        if self._switch.now.precision != "fp16":
-            return None
-        return torch.amp.GradScaler(self._switch.device.type)
+    def _scaler(self, places: tuple[int, ...]) -> torch.amp.GradScaler | None:
+        """Of the loss that these optimizers step; None where none is needed."""
+        device = self._switch.device.type
+        optimizers = [optimizer_adapter(self._switch.optimizers[place]) for place in places]
+        asked = next(filter(None, (one.scaler(device) for one in optimizers)), None)
+        is_half = self._switch.now.precision == "fp16"
+        return torch.amp.GradScaler(device) if asked is None and is_half else asked

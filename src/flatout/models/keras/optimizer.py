@@ -101,6 +101,16 @@ class KerasOptimizer(torch.optim.Optimizer):
         made = [variable(value, dtype=str(value.dtype)[6:], name="like") for value in values]
         return KerasOptimizer(type(self.keras).from_config(config), made)
 
+    def scaler(self, device: str) -> torch.amp.GradScaler | None:
+        """What scales the loss as Keras does under mixed_float16; None where it does not.
+
+        Args:
+            device: type of the device that it is on.
+        """
+        is_half = any(p.dtype is torch.float16 for p in self._parameters)
+        scales = hasattr(self.keras, "dynamic_scale") and not is_half
+        return _Scaler(self.keras, device) if scales else None
+
     def drives(self, optimizer: Any, variables: Sequence[Any]) -> bool:
         """Whether this is that optimizer over these variables: `compile` may have come between."""
         driven = {*map(id, self._variables)}
@@ -243,7 +253,7 @@ class KerasOptimizer(torch.optim.Optimizer):
             if self.param_groups[0].get("fused") and len(complete) == len(gradients):
                 self._step_fused(complete, parts)
             else:
-                with _unscaled(self.keras, complete), self._own_rates(parts):
+                with _unscaled(self.keras), self._own_rates(parts):
                     self.keras.apply(gradients, variables)
 
     def _step_fused(self, gradients: Tensors, parts: Sequence[tuple[float, list[Any]]]) -> None:
@@ -525,18 +535,39 @@ def _unclipped(optimizer: Any) -> Iterator[None]:
         del vars(optimizer)["_clip_gradients"]
 
 
+class _Scaler(torch.amp.GradScaler):
+    """Scales losses by the rule of a `LossScaleOptimizer`, which is told the scale in each step.
+
+    So a `.keras` file and the next fit go on from there.
+    """
+
+    def __init__(self, optimizer: Any, device: str) -> None:
+        scale, steps = float(optimizer.dynamic_scale.value), optimizer.dynamic_growth_steps
+        super().__init__(device, init_scale=scale, growth_interval=steps)
+        self._keras = optimizer
+
+    @torch.no_grad()
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        super().update(new_scale)
+        self._keras.dynamic_scale.value.copy_(self._scale)
+
+
 @contextmanager
-def _unscaled(optimizer: Any, gradients: Tensors) -> Iterator[None]:
-    """Keras divides gradients by the scale of the loss; here the loss was not multiplied by it."""
+def _unscaled(optimizer: Any) -> Iterator[None]:
+    """Keras divides gradients by the scale of the loss; those that it gets here are divided."""
     factor = optimizer.loss_scale_factor
-    if hasattr(optimizer, "dynamic_scale"):  # LossScaleOptimizer, which also watches for overflow
-        torch._foreach_mul_(gradients, optimizer.dynamic_scale.value)
+    dynamic = getattr(optimizer, "dynamic_scale", None)  # LossScaleOptimizer
+    if dynamic is not None:
+        scale = dynamic.value.clone()
+        dynamic.value.fill_(1.0)
     elif factor is not None:
         optimizer.loss_scale_factor = None
     try:
         yield
     finally:
         optimizer.loss_scale_factor = factor
+        if dynamic is not None:
+            dynamic.value.mul_(scale)
 
 
 def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
