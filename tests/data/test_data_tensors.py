@@ -113,3 +113,13 @@ def test_a_bad_batch_is_named(value, words):
 
 def test_weights_may_come_without_targets():
     assert isinstance(as_batch((torch.ones(2), None, torch.ones(2)), "here"), Batch)
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_nested_tensors_are_refused_with_what_to_do(layout):
+    nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], layout=layout)
+    with pytest.raises(
+        DataError, match="inputs: expected a dense tensor, found a nested"
+    ) as caught:
+        as_tensor("inputs", nested)
+    assert "to_padded_tensor" in caught.value.do

@@ -38,9 +38,15 @@ def as_tensor(name: str, value: Any, where: str | None = None) -> Tensor:
     """A tensor of the same dtype; numpy arrays share their memory with it where torch can.
 
     Raises:
-        DataError: `value` is no array, holds something else than numbers, or is sparse.
+        DataError: `value` is no array, holds something else than numbers, or is sparse or nested.
     """
     if isinstance(value, Tensor):
+        if value.is_nested:
+            raise DataError(
+                f"{name}: expected a dense tensor, found a nested one",
+                where=where,
+                do="give torch.nested.to_padded_tensor(...) and lengths, and nest it in forward",
+            )
         if value.layout != torch.strided:
             raise DataError(
                 f"{name}: expected a dense tensor, found layout {value.layout}",
