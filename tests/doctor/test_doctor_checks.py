@@ -554,6 +554,10 @@ ROWS = {
         job(optimizer={"gradient_looks": 2, "cut": ["body.weight"]}),
         kind="danger",
     ),
+    "gradients_discarded": Row(
+        job(optimizer={"discarded": (6, 8), "discarded_site": HERE}), job(), job(optimizers=[]),
+        kind="danger",
+    ),
     "layers_in_list": Row(
         job(model={"unregistered": ["layers[0].weight [64, 64]"]}), job(), job(models=[]),
         kind="danger",
@@ -1177,6 +1181,15 @@ def test_dropout_that_is_not_told_endangers_what_is_evaluated():
     assert (found.kind, "goes on dropping" in found.what) == ("danger", True)
     (found,) = look_of("eval_missing")(job(dropouts=[HERE]))
     assert found.kind == "note"
+
+
+def test_an_optimizer_without_any_gradient_does_nothing():
+    idle = {"steps_without": (8, 8), "gradient_looks": 0}
+    (found,) = look_of("parameters_unreached")(job(optimizer=idle))
+    assert (found.kind, "they stay as they are" in found.what) == ("danger", True)
+    for now_and_then in ({"steps_without": (7, 8)}, {"steps_without": (3, 3)}):
+        seen = job(optimizer=now_and_then | {"gradient_looks": 7})
+        assert not look_of("parameters_unreached")(seen)
 
 
 def test_padding_without_a_token_before_it_may_be_meant():

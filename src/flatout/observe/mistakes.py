@@ -22,6 +22,7 @@ from flatout.observe.scalers import Scalers
 from flatout.observe.schedules import Schedules
 from flatout.observe.sites import read
 from flatout.observe.skipped import SkippedSteps
+from flatout.observe.step_gradients import StepGradients
 from flatout.observe.switches import Switches
 from flatout.observe.tables import Tables
 from flatout.observe.unused_gradients import GradientUse
@@ -43,6 +44,7 @@ class Mistakes:
         self._switches = Switches(torch, watch)  # first: what the others switch is none of those
         self._graphs = LossGraphs(torch, watch)
         Gradients(torch, watch)
+        StepGradients(torch, watch)
         FirstUpdate(watch)
         self._uses = GradientUse(torch, watch)
         self._kept = KeptLosses(torch, watch)

@@ -256,6 +256,10 @@ class Optimizer:
             off, by the line no_grad_site.
         cut: names of the first parameters of a model, of layers that are called with gradients
             but get none, where all later ones do.
+        steps_without: before how many steps none of its parameters had a gradient, of how many that
+            were looked at.
+        discarded: gradients of how many backward passes were zeroed before a step, of how many, at
+            discarded_site; None where a step has used those of all its batches.
         first_change: of how many of its matrices the change in the first step was seen, and the
             median of what it is of their own size, as root mean squares; None of fewer than three.
     """
@@ -285,6 +289,9 @@ class Optimizer:
     without_grad: list[str] = field(default_factory=list)
     no_grad_site: Site | None = None
     cut: list[str] = field(default_factory=list)
+    steps_without: tuple[int, int] | None = None
+    discarded: tuple[int, int] | None = None
+    discarded_site: Site | None = None
     first_change: tuple[int, float] | None = None
 
 

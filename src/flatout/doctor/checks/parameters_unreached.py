@@ -17,12 +17,15 @@ def look(observation: Observation) -> Findings:
 
     It is a danger where layers at the front are called with gradients and all that come after
     them learn: their result was cut off the graph. So it is where layers in train mode are always
-    called under no_grad. What is at the end may be left unused.
+    called under no_grad, and where an optimizer steps without any gradient. What is at the end may
+    be left unused.
     """
+    idle = [optimizer for optimizer in observation.optimizers if _has_none(optimizer)]
+    yield from map(_of_none, idle)
     known = [
         optimizer for optimizer in observation.optimizers if optimizer.gradient_looks >= _LOOKS
     ]
-    if not known:
+    if not known and not idle:
         raise NoSignal(f"gradients were looked at after fewer than {_LOOKS} steps")
     for optimizer in known:
         if optimizer.cut:
@@ -31,6 +34,24 @@ def look(observation: Observation) -> Findings:
             yield _without_grad(optimizer)
         elif optimizer.unreached or optimizer.orphans:
             yield _unreached(optimizer)
+
+
+def _has_none(optimizer: Optimizer) -> bool:
+    without, of = optimizer.steps_without or (0, 0)
+    return without == of >= _LOOKS and not optimizer.gradient_looks
+
+
+def _of_none(optimizer: Optimizer) -> Finding:
+    _, of = optimizer.steps_without or (0, 0)
+    return Finding(
+        kind="danger",
+        what=f"none of this optimizer's {optimizer.parameters} parameters has a gradient before "
+        f"any of the {of} steps that were looked at: they stay as they are",
+        do="look between their model and its loss for no_grad(), detach(), .data or numpy(); or "
+        "for a zero_grad() between backward and step",
+        where=at(optimizer.site),
+        parity="changes learning",
+    )
 
 
 def _cut(optimizer: Optimizer) -> Finding:

@@ -1,0 +1,27 @@
+"""Gradients of most batches are zeroed before a step has used them."""
+
+from __future__ import annotations
+
+from flatout.doctor.checks.check import Findings, NoSignal, check
+from flatout.doctor.checks.signals import at
+from flatout.doctor.finding import Finding
+from flatout.observe import Observation
+
+
+@check()
+def look(observation: Observation) -> Findings:
+    """Where several batches go into a step, and each zeroes the gradients of the one before."""
+    if not observation.optimizers:
+        raise NoSignal("no optimizer was seen")
+    for optimizer in observation.optimizers:
+        if optimizer.discarded is None:
+            continue
+        lost, of = optimizer.discarded
+        yield Finding(
+            kind="danger",
+            what=f"the gradients of {lost} of {of} batches that were looked at are zeroed here, "
+            "before a step has used them: it goes by the last batch alone",
+            do="zero_grad() right after step(), under the same condition",
+            where=at(optimizer.discarded_site),
+            parity="changes learning",
+        )
