@@ -45,20 +45,26 @@ class _Followed:
         self.pending = self.discarded = 0
         self.zeroed_at: Site | None = None
         self._gradient: Any = None
+        self._was_set = False
 
     def _added(self, tensor: Any) -> None:
         self.pending += 1
         self._gradient = tensor.grad
 
-    @property
-    def is_set(self) -> bool:
+    def look(self) -> None:
+        """Before something that may zero it."""
+        self._was_set = self._is_set()
+
+    def look_again(self, site: Site | None) -> None:
+        """After that, at this line."""
+        if self._was_set and not self._is_set():
+            self.discarded += self.pending
+            self.pending = 0
+            self.zeroed_at = site
+
+    def _is_set(self) -> bool:
         gradient = self.tensor.grad
         return gradient is not None and bool(local(gradient).any())
-
-    def is_zeroed(self, site: Site | None) -> None:
-        self.discarded += self.pending
-        self.pending = 0
-        self.zeroed_at = site
 
     @property
     def is_of_last(self) -> bool:
@@ -147,10 +153,10 @@ class StepGradients:
             followed = self._followed
             if followed is None or not followed.pending or get_ident() != lanes.thread:
                 return original(owner, *args, **kwargs)
-            was_set = followed.is_set
+            site = here(1)
+            self._watch.aside(followed.look)
             result = original(owner, *args, **kwargs)
-            if was_set and not followed.is_set:
-                followed.is_zeroed(here(1))
+            self._watch.aside(lambda: followed.look_again(site))
             return result
 
         return zero_grad
