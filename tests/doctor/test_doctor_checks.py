@@ -28,6 +28,7 @@ from flatout.observe import (
     Observation,
     Optimizer,
     OverBatch,
+    RepeatedSeed,
     Scaling,
     Schedule,
     Site,
@@ -94,6 +95,7 @@ def healthy(**changes):
         loss_looks=8,
         in_losses=[InLoss("labels", HERE, 8, 8, {"batches": 8, "of_one": 0, "alone": []})],
         switched_on=[],
+        repeated_seeds=[],
     )  # fmt: skip
     for name, value in changes.items():
         setattr(seen, name, value)
@@ -589,6 +591,12 @@ ROWS = {
     ),
     "batch_first_missing": Row(
         job(over_batch=[OverBatch("LSTM", HERE, [32, 40, 16], 3)] * 2), job(), job(models=[]),
+        kind="danger",
+    ),
+    "seed_repeated": Row(
+        job(repeated_seeds=[RepeatedSeed("numpy.random.default_rng", HERE, [0, 10, 20])]),
+        job(),
+        job(repeated_seeds=None),
         kind="danger",
     ),
     "recurrent_by_step": Row(
@@ -1649,3 +1657,23 @@ def test_float64_costs_half_of_the_computing_and_deterministic_algorithms_are_a_
     assert (double.kind, double.cost_ms, double.is_estimate) == ("slow", 4.75, True)
     (noted,) = look(job(switched_on=["deterministic_algorithms"]))
     assert (noted.kind, noted.cost_ms) == ("note", None)
+
+
+def test_a_seed_that_comes_again_is_told_once():
+    look = look_of("seed_repeated")
+    order = RepeatedSeed("torch.randperm", HERE, [0, 10])
+    (found,) = look(job(repeated_seeds=[order]))
+    assert found.what.startswith("torch.randperm gave the same order each time, after 0, 10 steps")
+    seeds = [order, *(RepeatedSeed(f"{name}.seed", HERE, [0, 10]) for name in ("numpy", "torch"))]
+    (found,) = look(job(repeated_seeds=seeds))
+    assert found.what.startswith("numpy.seed begins with the same seed each time")
+    assert "so do torch.seed (" in found.what
+    # A loader's order is told by another check.
+    assert not list(look(job(repeated_seeds=[order], loader={"hashes": [1, 1]})))
+
+
+def test_labels_that_lie_sorted_in_a_column_are_told_with_its_name():
+    detail = {"batches": 8, "of_one": 8, "alone": [0], "classes": 3}
+    lies = in_loss("labels", **detail, lies=["table['grade']", 3, 900])
+    (found,) = look_of("labels_sorted")(job(**lies))
+    assert "the 900 labels in table['grade'] lie sorted by their 3 classes" in found.what

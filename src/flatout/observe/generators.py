@@ -38,7 +38,7 @@ class Draws:
             self.states.append(self._now())
 
     def _now(self) -> dict[str, int]:
-        own = {name: _number(_state(generator)) for name, generator in self._own.items()}
+        own = {name: number_of_state(generator) for name, generator in self._own.items()}
         return states_of_process() | own
 
 
@@ -53,6 +53,11 @@ def states_of_process() -> dict[str, int]:
     if numpy is not None:
         result["numpy"] = _number(numpy.random.get_state(legacy=False))
     return result
+
+
+def number_of_state(generator: Any) -> int:
+    """A number for the state that a generator is in, of NumPy, torch or `random`."""
+    return _number(_state(generator))
 
 
 def drawn_alike(workers: list[list[dict[str, int]]]) -> tuple[str, list[int]]:

@@ -61,10 +61,8 @@ _REDUCED = (
     "BinaryCrossEntropyBackward0",
 )
 _MEANS, _SUMS = 1, 2  # as torch numbers reductions
-# Fewer labels in a batch say nothing of their order.
-_LEAST_LABELS = 8
 # Of several graphs these are added up.
-_ADDED = ("hidden", "of", "batches", "of_one", "padded")
+_ADDED = ("hidden", "of", "padded")
 _FILE = re.compile(r'File "(.*)", line (\d+)')
 
 
@@ -172,10 +170,8 @@ class LossGraphs:
         for name in _ADDED:
             if name in before:
                 fact.detail[name] += before[name]
-        if "alone" in before:
-            fact.detail["alone"] = sorted({*before["alone"], *value.detail["alone"]})
         fact.site = fact.site or _site_of(value.node)
-        return fact.site is None and value.kind != "labels"
+        return fact.site is None
 
     def _note_reduction(self, node: Any) -> None:
         """How the loss of one of the batches of a step was reduced."""
@@ -231,7 +227,6 @@ class LossGraphs:
                 yield from _twice(node, name, parent)
             if name in _NLL and not has_labels:
                 has_labels = True
-                yield from _labels(self._torch, node)
                 padding = padding_in(node)
                 if padding is not None:
                     yield _Sign("padding", node, padding)
@@ -339,28 +334,6 @@ def _twice(node: Any, name: str, parent: Any) -> Iterator[_Sign]:
         yield _Sign("twice", node, {"outer": outer, "inner": activation})
     elif name in _NLL and inner.name() in _LAYERS:
         yield _Sign("twice", node, {"outer": outer, "inner": "a layer"})
-
-
-def _labels(torch: Any, node: Any) -> Iterator[_Sign]:
-    """How many classes a batch of labels holds."""
-    labels = node._saved_target
-    if labels.dim() != 1 or labels.numel() < _LEAST_LABELS or labels.is_floating_point():
-        return
-    labels = labels[labels >= 0]
-    if labels.numel() < _LEAST_LABELS:
-        return
-    classes = torch.unique(labels).tolist()
-    is_one = len(classes) == 1
-    yield _Sign(
-        "labels",
-        node,
-        {
-            "batches": 1,
-            "of_one": int(is_one),
-            "alone": [int(classes[0])] if is_one else [],
-            "classes": int(node._saved_self.shape[1]),
-        },
-    )
 
 
 def _shape(node: Any) -> tuple[int, ...]:

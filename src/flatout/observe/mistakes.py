@@ -14,10 +14,12 @@ from flatout.observe.gradients import Gradients
 from flatout.observe.growing import GrowingHistories
 from flatout.observe.held_out import compare, sets_of
 from flatout.observe.kept_graphs import KeptLosses
+from flatout.observe.labels import Labels
 from flatout.observe.loss_graphs import LossGraphs
 from flatout.observe.observation import Observation
 from flatout.observe.record import read_sites
 from flatout.observe.recurrent import Recurrent
+from flatout.observe.repeated_seeds import RepeatedSeeds
 from flatout.observe.scalers import Scalers
 from flatout.observe.schedules import Schedules
 from flatout.observe.sites import read
@@ -35,14 +37,17 @@ class Mistakes:
     Args:
         torch: the module.
         watch: what is filled in.
-        scalers: watched since before torch was there.
+        scalers, seeds: watched since before torch was there.
     """
 
-    def __init__(self, torch: Any, watch: Watch, scalers: Scalers) -> None:
+    def __init__(self, torch: Any, watch: Watch, scalers: Scalers, seeds: RepeatedSeeds) -> None:
         self._watch = watch
         self._scalers = scalers
+        self._seeds = seeds
+        seeds.hook_torch(torch)
         self._switches = Switches(torch, watch)  # first: what the others switch is none of those
         self._graphs = LossGraphs(torch, watch)
+        self._labels = Labels(torch, watch)
         Gradients(torch, watch)
         StepGradients(torch, watch)
         FirstUpdate(watch)
@@ -73,6 +78,7 @@ class Mistakes:
             self._fill_growing,
             self._fill_gradients,
             self._fill_kept_graphs,
+            self._fill_seeds,
             self._compare,
             self._tables.fill,
             _read_sites,
@@ -81,7 +87,7 @@ class Mistakes:
 
     def _fill_losses(self, observation: Observation) -> None:
         observation.loss_looks = self._graphs.looks
-        signs = self._graphs.signs.values()
+        signs = [*self._graphs.signs.values(), *self._labels.results()]
         observation.in_losses = [*signs, *self._skipped.lines, *self._functional.lines]
 
     def _fill_schedules(self, observation: Observation) -> None:
@@ -106,6 +112,9 @@ class Mistakes:
     def _fill_kept_graphs(self, observation: Observation) -> None:
         observation.kept_graphs = self._kept.found
 
+    def _fill_seeds(self, observation: Observation) -> None:
+        observation.repeated_seeds = self._seeds.results()
+
     def _compare(self, observation: Observation) -> None:
         """Of training and validation; that is noted in the facts of each."""
         compare(list(sets_of(self._watch.loaders, self._tables.results())), self._scalers)
@@ -123,6 +132,7 @@ def _read_sites(observation: Observation) -> None:
             *observation.over_batch,
             *observation.unused_gradients,
             *observation.kept_graphs,
+            *(observation.repeated_seeds or ()),
             *scalings,
         ]
     )

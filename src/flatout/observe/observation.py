@@ -332,8 +332,8 @@ class InLoss:
         kind: "twice" (a loss is given what it would compute itself), "pairs" (output and target
             were broadcast against one another), "nan" (some were replaced), "skipped" (some
             losses were none, and the script went on without a step), "labels" (of how many
-            classes), "padding" (is counted as a target), "undivided" (means of several batches
-            were added up for a step).
+            classes, and how they lie in the column that they come from), "padding" (is counted as a
+            target), "undivided" (means of several batches were added up for a step).
         site: the user's line, where torch could note it.
         count: in how many graphs.
         steps: up to which step.
@@ -542,6 +542,22 @@ class UnusedGradients:
     elements: int = 0
     share: float = 0.0
     count: int = 0
+
+
+@dataclass
+class RepeatedSeed:
+    """A generator that is set back to the same seed while training goes on.
+
+    Attributes:
+        kind: what seeds it, such as "numpy.random.default_rng", or "torch.randperm", which has
+            drawn the same order again.
+        site: where.
+        steps: that had ended each time.
+    """
+
+    kind: str
+    site: Site | None = None
+    steps: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -792,6 +808,7 @@ class Observation:
         gradient_uses: how many backward passes were followed to the step that uses their gradients,
             where several optimizers or models take part; unused_gradients: what no step used.
         kept_graphs: names of the script's that hold on to the graphs of past steps.
+        repeated_seeds: generators that draw the same numbers again; None where no one looked.
         schedules: of learning rates.
         epoch_loops: loops of the user's own that go through epochs: the line, and how many turns.
         run_steps: that the script would take, by the lengths of the loops that it is in; None where
@@ -884,6 +901,7 @@ class Observation:
     gradient_uses: int = 0
     unused_gradients: list[UnusedGradients] = field(default_factory=list)
     kept_graphs: list[KeptGraphs] = field(default_factory=list)
+    repeated_seeds: list[RepeatedSeed] | None = None
     schedules: list[Schedule] = field(default_factory=list)
     epoch_loops: list[tuple[Site, int]] = field(default_factory=list)
     run_steps: int | None = None

@@ -56,6 +56,7 @@ from flatout.observe.other_threads import OtherThreads
 from flatout.observe.outputs import watch_garbage, watch_outputs, watch_torch
 from flatout.observe.parallel import watch_parallel
 from flatout.observe.record import observation
+from flatout.observe.repeated_seeds import RepeatedSeeds
 from flatout.observe.rewriting import Rewriting
 from flatout.observe.run_script import compiled, run, show_as_python_does, traceback_of
 from flatout.observe.scalers import Scalers
@@ -141,6 +142,7 @@ class Observer:
         self._lines = LineSampler(self.watch)
         self._threads = OtherThreads(self.watch)
         self._scalers = Scalers(self.watch)
+        self._seeds = RepeatedSeeds(self.watch)
         watch_copies(self.watch)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._workers = self._path.with_name(f".workers-{self._place.rank}")
@@ -202,7 +204,7 @@ class Observer:
         watch_collectives(torch, self.watch)
         IndexWindow(torch, self.watch)
         self._graphs = Graphs(torch, self.watch, self._meters)
-        self._mistakes = Mistakes(torch, self.watch, self._scalers)
+        self._mistakes = Mistakes(torch, self.watch, self._scalers, self._seeds)
         self._models = Models(torch, self.watch)
         self._device = DeviceMemory(torch, self.watch)
         self._modules = ModuleTimes(torch, self.watch)

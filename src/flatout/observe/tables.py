@@ -213,6 +213,11 @@ def _named_in(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
         frame = frame.f_back
 
 
+def named_here() -> Iterator[tuple[str, Any]]:
+    """What the names of the user's frames above the caller mean, and what is within."""
+    return _named_in(sys._getframe(1))
+
+
 def _within(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """What a tuple, list or dict holds, or an object of a class of the user's."""
     if isinstance(value, (tuple, list)) and len(value) <= _FEW:

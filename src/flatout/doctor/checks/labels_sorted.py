@@ -38,6 +38,16 @@ def look(observation: Observation) -> Findings:
             )
             return
     for label in labels:
+        if label.detail.get("lies"):
+            name, classes, samples = label.detail["lies"]
+            yield _finding(
+                f"the {samples:,} labels{f' in {name}' * bool(name)} lie sorted by their {classes} "
+                "classes, and are taken in that order",
+                at(label.site),
+                _DO,
+            )
+            return
+    for label in labels:
         if _is_pure(label):
             pure, batches = label.detail["of_one"], label.detail["batches"]
             kinds = len(label.detail["alone"])
@@ -47,6 +57,7 @@ def look(observation: Observation) -> Findings:
                 at(label.site),
                 _DO,
             )
+            return
 
 
 def _is_sorted(loader: Loader) -> bool:

@@ -1,0 +1,54 @@
+"""A generator is seeded again while training goes on, each time with the same seed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flatout.doctor.checks.check import Findings, NoSignal, check
+from flatout.doctor.checks.signals import at, training_loaders
+from flatout.doctor.finding import Finding
+from flatout.observe import Observation, RepeatedSeed
+
+_ORDER = "torch.randperm"
+_NAMED = 3
+
+
+@check()
+def look(observation: Observation) -> Findings:
+    """Whether a line seeds a generator that training draws from, always alike."""
+    repeated = observation.repeated_seeds
+    if repeated is None:
+        raise NoSignal("it was not looked at who seeds random numbers")
+    # Where a generator is known that was set back, the orders that it draws are no news.
+    seeds = [item for item in repeated if item.kind != _ORDER] or list(repeated)
+    if _is_told_of_loader(observation):
+        seeds = [item for item in seeds if not item.kind.startswith("torch.")]
+    if seeds:
+        yield _finding(seeds)
+
+
+def _is_told_of_loader(observation: Observation) -> bool:
+    """Whether the same order of a loader's is named by itself."""
+    hashes = [loader.hashes or [] for loader in training_loaders(observation) if loader.shuffles]
+    return any(len(item) > 1 and len(set(item)) == 1 for item in hashes)
+
+
+def _finding(seeds: Sequence[RepeatedSeed]) -> Finding:
+    first = seeds[0]
+    steps = [f"{step:,}" for step in first.steps[:_NAMED]]
+    more = ", ..." if len(first.steps) > _NAMED else ""
+    when = f"after {', '.join(steps)}{more} steps"
+    others = ", ".join(f"{item.kind} ({at(item.site)})" for item in seeds[1:_NAMED])
+    also = f"; so do {others}" if others else ""
+    what = (
+        f"{first.kind} gave the same order each time, {when}"
+        if first.kind == _ORDER
+        else f"{first.kind} begins with the same seed each time, {when}"
+    )
+    return Finding(
+        kind="danger",
+        what=f"{what}{also}: orders, noise and augmentation come again as they were",
+        do="seed once, before the first epoch, or draw from seed + epoch",
+        where=at(first.site),
+        parity="changes learning",
+    )

@@ -1,0 +1,271 @@
+"""Labels of the batches that are trained on, by the tensor that enters the loss, whatever its name.
+
+In the first steps they are taken down, and compared with the columns that the script holds: one of
+which they are the beginning, and in which each class lies in one piece, is gone through sorted.
+Where all batches were of one class, later ones are looked at now and then, if no column says more.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from threading import get_ident
+from typing import Any
+
+from flatout.hooks import Hook, is_anything_compiled, wrap
+from flatout.observe.label_columns import (
+    Lies,
+    column_of,
+    columns_of_dataset,
+    columns_of_names,
+)
+from flatout.observe.observation import InLoss, Site
+from flatout.observe.quick import AFTER_STEPS
+from flatout.observe.sites import here
+from flatout.observe.tables import named_here
+from flatout.observe.watch import Watch
+
+# Steps in which the hook for the first ones is gone, and the one in which it is decided.
+_FROM, _UNTIL = AFTER_STEPS, AFTER_STEPS + 4
+# Nodes of a graph that are looked at, from the loss on; losses that are told apart.
+_NODES, _LOSSES = 256, 8
+_OF_CLASSES = ("NllLossBackward0", "NllLoss2DBackward0")
+_OF_TWO = ("BinaryCrossEntropyWithLogitsBackward0", "BinaryCrossEntropyBackward0")
+# Fewer labels in a batch say nothing of their order, nor do fewer batches.
+_LEAST, _BATCHES = 8, 6
+# Share of the batches of one class from which on later ones are looked at; each so much later.
+_PURE, _LATER = 0.75, 1.3
+# Of two classes that a loss is told as 0 and 1, such as by the two halves of a GAN, the class may
+# change once in so many batches.
+_CHANGES = 1 / 3
+# Steps by which one window of a series may follow another, and steps of training that are asked.
+_STRIDES, _ASKED = 64, 3
+
+
+@dataclass
+class _Seen:
+    """Labels that entered a loss.
+
+    Attributes:
+        site: the line of the backward pass.
+        classes: how many there can be.
+        batches, of_one: how many were looked at, and of these hold a single class.
+        alone: the classes that were alone.
+        changes: how often the next batch of one class had another one.
+        is_of_two: whether they came as 0 and 1, not as numbers of classes.
+        first: those of the first batches, one after the other.
+        lies: the column of which they are the beginning.
+    """
+
+    site: Site | None
+    classes: int
+    is_of_two: bool
+    batches: int = 0
+    of_one: int = 0
+    alone: list[int] = field(default_factory=list)
+    changes: int = 0
+    steps: int = 0
+    first: list[int] = field(default_factory=list)
+    batch_size: int = 0
+    lies: Lies | None = None
+
+    def add(self, labels: list[int], step: int) -> None:
+        """A batch of these."""
+        self.batches += 1
+        self.steps = step
+        self.batch_size = self.batch_size or len(labels)
+        if step <= _UNTIL:
+            self.first += labels
+        if len(set(labels)) > 1:
+            return
+        self.of_one += 1
+        if labels[0] in self.alone[-1:]:
+            return
+        self.changes += len(self.alone) > 0
+        self.alone = [*(label for label in self.alone if label != labels[0]), labels[0]]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether nearly all batches so far were of one class, and later ones may be of others."""
+        return len(self.alone) == 1 and self.of_one >= max(_BATCHES, _PURE * self.batches)
+
+    def result(self) -> InLoss:
+        """As a fact; what may be of two halves of a loss is none of one class."""
+        of_one, alone = self.of_one, sorted(self.alone)
+        if self.is_of_two and self.changes > _CHANGES * self.of_one:
+            of_one, alone = 0, []
+        detail = {"batches": self.batches, "of_one": of_one, "alone": alone}
+        detail["classes"] = self.classes
+        if self.lies is not None:
+            detail["lies"] = list(self.lies)
+        return InLoss("labels", self.site, self.batches, self.steps, detail)
+
+
+class Labels:
+    """Looks at the labels of some batches.
+
+    Args:
+        torch: the module.
+        watch: what says when.
+    """
+
+    def __init__(self, torch: Any, watch: Watch) -> None:
+        self._torch = torch
+        self._watch = watch
+        self._hook: Hook | None = None
+        self._renew()
+        watch.before_backward.append(self._look)
+        watch.on_batch.append(self._look_at_input)
+        watch.on_renewal.append(self._renew)
+        watch.at(_FROM, self._open)
+        watch.at(_UNTIL, self._decide)
+
+    def _renew(self) -> None:
+        self._seen: dict[tuple[str, int, str], _Seen] = {}
+        self._at = (-1, 0)  # a step, and how many losses of it were seen
+        self._is_series = False
+        self._close()
+
+    def _open(self) -> None:
+        """Looks at the backward passes to come."""
+        if self._hook is None and not is_anything_compiled():
+            self._hook = wrap(self._torch.autograd, "backward", "observe", self._looking)
+
+    def _close(self) -> None:
+        if self._hook is not None and self._hook.remove():
+            self._hook = None
+
+    def _looking(self, original: Any) -> Any:
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            if self._watch.lanes.thread == get_ident():
+                self._watch.aside(lambda: self._look(tensors))
+            original(tensors, *args, **kwargs)
+
+        return backward
+
+    def _look(self, tensors: Any) -> None:
+        """Backward is about to be called on these."""
+        step, before = self._watch.lanes.steps, self._at
+        self._at = (step, before[1] + 1 if before[0] == step else 0)
+        for root in [tensors] if isinstance(tensors, self._torch.Tensor) else list(tensors):
+            try:
+                found = root.grad_fn and _labels_under(root.grad_fn)
+            except (RuntimeError, NotImplementedError):
+                continue  # numbers that were freed, or tensors of a kind without them
+            if not found:
+                continue
+            labels, classes, name = found
+            site = here()
+            key = str(site), self._at[1], name  # of a GAN's losses each has labels of its own
+            if key not in self._seen and len(self._seen) >= _LOSSES:
+                return
+            seen = self._seen.setdefault(key, _Seen(site, classes, name in _OF_TWO))
+            seen.add(labels, step + 1)
+            return
+
+    def _look_at_input(self, model: Any, batch: Any, is_trained: bool) -> None:
+        """A model is called: windows of a series are in an order that may be meant."""
+        is_asked = is_trained and not self._is_series and self._watch.lanes.steps < _ASKED
+        if is_asked and self._torch.is_tensor(batch):
+            self._is_series = _are_windows(batch)
+
+    def _decide(self) -> None:
+        """After the first steps: where the labels come from, and whether later ones are awaited."""
+        self._close()
+        if self._is_series or not self._seen:
+            return
+        for seen in self._seen.values():
+            seen.lies = column_of(seen.first, seen.batch_size, seen.classes, self._columns())
+        self._await()
+
+    def _columns(self) -> Iterator[tuple[str, Any]]:
+        """Those that the labels may come of; none where it is known how they lie, or taken so."""
+        loader = self._watch.lanes.loader
+        if loader is None:
+            yield from columns_of_names(named_here())
+        elif loader.facts.label_runs is None and loader.facts.is_in_order:
+            yield from columns_of_dataset(getattr(loader.ref(), "dataset", None))
+
+    def _await(self) -> None:
+        """Looks at a later step, where more may be told then."""
+        self._close()
+        if not any(seen.is_open and seen.lies is None for seen in self._seen.values()):
+            return
+        step = self._watch.lanes.steps
+        later = max(step + 1, int(_LATER * step))
+        self._watch.at(later, self._open)
+        self._watch.at(later + 1, self._await)
+
+    def results(self) -> list[InLoss]:
+        """What was seen of each loss, the one that tells most first."""
+        facts = [seen.result() for seen in self._seen.values()]
+        return sorted(facts, key=lambda fact: -len(fact.detail["alone"]))
+
+
+def _labels_under(node: Any) -> tuple[list[int], int, str] | None:
+    """The labels that the first loss of classes was given, how many classes there are, and its
+    node."""
+    todo, known = deque([node]), {node}
+    while todo and len(known) < _NODES:
+        node = todo.popleft()
+        name = node.name()
+        labels = None
+        if name in _OF_CLASSES:
+            labels, classes = node._saved_target, int(node._saved_self.shape[1])
+        elif name in _OF_TWO:
+            labels, classes = _of_two(node._saved_target), 2
+        elif name == "MulBackward0" and _is_log_softmax(node):
+            labels, classes = _of_one_hot(node._saved_other)
+        if labels is not None:
+            return _as_list(labels, classes, name)
+        for child, _ in node.next_functions:
+            if child is not None and child not in known:
+                known.add(child)
+                todo.append(child)
+    return None
+
+
+def _as_list(labels: Any, classes: int, name: str) -> tuple[list[int], int, str] | None:
+    if labels.dim() != 1 or labels.is_floating_point():
+        return None
+    values = labels[labels >= 0].tolist()
+    return (values, classes, name) if len(values) >= _LEAST else None
+
+
+def _of_two(target: Any) -> Any:
+    """0 and 1 of a column of floats; None of any other."""
+    flat = target.reshape(-1)
+    if target.dim() > 2 or flat.numel() != len(target) or not ((flat == 0) | (flat == 1)).all():
+        return None
+    return flat.long()
+
+
+def _is_log_softmax(node: Any) -> bool:
+    child = node.next_functions[0][0] if node.next_functions else None
+    return child is not None and child.name() == "LogSoftmaxBackward0"
+
+
+def _of_one_hot(target: Any) -> tuple[Any, int]:
+    """The classes of rows of 0 and a single 1; None of any other."""
+    if target is None or target.dim() != 2:
+        return None, 0
+    is_one = (target == 1).sum(1) == 1
+    is_hot = bool(is_one.all()) and bool(((target == 0) | (target == 1)).all())
+    return (target.argmax(1) if is_hot else None), int(target.shape[1])
+
+
+def _are_windows(batch: Any) -> bool:
+    """Whether each sample goes on where the one before has ended, with steps that both have."""
+    if batch.dim() not in (2, 3) or len(batch) < 3 or batch.device.type != "cpu":
+        return False
+    rows = batch[:3].detach()
+    for dim in range(1, rows.dim()):
+        turned = rows.transpose(1, dim)
+        length = turned.shape[1]
+        if length < _LEAST or bool((turned[0, 1:] == turned[0, :-1]).all()):
+            continue
+        for stride in range(1, min(_STRIDES, length // 2 + 1)):
+            if bool((turned[:2, stride:] == turned[1:, :-stride]).all()):
+                return True
+    return False
