@@ -20,6 +20,7 @@ from flatout.unfinished import is_abandoned, is_unfinished
 # Folders within it, with what a user loses when they go: time, or what `edits` says.
 KINDS = {
     "auto": "measured settings of models",
+    "looks": "which settings ended runs",
     "ranks": "measured numbers of ranks",
     "steps": "compiled steps and forwards",
     "index": "where rows begin in files",

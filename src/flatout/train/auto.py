@@ -23,14 +23,30 @@ from flatout.devices import allocator
 from flatout.errors import OutOfMemory
 from flatout.kernels import table_rows
 from flatout.measure import ROUGH, TrialResult, fingerprint, known_rates, machine_rates, usable_cpus
-from flatout.models import find_rewrites, fused_norms_of, may_be_slower_in_bf16, uses_convolution
-from flatout.recipe import SETTINGS, Choice, ModelFacts, Parity, Recipe, ResolvedRecipe, of_change
+from flatout.models import (
+    find_rewrites,
+    fused_norms_of,
+    has_compiled,
+    may_be_slower_in_bf16,
+    uses_convolution,
+)
+from flatout.recipe import (
+    SETTINGS,
+    Choice,
+    ModelFacts,
+    Parity,
+    Recipe,
+    ResolvedRecipe,
+    of_change,
+    phrase,
+)
 from flatout.strategies import others_to_try
 from flatout.train import auto_cache
 from flatout.train.auto_budget import LONGEST_S, Budget
 from flatout.train.auto_capture import FIELD as CAPTURE
 from flatout.train.auto_capture import NOT_YET, BackgroundCompile
 from flatout.train.auto_check import NOTHING_KNOWN, FirstCheck, KnownStep
+from flatout.train.auto_marks import Marks
 from flatout.train.auto_search import COUNT, Option, Search, is_faster
 from flatout.train.frozen_precision import Found, PlannedRun, choose_precision, has_short_epochs
 from flatout.train.loss_value import Compute
@@ -39,7 +55,7 @@ from flatout.train.row_tables import Tables
 from flatout.train.settings import Settings, Switch, can_switch
 from flatout.train.step import Stepper
 from flatout.words import duration
-from flatout.world import World, place
+from flatout.world import ONE, World, place
 
 # Fewer steps than this are over before anything is known; of long ones each tells.
 FEWEST_STEPS, _FEWEST_LONG = 40, 16
@@ -99,8 +115,9 @@ def resolve(
     say: Callable[[str], None],
     planned: PlannedRun | None = None,
     known: KnownStep = NOTHING_KNOWN,
+    world: World = ONE,
 ) -> Decision:
-    """What this job on this machine starts with.
+    """What this job on this machine starts with. All ranks call it.
 
     Args:
         requested: fields that say `auto` are decided here.
@@ -114,21 +131,49 @@ def resolve(
         planned: where frozen layers may be kept: then these decide the precision of a run that is
             too short to try it.
         known: of a step, before it is looked at.
+        world: of this rank.
     """
     machine = fingerprint().as_dict()
     plain = _plain_choices(requested, stepper, allow)
     if compute is not None and batches:
         plain |= _rows_at_once(requested, stepper, batches[0], allow)
     start = requested.resolve(plain, machine, facts)
-    if compute is None or not batches:
+    if compute is None:
         return Decision(start)
-    key = auto_cache.key(requested, stepper, batches, allow, steps)
+    key = auto_cache.key(requested, stepper, batches, allow, steps) if batches else ""
+    # What is compiled would be compiled again in a child.
+    switch = stepper.switch
+    may_fork = switch.device.type == "cpu" and not has_compiled(switch.model)
+    marks = Marks.of(key, world, may_fork=may_fork)
+    if not batches:
+        return Decision(start)
     cached = auto_cache.read(key)
     if cached is not None:
         say(_cached_line(cached, Settings.of(start)))
         return Decision(cached.recipe, _settled(cached, start, stepper, steps), facts, key, True)
-    budget, began = Budget(steps), clock()
-    check = FirstCheck(stepper, compute, batches[0], Settings.of(start), budget, clock, cpu_clock)
+    check = FirstCheck(
+        stepper, compute, batches[0], Settings.of(start), Budget(steps), clock, cpu_clock, marks
+    )
+    given = (requested, stepper, batches[0], facts, allow, steps, say, planned, known)
+    return _without_ended(_looked_at(check, plain, key, *given), requested, marks, say)
+
+
+def _looked_at(
+    check: FirstCheck,
+    plain: Choices,
+    key: str,
+    requested: Recipe,
+    stepper: Stepper,
+    batch: Batch,
+    facts: ModelFacts,
+    allow: Parity,
+    steps: int | None,
+    say: Callable[[str], None],
+    planned: PlannedRun | None,
+    known: KnownStep,
+) -> Decision:
+    """What a job starts with that was never decided: a few samples are looked at."""
+    machine, began = fingerprint().as_dict(), clock()
     facts = check.facts(facts)
     if CAPTURE in plain and facts.draws_random:
         plain[CAPTURE] = _choice("off", _DRAWS, Parity.EXACT)
@@ -137,8 +182,8 @@ def resolve(
         return Decision(start)
     found: Found | None = None
     try:
-        if planned is not None and has_short_epochs(planned, batches[0].size):
-            options = _options(requested, stepper, batches[0], facts, allow)
+        if planned is not None and has_short_epochs(planned, batch.size):
+            options = _options(requested, stepper, batch, facts, allow)
             found = _precision(check, options, facts, planned)
             if found.is_frozen:
                 start = requested.resolve({**plain, **found.choices}, machine, facts)
@@ -146,7 +191,7 @@ def resolve(
                 _keep(key, start, found)
                 return Decision(start)
         search, why_not = _checked(
-            check, requested, stepper, batches[0], facts, allow, steps, began, known
+            check, requested, stepper, batch, facts, allow, steps, began, known
         )
     except (RuntimeError, MemoryError) as error:
         # Of the passes that leave no trace; plain steps may well fit.
@@ -157,7 +202,7 @@ def resolve(
     if search is None:
         if planned is not None and why_not in (_TOO_SLOW, _too_short(steps)):
             if found is None:
-                options = _options(requested, stepper, batches[0], facts, allow)
+                options = _options(requested, stepper, batch, facts, allow)
                 found = _precision(check, options, facts, planned)
             start = requested.resolve({**plain, **found.choices}, machine, facts)
             why_not = found.why or why_not
@@ -168,6 +213,26 @@ def resolve(
     if stepper.switch.device.type == "cuda" and search.dropped.get("compute.precision") == _REDRAWS:
         say(f"auto: bf16 is not tried: it {_REDRAWS}")  # the largest gain that most models have
     return Decision(start, search, facts, key)
+
+
+def _without_ended(
+    decision: Decision, requested: Recipe, marks: Marks, say: Callable[[str], None]
+) -> Decision:
+    """Say which settings are not tried because they have ended earlier runs."""
+    start, ended = decision.recipe, _ended(requested, marks)
+    for name, why in ended.items():
+        trial = SETTINGS[name].trial
+        say(f"auto: {phrase(name, trial.value) if trial else name} {why}")
+    if ended:
+        choices = {f: start.choices[f].model_copy(update={"reason": w}) for f, w in ended.items()}
+        decision.recipe = requested.resolve({**start.choices, **choices}, start.machine)
+    return decision
+
+
+def _ended(requested: Recipe, marks: Marks) -> dict[str, str]:
+    """Open fields that have ended earlier runs, and how that is known."""
+    found = {f: marks.objection([f]) for f in SETTINGS if requested.get(f) == "auto"}
+    return {field: why for field, why in found.items() if why}
 
 
 def _precision(
@@ -214,11 +279,16 @@ def _checked(
         captures, check.dropped[CAPTURE] = False, _DRAWS
     if captures and batch.is_jagged:
         captures, check.dropped[CAPTURE] = False, NO_ROWS
+    check.dropped |= (ended := _ended(requested, check.marks))
+    options = [option for option in options if option.field not in ended]
+    threads &= "process.threads" not in check.dropped
+    compiles &= COMPILE not in check.dropped
+    captures &= CAPTURE not in check.dropped
     graphs = stepper.cuda_graphs
     if graphs is not None and (why := graphs.objection(check.compute, (batch,))):
         check.dropped[GRAPH] = why
     check.dropped |= _redrawn(requested, stepper, batch, facts, allow)
-    counts = _counts(requested, batch, facts, allow)
+    counts = _counts(requested, batch, facts, allow) if COUNT not in check.dropped else ((), ())
     if not (options or threads or compiles or captures or any(counts)):
         return None, ""
     fewest = _FEWEST_LONG if check.may_be_slow else FEWEST_STEPS
@@ -253,6 +323,7 @@ def _checked(
         slower=check.slower,
         unchecked=check.unchecked,
         check=partial(check.of_step, facts=facts),
+        marks=check.marks,
     )
     if compiles and (trial := SETTINGS[COMPILE].trial) is not None:
         search.unchecked.append(Option(COMPILE, trial))

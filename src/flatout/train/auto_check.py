@@ -7,17 +7,16 @@ random states stay as they are. All else is measured on the job's own steps.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from time import process_time
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
-from flatout.console import first_line
 from flatout.data import Batch, same_state
 from flatout.errors import OutOfMemory
 from flatout.measure import finish_device
@@ -25,6 +24,7 @@ from flatout.models import adapter_of
 from flatout.optim import seconds_of_update
 from flatout.recipe import ModelFacts, Parity, of_change
 from flatout.train.auto_budget import Budget
+from flatout.train.auto_marks import Marks, failure
 from flatout.train.auto_search import Option, is_slow
 from flatout.train.loss_value import Compute
 from flatout.train.row_tables import Tables
@@ -50,6 +50,7 @@ _OF_FIRST = 2.0
 _AS_PLAIN = 2.0
 
 Gradients = list[torch.Tensor | None]
+T = TypeVar("T")
 
 
 class KnownStep(NamedTuple):
@@ -104,6 +105,7 @@ class FirstCheck:
         budget: counts what the check takes.
         clock: returns seconds.
         cpu_clock: returns seconds of CPU time of this process.
+        marks: tell what has ended earlier runs of the job; None for none.
 
     Attributes:
         compute, plain, budget: as given.
@@ -127,9 +129,11 @@ class FirstCheck:
         budget: Budget,
         clock: Callable[[], float],
         cpu_clock: Callable[[], float] = process_time,
+        marks: Marks | None = None,
     ) -> None:
         self._stepper, self.compute, self.plain = stepper, compute, plain
         self.budget, self._clock, self._cpu_clock = budget, clock, cpu_clock
+        self.marks = marks or Marks()
         self._whole = batch
         self._few = batch.first(max(min(_FEWEST, batch.size), batch.size // _PART))
         self.dropped: dict[str, str] = {}
@@ -304,7 +308,10 @@ class FirstCheck:
                 break
             try:
                 with self._leaving_no_trace():
-                    gradients, forward, backward = self._rates(self._under(options))
+                    gradients, forward, backward = self._marked(
+                        [one.field for one in options],
+                        partial(self._rates, self._under(options)),
+                    )
                     same = all(map(_is_finite, gradients))
                     if options and (not same or self._differ(options[0], plain, gradients, facts)):
                         continue
@@ -354,7 +361,9 @@ class FirstCheck:
             for option, parity in of_parity.items()
             if parity is Parity.TOLERANT and option.setting != "precision"
         ]
-        if len(some) < 2 or not self.budget.pays_before(2 * taken.wall_s):
+        # Where some of them may have ended an earlier run, each alone shows which.
+        is_suspect = self.marks.is_suspect([option.field for option in some])
+        if len(some) < 2 or is_suspect or not self.budget.pays_before(2 * taken.wall_s):
             return []
         try:
             gradients, now = self._passes(self._under(some), taken)
@@ -388,7 +397,7 @@ class FirstCheck:
             if now.over(taken) > _FAR_SLOWER and self.budget.pays_before(2 * now.wall_s):
                 now = now.least(self._passes(settings, taken)[1])
         except Exception as error:
-            self.dropped[option.field] = f"fails here: {first_line(error)}"
+            self.dropped[option.field] = failure(error)
             return
         times = self.slower[option.field] = self._keep([option], now, taken)
         if times > _FAR_SLOWER:
@@ -406,7 +415,7 @@ class FirstCheck:
         try:
             gradients, now = self._passes(self._under(options), taken)
         except Exception as error:
-            why = f"fails here: {first_line(error)}"
+            why = failure(error)
         else:
             self.slower["together"] = self._keep(options, now, taken)
             why = self._wrong(options, plain, gradients, facts)
@@ -436,9 +445,13 @@ class FirstCheck:
         with check._keeping_gradients():
             try:
                 plain = check._gradients_under(check.plain)
-                gradients = check._gradients_under(settings)
+                gradients = check._marked(
+                    [option.field for option in options],
+                    partial(check._gradients_under, settings),
+                    may_fork=not is_whole,
+                )
             except Exception as error:
-                return f"fails here: {first_line(error)}"
+                return failure(error)
             finally:
                 self._stepper.update.forget()
             if not all(map(_is_finite, plain)):
@@ -534,6 +547,23 @@ class FirstCheck:
         finish_device()
         return self._clock() - began
 
+    def _marked(
+        self, fields: Collection[str], look: Callable[[], T], *, may_fork: bool = True
+    ) -> T:
+        """Look, under a mark that lasts where that ends this process.
+
+        Args:
+            fields: that are not plain in it.
+            look: does it.
+            may_fork: whether a child of this process could look.
+
+        Raises:
+            EndsProcess: it has ended earlier runs.
+        """
+        self.marks.check(fields, "look", look if may_fork else None)
+        with self.marks.on(fields, "look"):
+            return look()
+
     def _passes(
         self, settings: Settings, plain: PassTimes | None = None
     ) -> tuple[Gradients, PassTimes]:
@@ -544,7 +574,16 @@ class FirstCheck:
         Args:
             settings: to be taken.
             plain: of plain passes; a first pass that takes little longer tells of no difference.
+
+        Raises:
+            EndsProcess: they have ended earlier runs.
         """
+        fields = settings.other_than(self.plain)
+        return self._marked(fields, partial(self._passes_under, settings, plain))
+
+    def _passes_under(
+        self, settings: Settings, plain: PassTimes | None
+    ) -> tuple[Gradients, PassTimes]:
         began = self._clock()
         self._stepper.use(settings)
         batch = self._few_as(settings)

@@ -39,6 +39,7 @@ from flatout.data import Batch
 from flatout.measure import PossibleSaving, TrialResult, quadruples, run_trial
 from flatout.recipe import Trial
 from flatout.train.auto_budget import Budget
+from flatout.train.auto_marks import Marks
 from flatout.train.lengths import ByLength, Lengths
 from flatout.train.settings import LIVE, Settings
 
@@ -186,6 +187,7 @@ class Search:
         starts_cold: whether the first step under new settings loads kernels, as on a GPU.
         fastest: the fields of those options under which a few samples took least; None where that
             was not measured.
+        marks: tell what has ended earlier runs of the job.
 
     Attributes:
         dropped: fields that are not tried or not measured, and why.
@@ -225,6 +227,7 @@ class Search:
     fastest: frozenset[str] | None = None
     unchecked: list[Option] = field(default_factory=list)
     check: Callable[[Sequence[Option], Settings, Batch], str] = lambda *looked_at: ""
+    marks: Marks = field(default_factory=Marks)
     promises: dict[str, PossibleSaving] = field(default_factory=dict)
     varied: bool = False
     splits: bool = False

@@ -45,10 +45,12 @@ class Answer(NamedTuple):
     Attributes:
         value: what it was to find, as plain data.
         why: why there is none: `MEMORY`, `TIME`, or the error in a line; "" where there is one.
+        is_told: whether the child has told that itself; it has not where it ended before.
     """
 
     value: Any
     why: str = ""
+    is_told: bool = True
 
 
 class Child:
@@ -87,10 +89,11 @@ class Child:
         if data and not is_late:
             return Answer(*json.loads(data))
         if is_late:
-            return Answer(None, TIME)
+            return Answer(None, TIME, is_told=False)
         # The kernel ends those with SIGKILL for whom there is no memory.
         number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-        return Answer(None, MEMORY if number == signal.SIGKILL else _ended_words(status))
+        why = MEMORY if number == signal.SIGKILL else _ended_words(status)
+        return Answer(None, why, is_told=False)
 
     def end(self) -> int:
         """End it, if it has not ended; returns how it has."""

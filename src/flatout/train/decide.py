@@ -211,7 +211,17 @@ def _decision(
     asked, planned = asked_here(loop), _planned(loop, first)
     asked = asked.replace({field: SETTINGS[field].plain for field in _left_out(loop)})
     return auto.resolve(
-        asked, loop.stepper, compute, first, facts, loop.allow, steps, loop.say, planned, known
+        asked,
+        loop.stepper,
+        compute,
+        first,
+        facts,
+        loop.allow,
+        steps,
+        loop.say,
+        planned,
+        known,
+        loop.world,
     )
 
 

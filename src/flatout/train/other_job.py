@@ -96,6 +96,7 @@ class OtherJob:
             said.append,
             None,
             KnownStep(0.0, loop.batch_s, loop.accumulate),
+            loop.world,
         )
         is_known = bool(loop.world.from_first(decision.is_known))
         if loop.world.size > 1:

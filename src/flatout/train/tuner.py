@@ -18,15 +18,16 @@ from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter, process_time
 from typing import Any
 
-from flatout.console import first_line
 from flatout.data import Batch, tensors_in
 from flatout.measure import ROUGH, PossibleSaving, finish_device, page_faults, possible_savings
+from flatout.train.auto_capture import FIELD as CAPTURE
 from flatout.train.auto_capture import BackgroundCompile
+from flatout.train.auto_marks import EndsProcess, failure
 from flatout.train.auto_search import Block, BlockTimes, Failed, Search
 from flatout.train.feed import Feed
 from flatout.train.lengths import ByLength, Step
 from flatout.train.micro_batch import forget_frames
-from flatout.train.settings import Settings
+from flatout.train.settings import LIVE, Settings
 from flatout.train.snapshot import Moving
 from flatout.train.step import Stepper
 from flatout.train.step_graphs import Done
@@ -106,6 +107,8 @@ class Tuner:
         self._look_every = _LOOK_EVERY
         self._trained = self._trainable()
         self._first = self._last = 0
+        # Under which steps of this job were made, or none is to be made first under a mark.
+        self._stepped: set[Settings | ByLength] = set()
         self._started: float | None = None
         self.beside: BackgroundCompile | None = None
         self.of_capture = False
@@ -190,7 +193,8 @@ class Tuner:
         is_tried = settings != self.search.best
         if is_tried:
             self._moving.keep()
-            if why := self._objection(settings, batches):
+            why = self._objection(settings, batches) or self._ends_here(settings, run)
+            if why:
                 return self._again(run, turn, number, why)
         self._stepper.may_split = not (is_tried and self._world.size == 1)
         finish_device()
@@ -199,11 +203,12 @@ class Tuner:
             self._use(settings, batches)
         self._switching_s = self._clock() - began
         try:
-            done = run()
+            with self.search.marks.on(self._new_in(settings), "step"):
+                done = run()
         except Exception as error:
             if self._stepper.may_split:
                 raise
-            why = f"fails here: {first_line(error)}"
+            why = failure(error)
             forget_frames(error)
             return self._again(run, turn, number, why)
         finally:
@@ -214,6 +219,7 @@ class Tuner:
         if is_tried and turn.update.gated and turn.update.was_bad():
             return self._again(run, turn, number, "gave NaN")
         self._last = number
+        self._stepped.add(settings)
         if is_tried and (without := self._without_graph(settings)):
             self._span(number, self.search.best)
             self._next(lambda: self._blocks.throw(Failed(without[1])), number)
@@ -243,6 +249,36 @@ class Tuner:
         else:
             search.unchecked = [one for one in search.unchecked if one not in options]
             self._switched_s += self._clock() - began
+        return why
+
+    def _new_in(self, settings: Settings | ByLength) -> list[str]:
+        """The fields by which settings may end this process; none where a step has shown that they
+        do not.
+
+        Those that the best settings have too do not, where it has no others.
+        """
+        search = self.search
+        if isinstance(settings, ByLength) or settings in self._stepped:
+            return []
+        on, proven = (one.other_than(search.plain).items() for one in (settings, search.best))
+        return [field for field, _ in (on - proven if proven <= on else on)]
+
+    def _ends_here(self, settings: Settings | ByLength, run: Callable[[], Done]) -> str:
+        """Why a first step under settings would end this process; "" where nothing tells.
+
+        What it takes to ask counts as tuning.
+        """
+        fields = self._new_in(settings)
+        if not fields:
+            return ""
+        # Compiling may start processes.
+        may_fork = all(LIVE[field.partition(".")[2]].switches != "once" for field in fields)
+        began, why = self._clock(), ""
+        try:
+            self.search.marks.check(fields, "step", run if may_fork else None)
+        except EndsProcess as error:
+            why = failure(error)
+        self.search.budget.lost_s += self._clock() - began
         return why
 
     def _without_graph(self, settings: Settings | ByLength) -> tuple[str, str] | None:
@@ -293,7 +329,8 @@ class Tuner:
         self._waited: list[float] = []
         self._switching_s = self._switched_between_s = 0.0
         began = self._clock()
-        self._use(block.settings)
+        with self.search.marks.on(self._new_in(block.settings), "switch"):
+            self._use(block.settings)
         self._switched_s = self._clock() - began
         self._faults = page_faults()
 
@@ -365,10 +402,19 @@ class Tuner:
 
     def _next(self, ask: Callable[[], Block], number: int) -> None:
         try:
-            self._begin(ask())
+            block = ask()
+            while why := self._ended(block.settings):
+                block = self._blocks.throw(Failed(why))
+            self._begin(block)
         except StopIteration:
             self.done = True
             self._finish()
+
+    def _ended(self, settings: Settings | ByLength) -> str:
+        """Why it is known already that settings end this process."""
+        if isinstance(settings, ByLength) or settings in self._stepped:
+            return ""
+        return self.search.marks.objection(settings.other_than(self.search.plain))
 
     # -- the end -----------------------------------------------------------------------------
 
@@ -411,7 +457,8 @@ class Tuner:
         if not self._is_of_kind(batches, turn):
             return
         if not self.beside.has_begun:
-            self.beside.begin(batches, number)
+            with self.search.marks.on([CAPTURE], "look"):
+                self.beside.begin(batches, number)
         else:
             self.beside.after(seconds, number)
         if self.beside.is_open:
@@ -564,6 +611,7 @@ class Tuner:
         self._spent = (before + budget.before_s + budget.rehearsed_s, lost + budget.lost_s)
         search.splits = self.search.splits
         self.search, self._settle = search, settle
+        self._stepped.clear()
         self.of_capture = False
         self._captures, self.beside = self._all_captures(), None
         self.done, self.why, self.suffices, self._look_at = False, "", False, 0

@@ -1,0 +1,360 @@
+"""auto: what ended the process of an earlier run is not tried again; one kill drops nothing."""
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from train_ranks import run_on_two_ranks
+
+from flatout.cache_folder import MARK, cache_folder, kind_folder
+from flatout.data.source import as_source
+from flatout.devices import allocator
+from flatout.processes import state_and_start
+from flatout.train import auto, auto_marks, auto_search
+from flatout.train.auto_marks import EndsProcess, Marks
+from flatout.train.contained import Child
+from flatout.train.loop import Loop
+from flatout.train.tuner import Tuner
+from flatout.world import ONE
+
+PRECISION, FUSED = "compute.precision", "compute.fused_optimizer"
+KEY = "0" * 24
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    """Seconds that pass only where the model computes."""
+    now = [0.0]
+    monkeypatch.setattr(auto_search, "NOISE", 1e9)  # tests run on busy machines
+    monkeypatch.setattr(auto, "machine_rates", lambda *machine: None)  # takes seconds
+    monkeypatch.setattr(auto, "_has_bf16_units", lambda device: True)
+    for name in ("clock", "cpu_clock"):
+        monkeypatch.setattr(auto, name, lambda: now[0])
+    begin = functools.partialmethod(Tuner.__init__, clock=lambda: now[0], cpu_clock=lambda: now[0])
+    monkeypatch.setattr(Tuner, "__init__", begin)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield now
+    allocator.default_memory()
+    torch.set_num_threads(threads)
+
+
+def die(number=signal.SIGSEGV):
+    """End this process as a fault in a kernel does, without a core file or pages of frames."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    faulthandler.disable()
+    os.kill(os.getpid(), number)
+    time.sleep(60)
+
+
+class Faulty(torch.autograd.Function):
+    """A function of the user's that cannot take bf16."""
+
+    @staticmethod
+    def forward(ctx, x):
+        if x.dtype is torch.bfloat16:
+            die()
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+class Net(nn.Module):
+    def __init__(self, is_faulty):
+        super().__init__()
+        self.first, self.last, self.is_faulty = nn.Linear(8, 16), nn.Linear(16, 3), is_faulty
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.last(Faulty.apply(x) if self.is_faulty else x)
+
+
+def train(clock, is_faulty=False, before=lambda loop: None):
+    """A Loop that has trained until nothing was left to try; bf16 and fused steps are fast.
+
+    Args:
+        clock: counts their seconds.
+        is_faulty: whether bf16 ends the process.
+        before: called before each forward.
+    """
+    torch.manual_seed(0)
+    said = []
+    loop, model = Loop(say=said.append), Net(is_faulty)
+
+    def compute(batch):
+        before(loop)
+        now = loop.stepper.switch.now
+        speed = (2 if now.precision == "bf16" else 1) * (1.5 if now.fused_optimizer == "on" else 1)
+        clock[0] += 0.03 / speed * batch.size / 32 * (1 if torch.is_grad_enabled() else 1 / 3)
+        return nn.functional.cross_entropy(model(batch.inputs).float(), batch.targets)
+
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.rand(128, 8, generator=generator), torch.arange(128) % 3
+    source = as_source((x, y), batch_size=32)
+    optimizer = torch.optim.Adam(model.parameters())
+    loop.prepare(model, optimizer, compute=compute, data=source, steps=3000)
+    while loop.tuner is not None and loop.tuner.is_searching:
+        for batch in loop.batches(source):
+            loop.step(compute, batch)
+        loop.finish_epoch()
+    loop.said = said
+    return loop
+
+
+def ended(*given, **named):
+    """How a run in a process of its own has ended."""
+
+    def run():
+        train(*given, **named)
+
+    return Child(run).result(600).why
+
+
+def of_job(key=KEY):
+    return Marks.of(key, ONE, may_fork=True)
+
+
+def left():
+    folder = cache_folder() / "looks"
+    return sorted(path for path in folder.glob("*") if path.name != MARK)
+
+
+def dropped(loop):
+    return loop.tuner.record(loop.step_count)["dropped"]
+
+
+def test_what_ended_a_run_is_tried_in_a_child_and_no_more(clock, monkeypatch):
+    assert ended(clock, is_faulty=True) == "ended by SIGSEGV"
+    (mark,) = left()
+    assert json.loads(mark.read_text()) == [[PRECISION], "look", ""]
+    loop = train(clock, is_faulty=True)
+    assert loop.resolved.compute.precision == "fp32"
+    assert loop.resolved.compute.fused_optimizer == "on"
+    why = dropped(loop)[PRECISION]
+    assert why.startswith("ended an earlier run of this job, and a child process")
+    assert "(SIGSEGV)" in why
+    assert "flatout clean" in why
+    assert f"auto: bf16 {why}" in loop.said
+    for kept in (cache_folder() / "auto").glob("*.toml"):
+        kept.unlink()
+    monkeypatch.setattr(auto_marks, "Child", None)  # it is known
+    later = train(clock, is_faulty=True)
+    assert dropped(later)[PRECISION] == why
+    assert why in later.resolved.choices[PRECISION].reason
+
+
+def test_where_no_child_can_try_it_two_runs_are_enough(clock, monkeypatch):
+    begin = Marks.__init__
+
+    def alone(self, *given, **named):
+        begin(self, *given, **{**named, "may_fork": False})
+
+    monkeypatch.setattr(Marks, "__init__", alone)
+    assert [ended(clock, is_faulty=True) for _ in range(2)] == ["ended by SIGSEGV"] * 2
+    loop = train(clock, is_faulty=True)
+    assert dropped(loop)[PRECISION].startswith("ended 2 earlier runs of this job")
+    assert loop.resolved.compute.precision == "fp32"
+
+
+def test_what_only_a_kill_ended_is_tried_as_any_other(clock, tmp_path):
+    def kill_once(loop):
+        if loop.stepper.switch.now.precision == "bf16" and not (tmp_path / "killed").exists():
+            (tmp_path / "killed").touch()
+            die(signal.SIGKILL)
+
+    assert ended(clock, before=kill_once) == "memory"  # as the kernel ends what has no memory
+    assert len(left()) == 1
+    loop = train(clock, before=kill_once)
+    assert loop.resolved.compute.precision == "bf16"
+    assert left() == []
+
+
+def test_a_first_step_that_ends_a_run_is_tried_in_a_child(clock):
+    def die_fused(loop):
+        if loop.stepper.switch.now.fused_optimizer == "on":
+            die(signal.SIGABRT)
+
+    assert ended(clock, before=die_fused) == "ended by SIGABRT"
+    (mark,) = left()
+    fields, at, _ = json.loads(mark.read_text())
+    assert FUSED in fields
+    assert at == "step"
+    loop = train(clock, before=die_fused)
+    assert "(SIGABRT)" in dropped(loop)[FUSED]
+    assert loop.resolved.compute.fused_optimizer == "off"
+    assert loop.resolved.compute.precision == "bf16"
+
+
+def test_a_kill_between_looks_leaves_nothing_that_counts(clock):
+    def kill_plain(loop):
+        if loop.step_count == 2:
+            die(signal.SIGKILL)
+
+    assert ended(clock, before=kill_plain) == "memory"
+    assert left() == []
+    assert train(clock).resolved.compute.precision == "bf16"
+
+
+def test_a_run_that_ends_by_itself_leaves_nothing(clock):
+    train(clock)
+    assert left() == []
+    marks = of_job()
+    for error in (RuntimeError, KeyboardInterrupt):
+        seen = _raises_under_a_mark(marks, error)
+        assert len(seen) == 1
+        assert left() == []
+
+
+def _raises_under_a_mark(marks, error):
+    seen = []
+    try:
+        with marks.on([PRECISION], "look"):
+            seen += left()
+            raise error
+    except error:
+        return seen
+
+
+def test_what_a_living_process_tries_is_left_alone():
+    with of_job().on([PRECISION], "look"):
+        other = of_job()
+        assert not other.is_suspect([PRECISION])
+        with other.on([PRECISION], "look"):
+            assert len(left()) == 2
+        assert len(left()) == 1
+
+
+def _leave(fields=(PRECISION,), at="look", host=None, count=0):
+    """What a process leaves that is gone: one of this number has started later."""
+    start = state_and_start(os.getpid())[1] - 1
+    host = host or socket.gethostname().replace("-", "_").replace(":", "_")
+    path = kind_folder("looks") / f"{KEY}.tmp-{host}-{os.getpid()}-{start}-{count}"
+    path.write_text(json.dumps([fields, at, ""]))
+    return path
+
+
+def test_a_mark_of_another_host_counts_once_it_is_old():
+    path = _leave(host="elsewhere")
+    assert not of_job().is_suspect([PRECISION])
+    then = time.time() - 2 * 3600
+    os.utime(path, (then, then))
+    assert of_job().is_suspect([PRECISION])
+
+
+def test_marks_are_of_one_job_and_of_what_they_name():
+    _leave()
+    _leave(count=1)
+    assert of_job().objection([PRECISION, FUSED])
+    assert not of_job().objection([FUSED])
+    assert not of_job("1" * 24).objection([PRECISION])
+
+
+def test_what_came_to_its_end_takes_back_the_marks_of_the_same():
+    _leave(), _leave(at="step", count=1)
+    with of_job().on([PRECISION], "look"):
+        pass
+    marks = of_job()
+    assert marks.is_suspect([PRECISION])
+    with marks.on([PRECISION], "step"):
+        pass
+    assert left() == []
+
+
+@pytest.mark.parametrize("text", ["", "[", "{}", "[1, 2]", '[["a"], "look"]'])
+def test_a_damaged_mark_names_nothing(text):
+    _leave().write_text(text)
+    assert of_job().objection([PRECISION]) == ""
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "file"))
+    with of_job().on([PRECISION], "look"):
+        pass
+
+
+def test_an_error_in_the_child_is_left_to_the_run():
+    _leave()
+
+    def fail():
+        raise RuntimeError("fails here")
+
+    marks = of_job()
+    marks.check([PRECISION], "look", fail)
+    with pytest.raises(EndsProcess, match="SIGABRT"):
+        marks.check([PRECISION], "look", lambda: die(signal.SIGABRT))
+
+
+_SCRIPT = """
+import os, signal, sys, resource
+import torch
+from torch import nn
+import flatout
+from flatout.train import auto, auto_budget
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+auto._has_bf16_units = lambda device: True
+auto_budget.Budget.pays_before = lambda budget, seconds: True
+auto_budget.Budget.pays_for = lambda budget, seconds: True
+torch.set_num_threads(1)
+class Faulty(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        if x.dtype is torch.bfloat16:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return x * 2
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(32, 64), nn.Linear(64, 3)
+    def forward(self, x):
+        return self.last(Faulty.apply(self.first(x)))
+x, y = torch.rand(1024, 32), torch.arange(1024) % 3
+history = flatout.Trainer(Net()).fit((x, y), batch_size=32, epochs=8)
+print(history.explain())
+"""
+
+
+@pytest.mark.slow
+def test_a_job_that_died_trains_to_its_end_the_next_time(tmp_path):
+    script = tmp_path / "job.py"
+    script.write_text(_SCRIPT)
+    told = {**os.environ, "FLATOUT_CACHE": str(tmp_path / "cache")}
+    first, second = (
+        subprocess.run([sys.executable, script], env=told, capture_output=True, text=True)
+        for _ in range(2)
+    )
+    assert first.returncode == -signal.SIGSEGV
+    assert second.returncode == 0, second.stderr
+    why = " ".join(second.stdout.split())
+    assert "compute.precision: ended an earlier run of this job, and a child process" in why
+    assert not list(Path(tmp_path / "cache" / "auto").glob("*.part"))
+
+
+@pytest.mark.slow
+def test_two_ranks_drop_what_has_ended_two_of_their_runs(tmp_path):
+    """The first rank's marks hold for both; the launcher may end it before it has left one."""
+    (tmp_path / "train.py").write_text(_SCRIPT)
+    for _ in range(4):
+        done = run_on_two_ranks(tmp_path)
+        if done.returncode == 0:
+            break
+    assert done.returncode == 0, done.stderr
+    assert "compute.precision: ended 2 earlier runs of this job" in " ".join(done.stdout.split())
