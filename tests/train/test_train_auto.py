@@ -28,6 +28,7 @@ from flatout.train.loop import Loop
 from flatout.train.settings import Settings
 from flatout.train.snapshot import random_state
 from flatout.train.tuner import Tuner
+from flatout.world import messages
 
 
 @pytest.fixture(autouse=True)
@@ -1631,3 +1632,17 @@ def test_metrics_do_not_count_what_is_looked_at_on_a_step(clock):
     run(loop, compute, source)
     assert asked
     assert all(asked)
+
+
+class _TwoAlike:
+    """A World in which another rank has found the same."""
+
+    def gather(self, value, what=""):
+        return [messages.unpack(messages.pack(value)) for _ in range(2)]
+
+
+@pytest.mark.parametrize("fastest", [None, frozenset({"compute.precision"})])
+def test_ranks_agree_on_what_was_fastest_of_long_steps(fastest):
+    search = auto_search.Search(Settings(), [], Budget(600), fastest=fastest)
+    auto.agree(auto.Decision(None, search), _TwoAlike())
+    assert search.fastest == fastest

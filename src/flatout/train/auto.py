@@ -389,7 +389,7 @@ def agree(decision: Decision, world: World) -> None:
             search.budget.before_s,
             search.budget.step_s,
             search.budget.input_s,
-            search.fastest,
+            None if search.fastest is None else sorted(search.fastest),
         ]
     found = world.gather(own)
     if search is None or any(one is None for one in found):
@@ -399,7 +399,8 @@ def agree(decision: Decision, world: World) -> None:
         search.options = [option for option in search.options if option.field in fields]
         search.dropped.update(dropped)
         search.slower |= {k: max(v, search.slower.get(k, v)) for k, v in slower.items()}
-    search.fastest = None if any(one[7] is None for one in found) else found[0][7]
+    is_known = all(one[7] is not None for one in found)
+    search.fastest = frozenset(found[0][7]) if is_known else None
     asked = {field for one in found for field in one[3]}
     known = {option.field: option for option in [*search.options, *search.unchecked]}
     search.unchecked = [option for field, option in known.items() if field in asked]
