@@ -148,8 +148,8 @@ class Marks:
         Raises:
             EndsProcess: it may not.
         """
-        may_fork = self._may_fork and run is not None and self.is_suspect(fields)
-        if may_fork and not self.objection(fields):
+        is_first = self._may_fork and self.is_suspect(fields) and not self.objection(fields)
+        if run is not None and is_first:
             self._try_in_child(fields, at, run)
         if why := self.objection(fields):
             raise EndsProcess(why)
