@@ -17,7 +17,7 @@ def first_change(model, rate, idle=0):
     facts = Optimizer("torch.optim.adam.Adam")
     watch = Watch()
     watch.models.append(SimpleNamespace(ref=lambda: model))
-    watch.optimizers.append(SimpleNamespace(facts=facts, tensors=model.parameters))
+    watch.optimizers.append(SimpleNamespace(facts=facts, tensors=model.parameters, steps=1))
     update = FirstUpdate(watch)
     model(torch.randn(8, 64)).square().mean().backward()
     update._keep()

@@ -33,8 +33,9 @@ def _timed(original: Any, watch: Watch, steps: StepFinder, is_traced: Callable[[
         began = lanes.last
         if lanes.loader is not None:
             lanes.loader.in_training = lanes.is_trained_on = True
-        if lanes.steps < AFTER_STEPS:
-            watch.aside(*(partial(look, tensors) for look in watch.before_backward))
+        if lanes.steps < watch.began + AFTER_STEPS:
+            looks = [partial(look, tensors) for look in watch.before_backward]
+            watch.aside(*looks, is_once=True)
         try:
             original(tensors, *args, **kwargs)
         finally:

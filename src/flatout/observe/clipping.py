@@ -36,18 +36,24 @@ class Clipping:
         self._scalers: WeakSet[Any] = WeakSet()
         # Those that have multiplied a loss, and divided no gradients since.
         self._pending: WeakSet[Any] = WeakSet()
+        self._updates = 0
+        self._begin()
+        watch.on_training.append(self._begin)
+        watch.at_each(_STEPS, self._end)
+
+    def _begin(self) -> None:
+        if self._hooks:
+            return
+        torch = self._torch
         for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
             for name, limit in _LIMITS.items():
                 self._hooks.append(wrap(owner, name, "observe", self._clipping, limit))
-        self._updates = 0
         scaler = {"scale": self._scaling, "unscale_": self._unscaling, "update": self._updating}
         for name, around in scaler.items():
             self._hooks.append(wrap(torch.amp.GradScaler, name, "observe", around))
-        watch.at(_STEPS, self._end)
 
     def _end(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        self._hooks = [hook for hook in self._hooks if not hook.remove()]
         self._watch.scaled = None
 
     def _scaling(self, original: Any) -> Any:
@@ -85,7 +91,8 @@ class Clipping:
 
         def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
             is_seen = args or limit_name in kwargs  # else the function says what is missing
-            if not is_seen or is_traced() or lanes.steps > _STEPS or get_ident() != lanes.thread:
+            is_over = lanes.steps - self._watch.began > _STEPS
+            if not is_seen or is_traced() or is_over or get_ident() != lanes.thread:
                 return original(parameters, *args, **kwargs)
             self._watch.aside(*self._watch.before_clipping)
             if isinstance(parameters, Iterable) and not self._torch.is_tensor(parameters):

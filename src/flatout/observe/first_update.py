@@ -27,8 +27,9 @@ class FirstUpdate:
         self._renew()
         watch.with_gradients.append(self._keep)
         for step in range(1, _LAST + 1):
-            watch.at(step, self._look)
+            watch.at_each(step, self._look)
         watch.on_renewal.append(self._renew)
+        watch.on_training.append(self._renew)
 
     def _renew(self) -> None:
         self._before: dict[int, tuple[ref[Any], Any]] = {}
@@ -45,12 +46,12 @@ class FirstUpdate:
 
     def _look(self) -> None:
         """After a step."""
-        for optimizer in self._watch.optimizers:
+        for optimizer in self._watch.stepping():
             if optimizer.facts.first_change is None:
                 changes = [change for item in optimizer.tensors() if (change := self._change(item))]
                 if len(changes) >= _MATRICES:
                     optimizer.facts.first_change = len(changes), median(changes)
-        if self._watch.lanes.steps >= _LAST:
+        if self._watch.lanes.steps - self._watch.began >= _LAST:
             self._before.clear()
 
     def _change(self, tensor: Any) -> float:

@@ -37,19 +37,23 @@ class Gradients:
         self._handles: list[Any] = []
         self._renew()
         for step in _LOOKS:
-            watch.at(step, self._look)
-        watch.at(_FROM, self._listen)
-        watch.at(_UNTIL, self._end_listening)
+            watch.at_each(step, self._look)
+        watch.at_each(_FROM, self._listen)
+        watch.at_each(_UNTIL, self._end_listening)
+        watch.on_training.append(self._forget_intervals)
         watch.before_backward.append(self._backward_begins)
         watch.on_renewal.append(self._renew)
 
     def _renew(self) -> None:
-        self._intervals: dict[int, _Interval] = {}
+        self._forget_intervals()
         self._with: set[int] = set()  # had a gradient in some look
         self._looks: dict[int, int] = {}  # of each optimizer, in which any tensor had one
         self._called: set[int] = set()  # parameters of layers that were called with gradients
         self._off: dict[int, Site | None] = {}  # and without: the line that switches them off
         self._end_listening()
+
+    def _forget_intervals(self) -> None:
+        self._intervals: dict[int, _Interval] = {}
 
     def _backward_begins(self, tensors: Any) -> None:
         for interval in self._intervals.values():
@@ -59,8 +63,8 @@ class Gradients:
 
     def _look(self) -> None:
         """After a step."""
-        is_in_a_row = self._watch.lanes.steps <= 4
-        for optimizer in self._watch.optimizers:
+        is_in_a_row = self._watch.lanes.steps - self._watch.began <= 4
+        for optimizer in self._watch.stepping():
             mine = [tensor for tensor in optimizer.tensors() if tensor.requires_grad]
             having = [tensor for tensor in mine if tensor.grad is not None]
             interval = self._intervals.pop(id(optimizer), None)
@@ -97,7 +101,7 @@ class Gradients:
     def _listen(self) -> None:
         """Asks layers whose parameters have had no gradient whether they are called at all."""
         without = {
-            id(item) for optimizer in self._watch.optimizers for item in self._without(optimizer)
+            id(item) for optimizer in self._watch.stepping() for item in self._without(optimizer)
         }
         if not without or is_anything_compiled():
             return
@@ -137,7 +141,7 @@ class Gradients:
             for module in self._modules()
             for name, tensor in module.named_parameters()
         }
-        for optimizer in self._watch.optimizers:
+        for optimizer in self._watch.stepping():
             facts = optimizer.facts
             facts.gradient_looks = self._looks.get(id(optimizer), 0)
             without = self._without(optimizer)

@@ -37,7 +37,7 @@ class _Held:
     """What a name held in one look.
 
     Attributes:
-        step: after which step.
+        step: after which step of the training.
         value: the list; of a sum None.
         first: the first entry of the list, or the last node of the sum's graph.
         size: how many entries there are, or nodes.
@@ -61,15 +61,20 @@ class KeptLosses:
         self._watch = watch
         self._renew()
         for step in _LOOKS:
-            watch.at(step, self._look)
+            watch.at_each(step, self._look)
         watch.on_renewal.append(self._renew)
+        watch.on_training.append(self._begin_again)
+
+    def _begin_again(self) -> None:
+        self._told, self._held = list(self.found), {}
 
     def _renew(self) -> None:
         self.found: list[KeptGraphs] = []
+        self._told: list[KeptGraphs] = []  # of earlier trainings
         self._held: dict[tuple[CodeType, str], list[_Held]] = {}
 
     def _look(self) -> None:
-        step = self._watch.lanes.steps
+        step = self._watch.lanes.steps - self._watch.began
         before, self._held = self._held, {}
         places = {}
         for frame in users_frames(sys._getframe()):
@@ -81,7 +86,7 @@ class KeptLosses:
                     self._held[key] = [*looks, held]
                     places[key] = adds_in
         # Slow steps may end before the last look.
-        self.found = []
+        self.found = list(self._told)
         for key, adds_in in places.items():
             if len(self._held[key]) >= _FEWEST:
                 self._tell(key[1], self._held[key][-1], adds_in())

@@ -99,14 +99,21 @@ class LossGraphs:
         watch.with_gradients.append(self._before_step)
         watch.before_clipping.append(self._before_clipping)
         watch.on_renewal.append(self._renew)
+        watch.on_training.append(self._begin_again)
         for step in _ASKED_AFTER:
-            watch.at(step, self._find_unregistered)
-        watch.at(_FROM, self._open)
-        watch.at(_UNTIL, self._close)
+            watch.at_each(step, self._find_unregistered)
+        watch.at_each(_FROM, self._open)
+        watch.at_each(_UNTIL, self._close)
+
+    def _begin_again(self) -> None:
+        """Another training: what its losses reach and how they are reduced is its own."""
+        self.reached.clear()
+        self._reduced.clear()
+        self._changes = None
 
     def _open(self) -> None:
         """Looks at the backward passes of some steps more."""
-        if not is_anything_compiled():
+        if self._hook is None and not is_anything_compiled():
             self._hook = wrap(self._torch.autograd, "backward", "observe", self._looking)
 
     def _close(self) -> None:
@@ -117,7 +124,7 @@ class LossGraphs:
     def _looking(self, original: Any) -> Any:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
             if self._watch.lanes.thread == get_ident():
-                self._watch.aside(lambda: self._look(tensors))
+                self._watch.aside(lambda: self._look(tensors), is_once=True)
             original(tensors, *args, **kwargs)
 
         return backward
@@ -250,7 +257,9 @@ class LossGraphs:
         alive = [item for reference in self.reached.values() if (item := reference()) is not None]
         missed = {id(item) for item in alive if id(item) not in known and item.requires_grad}
         for seen, module in modules:
-            seen.facts.unregistered = _held_in_lists(module, missed) if missed else []
+            held = _held_in_lists(module, missed) if missed else []
+            if held or not self._watch.began:  # what an earlier training has shown stays
+                seen.facts.unregistered = held
 
 
 def _held_in_lists(model: Any, wanted: set[int]) -> list[str]:

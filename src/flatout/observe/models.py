@@ -63,6 +63,7 @@ class SeenModel(Called):
         self._evaluated_in: set[int] = set()
         self._trained: dict[Mode, Site | None] = {}
         self._first_numbers: dict[str, int] = {}
+        self._gradients: dict[str, int] = {}
 
     def in_training(self, module: Any, kwargs: dict[str, Any]) -> bool:
         """Whether its layers compute as in training in a call with these arguments.
@@ -96,6 +97,16 @@ class SeenModel(Called):
         now = {name: number_of([t]) for name, t in module.named_parameters() if name in wanted}
         self._first_numbers = now | self._first_numbers
         return {name for name, number in now.items() if number != self._first_numbers[name]}
+
+    def fresh(self, module: Any, names: set[str]) -> set[str]:
+        """Which of these parameters have another gradient than when they were asked for last."""
+        now = {
+            name: number_of([tensor.grad])
+            for name, tensor in module.named_parameters()
+            if name in names
+        }
+        before, self._gradients = self._gradients, now
+        return {name for name, number in now.items() if before.get(name, number) != number}
 
     def frozen_norms(self, module: Any) -> list[str]:
         """BatchNorms that are frozen and still learn.
@@ -213,6 +224,7 @@ class Models:
         if self.search not in self._watch.on_new_optimizer:
             self._watch.on_new_optimizer.append(self.search)
             self._watch.with_gradients.append(self.look_at_gradients)
+            self._watch.on_training.append(self._begin_again)
         self._calls.search()
         steps = self._watch.lanes.steps
         self._watch.at(steps + 1, lambda: self.describe(whole=False))
@@ -336,9 +348,7 @@ class Models:
             if not self._watch.lanes.steps:
                 look_at_replica(module, model.facts)
             model.facts.moving_norms = model.frozen_norms(module)
-            model.with_gradient |= {
-                name for name, tensor in module.named_parameters() if tensor.grad is not None
-            }
+            model.with_gradient |= self._with_gradient(model, module)
             trained = [tensor for tensor in module.parameters() if tensor.requires_grad]
             unused = any(tensor.grad is None for tensor in trained)
             model.facts.unused_parameters = bool(model.facts.unused_parameters) or unused
@@ -353,6 +363,20 @@ class Models:
         if tables:
             for optimizer in self._watch.optimizers:
                 optimizer.look_at_tables(list(tables.values()))
+
+    def _begin_again(self) -> None:
+        """Another training: who has a gradient in it is asked again."""
+        for model in self._watch.models:
+            model.with_gradient.clear()
+
+    def _with_gradient(self, model: SeenModel, module: Any) -> set[str]:
+        """The parameters that have a gradient; in a later training none of an earlier one's."""
+        having = {name for name, tensor in module.named_parameters() if tensor.grad is not None}
+        if not self._watch.began:
+            return having
+        stepped = {id(item) for seen in self._watch.optimizers for item in seen.tensors()}
+        missed = having.intersection(not_stepped(module, stepped))
+        return having - missed | model.fresh(module, missed)
 
     def _is_trained_here(self, module: Any) -> bool:
         return any(tensor.grad is not None for tensor in module.parameters())
@@ -373,7 +397,8 @@ class Models:
                     model.facts.moving_norms = model.frozen_norms(module)
                 model.tensors = {id(tensor) for tensor in module.parameters() if not tensor.is_meta}
                 model.is_stepped |= not model.tensors.isdisjoint(stepped)
-                if not model.tensors.isdisjoint(stepped):
+                is_told = self._watch.began and not model.with_gradient  # of an earlier training
+                if not (is_told or model.tensors.isdisjoint(stepped)):
                     missed = not_stepped(module, stepped)
                     having = [name for name in missed if name in model.with_gradient]
                     moved = model.moved(module, having)

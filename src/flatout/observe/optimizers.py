@@ -53,6 +53,11 @@ class SeenOptimizer:
         self.count()
         return self.counts
 
+    @property
+    def steps(self) -> int:
+        """How often it has stepped."""
+        return sum(self.backwards.values())
+
     def tensors(self) -> list[Any]:
         """Those that it steps; none once it is gone."""
         optimizer = self.ref()
@@ -180,8 +185,10 @@ class StepFinder:
         if self._is_traced() or lanes.enter(OPTIMIZER) < 0:
             return
         lanes.is_counted = False
-        if lanes.steps < 2:
-            self._watch.aside(*self._watch.with_gradients)
+        watch = self._watch
+        # A later training is known by its first step.
+        if lanes.steps < watch.began + (3 if watch.began else 2):
+            watch.aside(*watch.with_gradients, is_once=True)
 
     def end(self, optimizer: Any, args: Any = (), kwargs: Any = None) -> None:
         """It has stepped. One that hands its step on to another, as wrappers do, is not counted.
@@ -269,6 +276,7 @@ class StepFinder:
             self._watch.calls.loops.add(loop.f_code)
         known_optimizer.facts.backward_site = self.backward_site
         self._seen[id(optimizer)] = known_optimizer
+        self._watch.aside(self._watch.training_begins, is_once=True)
         self._watch.optimizers.append(known_optimizer)
         self._watch.frameworks |= packages_above()
         for step in _RATE_STEPS:

@@ -54,9 +54,13 @@ class Quick:
         """Puts them into their places, in the thread that steps, unless something is compiled."""
         self._put(self._is_possible and not is_anything_compiled())
 
+    def rest(self) -> None:
+        """Takes them away until they begin again."""
+        self._put(False)
+
     def renew(self) -> None:
         """Takes them away until they begin again, and counts from there."""
-        self._put(False)
+        self.rest()
         hooks: list[Any] = [*self._backward, *self._forward, *self._steps]
         for hook in hooks:
             hook.renew()

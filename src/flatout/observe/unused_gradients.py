@@ -87,6 +87,11 @@ class GradientUse:
         watch.on_new_optimizer.append(self._comes_later)
         watch.on_renewal.append(self._renew)
 
+    @property
+    def made(self) -> list[Any]:
+        """All optimizers that there are."""
+        return list(self._made)
+
     def _noted(self, original: Any) -> Any:
         def init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             original(optimizer, *args, **kwargs)
@@ -121,7 +126,7 @@ class GradientUse:
         if steps < AFTER_STEPS or self._later == _LATER:
             return
         self._later += 1
-        counts = {id(item): _steps_of(item) for item in self._watch.optimizers}
+        counts = {id(item): item.steps for item in self._watch.optimizers}
         self._watch.at(steps + _RESTS, lambda: self._begin_again(counts))
 
     def _begin_again(self, counts: dict[int, int]) -> None:
@@ -129,7 +134,7 @@ class GradientUse:
         if self._handle is not None or is_anything_compiled():
             return
         watched = self._watch.optimizers
-        self._resting = {id(item) for item in watched if _steps_of(item) == counts.get(id(item))}
+        self._resting = {id(item) for item in watched if item.steps == counts.get(id(item))}
         self._told += [
             item for then, item in self._shared() if id(self._groups[then].owner) in self._resting
         ]
@@ -172,7 +177,7 @@ class GradientUse:
     # -- events -----------------------------------------------------------------------------------
 
     def _backward_begins(self, tensors: Any) -> None:
-        if self._watch.lanes.steps < _FROM:
+        if self._watch.lanes.steps < _FROM or self._handle is None:
             return
         if self._stepped != len(self._watch.optimizers):
             self._stepped = len(self._watch.optimizers)
@@ -315,10 +320,6 @@ class GradientUse:
                     others = (reached[other] for other in inner if other is not item)
                     behind.setdefault(mine, set()).update(*others)
         return _Pass(elements, behind, here())
-
-
-def _steps_of(optimizer: Any) -> int:
-    return sum(optimizer.backwards.values())
 
 
 def _is_of(group: _Group, optimizer: Any) -> bool:

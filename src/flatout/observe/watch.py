@@ -12,6 +12,7 @@ from itertools import count
 from time import perf_counter_ns, thread_time_ns
 from typing import Any
 
+from flatout.hooks import is_anything_compiled
 from flatout.observe.calls import Calls
 from flatout.observe.lanes import Lanes
 from flatout.observe.quick import AFTER_STEPS, Quick
@@ -20,6 +21,9 @@ from flatout.observe.quick import AFTER_STEPS, Quick
 _LOOKING_SHARE = 0.002
 # What is looked at once, in these steps, is no part of what each step takes longer.
 _FIRST_STEPS = 10
+# A training begins where an optimizer is new after so many steps of the one before. So many later
+# ones are looked at: some scripts make an optimizer in each step.
+_APART, _LATER = AFTER_STEPS, 4
 FAILED = "a look failed"
 """The first words of the note of one that did."""
 
@@ -40,6 +44,7 @@ class Watch:
             no table.
         looking_ns: that looks have taken which go on for as long as is watched.
         once_ns: that others have taken: in the first steps, or planned before for a step.
+        began: after which step the training began that is looked at.
         on_number: called with each number that comes to the host, two frames below who reads it.
         scaled: the node of the loss that a scaler has multiplied last, in the first steps.
         then: what is done once enough was seen, in place of ending the script.
@@ -63,6 +68,7 @@ class Watch:
         self.on_number: list[Callable[[float], None]] = []
         self.on_batch: list[Callable[[Any, Any, bool], None]] = []
         self.on_new_optimizer: list[Callable[[], None]] = []
+        self.on_training: list[Callable[[], None]] = []
         self.before_saving: list[Callable[[], None]] = []
         self.rows: object = None
         self.looking_ns = self.once_ns = self._waited_ns = 0
@@ -71,26 +77,64 @@ class Watch:
         self.then: Callable[[], None] | None = None
         self._most = sys.maxsize if steps is None else steps
         self._seconds = seconds
+        self._later: list[tuple[int, Callable[[], None]]] = []
+        self._begin()
         self._looks: list[tuple[int, int, Callable[[], None], bool]] = []
         self._planned: list[tuple[int, Callable[[], None]]] = []
         self._order = count()
         self._has_begun = False
         self._made, self._since = perf_counter_ns(), 0
-        self.at(AFTER_STEPS, self.quick.begin)
+        self.at_each(AFTER_STEPS, self.quick.begin)
         self.on_renewal.append(self.quick.renew)
+
+    def _begin(self) -> None:
+        self.began = self._trainings = 0
+        self._before: dict[int, int] = {}  # steps of each optimizer when this training began
 
     @property
     def start_s(self) -> float | None:
         """Seconds from the beginning to the end of its first step; None before that."""
         return (self._since - self._made) / 1e9 if self._has_begun else None
 
-    def at(self, step: int, look: Callable[[], None]) -> None:
-        """Calls `look` in the thread that steps, once so many steps have ended."""
+    def at(self, step: int, look: Callable[[], None], *, is_once: bool = False) -> None:
+        """Calls `look` in the thread that steps, once so many steps have ended.
+
+        Args:
+            step: how many.
+            look: what to do.
+            is_once: whether that comes no oftener where more is watched, though it is not planned
+                from the beginning.
+        """
         is_planned = not self.optimizers
         if is_planned:  # from the beginning, so also when that is renewed
             self._planned.append((step, look))
-        heapq.heappush(self._looks, (step, next(self._order), look, is_planned))
+        heapq.heappush(self._looks, (step, next(self._order), look, is_planned or is_once))
         self.lanes.due = min(self.lanes.due, step)
+
+    def at_each(self, step: int, look: Callable[[], None]) -> None:
+        """Calls `look` once so many steps of each training have ended; planned from the start."""
+        self._later.append((step, look))
+        self.at(step, look)
+
+    def training_begins(self) -> None:
+        """An optimizer has stepped that did not before: a later training may have begun, as of
+        another fold, or another part of the model. Its first steps are seen as the very first are,
+        by the hooks in Python."""
+        steps = self.lanes.steps
+        if steps < self.began + _APART or self._trainings == _LATER or is_anything_compiled():
+            return
+        self._trainings += 1
+        self.began = steps
+        self.quick.rest()
+        self._before = {id(item): item.steps for item in self.optimizers}
+        for begin in self.on_training:
+            self.attempt(begin)
+        for step, look in self._later:
+            self.at(steps + step, look, is_once=True)
+
+    def stepping(self) -> list[Any]:
+        """The optimizers of this training: those that have stepped since it began."""
+        return [item for item in self.optimizers if item.steps != self._before.get(id(item))]
 
     def renew(self) -> None:
         """Forgets all that was seen; in the thread that steps, between steps."""
@@ -99,6 +143,7 @@ class Watch:
         self.looking_ns = self.once_ns = self._waited_ns = 0
         self._has_begun = False
         self._made = perf_counter_ns()
+        self._begin()
         self.lanes.renew()
         self.calls.renew()
         for renew in self.on_renewal:
