@@ -32,6 +32,7 @@ from flatout.observe import (
     Scaling,
     Schedule,
     Site,
+    Teacher,
     UnusedGradients,
 )
 from flatout.recipe import Parity, Recipe
@@ -149,6 +150,7 @@ class Row:
 
 COSINE = Schedule("CosineAnnealingLR", HERE, HERE, first_after=1)
 UNUSED = UnusedGradients("zeroed", "Generator", HERE, HERE, HERE, parameters=6, share=0.25, count=2)
+TEACHER = Teacher("__main__.Large", HERE, {"Dropout": 2, "BatchNorm2d": 9}, moved=9, dropped=0.5)
 ADAM = {"kind": "torch.optim.adamw.AdamW"}
 
 
@@ -607,6 +609,12 @@ ROWS = {
         job(gradient_uses=6, unused_gradients=[replace(UNUSED, share=0.001)]),
         job(optimizers=[Optimizer("torch.optim.adam.Adam", HERE)] * 2),
         cost=1.375,
+    ),
+    "teacher_in_train_mode": Row(
+        job(teachers=[TEACHER]),
+        job(),
+        job(steps=4),
+        kind="danger",
     ),
     "copied_whole": Row(
         job(lines=[Line(HERE, 1.0, words="copy.deepcopy")]),
@@ -1441,6 +1449,13 @@ def test_gradients_of_another_optimizer_are_a_danger_once_they_are_added():
     (through,) = look(job(gradient_uses=6, unused_gradients=[replace(teacher, passes_on=True)]))
     assert "requires_grad_(False)" in through.do
     assert through.cost_ms == found.cost_ms / 2
+
+
+def test_a_teacher_in_train_mode_is_told_by_what_was_seen_of_it():
+    (found,) = look_of("teacher_in_train_mode")(job(teachers=[TEACHER]))
+    assert "Large is called in each step and never trained, but in train mode" in found.what
+    assert "9 BatchNorm2d, 2 Dropout; the first has set 50% of its numbers to zero" in found.what
+    assert "the running statistics of 9 have moved" in found.what
 
 
 def test_a_name_that_keeps_graphs_is_told_before_memory_shows_it():

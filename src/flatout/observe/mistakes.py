@@ -27,6 +27,7 @@ from flatout.observe.skipped import SkippedSteps
 from flatout.observe.step_gradients import StepGradients
 from flatout.observe.switches import Switches
 from flatout.observe.tables import Tables
+from flatout.observe.teachers import Teachers
 from flatout.observe.unused_gradients import GradientUse
 from flatout.observe.watch import Watch
 
@@ -52,6 +53,7 @@ class Mistakes:
         StepGradients(torch, watch)
         FirstUpdate(watch)
         self._uses = GradientUse(torch, watch)
+        self._teachers = Teachers(torch, watch, self._uses)
         self._kept = KeptLosses(torch, watch)
         self._schedules = Schedules(torch.optim.lr_scheduler, watch)
         Clipping(torch, watch)
@@ -79,6 +81,7 @@ class Mistakes:
             self._fill_gradients,
             self._fill_kept_graphs,
             self._fill_seeds,
+            self._fill_teachers,
             self._compare,
             self._tables.fill,
             _read_sites,
@@ -115,6 +118,9 @@ class Mistakes:
     def _fill_seeds(self, observation: Observation) -> None:
         observation.repeated_seeds = self._seeds.results()
 
+    def _fill_teachers(self, observation: Observation) -> None:
+        observation.teachers = self._teachers.results()
+
     def _compare(self, observation: Observation) -> None:
         """Of training and validation; that is noted in the facts of each."""
         compare(list(sets_of(self._watch.loaders, self._tables.results())), self._scalers)
@@ -133,6 +139,7 @@ def _read_sites(observation: Observation) -> None:
             *observation.unused_gradients,
             *observation.kept_graphs,
             *(observation.repeated_seeds or ()),
+            *observation.teachers,
             *scalings,
         ]
     )

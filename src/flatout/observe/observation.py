@@ -561,6 +561,25 @@ class RepeatedSeed:
 
 
 @dataclass
+class Teacher:
+    """A model that is called in each step and never trained, and whose layers are in train mode.
+
+    Attributes:
+        kind: its class, as module.Name.
+        site: where it is called.
+        layers: how many of its layers compute otherwise in train mode, by class.
+        moved: BatchNorms of which the running statistics have moved in four steps.
+        dropped: share of the numbers that its first dropout has set to zero; None without one.
+    """
+
+    kind: str
+    site: Site | None = None
+    layers: dict[str, int] = field(default_factory=dict)
+    moved: int = 0
+    dropped: float | None = None
+
+
+@dataclass
 class KeptGraphs:
     """A name of the script's that holds on to the graphs of past steps.
 
@@ -807,6 +826,7 @@ class Observation:
         growing: what is put together in each step, longer each time.
         gradient_uses: how many backward passes were followed to the step that uses their gradients,
             where several optimizers or models take part; unused_gradients: what no step used.
+        teachers: models that are called in each step in train mode, though nothing trains them.
         kept_graphs: names of the script's that hold on to the graphs of past steps.
         repeated_seeds: generators that draw the same numbers again; None where no one looked.
         schedules: of learning rates.
@@ -900,6 +920,7 @@ class Observation:
     growing: list[Growing] = field(default_factory=list)
     gradient_uses: int = 0
     unused_gradients: list[UnusedGradients] = field(default_factory=list)
+    teachers: list[Teacher] = field(default_factory=list)
     kept_graphs: list[KeptGraphs] = field(default_factory=list)
     repeated_seeds: list[RepeatedSeed] | None = None
     schedules: list[Schedule] = field(default_factory=list)

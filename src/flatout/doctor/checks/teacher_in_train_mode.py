@@ -1,0 +1,45 @@
+"""A model that is never trained, such as a teacher, computes in train mode."""
+
+from __future__ import annotations
+
+from flatout.doctor.checks.check import Findings, NoSignal, check
+from flatout.doctor.checks.signals import at
+from flatout.doctor.finding import Finding
+from flatout.observe import Observation, Teacher
+
+_LOOKED = 8
+"""After fewer steps nothing was looked at."""
+
+
+@check()
+def look(observation: Observation) -> Findings:
+    """Models that no optimizer steps, called in each step with layers in train mode."""
+    if observation.steps < _LOOKED:
+        raise NoSignal("too few steps were seen to tell which models are not trained")
+    for teacher in observation.teachers:
+        name = teacher.kind.rpartition(".")[2]
+        yield Finding(
+            kind="danger",
+            what=f"{name} is called in each step and never trained, but in train mode: "
+            f"{_layers(teacher)}{_shown(teacher)}",
+            do=f"eval() on {name} once, before the loop; again wherever train() reaches it",
+            where=at(teacher.site),
+            parity="changes learning",
+        )
+
+
+def _layers(teacher: Teacher) -> str:
+    """Which layers compute otherwise, and how many."""
+    most = sorted(teacher.layers.items(), key=lambda item: -item[1])
+    return ", ".join(f"{count} {kind}" for kind, count in most)
+
+
+def _shown(teacher: Teacher) -> str:
+    """What was seen of it."""
+    words = ""
+    if teacher.dropped:
+        words += f"; the first has set {teacher.dropped:.0%} of its numbers to zero"
+        words += ", others for the same sample each time"
+    if teacher.moved:
+        words += f"; in 4 steps the running statistics of {teacher.moved} have moved"
+    return words
