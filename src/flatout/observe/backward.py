@@ -9,7 +9,6 @@ from typing import Any
 from flatout.hooks import wrap
 from flatout.observe.lanes import AFTER, BACKWARD, OPTIMIZER
 from flatout.observe.optimizers import StepFinder
-from flatout.observe.quick import AFTER_STEPS
 from flatout.observe.sites import here
 from flatout.observe.watch import Watch
 
@@ -33,7 +32,7 @@ def _timed(original: Any, watch: Watch, steps: StepFinder, is_traced: Callable[[
         began = lanes.last
         if lanes.loader is not None:
             lanes.loader.in_training = lanes.is_trained_on = True
-        if lanes.steps < watch.began + AFTER_STEPS:
+        if watch.is_beginning:
             looks = [partial(look, tensors) for look in watch.before_backward]
             watch.aside(*looks, is_once=True)
         try:

@@ -138,7 +138,7 @@ class Labels:
 
     def _looking(self, original: Any) -> Any:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            if self._watch.lanes.thread == get_ident():
+            if not self._watch.is_beginning and self._watch.lanes.thread == get_ident():
                 self._watch.aside(lambda: self._look(tensors))
             original(tensors, *args, **kwargs)
 

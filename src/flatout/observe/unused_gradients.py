@@ -147,7 +147,8 @@ class GradientUse:
 
     def _looking(self, original: Any) -> Any:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            if self._handle is not None and self._watch.lanes.thread == get_ident():
+            is_ours = not self._watch.is_beginning and self._watch.lanes.thread == get_ident()
+            if self._handle is not None and is_ours:
                 self._watch.aside(lambda: self._backward_begins(tensors), is_once=True)
             original(tensors, *args, **kwargs)
 

@@ -92,6 +92,11 @@ class Watch:
         self._before: dict[int, int] = {}  # steps of each optimizer when this training began
 
     @property
+    def is_beginning(self) -> bool:
+        """Whether a training is in its first steps, which the hooks in Python see."""
+        return self.lanes.steps < self.began + AFTER_STEPS
+
+    @property
     def start_s(self) -> float | None:
         """Seconds from the beginning to the end of its first step; None before that."""
         return (self._since - self._made) / 1e9 if self._has_begun else None
