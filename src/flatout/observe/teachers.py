@@ -105,7 +105,7 @@ class _Look:
     """Hooks on one model, and then what they have shown."""
 
     def __init__(self, torch: Any, watch: Watch, seen: SeenModel, owners: list[Any]) -> None:
-        module = seen.ref()
+        module: Any = seen.ref()
         self._torch, self._watch, self._seen = torch, watch, seen
         self._owned = [item for item in watch.optimizers if _is_in(item.ref(), owners)]
         self._steps_before = [item.steps for item in self._owned]
@@ -135,7 +135,7 @@ class _Look:
         self._tracked |= any(tensor.requires_grad for tensor in _tensors(self._torch, output))
 
     def _drops(self, module: Any, args: Any, output: Any) -> None:
-        given = args[0] if args else None
+        given: Any = args[0] if args else None
         if self.teacher.dropped is None and self._torch.is_tensor(given):
             with self._torch.no_grad():
                 had = int((given != 0).sum())
