@@ -65,13 +65,14 @@ class KeptLosses:
         watch.on_renewal.append(self._renew)
         watch.on_training.append(self._begin_again)
 
-    def _begin_again(self) -> None:
-        self._told, self._held = list(self.found), {}
-
     def _renew(self) -> None:
         self.found: list[KeptGraphs] = []
         self._told: list[KeptGraphs] = []  # of earlier trainings
         self._held: dict[tuple[CodeType, str], list[_Held]] = {}
+
+    def _begin_again(self) -> None:
+        self._told = list(self.found)
+        self._held = {}
 
     def _look(self) -> None:
         step = self._watch.lanes.steps - self._watch.began

@@ -105,12 +105,6 @@ class LossGraphs:
         watch.at_each(_FROM, self._open)
         watch.at_each(_UNTIL, self._close)
 
-    def _begin_again(self) -> None:
-        """Another training: what its losses reach and how they are reduced is its own."""
-        self.reached.clear()
-        self._reduced.clear()
-        self._changes = None
-
     def _open(self) -> None:
         """Looks at the backward passes of some steps more."""
         if self._hook is None and not is_anything_compiled():
@@ -136,6 +130,12 @@ class LossGraphs:
         self._reduced: list[_Reduced] = []
         self._changes: int | None = None
         self._close()
+
+    def _begin_again(self) -> None:
+        """Another training: what its losses reach and how they are reduced is its own."""
+        self.reached.clear()
+        self._reduced.clear()
+        self._changes = None
 
     def _look(self, tensors: Any) -> None:
         roots = [tensors] if isinstance(tensors, self._torch.Tensor) else list(tensors)
