@@ -76,8 +76,9 @@ SECTIONS = (
         "breadth",
         "The default beside the best by hand",
         "`Trainer.fit` with nothing set and an empty cache, over families of models, beside loops "
-        "written by hand in fp32, bf16, channels_last and with a fused optimizer, one process "
-        "each. Whole runs: what is measured meanwhile counts.",
+        "written by hand in fp32, bf16, channels_last and with a fused optimizer. The plain loop, "
+        "the best by hand and the default are processes that take turns by epochs. Whole runs: "
+        "what is measured meanwhile counts. `steady`: the last third of the steps alone.",
     ),
     Section(
         "breadth_gpu",
