@@ -42,7 +42,8 @@ def clear(owner: type) -> None:
     """
     if is_sequence(owner):
         _place(owner).value = None
-    for heir in owner.__subclasses__():
+    heirs: list[type] = type.__subclasses__(owner)
+    for heir in heirs:
         if getattr(heir, "__getitem__", None) is getattr(owner, "__getitem__", None):
             clear(heir)
 
