@@ -25,7 +25,6 @@ class Watched:
         self.labels = Labels(torch, self.watch)
         self.looks = 0
         self.labels._looking = self._counted(self.labels._looking)
-        self.labels._open()  # else the hook of all backward passes looks at the first ones
 
     def _counted(self, looking):
         def hook(original):
@@ -36,8 +35,11 @@ class Watched:
 
     def step(self, *losses):
         """One in which backward is called on each of these."""
+        # The hook of all backward passes looks at the first ones, from the same line.
+        looks = self.watch.before_backward if self.watch.is_beginning else []
         for loss in losses:
-            loss.backward()
+            for call in (*looks, torch.Tensor.backward):
+                call(loss)
         self.watch.lanes.steps += 1
         if self.watch.lanes.steps >= self.watch.lanes.due:
             self.watch.attend()
