@@ -115,7 +115,7 @@ def resolve(
     say: Callable[[str], None],
     planned: PlannedRun | None = None,
     known: KnownStep = NOTHING_KNOWN,
-    world: World = ONE,
+    world: World | None = ONE,
 ) -> Decision:
     """What this job on this machine starts with. All ranks call it.
 
@@ -131,7 +131,7 @@ def resolve(
         planned: where frozen layers may be kept: then these decide the precision of a run that is
             too short to try it.
         known: of a step, before it is looked at.
-        world: of this rank.
+        world: of this rank; None where nothing is to be tried on the run's steps.
     """
     machine = fingerprint().as_dict()
     plain = _plain_choices(requested, stepper, allow)
@@ -144,7 +144,7 @@ def resolve(
     # What is compiled would be compiled again in a child.
     switch = stepper.switch
     may_fork = switch.device.type == "cpu" and not has_compiled(switch.model)
-    marks = Marks.of(key, world, may_fork=may_fork)
+    marks = Marks() if world is None else Marks.of(key, world, may_fork=may_fork)
     if not batches:
         return Decision(start)
     cached = auto_cache.read(key)

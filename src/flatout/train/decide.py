@@ -126,7 +126,7 @@ def decide(
         _warn_of_trips(loop, compute, first[0])
     known = KnownStep(looked_s, loop.batch_s, loop.accumulate)
     decision = _decision(loop, facts, compute, first, steps, known)
-    if loop.has_servers and loop.requested.world.spare_workers:
+    if _has_spare_workers(loop):
         decision.search = None  # ranks compare times in steps that do not wait for all of them
     resolved = _with_device(loop, _with_reasons(loop, decision.recipe), facts)
     resolved = _with_device_data(loop, resolved, first)
@@ -221,8 +221,13 @@ def _decision(
         loop.say,
         planned,
         known,
-        loop.world,
+        # A worker that comes back later decides alone.
+        None if _has_spare_workers(loop) else loop.world,
     )
+
+
+def _has_spare_workers(loop: LoopState) -> bool:
+    return loop.has_servers and bool(loop.requested.world.spare_workers)
 
 
 def _left_out(loop: LoopState) -> dict[str, str]:
