@@ -124,6 +124,10 @@ class Labels:
     def _renew(self) -> None:
         self._seen: dict[tuple[str, int, str], _Seen] = {}
         self._at = (-1, 0)  # a step, and how many losses of it were seen
+        # By line: the step and the class of the latest batch of one class; where a step has two
+        # such losses of different classes, as of what is real and of what is made.
+        self._latest: dict[str, tuple[int, int]] = {}
+        self._halves: set[str] = set()
         self._is_series = False
         self._close()
 
@@ -162,6 +166,11 @@ class Labels:
                 return
             seen = self._seen.setdefault(key, _Seen(site, classes, name in _OF_TWO))
             seen.add(labels, step + 1)
+            if len(set(labels)) == 1:
+                before_it = self._latest.get(key[0])
+                if before_it is not None and before_it == (step, 1 - labels[0]) and seen.is_of_two:
+                    self._halves.add(key[0])
+                self._latest[key[0]] = step, labels[0]
             return
 
     def _look_at_input(self, model: Any, batch: Any, is_trained: bool) -> None:
@@ -199,7 +208,8 @@ class Labels:
 
     def results(self) -> list[InLoss]:
         """What was seen of each loss, the one that tells most first."""
-        facts = [seen.result() for seen in self._seen.values()]
+        whole = [seen for (line, *_), seen in self._seen.items() if line not in self._halves]
+        facts = [seen.result() for seen in whole]
         return sorted(facts, key=lambda fact: -len(fact.detail["alone"]))
 
 
