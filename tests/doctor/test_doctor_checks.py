@@ -1685,6 +1685,7 @@ def test_a_seed_that_comes_again_is_told_once():
     assert "so do torch.seed (" in found.what
     # A loader's order is told by another check.
     assert not list(look(job(repeated_seeds=[order], loader={"hashes": [1, 1]})))
+    assert list(look(job(repeated_seeds=[order], loaders=[])))
 
 
 def test_labels_that_lie_sorted_in_a_column_are_told_with_its_name():

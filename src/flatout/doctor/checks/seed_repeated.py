@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flatout.doctor.checks.check import Findings, NoSignal, check
-from flatout.doctor.checks.signals import at, training_loaders
+from flatout.doctor.checks.signals import at
 from flatout.doctor.finding import Finding
 from flatout.observe import Observation, RepeatedSeed
 
@@ -29,7 +29,8 @@ def look(observation: Observation) -> Findings:
 
 def _is_told_of_loader(observation: Observation) -> bool:
     """Whether the same order of a loader's is named by itself."""
-    hashes = [loader.hashes or [] for loader in training_loaders(observation) if loader.shuffles]
+    loaders = [loader for loader in observation.loaders if loader.in_training and loader.shuffles]
+    hashes = [loader.hashes or [] for loader in loaders]
     return any(len(item) > 1 and len(set(item)) == 1 for item in hashes)
 
 
