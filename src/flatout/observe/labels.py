@@ -90,10 +90,10 @@ class _Seen:
         """Whether nearly all batches so far were of one class, and later ones may be of others."""
         return len(self.alone) == 1 and self.of_one >= max(_BATCHES, _PURE * self.batches)
 
-    def result(self) -> InLoss:
+    def result(self, is_half: bool) -> InLoss:
         """As a fact; what may be of two halves of a loss is none of one class."""
         of_one, alone = self.of_one, sorted(self.alone)
-        if self.is_of_two and self.changes > _CHANGES * self.of_one:
+        if self.is_of_two and (is_half or self.changes > _CHANGES * self.of_one):
             of_one, alone = 0, []
         detail = {"batches": self.batches, "of_one": of_one, "alone": alone}
         detail["classes"] = self.classes
@@ -208,8 +208,7 @@ class Labels:
 
     def results(self) -> list[InLoss]:
         """What was seen of each loss, the one that tells most first."""
-        whole = [seen for (line, *_), seen in self._seen.items() if line not in self._halves]
-        facts = [seen.result() for seen in whole]
+        facts = [seen.result(line in self._halves) for (line, *_), seen in self._seen.items()]
         return sorted(facts, key=lambda fact: -len(fact.detail["alone"]))
 
 
