@@ -3,6 +3,8 @@
 import json
 import os
 
+import pytest
+
 import forked
 from flatout.observe import Observation
 
@@ -77,8 +79,10 @@ def observed(tmp_path, source):
     return seen
 
 
-def test_a_teacher_in_train_mode_is_seen_with_what_its_layers_do(tmp_path):
-    source = START + TAUGHT
+@pytest.mark.parametrize("end", ["", "del loaded, detached, teacher, before\n"])
+def test_a_teacher_in_train_mode_is_seen_with_what_its_layers_do(tmp_path, end):
+    """Also where it is gone at the end."""
+    source = START + TAUGHT + end
     teachers = observed(tmp_path, source).teachers
     lines = [source[: source.index(f"# {name}")].count("\n") + 1 for name in ("first", "second")]
     lines.append(source[: source.index("# third")].count("\n") + 1)

@@ -45,6 +45,7 @@ class Teachers:
         self._seen: list[_Look] = []
         watch.at_each(_FROM, self._open)
         watch.at_each(_UNTIL, self._close)
+        watch.at(2 * _UNTIL, self._confirm)
         watch.on_renewal.append(self._renew)
 
     def _renew(self) -> None:
@@ -54,6 +55,12 @@ class Teachers:
     def results(self) -> list[Teacher]:
         """Those whose weights have stayed until now, and that nothing has stepped."""
         return [look.teacher for look in self._seen if look.is_untouched()]
+
+    def _confirm(self) -> None:
+        """Whether those that were seen are what they were: at the end they may be gone."""
+        for look in self._seen:
+            look.confirm()
+        self._watch.at(2 * self._watch.lanes.steps, self._confirm)
 
     def _open(self) -> None:
         if is_anything_compiled():
@@ -113,6 +120,7 @@ class _Look:
         self._norms = {name: number_of(values) for name, values in _statistics(module)}
         self._in_steps: set[int] = set()
         self._tracked = False  # what it gives needs a gradient
+        self._is_confirmed = False
         acting = [inner for inner in module.modules() if _acts(inner)]
         kinds = Counter(type(inner).__name__ for inner in acting)
         self.teacher = Teacher(seen.facts.kind, layers=dict(kinds))
@@ -157,11 +165,17 @@ class _Look:
         self.teacher.moved = len(moved)
         return True
 
+    def confirm(self) -> None:
+        """Keep whether it is untouched, for when it is gone."""
+        if self._seen.ref() is not None:
+            self._is_confirmed = self.is_untouched()
+
     def is_untouched(self) -> bool:
-        """Whether neither an optimizer nor the script has changed its weights since."""
+        """Whether neither an optimizer nor the script has changed its weights since; of one that
+        is gone, when that was asked last."""
         module = self._seen.ref()
         if module is None:
-            return False
+            return self._is_confirmed
         steps = [item.steps for item in self._owned]
         return steps == self._steps_before and number_of(list(module.parameters())) == self._weights
 
