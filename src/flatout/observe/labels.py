@@ -167,8 +167,7 @@ class Labels:
             seen = self._seen.setdefault(key, _Seen(site, classes, name in _OF_TWO))
             seen.add(labels, step + 1)
             if len(set(labels)) == 1:
-                before_it = self._latest.get(key[0])
-                if before_it is not None and before_it == (step, 1 - labels[0]) and seen.is_of_two:
+                if seen.is_of_two and self._latest.get(key[0]) == (step, 1 - labels[0]):
                     self._halves.add(key[0])
                 self._latest[key[0]] = step, labels[0]
             return

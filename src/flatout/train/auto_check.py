@@ -165,7 +165,7 @@ class FirstCheck:
                 if not self._takes(self._few):
                     self._few = self._whole
                     self._first_s = self._forward_of(self._few)
-                elif self._are_few_slow and self._few.size > _FEWEST_LONG:
+                elif self._is_slow(_FORWARDS * self._first_s) and self._few.size > _FEWEST_LONG:
                     fewer = self._few.first(_FEWEST_LONG)
                     self._few = fewer if self._takes(fewer) else self._few
                 drawn = not same_state(before, random_state())
@@ -261,7 +261,7 @@ class FirstCheck:
             rest = [one for one in in_passes if one.field not in self.dropped]
             if len(rest) > 1:
                 self._look_at_all(rest, plain, taken, facts)
-        if self._is_slow:
+        if self._is_slow(self.budget.step_s):
             looks = {f: t for f, t in self._looks.items() if self.dropped.keys().isdisjoint(f)}
             self.fastest = min(looks, key=lambda fields: looks[fields])
             self.slower["together"] = looks[self.fastest]
@@ -270,17 +270,11 @@ class FirstCheck:
     @property
     def may_be_slow(self) -> bool:
         """Whether steps may be long, by the first forward pass of the few samples."""
-        pass_s = _FORWARDS * self._first_s * self._whole.size / self._few.size
-        return not self.starts_cold and is_slow(pass_s)
+        return self._is_slow(_FORWARDS * self._first_s * self._whole.size / self._few.size)
 
-    @property
-    def _are_few_slow(self) -> bool:
-        return not self.starts_cold and is_slow(_FORWARDS * self._first_s)
-
-    @property
-    def _is_slow(self) -> bool:
-        """Whether a step takes so long that a second look at a few samples costs little of it."""
-        return not self.starts_cold and is_slow(self.budget.step_s)
+    def _is_slow(self, seconds: float) -> bool:
+        """Whether a step, or the passes of one, take so long that each tells."""
+        return not self.starts_cold and is_slow(seconds)
 
     def _keep(self, options: Sequence[Option], now: PassTimes, plain: PassTimes) -> float:
         """Keep what the few samples took under options; returns how many times as long."""
@@ -591,7 +585,8 @@ class FirstCheck:
         # Of the first one, by the clock, with the switch to these settings.
         first_s = self._clock() - began
         taken = first
-        is_short = not (self.starts_cold or self._is_slow)
+        # Of a long step, a second look at a few samples costs little.
+        is_short = not (self.starts_cold or self._is_slow(self.budget.step_s))
         if plain is not None and is_short and first.over(plain) <= _OF_FIRST:
             taken = plain
         elif self.starts_cold or self.budget.pays_before(2 * first_s):
