@@ -24,7 +24,8 @@ class Watched:
         self.watch.lanes.thread = get_ident()
         self.labels = Labels(torch, self.watch)
         self.looks = 0
-        self.labels._looking = self._counted(self.labels._looking)
+        later = self.labels._later
+        later._looking = self._counted(later._looking)
 
     def _counted(self, looking):
         def hook(original):
@@ -54,7 +55,7 @@ class Watched:
 def watched():
     result = Watched()
     yield result
-    result.labels._close()
+    result.labels._later.close()
 
 
 def scores(rows, classes=CLASSES):

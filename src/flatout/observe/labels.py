@@ -10,16 +10,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from threading import get_ident
 from typing import Any
 
-from flatout.hooks import Hook, is_anything_compiled, wrap
 from flatout.observe.label_columns import (
     Lies,
     column_of,
     columns_of_dataset,
     columns_of_names,
 )
+from flatout.observe.later_backwards import LaterBackwards
 from flatout.observe.observation import InLoss, Site
 from flatout.observe.quick import AFTER_STEPS
 from flatout.observe.sites import here
@@ -113,12 +112,12 @@ class Labels:
     def __init__(self, torch: Any, watch: Watch) -> None:
         self._torch = torch
         self._watch = watch
-        self._hook: Hook | None = None
+        self._later = LaterBackwards(torch, watch, self._look)
         self._renew()
         watch.before_backward.append(self._look)
         watch.on_batch.append(self._look_at_input)
         watch.on_renewal.append(self._renew)
-        watch.at(_FROM, self._open)
+        watch.at(_FROM, self._later.open)
         watch.at(_UNTIL, self._decide)
 
     def _renew(self) -> None:
@@ -129,24 +128,7 @@ class Labels:
         self._latest: dict[str, tuple[int, int]] = {}
         self._halves: set[str] = set()
         self._is_series = False
-        self._close()
-
-    def _open(self) -> None:
-        """Looks at the backward passes to come."""
-        if self._hook is None and not is_anything_compiled():
-            self._hook = wrap(self._torch.autograd, "backward", "observe", self._looking)
-
-    def _close(self) -> None:
-        if self._hook is not None and self._hook.remove():
-            self._hook = None
-
-    def _looking(self, original: Any) -> Any:
-        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            if not self._watch.is_beginning and self._watch.lanes.thread == get_ident():
-                self._watch.aside(lambda: self._look(tensors))
-            original(tensors, *args, **kwargs)
-
-        return backward
+        self._later.close()
 
     def _look(self, tensors: Any) -> None:
         """Backward is about to be called on these."""
@@ -180,7 +162,7 @@ class Labels:
 
     def _decide(self) -> None:
         """After the first steps: where the labels come from, and whether later ones are awaited."""
-        self._close()
+        self._later.close()
         if self._is_series or not self._seen:
             return
         for seen in self._seen.values():
@@ -197,12 +179,12 @@ class Labels:
 
     def _await(self) -> None:
         """Looks at a later step, where more may be told then."""
-        self._close()
+        self._later.close()
         if not any(seen.is_open and seen.lies is None for seen in self._seen.values()):
             return
         step = self._watch.lanes.steps
         later = max(step + 1, int(_LATER * step))
-        self._watch.at(later, self._open)
+        self._watch.at(later, self._later.open)
         self._watch.at(later + 1, self._await)
 
     def results(self) -> list[InLoss]:

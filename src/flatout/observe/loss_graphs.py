@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from threading import get_ident
 from typing import Any, NamedTuple
 from weakref import ref
 
-from flatout.hooks import Hook, is_anything_compiled, wrap
+from flatout.hooks import is_anything_compiled
 from flatout.observe.counted_steps import is_counted
+from flatout.observe.later_backwards import LaterBackwards
 from flatout.observe.observation import InLoss, Site
 from flatout.observe.padded_targets import padding_in
 from flatout.observe.quick import AFTER_STEPS
@@ -92,7 +92,7 @@ class LossGraphs:
     def __init__(self, torch: Any, watch: Watch) -> None:
         self._torch = torch
         self._watch = watch
-        self._hook: Hook | None = None
+        self._later = LaterBackwards(torch, watch, self._look, is_once=True)
         self._noted: tuple[bool, bool] | None = None
         self._renew()
         watch.before_backward.append(self._look)
@@ -102,26 +102,12 @@ class LossGraphs:
         watch.on_training.append(self._begin_again)
         for step in _ASKED_AFTER:
             watch.at_each(step, self._find_unregistered)
-        watch.at_each(_FROM, self._open)
+        watch.at_each(_FROM, self._later.open)
         watch.at_each(_UNTIL, self._close)
 
-    def _open(self) -> None:
-        """Looks at the backward passes of some steps more."""
-        if self._hook is None and not is_anything_compiled():
-            self._hook = wrap(self._torch.autograd, "backward", "observe", self._looking)
-
     def _close(self) -> None:
-        if self._hook is not None and self._hook.remove():
-            self._hook = None
+        self._later.close()
         self._end_noting()
-
-    def _looking(self, original: Any) -> Any:
-        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            if not self._watch.is_beginning and self._watch.lanes.thread == get_ident():
-                self._watch.aside(lambda: self._look(tensors), is_once=True)
-            original(tensors, *args, **kwargs)
-
-        return backward
 
     def _renew(self) -> None:
         self.looks = 0

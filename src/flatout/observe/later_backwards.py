@@ -1,0 +1,50 @@
+"""What backward is called on, in steps behind the first ones of a training.
+
+In those the hook of all backward passes looks (backward.py), and steps aside for one in C.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import get_ident
+from typing import Any
+
+from flatout.hooks import Hook, is_anything_compiled, wrap
+from flatout.observe.watch import Watch
+
+
+class LaterBackwards:
+    """Looks at backward passes while it is open.
+
+    Args:
+        torch: the module.
+        watch: what is looked at.
+        look: called with what backward is about to be called on.
+        is_once: whether what that takes is no part of each step.
+    """
+
+    def __init__(
+        self, torch: Any, watch: Watch, look: Callable[[Any], None], *, is_once: bool = False
+    ) -> None:
+        self._torch = torch
+        self._watch = watch
+        self._look, self._is_once = look, is_once
+        self._hook: Hook | None = None
+
+    def open(self) -> None:
+        """Looks at the backward passes to come, unless something would be compiled again."""
+        if self._hook is None and not is_anything_compiled():
+            self._hook = wrap(self._torch.autograd, "backward", "observe", self._looking)
+
+    def close(self) -> None:
+        """Looks at no more of them."""
+        if self._hook is not None and self._hook.remove():
+            self._hook = None
+
+    def _looking(self, original: Any) -> Any:
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            if not self._watch.is_beginning and self._watch.lanes.thread == get_ident():
+                self._watch.aside(lambda: self._look(tensors), is_once=self._is_once)
+            original(tensors, *args, **kwargs)
+
+        return backward
