@@ -243,6 +243,26 @@ def test_passes_that_are_compared_meet_the_same_buffers(clock):
     assert model[-1].calls == loop.step_count
 
 
+class Shrinks(nn.Module):
+    """Halves its own weight in each forward, with no regard to the optimizer."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.scale.mul_(0.5)
+        return x * self.scale
+
+
+def test_passes_that_are_compared_meet_the_same_weights(clock):
+    model = small_net()
+    model.append(Shrinks())
+    loop = tuned(model, lambda s: 0.01 if s.memory_format == "channels_last" else 0.1, clock)
+    assert loop.resolved.compute.memory_format == "channels_last"
+
+
 def test_options_are_kept_or_dropped_by_what_was_measured(clock, monkeypatch):
     monkeypatch.setattr(auto, "_has_bf16_units", lambda device: True)
 

@@ -191,6 +191,18 @@ def test_dropout_draws_what_keras_draws():
     assert_same_history(here.history, there.history)
 
 
+def test_dropout_without_a_seed_draws_what_keras_draws_for_its_loaders_first():
+    theirs, ours = twins(lambda: compiled("sgd", layers.Dropout(0.5)))
+    x, y = points()
+    keras.utils.set_random_seed(1)
+    there = theirs.fit(x, y, batch_size=16, shuffle=False, verbose=0)
+    keras.utils.set_random_seed(1)
+    for _ in range(2):  # as two DataLoaders do: a first batch builds the metrics
+        torch.empty((), dtype=torch.int64).random_()
+    here = quiet(ours, allow="exact").fit(x, y, batch_size=16, shuffle=False, verbose=0)
+    assert_same_history(here.history, there.history)
+
+
 def test_batch_normalization_keeps_keras_statistics_and_a_batch_of_one_does_no_harm():
     theirs, ours = twins(lambda: compiled("sgd", layers.BatchNormalization()))
     x, y = points(97)  # the last batch holds one sample

@@ -450,3 +450,21 @@ def test_keras_layers_with_seeds_of_their_own_draw_the_same_in_looks():
     tuning = trainer.history.tuning
     assert tuning["trials"]
     assert not [why for why in tuning["dropped"].values() if "differ" in why]
+
+
+def test_keras_layers_that_assign_weights_train_the_same_bits():
+    keras = pytest.importorskip("keras")
+    if keras.backend.backend() != "torch":
+        pytest.skip("Keras is on another backend")
+    x, y = torch.randn(STEPS * 8, 4), labels(STEPS * 8)
+    weights = []
+    for exact in (False, True):
+        keras.utils.set_random_seed(0)
+        inner = keras.layers.SpectralNormalization(keras.layers.Dense(16, "relu"))
+        model = keras.Sequential([keras.Input((4,)), inner, keras.layers.Dense(CLASSES)])
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        trainer = flatout.Trainer(model, say=quiet, allow="exact") if exact else model
+        trainer.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+        weights.append(model.get_weights())
+    for theirs, ours in zip(*weights, strict=True):
+        assert (theirs == ours).all()

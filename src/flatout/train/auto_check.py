@@ -148,6 +148,7 @@ class FirstCheck:
         self._first_s = 0.0  # of the first forward of the few samples
         self._sample_s = 0.0  # what the plain forward of a sample took, in a batch of few
         self._pass_s = 0.0  # about what forward and backward of the whole batch take
+        self._moving: list[torch.Tensor] = []  # weights that a forward itself changes
 
     def facts(self, facts: ModelFacts) -> ModelFacts:
         """`facts` with what only a forward pass shows: whether and how random numbers are drawn."""
@@ -161,7 +162,7 @@ class FirstCheck:
         handles = [m.register_forward_pre_hook(watch) for m in dropouts]
         before = random_state()
         try:
-            with untouched(model, self.compute), self._stepper.forward_alone():
+            with untouched(model, self.compute) as held, self._stepper.forward_alone():
                 if not self._takes(self._few):
                     self._few = self._whole
                     self._first_s = self._forward_of(self._few)
@@ -169,6 +170,7 @@ class FirstCheck:
                     fewer = self._few.first(_FEWEST_LONG)
                     self._few = fewer if self._takes(fewer) else self._few
                 drawn = not same_state(before, random_state())
+                self._moving = held.moved_weights()
         finally:
             for handle in handles:
                 handle.remove()
@@ -612,7 +614,7 @@ class FirstCheck:
         return self._take_gradients(loss)
 
     def _begin_pass(self) -> None:
-        """Each draws the same random numbers, meets the same buffers, and has its own gradients."""
+        """Each draws the same random numbers, meets the same state, and has its own gradients."""
         self._moved.put_back()  # as Keras' seeds, or what a spectral norm goes on from
         set_random_state(self._random)
         self._stepper.update.begin()
@@ -649,7 +651,7 @@ class FirstCheck:
         """All that passes change is as before behind it; settings stay."""
         model = self._stepper.switch.model
         kept = [(p, p.grad) for p in adapter_of(model).parameters()]
-        self._moved = Moving(model, draws=False)
+        self._moved = Moving(model, draws=False, weights=self._moving)
         self._moved.keep()
         try:
             with untouched(model, self.compute):

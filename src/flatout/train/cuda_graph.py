@@ -369,10 +369,12 @@ class Recorded:
         ]
 
     def _compare(self, wanted: list[torch.Tensor | None]) -> None:
+        share = 0.0
         with untouched(self._stepper.switch.model, self._given):
             self._graph.replay()
+            if self._update is not None:  # before its weights are put back
+                share = self._update.share()
         if self._update is not None:
-            share = self._update.share()
             if not share <= _ROUNDING:
                 raise Unfit(f"weights would differ by {share:.0%}: more than rounding")
             return

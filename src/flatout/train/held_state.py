@@ -6,7 +6,8 @@ looks at a batch must not move these, or training would go on from another state
 What can be reached from a model and from functions of the user's own is walked: attributes, cells
 of closures, defaults, globals that they name, and what containers hold. Objects of libraries are
 left alone but for modules, containers, tensors and arrays up to some size in all, and random
-generators. Weights that train are left alone, too: a look makes no update.
+generators. Of weights that train some are kept, too: a look makes no update, but a forward may
+itself write into them, as spectral norms of Keras, embeddings with max_norm and clipped weights do.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ class HeldState:
     Args:
         held: a model, and what is called with it.
         tensors: of any size, that are put back too.
-        most_bytes: of tensors and arrays that are not small, in all.
+        most_bytes: of tensors and arrays that are not small, in all; of weights that train, the
+            smallest ones, besides.
 
     Raises:
         ModelError: a module has buffers without a shape yet, which cannot be put back.
@@ -93,9 +95,10 @@ class HeldState:
         self._restores: list[Callable[[], None]] = []
         self._seen: dict[int, Any] = {}  # keeps them alive, so that no id is given twice
         self._left, self._bytes_left = _MOST_WALKED, most_bytes
-        # Those that train are changed by updates alone.
         models = [one for one in held if isinstance(one, nn.Module)]
-        self._trained = {id(p) for one in models for p in one.parameters() if p.requires_grad}
+        trained = {id(p): p for one in models for p in one.parameters() if p.requires_grad}
+        self._trained = trained.keys()
+        self._weights = _weights_within(trained.values(), most_bytes)
         for tensor in tensors:
             self._keep_buffer(tensor)
         self._next: list[Any] = [*held]
@@ -109,6 +112,12 @@ class HeldState:
         """Bring everything back; objects keep their identity."""
         for restore in self._restores:
             restore()
+        for kept in self._weights:
+            _refill_tensor(*kept)
+
+    def moved_weights(self) -> list[torch.Tensor]:
+        """Weights that train and are no longer as they were."""
+        return [kept[0] for kept in self._weights if _is_changed(*kept)]
 
     def _is_new(self, value: Any) -> bool:
         if id(value) in self._seen:
@@ -176,13 +185,7 @@ class HeldState:
             self._restores.append(partial(_refill_buffer, buffer, clone_of(buffer)))
 
     def _look_at_tensor(self, tensor: torch.Tensor) -> None:
-        if (
-            type(tensor) in (torch.Tensor, nn.Parameter)
-            and tensor.layout is torch.strided
-            and not tensor.is_meta  # of Keras' shapes: there is nothing to keep
-            and not tensor.is_inference()
-            and self._pays_for(tensor.nbytes)
-        ):
+        if _is_plain(tensor) and self._pays_for(tensor.nbytes):
             kept = partial(_refill_tensor, tensor, tensor._version, clone_of(tensor))
             self._restores.append(kept)
 
@@ -269,6 +272,31 @@ def clone_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone()
 
 
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its values can be read and written as they lie: tables whose rows are watched, or
+    weights that lie on several ranks, are of other types."""
+    return (
+        type(tensor) in (torch.Tensor, nn.Parameter)
+        and tensor.layout is torch.strided
+        and not tensor.is_meta  # of Keras' shapes: there is nothing to keep
+        and not tensor.is_inference()
+    )
+
+
+def _weights_within(
+    weights: Iterable[torch.Tensor], most_bytes: int
+) -> list[tuple[torch.Tensor, int, torch.Tensor]]:
+    """The smallest of some weights that have so many bytes in all; with versions and copies."""
+    kept = []
+    for weight in sorted(filter(_is_plain, weights), key=lambda weight: weight.nbytes):
+        most_bytes -= weight.nbytes
+        if most_bytes < 0:
+            break
+        if weight.untyped_storage().nbytes() >= weight.nbytes:  # else its memory was given back
+            kept.append((weight, weight._version, clone_of(weight)))
+    return kept
+
+
 def _is_own(kind: type) -> bool:
     """Whether all attributes are its user's: a Keras layer is built by its first call."""
     return not is_library(kind) and not any(
@@ -283,8 +311,12 @@ def _refill_buffer(buffer: torch.Tensor, value: torch.Tensor) -> None:
 
 def _refill_tensor(tensor: torch.Tensor, version: int, value: torch.Tensor) -> None:
     # .data changes no version; what is as it was may lie in memory that cannot be written.
-    if tensor._version != version or not _is_same(tensor, value):
+    if _is_changed(tensor, version, value):
         tensor.data.copy_(value)
+
+
+def _is_changed(tensor: torch.Tensor, version: int, value: torch.Tensor) -> bool:
+    return tensor._version != version or not _is_same(tensor, value)
 
 
 def _is_same(tensor: torch.Tensor, value: torch.Tensor) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,11 +37,12 @@ def set_random_state(state: dict[str, Any]) -> None:
 @contextmanager
 def untouched(
     model: nn.Module, compute: Any = None, *, only_on_error: bool = False
-) -> Iterator[None]:
+) -> Iterator[HeldState]:
     """For a trial forward: afterwards buffers, modes and random states are as before.
 
     Args:
-        model: its buffers, and what it, its hooks and the user's own objects hold, are put back.
+        model: its buffers, the weights that its forward itself changes, and what it, its hooks and
+            the user's own objects hold, are put back.
         compute: what runs it, which may hold something, too, as a loss that counts its calls.
         only_on_error: leave them as they are if the block ends well.
 
@@ -51,7 +52,7 @@ def untouched(
     before = random_state()
     held = _held(model, compute)
     try:
-        yield
+        yield held
     except BaseException:
         only_on_error = False
         raise
@@ -70,12 +71,15 @@ class Moving:
     Args:
         model: its buffers are watched, and of a Keras model what is not trained.
         draws: whether random generators are put back too.
+        weights: that are watched, too.
     """
 
-    def __init__(self, model: nn.Module, *, draws: bool) -> None:
+    def __init__(
+        self, model: nn.Module, *, draws: bool, weights: Sequence[torch.Tensor] = ()
+    ) -> None:
         self._draws = draws
         self._random: dict[str, Any] | None = None
-        self._watched = adapter_of(model).untrained()
+        self._watched = [*adapter_of(model).untrained(), *weights]
         self._moving = self._watched
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._seen: list[int] | None = None
