@@ -28,6 +28,7 @@ from flatout.observe import (
     Observation,
     Optimizer,
     OverBatch,
+    RemadeOptimizer,
     RepeatedSeed,
     Scaling,
     Schedule,
@@ -151,6 +152,9 @@ class Row:
 COSINE = Schedule("CosineAnnealingLR", HERE, HERE, first_after=1)
 UNUSED = UnusedGradients("zeroed", "Generator", HERE, HERE, HERE, parameters=6, share=0.25, count=2)
 TEACHER = Teacher("__main__.Large", HERE, {"Dropout": 2, "BatchNorm2d": 9}, moved=9, dropped=0.5)
+REMADE = RemadeOptimizer(
+    "torch.optim.adam.Adam", HERE, 6, times=4, until=800, each=200, memory=1000
+)
 ADAM = {"kind": "torch.optim.adamw.AdamW"}
 
 
@@ -614,6 +618,12 @@ ROWS = {
         job(teachers=[TEACHER]),
         job(),
         job(steps=4),
+        kind="danger",
+    ),
+    "optimizer_remade": Row(
+        job(remade=[REMADE]),
+        job(remade=[replace(REMADE, each=1000, until=4000)]),
+        job(optimizers=[]),
         kind="danger",
     ),
     "copied_whole": Row(
@@ -1456,6 +1466,15 @@ def test_a_teacher_in_train_mode_is_told_by_what_was_seen_of_it():
     assert "Large is called in each step and never trained, but in train mode" in found.what
     assert "9 BatchNorm2d, 2 Dropout; the first has set 50% of its numbers to zero" in found.what
     assert "the running statistics of 9 have moved" in found.what
+
+
+def test_an_optimizer_that_is_made_again_is_told_with_what_its_averages_span():
+    look = look_of("optimizer_remade")
+    (found,) = look(job(remade=[REMADE]))
+    assert "Adam is made again every 200 steps, 4 times in 800 steps, for the same 6" in found.what
+    assert "though they are to span about 1,000 steps" in found.what
+    (found,) = look(job(remade=[replace(REMADE, each=1)]))
+    assert "made again every step" in found.what
 
 
 def test_a_name_that_keeps_graphs_is_told_before_memory_shows_it():

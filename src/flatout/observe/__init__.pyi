@@ -29,6 +29,7 @@ from flatout.observe.observation import Observation as Observation
 from flatout.observe.observation import Optimizer as Optimizer
 from flatout.observe.observation import OtherThread as OtherThread
 from flatout.observe.observation import OverBatch as OverBatch
+from flatout.observe.observation import RemadeOptimizer as RemadeOptimizer
 from flatout.observe.observation import RepeatedSeed as RepeatedSeed
 from flatout.observe.observation import Scaling as Scaling
 from flatout.observe.observation import Schedule as Schedule

@@ -19,6 +19,7 @@ from flatout.observe.loss_graphs import LossGraphs
 from flatout.observe.observation import Observation
 from flatout.observe.record import read_sites
 from flatout.observe.recurrent import Recurrent
+from flatout.observe.remade import Remade
 from flatout.observe.repeated_seeds import RepeatedSeeds
 from flatout.observe.scalers import Scalers
 from flatout.observe.schedules import Schedules
@@ -58,6 +59,7 @@ class Mistakes:
         self._schedules = Schedules(torch.optim.lr_scheduler, watch)
         Clipping(torch, watch)
         self._tables = Tables(torch, watch)
+        self._remade = Remade(torch, watch, self._tables)
         self._recurrent = Recurrent(torch, watch)
         self._batch_axis = BatchAxis(torch, watch)
         self._functional = Functional(torch, watch)
@@ -82,6 +84,7 @@ class Mistakes:
             self._fill_kept_graphs,
             self._fill_seeds,
             self._fill_teachers,
+            self._fill_remade,
             self._compare,
             self._tables.fill,
             _read_sites,
@@ -121,6 +124,9 @@ class Mistakes:
     def _fill_teachers(self, observation: Observation) -> None:
         observation.teachers = self._teachers.results()
 
+    def _fill_remade(self, observation: Observation) -> None:
+        observation.remade = self._remade.results()
+
     def _compare(self, observation: Observation) -> None:
         """Of training and validation; that is noted in the facts of each."""
         compare(list(sets_of(self._watch.loaders, self._tables.results())), self._scalers)
@@ -140,6 +146,7 @@ def _read_sites(observation: Observation) -> None:
             *observation.kept_graphs,
             *(observation.repeated_seeds or ()),
             *observation.teachers,
+            *observation.remade,
             *scalings,
         ]
     )

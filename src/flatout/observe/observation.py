@@ -580,6 +580,29 @@ class Teacher:
 
 
 @dataclass
+class RemadeOptimizer:
+    """An optimizer that is made again and again for parameters which train on.
+
+    Attributes:
+        kind: its class, as module.Name.
+        site: where it is made.
+        parameters: how many tensors train.
+        times: how often it was made again.
+        until: after how many steps of the training that was counted.
+        each: steps that one of them takes, at the median.
+        memory: steps that the longest of its averages spans.
+    """
+
+    kind: str
+    site: Site | None = None
+    parameters: int = 0
+    times: int = 0
+    until: int = 0
+    each: int = 0
+    memory: int = 0
+
+
+@dataclass
 class KeptGraphs:
     """A name of the script's that holds on to the graphs of past steps.
 
@@ -827,6 +850,7 @@ class Observation:
         gradient_uses: how many backward passes were followed to the step that uses their gradients,
             where several optimizers or models take part; unused_gradients: what no step used.
         teachers: models that are called in each step in train mode, though nothing trains them.
+        remade: optimizers that are made again for the same parameters, their averages lost.
         kept_graphs: names of the script's that hold on to the graphs of past steps.
         repeated_seeds: generators that draw the same numbers again; None where no one looked.
         schedules: of learning rates.
@@ -921,6 +945,7 @@ class Observation:
     gradient_uses: int = 0
     unused_gradients: list[UnusedGradients] = field(default_factory=list)
     teachers: list[Teacher] = field(default_factory=list)
+    remade: list[RemadeOptimizer] = field(default_factory=list)
     kept_graphs: list[KeptGraphs] = field(default_factory=list)
     repeated_seeds: list[RepeatedSeed] | None = None
     schedules: list[Schedule] = field(default_factory=list)

@@ -24,6 +24,9 @@ _LONGEST_ROUND = 20
 _ELSEWHERE = "an optimizer stepped in a thread beside the main one: those steps were not watched"
 # Learning rates are looked at after so many of an optimizer's steps.
 _RATE_STEPS = (1, 5, 20, 100)
+# So many that follow each other for the same parameters are told apart: some scripts make one in
+# each step.
+_FOLLOWING = 4
 # Gradients that are zeroed are timed in so many steps.
 _NOTED_STEPS = 50
 _OPTIONS = ("lr", "momentum", "weight_decay", "beta1", "beta2")
@@ -46,6 +49,15 @@ class SeenOptimizer:
         self.ns = 0  # in its steps, where it is not the only one
         self.since_round = 0
         self.ends_round = True
+        self.followed = 0  # how many came one after the other before it, for the same parameters
+        first = next(iter(tensors_of(optimizer)), None)
+        self._first: Callable[[], Any] = (lambda: None) if first is None else ref(first)
+
+    def has_same(self, optimizer: Any) -> bool:
+        """Whether another one is of its kind and begins with the same parameter."""
+        name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        first = next(iter(tensors_of(optimizer)), None)
+        return first is not None and self.facts.kind == name and self._first() is first
 
     @property
     def backwards(self) -> dict[int, int]:
@@ -268,9 +280,15 @@ class StepFinder:
 
     def _meet(self, optimizer: Any) -> SeenOptimizer:
         """A new one: it comes last in its round, as far as anyone knows."""
+        before = self._gone_before(optimizer)
         for other in self._seen.values():
             other.ends_round = False
+        if before is not None and before.followed >= _FOLLOWING:
+            before.ref, before.ends_round = ref(optimizer), True
+            self._seen[id(optimizer)] = before
+            return before
         known_optimizer = SeenOptimizer(optimizer, facts_of(optimizer, here(4)))
+        known_optimizer.followed = 0 if before is None else before.followed + 1
         loop = users_frame(sys._getframe(4))
         if loop is not None:
             self._watch.calls.loops.add(loop.f_code)
@@ -284,6 +302,13 @@ class StepFinder:
         for look in self._watch.on_new_optimizer:
             look()
         return known_optimizer
+
+    def _gone_before(self, optimizer: Any) -> SeenOptimizer | None:
+        """Forgets those that are gone, which end no round any more; the one of them that this one
+        follows."""
+        gone = [number for number, item in self._seen.items() if item.ref() is None]
+        items = [self._seen.pop(number) for number in gone]
+        return next((item for item in items if item.has_same(optimizer)), None)
 
 
 def results_of(optimizers: list[SeenOptimizer]) -> list[Optimizer]:

@@ -98,6 +98,7 @@ class OtherThreads:
     def _of_user(self, stepping: int) -> list[tuple[threading.Thread, FrameType]]:
         """Threads in whose stacks there is code of the user's."""
         frames = sys._current_frames()
+        frames.pop(threading.get_ident(), None)  # would hold itself, and all that is above it
         result: list[tuple[threading.Thread, FrameType]] = []
         for thread in threading.enumerate():
             if len(result) == _MOST:

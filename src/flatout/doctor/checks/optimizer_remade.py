@@ -1,0 +1,33 @@
+"""An optimizer is made again while its parameters train on, and has lost its averages."""
+
+from __future__ import annotations
+
+from flatout.doctor.checks.check import Findings, NoSignal, check
+from flatout.doctor.checks.signals import at
+from flatout.doctor.finding import Finding
+from flatout.observe import Observation, RemadeOptimizer
+
+
+@check()
+def look(observation: Observation) -> Findings:
+    """Optimizers that live for fewer steps than their averages span."""
+    if not observation.optimizers:
+        raise NoSignal("no optimizer was seen to step")
+    for remade in observation.remade:
+        if remade.each < remade.memory:
+            yield _finding(remade)
+
+
+def _finding(remade: RemadeOptimizer) -> Finding:
+    name = remade.kind.rpartition(".")[2]
+    steps = "step" if remade.each == 1 else f"{remade.each:,} steps"
+    return Finding(
+        kind="danger",
+        what=f"{name} is made again every {steps}, {remade.times} times in {remade.until:,} steps, "
+        f"for the same {remade.parameters:,} tensors, which train on: its averages begin at zero "
+        f"each time, though they are to span about {remade.memory:,} steps",
+        do=f"make {name} once, before the loop; set another rate in optimizer.param_groups, or by "
+        "a scheduler",
+        where=at(remade.site),
+        parity="changes learning",
+    )

@@ -1,0 +1,306 @@
+"""Optimizers that are made again while the same parameters train on: their averages are lost.
+
+Told are those that follow each other with the same options on the same data, of which none lives
+longer than an epoch. That training goes on is known by the weights: those with which one of them
+has ended are bitwise those with which the next one was made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from statistics import median
+from threading import get_ident
+from typing import Any
+from weakref import ref
+
+from flatout.hooks import wrap
+from flatout.observe.model_facts import local
+from flatout.observe.observation import RemadeOptimizer, Site
+from flatout.observe.optimizers import SeenOptimizer
+from flatout.observe.replicas import number_of
+from flatout.observe.sites import here
+from flatout.observe.tables import Tables
+from flatout.observe.watch import Watch
+
+# Optimizers whose making is looked at; rows that are told apart.
+_MAKES, _ROWS = 256, 16
+# By so many tensors weights are compared.
+_TENSORS = 16
+# So often it has to be made again: alike, with another rate, and where no data is known.
+_ALIKE, _OTHER_RATE, _NO_DATA = 2, 3, 20
+
+
+@dataclass(eq=False)
+class _Life:
+    """One optimizer of a row.
+
+    Attributes:
+        ref: of it.
+        rate: its learning rate.
+        made: after how many steps of the training it was.
+        seen: what counts its steps; None before the first, and of later ones.
+        began: after how many steps of the training its first one came.
+        steps: its own, when the next one was made.
+        loader, data: what gave the batch of its first step; None where that is not known.
+        epochs: of that loader's, by then.
+    """
+
+    ref: ref[Any]
+    rate: object
+    made: int
+    seen: SeenOptimizer | None = None
+    began: int = 0
+    steps: int = 0
+    loader: Any = None
+    data: Any = None
+    epochs: int = 0
+
+
+@dataclass(eq=False)
+class _Row:
+    """Optimizers of one kind for the same parameters, one after the other.
+
+    Attributes:
+        key: the kind, the options but for the rate, and the parameters.
+        tensors: the parameters.
+        site: where the latest was made.
+        memory: steps that the longest of their averages spans.
+        lives: those that are looked at, the latest last.
+        more: how many others there were.
+        until: after how many steps of the training the latest was made.
+        ended: the latest that has taken as many steps as the one before it; the steps of the
+            training by then, and a number for the weights.
+        goes_on: how often the next one was made with those weights.
+        is_other: whether it was made with others, or was given what the one before it knew.
+    """
+
+    key: tuple[Any, ...]
+    tensors: list[ref[Any]]
+    site: Site | None
+    memory: int
+    lives: list[_Life] = field(default_factory=list)
+    more: int = 0
+    until: int = 0
+    ended: tuple[_Life, int, int] | None = None
+    goes_on: int = 0
+    is_other: bool = False
+
+    def is_of(self, key: tuple[Any, ...], tensors: list[Any]) -> bool:
+        """Whether these are its parameters, and not others that lie where they were."""
+        return self.key == key and all(
+            mine() is other for mine, other in zip(self.tensors, tensors, strict=True)
+        )
+
+    def number(self) -> int:
+        """For the weights as they are."""
+        alive = [item for reference in self.tensors[:_TENSORS] if (item := reference()) is not None]
+        return number_of([local(item) for item in alive])
+
+
+class Remade:
+    """Follows optimizers from one to the next.
+
+    Args:
+        torch: the module.
+        watch: what is looked at.
+        tables: what batches are taken from where there is no loader.
+    """
+
+    def __init__(self, torch: Any, watch: Watch, tables: Tables) -> None:
+        self._watch = watch
+        self._tables = tables
+        self._renew()
+        wrap(torch.optim.Optimizer, "__init__", "observe", self._making)
+        wrap(torch.optim.Optimizer, "load_state_dict", "observe", self._loading)
+        watch.on_new_optimizer.append(self._has_stepped)
+        watch.on_renewal.append(self._renew)
+
+    def _renew(self) -> None:
+        self._rows: list[_Row] = []
+        self._makes = 0
+
+    # -- events -----------------------------------------------------------------------------------
+
+    def _making(self, original: Any) -> Any:
+        def init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            original(optimizer, *args, **kwargs)
+            if self._makes < _MAKES and get_ident() == self._watch.lanes.thread:
+                self._makes += 1
+                self._watch.aside(partial(self._made, optimizer, here(1)), is_once=True)
+
+        return init
+
+    def _loading(self, original: Any) -> Any:
+        def load_state_dict(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            original(optimizer, *args, **kwargs)
+            for row in self._rows:
+                if len(row.lives) > 1 and row.lives[-1].ref() is optimizer:
+                    row.is_other = True
+
+        return load_state_dict
+
+    def _made(self, optimizer: Any, site: Site | None) -> None:
+        memory = _memory(optimizer)
+        tensors = [
+            item for group in optimizer.param_groups for item in group["params"] if _trains(item)
+        ]
+        if not (memory and tensors):
+            return
+        key = (*_options(optimizer), *map(id, tensors))
+        row = next((item for item in self._rows if item.is_of(key, tensors)), None)
+        if row is None:
+            if len(self._rows) == _ROWS:
+                self._rows.pop(0)
+            row = _Row(key, [*map(ref, tensors)], site, memory)
+            self._rows.append(row)
+        self._follows(row)
+        row.site, row.until = site, self._watch.lanes.steps
+        rate = optimizer.param_groups[0].get("lr")
+        row.lives.append(_Life(ref(optimizer), rate, row.until))
+
+    def _follows(self, row: _Row) -> None:
+        """The latest one of a row is about to have a successor."""
+        if not row.lives:
+            return
+        latest, steps = row.lives[-1], self._watch.lanes.steps
+        if latest.seen is None:
+            row.more += steps > latest.made  # else it never stepped
+            row.lives.pop()
+            return
+        latest.steps = latest.seen.steps
+        if row.ended is not None and row.ended[:2] == (latest, steps):
+            is_same = row.number() == row.ended[2]
+            row.goes_on += is_same
+            row.is_other |= not is_same
+
+    def _has_stepped(self) -> None:
+        """An optimizer has stepped for the first time."""
+        seen = self._watch.optimizers[-1]
+        optimizer = seen.ref()
+        row = next((item for item in self._rows if item.lives[-1].ref() is optimizer), None)
+        if optimizer is None or row is None:
+            return
+        life, steps = row.lives[-1], self._watch.lanes.steps
+        if len(row.lives) > 1 and _steps_before(optimizer):
+            row.is_other = True
+        life.seen, life.began = seen, steps
+        loader = life.loader = self._watch.lanes.loader
+        if loader is not None:
+            life.data, life.epochs = _data_of(loader), loader.facts.epochs
+        if len(row.lives) > 1:
+            took = steps - row.lives[-2].began
+            self._watch.at(steps + took, partial(self._may_end, row, life), is_once=True)
+
+    def _may_end(self, row: _Row, life: _Life) -> None:
+        """It has taken as many steps as the one before it."""
+        if row.lives[-1] is life:
+            row.ended = life, self._watch.lanes.steps, row.number()
+
+    # -- what was seen ----------------------------------------------------------------------------
+
+    def results(self) -> list[RemadeOptimizer]:
+        """Those that were made again often enough, and alike."""
+        return [*self._results()]
+
+    def _results(self) -> Iterator[RemadeOptimizer]:
+        for row in self._rows:
+            lives = [item for item in row.lives if item.seen is not None]
+            latest = row.lives[-1]
+            has_stepped = latest.seen is None and latest.made < self._watch.lanes.steps
+            times = len(lives) - 1 + row.more + has_stepped
+            if len(lives) <= _ALIKE or row.is_other or not row.goes_on:
+                continue
+            took = [later.began - former.began for former, later in pairwise(lives)]
+            if any(item.seen is not None and item.seen.steps > item.steps for item in lives[:-1]):
+                continue  # it steps still, as one of several that take turns
+            is_alike = len({item.rate for item in lives}) == 1
+            enough = max(
+                _ALIKE if is_alike else _OTHER_RATE,
+                0 if self._is_one_epoch(lives, took) else _NO_DATA,
+            )
+            if times < enough or (enough == _NO_DATA and max(took) > 1):
+                continue
+            each = int(median(item.steps for item in lives[:-1]))
+            yield RemadeOptimizer(
+                row.key[0],
+                row.site,
+                parameters=len(row.tensors),
+                times=times,
+                # The first step of one beside another that is still alive is counted to no step.
+                until=max(row.until, times * each),
+                each=each,
+                memory=row.memory,
+            )
+
+    def _is_one_epoch(self, lives: list[_Life], took: list[int]) -> bool:
+        """Whether all saw the same data, and none of them more than once."""
+        if lives[0].loader is not None:
+            return all(
+                later.loader is former.loader
+                and _is_same(later.data, former.data)
+                and later.epochs - former.epochs <= 1
+                for former, later in pairwise(lives)
+            )
+        if any(life.loader is not None for life in lives):
+            return False
+        tables = [item.facts for item in self._tables.results() if item.facts.in_training]
+        return len(tables) == 1 and max(took) * tables[0].batch_size < (
+            tables[0].length + tables[0].batch_size
+        )
+
+
+def _trains(tensor: Any) -> bool:
+    return bool(tensor.requires_grad) and not tensor.is_meta
+
+
+def _options(optimizer: Any) -> tuple[str, str]:
+    """The kind, and all options but for the rate and what a scheduler has noted."""
+    kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    plain = [
+        sorted((name, repr(value)) for name, value in group.items() if name not in _OWN)
+        for group in optimizer.param_groups
+    ]
+    return kind, repr(plain)
+
+
+_OWN = ("params", "lr", "initial_lr")
+
+
+def _memory(optimizer: Any) -> int:
+    """Over how many steps the longest of its averages goes; 0 without one that is known."""
+    shares = [
+        value
+        for group in optimizer.param_groups
+        for value in (*_numbers(group.get("betas")), group.get("momentum"), group.get("alpha"))
+        if isinstance(value, float) and 0 < value < 1
+    ]
+    return round(1 / (1 - max(shares))) if shares else 0
+
+
+def _numbers(betas: Any) -> tuple[Any, ...]:
+    return tuple(betas) if isinstance(betas, (tuple, list)) else ()
+
+
+def _steps_before(optimizer: Any) -> bool:
+    """Whether it knows of more steps than its first, which has just ended."""
+    state: Any = next(iter(optimizer.state.values()), None)
+    count = state.get("step") if isinstance(state, dict) else None
+    return count is not None and float(count) > 1
+
+
+def _data_of(loader: Any) -> Any:
+    """What tells the dataset of a loader from another; None where nothing does."""
+    dataset = getattr(loader.ref(), "dataset", None)
+    try:
+        return None if dataset is None else ref(dataset)
+    except TypeError:  # such as a list
+        return id(dataset)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, ref) and isinstance(other, ref):
+        return one() is not None and one() is other()
+    return one is not None and one == other
