@@ -35,7 +35,7 @@ def measure(family: str, seconds: float, runs: int) -> dict[str, Any]:
         "plain_s": plain_s,
         "alike": alike(chosen),
         "chosen": chosen,
-        "step_s": [one["step_s"] for one in fits],
+        "step_s": [one["last_s"] for one in fits],
         "trials": [list(map(trial_words, (one["tuning"] or {}).get("trials", ()))) for one in fits],
     }
 
