@@ -23,7 +23,14 @@ def test_a_step_reaches_every_parameter(name):
 
 def row_of(vs_hand, vs_plain, **other):
     row = {"vs_hand": vs_hand, "vs_plain": vs_plain, "steady_vs_hand": 2.0, "steady_vs_plain": 3.0}
-    row |= {"lost_share": 0.01, "before_s": 0.5, "steps": 100, "plain_s": 0.3, "fit_s": 60.0}
+    row |= {
+        "lost_share": 0.01,
+        "all_lost_share": 0.05,
+        "before_s": 0.5,
+        "steps": 100,
+        "plain_s": 0.3,
+        "fit_s": 60.0,
+    }
     return {**row, "family": "mlp", **other}
 
 
