@@ -81,6 +81,12 @@ SECTIONS = (
         "what is measured meanwhile counts. `steady`: the last third of the steps alone.",
     ),
     Section(
+        "choices",
+        "Whether the default chooses the same again",
+        "Five fresh runs of each family, each with an empty cache. `alike`: by setting that any of "
+        "the runs has chosen, the share of pairs of runs that agree on it.",
+    ),
+    Section(
         "breadth_gpu",
         "The default beside the best by hand, on a GPU",
         "`Trainer.fit` with nothing set and an empty cache, beside loops that lie wholly on the "
