@@ -77,4 +77,4 @@ def phrase(field: str, value: Value) -> str:
     if "{}" not in setting.words and value in (setting.plain, "off", "default"):
         return f"{field}={shown}"
     words = setting.words.format(shown)
-    return words.removesuffix("s") if value == 1 else words
+    return words.removesuffix("s") if shown == "1" else words
