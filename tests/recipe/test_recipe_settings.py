@@ -208,6 +208,7 @@ def test_what_is_no_auto_is_plain_as_it_is():
         ("compute.rewrites", "off", "compute.rewrites=off"),
         ("memory.allocator", "default", "memory.allocator=default"),
         ("process.threads", 1, "1 thread"),
+        ("process.threads", "1", "1 thread"),
         ("process.threads", 4, "4 threads"),
         ("save.asynchronous", False, "waits for each checkpoint"),
         ("save.asynchronous", True, "save.asynchronous=true"),

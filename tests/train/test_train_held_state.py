@@ -230,6 +230,20 @@ def test_weights_that_train_are_put_back_as_long_as_that_costs_little():
     ]
 
 
+def test_later_looks_keep_of_large_weights_those_that_moved_in_the_first():
+    model = nn.Sequential(nn.Linear(600, 600), nn.Linear(600, 600), nn.Linear(2, 2))
+    first = HeldState(model)
+    with torch.no_grad():
+        model[0].weight.fill_(3)
+    first.restore()
+    later = HeldState(model)
+    with torch.no_grad():
+        for layer in model:
+            layer.weight.fill_(3)
+    later.restore()
+    assert [bool((layer.weight == 3).all()) for layer in model] == [False, True, False]
+
+
 def test_of_large_tensors_so_many_are_kept_as_cost_little():
     banks = [torch.zeros(20_000) for _ in range(3)]
     state = HeldState(banks, most_bytes=2 * 80_000)

@@ -21,7 +21,7 @@ import weakref
 from argparse import Namespace
 from array import array
 from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from types import (
@@ -47,6 +47,12 @@ _SMALL_BYTES = 65_536
 # Larger tensors and arrays, as of a teacher or a memory bank, are kept while all together are no
 # more, which is copied in some milliseconds.
 MOST_BYTES = 64 << 20
+# Of weights that train so many are kept again at later looks of a model; which of the others its
+# forward itself moves is known by the first one.
+_MOST_AGAIN = 1 << 20
+_MOVED: weakref.WeakKeyDictionary[nn.Module, dict[int, weakref.ref[torch.Tensor]]] = (
+    weakref.WeakKeyDictionary()
+)
 # A container of more, such as a vocabulary, is not looked at.
 _MOST = 100_000
 # Objects in containers that are walked.
@@ -79,8 +85,9 @@ class HeldState:
     Args:
         held: a model, and what is called with it.
         tensors: of any size, that are put back too.
-        most_bytes: of tensors and arrays that are not small, in all; of weights that train, the
-            smallest ones, besides.
+        most_bytes: of tensors and arrays that are not small, in all. Of weights that train so many
+            besides, the smallest ones, at a model's first look; later those that moved in it, and
+            the small ones.
 
     Raises:
         ModelError: a module has buffers without a shape yet, which cannot be put back.
@@ -98,7 +105,12 @@ class HeldState:
         models = [one for one in held if isinstance(one, nn.Module)]
         trained = {id(p): p for one in models for p in one.parameters() if p.requires_grad}
         self._trained = trained.keys()
-        self._weights = _weights_within(trained.values(), most_bytes)
+        self._models = models
+        self._weights = _weights_within(
+            trained.values(),
+            min(most_bytes, _MOST_AGAIN) if all(one in _MOVED for one in models) else most_bytes,
+            {at for one in models for at, w in _MOVED.get(one, {}).items() if w() is not None},
+        )
         for tensor in tensors:
             self._keep_buffer(tensor)
         self._next: list[Any] = [*held]
@@ -112,8 +124,12 @@ class HeldState:
         """Bring everything back; objects keep their identity."""
         for restore in self._restores:
             restore()
-        for kept in self._weights:
-            _refill_tensor(*kept)
+        moved = [kept for kept in self._weights if _is_changed(*kept)]
+        for model in self._models:
+            if model.training:  # else its forward may write less than in training
+                _MOVED.setdefault(model, {}).update((id(w), weakref.ref(w)) for w, *_ in moved)
+        for weight, _, value in moved:
+            weight.data.copy_(value)
 
     def moved_weights(self) -> list[torch.Tensor]:
         """Weights that train and are no longer as they were."""
@@ -284,14 +300,15 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _weights_within(
-    weights: Iterable[torch.Tensor], most_bytes: int
+    weights: Iterable[torch.Tensor], most_bytes: int, moved: Collection[int]
 ) -> list[tuple[torch.Tensor, int, torch.Tensor]]:
-    """The smallest of some weights that have so many bytes in all; with versions and copies."""
+    """Weights with their versions and copies: those known to move, by id, and of the others the
+    smallest ones that have so many bytes in all."""
     kept = []
     for weight in sorted(filter(_is_plain, weights), key=lambda weight: weight.nbytes):
-        most_bytes -= weight.nbytes
-        if most_bytes < 0:
-            break
+        most_bytes -= weight.nbytes if id(weight) not in moved else 0
+        if most_bytes < 0 and id(weight) not in moved:
+            continue
         if weight.untyped_storage().nbytes() >= weight.nbytes:  # else its memory was given back
             kept.append((weight, weight._version, clone_of(weight)))
     return kept
