@@ -21,6 +21,7 @@ from flatout.observe import (
     InLoss,
     KeptGraphs,
     Lapse,
+    LeakedTarget,
     LeftOut,
     Line,
     Loader,
@@ -152,6 +153,7 @@ class Row:
 COSINE = Schedule("CosineAnnealingLR", HERE, HERE, first_after=1)
 UNUSED = UnusedGradients("zeroed", "Generator", HERE, HERE, HERE, parameters=6, share=0.25, count=2)
 TEACHER = Teacher("__main__.Large", HERE, {"Dropout": 2, "BatchNorm2d": 9}, moved=9, dropped=0.5)
+LEAKED = LeakedTarget(14, 1.0, 512, 488, [8, 2], HERE)
 REMADE = RemadeOptimizer(
     "torch.optim.adam.Adam", HERE, 6, times=4, until=800, each=200, memory=1000
 )
@@ -618,6 +620,12 @@ ROWS = {
         job(teachers=[TEACHER]),
         job(),
         job(steps=4),
+        kind="danger",
+    ),
+    "target_in_input": Row(
+        job(leaked_targets=[LEAKED]),
+        job(),
+        job(loss_looks=0),
         kind="danger",
     ),
     "optimizer_remade": Row(
@@ -1475,6 +1483,15 @@ def test_an_optimizer_that_is_made_again_is_told_with_what_its_averages_span():
     assert "though they are to span about 1,000 steps" in found.what
     (found,) = look(job(remade=[replace(REMADE, each=1)]))
     assert "made again every step" in found.what
+
+
+def test_a_target_in_the_input_is_told_with_its_place():
+    look = look_of("target_in_input")
+    (found,) = look(job(leaked_targets=[LEAKED]))
+    assert "input[:, 7, 0] is the target: so in all 512 samples" in found.what
+    assert "with 488 different values" in found.what
+    (found,) = look(job(leaked_targets=[replace(LEAKED, factor=0.25, shape=[16])]))
+    assert "input[:, 14] is the target in other units, by a factor of 0.25: so" in found.what
 
 
 def test_a_name_that_keeps_graphs_is_told_before_memory_shows_it():

@@ -35,7 +35,8 @@ SCRIPTS = (
     "steps_skipped", "steps_skipped_read", "validation_overlaps", "validation_overlaps_files",
     "validation_overlaps_frames", "validation_overlaps_raw", "validation_overlaps_windows",
     "workers_repeat", "zero_grad_missing",
-    "labels_in_table", "optimizer_remade", "seed_repeated", "teacher_in_train_mode",
+    "labels_in_table", "optimizer_remade", "seed_repeated", "target_in_input",
+    "teacher_in_train_mode",
 )  # fmt: skip
 NOT_STYLE = ("gradients_unused", "history_grows", "recurrent_by_step", "retained_graph")
 NAMED = [pitfall for pitfall in read_index() if pitfall.name in SCRIPTS]

@@ -20,6 +20,7 @@ from flatout.observe.observation import Growth as Growth
 from flatout.observe.observation import InLoss as InLoss
 from flatout.observe.observation import KeptGraphs as KeptGraphs
 from flatout.observe.observation import Lapse as Lapse
+from flatout.observe.observation import LeakedTarget as LeakedTarget
 from flatout.observe.observation import LeftOut as LeftOut
 from flatout.observe.observation import Line as Line
 from flatout.observe.observation import Loader as Loader

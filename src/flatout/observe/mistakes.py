@@ -15,6 +15,7 @@ from flatout.observe.growing import GrowingHistories
 from flatout.observe.held_out import compare, sets_of
 from flatout.observe.kept_graphs import KeptLosses
 from flatout.observe.labels import Labels
+from flatout.observe.leaked_targets import LeakedTargets
 from flatout.observe.loss_graphs import LossGraphs
 from flatout.observe.observation import Observation
 from flatout.observe.record import read_sites
@@ -60,6 +61,7 @@ class Mistakes:
         Clipping(torch, watch)
         self._tables = Tables(torch, watch)
         self._remade = Remade(torch, watch, self._tables)
+        self._leaked = LeakedTargets(torch, watch)
         self._recurrent = Recurrent(torch, watch)
         self._batch_axis = BatchAxis(torch, watch)
         self._functional = Functional(torch, watch)
@@ -85,6 +87,7 @@ class Mistakes:
             self._fill_seeds,
             self._fill_teachers,
             self._fill_remade,
+            self._fill_leaked_targets,
             self._compare,
             self._tables.fill,
             _read_sites,
@@ -127,6 +130,9 @@ class Mistakes:
     def _fill_remade(self, observation: Observation) -> None:
         observation.remade = self._remade.results()
 
+    def _fill_leaked_targets(self, observation: Observation) -> None:
+        observation.leaked_targets = self._leaked.found
+
     def _compare(self, observation: Observation) -> None:
         """Of training and validation; that is noted in the facts of each."""
         compare(list(sets_of(self._watch.loaders, self._tables.results())), self._scalers)
@@ -147,6 +153,7 @@ def _read_sites(observation: Observation) -> None:
             *(observation.repeated_seeds or ()),
             *observation.teachers,
             *observation.remade,
+            *observation.leaked_targets,
             *scalings,
         ]
     )

@@ -580,6 +580,27 @@ class Teacher:
 
 
 @dataclass
+class LeakedTarget:
+    """A column of what the model gets that is the target which its loss compares with.
+
+    Attributes:
+        column: its place in a sample whose dimensions are flattened.
+        factor: by which it has to be multiplied to follow the target; 1 for a copy.
+        samples: in how many that is so: in all that were looked at.
+        values: how many different ones the target has in these.
+        shape: of a sample.
+        site: where the model is called.
+    """
+
+    column: int
+    factor: float
+    samples: int
+    values: int
+    shape: list[int] = field(default_factory=list)
+    site: Site | None = None
+
+
+@dataclass
 class RemadeOptimizer:
     """An optimizer that is made again and again for parameters which train on.
 
@@ -851,6 +872,7 @@ class Observation:
             where several optimizers or models take part; unused_gradients: what no step used.
         teachers: models that are called in each step in train mode, though nothing trains them.
         remade: optimizers that are made again for the same parameters, their averages lost.
+        leaked_targets: columns of the model's input that are its target.
         kept_graphs: names of the script's that hold on to the graphs of past steps.
         repeated_seeds: generators that draw the same numbers again; None where no one looked.
         schedules: of learning rates.
@@ -946,6 +968,7 @@ class Observation:
     unused_gradients: list[UnusedGradients] = field(default_factory=list)
     teachers: list[Teacher] = field(default_factory=list)
     remade: list[RemadeOptimizer] = field(default_factory=list)
+    leaked_targets: list[LeakedTarget] = field(default_factory=list)
     kept_graphs: list[KeptGraphs] = field(default_factory=list)
     repeated_seeds: list[RepeatedSeed] | None = None
     schedules: list[Schedule] = field(default_factory=list)
