@@ -6,7 +6,7 @@ from torch import nn
 
 from flatout.devices import allocator
 from flatout.recipe import PLAIN, SETTINGS, Memory, Recipe
-from flatout.train.settings import Settings, Switch, can_switch
+from flatout.train.settings import Settings, Switch
 
 CPU = torch.device("cpu")
 
@@ -100,10 +100,10 @@ def test_a_model_with_convolutions_in_three_dimensions_can_be_channels_last():
 
 def test_fusing():
     switch = switched()
-    assert can_switch(switch.optimizers[0])
+    assert switch.can_fuse(switch.optimizers[0])
     switch.use(switch.now.but(fused_optimizer="on"))
     assert switch.optimizers[0].param_groups[0]["fused"] is True
-    assert can_switch(switch.optimizers[0])
+    assert switch.can_fuse(switch.optimizers[0])
     # A state that was saved unfused, loaded meanwhile, does not make it forget.
     switch.optimizers[0].load_state_dict(torch.optim.Adam(convnet().parameters()).state_dict())
     switch.use(switch.now)
@@ -112,12 +112,23 @@ def test_fusing():
     assert switch.optimizers[0].param_groups[0]["fused"] is None
 
 
+def test_what_has_sparse_gradients_is_not_fused():
+    model = nn.Sequential(nn.EmbeddingBag(50, 8, sparse=True), nn.Linear(8, 3))
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
+    switch = Switch(model, optimizers, torch.device("cpu"))
+    switch.use(switch.now.but(fused_optimizer="on"))
+    assert [o.param_groups[0]["fused"] for o in optimizers] == [None, True]
+    model(torch.randint(0, 50, (4, 6))).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+
+
 @pytest.mark.parametrize("options", [{"fused": True}, {"fused": False}, {"foreach": False}])
 def test_what_the_user_chose_is_not_switched(options):
     model = convnet()
     switch = switched(model, torch.optim.Adam(model.parameters(), **options))
     chosen = {k: switch.optimizers[0].param_groups[0][k] for k in ("fused", "foreach")}
-    assert not can_switch(switch.optimizers[0])
+    assert not switch.can_fuse(switch.optimizers[0])
     for fused in ("on", "off"):
         switch.use(switch.now.but(fused_optimizer=fused))
         assert {k: switch.optimizers[0].param_groups[0][k] for k in chosen} == chosen

@@ -52,7 +52,7 @@ from flatout.train.frozen_precision import Found, PlannedRun, choose_precision, 
 from flatout.train.loss_value import Compute
 from flatout.train.micro_batch import forget_frames, is_out_of_memory
 from flatout.train.row_tables import Tables
-from flatout.train.settings import Settings, Switch, can_switch
+from flatout.train.settings import Settings, Switch
 from flatout.train.step import Stepper
 from flatout.words import duration
 from flatout.world import ONE, World, place
@@ -595,7 +595,7 @@ class _Job:
         )
         self.has_fused_norms = device.type == "cpu" and bool(fused_norms_of(switch.model))
         self.has_rewrites = bool(find_rewrites(switch.model))
-        self.can_fuse = any(map(can_switch, switch.optimizers))
+        self.can_fuse = any(map(switch.can_fuse, switch.optimizers))
         keeps = switch.now.allocator == "keep"
         self.returns_memory = device.type == "cpu" and allocator.supported() and not keeps
 

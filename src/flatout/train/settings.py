@@ -93,6 +93,8 @@ class Switch:
         self.optimizers = as_tuple(optimizers)
         self.device = device
         self._is_cpu, self._has_group_norms = device.type == "cpu", has_group_norms(model)
+        tables = (m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
+        self._sparse = {id(table.weight) for table in tables if table.sparse}
         asked = {name: live.now(self) for name, live in LIVE.items() if live.now}
         self.now = Settings(**asked)
         self._undo: dict[str, list[Undo]] = {}
@@ -184,8 +186,17 @@ class Switch:
     def fuse(self, wanted: bool) -> None:
         """Asks the optimizers themselves: a state that was loaded brings its own options."""
         for optimizer in self.optimizers:
-            if wanted != is_fused(optimizer) and can_switch(optimizer):
+            if wanted != is_fused(optimizer) and (self.can_fuse(optimizer) or not wanted):
                 (fuse if wanted else unfuse)(optimizer)
+
+    def can_fuse(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether fusing is ours to switch: torch can, and the user did not choose.
+
+        Fused kernels take no sparse gradients, as some of an `nn.Embedding` are.
+        """
+        own = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        can = can_fuse(optimizer) or is_fused(optimizer)
+        return can and self._sparse.isdisjoint(map(id, own))
 
     def set_allocator(self, value: str) -> None:
         """Once `keep`, glibc's own adaptive limits do not come back."""
@@ -276,8 +287,3 @@ class Switch:
         before = self.model._compiled_call_impl
         self.model.compile()
         return [lambda: setattr(self.model, "_compiled_call_impl", before)]
-
-
-def can_switch(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether fusing is ours to switch: torch can, and the user did not choose."""
-    return can_fuse(optimizer) or is_fused(optimizer)
