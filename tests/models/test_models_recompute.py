@@ -194,6 +194,18 @@ def test_blocks_run_a_second_time_only_in_training():
     assert [m.calls for m in model] == [4, 4, 4]
 
 
+def test_gradients_that_torch_func_takes_within_a_forward_are_those_without():
+    plain = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)])
+    model = copy.deepcopy(plain)
+    recompute_activations(model)
+    x = torch.randn(3, 4)
+    for one in (plain, model):
+        per_sample = torch.func.vmap(torch.func.grad(lambda v, one=one: one(v).sum()))
+        (one(x).sum() + per_sample(x).pow(2).sum()).backward()
+    for theirs, ours in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(theirs.grad, ours.grad)
+
+
 class CountsInPlace(CountsByRebinding):
     def forward(self, x):
         count = self.count.add_(1).clone()
@@ -240,6 +252,19 @@ def test_a_forward_that_somebody_replaced_is_left_alone():
     assert model.blocks[0].forward is own
     undo()
     assert model.blocks[0].forward is own
+
+
+def test_parts_that_are_scripted_or_compiled_are_left_alone():
+    parts = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)]
+    scripted = torch.jit.script(parts[1])
+    compiled = torch.compile(parts[2], backend="eager")
+    model = nn.Sequential(parts[0], scripted, compiled, nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    before = {name for name, part in model.named_modules() if "forward" in vars(part)}
+    recompute_activations(model)
+    now = {name for name, part in model.named_modules() if "forward" in vars(part)}
+    assert now - before == {"0", "3"}
+    model(torch.randn(2, 4)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
 
 
 def test_a_copy_is_independent_and_a_pickle_is_plain():

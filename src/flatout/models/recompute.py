@@ -7,12 +7,13 @@ statistics, have the values of the first forward during the second, and are not 
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import pairwise
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -35,7 +36,8 @@ def recompute_activations(model: nn.Module) -> Callable[[], None]:
     Raises:
         ModelError: the model has no such parts, so that nothing would be saved.
     """
-    places = list(_places(model, listed=False)) or [m for m in model.children() if _parts(m)]
+    places = list(_places(model, listed=False))
+    places = places or [m for m in model.children() if _parts(m) and _has_code(m)]
     if not places:
         raise ModelError(
             f"activation checkpointing finds no blocks of layers in {type(model).__name__}",
@@ -55,13 +57,21 @@ def recompute_activations(model: nn.Module) -> Callable[[], None]:
 
 def _places(module: nn.Module, listed: bool) -> Iterator[nn.Module]:
     """The outermost blocks and flat Sequentials in `module`, itself included."""
-    if "forward" in vars(module):
+    if "forward" in vars(module) or not _has_code(module):
         return  # someone else replaced it: left as it is
     if _is_flat(module) or (listed and _parts(module) and not isinstance(module, _LISTS)):
         yield module
         return
     for part in module.children():
         yield from _places(part, listed=isinstance(module, _LISTS))
+
+
+def _has_code(module: nn.Module) -> bool:
+    """Whether its class has a forward of Python's, as modules of torch.jit and compiled ones have
+    not; a list of modules has none that is called."""
+    forward = inspect.getattr_static(type(module), "forward")
+    is_called = forward is not nn.Module.forward or isinstance(module, _LISTS)
+    return isinstance(forward, FunctionType) and is_called
 
 
 def _parts(module: nn.Module) -> bool:
@@ -82,9 +92,19 @@ def _starts(layers: nn.Sequential) -> list[int]:
     return [0, *heavy[:: max(1, math.isqrt(len(heavy)))][1:]]
 
 
+def _keeps_all(module: nn.Module) -> bool:
+    """Whether nothing is to be recomputed: there is no backward, or it is one of `torch.func`,
+    which knows no saved tensors."""
+    if not (module.training and torch.is_grad_enabled()):
+        return True
+    # What torch's compiler makes of the question is always yes.
+    is_compiling = torch.compiler.is_compiling()
+    return not is_compiling and torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def _as_block(forward: Callable[..., Any]) -> Callable[..., Any]:
     def recomputed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not (self.training and torch.is_grad_enabled()):
+        if _keeps_all(self):
             return forward(self, *args, **kwargs)
         return _checkpointed(MethodType(forward, self), [self], *args, **kwargs)
 
@@ -93,7 +113,7 @@ def _as_block(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _in_runs(forward: Callable[..., Any]) -> Callable[..., Any]:
     def recomputed(self: nn.Sequential, input: Any) -> Any:
-        if not (self.training and torch.is_grad_enabled()):
+        if _keeps_all(self):
             return forward(self, input)
         layers = list(self)
         for start, stop in pairwise([*_starts(self), len(layers)]):
