@@ -231,6 +231,21 @@ def test_a_model_in_eval_mode_trains_all_the_same():
     assert int(model[1].num_batches_tracked) == 5
 
 
+def test_a_train_of_the_models_own_is_called():
+    class KeepsStatistics(nn.Sequential):
+        def train(self, mode=True):
+            super().train(mode)
+            self[1].eval()
+            return self
+
+    x, y = data()
+    model = nn.Sequential(KeepsStatistics(*network()))
+    model[0][4].eval()
+    trainer(model).fit((x, y), progress=False)
+    assert [m.training for m in model[0]] == [True, False, True, True, True]
+    assert int(model[0][1].num_batches_tracked) == 0
+
+
 def test_a_second_fit_goes_on_with_weights_and_optimizer():
     x, y = data()
     ours, theirs = (network(dropout=0) for _ in range(2))

@@ -225,6 +225,22 @@ def look_at_validation(
     return names
 
 
+def train_mode(model: nn.Module) -> None:
+    """Let a model train as `model.train()` does, but for parts that its user put in evaluation.
+
+    A module's own `train` is called in any case: it may keep parts in evaluation itself, as frozen
+    BatchNorm.
+    """
+    if not model.training:
+        model.train()
+        return
+    asked: set[nn.Module] = set()
+    for module in model.modules():
+        if module.training and module not in asked and type(module).train is not nn.Module.train:
+            module.train()
+            asked.update(module.modules())
+
+
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients; afterwards each module has the mode it had.

@@ -37,7 +37,7 @@ from flatout.train.callbacks import (
 from flatout.train.captured_steps import captured_steps
 from flatout.train.confusion import table
 from flatout.train.counted import counted, operator_count
-from flatout.train.evaluate import look_at_validation
+from flatout.train.evaluate import look_at_validation, train_mode
 from flatout.train.freezing_checks import freezing_lines
 from flatout.train.history import History
 from flatout.train.job_facts import UNREAD, Facts, callback_facts, fact
@@ -167,8 +167,7 @@ class Fit:
 
     def _prepare(self) -> None:
         state, loop, objective = self.state, self.loop, self.objective
-        if not objective.model.training:
-            objective.model.train()
+        train_mode(objective.model)
         for callback in self.callbacks:
             callback.prepare(state)
         for line in freezing_lines(objective.model, objective.optimizer):
