@@ -1,6 +1,8 @@
 """Rooms import one another's public names from the room, not from files in it."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import flatout
@@ -25,3 +27,14 @@ def test_names_of_other_rooms_come_from_the_room():
                 around.append(f"{file.relative_to(ROOT)}: {room}.{module}: {', '.join(names)}")
     assert looked_at > 1000  # or the pattern has missed them
     assert around == []
+
+
+def test_names_that_load_late_leave_the_random_numbers_of_a_script_alone():
+    code = """
+import random, flatout
+random.seed(0)
+wanted = random.getstate()
+flatout.Trainer
+assert random.getstate() == wanted
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

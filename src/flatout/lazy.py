@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import re
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 _IMPORT = re.compile(r"^from (\S+) import (\w+)", re.MULTILINE)
@@ -28,10 +30,24 @@ def attach(
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         if homes[name] == package:
-            return import_module(f"{package}.{name}")
-        return getattr(import_module(homes[name]), name)
+            return _imported(f"{package}.{name}")
+        return getattr(_imported(homes[name]), name)
 
     def names() -> list[str]:
         return sorted({*vars(sys.modules[package]), *homes})
 
     return load, names, sorted(homes)
+
+
+def _imported(name: str) -> ModuleType:
+    """A module, after which Python's random numbers go on as if it had been there before.
+
+    rich draws one when it is imported, which may be behind a script's `random.seed`.
+    """
+    if name in sys.modules:
+        return import_module(name)
+    state = random.getstate()
+    try:
+        return import_module(name)
+    finally:
+        random.setstate(state)
