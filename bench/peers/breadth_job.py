@@ -128,7 +128,7 @@ def by_default(family: Family, seed: int, steps: int, ends: list[int]) -> dict[s
     )
     seconds = time.perf_counter() - began - (turns.waited_s - waited)
     times = history.step_times
-    tuning = history.tuning or {"before_first_step_s": 0.0, "lost_s": 0.0}
+    tuning = history.tuning or {"lost_s": 0.0}
     assert history.recipe is not None
     chosen = {change.field: change.value for change in history.recipe.changes()}
     return {
@@ -138,7 +138,7 @@ def by_default(family: Family, seed: int, steps: int, ends: list[int]) -> dict[s
         "loss": history.epochs[-1]["loss"],
         "chosen": chosen,
         "words": history.recipe.summary(),
-        "before_s": tuning["before_first_step_s"],
+        "before_s": float(history.timeline.rows()[0, 0]) / 1e9 - began,  # all of it: loading, too
         "lost_s": tuning["lost_s"],
         "tuning": history.tuning,
     }
