@@ -34,6 +34,7 @@ from flatout.observe import (
     Scaling,
     Schedule,
     Site,
+    StillTarget,
     Teacher,
     UnusedGradients,
 )
@@ -154,6 +155,7 @@ COSINE = Schedule("CosineAnnealingLR", HERE, HERE, first_after=1)
 UNUSED = UnusedGradients("zeroed", "Generator", HERE, HERE, HERE, parameters=6, share=0.25, count=2)
 TEACHER = Teacher("__main__.Large", HERE, {"Dropout": 2, "BatchNorm2d": 9}, moved=9, dropped=0.5)
 LEAKED = LeakedTarget(14, 1.0, 512, 488, [8, 2], HERE)
+STILL = StillTarget("__main__.Values", HERE, 2000)
 REMADE = RemadeOptimizer(
     "torch.optim.adam.Adam", HERE, 6, times=4, until=800, each=200, memory=1000
 )
@@ -626,6 +628,12 @@ ROWS = {
         job(leaked_targets=[LEAKED]),
         job(),
         job(loss_looks=0),
+        kind="danger",
+    ),
+    "target_never_moves": Row(
+        job(steps=2000, still_targets=[STILL]),
+        job(steps=2000),
+        job(steps=2000, still_targets=[STILL], ended="stopped"),
         kind="danger",
     ),
     "optimizer_remade": Row(
@@ -1492,6 +1500,18 @@ def test_a_target_in_the_input_is_told_with_its_place():
     assert "with 488 different values" in found.what
     (found,) = look(job(leaked_targets=[replace(LEAKED, factor=0.25, shape=[16])]))
     assert "input[:, 14] is the target in other units, by a factor of 0.25: so" in found.what
+
+
+def test_a_target_that_never_moves_needs_a_whole_run_or_many_steps():
+    look = look_of("target_never_moves")
+    (found,) = look(job(steps=2000, still_targets=[STILL]))
+    assert "Values, a copy of the model that is trained" in found.what
+    assert "has not moved in 2,000 steps" in found.what
+    assert look(job(steps=20_000, still_targets=[STILL], ended="stopped"))
+    with pytest.raises(NoSignal, match="19,999 steps were seen"):
+        look(job(steps=19_999, still_targets=[STILL], ended="stopped"))
+    with pytest.raises(NoSignal):
+        look(job(steps=199, still_targets=[STILL]))
 
 
 def test_a_name_that_keeps_graphs_is_told_before_memory_shows_it():

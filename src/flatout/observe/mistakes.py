@@ -27,6 +27,7 @@ from flatout.observe.schedules import Schedules
 from flatout.observe.sites import read
 from flatout.observe.skipped import SkippedSteps
 from flatout.observe.step_gradients import StepGradients
+from flatout.observe.still_targets import StillTargets
 from flatout.observe.switches import Switches
 from flatout.observe.tables import Tables
 from flatout.observe.teachers import Teachers
@@ -56,6 +57,7 @@ class Mistakes:
         FirstUpdate(watch)
         self._uses = GradientUse(torch, watch)
         self._teachers = Teachers(torch, watch, self._uses)
+        self._still = StillTargets(torch, watch, self._uses)
         self._kept = KeptLosses(torch, watch)
         self._schedules = Schedules(torch.optim.lr_scheduler, watch)
         Clipping(torch, watch)
@@ -87,6 +89,7 @@ class Mistakes:
             self._fill_seeds,
             self._fill_teachers,
             self._fill_remade,
+            self._fill_still_targets,
             self._fill_leaked_targets,
             self._compare,
             self._tables.fill,
@@ -133,6 +136,9 @@ class Mistakes:
     def _fill_leaked_targets(self, observation: Observation) -> None:
         observation.leaked_targets = self._leaked.found
 
+    def _fill_still_targets(self, observation: Observation) -> None:
+        observation.still_targets = self._still.results()
+
     def _compare(self, observation: Observation) -> None:
         """Of training and validation; that is noted in the facts of each."""
         compare(list(sets_of(self._watch.loaders, self._tables.results())), self._scalers)
@@ -153,6 +159,7 @@ def _read_sites(observation: Observation) -> None:
             *(observation.repeated_seeds or ()),
             *observation.teachers,
             *observation.remade,
+            *observation.still_targets,
             *observation.leaked_targets,
             *scalings,
         ]

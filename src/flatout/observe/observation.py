@@ -624,6 +624,21 @@ class RemadeOptimizer:
 
 
 @dataclass
+class StillTarget:
+    """A copy of a trained model that gives its targets, and is as it was before the first step.
+
+    Attributes:
+        kind: its class, as module.Name.
+        site: where it is called.
+        steps: after which its weights were still those of the beginning.
+    """
+
+    kind: str
+    site: Site | None = None
+    steps: int = 0
+
+
+@dataclass
 class KeptGraphs:
     """A name of the script's that holds on to the graphs of past steps.
 
@@ -873,6 +888,7 @@ class Observation:
         teachers: models that are called in each step in train mode, though nothing trains them.
         remade: optimizers that are made again for the same parameters, their averages lost.
         leaked_targets: columns of the model's input that are its target.
+        still_targets: copies of a trained model that give its targets and never move.
         kept_graphs: names of the script's that hold on to the graphs of past steps.
         repeated_seeds: generators that draw the same numbers again; None where no one looked.
         schedules: of learning rates.
@@ -969,6 +985,7 @@ class Observation:
     teachers: list[Teacher] = field(default_factory=list)
     remade: list[RemadeOptimizer] = field(default_factory=list)
     leaked_targets: list[LeakedTarget] = field(default_factory=list)
+    still_targets: list[StillTarget] = field(default_factory=list)
     kept_graphs: list[KeptGraphs] = field(default_factory=list)
     repeated_seeds: list[RepeatedSeed] | None = None
     schedules: list[Schedule] = field(default_factory=list)

@@ -1,0 +1,33 @@
+"""A target network keeps the weights that it began with, while the model that it copies trains."""
+
+from __future__ import annotations
+
+from flatout.doctor.checks.check import Findings, NoSignal, check
+from flatout.doctor.checks.signals import at
+from flatout.doctor.finding import Finding
+from flatout.observe import Observation
+
+_WHOLE, _STOPPED = 200, 20_000
+"""Steps after which it has to have moved: in a run that was seen to its end, and in one that may
+have been stopped before the first time."""
+
+
+@check()
+def look(observation: Observation) -> Findings:
+    """Copies of a trained model that give its targets, and are as they were."""
+    needed = _WHOLE if observation.ended == "done" else _STOPPED
+    if observation.still_targets and observation.steps < needed:
+        raise NoSignal(
+            f"{observation.steps:,} steps were seen, too few to tell that a target network stays"
+        )
+    for still in observation.still_targets:
+        name = still.kind.rpartition(".")[2]
+        yield Finding(
+            kind="danger",
+            what=f"{name}, a copy of the model that is trained, gives it targets and has not moved "
+            f"in {still.steps:,} steps: its weights are bitwise those of the beginning",
+            do="load the trained one's state dict into it every so many steps, or move its weights "
+            "by a share of the difference in each",
+            where=at(still.site),
+            parity="changes learning",
+        )

@@ -1,0 +1,179 @@
+"""Copies of a model that give targets for its loss, and never move while it does.
+
+Known as such before the first step: none of its parameters is any optimizer's, all are bitwise
+those of a model that is stepped, and both have been initialized and never trained. It gets other
+samples than the trained one, as a target network gets the states that follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import sqrt
+from typing import Any
+
+from flatout.hooks import is_anything_compiled
+from flatout.observe.model_facts import local
+from flatout.observe.models import SeenModel
+from flatout.observe.observation import StillTarget
+from flatout.observe.replicas import number_of
+from flatout.observe.unused_gradients import GradientUse
+from flatout.observe.watch import Watch
+
+# Steps in which inputs are compared, and models that are.
+_STEPS, _MODELS = 4, 16
+# Parameters of which it is seen whether they move: the smallest, of so many numbers at most.
+_HELD, _NUMBERS = 4, 2**18
+# It is called in this share of the steps or more: one that is gone is followed by another copy.
+_CALLED = 0.9
+# Weights are drawn from within this bound, but for rounding.
+_WITHIN = 1.001
+
+
+@dataclass
+class _Pair:
+    """A copy and the model that is trained.
+
+    Attributes:
+        copy, model: both.
+        own, theirs: some of their parameters, which are held so that they can be read when the
+            models are gone.
+        numbers: for these as they were.
+    """
+
+    copy: SeenModel
+    model: SeenModel
+    own: list[Any]
+    theirs: list[Any]
+    numbers: tuple[int, int]
+
+    @property
+    def is_still(self) -> bool:
+        """Whether the model has moved, and the copy has not."""
+        own, theirs = self.numbers
+        return number_of(self.own) == own and number_of(self.theirs) != theirs
+
+
+class StillTargets:
+    """Looks for such copies before the first step, and at them in the end.
+
+    Args:
+        torch: the module.
+        watch: what is looked at.
+        uses: knows which optimizers were made.
+    """
+
+    def __init__(self, torch: Any, watch: Watch, uses: GradientUse) -> None:
+        self._torch = torch
+        self._watch = watch
+        self._uses = uses
+        self._renew()
+        watch.on_batch.append(self._called)
+        watch.with_gradients.append(self._find)
+        watch.on_renewal.append(self._renew)
+
+    def _renew(self) -> None:
+        self._pairs: list[_Pair] = []
+        self._is_asked = False
+        self._inputs: dict[int, set[tuple[int, int]]] = {}  # by the id of a SeenModel
+
+    def _called(self, model: SeenModel, batch: Any, is_trained: bool) -> None:
+        """A model is called: with which numbers, in which step."""
+        step = self._watch.lanes.steps
+        if step < _STEPS and self._torch.is_tensor(batch) and batch.numel():
+            known = self._inputs.setdefault(id(model), set())
+            known.add((step, number_of([local(batch)])))
+
+    def _find(self) -> None:
+        """Before the first step."""
+        if self._is_asked or self._watch.lanes.steps or is_anything_compiled():
+            return
+        self._is_asked = True
+        stepped = {
+            id(tensor)
+            for optimizer in self._uses.made
+            for group in getattr(optimizer, "param_groups", None) or []
+            for tensor in group["params"]
+        }
+        trained, others = [], []
+        for seen in self._watch.models[:_MODELS]:
+            module = seen.ref()
+            if module is None or seen.facts.is_told or not seen.has_parameters:
+                continue
+            own = dict(module.named_parameters())
+            if not any(id(tensor) in stepped for tensor in own.values()):
+                others.append((seen, module, own))
+            elif all(id(tensor) in stepped for tensor in own.values()):
+                trained.append((seen, own))
+        self._pairs += [
+            _pair(seen, own, model, theirs)
+            for seen, module, own in others
+            for model, theirs in trained
+            if _are_equal(own, theirs) and is_fresh(self._torch, module)
+        ]
+
+    def results(self) -> list[StillTarget]:
+        """Those that have not moved, of models that have."""
+        steps = self._watch.lanes.steps
+        return [
+            StillTarget(pair.copy.facts.kind, pair.copy.site, steps)
+            for pair in self._pairs
+            if pair.copy.calls >= _CALLED * steps and self._gets_others(pair) and pair.is_still
+        ]
+
+    def _gets_others(self, pair: _Pair) -> bool:
+        """Whether it was never called with what the model has got in the same step."""
+        own, theirs = (self._inputs.get(id(item), set()) for item in (pair.copy, pair.model))
+        return bool(own) and bool(theirs) and own.isdisjoint(theirs)
+
+
+def _are_equal(own: dict[str, Any], theirs: dict[str, Any]) -> bool:
+    """Whether all parameters are, as far as a sample of each shows."""
+    if [(n, t.shape) for n, t in own.items()] != [(n, t.shape) for n, t in theirs.items()]:
+        return False
+    return number_of([*map(local, own.values())]) == number_of([*map(local, theirs.values())])
+
+
+def _pair(copy: SeenModel, own: dict[str, Any], model: SeenModel, theirs: dict[str, Any]) -> _Pair:
+    """With the smallest parameters that can be seen to move."""
+    names = sorted(
+        (name for name, tensor in theirs.items() if tensor.requires_grad and tensor.numel()),
+        key=lambda name: int(theirs[name].numel()),
+    )
+    chosen = [name for name in names if theirs[name].numel() <= _NUMBERS][:_HELD]
+    mine, others = ([some[name] for name in chosen] for some in (own, theirs))
+    return _Pair(copy, model, mine, others, (number_of(mine), number_of(others)))
+
+
+def is_fresh(torch: Any, module: Any) -> bool:
+    """Whether a module's weights are as layers are initialized, so that it was never trained.
+
+    That is: norms multiply by 1 or 0 and add 0; biases are 0, or lie with their weights within the
+    bound by which torch draws them. Weights without a bias may be drawn otherwise beside norms.
+    """
+    with torch.no_grad():
+        signs = [*_signs(torch, module)]
+    has_norms = any(kind == "norm" for kind, _ in signs)
+    needed = [is_one for kind, is_one in signs if kind != "weight" or not has_norms]
+    return bool(needed) and all(needed)
+
+
+def _signs(torch: Any, module: Any) -> Iterator[tuple[str, bool]]:
+    """Of each layer of a known kind, whether its weights say that it is fresh."""
+    for inner in module.modules():
+        weight, bias = inner._parameters.get("weight"), inner._parameters.get("bias")
+        if weight is None or not weight.is_floating_point() or weight.is_meta:
+            continue
+        name = type(inner).__name__
+        if "Norm" in name and weight.dim() == 1:
+            is_zero = bias is None or not bool(bias.any())
+            yield "norm", is_zero and bool(((weight == 1) | (weight == 0)).all())
+        elif name.startswith(("Linear", "Conv")) and weight.dim() > 1:
+            fan_in, _ = torch.nn.init._calculate_fan_in_and_fan_out(weight)
+            bound = _WITHIN / sqrt(fan_in)
+            is_within = bool(weight.abs().max() <= bound)
+            if bias is None:
+                yield "weight", is_within
+            else:
+                is_small = is_within and bool(bias.abs().max() <= bound)
+                yield "layer", is_small or not bool(bias.any())
