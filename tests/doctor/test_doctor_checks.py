@@ -17,6 +17,7 @@ from flatout.observe import (
     Backbone,
     Call,
     Cell,
+    EqualViews,
     Growing,
     InLoss,
     KeptGraphs,
@@ -156,6 +157,7 @@ UNUSED = UnusedGradients("zeroed", "Generator", HERE, HERE, HERE, parameters=6, 
 TEACHER = Teacher("__main__.Large", HERE, {"Dropout": 2, "BatchNorm2d": 9}, moved=9, dropped=0.5)
 LEAKED = LeakedTarget(14, 1.0, 512, 488, [8, 2], HERE)
 STILL = StillTarget("__main__.Values", HERE, 2000)
+VIEWS = EqualViews("__main__.Encoder", HERE, 64, 4)
 REMADE = RemadeOptimizer(
     "torch.optim.adam.Adam", HERE, 6, times=4, until=800, each=200, memory=1000
 )
@@ -634,6 +636,12 @@ ROWS = {
         job(steps=2000, still_targets=[STILL]),
         job(steps=2000),
         job(steps=2000, still_targets=[STILL], ended="stopped"),
+        kind="danger",
+    ),
+    "views_equal": Row(
+        job(equal_views=[VIEWS]),
+        job(),
+        job(steps=4),
         kind="danger",
     ),
     "optimizer_remade": Row(
@@ -1512,6 +1520,14 @@ def test_a_target_that_never_moves_needs_a_whole_run_or_many_steps():
         look(job(steps=19_999, still_targets=[STILL], ended="stopped"))
     with pytest.raises(NoSignal):
         look(job(steps=199, still_targets=[STILL]))
+
+
+def test_equal_views_are_told_with_how_they_came():
+    look = look_of("views_equal")
+    (found,) = look(job(equal_views=[VIEWS]))
+    assert "two calls of Encoder in a step get the same 64 pictures bitwise" in found.what
+    (found,) = look(job(equal_views=[replace(VIEWS, is_batch=True)]))
+    assert "both halves of Encoder's batch get the same 64 pictures" in found.what
 
 
 def test_a_name_that_keeps_graphs_is_told_before_memory_shows_it():

@@ -15,6 +15,7 @@ from flatout.observe.observation import Backbone as Backbone
 from flatout.observe.observation import Call as Call
 from flatout.observe.observation import Cell as Cell
 from flatout.observe.observation import DeviceTime as DeviceTime
+from flatout.observe.observation import EqualViews as EqualViews
 from flatout.observe.observation import Growing as Growing
 from flatout.observe.observation import Growth as Growth
 from flatout.observe.observation import InLoss as InLoss

@@ -8,6 +8,7 @@ from flatout.observe.batch_axis import BatchAxis
 from flatout.observe.checkpointed import Checkpointed
 from flatout.observe.clipping import Clipping
 from flatout.observe.copied_lists import CopiedLists
+from flatout.observe.equal_views import Views
 from flatout.observe.first_update import FirstUpdate
 from flatout.observe.functional import Functional
 from flatout.observe.gradients import Gradients
@@ -58,6 +59,7 @@ class Mistakes:
         self._uses = GradientUse(torch, watch)
         self._teachers = Teachers(torch, watch, self._uses)
         self._still = StillTargets(torch, watch, self._uses)
+        self._views = Views(torch, watch)
         self._kept = KeptLosses(torch, watch)
         self._schedules = Schedules(torch.optim.lr_scheduler, watch)
         Clipping(torch, watch)
@@ -89,6 +91,7 @@ class Mistakes:
             self._fill_seeds,
             self._fill_teachers,
             self._fill_remade,
+            self._fill_equal_views,
             self._fill_still_targets,
             self._fill_leaked_targets,
             self._compare,
@@ -139,6 +142,9 @@ class Mistakes:
     def _fill_still_targets(self, observation: Observation) -> None:
         observation.still_targets = self._still.results()
 
+    def _fill_equal_views(self, observation: Observation) -> None:
+        observation.equal_views = self._views.found
+
     def _compare(self, observation: Observation) -> None:
         """Of training and validation; that is noted in the facts of each."""
         compare(list(sets_of(self._watch.loaders, self._tables.results())), self._scalers)
@@ -159,6 +165,7 @@ def _read_sites(observation: Observation) -> None:
             *(observation.repeated_seeds or ()),
             *observation.teachers,
             *observation.remade,
+            *observation.equal_views,
             *observation.still_targets,
             *observation.leaked_targets,
             *scalings,

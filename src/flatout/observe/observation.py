@@ -639,6 +639,25 @@ class StillTarget:
 
 
 @dataclass
+class EqualViews:
+    """Pictures that a trained model gets twice in each step, bitwise the same in other tensors.
+
+    Attributes:
+        kind: its class, as module.Name.
+        site: where it is called.
+        samples: how many pictures are the same.
+        steps: in which that was seen.
+        is_batch: whether they are both halves of one batch, and not two calls.
+    """
+
+    kind: str
+    site: Site | None = None
+    samples: int = 0
+    steps: int = 0
+    is_batch: bool = False
+
+
+@dataclass
 class KeptGraphs:
     """A name of the script's that holds on to the graphs of past steps.
 
@@ -889,6 +908,7 @@ class Observation:
         remade: optimizers that are made again for the same parameters, their averages lost.
         leaked_targets: columns of the model's input that are its target.
         still_targets: copies of a trained model that give its targets and never move.
+        equal_views: pictures that a model gets twice in a step, bitwise the same.
         kept_graphs: names of the script's that hold on to the graphs of past steps.
         repeated_seeds: generators that draw the same numbers again; None where no one looked.
         schedules: of learning rates.
@@ -986,6 +1006,7 @@ class Observation:
     remade: list[RemadeOptimizer] = field(default_factory=list)
     leaked_targets: list[LeakedTarget] = field(default_factory=list)
     still_targets: list[StillTarget] = field(default_factory=list)
+    equal_views: list[EqualViews] = field(default_factory=list)
     kept_graphs: list[KeptGraphs] = field(default_factory=list)
     repeated_seeds: list[RepeatedSeed] | None = None
     schedules: list[Schedule] = field(default_factory=list)

@@ -1,0 +1,31 @@
+"""Two views of the same pictures, which a loss is to bring together, are bitwise equal."""
+
+from __future__ import annotations
+
+from flatout.doctor.checks.check import Findings, NoSignal, check
+from flatout.doctor.checks.signals import at
+from flatout.doctor.finding import Finding
+from flatout.observe import Observation
+
+_LOOKED = 8
+"""After fewer steps nothing was looked at."""
+
+
+@check()
+def look(observation: Observation) -> Findings:
+    """Models that get the same pictures twice in a step, in tensors of their own."""
+    if observation.steps < _LOOKED:
+        raise NoSignal("too few steps were seen to compare what models are called with")
+    for views in observation.equal_views:
+        name = views.kind.rpartition(".")[2]
+        how = (
+            f"both halves of {name}'s batch" if views.is_batch else f"two calls of {name} in a step"
+        )
+        yield Finding(
+            kind="danger",
+            what=f"{how} get the same {views.samples:,} pictures bitwise, in each of the "
+            f"{views.steps} steps looked at, and give the same: they are no two views",
+            do="transform each view by itself, and seed neither before it is drawn",
+            where=at(views.site),
+            parity="changes learning",
+        )
