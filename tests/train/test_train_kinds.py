@@ -1,7 +1,9 @@
 """Every kind of model and data trains, tuned or exact, as the plain loop does."""
 
 import copy
+import importlib
 import io
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -468,3 +470,51 @@ def test_keras_layers_that_assign_weights_train_the_same_bits():
         weights.append(model.get_weights())
     for theirs, ours in zip(*weights, strict=True):
         assert (theirs == ours).all()
+
+
+class CallsCompiled(nn.Module):
+    """Calls a function that is compiled, which no module tells."""
+
+    def __init__(self, **how):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 16), nn.Linear(16, CLASSES)
+        self.between = [torch.compile(lambda x: nn.functional.gelu(x) * torch.sigmoid(x), **how)]
+
+    def forward(self, x):
+        return self.last(self.between[0](self.first(x)))
+
+
+def test_functions_of_the_users_own_are_compiled_for_whole_batches_alone(monkeypatch):
+    name = "torch._inductor.compiler_bisector"  # which torch.compile imports, to compile by itself
+    monkeypatch.setitem(sys.modules, name, importlib.import_module(name))
+    sizes = []
+
+    def backend(graph, inputs):
+        sizes.extend(len(given) for given in inputs if torch.is_tensor(given))
+        return graph.forward
+
+    model = CallsCompiled(backend=backend)
+    batches = [(torch.randn(32, 4), labels(32)) for _ in range(60)]
+    trainer = flatout.Trainer(model, say=quiet, allow="exact")
+    trainer.fit(batches, epochs=1, shuffle=False, progress=False)
+    assert set(sizes) == {32}
+
+
+@pytest.mark.slow  # it compiles
+def test_functions_that_are_compiled_train_the_same_bits():
+    batches = [(torch.randn(8, 4), labels(8)) for _ in range(60)]
+    models = []
+    for exact in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        models.append(model := CallsCompiled())
+        optimizer = torch.optim.Adam(model.parameters())
+        if exact:
+            trainer = flatout.Trainer(model, optimizer=optimizer, say=quiet, allow="exact")
+            trainer.fit(batches, epochs=1, shuffle=False, progress=False)
+            continue
+        for x, y in batches:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    assert same(*models)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import nn
+
+
+def compiles_here() -> bool:
+    """Whether this process has called `torch.compile` with its own backend, which imports this."""
+    return "torch._inductor.compiler_bisector" in sys.modules
 
 
 def has_compiled(model: nn.Module) -> bool:

@@ -20,7 +20,7 @@ from torch import nn
 from flatout.data import Batch, same_state
 from flatout.errors import OutOfMemory
 from flatout.measure import finish_device
-from flatout.models import adapter_of
+from flatout.models import adapter_of, compiles_here
 from flatout.optim import seconds_of_update
 from flatout.recipe import ModelFacts, Parity, of_change
 from flatout.train.auto_budget import Budget
@@ -163,7 +163,7 @@ class FirstCheck:
         before = random_state()
         try:
             with untouched(model, self.compute) as held, self._stepper.forward_alone():
-                if not self._takes(self._few):
+                if not self._takes_few():
                     self._few = self._whole
                     self._first_s = self._forward_of(self._few)
                 elif self._is_slow(_FORWARDS * self._first_s) and self._few.size > _FEWEST_LONG:
@@ -177,6 +177,15 @@ class FirstCheck:
         # Random numbers drawn outside of the modules that were watched may fall anywhere.
         by_layout = any(on_images) or (drawn and not dropouts)
         return replace(facts, draws_random=facts.draws_random or drawn, draws_by_layout=by_layout)
+
+    def _takes_few(self) -> bool:
+        """Whether a few samples tell of a batch: compiled code would be compiled for them, and for
+        any number of samples from then on, which rounds otherwise."""
+        if not compiles_here():
+            return self._takes(self._few)
+        self._forward_of(self._whole)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            return self._takes(self._few)
 
     def _takes(self, batch: Batch) -> bool:
         """Make a forward pass: a model may take batches of one size only."""

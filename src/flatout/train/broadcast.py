@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from flatout.data import Batch, tensors_in
 from flatout.errors import ModelError
+from flatout.models import compiles_here
 
 # What to do where output and target are (n, 1) and (n,), or the other way round.
 ONE_SHAPE = (
@@ -72,7 +73,7 @@ def watched(compute: Callable[[Batch], _T]) -> Callable[[Batch], _T]:
     Raises:
         ModelError: as of `no_broadcast_within`, when it is called.
     """
-    if "torch._inductor.compiler_bisector" in sys.modules:  # torch.compile imports it
+    if compiles_here():
         return compute
 
     def within(batch: Batch) -> _T:

@@ -10,17 +10,20 @@ from typing import Any
 import torch
 
 from flatout.measure import fingerprint, known_rates
-from flatout.models import OperatorCount, has_compiled, weights_counted
+from flatout.models import OperatorCount, compiles_here, has_compiled, weights_counted
+from flatout.recipe import Parity
 from flatout.train.loop import Loop
 
 
 def operator_count(loop: Loop) -> OperatorCount | None:
     """What counts the next step; None where the model is compiled: it would run otherwise.
 
-    Of a rank that has a stage alone neither, for most of a step's time is not of these operators.
+    So would a function of the user's own that is compiled, and be rounded otherwise. Of a rank that
+    has a stage alone neither, for most of a step's time is not of these operators.
     """
     asked = loop.resolved is not None and loop.resolved.compute.compile == "on"
-    if asked or has_compiled(loop.model) or loop.takes_whole_batches:
+    may_round = loop.allow is Parity.EXACT and compiles_here()
+    if asked or may_round or has_compiled(loop.model) or loop.takes_whole_batches:
         return None
     return OperatorCount()
 

@@ -18,6 +18,7 @@ from flatout.data import Batch, named_tensors
 from flatout.errors import DataError, OutOfMemory
 from flatout.measure import available_bytes
 from flatout.models import is_batch_coupled
+from flatout.train.broadcast import uncompiled
 from flatout.train.snapshot import untouched
 from flatout.words import counted
 
@@ -237,8 +238,10 @@ def _kept_bytes(model: nn.Module, forward: Callable[[Batch], object], batch: Bat
             result[storage.data_ptr()] = storage.nbytes()
         return tensor
 
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
     try:
-        with untouched(model, forward), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        # Code that is compiled for so few samples would be compiled for any number from then on.
+        with untouched(model, forward), uncompiled(), hooks:
             kept = forward(batch)  # noqa: F841 - alive while the bytes are counted
     except Exception:
         return None  # the first real step will say what is wrong
