@@ -1,6 +1,7 @@
 """Hooks in C: what they see is what the hooks in Python see, in whose places they stand."""
 
 import gc
+import linecache
 import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -11,15 +12,18 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from flatout.kernels import clock
 from flatout.observe import quick as quick_hooks
 from flatout.observe.backward import watch_backward
 from flatout.observe.lanes import BACKWARD, EVALUATION, FORWARD, HOST, INPUT, OPTIMIZER
+from flatout.observe.loaders import watch_loaders
 from flatout.observe.models import Models
 from flatout.observe.optimizers import StepFinder
 from flatout.observe.quick import AFTER_STEPS, Quick
 from flatout.observe.watch import Watch
+from flatout.observe.within_loader import watch_fetch
 
 pytestmark = pytest.mark.skipif(not clock.available(), reason="the C extension is absent")
 
@@ -61,8 +65,39 @@ class Job:
         models = Models(torch, self.watch)
         models.watch_class(Outer)
         models.watch_class(Inner)
+        self._watch_loaders()
         self.models = [Outer(), Outer(), Inner(2, 2)]
         self.optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in self.models[:2]]
+
+    def _watch_loaders(self):
+        class Iterator:
+            def __init__(self, loader):
+                self.numbers = iter(loader.batch_sampler)
+
+            def _next_index(self):
+                return next(self.numbers)
+
+            def __next__(self):
+                return [torch.tensor(self._next_index())]
+
+        class Loader(DataLoader):
+            def __iter__(self):
+                return Iterator(self)
+
+        module = SimpleNamespace(DataLoader=Loader, _BaseDataLoaderIter=Iterator)
+        watch_loaders(module, self.watch, looks_within=False)
+        rows = TensorDataset(torch.arange(40))
+        self.loaders = [Loader(rows, batch_size=4), Loader(rows, batch_size=8)]
+        self.iterators = [None, None]
+        self.given = []
+
+    def next(self, which):
+        if self.iterators[which] is None:
+            self.iterators[which] = iter(self.loaders[which])
+        try:
+            self.given.append(next(self.iterators[which])[0].tolist())
+        except StopIteration:
+            self.iterators[which] = None
 
     def _register(self, hook):
         handle = SimpleNamespace(id=len(self.hooks), hooks_dict_ref=lambda: self.hooks)
@@ -110,8 +145,12 @@ class Job:
             [(m.calls, m.due, len(m.shapes), m.ref() is not None) for m in self.watch.models],
             [(dict(o.backwards), o.ends_round) for o in self.watch.optimizers],
             [(lane > 0, lane < 0) for lane in lanes.spent],
+            [(m._evaluated, m._trained, set(m._evaluated_in), m.opened) for m in self.watch.models],
             [m.calls for m in self.models[:2]],
             self.watch.calls.noted,
+            [(x.batches, len(x.waits), x.in_training) for x in self.watch.loaders],
+            [(x.facts.epochs, list(x.facts.hashes or [])) for x in self.watch.loaders],
+            list(self.given),
         )
 
 
@@ -121,6 +160,7 @@ EVENTS = st.one_of(
     st.tuples(st.just("backward"), st.sampled_from(["", "", "by name", "by place"]), st.booleans()),
     st.tuples(st.just("step"), st.integers(0, 1), st.booleans()),
     st.tuples(st.just("batch"), st.integers(0, 1)),
+    st.tuples(st.just("next"), st.integers(0, 1)),
     st.tuples(st.just("a step")),
     st.tuples(st.just("a step")),
     st.tuples(st.just("renew")),
@@ -132,6 +172,8 @@ EVENTS = st.one_of(
 @example([("renew",), ("call", 0, "no_grad"), ("call", 0, "train")])
 @example([("call", 0, "held_out")] * 12 + [("call", 0, "train"), ("call", 0, "held_out")])
 @example([("call", 0, "no_grad")] * 12 + [("a step",), *[("call", 0, "no_grad")] * 3, ("batch", 0)])
+@example([("call", 1, "held_out"), ("a step",)] * 12 + [("call", 1, "held_out"), ("next", 0)] * 2)
+@example([("next", 0), ("a step",), *[("next", 1)] * 7, ("call", 0, "eval")] * 6)
 @example([("call", 1, "held_out")] * 12 + [("call", 0, "held_out"), ("call", 1, "no_grad")])
 def test_they_see_what_the_hooks_in_python_see(events):
     said = []
@@ -184,6 +226,41 @@ def test_python_is_asked_about_nothing_that_is_as_before():
     assert job.watch.models[0].calls == 16
 
 
+def test_python_is_asked_about_few_of_a_loaders_batches():
+    job = _quick_job()
+    for _ in range(150):
+        job.next(0)
+        job.call(0, "train")
+        job.backward("", False)
+        job.step(0, False)
+    (seen,) = job.watch.loaders
+    assert seen.batches == len(job.given) == 137  # fourteen times none was left
+    # The first of each epoch, and one in sixteen.
+    assert job.watch.quick.batches == 137 - 14 - 8
+    assert len(seen.waits) == 137 - 14
+    assert seen.in_training
+
+
+def test_python_is_not_asked_how_batches_are_made_once_that_is_known():
+    watch, asked = Watch(), []
+
+    class Fetcher:
+        def fetch(self, index):
+            return index
+
+    other = type("Other", (Fetcher,), {})
+    module = SimpleNamespace(_MapDatasetFetcher=Fetcher, _IterableDatasetFetcher=other)
+    watch.quick.hooks += watch_fetch(module, asked.append, watch.quick.fetch)
+    watch.quick.begin()
+    loader = watch.lanes.loader = clock.Loaded()
+    loader.wants_within = True
+    assert Fetcher().fetch(3) == 3
+    assert len(asked) == 1
+    loader.wants_within = False
+    assert Fetcher().fetch(4) == 4
+    assert (len(asked), watch.quick.fetches) == (1, 1)
+
+
 def test_python_is_not_asked_in_an_evaluation_that_goes_on():
     job = _quick_job()
     for _ in range(12):
@@ -196,6 +273,49 @@ def test_python_is_not_asked_in_an_evaluation_that_goes_on():
     job.call(0, "train")
     assert job.watch.quick.calls == before + 10
     assert job.watch.models[0].calls == 30
+
+
+def test_python_is_not_asked_about_a_model_that_each_step_calls_without_gradients():
+    job = _quick_job()
+
+    def step():
+        job.call(1, "held_out")
+        job.call(0, "train")
+        job.backward("", False)
+        job.step(0, False)
+
+    for _ in range(12):
+        step()
+    before = job.watch.quick.calls, job.watch.quick.steps
+    for _ in range(10):
+        step()
+    assert (job.watch.quick.calls, job.watch.quick.steps) == (before[0] + 20, before[1] + 10)
+    assert not job.watch.lanes.evaluations
+    # From another line it may be evaluated, which is known once a batch is asked for.
+    job.models[1].eval()
+    with torch.no_grad():
+        job.models[1](torch.ones(1, 2))
+    assert job.watch.quick.calls == before[0] + 20
+    job.next(0)
+    teacher = next(one for one in job.watch.models if one.ref() is job.models[1])
+    assert "job.models[1](torch" in linecache.getline(__file__, teacher.evaluated_at.line)
+
+
+def test_a_line_that_was_a_part_of_each_step_may_evaluate():
+    job = _quick_job()
+    for _ in range(12):
+        job.call(1, "held_out")
+        job.call(0, "train")
+        job.backward("", False)
+        job.step(0, False)
+    before = job.watch.quick.calls
+    job.call(1, "held_out")
+    assert job.watch.quick.calls == before + 1
+    job.next(0)
+    teacher = next(one for one in job.watch.models if one.ref() is job.models[1])
+    assert teacher.evaluated_at == teacher._trained[False, False]
+    job.call(1, "held_out")
+    assert job.watch.quick.calls == before + 1  # Python is asked again
 
 
 def test_lanes_are_told_apart():

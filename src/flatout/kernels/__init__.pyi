@@ -1,10 +1,14 @@
 from flatout.kernels._clock import BackwardHook as BackwardHook
+from flatout.kernels._clock import BatchHook as BatchHook
+from flatout.kernels._clock import FetchHook as FetchHook
 from flatout.kernels._clock import ForwardHook as ForwardHook
+from flatout.kernels._clock import SamplesHook as SamplesHook
 from flatout.kernels._clock import StepHook as StepHook
 from flatout.kernels.augment import ONE as ONE
 from flatout.kernels.augment import change_images as change_images
 from flatout.kernels.clock import Called as Called
 from flatout.kernels.clock import Clock as Clock
+from flatout.kernels.clock import Loaded as Loaded
 from flatout.kernels.clock_fallback import AFTER as AFTER
 from flatout.kernels.clock_fallback import BACKWARD as BACKWARD
 from flatout.kernels.clock_fallback import COPY as COPY

@@ -268,16 +268,8 @@ static PyObject *clock_loader(PyObject *object, void *nothing)
 
 static int clock_set_loader(PyObject *object, PyObject *value, void *nothing)
 {
-    Clock *self = (Clock *)object;
-    PyObject *old = self->loader;
     (void)nothing;
-    if (value == Py_None)
-        value = NULL;
-    if (value == old)
-        return 0;
-    self->is_trained_on = 0;
-    self->loader = Py_XNewRef(value);
-    Py_XDECREF(old);
+    set_loader((Clock *)object, value == Py_None ? NULL : value);
     return 0;
 }
 
@@ -308,8 +300,12 @@ static int clock_init(PyObject *object, PyObject *args, PyObject *names)
     self->steps = self->backwards = self->between = self->after = 0;
     self->seen_backwards = 0;
     self->is_inside = self->is_open = self->is_marked = self->is_counted = 0;
-    self->is_trained_on = 0;
+    self->is_trained_on = self->wants_told = 0;
     Py_CLEAR(self->loader);
+    Py_CLEAR(self->evaluations);
+    self->evaluations = PyList_New(0);
+    if (self->evaluations == NULL)
+        return -1;
     self->due = self->until = LLONG_MAX;
     self->current = HOST;
     self->thread = PyThread_get_thread_ident();
@@ -321,6 +317,7 @@ static void clock_dealloc(PyObject *object)
 {
     PyMem_Free(((Clock *)object)->durations);
     Py_CLEAR(((Clock *)object)->loader);
+    Py_CLEAR(((Clock *)object)->evaluations);
     release(object);
 }
 
@@ -336,6 +333,8 @@ static PyMemberDef members[] = {
     {"is_open", T_BOOL, offsetof(Clock, is_open), 0, "Whether it is undecided what calls were."},
     {"is_counted", T_BOOL, offsetof(Clock, is_counted), 0, "Whether the step that runs was."},
     {"is_trained_on", T_BOOL, offsetof(Clock, is_trained_on), 0, "Whether its batches are."},
+    {"wants_told", T_BOOL, offsetof(Clock, wants_told), 0, "Whether Python says what they were."},
+    {"evaluations", T_OBJECT, offsetof(Clock, evaluations), READONLY, "The models of those calls."},
     {"seen_backwards", T_LONGLONG, offsetof(Clock, seen_backwards), 0, "Those at the mark."},
     {"due", T_LONGLONG, offsetof(Clock, due), 0, "The number of steps to be called at."},
     {"until", T_LONGLONG, offsetof(Clock, until), 0, "The time to be called at."},
@@ -397,14 +396,16 @@ static int execute(PyObject *module)
 {
     retain_graph_name = PyUnicode_InternFromString("retain_graph");
     training_name = PyUnicode_InternFromString("training");
-    if (retain_graph_name == NULL || training_name == NULL)
+    seen_name = PyUnicode_InternFromString("_flatout_seen");
+    if (retain_graph_name == NULL || training_name == NULL || seen_name == NULL)
         return -1;
     clock_type = add_type(module, &clock_spec);
-    if (clock_type == NULL)
+    called_type = add_type(module, &called_spec);
+    loaded_type = add_type(module, &loaded_spec);
+    if (clock_type == NULL || called_type == NULL || loaded_type == NULL)
         return -1;
     for (size_t place = 0; place < sizeof hook_specs / sizeof *hook_specs; place++) {
-        called_type = add_type(module, &hook_specs[place]); /* which comes last */
-        if (called_type == NULL)
+        if (add_type(module, &hook_specs[place]) == NULL)
             return -1;
     }
     return 0;

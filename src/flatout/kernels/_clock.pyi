@@ -1,4 +1,5 @@
 from collections.abc import Callable, Sequence
+from types import CodeType
 from typing import Any
 from weakref import ref
 
@@ -8,6 +9,18 @@ class Called:
     due: int
     has_parameters: bool
     goes_on: int
+    is_part: int
+    opened: int
+    code: CodeType | None
+    line: int
+    def __init__(self) -> None: ...
+
+class Loaded:
+    batches: int
+    due: int
+    keep: Callable[[int], object] | None
+    wants_samples: bool
+    wants_within: bool
     def __init__(self) -> None: ...
 
 class Clock:
@@ -22,6 +35,9 @@ class Clock:
     is_open: bool
     is_counted: bool
     is_trained_on: bool
+    wants_told: bool
+    @property
+    def evaluations(self) -> list[Any]: ...
     loader: Any
     seen_backwards: int
     due: int
@@ -57,9 +73,38 @@ class BackwardHook:
     ) -> None: ...
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
+class BatchHook:
+    @property
+    def ran(self) -> int: ...
+    def renew(self) -> None: ...
+    def __init__(
+        self, clock: object, original: Callable[..., Any], otherwise: Callable[..., Any]
+    ) -> None: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+class SamplesHook:
+    @property
+    def ran(self) -> int: ...
+    def renew(self) -> None: ...
+    def __init__(
+        self, clock: object, original: Callable[..., Any], otherwise: Callable[..., Any]
+    ) -> None: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+class FetchHook:
+    @property
+    def ran(self) -> int: ...
+    def renew(self) -> None: ...
+    def __init__(
+        self, clock: object, original: Callable[..., Any], otherwise: Callable[..., Any]
+    ) -> None: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
 class ForwardHook:
     @property
     def ran(self) -> int: ...
+    @property
+    def handed(self) -> int: ...
     def renew(self) -> None: ...
     def __init__(
         self,

@@ -26,7 +26,9 @@ typedef struct {
     char is_marked;
     char is_counted;         /* whether the optimizer's step that runs has ended a step */
     char is_trained_on;      /* whether a backward pass has followed a batch of that loader */
+    char wants_told;         /* whether Python is to say what the open calls were */
     PyObject *loader;        /* what gave the latest batch, or NULL */
+    PyObject *evaluations;   /* calls of which it is not known yet what they were: a list */
     long long asked;         /* when a batch was */
     long long seen_backwards;
     long long before[LANES]; /* where the lanes stood at the mark */

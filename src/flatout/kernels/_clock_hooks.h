@@ -20,8 +20,8 @@ PyAPI_FUNC(PyObject *) PyObject_Vectorcall(PyObject *, PyObject *const *, size_t
 PyAPI_FUNC(PyObject *) PyVectorcall_Call(PyObject *, PyObject *, PyObject *);
 #endif
 
-static PyObject *retain_graph_name, *training_name; /* interned */
-static PyTypeObject *clock_type, *called_type;
+static PyObject *retain_graph_name, *training_name, *seen_name; /* interned */
+static PyTypeObject *clock_type, *called_type, *loaded_type;
 
 /* What all of them have; a backward pass needs no more. */
 typedef struct {
@@ -31,7 +31,7 @@ typedef struct {
     PyObject *otherwise; /* the hook in Python */
     PyObject *names;     /* its __dict__ */
     vectorcallfunc call;
-    long long ran;
+    long long ran, handed; /* calls that Python was not asked about, and some of the others */
 } Hook;
 
 typedef struct {
@@ -58,8 +58,22 @@ typedef struct {
     PyObject *ref; /* a weak one */
     long long calls, due;
     char has_parameters;
-    int goes_on; /* the modes of an evaluation that goes on: 1 in eval mode, 2 in train mode */
+    /* Modes without gradients, 1 in eval mode and 2 in train mode: of an evaluation that goes on; of
+       calls that were a part of a step whenever they came from this line; and, with 4 and 8 those with
+       gradients, of which it is not known yet what they were. */
+    int goes_on, is_part, opened;
+    PyObject *code; /* of that line, or NULL */
+    int line;
 } Called;
+
+/* One DataLoader, and how many batches it has given. */
+typedef struct {
+    PyObject_HEAD
+    long long batches, due;
+    PyObject *keep;     /* called with the nanoseconds that a batch was waited for, or NULL */
+    char wants_samples; /* whether it is asked which samples batches are made of */
+    char wants_within;  /* whether it is looked at how they are made */
+} Loaded;
 
 static Clock *clock_of(PyObject *clock)
 {
@@ -123,6 +137,9 @@ static void hook_dealloc(PyObject *object)
 
 static PyObject *backward_call(PyObject *, PyObject *const *, size_t, PyObject *);
 static PyObject *forward_call(PyObject *, PyObject *const *, size_t, PyObject *);
+static PyObject *batch_call(PyObject *, PyObject *const *, size_t, PyObject *);
+static PyObject *samples_call(PyObject *, PyObject *const *, size_t, PyObject *);
+static PyObject *fetch_call(PyObject *, PyObject *const *, size_t, PyObject *);
 
 /* What all of them begin with, once it is clear of what it had. */
 static void set_hook(Hook *self, PyObject *clock, PyObject *original, PyObject *otherwise,
@@ -134,16 +151,36 @@ static void set_hook(Hook *self, PyObject *clock, PyObject *original, PyObject *
     self->call = call;
 }
 
-static int hook_init(PyObject *object, PyObject *args, PyObject *names)
+static int plain_init(PyObject *object, PyObject *args, PyObject *names, vectorcallfunc call)
 {
     static char *known[] = {"clock", "original", "otherwise", NULL};
     PyObject *clock, *original, *otherwise;
-    if (!PyArg_ParseTupleAndKeywords(args, names, "O!OO:BackwardHook", known, clock_type, &clock,
-                                     &original, &otherwise))
+    if (!PyArg_ParseTupleAndKeywords(args, names, "O!OO:Hook", known, clock_type, &clock, &original,
+                                     &otherwise))
         return -1;
     hook_clear(object);
-    set_hook((Hook *)object, clock, original, otherwise, backward_call);
+    set_hook((Hook *)object, clock, original, otherwise, call);
     return 0;
+}
+
+static int backward_init(PyObject *object, PyObject *args, PyObject *names)
+{
+    return plain_init(object, args, names, backward_call);
+}
+
+static int batch_init(PyObject *object, PyObject *args, PyObject *names)
+{
+    return plain_init(object, args, names, batch_call);
+}
+
+static int samples_init(PyObject *object, PyObject *args, PyObject *names)
+{
+    return plain_init(object, args, names, samples_call);
+}
+
+static int fetch_init(PyObject *object, PyObject *args, PyObject *names)
+{
+    return plain_init(object, args, names, fetch_call);
 }
 
 /* Whether a call of torch.autograd.backward keeps its graph; -1 with an error set. */
@@ -183,11 +220,105 @@ static PyObject *backward_call(PyObject *object, PyObject *const *args, size_t f
     return result;
 }
 
-static PyObject *backward_renew(PyObject *object, PyObject *nothing)
+static PyObject *hook_renew(PyObject *object, PyObject *nothing)
 {
     (void)nothing;
-    ((Hook *)object)->ran = 0;
+    ((Hook *)object)->ran = ((Hook *)object)->handed = 0;
     Py_RETURN_NONE;
+}
+
+/* The Loaded that an iterator over a DataLoader is known by, as a new reference; NULL, with no error
+   set, where there is none. */
+static PyObject *loaded_of(PyObject *iterator)
+{
+    PyObject *seen = PyObject_GetAttr(iterator, seen_name);
+    if (seen == NULL)
+        PyErr_Clear(); /* it is asked again, in Python */
+    else if (!PyObject_TypeCheck(seen, loaded_type))
+        Py_CLEAR(seen);
+    return seen;
+}
+
+/* A batch comes from this loader: of another one it is not known whether it is trained on. */
+static void set_loader(Clock *clock, PyObject *loader)
+{
+    PyObject *old = clock->loader;
+    if (old == loader)
+        return;
+    clock->is_trained_on = 0;
+    clock->loader = Py_XNewRef(loader);
+    Py_XDECREF(old);
+}
+
+/* The batch has come that was asked for: 0, or -1 with an error set. */
+static int was_given(Clock *clock, Loaded *seen)
+{
+    PyObject *waited, *kept;
+    pass_to(clock, FORWARD);
+    seen->batches += 1;
+    if (seen->keep == NULL)
+        return 0;
+    waited = PyLong_FromLongLong(clock->last - clock->asked);
+    if (waited == NULL)
+        return -1;
+    kept = PyObject_CallFunctionObjArgs(seen->keep, waited, NULL);
+    Py_DECREF(waited);
+    Py_XDECREF(kept);
+    return kept == NULL ? -1 : 0;
+}
+
+static PyObject *batch_call(PyObject *object, PyObject *const *args, size_t flagged,
+                            PyObject *names)
+{
+    Hook *self = (Hook *)object;
+    Clock *clock = clock_of(self->clock);
+    PyObject *batch, *seen = NULL;
+    int is_open = clock->is_open || !(clock->steps || clock->backwards);
+    if ((flagged & ~PY_VECTORCALL_ARGUMENTS_OFFSET) && !is_open && clock->current != INPUT
+        && is_own_thread(clock))
+        seen = loaded_of(args[0]);
+    if (seen == NULL || ((Loaded *)seen)->batches + 1 >= ((Loaded *)seen)->due) {
+        Py_XDECREF(seen);
+        return PyObject_Vectorcall(self->otherwise, args, flagged, names);
+    }
+    pass_to(clock, INPUT);
+    clock->asked = clock->last;
+    mark(clock);
+    set_loader(clock, seen);
+    batch = PyObject_Vectorcall(self->original, args, flagged, names);
+    self->ran += batch != NULL;
+    if (batch == NULL)
+        pass_to(clock, HOST);
+    else if (was_given(clock, (Loaded *)seen) < 0)
+        Py_CLEAR(batch);
+    Py_DECREF(seen);
+    return batch;
+}
+
+static PyObject *samples_call(PyObject *object, PyObject *const *args, size_t flagged,
+                              PyObject *names)
+{
+    Hook *self = (Hook *)object;
+    PyObject *seen =
+        flagged & ~PY_VECTORCALL_ARGUMENTS_OFFSET ? loaded_of(args[0]) : NULL;
+    int is_wanted = seen == NULL || ((Loaded *)seen)->wants_samples;
+    Py_XDECREF(seen);
+    self->ran += !is_wanted;
+    return PyObject_Vectorcall(is_wanted ? self->otherwise : self->original, args, flagged, names);
+}
+
+static PyObject *fetch_call(PyObject *object, PyObject *const *args, size_t flagged,
+                            PyObject *names)
+{
+    Hook *self = (Hook *)object;
+    Clock *clock = clock_of(self->clock);
+    PyObject *loader = clock->loader;
+    int is_wanted = loader != NULL
+                    && (!PyObject_TypeCheck(loader, loaded_type)
+                        || ((Loaded *)loader)->wants_within)
+                    && is_own_thread(clock);
+    self->ran += !is_wanted;
+    return PyObject_Vectorcall(is_wanted ? self->otherwise : self->original, args, flagged, names);
 }
 
 static int forward_traverse(PyObject *object, visitproc visit, void *arg)
@@ -253,21 +384,65 @@ static int find(ForwardHook *self, PyObject *module)
     return refers_to(((Called *)seen)->ref, module);
 }
 
-/* Whether a model is called as before, to be trained or in an evaluation that goes on: nothing is to
-   be looked at but the time. Its Called is the latest one then. -1 with an error set. */
+/* Whether the call that runs comes from the line from which it was a part of a step. */
+static int is_from_line(const Called *seen)
+{
+    PyFrameObject *frame = PyEval_GetFrame();
+    PyCodeObject *code;
+    if (frame == NULL || seen->code == NULL)
+        return 0;
+    code = PyFrame_GetCode(frame);
+    Py_DECREF(code); /* the frame has it */
+    return (PyObject *)code == seen->code && PyFrame_GetLineNumber(frame) == seen->line;
+}
+
+/* It is called in this mode, as a part of a step if nothing says otherwise: 1, or -1 with an error
+   set. */
+static int open_again(Clock *clock, Called *seen, int mode)
+{
+    long long backwards = clock->seen_backwards;
+    if (PyList_Append(clock->evaluations, (PyObject *)seen) < 0)
+        return -1;
+    if (!clock->is_open && !clock->is_marked) {
+        pass_to(clock, clock->current); /* what came before it is none of its */
+        mark(clock);
+        clock->seen_backwards = backwards; /* of the step, not of this call */
+    }
+    clock->is_open = 1;
+    seen->opened |= mode;
+    seen->goes_on |= mode;
+    return 1;
+}
+
+/* The open calls were a part of the step that ends: 0, or -1 with an error set. */
+static int close_calls(Clock *clock)
+{
+    Py_ssize_t count = PyList_Size(clock->evaluations);
+    for (Py_ssize_t at = 0; at < count; at++) {
+        PyObject *seen = PyList_GetItem(clock->evaluations, at);
+        if (PyObject_TypeCheck(seen, called_type))
+            ((Called *)seen)->opened = ((Called *)seen)->goes_on = 0;
+    }
+    clock->is_open = 0;
+    return PyList_SetSlice(clock->evaluations, 0, count, NULL);
+}
+
+/* Whether a model is called as before, to be trained, in an evaluation that goes on, or without
+   gradients as a part of a step: nothing is to be looked at but the time. Its Called is the latest
+   one then. -1 with an error set. */
 static int is_as_before(ForwardHook *self, PyObject *module)
 {
     Clock *clock = clock_of(self->hook.clock);
     Called *seen;
     PyObject *trains, *grad;
-    int is_known;
+    int is_known, mode;
     if (!clock->steps)
         return 0;
     is_known = find(self, module);
     if (is_known <= 0)
         return is_known;
     seen = (Called *)self->latest;
-    if (!seen->has_parameters || (clock->is_open && !seen->goes_on))
+    if (!seen->has_parameters)
         return 0;
     trains = PyObject_GenericGetAttr(module, training_name); /* its __getattr__ is for others */
     if (trains == NULL) {
@@ -281,9 +456,12 @@ static int is_as_before(ForwardHook *self, PyObject *module)
     if (grad == NULL)
         return -1;
     Py_DECREF(grad);
-    if (clock->is_open)
-        return grad == Py_False && (seen->goes_on >> (trains == Py_True) & 1);
-    return trains == Py_True && grad == Py_True && seen->calls + 1 < seen->due;
+    if (grad == Py_True)
+        return trains == Py_True && !seen->opened && seen->calls + 1 < seen->due;
+    mode = 1 << (trains == Py_True);
+    if (clock->is_open && (seen->goes_on & mode))
+        return 1;
+    return seen->is_part == mode && is_from_line(seen) ? open_again(clock, seen, mode) : 0;
 }
 
 static PyObject *forward_call(PyObject *object, PyObject *const *args, size_t flagged,
@@ -299,8 +477,10 @@ static PyObject *forward_call(PyObject *object, PyObject *const *args, size_t fl
     is_known = flagged & ~PY_VECTORCALL_ARGUMENTS_OFFSET ? is_as_before(self, args[0]) : 0;
     if (is_known < 0)
         return NULL;
-    if (!is_known)
+    if (!is_known) {
+        self->hook.handed += 1;
         return PyObject_Vectorcall(self->hook.otherwise, args, flagged, names);
+    }
     self->hook.ran += 1;
     ((Called *)self->latest)->calls += 1;
     clock->is_inside = 1;
@@ -317,15 +497,12 @@ PyDoc_STRVAR(renew_doc,
 
 static PyObject *forward_renew(PyObject *object, PyObject *nothing)
 {
-    ForwardHook *self = (ForwardHook *)object;
-    (void)nothing;
-    self->hook.ran = 0;
-    Py_CLEAR(self->latest);
-    Py_RETURN_NONE;
+    Py_CLEAR(((ForwardHook *)object)->latest);
+    return hook_renew(object, nothing);
 }
 
 /* Looked up on an object of the class that it is an attribute of, it is a method of that. */
-static PyObject *forward_get(PyObject *object, PyObject *instance, PyObject *owner)
+static PyObject *hook_get(PyObject *object, PyObject *instance, PyObject *owner)
 {
     PyObject *types, *method;
     (void)owner;
@@ -435,7 +612,8 @@ static PyObject *steps_end(PyObject *object, PyObject *const *args, Py_ssize_t c
     StepHook *self = (StepHook *)object;
     Clock *clock = clock_of(self->clock);
     int is_sole = 0;
-    if (count > 0 && !clock->is_counted && !clock->is_open && is_own_thread(clock)) {
+    if (count > 0 && !clock->is_counted && !(clock->is_open && clock->wants_told)
+        && is_own_thread(clock)) {
         is_sole = refers_to(self->sole, args[0]);
         if (is_sole < 0)
             return NULL;
@@ -449,6 +627,8 @@ static PyObject *steps_end(PyObject *object, PyObject *const *args, Py_ssize_t c
     self->ran += 1;
     pass_to(clock, HOST);
     clock->is_counted = 1;
+    if (clock->is_open && close_calls(clock) < 0)
+        return NULL;
     if (end_step(clock, 0))
         return PyObject_CallNoArgs(self->attend);
     Py_RETURN_NONE;
@@ -496,11 +676,34 @@ static PyObject *steps_renew(PyObject *object, PyObject *nothing)
 static void called_dealloc(PyObject *object)
 {
     Py_CLEAR(((Called *)object)->ref);
+    Py_CLEAR(((Called *)object)->code);
     release(object);
+}
+
+static void loaded_dealloc(PyObject *object)
+{
+    PyObject_GC_UnTrack(object);
+    Py_CLEAR(((Loaded *)object)->keep);
+    release(object);
+}
+
+static int loaded_traverse(PyObject *object, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(object));
+    Py_VISIT(((Loaded *)object)->keep);
+    return 0;
+}
+
+static int loaded_clear(PyObject *object)
+{
+    Py_CLEAR(((Loaded *)object)->keep);
+    return 0;
 }
 
 static PyMemberDef hook_members[] = {
     {"ran", T_LONGLONG, offsetof(Hook, ran), READONLY, "Calls that Python was not asked about."},
+    {"handed", T_LONGLONG, offsetof(Hook, handed), READONLY,
+     "Calls of models, but for those within others, that it was asked about."},
     {"__dictoffset__", T_PYSSIZET, offsetof(Hook, names), READONLY, NULL},
     {"__vectorcalloffset__", T_PYSSIZET, offsetof(Hook, call), READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
@@ -518,6 +721,10 @@ static PyMemberDef called_members[] = {
     {"has_parameters", T_BOOL, offsetof(Called, has_parameters), 0, "Whether it has any."},
     {"goes_on", T_INT, offsetof(Called, goes_on), 0,
      "Modes of an evaluation without gradients that goes on: 1 in eval mode, 2 in train mode."},
+    {"is_part", T_INT, offsetof(Called, is_part), 0, "That in which a line calls it in a step."},
+    {"opened", T_INT, offsetof(Called, opened), 0, "Those of open calls; 4 and 8 with gradients."},
+    {"code", T_OBJECT, offsetof(Called, code), 0, "That of this line."},
+    {"line", T_INT, offsetof(Called, line), 0, "Its number."},
     {NULL, 0, 0, 0, NULL},
 };
 
@@ -530,8 +737,19 @@ static PyMethodDef steps_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static PyMethodDef backward_methods[] = {
-    {"renew", backward_renew, METH_NOARGS, renew_doc},
+static PyMemberDef loaded_members[] = {
+    {"batches", T_LONGLONG, offsetof(Loaded, batches), 0, "How many it has given."},
+    {"due", T_LONGLONG, offsetof(Loaded, due), 0, "The batch that is looked at next."},
+    {"keep", T_OBJECT, offsetof(Loaded, keep), 0, "Gets how long each was waited for, in ns."},
+    {"wants_samples", T_BOOL, offsetof(Loaded, wants_samples), 0,
+     "Whether it is asked which samples batches are made of."},
+    {"wants_within", T_BOOL, offsetof(Loaded, wants_within), 0,
+     "Whether it is looked at how batches are made in this process."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyMethodDef hook_methods[] = {
+    {"renew", hook_renew, METH_NOARGS, renew_doc},
     {NULL, NULL, 0, NULL},
 };
 
@@ -547,13 +765,61 @@ static PyGetSetDef hook_properties[] = {
 
 static PyType_Slot backward_slots[] = {
     {Py_tp_doc, "BackwardHook(clock, original, otherwise)\n--\n\nStands for a backward pass."},
-    {Py_tp_init, hook_init},
+    {Py_tp_init, backward_init},
     {Py_tp_new, PyType_GenericNew},
     {Py_tp_traverse, hook_traverse},
     {Py_tp_clear, hook_clear},
     {Py_tp_dealloc, hook_dealloc},
     {Py_tp_call, PyVectorcall_Call},
-    {Py_tp_methods, backward_methods},
+    {Py_tp_methods, hook_methods},
+    {Py_tp_members, hook_members},
+    {Py_tp_getset, hook_properties},
+    {0, NULL},
+};
+
+static PyType_Slot batch_slots[] = {
+    {Py_tp_doc, "BatchHook(clock, original, otherwise)\n--\n\n"
+                "Stands for the __next__ of a DataLoader's iterator."},
+    {Py_tp_init, batch_init},
+    {Py_tp_new, PyType_GenericNew},
+    {Py_tp_traverse, hook_traverse},
+    {Py_tp_clear, hook_clear},
+    {Py_tp_dealloc, hook_dealloc},
+    {Py_tp_call, PyVectorcall_Call},
+    {Py_tp_descr_get, hook_get},
+    {Py_tp_methods, hook_methods},
+    {Py_tp_members, hook_members},
+    {Py_tp_getset, hook_properties},
+    {0, NULL},
+};
+
+static PyType_Slot samples_slots[] = {
+    {Py_tp_doc, "SamplesHook(clock, original, otherwise)\n--\n\n"
+                "Stands for what says which samples its next batch is made of."},
+    {Py_tp_init, samples_init},
+    {Py_tp_new, PyType_GenericNew},
+    {Py_tp_traverse, hook_traverse},
+    {Py_tp_clear, hook_clear},
+    {Py_tp_dealloc, hook_dealloc},
+    {Py_tp_call, PyVectorcall_Call},
+    {Py_tp_descr_get, hook_get},
+    {Py_tp_methods, hook_methods},
+    {Py_tp_members, hook_members},
+    {Py_tp_getset, hook_properties},
+    {0, NULL},
+};
+
+static PyType_Slot fetch_slots[] = {
+    {Py_tp_doc, "FetchHook(clock, original, otherwise)\n--\n\n"
+                "Stands for what makes a batch in the process that steps."},
+    {Py_tp_init, fetch_init},
+    {Py_tp_new, PyType_GenericNew},
+    {Py_tp_traverse, hook_traverse},
+    {Py_tp_clear, hook_clear},
+    {Py_tp_dealloc, hook_dealloc},
+    {Py_tp_call, PyVectorcall_Call},
+    {Py_tp_descr_get, hook_get},
+    {Py_tp_methods, hook_methods},
     {Py_tp_members, hook_members},
     {Py_tp_getset, hook_properties},
     {0, NULL},
@@ -568,7 +834,7 @@ static PyType_Slot forward_slots[] = {
     {Py_tp_clear, forward_clear},
     {Py_tp_dealloc, forward_dealloc},
     {Py_tp_call, PyVectorcall_Call},
-    {Py_tp_descr_get, forward_get},
+    {Py_tp_descr_get, hook_get},
     {Py_tp_methods, forward_methods},
     {Py_tp_members, hook_members},
     {Py_tp_getset, hook_properties},
@@ -595,16 +861,32 @@ static PyType_Slot called_slots[] = {
     {0, NULL},
 };
 
+static PyType_Slot loaded_slots[] = {
+    {Py_tp_doc, "Loaded()\n--\n\nOne DataLoader, and how many batches it has given."},
+    {Py_tp_new, PyType_GenericNew},
+    {Py_tp_traverse, loaded_traverse},
+    {Py_tp_clear, loaded_clear},
+    {Py_tp_dealloc, loaded_dealloc},
+    {Py_tp_members, loaded_members},
+    {0, NULL},
+};
+
 #define OF_A_HOOK (Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC)
 #define OF_A_CALL (OF_A_HOOK | Py_TPFLAGS_HAVE_VECTORCALL)
+#define OF_A_METHOD (OF_A_CALL | Py_TPFLAGS_METHOD_DESCRIPTOR)
 
 static PyType_Spec hook_specs[] = {
     {"flatout.kernels._clock.BackwardHook", sizeof(Hook), 0, OF_A_CALL, backward_slots},
-    {"flatout.kernels._clock.ForwardHook", sizeof(ForwardHook), 0,
-     OF_A_CALL | Py_TPFLAGS_METHOD_DESCRIPTOR, forward_slots},
+    {"flatout.kernels._clock.BatchHook", sizeof(Hook), 0, OF_A_METHOD, batch_slots},
+    {"flatout.kernels._clock.SamplesHook", sizeof(Hook), 0, OF_A_METHOD, samples_slots},
+    {"flatout.kernels._clock.FetchHook", sizeof(Hook), 0, OF_A_METHOD, fetch_slots},
+    {"flatout.kernels._clock.ForwardHook", sizeof(ForwardHook), 0, OF_A_METHOD, forward_slots},
     {"flatout.kernels._clock.StepHook", sizeof(StepHook), 0, OF_A_HOOK, steps_slots},
-    {"flatout.kernels._clock.Called", sizeof(Called), 0,
-     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, called_slots},
 };
+
+static PyType_Spec called_spec = {"flatout.kernels._clock.Called", sizeof(Called), 0,
+                                  Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, called_slots};
+static PyType_Spec loaded_spec = {"flatout.kernels._clock.Loaded", sizeof(Loaded), 0,
+                                  OF_A_HOOK | Py_TPFLAGS_BASETYPE, loaded_slots};
 
 #endif

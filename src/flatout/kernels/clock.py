@@ -13,12 +13,14 @@ from contextlib import suppress
 from flatout.kernels import absent
 from flatout.kernels.clock_fallback import Called as Called
 from flatout.kernels.clock_fallback import Clock as Clock
+from flatout.kernels.clock_fallback import Loaded as Loaded
 
 # Elsewhere the system's steady clock is another one than time.perf_counter's.
 if sys.platform == "linux" and absent.WANTED:
     with suppress(ImportError):
         from flatout.kernels._clock import Called as Called  # type: ignore[assignment]
         from flatout.kernels._clock import Clock as Clock  # type: ignore[assignment]
+        from flatout.kernels._clock import Loaded as Loaded  # type: ignore[assignment]
 
 
 def available() -> bool:

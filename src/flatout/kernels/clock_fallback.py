@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from threading import get_ident
 from time import perf_counter_ns
+from types import CodeType
 from typing import Any
 from weakref import ref
 
@@ -28,12 +29,34 @@ class Called:
         has_parameters: whether it has any.
         goes_on: the modes of an evaluation without gradients that goes on: 1 in eval mode, 2 in
             train mode.
+        is_part: the one of calls that were a part of a step whenever they came from a line; or 0.
+        code, line: that line, as the code of its function and its number.
+        opened: modes of calls of which it is not known yet what they were: 4 and 8 are those with
+            gradients.
     """
 
     def __init__(self) -> None:
         self.ref: ref[Any] | None = None
-        self.calls = self.due = self.goes_on = 0
+        self.calls = self.due = self.goes_on = self.is_part = self.opened = self.line = 0
+        self.code: CodeType | None = None
         self.has_parameters = False
+
+
+class Loaded:
+    """One DataLoader, and how many batches it has given.
+
+    Attributes:
+        batches: how many.
+        due: the batch that is looked at next.
+        keep: called with the nanoseconds that each of the others was waited for, or None.
+        wants_samples: whether it is asked which samples batches are made of.
+        wants_within: whether it is looked at how batches are made in this process.
+    """
+
+    def __init__(self) -> None:
+        self.batches = self.due = 0
+        self.keep: Callable[[int], object] | None = None
+        self.wants_samples = self.wants_within = False
 
 
 class Clock:
@@ -55,6 +78,8 @@ class Clock:
         due, until: the number of steps, and the time, at which someone wants to be called.
         is_counted: whether the optimizer's step that runs has ended a step.
         is_trained_on: whether a backward pass has followed a batch of that loader.
+        evaluations: calls of models of which it is not known yet what they were.
+        wants_told: whether one of them is new, or from a new line.
     """
 
     __slots__ = (
@@ -70,6 +95,7 @@ class Clock:
         "between",
         "current",
         "due",
+        "evaluations",
         "is_counted",
         "is_inside",
         "is_open",
@@ -79,6 +105,7 @@ class Clock:
         "steps",
         "thread",
         "until",
+        "wants_told",
     )
 
     def __init__(self) -> None:
@@ -90,6 +117,8 @@ class Clock:
         self.steps = self.backwards = self.seen_backwards = 0
         self.is_inside = self.is_open = self.is_counted = self.is_trained_on = False
         self._loader: Any = None
+        self.evaluations: list[Any] = []
+        self.wants_told = False
         self.due = self.until = sys.maxsize
         self.current = HOST
         self.thread = get_ident()

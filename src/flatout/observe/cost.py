@@ -23,6 +23,7 @@ from time import perf_counter_ns, thread_time_ns
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from flatout.kernels import Loaded
 from flatout.observe.backward import watch_backward
 from flatout.observe.lanes import HOST
 from flatout.observe.loaders import SeenLoader, watch_batches
@@ -67,14 +68,17 @@ def added(watch: Watch, aside_seconds: float, first_seconds: float = 0.0) -> Add
     backwards = sum(each * often for counts in rounds for each, often in counts.items())
     calls = sum(model.calls for model in watch.models)
     inner = sum(model.calls * model.inner for model in watch.models)
-    quick_inner = inner * quick.calls // max(1, calls)
+    # Those within others pass by the hook in C whatever it does with the outer ones.
+    quick_inner = inner * min(calls, quick.seen_calls) // max(1, calls)
+    batches = sum(loader.batches for loader in watch.loaders)
+    made = sum(loader.batches for loader in watch.loaders if not loader.facts.num_workers)
     # Of those that came too often, in the first steps alone.
     noted_once = min(watch.calls.noted, watch.calls.noted_once)
     ran: dict[tuple[Any, ...], int] = {
-        (_batch_ns,): sum(loader.batches for loader in watch.loaders),
-        (_fetch_ns,): sum(
-            loader.batches for loader in watch.loaders if not loader.facts.num_workers
-        ),
+        (_batch_ns, False): batches - quick.batches,
+        (_batch_ns, True): quick.batches,
+        (_fetch_ns, False): made - quick.fetches,
+        (_fetch_ns, True): quick.fetches,
         (_backward_ns, False): backwards - quick.backwards,
         (_backward_ns, True): quick.backwards,
         (_step_ns, False): sum(sum(counts.values()) for counts in rounds) - quick.steps,
@@ -156,7 +160,7 @@ def _work() -> Callable[[], Any]:
     return step
 
 
-def _batch_ns() -> float:
+def _batch_ns(is_quick: bool) -> float:
     class Batches:
         def __init__(self, loader: Any) -> None:
             self.batch = loader
@@ -173,13 +177,23 @@ def _batch_ns() -> float:
     result.count()
     result.ref, result.facts = lambda: None, Loader("")
     watched = type("Watched", (Batches,), dict(vars(Batches)))
-    watch_batches(watched, Watch(), lambda loader, site: result)
+    watch = Watch()
+    watch.lanes.steps = 1
+    watch_batches(watched, watch, lambda loader, site: result)
     hooked = watched(())
+    next(hooked)  # it is asked for the first one's samples
+    if is_quick:
+        watch.quick.begin()
+        result.due = sys.maxsize
     return _extra_ns(lambda: next(hooked), lambda: next(plain))
 
 
-def _fetch_ns() -> float:
-    hooked = probed(_nothing, lambda fetcher: None)
+def _fetch_ns(is_quick: bool) -> float:
+    watch = Watch()
+    watch.lanes.loader = Loaded()
+    if is_quick:
+        watch.quick.begin()
+    hooked = watch.quick.fetch(_nothing, probed(_nothing, lambda fetcher: None))
     return _extra_ns(lambda: hooked(None, 0), lambda: _nothing(None, 0))
 
 

@@ -72,17 +72,13 @@ class Lanes(Clock):
     """The lanes of one thread's steps, in ns, and the clock that fills them.
 
     Calls in another thread than that which steps are none of ours.
-
-    Attributes:
-        evaluations: calls of models in evaluation, of which it is not yet known what they were.
     """
 
-    __slots__ = ("_unseen", "evaluations")
+    __slots__ = ("_unseen",)
 
     def __init__(self) -> None:
         super().__init__()
         self._unseen: list[Unseen] = []
-        self.evaluations: list[Any] = []
         self.due = 1
 
     def skip(self) -> None:
@@ -135,7 +131,7 @@ class Lanes(Clock):
             self.switch(self.current)  # what came before it is none of its
             self.mark()
             self.seen_backwards = backwards  # of the step, not of this call
-        self.is_open = True
+        self.is_open = self.wants_told = True
 
     def judge(self) -> None:
         """Decides what the calls in evaluation since the last batch was asked for have been.
@@ -167,7 +163,7 @@ class Lanes(Clock):
 
     def _clear(self) -> None:
         self.evaluations.clear()
-        self.is_open = False
+        self.is_open = self.wants_told = False
 
     def end(self) -> None:
         """The script has ended: what is still open is decided, and counted after the last step."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import zlib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -16,6 +16,7 @@ from typing import Any, cast
 from weakref import ref
 
 from flatout.hooks import wrap
+from flatout.kernels import Loaded
 from flatout.observe.held_items import held_by, length_of
 from flatout.observe.lanes import HOST
 from flatout.observe.observation import Loader, Site
@@ -56,10 +57,11 @@ _STAGES = 64
 _SET_UP = ("kind", "dataset", "length", "batch_size", "num_workers", "shuffles", "drop_last")
 
 
-class SeenLoader:
+class SeenLoader(Loaded):
     """One DataLoader, while it is watched."""
 
     def __init__(self, loader: Any, site: Site | None, number: int) -> None:
+        super().__init__()
         self.number = number
         self.ref = ref(loader)
         self.facts = facts_of(loader, site)
@@ -70,7 +72,9 @@ class SeenLoader:
         """Begins to count."""
         self.in_training = False
         self.waits = array("q")
-        self.batches = 0
+        self.keep = self.waits.append
+        self.batches = self.due = 0
+        self.wants_samples = self.wants_within = True
         self.began: int | None = None
         self.is_hashed = True
         self.has_peers = self.is_taking_down = has_peers()
@@ -105,7 +109,7 @@ class SeenLoader:
     def begin_epoch(self, began: int) -> None:
         """An iteration over it begins."""
         self.facts.epochs += 1
-        self.began = began
+        self.began, self.due = began, self.batches + 1
         self.compared_at = self._numbered if self.facts.is_iterable else _COMPARED
 
     def hash(self, index: Any) -> None:
@@ -155,7 +159,8 @@ class SeenLoader:
         if self.looker is None:
             self.looker = Looker(Probe())
             self.looker.start()
-        return None if self.looker.probe.is_done else (self.looker.probe, self.looker)
+        self.wants_within = not self.looker.probe.is_done
+        return (self.looker.probe, self.looker) if self.wants_within else None
 
     def took(self, batch: Any, waited_ns: int) -> None:
         """A batch was handed over."""
@@ -168,6 +173,14 @@ class SeenLoader:
             self._look()
         if self.facts.is_iterable and self.batches <= self._numbered:
             self._number(batch)
+        self.due = self._next_due()
+
+    def _next_due(self) -> int:
+        """The batch that is looked at next, if no other epoch begins before."""
+        if self.facts.is_iterable and self.batches < self._numbered:
+            return self.batches + 1
+        regular = (self.batches // _LOOK_EVERY + 1) * _LOOK_EVERY
+        return min(regular, self.compared_at) if self.compared_at > self.batches else regular
 
     def _took_first(self, batch: Any, began: int) -> None:
         """Of an epoch."""
@@ -393,7 +406,7 @@ def watch_loaders(module: Any, watch: Watch, *, looks_within: bool = True) -> No
         loader: SeenLoader = lanes.loader
         return loader.probe()
 
-    watch_fetch(module._utils.fetch, probe_of)
+    watch.quick.hooks += watch_fetch(module._utils.fetch, probe_of, watch.quick.fetch)
 
 
 def _timed_iteration(original: Any, watch: Watch, seen_of: Any) -> Any:
@@ -407,7 +420,7 @@ def _timed_iteration(original: Any, watch: Watch, seen_of: Any) -> Any:
         if not result.facts.epochs:
             watch.aside(partial(result.look_at_samples, self))
             began = perf_counter_ns()
-        result.is_hashed = False
+        result.is_hashed, result.wants_samples = False, True
         os.environ[LOADER] = str(result.number)  # for its workers
         try:
             iterator = original(self)
@@ -423,9 +436,11 @@ def _timed_iteration(original: Any, watch: Watch, seen_of: Any) -> Any:
 def watch_batches(owner: Any, watch: Watch, seen_of: Any) -> None:
     """Times every batch that an iterator of this class hands over."""
     owner._flatout_seen = None  # of one that was begun before anyone looked
-    wrap(owner, "_next_index", "observe", _hashed)
     wrap(owner, "__init__", "observe", _met, seen_of)
-    wrap(owner, "__next__", "observe", _timed, watch)
+    watch.quick.hooks += [
+        wrap(owner, "_next_index", "observe", _hashed, watch.quick.samples),
+        wrap(owner, "__next__", "observe", _timed, watch),
+    ]
 
 
 def _met(original: Any, seen_of: Any) -> Any:
@@ -456,10 +471,10 @@ def _timed(original: Any, watch: Watch) -> Any:
             watch.aside(result.compare_with_others)
         return batch
 
-    return take
+    return watch.quick.batch(original, take)
 
 
-def _hashed(original: Any) -> Any:
+def _hashed(original: Any, quick: Callable[[Any, Any], Any]) -> Any:
     def next_index(self: Any) -> Any:
         index = original(self)
         result = self._flatout_seen
@@ -469,6 +484,7 @@ def _hashed(original: Any) -> Any:
             result.hash(index)
         elif result.is_taking_down:
             result.take_down(index)
+        result.wants_samples = not result.is_hashed or result.is_taking_down
         return index
 
-    return next_index
+    return quick(original, next_index)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from functools import partial
 from itertools import pairwise
+from types import CodeType, FrameType
 from typing import Any
 from weakref import ref
 
@@ -19,12 +21,13 @@ from flatout.observe.observation import Model, Site
 from flatout.observe.padding import Padding
 from flatout.observe.pools import look_at_pools
 from flatout.observe.replicas import look_at_replica, number_of, random_bytes
-from flatout.observe.sites import here
+from flatout.observe.sites import here, is_users, line_of
 from flatout.observe.watch import Watch
 
 # Shapes of inputs that are told apart. They are looked at in each of the first calls, and then the
-# less often the more calls there were: a look takes as long as a third of a very short step.
-_SHAPES, _FIRST_CALLS, _EVERY, _SHARE = 64, 256, 32, 16
+# less often the more calls there were: a look takes as long as a tenth of a very short step. Where
+# shapes vary it is in each of some more.
+_SHAPES, _FIRST_CALLS, _VARIED_CALLS, _SHARE = 64, 32, 256, 8
 # So many calls are shown to those who ask what models get: of those that train and that evaluate.
 _SHOWN, _EVALUATIONS = 16, 8
 # So many calls are compared with the one before.
@@ -59,6 +62,8 @@ class SeenModel(Called):
         self._is_asked = False
         self._last: tuple[Any, list[ref[Any]]] | None = None
         self._open: dict[Mode, Site | None] = {}
+        # Of the latest of those calls without gradients: whether in train mode, and its line.
+        self._caller: tuple[bool, CodeType | None, int] | None = None
         self._evaluated: dict[Mode, Site | None] = {}
         self._evaluated_in: set[int] = set()
         self._trained: dict[Mode, Site | None] = {}
@@ -140,9 +145,16 @@ class SeenModel(Called):
         """Is called without gradients or in eval mode: whether to evaluate is not yet known."""
         is_known = mode in self._evaluated and mode in self._trained
         self._open[mode] = None if is_known else here(3)
+        in_training, has_grad = mode
+        self.opened |= 1 << in_training + 2 * has_grad
+        self._caller = None if has_grad else (in_training, *_line_of_users(sys._getframe(3)))
 
     def was_evaluated(self, step: int) -> None:
         """The open calls have been an evaluation after this step."""
+        if self.opened & self.is_part and self.code is not None:
+            mode = self.is_part > 1, False
+            self._open.setdefault(mode, Site(self.code.co_filename, self.line))
+        self.is_part = 0  # of the next one the line is asked again
         self._evaluated = self._open | self._evaluated
         self._evaluated_in.add(step)
         self._end()
@@ -150,12 +162,16 @@ class SeenModel(Called):
     def was_trained(self) -> None:
         """A backward pass has followed the open calls."""
         self._trained = self._open | self._trained
+        if self._caller is not None and self.evaluations >= _EVALUATIONS:
+            in_training, self.code, self.line = self._caller
+            self.is_part = 0 if self.code is None else 1 << in_training
         self._end()
 
     def _end(self) -> None:
         """It is known what the open calls have been."""
         self._open = {}
-        self.goes_on = 0
+        self._caller = None
+        self.goes_on = self.opened = 0
 
     @property
     def evaluated_at(self) -> Site | None:
@@ -205,6 +221,12 @@ def changes_in_training(facts: Model) -> bool:
     return any(
         "Dropout" in layer or "BatchNorm" in layer or "DropPath" in layer for layer in facts.layers
     )
+
+
+def _line_of_users(frame: FrameType) -> tuple[CodeType | None, int]:
+    """The line that a frame is at; none of code that is not the user's."""
+    code = frame.f_code
+    return (code, line_of(frame)) if is_users(code.co_filename) else (None, 0)
 
 
 class Models:
@@ -301,14 +323,16 @@ class Models:
                 self._show(model, args, kwargs, is_trained=False)
         if has_grad and model.calls >= model.due and not self._torch.compiler.is_compiling():
             batch = args[0] if args else next(iter(kwargs.values()), None)
+            known = len(model.shapes)
             self._watch.aside(lambda: self._look_at_input(model, batch))
             if mode == (True, True) and model.calls <= _SHOWN:
                 self._show(model, args, kwargs, is_trained=True)
             if mode == (True, True) and model.calls <= _REPEATS:
                 given = [*args, *kwargs.values()]
                 self._watch.aside(lambda: model.look_at_repeat(self._torch, lanes, given))
-            is_first = model.calls < _FIRST_CALLS
-            model.due = model.calls + (1 if is_first else max(_EVERY, model.calls // _SHARE))
+            is_new = len(model.shapes) > known
+            is_next = model.calls < (_VARIED_CALLS if is_new else _FIRST_CALLS)
+            model.due = model.calls + (1 if is_next else model.calls // _SHARE)
 
     def _show(
         self, model: SeenModel, args: Any, kwargs: dict[str, Any], *, is_trained: bool

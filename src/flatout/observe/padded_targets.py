@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flatout.observe.padding import at_the_end
+from flatout.observe.padding import at_the_end, most_common
 
 # Fewer rows or places are no sequences; so many rows are looked at.
 _LEAST_ROWS, _LEAST_PLACES, _ROWS = 4, 4, 64
@@ -27,8 +27,8 @@ def padding_in(node: Any) -> dict[str, Any] | None:
         rows = rows[:_ROWS].cpu()
         if rows.shape[0] < _LEAST_ROWS or rows.shape[1] < _LEAST_PLACES:
             continue
-        value = int(rows[:, -1].mode().values)
-        padded = at_the_end(rows == value)
+        value = int(most_common(rows[:, -1].numpy()))
+        padded = at_the_end((rows == value).numpy())
         if padded and value != node._saved_ignore_index:
             is_ended = _are_ended(rows, value)
             return {"value": value, "padded": padded, "of": rows.numel(), "is_ended": is_ended}

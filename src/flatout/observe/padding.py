@@ -33,23 +33,25 @@ class Padding:
         if batch.shape[0] < _LEAST_ROWS or max(batch.shape[1:]) < _LEAST_PLACES:
             return
         batch = batch[:_ROWS].detach().cpu()
+        # By numpy: torch's threads would wake up for so few numbers.
+        rows = (batch.float() if batch.dtype.itemsize == 2 else batch).numpy()
         if is_frames:
             found = []
             for channels in (self._channels, 3 - self._channels):
-                blank = (batch == 0).all(channels)
-                padded = max(at_the_end(blank), at_the_end(blank.flip(1)))
-                found.append((padded / max(1, blank.numel()), channels, padded, blank))
+                blank = ~rows.any(channels)
+                padded = max(at_the_end(blank), at_the_end(blank[:, ::-1]))
+                found.append((padded / max(1, blank.size), channels, padded, blank))
             _, self._channels, padded, blank = max(found, key=lambda item: item[0])
             self._count(padded, blank)
             return
-        from_left = batch == batch[:, 0].mode().values
-        from_right = batch == batch[:, -1].mode().values
-        self._count(max(at_the_end(from_right), at_the_end(from_left.flip(1))), from_left)
+        from_left = rows == most_common(rows[:, 0])
+        from_right = rows == most_common(rows[:, -1])
+        self._count(max(at_the_end(from_right), at_the_end(from_left[:, ::-1])), from_left)
 
     def _count(self, padded: int, places: Any) -> None:
         if places.shape[1] >= _LEAST_PLACES:
             self.lengths.add(places.shape[1])
-            self._places += places.numel()
+            self._places += places.size
             self._padded += padded
 
     @property
@@ -58,11 +60,23 @@ class Padding:
         return self._padded / self._places if self._places else None
 
 
+def most_common(values: Any) -> Any:
+    """Of the numbers of an array; the smallest of several."""
+    import numpy as np
+
+    numbers, counts = np.unique(values, return_counts=True)
+    return numbers[counts.argmax()]
+
+
 def at_the_end(is_value: Any) -> int:
-    """How many places at the ends of the rows hold the value; none where it is found elsewhere."""
-    runs = is_value.flip(1).int().cumprod(1).sum(1)
+    """How many places at the ends of the rows of an array hold the value; none where it is found
+    elsewhere."""
+    import numpy as np
+
+    others = ~is_value[:, ::-1]
+    runs = np.where(others.any(1), others.argmax(1), is_value.shape[1])
     padded = int(runs.sum())
     elsewhere = int(is_value.sum()) - padded
-    if elsewhere > _ELSEWHERE * (is_value.numel() - padded) or int(runs.min()) == int(runs.max()):
+    if elsewhere > _ELSEWHERE * (is_value.size - padded) or int(runs.min()) == int(runs.max()):
         return 0
     return padded

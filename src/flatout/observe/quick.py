@@ -18,7 +18,7 @@ from flatout.kernels import Clock
 from flatout.kernels import clock as native_clock
 
 if TYPE_CHECKING:
-    from flatout.kernels import BackwardHook, ForwardHook, StepHook
+    from flatout.kernels import BackwardHook, BatchHook, FetchHook, ForwardHook, StepHook
 
 # After so many steps the models are known, and the classes that are watched.
 AFTER_STEPS = 4
@@ -47,6 +47,8 @@ class Quick:
         self._backward: list[BackwardHook] = []
         self._forward: list[ForwardHook] = []
         self._steps: list[StepHook] = []
+        self._batches: list[BatchHook] = []
+        self._fetches: list[FetchHook] = []
         _alive.add(self)
         _watch_tracing()
 
@@ -61,9 +63,12 @@ class Quick:
     def renew(self) -> None:
         """Takes them away until they begin again, and counts from there."""
         self.rest()
-        hooks: list[Any] = [*self._backward, *self._forward, *self._steps]
-        for hook in hooks:
+        for hook in self._all():
             hook.renew()
+
+    def _all(self) -> list[Any]:
+        hooks = self._backward, self._forward, self._steps, self._batches, self._fetches
+        return [hook for kind in hooks for hook in kind]
 
     def end(self) -> None:
         """Takes them away for good."""
@@ -81,6 +86,21 @@ class Quick:
     def calls(self) -> int:
         """Calls of models likewise."""
         return sum(hook.ran for hook in self._forward)
+
+    @property
+    def seen_calls(self) -> int:
+        """Calls of models while the hook in C was there, whoever was asked."""
+        return sum(hook.ran + hook.handed for hook in self._forward)
+
+    @property
+    def batches(self) -> int:
+        """Batches likewise."""
+        return sum(hook.ran for hook in self._batches)
+
+    @property
+    def fetches(self) -> int:
+        """Batches that were made in this process likewise."""
+        return sum(hook.ran for hook in self._fetches)
 
     @property
     def steps(self) -> int:
@@ -118,6 +138,32 @@ class Quick:
         hook = ForwardHook(self._clock, original, otherwise, known, is_grad_enabled)
         self._forward.append(hook)
         return hook
+
+    def batch(self, original: Any, otherwise: Any) -> Any:
+        """The hook for batches that a loader gives: the one in C, or `otherwise`."""
+        if not self.is_on:
+            return otherwise
+        from flatout.kernels import BatchHook
+
+        self._batches.append(BatchHook(self._clock, original, otherwise))
+        return self._batches[-1]
+
+    def samples(self, original: Any, otherwise: Any) -> Any:
+        """That for which samples they are made of: the one in C, or `otherwise`."""
+        if not self.is_on:
+            return otherwise
+        from flatout.kernels import SamplesHook
+
+        return SamplesHook(self._clock, original, otherwise)
+
+    def fetch(self, original: Any, otherwise: Any) -> Any:
+        """That for how they are made: the one in C, or `otherwise`."""
+        if not self.is_on:
+            return otherwise
+        from flatout.kernels import FetchHook
+
+        self._fetches.append(FetchHook(self._clock, original, otherwise))
+        return self._fetches[-1]
 
     def stand_for_steps(
         self, handles: tuple[Any, Any], begins: Any, ends: Any, attend: Callable[[], None]

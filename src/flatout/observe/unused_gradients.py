@@ -13,11 +13,11 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from threading import get_ident
 from typing import Any
 from weakref import WeakSet
 
-from flatout.hooks import Hook, is_anything_compiled, wrap
+from flatout.hooks import is_anything_compiled, wrap
+from flatout.observe.later_backwards import LaterBackwards
 from flatout.observe.model_facts import local
 from flatout.observe.observation import Site, UnusedGradients
 from flatout.observe.quick import AFTER_STEPS
@@ -80,7 +80,7 @@ class GradientUse:
         self._made: WeakSet[Any] = WeakSet()
         wrap(torch.optim.Optimizer, "__init__", "observe", self._noted)
         self._handle: Any = None
-        self._hook: Hook | None = None
+        self._backwards = LaterBackwards(torch, watch, self._backward_begins, is_once=True)
         self._renew()
         watch.before_backward.append(self._backward_begins)
         watch.at(AFTER_STEPS, self._end)
@@ -142,21 +142,11 @@ class GradientUse:
             model.ask_site()
         self._stepped = 0
         self._listen()
-        self._hook = wrap(self._torch.autograd, "backward", "observe", self._looking)
+        self._backwards.open()
         self._watch.at(self._watch.lanes.steps + AFTER_STEPS, self._end)
 
-    def _looking(self, original: Any) -> Any:
-        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            is_ours = not self._watch.is_beginning and self._watch.lanes.thread == get_ident()
-            if self._handle is not None and is_ours:
-                self._watch.aside(lambda: self._backward_begins(tensors), is_once=True)
-            original(tensors, *args, **kwargs)
-
-        return backward
-
     def _end(self) -> None:
-        if self._hook is not None and self._hook.remove():
-            self._hook = None
+        self._backwards.close()
         if self._handle is not None:
             self._handle.remove()
             self._handle = None

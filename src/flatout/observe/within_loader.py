@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from flatout.hooks import wrap
+from flatout.hooks import Hook, wrap
 from flatout.observe.generators import Draws, drawn_alike
 from flatout.observe.line_clock import LineClock
 from flatout.observe.observation import Loader, Site
@@ -164,10 +164,19 @@ class Looker(threading.Thread):
             time.sleep(_EVERY_S)
 
 
-def watch_fetch(module: Any, probe_of: Any) -> None:
-    """Hooks into torch.utils.data._utils.fetch; `probe_of` gives a Probe and Looker, or None."""
-    for owner in (module._MapDatasetFetcher, module._IterableDatasetFetcher):
-        wrap(owner, "fetch", "observe", probed, probe_of)
+def watch_fetch(
+    module: Any, probe_of: Any, quick: Callable[[Any, Any], Any] = lambda original, hook: hook
+) -> list[Hook]:
+    """Hooks into torch.utils.data._utils.fetch; `probe_of` gives a Probe and Looker, or None.
+
+    `quick` gives what stands for the hook, from the function and that.
+    """
+
+    def around(original: Any) -> Any:
+        return quick(original, probed(original, probe_of))
+
+    owners = (module._MapDatasetFetcher, module._IterableDatasetFetcher)
+    return [wrap(owner, "fetch", "observe", around) for owner in owners]
 
 
 def probed(original: Any, probe_of: Any) -> Any:
