@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flatout.observe import cost
-from flatout.observe.lanes import FORWARD
+from flatout.observe.lanes import EVALUATION, FORWARD
 from flatout.observe.numbers import Numbers
 from flatout.observe.outputs import Told
 from flatout.observe.round_trips import RoundTrips
@@ -30,6 +30,15 @@ def test_it_is_counted_in_an_evaluation_too(mode, monkeypatch):
     with mode():
         assert cost.added(watch, 0.0).us_per_step > 0
     cost._once.cache_clear()
+
+
+def test_what_threads_of_ours_take_while_a_script_evaluates_is_no_steps():
+    watch = Watch()
+    watch.lanes.steps = 10
+    spent = watch.lanes.spent
+    spent[FORWARD], spent[EVALUATION] = 1_000_000_000, 3_000_000_000
+    watch.lanes.spent = spent
+    assert cost.added(watch, aside_seconds=0.04, first_seconds=0.5) == (1000.0, 500.0)
 
 
 @pytest.mark.parametrize(

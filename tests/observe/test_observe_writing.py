@@ -50,4 +50,6 @@ def test_the_job_is_looked_at_in_its_first_seconds_and_then_let_alone(tmp_path, 
     assert looks == [0.25 * (look + 1) for look in range(LOOKS + 2)]
     assert written[:3] == [1.0, 2.0, 3.0]
     assert json.loads((tmp_path / "rank-0.json").read_text())["steps"] == 1
-    assert writer.cpu_seconds > 0
+    # By its clock each took a microsecond: the looks from the third one on, and the first writing.
+    assert round(writer.first_seconds * 1e6) == LOOKS + 1
+    assert round(writer.cpu_seconds * 1e6) == len(written) - 1

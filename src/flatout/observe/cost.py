@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from flatout.kernels import Loaded
 from flatout.observe.backward import watch_backward
-from flatout.observe.lanes import HOST
+from flatout.observe.lanes import EVALUATION, HOST, SAVING
 from flatout.observe.loaders import SeenLoader, watch_batches
 from flatout.observe.models import Models
 from flatout.observe.observation import Loader, Site
@@ -60,8 +60,8 @@ def added(watch: Watch, aside_seconds: float, first_seconds: float = 0.0) -> Add
 
     Args:
         watch: what the hooks have filled in.
-        aside_seconds: of a CPU, that writing and looking at lines have taken.
-        first_seconds: that looks at the job have taken beside its first steps.
+        aside_seconds: of a CPU, that writing and looking at lines have taken all the time.
+        first_seconds: that the first writing and looks at the job have.
     """
     steps = max(1, watch.lanes.steps)
     quick, rounds = watch.quick, [optimizer.backwards for optimizer in watch.optimizers]
@@ -98,8 +98,10 @@ def added(watch: Watch, aside_seconds: float, first_seconds: float = 0.0) -> Add
         once = watch.once_ns + first_seconds * 1e9
         if noted_once:
             once += noted_once * _once(_call_ns)
-    looks = watch.looking_ns + aside_seconds * 1e9
-    if sum(watch.lanes.spent) < _RARE_NS:
+    spent = watch.lanes.spent
+    between = (spent[EVALUATION] + spent[SAVING]) / max(1, sum(spent))  # which is no step's
+    looks = watch.looking_ns + (1 - between) * aside_seconds * 1e9
+    if sum(spent) < _RARE_NS:
         return Added(ns / 1e3 / steps, (once + looks) / 1e6)
     return Added((ns + looks) / 1e3 / steps, once / 1e6)
 

@@ -329,7 +329,8 @@ class Models:
                 self._show(model, args, kwargs, is_trained=True)
             if mode == (True, True) and model.calls <= _REPEATS:
                 given = [*args, *kwargs.values()]
-                self._watch.aside(lambda: model.look_at_repeat(self._torch, lanes, given))
+                repeat = partial(model.look_at_repeat, self._torch, lanes, given)
+                self._watch.aside(repeat, is_once=True)
             is_new = len(model.shapes) > known
             is_next = model.calls < (_VARIED_CALLS if is_new else _FIRST_CALLS)
             model.due = model.calls + (1 if is_next else model.calls // _SHARE)
@@ -342,7 +343,8 @@ class Models:
         if getattr(batch, "is_meta", False):
             return  # there are no numbers in it: Keras finds shapes so
         watch = self._watch
-        watch.aside(*(partial(look, model, batch, is_trained) for look in watch.on_batch))
+        looks = [partial(look, model, batch, is_trained) for look in watch.on_batch]
+        watch.aside(*looks, is_once=True)
 
     def _trains_on_loader(self) -> bool:
         lanes = self._watch.lanes

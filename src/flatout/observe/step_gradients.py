@@ -127,7 +127,7 @@ class StepGradients:
             return
         seen = next((one for one in self._watch.optimizers if one.ref() is optimizer), None)
         if seen is not None:
-            self._watch.aside(lambda: self._look(seen))
+            self._watch.aside(lambda: self._look(seen), is_once=True)
 
     def _look(self, optimizer: SeenOptimizer) -> None:
         mine = [tensor for tensor in optimizer.tensors() if tensor.requires_grad]

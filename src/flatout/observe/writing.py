@@ -40,8 +40,9 @@ class Writer:
         place: of this process among the ranks.
 
     Attributes:
-        cpu_seconds: what writing has taken from the script since its first step.
-        first_seconds: what looking at the job has, of which there are a few.
+        cpu_seconds: what writing has taken from the script since its first step, after the first
+            time.
+        first_seconds: what that and looking at the job have, which come a few times.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Writer:
 
     def _run(self) -> None:
         live.point_to(self._path, rank=self._place.rank, world_size=self._place.world_size)
-        pause, looks = _LOOK_S, 0
+        pause, looks, has_written = _LOOK_S, 0, False
         due = time.monotonic() + _EVERY_S
         while not self._end.wait(pause):
             began = time.thread_time()
@@ -82,6 +83,10 @@ class Writer:
                 write(self._path, self._seen_so_far())
                 took = time.thread_time() - began
                 due = time.monotonic() + max(_EVERY_S, took / _SHARE)
-                self.cpu_seconds += took if looks else 0.0
+                if looks and has_written:
+                    self.cpu_seconds += took
+                elif looks:
+                    self.first_seconds += took
+                has_written = bool(looks)
             left = max(0.0, due - time.monotonic())
             pause = min(left, _LOOK_S) if looks < _LOOKS else left
