@@ -174,6 +174,13 @@ def test_losses_of_one_class_each_are_told_apart(watched):
     assert not watched.found()
 
 
+def test_halves_of_a_loss_are_looked_at_no_more(watched):
+    for _ in range(60):
+        watched.step(of_two(halves(0)), of_two(halves(1)))
+    assert watched.looks == 1
+    assert not watched.found()
+
+
 def test_states_that_come_again_and_windows_of_a_series_are_no_order(watched):
     states = torch.cat([recurring(step) for step in range(80)])
     for rows in torch.arange(80).split(BATCH):

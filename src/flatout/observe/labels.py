@@ -180,7 +180,11 @@ class Labels:
     def _await(self) -> None:
         """Looks at a later step, where more may be told then."""
         self._later.close()
-        if not any(seen.is_open and seen.lies is None for seen in self._seen.values()):
+        awaited = (
+            seen.is_open and seen.lies is None and not (seen.is_of_two and line in self._halves)
+            for (line, *_), seen in self._seen.items()
+        )
+        if not any(awaited):
             return
         step = self._watch.lanes.steps
         later = max(step + 1, int(_LATER * step))

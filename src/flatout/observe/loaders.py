@@ -421,7 +421,8 @@ def _timed_iteration(original: Any, watch: Watch, seen_of: Any) -> Any:
             watch.aside(partial(result.look_at_samples, self))
             began = perf_counter_ns()
         result.is_hashed, result.wants_samples = False, True
-        os.environ[LOADER] = str(result.number)  # for its workers
+        if result.facts.num_workers:
+            os.environ[LOADER] = str(result.number)  # for them
         try:
             iterator = original(self)
         finally:
