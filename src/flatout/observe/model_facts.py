@@ -12,6 +12,8 @@ from flatout.observe.observation import Model
 _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
 # Numbers that are not finite are named up to here.
 _NAMED = 20
+# Parameters of a model that are kept, and how small they are.
+_KEPT, _SMALL_BYTES = 4, 2**16
 
 
 def unwrapped(module: Any) -> list[Any]:
@@ -74,6 +76,29 @@ def not_finite(module: Any) -> list[str]:
     return [
         name for name, tensor in named if _is_broken(local(tensor), also_inf=tensor.requires_grad)
     ]
+
+
+def kept_of(module: Any) -> list[tuple[str, Any]]:
+    """Its smallest trained parameters, to be read when it is gone: they take next to no memory."""
+    small = [
+        (name, tensor.detach())
+        for name, tensor in module.named_parameters()
+        if tensor.requires_grad and local(tensor) is tensor and _is_small(tensor)
+    ]
+    return sorted(small, key=lambda item: int(item[1].numel()))[:_KEPT]
+
+
+def _is_small(tensor: Any) -> bool:
+    """Also with all that lies in memory with it, as in one that is shared out."""
+    is_plain = type(tensor.data).__name__ == "Tensor" and not tensor.is_meta
+    is_plain = is_plain and str(tensor.layout) == "torch.strided"
+    return is_plain and 0 < tensor.untyped_storage().nbytes() <= _SMALL_BYTES
+
+
+def broken_of(kept: list[tuple[str, Any]]) -> list[str]:
+    """Names of those that hold NaN or infinity."""
+    there = [(name, tensor) for name, tensor in kept if tensor.untyped_storage().nbytes()]
+    return [name for name, tensor in there if _is_broken(tensor, also_inf=True)]
 
 
 def _is_broken(tensor: Any, *, also_inf: bool) -> bool:

@@ -15,7 +15,7 @@ from flatout.kernels import Called
 from flatout.models import is_layer, moving_norms, not_stepped, two_mode_layers
 from flatout.observe.inside import Inside
 from flatout.observe.lanes import AFTER, FORWARD, HOST, Lanes
-from flatout.observe.model_facts import describe, unwrapped
+from flatout.observe.model_facts import broken_of, describe, kept_of, unwrapped
 from flatout.observe.numbers import Numbers
 from flatout.observe.observation import Model, Site
 from flatout.observe.padding import Padding
@@ -32,6 +32,9 @@ _SHAPES, _FIRST_CALLS, _VARIED_CALLS, _SHARE = 64, 32, 256, 8
 _SHOWN, _EVALUATIONS = 16, 8
 # So many calls are compared with the one before.
 _REPEATS = 32
+# After so many steps it is looked again who steps what, and then after twice as many each time: in
+# the end all may be gone.
+_AGAIN = 8
 # A model that is called no oftener may be a part of another one that is being built.
 _BUILDING = 2
 # Lanes that a call of a model ends.
@@ -53,6 +56,7 @@ class SeenModel(Called):
         self.alone_ms: float | None = None  # of a step, where nothing trains it
         self.tensors: set[int] = set()
         self.with_gradient: set[str] = set()
+        self.kept: list[tuple[str, Any]] = []  # parameters that are read where it is gone
         self.due = self.padding_due = 1
         self.padding = Padding()
         self.inner = self.evaluations = 0
@@ -240,6 +244,11 @@ class Models:
         self._known: dict[int, SeenModel] = {}
         self._calls = ModuleCalls(torch, "observe", self._watched, watch.quick.hooks.append)
         watch.on_renewal.append(self._known.clear)
+        watch.at(_AGAIN, self._describe_again)
+
+    def _describe_again(self) -> None:
+        self.describe(whole=False)
+        self._watch.at(2 * self._watch.lanes.steps, self._describe_again, is_once=True)
 
     def search(self) -> None:
         """Watches every module for some steps, from now and whenever an optimizer is new."""
@@ -414,10 +423,13 @@ class Models:
         }
         for model in self._watch.models:
             module = model.ref()
+            if module is None and whole and model.kept:
+                model.facts.not_finite = model.facts.not_finite or broken_of(model.kept)
             if module is not None and model.has_parameters:
                 describe(module, model.facts, whole=whole)
                 if not model.was_described:
                     model.was_described = True
+                    model.kept = kept_of(module)
                     look_at_pools(module, model.facts)
                 if model.facts.moving_norms:
                     model.facts.moving_norms = model.frozen_norms(module)
