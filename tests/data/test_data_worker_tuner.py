@@ -56,6 +56,24 @@ def test_more_workers_are_tried_while_batches_are_waited_for():
     assert "1.46x faster, 41 ms for 60 ms" in tuner.notes[-1]
 
 
+def test_a_thread_that_can_save_nothing_is_not_tried():
+    takes = {0: (0.1, 0.097), "thread": (0.1, 0.097), 4: (0.021, 0.019)}
+    job = Job(takes)
+    assert job.run(1_000, 100_000).settled == 4
+    assert "thread" not in job.by
+
+
+def test_what_is_clearly_faster_is_soon_kept():
+    job = Job({0: (0.1, 0.097), 4: (0.021, 0.019)})
+    job.run(200, 100_000)
+    first = job.by.index(4)
+    assert job.by.count(0) < first + 8  # the window behind the trial is a short one
+    clear = job.by.count(0)
+    job = Job({0: (0.1, 0.097), 4: (0.09, 0.08)})
+    job.run(200, 100_000)
+    assert job.by.count(0) > clear
+
+
 def test_a_trial_is_repaid_within_the_run():
     takes = {0: PLAIN, "thread": (0.1, 0.08), 4: (0.021, 0.001)}
     job = Job(takes)

@@ -24,6 +24,8 @@ WAIT = 0.1
 WORTH = 1.05
 # A window has at least so many batches, or seconds where they are slow; and seconds in any case.
 _BATCHES, _LONG_S, _SECONDS = 16, 4.0, 0.25
+# Where a candidate is so many times faster, the window after it takes so many batches.
+_CLEARLY, _FEW_BATCHES = 1.5, 4
 # What starting worker processes costs at most, and how many times that they must be able to save.
 _START_S, _CERTAIN = 2.0, 2.0
 # A trial takes two windows; it must be repaid by what comes behind it.
@@ -196,7 +198,10 @@ class WorkerTuner:
             if step_s * WORTH >= trial.before_s:
                 return self._put_back(step_s)
             trial.tried_s = step_s
-            return self._go_on_with(self.settled)
+            self._go_on_with(self.settled)
+            if trial.before_s >= _CLEARLY * step_s:
+                self._window.needed = _FEW_BATCHES
+            return True
         self._trial = None
         ratio = min(trial.before_s, step_s) / trial.tried_s
         if ratio < WORTH:
@@ -220,7 +225,9 @@ class WorkerTuner:
         """What may be faster and repays its trial in what is left of the run."""
         if self.left < _TRIALS_WINDOWS * self._window.batches:
             return None
-        if self._threads:
+        # A thread makes one batch while another is used: the longer of the two remains.
+        longer = max(waited, 1 - waited)
+        if self._threads and self.settled == 0 and longer * WORTH <= 1:
             self._threads = False
             return "thread"
         needed = self._needed(waited)
