@@ -320,6 +320,21 @@ def test_peeking_into_a_loader_draws_nothing():
     assert all(map(same, peeked, source.batches(0)))
 
 
+def test_peeking_leaves_workers_that_persist_to_the_first_pass():
+    def loader():
+        return _loader(kind=Noisy, shuffle=True, num_workers=1, persistent_workers=True)
+
+    torch.manual_seed(3)
+    plain = loader()
+    expected = [x for _ in range(2) for x, _ in plain]
+    torch.manual_seed(3)
+    source = from_loader(loader())
+    source.peek(1)
+    found = [batch.inputs for epoch in range(2) for batch in source.batches(epoch)]
+    for x, y in zip(expected, found, strict=True):
+        assert torch.equal(x[:, :3], y[:, :3])  # the order, and torch's draws in the worker
+
+
 def test_the_sampler_hears_of_the_epoch():
     class Sampler(RandomSampler):
         heard = ()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
+from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -140,9 +142,18 @@ def from_loader(loader: DataLoader[Any], workers: Workers | Literal["auto"] = 0)
             f"{loader.drop_last}, and its dataset has {length_of(loader.dataset)} samples"
         )
 
-    def begin(epoch: int) -> Iterator[Any]:
+    def begin(epoch: int) -> Generator[Any, None, None]:
         _set_epoch(epoch, *samplers, *([loader.dataset] if iterable else []))
         return named_faults(loader)
+
+    def peek(count: int) -> list[Any]:
+        is_new = getattr(loader, "_iterator", None) is None
+        with closing(begin(0)) as batches:
+            found = list(islice(batches, count))
+        if is_new:
+            # Workers that persist have drawn random numbers, and later passes draw none for them.
+            loader._iterator = None
+        return found
 
     generators = {
         id(g): g for g in (getattr(part, "generator", None) for part in (loader, *samplers))
@@ -158,6 +169,7 @@ def from_loader(loader: DataLoader[Any], workers: Workers | Literal["auto"] = 0)
         batch_size=loader.batch_size,
         generators=[g for g in generators.values() if isinstance(g, torch.Generator)],
         reader=None if loader.num_workers else EpochReader(workers, loader),
+        peek=peek,
         own_parts=[loader.dataset, loader.collate_fn, *samplers],
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from typing import Any
 
 from flatout.devices import read_shm
@@ -13,7 +13,7 @@ from flatout.words import memory_words
 _NO_ROOM = ("Bus error", "No space left on device", "unable to allocate shared memory")
 
 
-def named_faults(loader: Iterable[Any]) -> Iterator[Any]:
+def named_faults(loader: Iterable[Any]) -> Generator[Any, None, None]:
     """What a loader gives.
 
     Raises:
