@@ -22,7 +22,7 @@ from argparse import Namespace
 from array import array
 from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from types import (
     CellType,
@@ -124,16 +124,24 @@ class HeldState:
         """Bring everything back; objects keep their identity."""
         for restore in self._restores:
             restore()
-        moved = [kept for kept in self._weights if _is_changed(*kept)]
+        moved = self._moved()
         for model in self._models:
             if model.training:  # else its forward may write less than in training
-                _MOVED.setdefault(model, {}).update((id(w), weakref.ref(w)) for w, *_ in moved)
-        for weight, _, value in moved:
-            weight.data.copy_(value)
+                _MOVED.setdefault(model, {}).update((id(w), weakref.ref(w)) for w, _ in moved)
+        with _unseen():
+            for weight, value in moved:
+                weight.data.copy_(value)
 
     def moved_weights(self) -> list[torch.Tensor]:
         """Weights that train and are no longer as they were."""
-        return [kept[0] for kept in self._weights if _is_changed(*kept)]
+        return [weight for weight, _ in self._moved()]
+
+    def _moved(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """These, with their values from before."""
+        with _unseen():
+            return [
+                (w, value) for w, version, value in self._weights if _is_changed(w, version, value)
+            ]
 
     def _is_new(self, value: Any) -> bool:
         if id(value) in self._seen:
@@ -305,13 +313,19 @@ def _weights_within(
     """Weights with their versions and copies: those known to move, by id, and of the others the
     smallest ones that have so many bytes in all."""
     kept = []
-    for weight in sorted(filter(_is_plain, weights), key=lambda weight: weight.nbytes):
-        most_bytes -= weight.nbytes if id(weight) not in moved else 0
-        if most_bytes < 0 and id(weight) not in moved:
-            continue
-        if weight.untyped_storage().nbytes() >= weight.nbytes:  # else its memory was given back
-            kept.append((weight, weight._version, clone_of(weight)))
+    with _unseen():
+        for weight in sorted(filter(_is_plain, weights), key=lambda weight: weight.nbytes):
+            most_bytes -= weight.nbytes if id(weight) not in moved else 0
+            if most_bytes < 0 and id(weight) not in moved:
+                continue
+            if weight.untyped_storage().nbytes() >= weight.nbytes:  # else it was given back
+                kept.append((weight, weight._version, clone_of(weight)))
     return kept
+
+
+def _unseen() -> AbstractContextManager[None]:
+    """Within it weights are read unseen by what watches where a model reads them."""
+    return torch._C.DisableTorchFunction()
 
 
 def _is_own(kind: type) -> bool:
