@@ -7,11 +7,11 @@ Where all batches were of one class, later ones are looked at now and then, if n
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from flatout.observe.graph_nodes import nearest_nodes
 from flatout.observe.label_columns import (
     Lies,
     column_of,
@@ -197,12 +197,10 @@ class Labels:
         return sorted(facts, key=lambda fact: -len(fact.detail["alone"]))
 
 
-def _labels_under(node: Any) -> tuple[list[int], int, str] | None:
+def _labels_under(root: Any) -> tuple[list[int], int, str] | None:
     """The labels that the first loss of classes was given, how many classes there are, and its
     node."""
-    todo, known = deque([node]), {node}
-    while todo and len(known) < _NODES:
-        node = todo.popleft()
+    for node in nearest_nodes(root, _NODES):
         name = node.name()
         labels = None
         if name in _OF_CLASSES:
@@ -213,10 +211,6 @@ def _labels_under(node: Any) -> tuple[list[int], int, str] | None:
             labels, classes = _of_one_hot(node._saved_other)
         if labels is not None:
             return _as_list(labels, classes, name)
-        for child, _ in node.next_functions:
-            if child is not None and child not in known:
-                known.add(child)
-                todo.append(child)
     return None
 
 

@@ -7,10 +7,10 @@ targets is seen: squared and absolute-like distances, and those of classes.
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import replace
 from typing import Any
 
+from flatout.observe.graph_nodes import nearest_nodes
 from flatout.observe.later_backwards import LaterBackwards
 from flatout.observe.observation import LeakedTarget, Site
 from flatout.observe.quick import AFTER_STEPS
@@ -22,8 +22,8 @@ _FROM, _UNTIL = AFTER_STEPS, AFTER_STEPS + 4
 # Samples that are compared, columns of each, and nodes of a graph that are looked at.
 _SAMPLES, _COLUMNS, _NODES = 512, 4096, 256
 _FEWEST_SAMPLES, _FEWEST_COLUMNS = 32, 4
-_OF_CLASSES = ("NllLossBackward0",)
-_OF_NUMBERS = (
+_LOSSES = (
+    "NllLossBackward0",
     "MseLossBackward0",
     "SmoothL1LossBackward0",
     "HuberLossBackward0",
@@ -144,19 +144,15 @@ def _flat(tensor: Any) -> Any:
     return plain.reshape(len(plain), -1).double().cpu().numpy()
 
 
-def _target_under(node: Any) -> Any:
+def _has_target(node: Any) -> bool:
+    """Whether it is that of a loss which saves its target."""
+    return node.name() in _LOSSES
+
+
+def _target_under(root: Any) -> Any:
     """The target of the loss, where there is one loss alone that has any; None elsewhere."""
-    todo, known, found = deque([node]), {node}, []
-    while todo and len(known) < _NODES:
-        node = todo.popleft()
-        name = node.name()
-        if name in _OF_CLASSES or name in _OF_NUMBERS:
-            found.append(node._saved_target)
-            continue
-        for child, _ in node.next_functions:
-            if child is not None and child not in known:
-                known.add(child)
-                todo.append(child)
+    nodes = nearest_nodes(root, _NODES, _has_target)
+    found = [node._saved_target for node in nodes if _has_target(node)]
     return found[0] if len(found) == 1 and not found[0].requires_grad else None
 
 
