@@ -777,53 +777,27 @@ static PyType_Slot backward_slots[] = {
     {0, NULL},
 };
 
-static PyType_Slot batch_slots[] = {
-    {Py_tp_doc, "BatchHook(clock, original, otherwise)\n--\n\n"
-                "Stands for the __next__ of a DataLoader's iterator."},
-    {Py_tp_init, batch_init},
-    {Py_tp_new, PyType_GenericNew},
-    {Py_tp_traverse, hook_traverse},
-    {Py_tp_clear, hook_clear},
-    {Py_tp_dealloc, hook_dealloc},
-    {Py_tp_call, PyVectorcall_Call},
-    {Py_tp_descr_get, hook_get},
-    {Py_tp_methods, hook_methods},
-    {Py_tp_members, hook_members},
-    {Py_tp_getset, hook_properties},
-    {0, NULL},
-};
+/* Those of a plain hook that stands for a method. */
+#define SLOTS_OF_A_METHOD(init, doc)                                                               \
+    {                                                                                              \
+        {Py_tp_doc, doc}, {Py_tp_init, init}, {Py_tp_new, PyType_GenericNew},                      \
+            {Py_tp_traverse, hook_traverse}, {Py_tp_clear, hook_clear},                            \
+            {Py_tp_dealloc, hook_dealloc}, {Py_tp_call, PyVectorcall_Call},                        \
+            {Py_tp_descr_get, hook_get}, {Py_tp_methods, hook_methods},                            \
+            {Py_tp_members, hook_members}, {Py_tp_getset, hook_properties}, {0, NULL},             \
+    }
 
-static PyType_Slot samples_slots[] = {
-    {Py_tp_doc, "SamplesHook(clock, original, otherwise)\n--\n\n"
-                "Stands for what says which samples its next batch is made of."},
-    {Py_tp_init, samples_init},
-    {Py_tp_new, PyType_GenericNew},
-    {Py_tp_traverse, hook_traverse},
-    {Py_tp_clear, hook_clear},
-    {Py_tp_dealloc, hook_dealloc},
-    {Py_tp_call, PyVectorcall_Call},
-    {Py_tp_descr_get, hook_get},
-    {Py_tp_methods, hook_methods},
-    {Py_tp_members, hook_members},
-    {Py_tp_getset, hook_properties},
-    {0, NULL},
-};
+static PyType_Slot batch_slots[] = SLOTS_OF_A_METHOD(
+    batch_init, "BatchHook(clock, original, otherwise)\n--\n\n"
+                "Stands for the __next__ of a DataLoader's iterator.");
 
-static PyType_Slot fetch_slots[] = {
-    {Py_tp_doc, "FetchHook(clock, original, otherwise)\n--\n\n"
-                "Stands for what makes a batch in the process that steps."},
-    {Py_tp_init, fetch_init},
-    {Py_tp_new, PyType_GenericNew},
-    {Py_tp_traverse, hook_traverse},
-    {Py_tp_clear, hook_clear},
-    {Py_tp_dealloc, hook_dealloc},
-    {Py_tp_call, PyVectorcall_Call},
-    {Py_tp_descr_get, hook_get},
-    {Py_tp_methods, hook_methods},
-    {Py_tp_members, hook_members},
-    {Py_tp_getset, hook_properties},
-    {0, NULL},
-};
+static PyType_Slot samples_slots[] = SLOTS_OF_A_METHOD(
+    samples_init, "SamplesHook(clock, original, otherwise)\n--\n\n"
+                  "Stands for what says which samples its next batch is made of.");
+
+static PyType_Slot fetch_slots[] = SLOTS_OF_A_METHOD(
+    fetch_init, "FetchHook(clock, original, otherwise)\n--\n\n"
+                "Stands for what makes a batch in the process that steps.");
 
 static PyType_Slot forward_slots[] = {
     {Py_tp_doc, "ForwardHook(clock, original, otherwise, known, is_grad_enabled)\n--\n\n"
