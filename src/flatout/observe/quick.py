@@ -89,7 +89,7 @@ class Quick:
 
     @property
     def seen_calls(self) -> int:
-        """Calls of models while the hook in C was there, whoever was asked."""
+        """Calls of models while the hook in C was there, whether Python was asked or not."""
         return sum(hook.ran + hook.handed for hook in self._forward)
 
     @property
