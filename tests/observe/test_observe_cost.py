@@ -2,6 +2,7 @@
 
 from inspect import signature
 from itertools import product
+from random import Random
 from threading import get_ident
 from types import SimpleNamespace
 
@@ -21,7 +22,7 @@ from flatout.observe.watch import Watch
 def test_it_is_counted_in_an_evaluation_too(mode, monkeypatch):
     monkeypatch.setattr(cost, "_QUADRUPLES", 3)
     timed = cost._extra_ns
-    # Of three times the median may be none: the clock is not what is tested.
+    # Of so few it may be none: the clock is not what is tested.
     monkeypatch.setattr(cost, "_extra_ns", lambda *calls: timed(*calls) + 1)
     cost._once.cache_clear()
     watch = Watch()
@@ -30,6 +31,21 @@ def test_it_is_counted_in_an_evaluation_too(mode, monkeypatch):
     with mode():
         assert cost.added(watch, 0.0).us_per_step > 0
     cost._once.cache_clear()
+
+
+def test_what_other_work_takes_is_no_hooks(monkeypatch):
+    now, random = 0, Random(0)
+
+    def passes(ns):
+        nonlocal now
+        disturbed = 10_000_000 if random.random() < 0.4 else 0
+        now += ns + random.randrange(200) + disturbed
+
+    monkeypatch.setattr(cost, "thread_time_ns", lambda: now)
+    monkeypatch.setattr(cost, "_wanted", lambda ns: 30)
+    monkeypatch.setattr(cost, "_work", lambda: lambda: passes(75_000))
+    took = cost._extra_ns(lambda: passes(3_000), lambda: passes(1_000))
+    assert took == pytest.approx(2_000, abs=150)
 
 
 def test_what_threads_of_ours_take_while_a_script_evaluates_is_no_steps():

@@ -226,6 +226,19 @@ def test_python_is_asked_about_nothing_that_is_as_before():
     assert job.watch.models[0].calls == 16
 
 
+@pytest.mark.parametrize("keeps", ["by name", "by place"])
+def test_python_is_asked_which_line_keeps_its_graphs_but_not_for_ever(keeps):
+    job = _quick_job()
+    for _ in range(100):
+        job.call(0, "train")
+        job.backward(keeps, False)
+        job.step(0, False)
+    (noted,) = job.watch.calls.all()
+    assert noted.detail == {"retain_graph": True}
+    assert (noted.count, job.watch.quick.backwards) == (40, 62)  # two were seen before
+    assert job.watch.optimizers[0].backwards == {1: 106}
+
+
 def test_python_is_asked_about_few_of_a_loaders_batches():
     job = _quick_job()
     for _ in range(150):

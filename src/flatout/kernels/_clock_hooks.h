@@ -20,6 +20,9 @@ PyAPI_FUNC(PyObject *) PyObject_Vectorcall(PyObject *, PyObject *const *, size_t
 PyAPI_FUNC(PyObject *) PyVectorcall_Call(PyObject *, PyObject *, PyObject *);
 #endif
 
+/* So many calls that keep their graph are handed on: which line makes them is known by then. */
+#define KEPT_GRAPHS 40
+
 static PyObject *retain_graph_name, *training_name, *seen_name; /* interned */
 static PyTypeObject *clock_type, *called_type, *loaded_type;
 
@@ -208,6 +211,8 @@ static PyObject *backward_call(PyObject *object, PyObject *const *args, size_t f
     int keeps = keeps_graph(args, flagged & ~PY_VECTORCALL_ARGUMENTS_OFFSET, names);
     if (keeps < 0)
         return NULL;
+    keeps = keeps && self->handed < KEPT_GRAPHS;
+    self->handed += keeps;
     if (keeps || before == BACKWARD || (clock->loader != NULL && !clock->is_trained_on)
         || !is_own_thread(clock))
         return PyObject_Vectorcall(self->otherwise, args, flagged, names);

@@ -15,10 +15,11 @@ part of each step.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from itertools import chain
-from statistics import median
+from statistics import quantiles
 from time import perf_counter_ns, thread_time_ns
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -34,8 +35,8 @@ from flatout.observe.tensors import copying, timed
 from flatout.observe.watch import Watch
 from flatout.observe.within_loader import probed
 
-# Of so many the median is taken; once that has taken so long, as where other work on the machine
-# makes each of them long, of fewer.
+# So many are timed; once that has taken so long, as where other work on the machine makes each of
+# them long, fewer.
 _QUADRUPLES = 150
 _FEWER = ((300_000_000, 30), (900_000_000, 4))
 # Looks come seldom: in less time than this they are no part of what each step pays.
@@ -93,7 +94,7 @@ def added(watch: Watch, aside_seconds: float, first_seconds: float = 0.0) -> Add
     }
     torch = sys.modules["torch"]
     # The script may stand anywhere, as in an evaluation without gradients.
-    with torch.inference_mode(False), torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad(), _one_thread(torch):
         ns = sum(count * _once(*cost) for cost, count in ran.items() if count > 0)
         once = watch.once_ns + first_seconds * 1e9
         if noted_once:
@@ -106,6 +107,17 @@ def added(watch: Watch, aside_seconds: float, first_seconds: float = 0.0) -> Add
     return Added((ns + looks) / 1e3 / steps, once / 1e6)
 
 
+@contextmanager
+def _one_thread(torch: Any) -> Iterator[None]:
+    """Waiting for other threads is CPU time, too. The function itself: what calls it is watched."""
+    threads = torch.get_num_threads()
+    torch._C.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch._C.set_num_threads(threads)
+
+
 @cache
 def _once(cost: Callable[..., float], *kind: bool) -> float:
     """A hook takes what it takes: a notebook asks for it again and again."""
@@ -115,10 +127,11 @@ def _once(cost: Callable[..., float], *kind: bool) -> float:
 def _extra_ns(
     hooked: Callable[[], Any], plain: Callable[[], Any], first: Callable[[], Any] | None = None
 ) -> float:
-    """How much longer one call, and the training step after it, take than another, in the median.
+    """How much longer one call, and the training step after it, take than another, undisturbed.
 
-    It is CPU time: other jobs on the machine take hundreds of times as long as a hook. They take
-    turns, for the same caches; `first` runs before each.
+    It is CPU time, and of each the quarter that took least: other jobs on the machine take hundreds
+    of times as long as a hook, and empty the caches. The two take turns, for the same caches;
+    `first` runs before each.
     """
     work = _work()
 
@@ -130,13 +143,15 @@ def _extra_ns(
         work()
         return thread_time_ns() - began
 
-    differences: list[float] = []
+    with_it: list[int] = []
+    without: list[int] = []
     start = perf_counter_ns()
-    while len(differences) < _wanted(perf_counter_ns() - start):
-        hooked_ns, plain_ns = took(hooked), took(plain)
-        plain_again, hooked_again = took(plain), took(hooked)
-        differences.append((hooked_ns + hooked_again - plain_ns - plain_again) / 2)
-    return max(0.0, median(differences))
+    while len(with_it) < 2 * _wanted(perf_counter_ns() - start):
+        for call, into in (
+            (hooked, with_it), (plain, without), (plain, without), (hooked, with_it)
+        ):  # fmt: skip
+            into.append(took(call))
+    return max(0.0, quantiles(with_it)[0] - quantiles(without)[0])
 
 
 def _wanted(passed_ns: int) -> int:
