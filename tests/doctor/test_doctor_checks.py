@@ -1755,7 +1755,13 @@ def test_a_seed_that_comes_again_is_told_once():
     (found,) = look(job(repeated_seeds=seeds))
     assert found.what.startswith("numpy.seed begins with the same seed each time")
     assert "so do torch.seed (" in found.what
-    # A loader's order is told by another check.
+    # A loader's order is told by another check; noise is not.
+    noise = RepeatedSeed("torch.randn", HERE, [0, 1, 2, 3], seed=7)
+    (found,) = look(job(repeated_seeds=[order, noise], loader={"hashes": [1, 1]}))
+    assert found.what.startswith(
+        "torch.randn draws the same numbers each time, from a torch.Generator that is seeded with "
+        "7 again, after 0, 1, 2, ... steps"
+    )
     assert not list(look(job(repeated_seeds=[order], loader={"hashes": [1, 1]})))
     assert list(look(job(repeated_seeds=[order], loaders=[])))
 

@@ -35,7 +35,7 @@ SCRIPTS = (
     "steps_skipped", "steps_skipped_read", "validation_overlaps", "validation_overlaps_files",
     "validation_overlaps_frames", "validation_overlaps_raw", "validation_overlaps_windows",
     "workers_repeat", "zero_grad_missing",
-    "labels_in_table", "optimizer_remade", "seed_repeated", "target_in_input",
+    "labels_in_table", "noise_repeated", "optimizer_remade", "seed_repeated", "target_in_input",
     "teacher_in_train_mode", "views_equal",
 )  # fmt: skip
 NOT_STYLE = ("gradients_unused", "history_grows", "recurrent_by_step", "retained_graph")

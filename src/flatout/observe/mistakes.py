@@ -22,6 +22,7 @@ from flatout.observe.observation import Observation
 from flatout.observe.record import read_sites
 from flatout.observe.recurrent import Recurrent
 from flatout.observe.remade import Remade
+from flatout.observe.repeated_draws import RepeatedDraws
 from flatout.observe.repeated_seeds import RepeatedSeeds
 from flatout.observe.scalers import Scalers
 from flatout.observe.schedules import Schedules
@@ -50,6 +51,7 @@ class Mistakes:
         self._scalers = scalers
         self._seeds = seeds
         seeds.hook_torch(torch)
+        self._draws = RepeatedDraws(torch, watch)
         self._switches = Switches(torch, watch)  # first: what the others switch is none of those
         self._graphs = LossGraphs(torch, watch)
         self._labels = Labels(torch, watch)
@@ -128,7 +130,7 @@ class Mistakes:
         observation.kept_graphs = self._kept.found
 
     def _fill_seeds(self, observation: Observation) -> None:
-        observation.repeated_seeds = self._seeds.results()
+        observation.repeated_seeds = [*self._seeds.results(), *self._draws.results()]
 
     def _fill_teachers(self, observation: Observation) -> None:
         observation.teachers = self._teachers.results()

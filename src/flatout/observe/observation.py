@@ -549,15 +549,17 @@ class RepeatedSeed:
     """A generator that is set back to the same seed while training goes on.
 
     Attributes:
-        kind: what seeds it, such as "numpy.random.default_rng", or "torch.randperm", which has
-            drawn the same order again.
+        kind: what seeds it, such as "numpy.random.default_rng"; or what has drawn the same again,
+            as "torch.randperm" an order.
         site: where.
         steps: that had ended each time.
+        seed: of the torch.Generator that the same numbers were drawn from; None of what seeds.
     """
 
     kind: str
     site: Site | None = None
     steps: list[int] = field(default_factory=list)
+    seed: int | None = None
 
 
 @dataclass

@@ -2,7 +2,7 @@
 steps draw what earlier ones have drawn.
 
 They are seen where they are seeded. Torch's own Generators cannot be hooked: an order of theirs is
-seen by what `torch.randperm` gives.
+seen by what `torch.randperm` gives, and other numbers where they are drawn (repeated_draws.py).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from flatout.doctor.checks.signals import at
 from flatout.doctor.finding import Finding
 from flatout.observe import Observation, RepeatedSeed
 
-_ORDER = "torch.randperm"
+_ORDER, _OF_ORDERS = "torch.randperm", "torch.manual_seed"
 _NAMED = 3
 
 
@@ -22,7 +22,7 @@ def look(observation: Observation) -> Findings:
     # Where a generator is known that was set back, the orders that it draws are no news.
     seeds = [item for item in repeated if item.kind != _ORDER] or list(repeated)
     if _is_told_of_loader(observation):
-        seeds = [item for item in seeds if not item.kind.startswith("torch.")]
+        seeds = [item for item in seeds if item.kind not in (_ORDER, _OF_ORDERS)]
     if seeds:
         yield _finding(seeds)
 
@@ -39,17 +39,24 @@ def _finding(seeds: Sequence[RepeatedSeed]) -> Finding:
     steps = [f"{step:,}" for step in first.steps[:_NAMED]]
     more = ", ..." if len(first.steps) > _NAMED else ""
     when = f"after {', '.join(steps)}{more} steps"
+    again = "orders, noise and augmentation come again as they were"
     others = ", ".join(f"{item.kind} ({at(item.site)})" for item in seeds[1:_NAMED])
     also = f"; so do {others}" if others else ""
-    what = (
-        f"{first.kind} gave the same order each time, {when}"
-        if first.kind == _ORDER
-        else f"{first.kind} begins with the same seed each time, {when}"
-    )
     return Finding(
         kind="danger",
-        what=f"{what}{also}: orders, noise and augmentation come again as they were",
+        what=f"{_told(first)}, {when}{also}: {again}",
         do="seed once, before the first epoch, or draw from seed + epoch",
         where=at(first.site),
         parity="changes learning",
     )
+
+
+def _told(item: RepeatedSeed) -> str:
+    if item.kind == _ORDER:
+        return f"{item.kind} gave the same order each time"
+    if item.seed is not None:
+        return (
+            f"{item.kind} draws the same numbers each time, from a torch.Generator that is seeded "
+            f"with {item.seed} again"
+        )
+    return f"{item.kind} begins with the same seed each time"

@@ -1,0 +1,306 @@
+"""Random numbers that a line draws from a `torch.Generator` and has drawn before, in an earlier
+step or epoch: the generator was seeded again in between.
+
+Generators cannot be hooked, so what draws from one is: the state that a draw leaves is one that an
+earlier draw of the same line has left. Drawn data are none: they may be meant to come again.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
+from threading import get_ident
+from types import FrameType
+from typing import Any
+
+from flatout.hooks import Hook, when_imported, wrap
+from flatout.kernels import EVALUATION
+from flatout.observe.graph_nodes import nearest_nodes
+from flatout.observe.lanes import INPUT
+from flatout.observe.observation import RepeatedSeed, Site
+from flatout.observe.sites import is_users, line_of
+from flatout.observe.watch import Watch
+
+_FUNCTIONS = (
+    "bernoulli", "binomial", "multinomial", "normal", "poisson", "rand", "rand_like", "randint",
+    "randint_like", "randn", "randn_like",
+)  # fmt: skip
+_METHODS = (
+    "bernoulli", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_",
+    "multinomial", "normal_", "random_", "uniform_",
+)  # fmt: skip
+# Lines that are told apart, states that are known of each, and how often it is looked at.
+_PLACES, _STATES, _EVENTS = 64, 64, 256
+# The first states of a line are looked at more closely, and so many tensors are held for that.
+_FIRST, _HELD = 8, 16
+# Rows that are compared of a batch and of what was drawn, and nodes of a loss.
+_ROWS, _TABLE, _NODES = 4, 2**14, 64
+# What is drawn and then scaled is nearly that, in terms of the correlation.
+_ALIKE = 0.999
+# What torch.compile asks for the functions of torch, in trace_rules.py.
+_LISTED = "get_torch_obj_rule_map"
+_LOSSES = ("NllLossBackward0", "MseLossBackward0", "SmoothL1LossBackward0", "HuberLossBackward0")
+
+
+@dataclass(eq=False)
+class _Draws:
+    """A line of the user's that draws from a generator.
+
+    Attributes:
+        steps: by the state that a draw has left, in which it did and fed no evaluation.
+        optimizers: how many there were when a state was seen last.
+        is_data: whether what is drawn, or what its generator has drawn beside it, is all that a
+            model gets, or what a loss compares with.
+        drawn_at: by the state, the step in which it was left by a loader's draw.
+        is_of_loader: whether it is drawn while a loader makes a batch.
+        is_alike: whether it was so twice in one step.
+    """
+
+    kind: str
+    site: Site
+    seeds: dict[int, int] = field(default_factory=dict)
+    steps: dict[int, list[int]] = field(default_factory=dict)
+    optimizers: dict[int, int] = field(default_factory=dict)
+    events: int = 0
+    is_data: bool = False
+    drawn_at: dict[int, int] = field(default_factory=dict)
+    is_of_loader: bool = False
+    is_alike: bool = False
+
+    @property
+    def repeated(self) -> int | None:
+        """The state that comes again; None without one, or where that is meant.
+
+        Several seeds say so, such as of samples or epochs. A dataset that draws all of its samples
+        draws them in each epoch; for one sample after the other the same is drawn by mistake.
+        """
+        is_meant = len({*self.seeds.values()}) > 1 or (self.is_of_loader and not self.is_alike)
+        state = max(self.steps, key=lambda state: len(self.steps[state]), default=None)
+        if state is None or is_meant or self.is_data or len(self.steps[state]) < 2:
+            return None
+        return state
+
+
+class RepeatedDraws:
+    """Watches what draws from generators.
+
+    Args:
+        torch: the module.
+        watch: what says which step it is.
+    """
+
+    def __init__(self, torch: Any, watch: Watch) -> None:
+        self._torch = torch
+        self._watch = watch
+        self._hooks: list[Hook] = []
+        self._is_over = False
+        self._renew()
+        watch.on_renewal.append(self._renew)
+        watch.quick.on_end.append(self._end)
+        watch.on_batch.append(self._called)
+        watch.before_backward.append(self._compared)
+        self._enter()
+        when_imported("torch._dynamo.trace_rules", self._hook_rules)
+
+    def _enter(self) -> None:
+        scripted = _scripted_functions()
+        for owner, names, words in (
+            (self._torch, _FUNCTIONS, "torch"),
+            (self._torch.Tensor, _METHODS, "torch.Tensor"),
+        ):
+            for name in names:
+                self._hooks.append(wrap(owner, name, "observe", self._drawing, f"{words}.{name}"))
+                if words == "torch":
+                    scripted[id(getattr(owner, name))] = f"aten::{name}"
+
+    def _renew(self) -> None:
+        self._places: dict[tuple[str, str, int], _Draws] = {}
+        self._held: list[tuple[Any, _Draws, Any]] = []  # generators and what they have drawn
+        self._inputs: list[_Draws] = []  # what models got in this step
+        self._other_at = -1  # a step in which a model got something else
+
+    def _hook_rules(self, rules: Any) -> None:
+        """What torch.compile lists of torch's functions is to be these, not ours."""
+
+        def listing(original: Any) -> Any:
+            def listed() -> Any:
+                self._leave()
+                try:
+                    return original()
+                finally:
+                    if not self._is_over:
+                        self._enter()
+
+            listed.cache_clear = original.cache_clear  # type: ignore[attr-defined]
+            return listed
+
+        if hasattr(getattr(rules, _LISTED, None), "cache_clear"):
+            wrap(rules, _LISTED, "observe", listing)
+        else:
+            self._end()  # a torch of which nothing is known
+
+    def _leave(self) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _end(self) -> None:
+        """Nothing of ours is traced."""
+        self._is_over = True
+        self._leave()
+
+    def _drawing(self, original: Any, kind: str) -> Any:
+        def draw(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            generator = kwargs.get("generator")
+            if generator is not None and self._watch.lanes.thread == get_ident():
+                # What is drawn without gradients is shown or evaluated, or begins weights.
+                place = self._place(kind) if self._torch.is_grad_enabled() else None
+                if place is not None:
+                    self._watch.aside(partial(self._drawn, place, generator, result))
+            return result
+
+        return draw
+
+    def _place(self, kind: str) -> _Draws | None:
+        """That of the user's line, where it draws itself; None where a package does."""
+        frame: FrameType = sys._getframe(2)
+        if not is_users(frame.f_code.co_filename):
+            return None
+        key = kind, frame.f_code.co_filename, line_of(frame)
+        place = self._places.get(key)
+        if place is None and len(self._places) < _PLACES:
+            place = self._places[key] = _Draws(kind, Site(*key[1:]))
+        return place if place is not None and place.events < _EVENTS else None
+
+    def _drawn(self, place: _Draws, generator: Any, result: Any) -> None:
+        device = generator.device.type
+        if type(result) is not self._torch.Tensor or device not in ("cpu", "cuda"):
+            return
+        if device == "cuda" and self._torch.cuda.is_current_stream_capturing():
+            return  # in a graph its state is not known
+        state = hash(generator.get_state().numpy().tobytes())
+        is_new = state not in place.steps
+        if is_new and len(place.steps) >= _STATES:
+            return
+        steps = place.steps.setdefault(state, [])
+        place.seeds[state] = generator.initial_seed()
+        if is_new and len(place.steps) > _FIRST:
+            return
+        place.events += not is_new
+        self._note_loader(place, state)
+        if is_new and len(self._held) < _HELD:
+            self._held.append((generator, place, result.detach()))
+        lanes = self._watch.lanes
+        step, evaluated = lanes.steps, lanes.spent[EVALUATION]
+        if place.optimizers.get(state) not in (None, len(self._watch.optimizers)):
+            steps.clear()  # another training with the same numbers
+        # A step tells for what it was: until then a model may be evaluated, or an optimizer made.
+        self._watch.at(step + 1, partial(self._judge, place, state, step, evaluated), is_once=True)
+
+    def _note_loader(self, place: _Draws, state: int) -> None:
+        lanes = self._watch.lanes
+        if lanes.current == INPUT:
+            place.is_alike |= place.drawn_at.get(state) == lanes.steps
+            place.is_of_loader = True
+            place.drawn_at[state] = lanes.steps
+
+    def _judge(self, place: _Draws, state: int, step: int, evaluated: int) -> None:
+        if (
+            self._other_at != step
+        ):  # a maker of pictures gets noise alone, and its judge gets others
+            for one in self._inputs:
+                one.is_data = True
+        self._held.clear()
+        self._inputs.clear()
+        steps, optimizers = place.steps[state], len(self._watch.optimizers)
+        if place.optimizers.get(state) not in (None, optimizers):
+            steps.clear()
+        place.optimizers[state] = optimizers
+        if self._watch.lanes.spent[EVALUATION] == evaluated and step not in steps[-1:]:
+            steps.append(step)
+
+    def _called(self, model: Any, batch: Any, is_trained: bool) -> None:
+        """A model is called: with what was drawn, and nothing else?"""
+        if is_trained and type(batch) is self._torch.Tensor:
+            found = [*self._drawn_beside(batch)]
+            self._inputs += found
+            if not found and batch.grad_fn is None:
+                self._other_at = self._watch.lanes.steps
+
+    def _compared(self, tensors: Any) -> None:
+        """Backward is about to be called: of a loss that compares with what was drawn?"""
+        if not self._held:
+            return
+        for root in [tensors] if self._torch.is_tensor(tensors) else list(tensors):
+            for node in nearest_nodes(root.grad_fn, _NODES) if root.grad_fn is not None else ():
+                target = node._saved_target if node.name() in _LOSSES else None
+                if target is not None:
+                    for place in self._drawn_beside(target):
+                        place.is_data = True
+
+    def _drawn_beside(self, data: Any) -> Iterator[_Draws]:
+        """Lines whose generator has drawn these data."""
+        drawn: dict[_Draws, list[Any]] = {}
+        for _, place, tensor in self._held:
+            drawn.setdefault(place, []).append(tensor)
+        known = {p for p, some in drawn.items() if _are_drawn(self._torch, data.detach(), some)}
+        generators = {id(generator) for generator, place, _ in self._held if place in known}
+        return (place for generator, place, _ in self._held if id(generator) in generators)
+
+    def results(self) -> list[RepeatedSeed]:
+        """Lines by which the same numbers come again."""
+        return [
+            RepeatedSeed(place.kind, place.site, place.steps[state], place.seeds[state])
+            for place in self._places.values()
+            if (state := place.repeated) is not None
+        ]
+
+
+def _scripted_functions() -> dict[int, str]:
+    """Torch's names of the functions that `torch.jit.script` knows, by id, to which ours are added;
+    it would compile them else."""
+    try:
+        builtins: Any = import_module("torch.jit._builtins")
+        table: dict[int, str] = builtins._get_builtin_table()
+    except (ImportError, AttributeError):  # a torch of which that is not known
+        return {}
+    return table
+
+
+def _are_drawn(torch: Any, data: Any, drawn: list[Any]) -> bool:
+    """Whether data are what was drawn: all of it, some of its rows, or scaled."""
+    storages = {tensor.untyped_storage().data_ptr() for tensor in drawn}
+    if data.untyped_storage().data_ptr() in storages:
+        return True
+    flat = data.reshape(-1)
+    pools = [t.reshape(-1) for t in drawn if t.device == data.device and t.numel()]
+    if not pools or not len(flat):
+        return False
+    if any(len(flat) == len(pool) and bool((flat == pool).all()) for pool in pools):
+        return True
+    if not drawn[0].is_floating_point():  # classes of more samples than a batch has
+        return any(len(pool) >= 2 * len(flat) and _are_in(torch, flat, pool) for pool in pools)
+    if not data.is_floating_point():
+        return False
+    columns = len(flat) // len(data) if data.dim() else 1
+    rows = data.reshape(-1, columns)[:_ROWS]
+    if any(len(flat) == len(pool) > 2 and _are_alike(torch, flat, pool) for pool in pools):
+        return True
+    tables = [pool.reshape(-1, columns)[:_TABLE] for pool in pools if not len(pool) % columns]
+    if not tables or not bool((rows % 1).any()):
+        return False
+    table = torch.cat(tables)
+    return all(bool((table == row).all(1).any()) for row in rows)
+
+
+def _are_in(torch: Any, flat: Any, pool: Any) -> bool:
+    return bool(torch.isin(flat, pool).all())
+
+
+def _are_alike(torch: Any, flat: Any, pool: Any) -> bool:
+    """Whether one is the other, scaled."""
+    correlation = torch.corrcoef(torch.stack([flat.double(), pool.double()]))[0, 1]
+    return bool(correlation.abs() > _ALIKE)
