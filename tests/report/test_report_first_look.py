@@ -366,6 +366,9 @@ def test_places_are_as_short_as_they_can_be(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert short(str(tmp_path / "train.py") + ":7") == "train.py:7"
     assert short("/elsewhere/train.py:7") == "/elsewhere/train.py:7"
+    assert short("/elsewhere/projects/of/somebody/train.py:7") == ".../somebody/train.py:7"
+    inside = "a/long/path/that/an/editor/can/open/train.py:7"
+    assert short(str(tmp_path / inside)) == inside
     assert short("") == ""
 
 

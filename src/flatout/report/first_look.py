@@ -9,6 +9,7 @@ import os
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from textwrap import wrap
 from typing import TypeAlias
@@ -60,6 +61,8 @@ _RANKS, _FEW_RANKS = 4, 2
 """Ranks whose lanes are shown at most, and where there is little room."""
 _FOUND = 6
 """Lines that what was found has at least, before steps without a part are told."""
+_LONG_PATH = 28
+"""Columns of a path to a file in another folder, beyond which its end alone is shown."""
 _TOLD, _ONCE = 0.001, 0.05
 """Share of a step from which on that of watching is told; and of all steps, what it took once."""
 
@@ -502,12 +505,16 @@ def at_once(findings: Sequence[Finding]) -> Iterator[tuple[str, object]]:
 
 
 def short(where: str) -> str:
-    """file:line as seen from the current folder, where that is shorter."""
+    """file:line as seen from the current folder, where that is shorter; of a long path to another
+    folder, its end."""
     file, _, line = where.rpartition(":")
     if not file:
         return where
     relative = os.path.relpath(file)
-    return f"{relative if len(relative) < len(file) else file}:{line}"
+    path = relative if len(relative) < len(file) else file
+    if len(path) > _LONG_PATH and relative.startswith(os.pardir):
+        path = os.path.join("...", *Path(file).parts[-2:])
+    return f"{path}:{line}"
 
 
 def _on_gpu(rank: Observation) -> Iterator[Text]:
