@@ -5,12 +5,13 @@
 
 Every script of `bench/corpus` is shown to the doctor, and so is the clean one, which lacks the
 pitfall and nothing else. A script that shows several times must be named each time. With a budget
-the doctor proves cures: for a clean script it must prescribe nothing, nor for a pitfall that costs
-nothing here (`prescribe = false`). What it promises for all cures together is then measured again,
-by whole runs (remeasure.py). `--budget 0` asks for the first look only. The scripts are short, and
-a trial must start one that ends again and again: `--epochs` makes each as long as what users try.
+the doctor proves cures, and what it promises of a step for all cures together is measured again, by
+whole runs (remeasure.py). For a clean script, and for a pitfall that costs nothing here
+(`prescribe = false`), it must prescribe nothing but what makes whole runs faster on this machine,
+as bf16 does on some. `--budget 0` asks for the first look only. The scripts are short, and a trial
+must start one that ends again and again: `--epochs` makes each as long as what users try.
 `--busy N` shows the clean scripts to the doctor once more, beside N processes that compute in
-bursts: there, too, it must prescribe nothing.
+bursts: there, too, it must prescribe nothing else.
 
 All trials take hours: `--keep` leaves each row in a folder and takes it from there the next time,
 and `--shard` does a part of the rows. A last call with `--keep` alone sums up what all have kept.
@@ -23,7 +24,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -85,6 +86,7 @@ class Answer:
         lines: that the first look takes on a screen of 80 or of 100 columns, where it takes more.
         look_s: that the first look took, from the end of the first step of the rank that came to it
             last.
+        again: what whole runs with all that is prescribed have said.
     """
 
     findings: Sequence[Mapping[str, Any]] = ()
@@ -96,6 +98,7 @@ class Answer:
     step_ms: float | None = None
     lines: int | None = None
     look_s: float | None = None
+    again: Remeasured | None = None
 
     @property
     def added_share(self) -> float | None:
@@ -126,6 +129,26 @@ class Answer:
         together = self.prescription["together"] if self.prescription else None
         return together if together and together["trial"] else None
 
+    @property
+    def predicted(self) -> float | None:
+        """What the doctor promises of all cures together: of a step with its share of evaluation
+        and saving, as whole runs are measured from epoch to epoch."""
+        if self.together is None or self.prescription is None:
+            return None
+        before, after = (self.prescription.get(f"step_{end}_s") for end in ("before", "after"))
+        return float(before / after) if before and after else float(self.together["trial"]["ratio"])
+
+    @property
+    def trial_error(self) -> float | None:
+        """How far from 1 predicted over measured again is."""
+        again = self.again.ratio if self.again else None
+        return abs(self.predicted / again - 1) if self.predicted and again else None
+
+    @property
+    def holds(self) -> bool:
+        """Whether whole runs are faster with what is prescribed."""
+        return bool(self.again and self.again.low and self.again.low > 1)
+
 
 @dataclass
 class Seen:
@@ -141,25 +164,6 @@ class Seen:
     script: Sequence[Answer] = ()
     clean: Sequence[Answer] = ()
     busy: Sequence[Answer] = ()
-    remeasured: Remeasured | None = None
-
-    @property
-    def predicted(self) -> float | None:
-        """What the doctor promises of all cures together: of the whole run, else of a step."""
-        answer = next((one for one in self.script if one.together), None)
-        if answer is None or answer.together is None or answer.prescription is None:
-            return None
-        for of in ("", "step_"):
-            before, after = (answer.prescription.get(f"{of}{end}_s") for end in ("before", "after"))
-            if before and after:
-                return float(before / after)
-        return float(answer.together["trial"]["ratio"])
-
-    @property
-    def trial_error(self) -> float | None:
-        """How far from 1 predicted over measured again is."""
-        again = self.remeasured.ratio if self.remeasured else None
-        return abs(self.predicted / again - 1) if self.predicted and again else None
 
     @property
     def is_answered(self) -> bool:
@@ -194,7 +198,8 @@ class Seen:
 
     @property
     def prescribed_wrongly(self) -> list[str]:
-        """What is prescribed for a clean script, or for a script whose pitfall costs nothing."""
+        """What is prescribed for a clean script, or for a script whose pitfall costs nothing, and
+        makes whole runs no faster."""
         answers = [*self.clean, *(() if self.pitfall.prescribe else self.script)]
         return self._others_than_known(answers)
 
@@ -208,7 +213,7 @@ class Seen:
             name
             for answer in answers
             for name in answer.prescribed
-            if name not in self.pitfall.also
+            if name not in self.pitfall.also and not answer.holds
         ]
 
     def _naming(self, answer: Answer) -> list[Mapping[str, Any]]:
@@ -316,19 +321,28 @@ def ask_all(
 
 
 def ask_one(seen: Seen, asked: Asked) -> None:
-    pitfall, times = seen.pitfall, range(asked.restarts)
-    seen.script = [ask(pitfall.script, pitfall.ranks, asked) for _ in times]
-    together = next((one.together for one in seen.script if one.together), None)
-    if together and asked.remeasure:  # at once: a machine drifts
-        seen.remeasured = remeasure(
-            pitfall.script, pitfall.ranks, together, seconds=asked.remeasure
-        )
+    pitfall = seen.pitfall
+    seen.script = _asked(pitfall.script, pitfall, asked)
     with tempfile.TemporaryDirectory(prefix="flatout-bench-clean-") as folder:
         clean = pitfall.write_clean(Path(folder))
-        seen.clean = [ask(clean, pitfall.ranks, asked) for _ in times]
+        seen.clean = _asked(clean, pitfall, asked)
         if asked.busy:
             with beside_load(asked.busy):
-                seen.busy = [ask(clean, pitfall.ranks, asked) for _ in times]
+                busy = [ask(clean, pitfall.ranks, asked) for _ in range(asked.restarts)]
+            seen.busy = [_again(answer, clean, pitfall, asked) for answer in busy]
+
+
+def _asked(script: Path, pitfall: Pitfall, asked: Asked) -> list[Answer]:
+    answers = (ask(script, pitfall.ranks, asked) for _ in range(asked.restarts))
+    # Each at once: a machine drifts.
+    return [_again(answer, script, pitfall, asked) for answer in answers]
+
+
+def _again(answer: Answer, script: Path, pitfall: Pitfall, asked: Asked) -> Answer:
+    if answer.together is None or not asked.remeasure:
+        return answer
+    cures, seconds = answer.together, asked.remeasure
+    return replace(answer, again=remeasure(script, pitfall.ranks, cures, seconds=seconds))
 
 
 def take_kept(file: Path, seen: Seen, asked: Asked) -> bool:
@@ -338,11 +352,15 @@ def take_kept(file: Path, seen: Seen, asked: Asked) -> bool:
     kept = json.loads(file.read_text())
     if {"busy": 0, **kept["asked"]} != asdict(asked):
         return False
-    seen.script = [Answer(**one) for one in kept["script"]]
-    seen.clean = [Answer(**one) for one in kept["clean"]]
-    seen.busy = [Answer(**one) for one in kept.get("busy", ())]
-    seen.remeasured = Remeasured(**kept["remeasured"]) if kept["remeasured"] else None
+    seen.script, seen.clean, seen.busy = (
+        [Answer(**{**one, "again": _remeasured(one)}) for one in kept.get(kind, ())]
+        for kind in ("script", "clean", "busy")
+    )
     return seen.is_answered
+
+
+def _remeasured(answer: Mapping[str, Any]) -> Remeasured | None:
+    return Remeasured(**answer["again"]) if answer.get("again") else None
 
 
 # -- the verdict ---------------------------------------------------------------------------------
@@ -357,7 +375,7 @@ def keys_of(rows: Sequence[Seen]) -> list[Key]:
     answers = [answer for seen in ran for answer in (*seen.script, *seen.clean)]
     wrong: float | str = sum(len(seen.prescribed_wrongly) for seen in ran)
     tried = sum(answer.is_tried for answer in answers)
-    errors = [seen.trial_error for seen in ran if seen.trial_error is not None]
+    errors = [error for answer in answers if (error := answer.trial_error) is not None]
     silent = sum(not answer.is_one for answer in answers)
     false_dangers: float | str = sum(len(seen.false_dangers) for seen in ran)
     if silent or not ran:
@@ -476,15 +494,21 @@ def words_of(seen: Seen) -> str:
 
 
 def _words_of_trial(seen: Seen) -> list[str]:
-    if seen.predicted is None:
+    promising = [answer for answer in (*seen.script, *seen.clean) if answer.predicted]
+    if not promising:
         stopped = [a.prescription["stopped"] for a in seen.script if a.prescription]
         return sorted({f"no trial: {reason}" for reason in stopped if reason})
-    again = seen.remeasured or Remeasured(reason="not asked for")
+    return [_promise(answer, answer in seen.clean) for answer in promising]
+
+
+def _promise(answer: Answer, is_clean: bool) -> str:
+    again = answer.again or Remeasured(reason="not asked for")
     then = f"not measured ({again.reason})"
     if again.ratio:
         within = f" ({again.low:.2f} to {again.high:.2f})" if again.low and again.high else ""
         then = f"{again.ratio:.2f}x{within}"
-    return [f"promised {seen.predicted:.2f}x, again {then}"]
+    names = f"clean, {', '.join(answer.prescribed)}: " if is_clean else ""
+    return f"{names}promised {answer.predicted:.2f}x, again {then}"
 
 
 def line_of(seen: Seen) -> list[str]:
@@ -505,8 +529,6 @@ def as_data(seen: Seen) -> dict[str, Any]:
         "script": [asdict(answer) for answer in seen.script],
         "clean": [asdict(answer) for answer in seen.clean],
         "busy": [asdict(answer) for answer in seen.busy],
-        "predicted": seen.predicted,
-        "remeasured": asdict(seen.remeasured) if seen.remeasured else None,
     }
 
 
