@@ -1522,6 +1522,14 @@ def test_a_target_that_never_moves_needs_a_whole_run_or_many_steps():
         look(job(steps=199, still_targets=[STILL]))
 
 
+def test_samples_that_are_run_over_are_told_with_how_they_are_known():
+    look = look_of("batch_first_missing")
+    (drawn,) = look(job(over_batch=[OverBatch("GRU", HERE, [32, 40, 16], 3)]))
+    assert "its 32 samples, in the order that the loader has drawn, not over" in drawn.what
+    (told,) = look(job(over_batch=[OverBatch("GRU", HERE, [32, 40, 16], by_targets=True)]))
+    assert "its 32 samples, not over their 40 places, along which each target is" in told.what
+
+
 def test_equal_views_are_told_with_how_they_came():
     look = look_of("views_equal")
     (found,) = look(job(equal_views=[VIEWS]))

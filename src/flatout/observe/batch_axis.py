@@ -5,17 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 from flatout.hooks import PassingHook, is_anything_compiled
+from flatout.observe.graph_nodes import nearest_nodes
 from flatout.observe.observation import OverBatch
 from flatout.observe.sites import here
 from flatout.observe.watch import Watch
 
 _FROM, _UNTIL = 2, 5
+_NLL = ("NllLossBackward0", "NllLoss2DBackward0")
+# Nodes of a graph that are looked at; tokens of a text, and kinds of them, that make it one.
+_NODES, _PLACES, _KINDS = 64, 4, 4
 
 
 class BatchAxis:
-    """Looks in a few steps at what layers get that take the sequence first.
+    """Looks in a few steps of each training at what layers get that take the sequence first.
 
-    Only a batch of samples that a DataLoader shuffles: these have no order among them.
+    Only a batch of samples that a DataLoader shuffles: these have no order among them. Or one of
+    texts, whose targets are the same texts one place on: they tell where a text has its places.
     """
 
     def __init__(self, torch: Any, watch: Watch) -> None:
@@ -23,19 +28,29 @@ class BatchAxis:
         self._watch = watch
         self._handles: list[Any] = []
         self._renew()
-        watch.at(_FROM, self._open)
-        watch.at(_UNTIL, self._end)
+        watch.at_each(_FROM, self._open)
+        watch.at_each(_UNTIL, self._end)
+        watch.on_batch.append(self._is_given)
+        watch.before_backward.append(self._look)
         watch.on_renewal.append(self._renew)
 
     def _renew(self) -> None:
         self._found: dict[int, OverBatch] = {}
         self._calls: dict[int, int] = {}
+        self._shapes: dict[int, list[tuple[int, ...]]] = {}  # of what those got that are no batch
+        self._texts: set[tuple[int, ...]] = set()  # shapes of batches of texts, samples first
+        self._batch: Any = None
         self._end()
 
     @property
     def layers(self) -> list[OverBatch]:
         """Those that got the samples as their sequence in each of their calls."""
-        return [fact for key, fact in self._found.items() if fact.count == self._calls[key]]
+        return [fact for key, fact in self._found.items() if self._is_sure(key, fact)]
+
+    def _is_sure(self, key: int, fact: OverBatch) -> bool:
+        shapes = self._shapes.get(key, [])
+        fact.by_targets = not fact.count
+        return fact.count + len(shapes) == self._calls[key] and self._texts.issuperset(shapes)
 
     def _open(self) -> None:
         if is_anything_compiled():
@@ -54,13 +69,16 @@ class BatchAxis:
         given = args[0] if args else kwargs.get("input", kwargs.get("query"))
         key = id(layer)
         self._calls[key] = self._calls.get(key, 0) + 1
-        if not self._torch.is_tensor(given) or given.dim() != 3 or not self._is_batch(given.shape):
+        if not self._torch.is_tensor(given) or given.dim() != 3:
             return
         fact = self._found.get(key)
         if fact is None:
             fact = self._found[key] = OverBatch(type(layer).__name__, here(1))
             fact.shape = [int(size) for size in given.shape]
-        fact.count += 1
+        if self._is_batch(given.shape):
+            fact.count += 1
+        else:
+            self._shapes.setdefault(key, []).append(tuple(given.shape[:2]))
 
     def _is_batch(self, shape: Any) -> bool:
         """Whether the first of these sizes is that of the loader's batch, and the second not."""
@@ -72,6 +90,42 @@ class BatchAxis:
         rows = facts.batch_size or 1
         return is_shuffled and shape[0] == rows > 1 and shape[1] not in (1, rows)
 
+    def _is_given(self, model: Any, batch: Any, is_trained: bool) -> None:
+        """A model is called."""
+        if is_trained and self._handles:
+            self._batch = batch
+
+    def _look(self, tensors: Any) -> None:
+        """Backward is about to be called on these."""
+        batch, self._batch = self._batch, None
+        if not self._handles or not self._torch.is_tensor(batch) or batch.dim() != 2:
+            return
+        if batch.is_floating_point() or batch.is_complex() or batch.shape[0] == batch.shape[1]:
+            return
+        root = tensors if self._torch.is_tensor(tensors) else next(iter(tensors))
+        target = _classes_under(root.grad_fn) if root.grad_fn is not None else None
+        if target is not None and target.numel() == batch.numel() and self._goes_on(batch, target):
+            self._texts.add(tuple(batch.shape))
+
+    def _goes_on(self, batch: Any, target: Any) -> bool:
+        """Whether each target is the token one place on in its own row."""
+        if batch.shape[1] < _PLACES or len(self._torch.unique(batch)) < _KINDS:
+            return False
+        target = target.detach().reshape(batch.shape)
+        return bool(self._torch.equal(target[:, :-1].to(batch.dtype), batch[:, 1:]))
+
     def _end(self) -> None:
         while self._handles:
             self._handles.pop().remove()
+        self._batch = None
+
+
+def _classes_under(root: Any) -> Any:
+    """The targets of the nearest loss of classes; None without one."""
+    try:
+        for node in nearest_nodes(root, _NODES):
+            if node.name() in _NLL:
+                return node._saved_target
+    except (RuntimeError, NotImplementedError):
+        pass  # numbers that were freed, or tensors of a kind without them
+    return None

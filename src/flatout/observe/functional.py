@@ -1,4 +1,6 @@
-"""Functions of torch.nn.functional that do not what their name lets expect, in the first steps.
+"""Functions of torch.nn.functional that do not what their name lets expect.
+
+Looked at in the first steps of each training.
 
 `dropout` drops unless it is told that the model does not train; `kl_div` takes logarithms.
 """
@@ -34,8 +36,8 @@ class Functional:
         self._watch = watch
         self._hooks: list[Hook] = []
         self._renew()
-        watch.at(_FROM, self._open)
-        watch.at(_UNTIL, self._end)
+        watch.at_each(_FROM, self._open)
+        watch.at_each(_UNTIL, self._end)
         watch.on_renewal.append(self._renew)
 
     def _renew(self) -> None:

@@ -479,12 +479,14 @@ class OverBatch:
         site: where.
         shape: of what it got.
         count: of such calls.
+        by_targets: whether it is known by targets that are the inputs one place on, in each row.
     """
 
     kind: str
     site: Site | None
     shape: list[int] = field(default_factory=list)
     count: int = 0
+    by_targets: bool = False
 
 
 @dataclass

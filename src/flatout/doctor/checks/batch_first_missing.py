@@ -10,7 +10,8 @@ from flatout.observe import Observation
 
 @check()
 def look(observation: Observation) -> Findings:
-    """Layers that got batches of a loader that shuffles, with the samples where they take steps."""
+    """Layers that got batches of a loader that shuffles, or of texts whose targets are the next
+    tokens, with the samples where they take steps."""
     models(observation)
     told = set()
     for layer in observation.over_batch:
@@ -18,11 +19,15 @@ def look(observation: Observation) -> Findings:
             continue
         told.add(layer.site)
         samples, places = layer.shape[:2]
+        known = (
+            f"not over their {places} places, along which each target is the next input"
+            if layer.by_targets
+            else f"in the order that the loader has drawn, not over their {places} places"
+        )
         yield Finding(
             kind="danger",
-            what=f"{layer.kind} gets {layer.shape} and runs over its {samples} samples, in the "
-            f"order that the loader has drawn, not over their {places} places: an output depends "
-            "on which samples are beside it in the batch",
+            what=f"{layer.kind} gets {layer.shape} and runs over its {samples} samples, {known}: "
+            "an output depends on which samples are beside it in the batch",
             do="batch_first=True where the layer is made",
             where=at(layer.site),
             parity="changes learning",
