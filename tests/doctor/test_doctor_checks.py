@@ -37,6 +37,7 @@ from flatout.observe import (
     Site,
     StillTarget,
     Teacher,
+    Unfrozen,
     UnusedGradients,
 )
 from flatout.recipe import Parity, Recipe
@@ -599,6 +600,12 @@ ROWS = {
         evaluating(shared_rows=(0, 200), scaling=Scaling("StandardScaler", HERE, 1000, 200)),
         evaluating(shared_rows=(0, 200)),
         evaluating(),
+        kind="danger",
+    ),
+    "freeze_without_effect": Row(
+        job(unfrozen=[Unfrozen("require_grad", "", HERE, 2, 72, ["encoder.weight"])]),
+        job(),
+        job(models=[]),
         kind="danger",
     ),
     "batch_first_missing": Row(
@@ -1520,6 +1527,15 @@ def test_a_target_that_never_moves_needs_a_whole_run_or_many_steps():
         look(job(steps=19_999, still_targets=[STILL], ended="stopped"))
     with pytest.raises(NoSignal):
         look(job(steps=199, still_targets=[STILL]))
+
+
+def test_what_freezes_nothing_is_told_in_the_words_of_the_script():
+    look = look_of("freeze_without_effect")
+    misspelt = Unfrozen("require_grad", "", HERE, 2, 72, ["encoder.weight", "encoder.bias"])
+    (found,) = look(job(unfrozen=[misspelt]))
+    assert "require_grad = False freezes nothing, as torch's name is requires_grad" in found.what
+    (found,) = look(job(unfrozen=[replace(misspelt, name="requires_grad", kind="ResNet")]))
+    assert "requires_grad = False on a module (ResNet) changes nothing: 2 parameters" in found.what
 
 
 def test_samples_that_are_run_over_are_told_with_how_they_are_known():

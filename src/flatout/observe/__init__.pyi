@@ -39,6 +39,7 @@ from flatout.observe.observation import Site as Site
 from flatout.observe.observation import StillTarget as StillTarget
 from flatout.observe.observation import Table as Table
 from flatout.observe.observation import Teacher as Teacher
+from flatout.observe.observation import Unfrozen as Unfrozen
 from flatout.observe.observation import UnusedGradients as UnusedGradients
 from flatout.observe.optimizers import StepFinder as StepFinder
 from flatout.observe.optimizers import watch_optimizers as watch_optimizers

@@ -33,6 +33,7 @@ from flatout.observe.still_targets import StillTargets
 from flatout.observe.switches import Switches
 from flatout.observe.tables import Tables
 from flatout.observe.teachers import Teachers
+from flatout.observe.unfrozen import NeverFrozen
 from flatout.observe.unused_gradients import GradientUse
 from flatout.observe.watch import Watch
 
@@ -70,6 +71,7 @@ class Mistakes:
         self._leaked = LeakedTargets(torch, watch)
         self._recurrent = Recurrent(torch, watch)
         self._batch_axis = BatchAxis(torch, watch)
+        self._never_frozen = NeverFrozen(watch)
         self._functional = Functional(torch, watch)
         self._growing = GrowingHistories(torch, watch)
         self._copied = CopiedLists(watch)
@@ -114,6 +116,7 @@ class Mistakes:
         observation.switched_on = self._switches.on
         observation.cells = self._recurrent.cells
         observation.over_batch = self._batch_axis.layers
+        observation.unfrozen = self._never_frozen.found
         observation.dropouts = [read(site) for site in self._functional.dropouts]
         observation.checkpointed_mb = self._checkpointed.mb
 
@@ -162,6 +165,7 @@ def _read_sites(observation: Observation) -> None:
             *observation.growing,
             *observation.cells,
             *observation.over_batch,
+            *observation.unfrozen,
             *observation.unused_gradients,
             *observation.kept_graphs,
             *(observation.repeated_seeds or ()),

@@ -490,6 +490,26 @@ class OverBatch:
 
 
 @dataclass
+class Unfrozen:
+    """Parameters that train, though the script has set something to False that looks like freezing.
+
+    Attributes:
+        name: of the attribute, such as "require_grad".
+        kind: the class of a module that has been given `requires_grad`; "" where it is misspelt.
+        site: where it is set, as far as that was found.
+        parameters, elements: how many tensors, and numbers in them.
+        names: of the first of them.
+    """
+
+    name: str
+    kind: str
+    site: Site | None = None
+    parameters: int = 0
+    elements: int = 0
+    names: list[str] = field(default_factory=list)
+
+
+@dataclass
 class Growing:
     """A line that puts together what it has put together before, with more.
 
@@ -904,6 +924,7 @@ class Observation:
         loss_looks: how many graphs of losses were looked at, and what was found in_losses.
         cells: recurrent ones that a loop in Python calls.
         over_batch: layers that run over the samples of a batch.
+        unfrozen: parameters that the script means to freeze, and that train.
         dropouts: where a model calls torch.nn.functional.dropout without `training=`.
         growing: what is put together in each step, longer each time.
         gradient_uses: how many backward passes were followed to the step that uses their gradients,
@@ -1002,6 +1023,7 @@ class Observation:
     in_losses: list[InLoss] = field(default_factory=list)
     cells: list[Cell] = field(default_factory=list)
     over_batch: list[OverBatch] = field(default_factory=list)
+    unfrozen: list[Unfrozen] = field(default_factory=list)
     dropouts: list[Site] = field(default_factory=list)
     growing: list[Growing] = field(default_factory=list)
     gradient_uses: int = 0

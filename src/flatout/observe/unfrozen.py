@@ -1,0 +1,123 @@
+"""Parameters that the script means to freeze, and does not: words that torch does not know.
+
+An attribute that is spelt otherwise, as `require_grad`, is taken by any parameter without a word;
+so is `requires_grad` by a module, whose parameters do not ask for it.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from flatout.observe.observation import Site, Unfrozen
+from flatout.observe.origins import parsed
+from flatout.observe.sites import is_users
+from flatout.observe.watch import Watch
+
+# After so many steps of each training.
+_AT = 3
+_TORCHS = "requires_grad"
+_MISSPELT = (
+    "require_grad", "require_grads", "requires_grads", "required_grad", "requiers_grad",
+    "requires_gard", "requires_grd", "requires_Grad", "requiresGrad", "requires_gradient",
+    "requires_gradients", "require_gradient", "require_gradients", "requiresgrad", "requiregrad",
+)  # fmt: skip
+# Names of parameters that are kept.
+_NAMED = 8
+
+
+class NeverFrozen:
+    """Looks at the models that are trained, once in each training.
+
+    Attributes:
+        found: one for each attribute of each kind of owner.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self.found: list[Unfrozen] = []
+        watch.at_each(_AT, self._look)
+        watch.on_renewal.append(self.found.clear)
+
+    def _look(self) -> None:
+        stepped = {
+            id(tensor)
+            for optimizer in self._watch.stepping()
+            for tensor in optimizer.tensors()
+            if tensor.requires_grad
+        }
+        for model in self._watch.models:
+            module: Any = model.ref()
+            if module is None or not model.is_stepped or model.facts.is_told:
+                continue
+            for item in [*_misspelt(module, stepped), *_of_modules(module, stepped)]:
+                if not any((item.name, item.kind) == (old.name, old.kind) for old in self.found):
+                    self.found.append(item)
+
+
+def _misspelt(module: Any, stepped: set[int]) -> Iterator[Unfrozen]:
+    """Attributes of parameters and modules that are none of torch's, set to False."""
+    for name in _MISSPELT:
+        own = [
+            (path, tensor)
+            for path, tensor in module.named_parameters()
+            if getattr(tensor, "__dict__", {}).get(name) is False
+        ]
+        inside = [
+            (f"{path}.{inner_path}" if path else inner_path, tensor)
+            for path, inner in module.named_modules()
+            if vars(inner).get(name) is False and not hasattr(type(inner), name)
+            for inner_path, tensor in inner.named_parameters()
+        ]
+        training = {path: tensor for path, tensor in own + inside if id(tensor) in stepped}
+        if training:
+            yield _told(name, "", training, _line_that_sets(name))
+
+
+def _of_modules(module: Any, stepped: set[int]) -> Iterator[Unfrozen]:
+    """Modules that were given what is for parameters, from outside of their class."""
+    for path, inner in module.named_modules():
+        if vars(inner).get(_TORCHS) is not False or hasattr(type(inner), _TORCHS):
+            continue
+        own = {f"{path}.{name}" if path else name: one for name, one in inner.named_parameters()}
+        # Where one of them does not train, something else has been frozen by it.
+        if own and all(id(tensor) in stepped for tensor in own.values()):
+            site = _line_that_sets(_TORCHS)
+            if site is not None:
+                yield _told(_TORCHS, type(inner).__name__, own, site)
+
+
+def _told(name: str, kind: str, training: dict[str, Any], site: Site | None) -> Unfrozen:
+    elements = sum(int(tensor.numel()) for tensor in training.values())
+    return Unfrozen(name, kind, site, len(training), elements, list(training)[:_NAMED])
+
+
+def _line_that_sets(name: str) -> Site | None:
+    """Where a script's file sets an attribute of this name to False, on something that is neither
+    `self` nor comes out of a loop over parameters."""
+    files = {str(getattr(module, "__file__", None) or "") for module in list(sys.modules.values())}
+    for file in sorted(file for file in files if file.endswith(".py") and is_users(file)):
+        tree = parsed(file)
+        looped = _looped(tree) if tree is not None and name == _TORCHS else {"self"}
+        for node in ast.walk(tree) if tree is not None else ():
+            if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)):
+                continue
+            for target in node.targets if node.value.value is False else ():
+                if isinstance(target, ast.Attribute) and target.attr == name:
+                    owner = target.value
+                    if not (isinstance(owner, ast.Name) and owner.id in looped):
+                        return Site(file, node.lineno)
+    return None
+
+
+def _looped(tree: ast.Module) -> set[str]:
+    """Names that loops over parameters give, and `self`."""
+    names = {"self"}
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.For, ast.comprehension)) and "parameters" in ast.unparse(
+            node.iter
+        ):
+            names |= {item.id for item in ast.walk(node.target) if isinstance(item, ast.Name)}
+    return names
