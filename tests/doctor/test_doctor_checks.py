@@ -154,6 +154,7 @@ class Row:
 
 
 COSINE = Schedule("CosineAnnealingLR", HERE, HERE, first_after=1)
+PLATEAU = Schedule("ReduceLROnPlateau", HERE, HERE, steps=3, mode="min")
 UNUSED = UnusedGradients("zeroed", "Generator", HERE, HERE, HERE, parameters=6, share=0.25, count=2)
 TEACHER = Teacher("__main__.Large", HERE, {"Dropout": 2, "BatchNorm2d": 9}, moved=9, dropped=0.5)
 LEAKED = LeakedTarget(14, 1.0, 512, 488, [8, 2], HERE)
@@ -584,6 +585,12 @@ ROWS = {
             calls=[call("clip", 0.0, limit=1.0, norm=9.0, is_late=True, scale=1.0)],
             optimizer={"backwards": 0.0},
         ),
+        kind="danger",
+    ),
+    "plateau_reversed": Row(
+        job(schedules=[replace(PLATEAU, given="val_acc", given_kind="score")]),
+        job(schedules=[replace(PLATEAU, given="val_loss", given_kind="loss")]),
+        job(**NO_STEPS),
         kind="danger",
     ),
     "schedule_misplaced": Row(
@@ -1598,6 +1605,36 @@ def test_a_schedule_of_micro_batches_is_held_against_what_it_was_made_for(made_f
     schedule = replace(COSINE, steps=4 * STEPS, made_for=made_for, first_after=0)
     seen = job(schedules=[schedule], optimizer={"backwards": 4.0}, epoch_loops=loops)
     assert [one.kind for one in look_of("schedule_misplaced")(seen)] == kinds
+
+
+@pytest.mark.parametrize(
+    ("changes", "turns", "kinds"),
+    [
+        ({"steps": 6}, 10, ["danger"]),
+        ({"steps": 0, "in_lapse": 2}, 10, ["danger"]),
+        ({"steps": STEPS}, 10, []),
+        ({"steps": 12}, 10, []),  # oftener than once an epoch
+        ({"steps": 6}, 5, []),  # made for another loop
+        ({"steps": 6, "made_for": 10}, 10, []),
+        ({"steps": 6, "made_for": None}, 10, []),
+    ],
+)
+def test_a_schedule_of_all_steps_is_not_stepped_once_an_epoch(changes, turns, kinds):
+    schedule = replace(COSINE, **{"made_for": 160, **changes})
+    seen = job(schedules=[schedule], loader={"epochs": 7}, epoch_loops=[(HERE, turns)])
+    found = look_of("schedule_misplaced")(seen)
+    assert [one.kind for one in found] == kinds
+    assert all("160 steps, 10 epochs of 16" in one.what and "6%" in one.what for one in found)
+
+
+def test_a_plateau_is_told_with_its_mode_and_what_it_gets():
+    look = look_of("plateau_reversed")
+    (found,) = look(job(schedules=[replace(PLATEAU, given="val_acc", given_kind="score")]))
+    assert 'mode "min", which is the default, and stepped with val_acc, a score' in found.what
+    down = replace(PLATEAU, mode="max", given="val_loss", given_kind="loss")
+    (found,) = look(job(schedules=[down]))
+    assert 'mode "max", and stepped with val_loss, a loss' in found.what
+    assert look(job(schedules=[replace(down, given="metric", given_kind="")])) == []
 
 
 def test_validation_that_is_a_part_of_training_is_not_how_well_training_fits():

@@ -311,6 +311,9 @@ class Schedule:
             where neither is known.
         is_used: whether its optimizer has stepped.
         in_lapse: how often it was stepped more in a time-lapse.
+        mode: of one that waits for a plateau: "min" or "max"; "" of others.
+        given: what that was stepped with at stepped_at, as the script writes it.
+        given_kind: "loss" or "score", as far as the script's names tell.
     """
 
     kind: str
@@ -322,6 +325,9 @@ class Schedule:
     made_for: int | None = None
     is_used: bool = True
     in_lapse: int = 0
+    mode: str = ""
+    given: str = ""
+    given_kind: str = ""
 
 
 @dataclass

@@ -27,7 +27,7 @@ def origins(call: Place, callers: Sequence[Place]) -> set[Place]:
     places: set[Place] = set()
     wanted: set[str] | None = None
     for file, line in [call, *callers][: _LEVELS + 1]:
-        function = _function_at(file, line)
+        function = function_at(file, line)
         if function is None:
             break
         names = _given(function, line)
@@ -50,7 +50,7 @@ def parsed(file: str) -> ast.Module | None:
         return None
 
 
-def _function_at(file: str, line: int) -> ast.AST | None:
+def function_at(file: str, line: int) -> ast.AST | None:
     """The innermost function around a line, else the whole file."""
     tree = parsed(file)
     best: ast.AST | None = tree

@@ -9,6 +9,7 @@ from weakref import ref
 
 from flatout.hooks import wrap
 from flatout.observe.observation import Schedule, Site
+from flatout.observe.plateaus import given_at
 from flatout.observe.rate_curves import ends_after, made_for
 from flatout.observe.sites import here
 from flatout.observe.watch import Watch
@@ -48,9 +49,10 @@ class Schedules:
         self._by_id: dict[int, _Watched] = {}
         self._owner = module.LRScheduler
         wrap(self._owner, "__init__", "observe", self._made)
-        # It makes itself without the class that it inherits from. When it is stepped first is not
-        # looked at: no rate is left out where that comes before the optimizer.
+        # It makes itself without the class that it inherits from. That it is stepped before the
+        # optimizer is not looked at: no rate is left out there.
         wrap(module.ReduceLROnPlateau, "__init__", "observe", self._made)
+        wrap(module.ReduceLROnPlateau, "step", "observe", self._judging)
         wrap(self._owner, "step", "observe", self._stepped)
         watch.on_renewal.append(self._begin)
 
@@ -97,6 +99,17 @@ class Schedules:
 
         return step
 
+    def _judging(self, original: Any) -> Any:
+        lanes, by_id = self._watch.lanes, self._by_id
+
+        def step(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+            original(scheduler, *args, **kwargs)
+            item = by_id.get(id(scheduler))
+            if item is not None and get_ident() == lanes.thread and item.facts.stepped_at is None:
+                item.facts.stepped_at, item.facts.mode = here(1), str(scheduler.mode)
+
+        return step
+
     def results(self) -> list[Schedule]:
         """What was seen of them, but for parts of another one and for those that are gone and were
         not counted."""
@@ -110,6 +123,8 @@ class Schedules:
                 item.last = int(scheduler.last_epoch)
                 item.ask(scheduler)
             facts.steps = int(item.last) - item.begins_at
+            if facts.mode and facts.stepped_at is not None:
+                facts.given, facts.given_kind = given_at(facts.stepped_at)
             facts.is_used = any(item.optimizer is used for used in optimizers)
             result.append(facts)
         return result

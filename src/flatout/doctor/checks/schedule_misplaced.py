@@ -13,13 +13,17 @@ _EPOCHS = 3
 _LEAST = 8
 """Steps that make a habit of stepping it with each batch."""
 
+_SHORTEST = 4
+"""Steps of an epoch, so that one step of a schedule for each is told from one for each batch."""
+
 _OFTENER = 1.5
 """As many times for each step of the optimizer, and it is stepped with each micro-batch."""
 
 
 @check()
 def look(observation: Observation) -> Findings:
-    """Whether one is stepped with each batch though its rate ends soon, never, or too early."""
+    """Whether one is stepped with each batch though its rate ends soon, once an epoch though it is
+    made for batches, never, or too early."""
     if not observation.steps:
         raise NoSignal("no step was seen")
     used = [schedule for schedule in observation.schedules if schedule.is_used]
@@ -32,8 +36,13 @@ def look(observation: Observation) -> Findings:
                 "scheduler.step() after optimizer.step()",
                 at(item.stepped_at),
             )
-        if finding := _of_each_batch(observation, item) or _of_each_part(observation, item):
-            yield finding
+        found = (
+            _of_each_batch(observation, item)
+            or _of_each_part(observation, item)
+            or _of_each_epoch(observation, item)
+        )
+        if found:
+            yield found
     epochs = max((loader.epochs for loader in observation.loaders if loader.in_training), default=0)
     if observation.lapse is not None and not observation.lapse.steps_schedules:
         # Where a line steps it, epochs that end early may not come to it.
@@ -106,6 +115,30 @@ def _of_each_part(observation: Observation, schedule: Schedule) -> Finding | Non
         "danger" if is_sure else "note",
         words,
         "scheduler.step() where optimizer.step() is, once in as many batches",
+        at(schedule.stepped_at or schedule.site),
+    )
+
+
+def _of_each_epoch(observation: Observation, schedule: Schedule) -> Finding | None:
+    """The finding where it is made for all steps of the loop around them, and stepped no oftener
+    than there were epochs."""
+    length, made_for = epoch_steps(observation), schedule.made_for
+    turns = {turns for _, turns in observation.epoch_loops if turns > 1}
+    if made_for is None or length < _SHORTEST or not _is_whole(made_for, length, observation):
+        return None
+    epochs, lapse = round(made_for / length), observation.lapse
+    begun = max((item.epochs for item in observation.loaders if item.in_training), default=0)
+    begun += lapse.epochs if lapse is not None else 0
+    steps = schedule.steps + schedule.in_lapse
+    is_seldom = 0 < steps <= begun and observation.steps >= max(_LEAST, _SHORTEST * schedule.steps)
+    if epochs not in turns or not is_seldom:
+        return None
+    return _finding(
+        "danger",
+        f"{schedule.kind} is made for {made_for:,} steps, {epochs} epochs of {length:,.0f}, and is "
+        f"stepped once an epoch: when all of them are over it has come {epochs / made_for:.0%} of "
+        "its way",
+        "scheduler.step() after each optimizer.step(); or make it for as many steps as epochs",
         at(schedule.stepped_at or schedule.site),
     )
 
