@@ -34,6 +34,7 @@ from flatout.observe import (
     RepeatedSeed,
     Scaling,
     Schedule,
+    SeenAhead,
     Site,
     StillTarget,
     Teacher,
@@ -159,6 +160,7 @@ UNUSED = UnusedGradients("zeroed", "Generator", HERE, HERE, HERE, parameters=6, 
 TEACHER = Teacher("__main__.Large", HERE, {"Dropout": 2, "BatchNorm2d": 9}, moved=9, dropped=0.5)
 LEAKED = LeakedTarget(14, 1.0, 512, 488, [8, 2], HERE)
 STILL = StillTarget("__main__.Values", HERE, 2000)
+AHEAD = SeenAhead("__main__.Writer", HERE, 5, 32, 992, 0.3, "layers.0", "Attention")
 VIEWS = EqualViews("__main__.Encoder", HERE, 64, 4)
 REMADE = RemadeOptimizer(
     "torch.optim.adam.Adam", HERE, 6, times=4, until=800, each=200, memory=1000
@@ -638,6 +640,12 @@ ROWS = {
         job(teachers=[TEACHER]),
         job(),
         job(steps=4),
+        kind="danger",
+    ),
+    "next_token_seen": Row(
+        job(seen_ahead=[AHEAD]),
+        job(),
+        job(steps=2),
         kind="danger",
     ),
     "target_in_input": Row(
@@ -1551,6 +1559,15 @@ def test_samples_that_are_run_over_are_told_with_how_they_are_known():
     assert "its 32 samples, in the order that the loader has drawn, not over" in drawn.what
     (told,) = look(job(over_batch=[OverBatch("GRU", HERE, [32, 40, 16], by_targets=True)]))
     assert "its 32 samples, not over their 40 places, along which each target is" in told.what
+
+
+def test_a_token_that_is_seen_is_told_with_the_output_and_the_layer():
+    look = look_of("next_token_seen")
+    (found,) = look(job(seen_ahead=[AHEAD]))
+    assert "Writer's output at position 5 of 32 changes when token 6 does" in found.what
+    assert "it begins in layers.0 (Attention); all 992 targets" in found.what
+    (found,) = look(job(seen_ahead=[replace(AHEAD, layer="")]))
+    assert "begins" not in found.what
 
 
 def test_equal_views_are_told_with_how_they_came():

@@ -38,6 +38,7 @@ SCRIPTS = (
     "workers_repeat", "zero_grad_missing",
     "labels_in_table", "noise_repeated", "optimizer_remade", "seed_repeated", "target_in_input",
     "plateau_reversed", "schedule_seldom", "teacher_in_train_mode", "views_equal",
+    "next_token_seen",
 )  # fmt: skip
 NOT_STYLE = ("gradients_unused", "history_grows", "recurrent_by_step", "retained_graph")
 NAMED = [pitfall for pitfall in read_index() if pitfall.name in SCRIPTS]

@@ -35,6 +35,7 @@ from flatout.observe.observation import RemadeOptimizer as RemadeOptimizer
 from flatout.observe.observation import RepeatedSeed as RepeatedSeed
 from flatout.observe.observation import Scaling as Scaling
 from flatout.observe.observation import Schedule as Schedule
+from flatout.observe.observation import SeenAhead as SeenAhead
 from flatout.observe.observation import Site as Site
 from flatout.observe.observation import StillTarget as StillTarget
 from flatout.observe.observation import Table as Table

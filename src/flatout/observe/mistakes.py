@@ -18,6 +18,7 @@ from flatout.observe.kept_graphs import KeptLosses
 from flatout.observe.labels import Labels
 from flatout.observe.leaked_targets import LeakedTargets
 from flatout.observe.loss_graphs import LossGraphs
+from flatout.observe.next_tokens import NextTokens
 from flatout.observe.observation import Observation
 from flatout.observe.record import read_sites
 from flatout.observe.recurrent import Recurrent
@@ -69,6 +70,7 @@ class Mistakes:
         self._tables = Tables(torch, watch)
         self._remade = Remade(torch, watch, self._tables)
         self._leaked = LeakedTargets(torch, watch)
+        self._next = NextTokens(torch, watch)
         self._recurrent = Recurrent(torch, watch)
         self._batch_axis = BatchAxis(torch, watch)
         self._never_frozen = NeverFrozen(watch)
@@ -98,6 +100,7 @@ class Mistakes:
             self._fill_equal_views,
             self._fill_still_targets,
             self._fill_leaked_targets,
+            self._fill_seen_ahead,
             self._compare,
             self._tables.fill,
             _read_sites,
@@ -144,6 +147,9 @@ class Mistakes:
     def _fill_leaked_targets(self, observation: Observation) -> None:
         observation.leaked_targets = self._leaked.found
 
+    def _fill_seen_ahead(self, observation: Observation) -> None:
+        observation.seen_ahead = self._next.found
+
     def _fill_still_targets(self, observation: Observation) -> None:
         observation.still_targets = self._still.results()
 
@@ -174,6 +180,7 @@ def _read_sites(observation: Observation) -> None:
             *observation.equal_views,
             *observation.still_targets,
             *observation.leaked_targets,
+            *observation.seen_ahead,
             *scalings,
         ]
     )

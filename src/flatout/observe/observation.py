@@ -631,6 +631,31 @@ class LeakedTarget:
 
 
 @dataclass
+class SeenAhead:
+    """A model that is trained to tell the next token, and whose outputs change with that token.
+
+    Attributes:
+        kind: its class, as module.Name.
+        site: where it is called.
+        at: the output that was looked at, by its place in the sequence.
+        length: of the sequence, in tokens.
+        targets: how many were compared with the tokens: all were the next one.
+        change: of the output, in terms of its spread over the classes.
+        layer: name of the layer in which the change begins; "" where it is the model itself.
+        layer_kind: its class; "" where none can be told.
+    """
+
+    kind: str
+    site: Site | None = None
+    at: int = 0
+    length: int = 0
+    targets: int = 0
+    change: float = 0.0
+    layer: str = ""
+    layer_kind: str = ""
+
+
+@dataclass
 class RemadeOptimizer:
     """An optimizer that is made again and again for parameters which train on.
 
@@ -938,6 +963,7 @@ class Observation:
         teachers: models that are called in each step in train mode, though nothing trains them.
         remade: optimizers that are made again for the same parameters, their averages lost.
         leaked_targets: columns of the model's input that are its target.
+        seen_ahead: models that see the token which they are to tell.
         still_targets: copies of a trained model that give its targets and never move.
         equal_views: pictures that a model gets twice in a step, bitwise the same.
         kept_graphs: names of the script's that hold on to the graphs of past steps.
@@ -1037,6 +1063,7 @@ class Observation:
     teachers: list[Teacher] = field(default_factory=list)
     remade: list[RemadeOptimizer] = field(default_factory=list)
     leaked_targets: list[LeakedTarget] = field(default_factory=list)
+    seen_ahead: list[SeenAhead] = field(default_factory=list)
     still_targets: list[StillTarget] = field(default_factory=list)
     equal_views: list[EqualViews] = field(default_factory=list)
     kept_graphs: list[KeptGraphs] = field(default_factory=list)

@@ -1,0 +1,31 @@
+"""A model that is trained to tell the next token sees it."""
+
+from __future__ import annotations
+
+from flatout.doctor.checks.check import Findings, NoSignal, check
+from flatout.doctor.checks.signals import at
+from flatout.doctor.finding import Finding
+from flatout.observe import Observation
+
+_LOOKED = 3
+"""After fewer steps nothing was looked at."""
+
+
+@check()
+def look(observation: Observation) -> Findings:
+    """Models whose outputs change with the token that they are to tell."""
+    if observation.steps < _LOOKED:
+        raise NoSignal("too few steps were seen to call a model again")
+    for seen in observation.seen_ahead:
+        name = seen.kind.rpartition(".")[2]
+        layer = f": it begins in {seen.layer} ({seen.layer_kind})" if seen.layer else ""
+        yield Finding(
+            kind="danger",
+            what=f"{name}'s output at position {seen.at} of {seen.length} changes when token "
+            f"{seen.at + 1} does, which is what it is to predict{layer}; all {seen.targets:,} "
+            "targets compared are its input, shifted by one",
+            do="mask what comes later, as by is_causal=True or a mask of -inf above the diagonal; "
+            "recurrent layers in one direction, convolutions padded on the left alone",
+            where=at(seen.site),
+            parity="changes learning",
+        )

@@ -1,0 +1,409 @@
+"""Calls a model again to see whether an output changes with the token that it is to tell.
+
+The script's training does not notice: random streams, modes, buffers and whatever else the model
+and the user's own objects hold are put back (train/held_state.py), and no model is called whose
+forward does more than compute, as far as its code shows.
+
+A change is told only where all of the model looks ahead by mistake. An autoencoder is to see all,
+and its decoder what the encoder makes of it: so of each layer's call it is asked what has changed
+in what it got.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple
+
+from flatout.hooks import PassingHook
+from flatout.observe.shifted_targets import Place, as_rows, tensors_in
+from flatout.observe.sites import is_users
+
+# Of the spread of an output over its classes: what is no rounding, also where a layer computes in
+# half precision; and how much less the other samples may change.
+_ROUNDING, _HALF_ROUNDING, _OTHERS = 1e-4, 2e-2, 1e-2
+# Numbers of what a layer got without positions that are compared.
+_NUMBERS = 2**20
+# Other samples that are not to change.
+_BESIDE = 2
+# What a forward calls that does more than compute.
+_ACTS = frozenset(
+    (
+        "print", "open", "write", "writelines", "save", "savetxt", "add_scalar", "add_histogram",
+        "info", "debug", "warning", "send", "put", "put_nowait", "backward", "step", "sleep",
+        "all_reduce", "all_gather", "broadcast", "input", "exit", "breakpoint", "set_trace",
+    )
+)  # fmt: skip
+_WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
+
+
+class Sees(NamedTuple):
+    """That a model sees ahead: by what part of its spread an output changes, and the layer in
+    which the change begins, by name and class; "" where none can be told."""
+
+    change: float
+    layer: str
+    kind: str
+
+
+def sees_ahead(torch: Any, module: Any, place: Place) -> Sees | None:
+    """Whether the output that is to tell a token changes with it.
+
+    Args:
+        torch: the module.
+        module: the model.
+        place: the token.
+
+    Returns:
+        None where it does not, and where it is not known whether that is a mistake.
+    """
+    if not can_be_called_again(torch, module):
+        return None
+    try:
+        with _untouched(torch, module) as put_back:
+            again = _Again(torch, module, place, put_back)
+            change = again.change()
+            if change is None or not again.is_same():
+                return None
+            # Once more as in training, where a mask may be another one.
+            traced = _Traces(torch, module, place)
+            in_training = again.change(traced)
+            least = _HALF_ROUNDING if traced.is_half else _ROUNDING
+            if in_training is None or min(change, in_training) < least or traced.is_meant():
+                return None
+            return Sees(change, *traced.layer)
+    except Exception:
+        return None  # it cannot be called so
+
+
+class _Again:
+    """Calls of a model with a batch, and with another token in it."""
+
+    def __init__(self, torch: Any, module: Any, place: Place, put_back: Callable[[], None]) -> None:
+        self._torch, self._module, self._place = torch, module, place
+        self._put_back = put_back
+        samples = place.shape[0]
+        # The token's own, and some that are not to change.
+        self._rows = [(place.row + at) % samples for at in range(min(samples, 1 + _BESIDE))]
+        self._base: Any = None
+
+    def change(self, traced: _Traces | None = None) -> float | None:
+        """By what part of its spread the output changes, in evaluation or, traced, in training;
+        None where that is rounding, or where other samples change, too."""
+        place = self._place
+        outputs = []
+        for token in (place.token, place.other):
+            with traced.of_a_call() if traced is not None else nullcontext():
+                outputs.append(self._call(token, training=traced is not None))
+        base, other = outputs
+        apart = (other - base).abs().amax(2)
+        spread, change = float(base[0, place.at].std()), float(apart[0, place.at])
+        if not change > _ROUNDING * spread > 0:
+            return None
+        if traced is None:
+            self._base = base
+            if len(apart) > 1 and float(apart[1:].max()) > _OTHERS * change:
+                return None
+        return change / spread
+
+    def is_same(self) -> bool:
+        """Whether another call with the batch as it was gives the same."""
+        again = self._call(self._place.token, training=False)
+        apart = (again - self._base)[0].abs().max()
+        return bool(apart <= _ROUNDING * _OTHERS * self._base[0, self._place.at].std())
+
+    def _call(self, token: int, *, training: bool) -> Any:
+        """Some samples of the model's output, as [samples, places, classes]."""
+        torch, place = self._torch, self._place
+        self._put_back()
+        if not training:
+            for inner in self._module.modules():
+                inner.training = False
+        given = place.given_with(torch, token)
+        with torch.no_grad():
+            gave = self._module(*given["args"], **given["kwargs"])
+        number, name = place.output
+        output = [tensor for _, tensor in tensors_in(torch, gave)][number].detach()
+        return dict(as_rows(output, place.shape))[name][self._rows].float()
+
+
+# -- what is put back ------------------------------------------------------------------------------
+
+
+@contextmanager
+def _untouched(torch: Any, module: Any) -> Iterator[Callable[[], None]]:
+    """What the model holds, modes and random streams are the same behind it; gives what puts them
+    back in between."""
+    from flatout.train.held_state import HeldState
+
+    states = _random_states(torch)
+    modes = [(inner, inner.training) for inner in module.modules()]
+    held = HeldState(module)
+
+    def put_back() -> None:
+        held.restore()
+        for inner, mode in modes:
+            inner.training = mode
+        for state, put in states:
+            put(state)
+
+    mha = torch.backends.mha
+    settings = (
+        # A fused path would run no hooks, and drop places that are padding in all samples.
+        (mha.set_fastpath_enabled, mha.get_fastpath_enabled()),
+        # What is cast without gradients must not be found by the next forward.
+        (torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled()),
+    )
+    for switch, _ in settings:
+        switch(False)
+    try:
+        yield put_back
+    finally:
+        for switch, before in settings:
+            switch(before)
+        put_back()
+
+
+def _random_states(torch: Any) -> list[tuple[Any, Callable[[Any], object]]]:
+    """The random streams of this process, and what puts each back."""
+    states: list[tuple[Any, Callable[[Any], object]]] = [
+        (torch.get_rng_state(), torch.set_rng_state),
+        (random.getstate(), random.setstate),
+    ]
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        states.append((numpy.random.get_state(legacy=False), numpy.random.set_state))
+    if torch.cuda.is_initialized():
+        states.append((torch.cuda.get_rng_state_all(), torch.cuda.set_rng_state_all))
+    return states
+
+
+def can_be_called_again(torch: Any, module: Any) -> bool:
+    """Whether a model's forward only computes, as far as its code shows."""
+    hooks = torch.nn.modules.module
+    if hooks._global_forward_hooks or hooks._global_forward_pre_hooks:
+        return False
+    for inner in module.modules():
+        kind = type(inner)
+        if isinstance(inner, torch.jit.ScriptModule) or kind.__name__ in _WRAPPERS:
+            return False
+        if getattr(inner, "_compiled_call_impl", None) is not None:
+            return False
+        if _acts(getattr(inner.forward, "__func__", inner.forward), kind):
+            return False
+        for hook in (*inner._forward_hooks.values(), *inner._forward_pre_hooks.values()):
+            if not isinstance(hook, PassingHook) and not _is_harmless(hook):
+                return False
+    return True
+
+
+def _is_harmless(hook: Any) -> bool:
+    """Whether it is torch's, or a function of the user's that only computes."""
+    if (getattr(hook, "__module__", None) or "").startswith("torch."):
+        return True
+    function = getattr(hook, "__func__", hook)
+    is_own = isinstance(function, FunctionType) and is_users(function.__code__.co_filename)
+    return is_own and not _acts(function, None)
+
+
+def _acts(function: Any, kind: type | None) -> bool:
+    """Whether it, or what it names of the user's own, calls what does more than compute."""
+    todo, known = [function], set()
+    while todo:
+        one = todo.pop()
+        if not isinstance(one, FunctionType) or one in known:
+            continue
+        known.add(one)
+        if not is_users(one.__code__.co_filename):
+            continue
+        names = {name for code in _codes(one.__code__) for name in code.co_names}
+        if names & _ACTS:
+            return True
+        within = [vars(base) for base in kind.__mro__] if kind is not None else []
+        found = [where.get(name) for where in (*within, one.__globals__) for name in names]
+        todo += [getattr(item, "fget", getattr(item, "__func__", item)) for item in found]
+    return False
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _codes(inner)
+
+
+# -- what layers get -------------------------------------------------------------------------------
+
+
+class _Seen(NamedTuple):
+    """A tensor that a layer got or gave, of the sample alone.
+
+    Attributes:
+        kind: "tokens"; "places" for numbers by position; "pooled" for others.
+        values: a copy.
+    """
+
+    kind: str
+    values: Any
+
+
+class _Event(NamedTuple):
+    """A layer is called, or gives something."""
+
+    name: str
+    kind: str
+    is_end: bool
+    tensors: list[_Seen]
+    is_one_way: bool  # a recurrent layer in one direction
+
+
+class _Traces:
+    """What the layers of a model get and give, in a call as it was and one with another token."""
+
+    def __init__(self, torch: Any, module: Any, place: Place) -> None:
+        self._torch, self._module, self._place = torch, module, place
+        self._calls: list[list[_Event]] = []
+        self.is_half = False
+        self.layer = "", ""
+
+    @contextmanager
+    def of_a_call(self) -> Iterator[None]:
+        """Notes what the layers get within it."""
+        events: list[_Event] = []
+        handles = []
+        for name, inner in self._module.named_modules():
+            if isinstance(inner, self._torch.nn.modules.loss._Loss):
+                continue
+            begins, ends = self._hooks(name, events)
+            handles.append(inner.register_forward_pre_hook(begins, with_kwargs=True))
+            handles.append(inner.register_forward_hook(ends))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._calls.append(events)
+
+    def _hooks(self, name: str, events: list[_Event]) -> tuple[PassingHook, PassingHook]:
+        def begins(layer: Any, args: Any, kwargs: Any) -> None:
+            events.append(self._event(name, layer, [args, kwargs], is_end=False))
+
+        def ends(layer: Any, args: Any, output: Any) -> None:
+            events.append(self._event(name, layer, output, is_end=True))
+
+        return PassingHook(begins), PassingHook(ends)
+
+    def _event(self, name: str, layer: Any, value: Any, *, is_end: bool) -> _Event:
+        is_recurrent = isinstance(layer, self._torch.nn.RNNBase)
+        tensors = [tensor.detach() for _, tensor in tensors_in(self._torch, value)]
+        self.is_half |= any(item.dtype.itemsize == 2 for item in tensors if _is_number(item))
+        if is_recurrent and is_end:
+            tensors = tensors[:1]  # its last states have seen all of a sequence
+        seen = [self._seen(item) for item in tensors]
+        if is_recurrent and not is_end:
+            states = [item.clone() for item in tensors[1:] if _is_number(item)]
+            seen = [*seen[:1], *(_Seen("pooled", state) for state in states)]
+        one_way = is_recurrent and not layer.bidirectional
+        kind = type(layer).__name__
+        return _Event(name, kind, is_end, [item for item in seen if item is not None], one_way)
+
+    def _seen(self, tensor: Any) -> _Seen | None:
+        """Of a tensor what is asked about; None for masks and the like."""
+        if not _is_number(tensor):
+            is_tokens = tensor.dim() >= 1 and tensor.dtype in (self._torch.int64, self._torch.int32)
+            return _Seen("tokens", tensor.clone()) if is_tokens else None
+        rows = self._place.shape[0]
+        squeezed = [size for size in tensor.shape if size != 1]
+        others = [size for at, size in enumerate(squeezed) if at or size != rows]
+        if len(others) <= 1:
+            few = tensor.numel() <= _NUMBERS
+            return _Seen("pooled", tensor.clone()) if few else None
+        values = self._by_place(tensor)
+        return None if values is None else _Seen("places", values.clone())
+
+    def _by_place(self, tensor: Any) -> Any:
+        """Of the sample alone, as [places, numbers]; None where no dimension has the places."""
+        place, shape = self._place, tensor.shape
+        rows, length = (int(size) for size in place.tokens.shape)
+        lengths = (length, length - 1, length + 1)
+        mine: Any = None
+        if shape[0] == rows and shape[1] in lengths:
+            mine = tensor[place.row]
+        elif shape[1] == rows and shape[0] in lengths:
+            mine = tensor[:, place.row]
+        elif shape[0] == rows and tensor.dim() > 2 and shape[2] in lengths:
+            mine = tensor[place.row].transpose(0, 1)
+        elif shape[0] in (rows * length, rows * (length - 1)):
+            size = int(shape[0]) // rows
+            order = (rows, size) if place.is_first else (size, rows)
+            whole = tensor.reshape(*order, *shape[1:])
+            mine = whole[place.row] if place.is_first else whole[:, place.row]
+        elif shape[0] in lengths:
+            mine = tensor
+        return None if mine is None else mine.reshape(len(mine), -1)
+
+    def is_meant(self) -> bool:
+        """Whether what comes later reaches the output by a way that may be meant; notes the layer
+        in which it does first."""
+        before, after = self._calls
+        if [event[:3] for event in before] != [event[:3] for event in after]:
+            return True
+        open_layers: list[bool] = []  # whether what each got was as before at earlier places
+        is_ahead = has_one_way = False
+        given: set[str] = set()  # layers that got tokens
+        for one, other in zip(before, after, strict=True):
+            changes = self._changes(one, other)
+            if changes is None or ("pooled" in changes and not one.is_end):
+                return True
+            is_early = "early" in changes
+            if one.is_end:
+                was_clean = open_layers.pop()
+                if is_early and was_clean and not self.layer[1]:
+                    self.layer = one.name, one.kind
+                has_one_way |= one.is_one_way and not is_early
+            else:
+                # A decoder that gets tokens, or sequences, beside what has seen all of them.
+                if "tokens" in changes and (is_ahead or one.name in given):
+                    return True
+                if {"early", "late"} <= changes:
+                    return True
+                if "tokens" in changes:
+                    given.add(one.name)
+                if is_early and not is_ahead and has_one_way:
+                    return True  # by the last state of a recurrent encoder
+                open_layers.append(not is_early)
+            is_ahead |= is_early
+        return False
+
+    def _changes(self, one: _Event, other: _Event) -> set[str] | None:
+        """What differs in the tensors of an event: "tokens", "pooled", or places that are "early"
+        or "late" alone; None where it is not comparable."""
+        if len(one.tensors) != len(other.tensors):
+            return None
+        changes = set()
+        for (kind, values), (_, now) in zip(one.tensors, other.tensors, strict=True):
+            if values.shape != now.shape:
+                return None
+            if kind == "tokens":
+                if not self._torch.equal(values, now):
+                    changes.add(kind)
+                continue
+            apart = (now.float() - values.float()).abs()
+            least = _ROUNDING * values.float().abs().mean()
+            if kind == "pooled":
+                if bool((apart > least).any()):
+                    changes.add(kind)
+                continue
+            differs = (apart > least).any(1)
+            if bool(differs[: self._place.at + 1].any()):
+                changes.add("early")
+            elif bool(differs.any()):
+                changes.add("late")
+        return changes
+
+
+def _is_number(tensor: Any) -> bool:
+    return bool(tensor.is_floating_point())

@@ -1,0 +1,135 @@
+"""Whether a model that is to tell the next token sees it: its mask is missing, or wrong.
+
+In a step of each training the target of the loss is compared with the tokens that the model got
+(shifted_targets.py). Where it is these, shifted by one, the model is called again behind the step
+(called_again.py), with one token replaced by another: outputs before it are to stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from flatout.hooks import PassingHook, is_anything_compiled
+from flatout.observe.called_again import sees_ahead
+from flatout.observe.later_backwards import LaterBackwards
+from flatout.observe.models import SeenModel
+from flatout.observe.observation import SeenAhead, Site
+from flatout.observe.shifted_targets import Place, place_in
+from flatout.observe.sites import here
+from flatout.observe.watch import Watch
+
+# The steps between which calls are kept. In the latter no other hooks are there that ask what a
+# call is for.
+_FROM, _UNTIL = 2, 3
+# Backward passes that are looked at.
+_LOOKS = 4
+# A step that takes longer waits until two forwards are a small part of what was watched.
+_LONG_NS = 1_500_000_000
+
+
+class _Call(NamedTuple):
+    """A call of a model: with what, and what it gave."""
+
+    seen: SeenModel
+    given: dict[str, Any]
+    gave: Any
+    site: Site | None
+
+
+class NextTokens:
+    """Looks at the models that are trained, in a step of each training.
+
+    Args:
+        torch: the module.
+        watch: what says when.
+
+    Attributes:
+        found: those that see what they are to tell.
+    """
+
+    def __init__(self, torch: Any, watch: Watch) -> None:
+        self._torch = torch
+        self._watch = watch
+        self._later = LaterBackwards(torch, watch, self._look, is_once=True)
+        self._handles: list[Any] = []
+        self._begin()
+        self.found: list[SeenAhead] = []
+        watch.before_backward.append(self._look)
+        watch.at_each(_FROM, self._open)
+        watch.at_each(_UNTIL, self._close)
+        watch.on_renewal.append(self._renew)
+
+    def _renew(self) -> None:
+        self._end()
+        self.found.clear()
+
+    def _begin(self) -> None:
+        self._calls: list[_Call] = []  # since the last backward pass
+        self._looks = 0
+        self._chosen: tuple[SeenModel, Place, Site | None] | None = None
+
+    def _open(self) -> None:
+        distributed = self._torch.distributed
+        if is_anything_compiled() or (distributed.is_available() and distributed.is_initialized()):
+            return  # it would be compiled again, or wait for other ranks
+        for seen in self._watch.models:
+            module = seen.ref()
+            is_script = isinstance(module, self._torch.jit.ScriptModule)
+            if module is not None and seen.is_stepped and not (seen.facts.is_told or is_script):
+                hook = PassingHook(self._noting(seen))
+                self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
+        if self._handles:
+            self._later.open()
+
+    def _noting(self, seen: SeenModel) -> Callable[..., None]:
+        def gives(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+            if module.training and self._torch.is_grad_enabled() and len(self._calls) < 2:
+                given = {"args": args, "kwargs": kwargs}
+                self._calls.append(_Call(seen, given, output, here(1)))
+
+        return gives
+
+    def _look(self, tensors: Any) -> None:
+        """Backward is about to be called on these."""
+        calls, self._calls = self._calls, []
+        roots = [tensors] if self._torch.is_tensor(tensors) else list(tensors)
+        if len(calls) != 1 or len(roots) != 1 or roots[0].grad_fn is None:
+            return
+        if self._chosen is not None or self._looks == _LOOKS:
+            return
+        self._looks += 1
+        (call,) = calls
+        module = call.seen.ref()
+        try:
+            place = place_in(self._torch, module, call.given, call.gave, roots[0].grad_fn)
+        except (RuntimeError, NotImplementedError):
+            return  # numbers that were freed, or tensors of a kind without them
+        if place is not None:
+            self._chosen = call.seen, place, call.site
+
+    def _close(self) -> None:
+        """A step has ended: no graph waits for its backward pass."""
+        chosen = self._chosen
+        self._end()
+        module = None if chosen is None else chosen[0].ref()
+        if chosen is None or module is None:
+            return
+        seen, place, site = chosen
+        takes = max(self._watch.lanes.step_ns(1), default=0)
+        if takes > _LONG_NS and not self._watch.affords(takes):
+            steps = self._watch.lanes.steps
+            self._watch.at(2 * steps, self._open, is_once=True)
+            self._watch.at(2 * steps + 1, self._close, is_once=True)
+            return
+        sees = sees_ahead(self._torch, module, place)
+        if sees is not None and not any(item.site == site for item in self.found):
+            length, at = int(place.tokens.shape[1]), place.at
+            ahead = SeenAhead(seen.facts.kind, site, at, length, place.targets, *sees)
+            self.found.append(ahead)
+
+    def _end(self) -> None:
+        self._later.close()
+        while self._handles:
+            self._handles.pop().remove()
+        self._begin()

@@ -1,0 +1,300 @@
+"""Targets that are the tokens which the model got, shifted by one: read from a loss's graph.
+
+Which output of the model is compared with which token is seen by values: the logarithms that the
+loss has saved are those of this output, and not those of its neighbor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from flatout.observe.graph_nodes import nearest_nodes
+from flatout.observe.padding import most_common
+
+# Nodes of a graph that are looked at.
+_NODES = 256
+_NLL = ("NllLossBackward0", "NllLoss2DBackward0")
+_LOSSES = (*_NLL, "GatherBackward0")
+# Tokens of a sequence, targets and different ones of these, at least; rows that are looked at.
+_TOKENS, _TARGETS, _VALUES, _ROWS = 4, 32, 4, 64
+# Share of tokens that differ from the one before: without these a shift is no shift.
+_DIFFERING = 0.25
+# Outputs that are compared with those in the loss: so much nearer than their neighbors are.
+_COMPARED, _NEARER = 8, 0.1
+
+Path = tuple[Any, ...]
+
+
+@dataclass
+class Place:
+    """One token of a batch, and the output of the model that is to tell it.
+
+    Attributes:
+        given: what the model was called with, without graphs.
+        path: where in it the tokens are.
+        tokens: they, as [samples, tokens].
+        is_first: whether samples come first in what the model got.
+        row, at: the sample, and the output in it that is to tell the token `at + 1`.
+        other: a token that can replace it.
+        output: which of the model's outputs, and how its dimensions lie.
+        shape: samples, outputs of a sample, and classes.
+        targets: how many were compared with the tokens.
+    """
+
+    given: dict[str, Any]
+    path: Path
+    tokens: Any
+    is_first: bool
+    row: int
+    at: int
+    other: int
+    output: tuple[int, str]
+    shape: tuple[int, int, int]
+    targets: int
+
+    def given_with(self, torch: Any, token: int) -> dict[str, Any]:
+        """What the model was called with, but for this token."""
+        tokens = self.tokens.clone()
+        tokens[self.row, self.at + 1] = token
+        plain = tokens if self.is_first else tokens.t().contiguous()
+        return dict(_with(self.given, self.path, plain))
+
+    @property
+    def token(self) -> int:
+        """The one that can be replaced."""
+        return int(self.tokens[self.row, self.at + 1])
+
+
+class _Told(NamedTuple):
+    """What a loss compares: the targets, and the logarithms of what the model says of each."""
+
+    targets: Any
+    logarithms: Any
+    ignored: int | None
+
+
+class _Shift(NamedTuple):
+    """How targets are tokens: both as [samples, places], and where each target lies in a row."""
+
+    path: Path
+    tokens: Any
+    is_first: bool
+    targets: Any
+    places: Any
+    counts: Any
+
+
+def place_in(torch: Any, module: Any, given: dict[str, Any], gave: Any, root: Any) -> Place | None:
+    """Where a token of what the model got can be replaced that it is to tell.
+
+    Args:
+        torch: the module.
+        module: the model.
+        given: what it was called with.
+        gave: what that gave.
+        root: the node of its loss.
+
+    Returns:
+        None where the targets are not the tokens, shifted by one, and where it cannot be told.
+    """
+    nodes = nearest_nodes(root, _NODES, lambda node: node.name() in _LOSSES)
+    losses = [node for node in nodes if node.name() in _LOSSES]
+    told = _told_by(losses[0]) if len(losses) == 1 else None
+    kept = plain(torch, given)
+    if told is None or kept is None:
+        return None
+    shifts = [
+        shift
+        for path, tensor in tensors_in(torch, kept)
+        if not _is_label(path)
+        for shift in _shifts(torch, path, tensor, told)
+    ]
+    if len({shift.path for shift in shifts}) != 1:
+        return None  # of several one may be for an encoder, which is to see all
+    outputs = [tensor for _, tensor in tensors_in(torch, gave)]
+    for shift in shifts:
+        rows, length = (int(size) for size in shift.tokens.shape)
+        for size in dict.fromkeys((length, int(shift.targets.shape[1]))):
+            shape = rows, size, int(told.logarithms.shape[1])
+            for number, output in enumerate(outputs):
+                for name, view in as_rows(output.detach(), shape):
+                    if _is_compared(torch, view, shift, told):
+                        return _chosen(module, kept, shift, (number, name), shape)
+    return None
+
+
+def _told_by(node: Any) -> _Told | None:
+    """What a loss of classes, or one that picks them by hand, has saved."""
+    if node.name() in _NLL:
+        targets, logarithms = node._saved_target, node._saved_self
+        if logarithms.dim() == 4:
+            logarithms = logarithms.permute(0, 2, 3, 1)
+        ignored = int(node._saved_ignore_index)
+    else:
+        targets, logarithms = node._saved_index, node._saved_self
+        if targets.dim() != logarithms.dim() or targets.shape[-1] != 1:
+            return None
+        ignored = None
+    logarithms = logarithms.reshape(-1, logarithms.shape[-1])
+    targets = targets.reshape(-1)
+    return _Told(targets, logarithms, ignored) if len(logarithms) == len(targets) else None
+
+
+def _shifts(torch: Any, path: Path, tensor: Any, told: _Told) -> Iterator[_Shift]:
+    """In which ways the targets are these tokens, shifted by one."""
+    if tensor.dim() != 2 or tensor.dtype not in (torch.int64, torch.int32):
+        return
+    number = torch.arange(len(told.targets), device=told.targets.device)
+    for is_first in (True, False):
+        tokens = tensor if is_first else tensor.t()
+        rows, length = (int(size) for size in tokens.shape)
+        if length < _TOKENS:
+            continue
+        for size in (length, length - 1):
+            if rows * size != len(told.targets):
+                continue
+            for by_row in (True, False):
+                shape = (rows, size) if by_row else (size, rows)
+                both = [item.view(shape) for item in (told.targets, number)]
+                targets, places = both if by_row else [item.t() for item in both]
+                counts = _counts(tokens, targets, told.ignored)
+                if counts is not None:
+                    yield _Shift(path, tokens.clone(), is_first, targets, places, counts)
+
+
+def _counts(tokens: Any, targets: Any, ignored: int | None) -> Any:
+    """Which targets are in the loss and a token of the input, if all of these are the next one."""
+    size = targets.shape[1]
+    following = tokens[:, 1 : size + 1]
+    targets = targets[:, : following.shape[1]]
+    # What fills a row up may stand where its last target is the mark of an end.
+    filling = (tokens == tokens[:, -1:]).flip(1).int().cummin(1).values.flip(1).bool()
+    counts = (targets != (-1 if ignored is None else ignored)) & ~filling[:, 1 : size + 1]
+    told = targets[counts]
+    if len(told) < _TARGETS or not bool((told == following[counts]).all()):
+        return None
+    differs = (following != tokens[:, : following.shape[1]])[counts]
+    is_one = float(differs.float().mean()) >= _DIFFERING
+    return counts if is_one and len(told.unique()) >= _VALUES else None
+
+
+def _is_compared(torch: Any, output: Any, shift: _Shift, told: _Told) -> bool:
+    """Whether the loss has compared this output at each place with the target there."""
+    with torch.no_grad():
+        at = shift.counts[:, :-1].nonzero()
+        at = at[:: max(1, len(at) // _COMPARED)][:_COMPARED]
+        if not len(at):
+            return False
+        rows, places = at.t()
+        saved = told.logarithms[shift.places[rows, places]].float()
+        own = output[rows, places].float().log_softmax(1)
+        neighbors = output[rows, places + 1].float().log_softmax(1)
+        apart = (saved - own).abs().max(1).values
+        others = (saved - neighbors).abs().max(1).values
+        return bool(apart.max() < _NEARER * others.median())
+
+
+def _chosen(
+    module: Any, given: dict[str, Any], shift: _Shift, output: tuple[int, str], shape: Any
+) -> Place | None:
+    """A token near the middle of a row, of those that are no padding and no mark."""
+    tokens, counts = shift.tokens[:_ROWS].cpu(), shift.counts[:_ROWS].cpu()
+    marks = _marks(module, tokens)
+    following = tokens[:, 1 : counts.shape[1] + 1]
+    usable = counts.clone()
+    for mark in marks:
+        usable &= following != mark
+    usable[:, -1] = False  # so that another token follows
+    values = following[usable].unique()
+    if len(values) < _VALUES:
+        return None
+    found = usable.nonzero()
+    middle = (found[:, 1] - tokens.shape[1] // 2).abs().argmin()
+    row, at = (int(item) for item in found[middle])
+    token = int(tokens[row, at + 1])
+    others = values[values != token]
+    other = int(others[len(others) // 2])
+    targets = int(shift.counts.sum())
+    return Place(
+        given, shift.path, shift.tokens, shift.is_first, row, at, other, output, shape, targets
+    )
+
+
+def _marks(module: Any, tokens: Any) -> set[int]:
+    """Tokens that may be padding, or begin and end a row: lengths and masks depend on them."""
+    marks = {int(most_common(tokens[:, at].numpy())) for at in (0, -1)}
+    for first, second in ((0, 1), (-1, -2)):
+        marks |= {int(item) for item in tokens[tokens[:, first] == tokens[:, second], first]}
+    indices = [getattr(inner, "padding_idx", None) for inner in module.modules()]
+    return marks | {index for index in indices if isinstance(index, int)}
+
+
+def _is_label(path: Path) -> bool:
+    """Whether it is told to be what the loss compares with."""
+    return any(isinstance(key, str) and ("label" in key or "target" in key) for key in path)
+
+
+def as_rows(output: Any, shape: tuple[int, int, int]) -> Iterator[tuple[str, Any]]:
+    """An output as [samples, places, classes], in the ways that its dimensions allow."""
+    rows, length, classes = shape
+    size = tuple(output.shape)
+    if not output.is_floating_point():
+        return
+    if size == (rows, length, classes):
+        yield "rows", output
+    if size == (length, rows, classes):
+        yield "places", output.transpose(0, 1)
+    if size == (rows, classes, length):
+        yield "classes", output.transpose(1, 2)
+    if size == (rows * length, classes):
+        yield "flat rows", output.reshape(rows, length, classes)
+        yield "flat places", output.reshape(length, rows, classes).transpose(0, 1)
+
+
+# -- what a model is called with, and gives --------------------------------------------------------
+
+
+def plain(torch: Any, value: Any) -> Any:
+    """The same without graphs; None where it holds more than tensors, numbers and words."""
+    try:
+        return _plain(torch, value)
+    except TypeError:
+        return None
+
+
+def _plain(torch: Any, value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if type(value) in (torch.Tensor, torch.nn.Parameter) and not value.is_meta:
+        return value.detach()
+    if type(value) in (tuple, list):
+        return type(value)(_plain(torch, item) for item in value)
+    if type(value) is dict:
+        return {key: _plain(torch, item) for key, item in value.items()}
+    raise TypeError
+
+
+def tensors_in(torch: Any, value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """The tensors in containers, and where they are."""
+    if torch.is_tensor(value):
+        yield path, value
+    elif isinstance(value, (tuple, list)):
+        for at, item in enumerate(value):
+            yield from tensors_in(torch, item, (*path, at))
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from tensors_in(torch, item, (*path, key))
+
+
+def _with(value: Any, path: Path, new: Any) -> Any:
+    """A container with another tensor at this place."""
+    if not path:
+        return new
+    first, *rest = path
+    if isinstance(value, dict):
+        return {**value, first: _with(value[first], tuple(rest), new)}
+    items = list(value)
+    items[first] = _with(items[first], tuple(rest), new)
+    return type(value)(items)
