@@ -76,7 +76,7 @@ def test_training_goes_on_to_the_bit(tmp_path):
     assert observed.stdout == plain.stdout
     (found,) = seen_in(tmp_path)
     assert "# here" in found.site.code
-    assert (found.kind, found.length, found.targets) == ("__main__.Model", 16, 8 * 15)
+    assert (found.kind, found.length, found.targets) == ("__main__.Model", 16, 8 * 14)
     assert (found.layer, found.layer_kind) == ("layer.self_attn", "MultiheadAttention")
 
 
