@@ -106,3 +106,17 @@ for step in range(12):
 def test_others_are_left_alone(tmp_path, source):
     run(tmp_path, source)
     assert seen_in(tmp_path) == []
+
+
+def test_where_steps_are_long_it_waits(tmp_path):
+    waits = """
+from flatout.observe import next_tokens, watch
+next_tokens._LONG_NS = 0
+watch.Watch.affords = lambda self, ns: self.lanes.steps > {steps}
+train(Model(False), 20)
+"""
+    run(tmp_path, waits.format(steps=20))
+    assert seen_in(tmp_path) == []
+    run(tmp_path, waits.format(steps=5))
+    (found,) = seen_in(tmp_path)
+    assert "# here" in found.site.code

@@ -179,6 +179,7 @@ WRONG = {
     "one too far": lambda: attending(by_hand(lambda n: torch.ones(n, n).tril(1))),
     "no mask by hand": lambda: attending(by_hand(lambda n: torch.ones(n, n))),
     "fused": lambda: attending(fused()),
+    "added by a layer": lambda: Plain(Added(fused()), Added(fused())),
     "both directions": lambda: Recurrent(bidirectional=True),
     "both directions of a GRU": lambda: Recurrent(nn.GRU, bidirectional=True, num_layers=2),
     "padded on both sides": lambda: Plain(Convolution(1, 1), Convolution(1, 1)),
@@ -196,6 +197,7 @@ RIGHT = {
         by_hand(lambda n: torch.ones(n, n).tril(), True)
     ),
     "fused": lambda: attending(fused(is_causal=True)),
+    "added by a layer": lambda: Plain(Added(fused(is_causal=True)), Added(fused(is_causal=True))),
     "an LSTM": lambda: Recurrent(),
     "a GRU": lambda: Recurrent(nn.GRU, num_layers=2, dropout=0.2),
     "padded on the left": lambda: Plain(Convolution(2, 0), Convolution(3, 0)),
@@ -218,6 +220,26 @@ class Transposed(nn.Module):
 class Mean(nn.Module):
     def forward(self, x):
         return x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None]
+
+
+class Added(nn.Module):
+    """As in BERT: what a layer gives is added to what it got, and normalized, in one of its own."""
+
+    def __init__(self, weigh):
+        super().__init__()
+        self.attention, self.added = Attention(weigh, 1), Sum()
+
+    def forward(self, x):
+        return self.added(self.attention(x), x)
+
+
+class Sum(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.dense, self.norm = nn.Linear(16, 16), nn.LayerNorm(16)
+
+    def forward(self, x, given):
+        return self.norm(self.dense(x) + given)
 
 
 class AttendingRecurrent(nn.Module):

@@ -200,6 +200,17 @@ def test_what_is_a_librarys_or_another_threads_is_left_alone():
     assert optimizer.param_groups[0]["lr"] == 2.0
 
 
+def test_a_dict_that_gives_other_than_it_holds_is_not_filled_from_what_it_gives():
+    class Making(collections.OrderedDict):
+        def __getitem__(self, key):
+            return super().__getitem__(key)()
+
+    makers = Making(a=list)
+    state = HeldState(lambda: makers["a"])
+    state.restore()
+    assert makers["a"] == []
+
+
 def test_what_was_not_changed_is_not_written():
     numbers = np.array([1.0, np.nan])
     shared = torch.from_numpy(numbers)

@@ -351,31 +351,12 @@ class _Traces:
         before, after = self._calls
         if [event[:3] for event in before] != [event[:3] for event in after]:
             return True
-        open_layers: list[bool] = []  # whether what each got was as before at earlier places
-        is_ahead = has_one_way = False
-        given: set[str] = set()  # layers that got tokens
+        way = _Way()
         for one, other in zip(before, after, strict=True):
             changes = self._changes(one, other)
-            if changes is None or ("pooled" in changes and not one.is_end):
+            if changes is None or (way.ends if one.is_end else way.begins)(one, changes):
                 return True
-            is_early = "early" in changes
-            if one.is_end:
-                was_clean = open_layers.pop()
-                if is_early and was_clean and not self.layer[1]:
-                    self.layer = one.name, one.kind
-                has_one_way |= one.is_one_way and not is_early
-            else:
-                # A decoder that gets tokens, or sequences, beside what has seen all of them.
-                if "tokens" in changes and (is_ahead or one.name in given):
-                    return True
-                if {"early", "late"} <= changes:
-                    return True
-                if "tokens" in changes:
-                    given.add(one.name)
-                if is_early and not is_ahead and has_one_way:
-                    return True  # by the last state of a recurrent encoder
-                open_layers.append(not is_early)
-            is_ahead |= is_early
+        self.layer = way.layer
         return False
 
     def _changes(self, one: _Event, other: _Event) -> set[str] | None:
@@ -403,6 +384,66 @@ class _Traces:
             elif bool(differs.any()):
                 changes.add("late")
         return changes
+
+
+class _Open:
+    """A layer that is being called.
+
+    Attributes:
+        is_clean: nothing that it got has changed at earlier places.
+        is_mixed: one of several sequences has, and another one has not.
+        has_inner: it has called a layer of its own.
+    """
+
+    def __init__(self, changes: set[str]) -> None:
+        self.is_clean = "early" not in changes
+        self.is_mixed = {"early", "late"} <= changes
+        self.has_inner = False
+
+
+class _Way:
+    """Follows what comes later through the layers.
+
+    Attributes:
+        layer: name and class of the one in which it first changes what is earlier.
+    """
+
+    def __init__(self) -> None:
+        self.layer = "", ""
+        self._open: list[_Open] = []
+        self._is_ahead = self._has_one_way = False
+        self._given: set[str] = set()  # layers that got tokens
+
+    def begins(self, event: _Event, changes: set[str]) -> bool:
+        """A layer is called: returns whether that is as in a decoder beside an encoder."""
+        if "pooled" in changes:
+            return True  # one vector for all of a sequence
+        if "tokens" in changes:
+            if self._is_ahead or event.name in self._given:
+                return True  # once for each of them
+            self._given.add(event.name)
+        is_early = "early" in changes
+        if is_early and not self._is_ahead and self._has_one_way:
+            return True  # from the last state of a recurrent encoder
+        is_within = any(one.is_mixed for one in self._open)
+        if is_within and "late" in changes and not is_early:
+            return True  # it works on its own sequence, and gets the encoder's beside it
+        if self._open:
+            self._open[-1].has_inner = True
+        self._open.append(_Open(changes))
+        self._is_ahead |= is_early
+        return False
+
+    def ends(self, event: _Event, changes: set[str]) -> bool:
+        """It gives something: returns whether that may be of two sequences. A sum of two, as of
+        what attention gives and what it got, is one of layers that get the sum."""
+        one = self._open.pop()
+        is_early = "early" in changes
+        if is_early and one.is_clean and not self.layer[1]:
+            self.layer = event.name, event.kind
+        self._has_one_way |= event.is_one_way and not is_early
+        self._is_ahead |= is_early
+        return one.is_mixed and not one.has_inner
 
 
 def _is_number(tensor: Any) -> bool:

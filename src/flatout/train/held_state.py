@@ -396,14 +396,20 @@ _REFILLED: dict[type, Callable[[Any, Any], None]] = {
     array: _refill_values,
 }
 _CONTAINERS = tuple(_REFILLED)
+# A kind that gives other items than it holds cannot be filled again by what was read from it.
+_READ = ("__getitem__", "__iter__", "keys", "values", "items")
+_PYTHONS = ("builtins", "collections", "array")
 _OF_PYTHON = (*_CONTAINERS, OrderedDict, defaultdict, Counter)
 # Objects of Python's that only keep what users give them.
 _LIKE_OWN = (UserDict, UserList, SimpleNamespace, Namespace)
 
 
 def _may_fill(kind: type) -> bool:
-    """Whether a container is Python's, or of a user's own kind."""
-    return kind in _OF_PYTHON or not is_library(kind)
+    """Whether a container is Python's, or of a user's own kind that is read as Python's are."""
+    if kind in _OF_PYTHON:
+        return True
+    own = [vars(base) for base in kind.__mro__ if base.__module__ not in _PYTHONS]
+    return not is_library(kind) and not any(name in one for one in own for name in _READ)
 
 
 def _copied(held: Any) -> Any:
