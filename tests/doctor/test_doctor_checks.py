@@ -536,6 +536,9 @@ ROWS = {
         job(**in_loss("twice", outer="cross_entropy", inner="softmax")), job(), job(**NO_LOSS),
         kind="danger",
     ),
+    "loss_term_cut": Row(
+        job(**in_loss("cut", shape=[64])), job(), job(**NO_LOSS), kind="danger"
+    ),
     "loss_broadcast": Row(
         job(**in_loss("pairs", output=[64, 1], target=[64])), job(), job(**NO_LOSS),
         kind="danger",
@@ -1629,6 +1632,7 @@ def test_a_schedule_of_micro_batches_is_held_against_what_it_was_made_for(made_f
     [
         ({"steps": 6}, 10, ["danger"]),
         ({"steps": 0, "in_lapse": 2}, 10, ["danger"]),
+        ({"steps": 6, "made_for": 170}, 10, ["danger"]),  # the last batch of each is no whole one
         ({"steps": STEPS}, 10, []),
         ({"steps": 12}, 10, []),  # oftener than once an epoch
         ({"steps": 6}, 5, []),  # made for another loop
@@ -1641,7 +1645,7 @@ def test_a_schedule_of_all_steps_is_not_stepped_once_an_epoch(changes, turns, ki
     seen = job(schedules=[schedule], loader={"epochs": 7}, epoch_loops=[(HERE, turns)])
     found = look_of("schedule_misplaced")(seen)
     assert [one.kind for one in found] == kinds
-    assert all("160 steps, 10 epochs of 16" in one.what and "6%" in one.what for one in found)
+    assert all(" steps, 10 epochs of 1" in one.what and "6% of" in one.what for one in found)
 
 
 def test_a_plateau_is_told_with_its_mode_and_what_it_gets():

@@ -13,6 +13,7 @@ from weakref import ref
 
 from flatout.hooks import is_anything_compiled
 from flatout.observe.counted_steps import is_counted
+from flatout.observe.cut_terms import cut_terms, line_that_makes
 from flatout.observe.later_backwards import LaterBackwards
 from flatout.observe.observation import InLoss, Site
 from flatout.observe.padded_targets import padding_in
@@ -115,6 +116,7 @@ class LossGraphs:
         self.reached: dict[int, ref[Any]] = {}
         self._reduced: list[_Reduced] = []
         self._changes: int | None = None
+        self._made: list[ref[Any]] = []  # tensors in which a term of the loss before has ended
         self._close()
 
     def _begin_again(self) -> None:
@@ -163,7 +165,8 @@ class LossGraphs:
         for name in _ADDED:
             if name in before:
                 fact.detail[name] += before[name]
-        fact.site = fact.site or _site_of(value.node)
+        if fact.site is None and (site := _site_of(value.node)) is not None:
+            fact.site = line_that_makes(site) if value.kind == "cut" else site
         return fact.site is None
 
     def _note_reduction(self, node: Any) -> None:
@@ -208,6 +211,7 @@ class LossGraphs:
             fact.detail = {"backwards": len(several)}
 
     def _findings(self, root: Any) -> Iterator[_Sign]:
+        yield from self._cut(root.grad_fn)
         has_labels = False
         for node, parent in _nodes(root.grad_fn):
             name = node.name()
@@ -229,6 +233,16 @@ class LossGraphs:
                 hidden = int((~node._saved_self.isfinite()).sum())
                 if hidden:
                     yield _Sign("nan", node, {"hidden": hidden, "of": node._saved_self.numel()})
+
+    def _cut(self, root: Any) -> Iterator[_Sign]:
+        """Terms that end in tensors which are made in each step."""
+        optimizers = self._watch.optimizers  # known once they have stepped
+        trained = {id(tensor) for optimizer in optimizers for tensor in optimizer.tensors()}
+        for node, tensors in cut_terms(self._torch, root, trained) if trained else ():
+            before = {id(item) for reference in self._made if (item := reference()) is not None}
+            had, self._made = bool(self._made), [ref(tensor) for tensor in tensors]
+            if had and before.isdisjoint(map(id, tensors)):
+                yield _Sign("cut", node, {"shape": list(tensors[0].shape)})
 
     def _find_unregistered(self) -> None:
         """Parameters that a loss has reached, though no module that was called has them, and no

@@ -123,21 +123,22 @@ def _of_each_epoch(observation: Observation, schedule: Schedule) -> Finding | No
     """The finding where it is made for all steps of the loop around them, and stepped no oftener
     than there were epochs."""
     length, made_for = epoch_steps(observation), schedule.made_for
-    turns = {turns for _, turns in observation.epoch_loops if turns > 1}
-    if made_for is None or length < _SHORTEST or not _is_whole(made_for, length, observation):
+    if made_for is None or length < _SHORTEST:
         return None
-    epochs, lapse = round(made_for / length), observation.lapse
+    turns = [turns for _, turns in observation.epoch_loops if turns > 1]
+    # A last batch that is no whole one counts, or does not.
+    epochs = next((turns for turns in turns if abs(made_for - turns * length) <= turns), None)
     begun = max((item.epochs for item in observation.loaders if item.in_training), default=0)
-    begun += lapse.epochs if lapse is not None else 0
+    begun += observation.lapse.epochs if observation.lapse is not None else 0
     steps = schedule.steps + schedule.in_lapse
     is_seldom = 0 < steps <= begun and observation.steps >= max(_LEAST, _SHORTEST * schedule.steps)
-    if epochs not in turns or not is_seldom:
+    if epochs is None or not is_seldom:
         return None
     return _finding(
         "danger",
-        f"{schedule.kind} is made for {made_for:,} steps, {epochs} epochs of {length:,.0f}, and is "
-        f"stepped once an epoch: when all of them are over it has come {epochs / made_for:.0%} of "
-        "its way",
+        f"{schedule.kind} is made for {made_for:,} steps, {epochs} epochs of "
+        f"{made_for / epochs:,.0f}, and is stepped once an epoch: when all of them are over it has "
+        f"come {epochs / made_for:.0%} of its way",
         "scheduler.step() after each optimizer.step(); or make it for as many steps as epochs",
         at(schedule.stepped_at or schedule.site),
     )

@@ -1,0 +1,24 @@
+"""A term of the loss is a tensor made anew, of which no parameter learns anything."""
+
+from __future__ import annotations
+
+from flatout.doctor.checks.check import Findings, check
+from flatout.doctor.checks.signals import at, in_losses
+from flatout.doctor.finding import Finding
+from flatout.observe import Observation
+
+
+@check()
+def look(observation: Observation) -> Findings:
+    """Terms that are added to a loss, and whose graph ends in a tensor of the same step."""
+    for term in in_losses(observation, "cut"):
+        yield Finding(
+            kind="danger",
+            what=f"a term of the loss is made of a new tensor {term.detail['shape']} in each step, "
+            "with requires_grad=True: no graph lies behind it, so that no parameter learns "
+            f"anything of it; seen in {term.count} steps",
+            do="compute it of what the model gave, as by torch.stack, without item(), numpy() or "
+            "torch.tensor()",
+            where=at(term.site),
+            parity="changes learning",
+        )

@@ -1,0 +1,88 @@
+"""Terms of a loss that nothing behind them can learn from: tensors made anew, with requires_grad.
+
+`torch.tensor([...], requires_grad=True)` of numbers that were read with `.item()` takes part in a
+loss without an error, and is the end of the graph: no parameter gets a gradient by it.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from typing import Any
+
+from flatout.observe.graph_nodes import nearest_nodes
+from flatout.observe.observation import Site
+from flatout.observe.origins import function_at, parsed
+
+# Nodes of a graph that are looked at, and terms of a loss.
+_NODES, _TERMS = 2000, 16
+_LEAF = "torch::autograd::AccumulateGrad"
+_MAKES = ("tensor", "Tensor", "FloatTensor", "Variable", "as_tensor", "zeros", "ones", "full")
+
+
+def cut_terms(torch: Any, root: Any, trained: set[int]) -> Iterator[tuple[Any, list[Any]]]:
+    """Terms of a sum, with the tensors that each is made of, of which none is a parameter.
+
+    Args:
+        torch: the module.
+        root: the node of the loss.
+        trained: ids of what optimizers step.
+
+    Yields:
+        The node of a term, or that of its sum where it is a tensor as it is.
+    """
+    terms = list(_terms(root))
+    made = [_made_of(torch, term, trained) for term, _ in terms]
+    if any(tensors is None for tensors in made):  # else the whole loss is such
+        for (term, parent), tensors in zip(terms, made, strict=True):
+            if tensors:
+                yield (parent if term.name() == _LEAF else term), tensors
+
+
+def _terms(root: Any) -> Iterator[tuple[Any, Any]]:
+    """What is added up to a loss, as single numbers, each with the node that adds it."""
+    todo, count = [(root, root)], 0
+    while todo and count < _TERMS:
+        node, parent = todo.pop()
+        count += 1
+        inner = [child for child, _ in node.next_functions if child is not None]
+        if len(inner) == 2 and node.name() in ("AddBackward0", "SubBackward0") and _is_one(node):
+            todo += [(child, node) for child in inner]
+        else:
+            yield node, parent
+
+
+def _is_one(node: Any) -> bool:
+    """Whether it gives a single number."""
+    return all(int(size) == 1 for size in node._input_metadata[0].shape)
+
+
+def _made_of(torch: Any, term: Any, trained: set[int]) -> list[Any] | None:
+    """The tensors that a term's graph ends in; None where one is a parameter, or may be one."""
+    tensors = []
+    nodes = list(nearest_nodes(term, _NODES))
+    for node in nodes:
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            return None  # a function of someone's own, which may know others
+        if node.name() == _LEAF:
+            tensor = node.variable
+            if type(tensor) is not torch.Tensor or id(tensor) in trained:
+                return None
+            tensors.append(tensor)
+    return tensors if len(nodes) < _NODES and tensors else None
+
+
+def line_that_makes(site: Site) -> Site:
+    """The one line of the same function that makes a tensor with requires_grad, else `site`."""
+    function = function_at(site.file, site.line) if parsed(site.file) is not None else None
+    lines = {
+        node.lineno
+        for node in (ast.walk(function) if function is not None else ())
+        if isinstance(node, ast.Call)
+        and getattr(node.func, "attr", getattr(node.func, "id", "")) in _MAKES
+        and any(
+            item.arg == "requires_grad" and getattr(item.value, "value", None) is True
+            for item in node.keywords
+        )
+    }
+    return Site(site.file, lines.pop()) if len(lines) == 1 else site
