@@ -1556,6 +1556,15 @@ def test_what_freezes_nothing_is_told_in_the_words_of_the_script():
     assert "requires_grad = False on a module (ResNet) changes nothing: 2 parameters" in found.what
 
 
+def test_what_is_indexed_within_a_model_is_no_batch():
+    look = look_of("advanced_indexing")
+    (batch,) = look(job(calls=[call("index", 3.0, rows=[[7, 4, 7, 11]])]))
+    assert "picks each batch" in batch.what
+    (other,) = look(job(calls=[call("index", 3.0, rows=[])]))
+    assert "where it picks whole rows" in other.what
+    assert "flatout.data" not in other.do
+
+
 def test_samples_that_are_run_over_are_told_with_how_they_are_known():
     look = look_of("batch_first_missing")
     (drawn,) = look(job(over_batch=[OverBatch("GRU", HERE, [32, 40, 16], 3)]))

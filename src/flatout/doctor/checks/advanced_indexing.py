@@ -17,12 +17,19 @@ def look(observation: Observation) -> Findings:
         if not is_each_step(observation, call):
             continue
         takes = "" if cost is None else f" in {ms(cost)}"
+        # A mask, or what a model indexes within, is no batch; on a GPU it is not known.
+        is_batch = call.detail.get("rows") != []
+        what = (
+            f"advanced indexing picks each batch{takes}; index_select does the same on all cores"
+            if is_batch
+            else f"advanced indexing is called in each step{takes}; where it picks whole rows by "
+            "their numbers, index_select does the same on all cores"
+        )
         yield Finding(
             kind=kind_of(observation, cost),
-            what=f"advanced indexing picks each batch{takes}; index_select does the same on "
-            "all cores",
-            do="torch.index_select(data, 0, rows), or flatout.data.arrays(...) for the whole "
-            "pipeline",
+            what=what,
+            do="torch.index_select(data, 0, rows)"
+            + (", or flatout.data.arrays(...) for the whole pipeline" if is_batch else ""),
             where=str(call.site),
             cost_ms=cost,
             parity="bit-identical",
