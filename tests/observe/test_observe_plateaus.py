@@ -37,19 +37,23 @@ def test_names_tell_a_loss_from_a_score(tmp_path, line, kind):
     assert given_at(Site(str(file), 4))[1] == kind
 
 
-def test_what_it_is_stepped_with_is_seen_with_its_mode(tmp_path):
+def test_what_it_is_stepped_with_is_seen_though_it_is_gone_at_the_end(tmp_path):
     (tmp_path / "script.py").write_text("""
 import torch
-model = torch.nn.Linear(4, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-for step in range(12):
-    optimizer.zero_grad()
-    model(torch.randn(8, 4)).square().mean().backward()
-    optimizer.step()
-    if step % 5 == 4:
-        val_acc = step / 12
-        scheduler.step(val_acc)  # here
+
+def train():
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    for step in range(12):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+        if step % 5 == 4:
+            val_acc = step / 12
+            scheduler.step(val_acc)  # here
+
+train()
 """)
     start = ("-m", "flatout.observe.start", tmp_path / "seen", "script.py")
     ran = forked.run(start, tmp_path, {**os.environ, "OMP_NUM_THREADS": "1"}, forked.TORCH)
@@ -58,4 +62,5 @@ for step in range(12):
     assert not [note for note in seen.notes if "a look failed" in note]
     (found,) = seen.schedules
     assert (found.mode, found.given, found.given_kind) == ("min", "val_acc", "score")
+    assert found.steps == 2
     assert "# here" in found.stepped_at.code

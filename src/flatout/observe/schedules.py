@@ -51,8 +51,9 @@ class Schedules:
         wrap(self._owner, "__init__", "observe", self._made)
         # It makes itself without the class that it inherits from. That it is stepped before the
         # optimizer is not looked at: no rate is left out there.
-        wrap(module.ReduceLROnPlateau, "__init__", "observe", self._made)
-        wrap(module.ReduceLROnPlateau, "step", "observe", self._judging)
+        self._plateau = module.ReduceLROnPlateau
+        wrap(self._plateau, "__init__", "observe", self._made)
+        wrap(self._plateau, "step", "observe", self._judging)
         wrap(self._owner, "step", "observe", self._stepped)
         watch.on_renewal.append(self._begin)
 
@@ -74,7 +75,7 @@ class Schedules:
                     known.is_part = True
             item = _Watched(scheduler, here(1), self._gone)
             # Others have a step of their own; how many there were they say as long as they exist.
-            item.is_counted = type(scheduler).step is self._owner.step
+            item.is_counted = type(scheduler).step in (self._owner.step, self._plateau.step)
             self._watched.append(item)
             self._by_id[id(scheduler)] = item
 
@@ -105,7 +106,10 @@ class Schedules:
         def step(scheduler: Any, *args: Any, **kwargs: Any) -> None:
             original(scheduler, *args, **kwargs)
             item = by_id.get(id(scheduler))
-            if item is not None and get_ident() == lanes.thread and item.facts.stepped_at is None:
+            if item is None or get_ident() != lanes.thread:
+                return
+            item.last = scheduler.last_epoch
+            if item.facts.stepped_at is None:
                 item.facts.stepped_at, item.facts.mode = here(1), str(scheduler.mode)
 
         return step
