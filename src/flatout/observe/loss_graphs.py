@@ -116,7 +116,7 @@ class LossGraphs:
         self.reached: dict[int, ref[Any]] = {}
         self._reduced: list[_Reduced] = []
         self._changes: int | None = None
-        self._made: list[ref[Any]] = []  # tensors in which a term of the loss before has ended
+        self._made: list[ref[Any]] = []  # tensors in which terms of losses have ended
         self._close()
 
     def _begin_again(self) -> None:
@@ -238,11 +238,13 @@ class LossGraphs:
         """Terms that end in tensors which are made in each step."""
         optimizers = self._watch.optimizers  # known once they have stepped
         trained = {id(tensor) for optimizer in optimizers for tensor in optimizer.tensors()}
-        for node, tensors in cut_terms(self._torch, root, trained) if trained else ():
-            before = {id(item) for reference in self._made if (item := reference()) is not None}
-            had, self._made = bool(self._made), [ref(tensor) for tensor in tensors]
-            if had and before.isdisjoint(map(id, tensors)):
+        terms = list(cut_terms(self._torch, root, trained)) if trained else []
+        known = {id(item) for reference in self._made if (item := reference()) is not None}
+        had = bool(self._made)
+        for node, tensors in terms:
+            if had and known.isdisjoint(map(id, tensors)):
                 yield _Sign("cut", node, {"shape": list(tensors[0].shape)})
+            self._made += [ref(tensor) for tensor in tensors if id(tensor) not in known]
 
     def _find_unregistered(self) -> None:
         """Parameters that a loss has reached, though no module that was called has them, and no

@@ -7,11 +7,16 @@ from flatout.doctor.checks.signals import at, in_losses
 from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
+_LEAST = 3
+"""New tensors in fewer losses may be weights of its terms that are kept from then on."""
+
 
 @check()
 def look(observation: Observation) -> Findings:
     """Terms that are added to a loss, and whose graph ends in a tensor of the same step."""
     for term in in_losses(observation, "cut"):
+        if term.count < _LEAST:
+            continue
         yield Finding(
             kind="danger",
             what=f"a term of the loss is made of a new tensor {term.detail['shape']} in each step, "
