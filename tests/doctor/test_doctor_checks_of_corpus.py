@@ -96,4 +96,4 @@ def test_batches_of_a_loader_are_held_against_what_is_free(tmp_path):
         machine = replace(inventory(), shm=Shm(free, free, too_small_for_workers=True))
         found = [one for one in found_in(script, (), tmp_path, machine) if one.kind == "danger"]
         assert [one.name for one in found] == ["shm_too_small"] * many
-        assert all(one.where.endswith("script.py:7") for one in found)
+        assert all(one.where.endswith("script.py:4") for one in found)

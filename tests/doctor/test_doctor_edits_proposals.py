@@ -1,6 +1,7 @@
 """What is proposed for a finding: the edit, or none where it would be a guess."""
 
 import ast
+from dataclasses import replace
 from textwrap import dedent
 
 import pytest
@@ -179,6 +180,19 @@ LOADERS = """
 def test_arguments_of_the_loader_that_is_iterated(tmp_path, name, more):
     after = LOADERS.replace("shuffle=True", f"shuffle=True{more}")
     check(tmp_path, name, LOADERS, after, recipe={"input.workers": 2})
+
+
+def test_arguments_of_the_loader_that_is_made_on_the_line(tmp_path):
+    code = """
+        train = prepare(
+            DataLoader(a, batch_size=8), DataLoader(c)  #!
+        )
+        test = DataLoader(b, batch_size=8)  #!
+        """
+    refuse(tmp_path, "last_batch_ragged", code)  # two are
+    one = code.replace("  #!", "", 1)
+    after = one.replace("b, batch_size=8", "b, batch_size=8, drop_last=True")
+    check(tmp_path, "last_batch_ragged", one, after)
 
 
 def test_threads_beside_workers_are_set_before_the_loader_is_made(tmp_path):
@@ -706,6 +720,11 @@ def test_sampler(tmp_path):
                 pass
         """
     check(tmp_path, "sampler_missing", code, after)
+    made = code.replace("  #!", "").replace("True)", "True)  #!")
+    site = Site(str(tmp_path / "train.py"), 5)
+    mine = Loader("torch.DataLoader", site, made_at=replace(site, line=3))
+    there = after.replace("  #!", "").replace("pler(data))", "pler(data))  #!")
+    check(tmp_path, "sampler_missing", made, there, loaders=[mine])
     refuse(tmp_path, "sampler_missing", code.replace("import torch", "import torch as t"))
     refuse(tmp_path, "sampler_missing", code.replace("shuffle=True", "sampler=mine"))
     refuse(tmp_path, "sampler_missing", code.replace("(data,", "(Data(9),"))

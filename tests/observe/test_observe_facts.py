@@ -2,17 +2,20 @@
 
 import math
 import os
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch._dynamo
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from flatout.observe.compiles import Compiles
 from flatout.observe.gpus import memory_mb
-from flatout.observe.loaders import SeenLoader
+from flatout.observe.loaders import MadeAt, SeenLoader
 from flatout.observe.model_facts import some_of
+from flatout.observe.observation import Site
 from flatout.observe.openmp import libraries, settings
 from flatout.observe.outputs import contents_of
 from flatout.observe.round_trips import RoundTrips
@@ -199,3 +202,23 @@ def test_numbers_that_are_looked_at_lie_in_all_rows_and_columns(shape):
         rows, columns = looked // shape[1], looked % shape[1]
         assert len(rows.unique()) > 1000
         assert len(columns.unique()) > 1000
+
+
+def test_a_loader_is_made_by_the_users_line_or_what_a_library_made_it_from():
+    made, rows = MadeAt(), TensorDataset(torch.zeros(4))
+
+    def make(dataset, file):
+        loader = DataLoader(dataset)
+        names = {"note": lambda: made.note(loader, sys._getframe(1))}
+        exec(compile("\n\nnote()", file, "exec"), names)
+        return loader
+
+    library = torch.utils.data.__file__
+    mine, again = make(rows, "<stdin>"), make(rows, library)
+    assert made.of(mine) == made.of(again) == Site("<stdin>", 3)
+    # Made by a library alone: the user's line above it.
+    other = made.of(make(TensorDataset(torch.zeros(4)), library))
+    assert (other.file, other.code) == (__file__, "")
+    assert made.of(make([1, 2], "<stdin>")) == Site("<stdin>", 3)
+    assert made.of(make([1, 2], library)).file == __file__
+    assert made.of(DataLoader(rows)) is None

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+import sys
 import zlib
 from array import array
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from statistics import median
 from threading import get_ident
 from time import perf_counter_ns
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any, cast
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 from flatout.hooks import wrap
 from flatout.kernels import Loaded
@@ -32,7 +34,7 @@ from flatout.observe.samples import (
 )
 from flatout.observe.series import series_of
 from flatout.observe.shards import ENOUGH, block_of, parts_of_indices, parts_of_rows
-from flatout.observe.sites import here, is_users, site_of_code
+from flatout.observe.sites import here, is_users, site_of, site_of_code
 from flatout.observe.tables import longer_series
 from flatout.observe.watch import Watch
 from flatout.observe.within_loader import LOADER, Looker, Probe, first_tensor, size_of, watch_fetch
@@ -382,6 +384,7 @@ def watch_loaders(module: Any, watch: Watch, *, looks_within: bool = True) -> No
 
     def _met(loader: Any, site: Site | None) -> SeenLoader:
         known_loader = SeenLoader(loader, site, len(watch.loaders))
+        known_loader.facts.made_at = made.of(loader)
         watch.loaders.append(known_loader)
         return known_loader
 
@@ -394,6 +397,8 @@ def watch_loaders(module: Any, watch: Watch, *, looks_within: bool = True) -> No
                 return cast(SeenLoader, item)
         return None
 
+    made = MadeAt()
+    wrap(module.DataLoader, "__init__", "observe", _noted, made)
     wrap(module.DataLoader, "__iter__", "observe", _timed_iteration, watch, seen_of)
     watch_batches(module._BaseDataLoaderIter, watch, seen_of)
     if not looks_within:
@@ -407,6 +412,39 @@ def watch_loaders(module: Any, watch: Watch, *, looks_within: bool = True) -> No
         return loader.probe()
 
     watch.quick.hooks += watch_fetch(module._utils.fetch, probe_of, watch.quick.fetch)
+
+
+class MadeAt:
+    """Which lines of the user's have made DataLoaders."""
+
+    def __init__(self) -> None:
+        self._of_loaders: WeakKeyDictionary[Any, Site] = WeakKeyDictionary()
+        self._of_datasets: dict[int, tuple[ref[Any], Site]] = {}
+
+    def note(self, loader: Any, frame: FrameType) -> None:
+        """A loader was made by what this frame runs. What a library makes anew, as Accelerate does
+        for ranks, is that which the user has made of the same dataset."""
+        site, dataset = site_of(frame), loader.dataset
+        known, first = self._of_datasets.get(id(dataset), (None, None))
+        if not is_users(frame.f_code.co_filename) and known is not None and known() is dataset:
+            site = first
+        if site is None:
+            return
+        self._of_loaders[loader] = site
+        with suppress(TypeError):  # of a list there is no weak reference
+            self._of_datasets[id(dataset)] = ref(dataset), site
+
+    def of(self, loader: Any) -> Site | None:
+        """The line that has made this one."""
+        return self._of_loaders.get(loader)
+
+
+def _noted(original: Any, made: MadeAt) -> Any:
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        made.note(self, sys._getframe(1))
+
+    return init
 
 
 def _timed_iteration(original: Any, watch: Watch, seen_of: Any) -> Any:

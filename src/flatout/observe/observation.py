@@ -98,6 +98,8 @@ class Loader:
     Attributes:
         kind: the class, as module.Name.
         site: where the user iterates over it.
+        made_at: the user's line that made it, or where a library made it, the first one of its
+            dataset.
         dataset: class of the dataset; with its length and site of `__getitem__`, if it has them.
         batch_size, num_workers, persistent_workers, pin_memory, drop_last, prefetch_factor: as in
             torch.
@@ -155,6 +157,7 @@ class Loader:
     kind: str
     site: Site | None = None
     dataset: str = ""
+    made_at: Site | None = None
     dataset_site: Site | None = None
     length: int | None = None
     batch_size: int | None = None

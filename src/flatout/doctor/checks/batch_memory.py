@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from flatout.doctor.checks.check import NoSignal, check
-from flatout.doctor.checks.signals import at, is_gpu
+from flatout.doctor.checks.signals import at, is_gpu, made
 from flatout.doctor.finding import Finding, Kind
 from flatout.observe import Observation, is_users
 from flatout.words import rounded
@@ -89,7 +89,7 @@ def _finding(kind: Kind, what: str, do: str, where: str, parity: str = "rounding
 
 
 def _site(observation: Observation) -> str:
-    loaders = [loader.site for loader in observation.loaders if loader.in_training]
+    loaders = [made(loader) for loader in observation.loaders if loader.in_training]
     models = [model.site for model in observation.models]
     return at(next((site for site in (*loaders, *models) if site is not None), None))
 

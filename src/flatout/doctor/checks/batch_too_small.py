@@ -15,6 +15,7 @@ from flatout.doctor.checks.signals import (
     busy_share,
     is_gpu,
     lane,
+    made,
     models,
     ms,
     samples_per_call,
@@ -107,7 +108,7 @@ def _left(loader: Loader) -> int | None:
 
 
 def _site(observation: Observation) -> Site | None:
-    sites = [loader.site for loader in observation.loaders if loader.in_training]
+    sites = [made(loader) for loader in observation.loaders if loader.in_training]
     return next((site for site in sites if site is not None), observation.models[0].site)
 
 

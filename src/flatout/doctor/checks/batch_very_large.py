@@ -6,6 +6,7 @@ from flatout.doctor.checks.check import Findings, NoSignal, check
 from flatout.doctor.checks.signals import (
     at,
     batches_per_step,
+    made,
     samples_per_call,
     step_ms,
     training_loaders,
@@ -41,7 +42,7 @@ def look(observation: Observation) -> Findings:
         f"what was tried ({tried:,} samples, {steps_tried} steps an epoch)",
         do="compare the validation figures with those of a smaller batch; else LARS or LAMB "
         "(flatout.optim.Lars, Lamb), and warm-up over the first epochs",
-        where=at(loader.site),
+        where=at(made(loader)),
         parity="changes learning",
     )
 

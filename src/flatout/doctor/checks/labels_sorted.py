@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flatout.doctor.checks.check import Findings, NoSignal, check
-from flatout.doctor.checks.signals import at
+from flatout.doctor.checks.signals import at, made
 from flatout.doctor.finding import Finding
 from flatout.observe import InLoss, Loader, Observation
 
@@ -33,7 +33,7 @@ def look(observation: Observation) -> Findings:
             yield _finding(
                 f"the {samples:,} samples lie sorted by their {classes} classes, and are taken in "
                 "that order",
-                at(loader.site),
+                at(made(loader)),
                 "shuffle=True in fit()" if observation.framework == "keras" else _DO,
             )
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flatout.data import last_batch
 from flatout.doctor.checks.check import Findings, NoSignal, check
-from flatout.doctor.checks.signals import at, has_batch_norm, models, training_loaders
+from flatout.doctor.checks.signals import at, has_batch_norm, made, models, training_loaders
 from flatout.doctor.edits import arguments
 from flatout.doctor.finding import Finding
 from flatout.observe import Loader, Observation
@@ -22,7 +22,7 @@ def look(observation: Observation) -> Findings:
                 what=f"{loader.length:,} samples in batches of {loader.batch_size} leave a last "
                 "batch of one: BatchNorm takes its statistics from a single sample, or fails",
                 do="DataLoader(..., drop_last=True), or a batch size that leaves more",
-                where=at(loader.site),
+                where=at(made(loader)),
                 parity="changes learning",
             )
 

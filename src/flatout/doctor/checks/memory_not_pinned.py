@@ -8,6 +8,7 @@ from flatout.doctor.checks.signals import (
     is_gpu,
     is_worth,
     lane,
+    made,
     ms,
     returned_ms,
     training_loaders,
@@ -39,7 +40,7 @@ def look(observation: Observation) -> Findings:
                 what=f"the copy to the GPU takes {ms(copy)} per step, from memory that is not "
                 "pinned",
                 do='DataLoader(..., pin_memory=True) and batch.to("cuda", non_blocking=True)',
-                where=at(loader.site),
+                where=at(made(loader)),
                 cost_ms=copy,
                 parity="bit-identical",
                 recipe={"input.pin_memory": "on"},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flatout.doctor.checks.check import Findings, NoSignal, rank_check
-from flatout.doctor.checks.signals import at, has_peers, training_loaders
+from flatout.doctor.checks.signals import at, has_peers, made, training_loaders
 from flatout.doctor.edits import loops
 from flatout.doctor.finding import Finding
 from flatout.observe import Loader, Observation
@@ -35,7 +35,7 @@ def look(observations: Sequence[Observation]) -> Findings:
         if is_stream
         else "DataLoader(..., sampler=DistributedSampler(dataset)), and call its set_epoch in "
         "each epoch",
-        where=at(loaders[0].dataset_site or loaders[0].site if is_stream else loaders[0].site),
+        where=at(loaders[0].dataset_site or loaders[0].site if is_stream else made(loaders[0])),
         parity="changes learning",
     )
 

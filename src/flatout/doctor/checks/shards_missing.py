@@ -7,7 +7,7 @@ from functools import reduce
 from math import gcd
 
 from flatout.doctor.checks.check import Findings, NoSignal, rank_check
-from flatout.doctor.checks.signals import at, has_peers, training_loaders
+from flatout.doctor.checks.signals import at, has_peers, made, training_loaders
 from flatout.doctor.finding import Finding
 from flatout.observe import Loader, Observation
 from flatout.words import counted
@@ -41,7 +41,7 @@ def look(observations: Sequence[Observation]) -> Findings:
         "rank * num_workers + the worker's id on"
         if streams
         else "take each world_size-th sample, from the rank on; or DistributedSampler",
-        where=at(loaders[0].dataset_site or loaders[0].site if streams else loaders[0].site),
+        where=at(loaders[0].dataset_site or loaders[0].site if streams else made(loaders[0])),
         parity="changes learning",
     )
 
@@ -65,7 +65,7 @@ def _blocks(loaders: Sequence[Loader]) -> Findings:
         what=f"{len(blocks)} ranks take {end:,} of {of:,} samples, in blocks that follow one "
         f"another; the rest is {counted(more, 'more such block')}, which no rank takes",
         do="share out among world_size ranks, unless the rest is held out",
-        where=at(loaders[0].site),
+        where=at(made(loaders[0])),
         parity="changes learning",
     )
 

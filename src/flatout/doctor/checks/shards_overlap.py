@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flatout.doctor.checks.check import Findings, NoSignal, rank_check
-from flatout.doctor.checks.signals import at, has_peers, training_loaders
+from flatout.doctor.checks.signals import at, has_peers, made, training_loaders
 from flatout.doctor.finding import Finding
 from flatout.observe import Loader, Observation
 
@@ -38,7 +38,7 @@ def look(observations: Sequence[Observation]) -> Findings:
         "an order of its own, as with a seed that holds the rank",
         do="draw one order with the same seed in all ranks, and take each world_size-th of it "
         "from the rank on; or DistributedSampler",
-        where=at(loaders[0].site),
+        where=at(made(loaders[0])),
         parity="changes learning",
     )
 

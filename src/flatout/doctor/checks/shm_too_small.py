@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import ceil
 
 from flatout.doctor.checks.check import NoSignal, check
-from flatout.doctor.checks.signals import at
+from flatout.doctor.checks.signals import at, made
 from flatout.doctor.finding import Finding
 from flatout.doctor.machine import SHM_DO, shm_words
 from flatout.observe import Loader, Observation
@@ -47,6 +47,6 @@ def _finding(loader: Loader, needed: int, free: float) -> Finding:
         f"{loader.prefetch_factor} batches of {memory_words(loader.batch_bytes or 0)} each "
         f"need up to {memory_words(needed)}: they die with a bus error when it is full",
         do=f"{SHM_DO}; fewer workers, or a smaller prefetch_factor, need less",
-        where=at(loader.site),
+        where=at(made(loader)),
         parity="bit-identical",
     )

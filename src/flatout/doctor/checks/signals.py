@@ -228,6 +228,11 @@ def hot(loader: Loader) -> Site | None:
     return loader.hot[0][0] if loader.hot else loader.dataset_site or loader.site
 
 
+def made(loader: Loader) -> Site | None:
+    """The user's line in which the loader is set up, else where it is iterated."""
+    return loader.made_at or loader.site
+
+
 def at(site: Site | None) -> str:
     """file:line, or nothing."""
     return "" if site is None else str(site)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flatout.doctor.checks.check import Findings, NoSignal, check
-from flatout.doctor.checks.signals import at, training_loaders
+from flatout.doctor.checks.signals import at, made, training_loaders
 from flatout.doctor.edits import workers
 from flatout.doctor.finding import Finding
 from flatout.observe import Loader, Observation
@@ -38,6 +38,6 @@ def _finding(loader: Loader, states: list[int]) -> Finding:
         f"state{'s' if different > 1 else ''}{generator}: different samples get the same "
         "augmentation",
         do=cure,
-        where=at(loader.site or loader.dataset_site),
+        where=at(made(loader) or loader.dataset_site),
         parity="changes learning",
     )

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from flatout.doctor.checks.check import Findings, NoSignal, check
-from flatout.doctor.checks.signals import at, is_worth, ms, parity_of_workers, training_loaders
+from flatout.doctor.checks.signals import (
+    at,
+    is_worth,
+    made,
+    ms,
+    parity_of_workers,
+    training_loaders,
+)
 from flatout.doctor.edits import arguments
 from flatout.doctor.finding import Finding
 from flatout.observe import Loader, Observation
@@ -37,7 +44,7 @@ def _finding(loader: Loader, slow: float, cost: float) -> Finding:
         what=f"{loader.num_workers} workers start again in each epoch: its first batch takes "
         f"{ms(slow)}, the others {ms(loader.wait_ms or 0.0)}",
         do="DataLoader(..., persistent_workers=True); random augmentation is redrawn",
-        where=at(loader.site),
+        where=at(made(loader)),
         cost_ms=cost,
         is_estimate=True,  # the end of the old workers was not timed
         parity=parity_of_workers(loader),

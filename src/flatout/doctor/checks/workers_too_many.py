@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flatout.doctor.checks.check import Findings, NoSignal, check
-from flatout.doctor.checks.signals import at, training_loaders
+from flatout.doctor.checks.signals import at, made, training_loaders
 from flatout.doctor.edits import arguments
 from flatout.doctor.finding import Finding
 from flatout.observe import Observation
@@ -30,7 +30,7 @@ def look(observation: Observation) -> Findings:
                 what=f"{loader.num_workers} workers on {cpus} usable CPUs: "
                 f"{observation.runnable:.1f} processes and threads want each CPU",
                 do=f"num_workers={max(1, cpus // 2)}, or fewer",
-                where=at(loader.site),
+                where=at(made(loader)),
                 parity="redrawn",
                 recipe={} if loader.is_iterable else {"input.workers": max(1, cpus // 2)},
             )

@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from flatout.doctor.checks.check import NoSignal, check
-from flatout.doctor.checks.signals import HUNGRY, at, is_gpu, lane, ms, share, training_loaders
+from flatout.doctor.checks.signals import (
+    HUNGRY,
+    at,
+    is_gpu,
+    lane,
+    made,
+    ms,
+    share,
+    training_loaders,
+)
 from flatout.doctor.edits import arguments
 from flatout.doctor.finding import Finding
 from flatout.observe import Loader, Observation
@@ -44,7 +53,7 @@ def _finding(observation: Observation, loader: Loader, wait: float, hidden: floa
         what=f"num_workers=0: each batch is loaded between two steps, {ms(wait)} per step, while "
         f"{cpus - 1} other CPU{'s' if cpus > 2 else ''} could do it beside them",
         do=do,
-        where=at(loader.site),
+        where=at(made(loader)),
         cost_ms=hidden,
         # What waits for a disk, or finds a core that the model leaves idle, costs no time on a CPU.
         is_estimate=not is_gpu(observation),

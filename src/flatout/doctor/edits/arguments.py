@@ -133,15 +133,14 @@ def drop_last(at: FoundAt) -> list[Edit]:
 
 
 def loader(at: FoundAt) -> tuple[Code, ast.Call]:
-    """The call that made the DataLoader over which the line iterates.
+    """The call that makes a DataLoader in the line, or made that over which it iterates.
 
     Raises:
         Unsure: it cannot be told.
     """
-    statement = at.statement
-    result: list[ast.Call] = []
-    if isinstance(statement, (ast.For, ast.AsyncFor)):
-        for name in ast.walk(statement.iter):
+    result = [call for call in at.code.calls(at.line) if name_of(call.func) in _LOADERS]
+    if not result and isinstance(at.statement, (ast.For, ast.AsyncFor)):
+        for name in ast.walk(at.statement.iter):
             with suppress(Unsure):
                 if isinstance(name, (ast.Name, ast.Attribute)):
                     result.append(made_by(at.code, name, *_LOADERS))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from dataclasses import replace
 
 from flatout.doctor.edits.arguments import given, loader
 from flatout.doctor.edits.code import Change, Code, Unsure, inside, name_of
@@ -215,7 +216,17 @@ def share_samples(at: FoundAt) -> list[Edit]:
     else:
         changes = code.with_arguments(call, sampler=sampler)
     edits = [code.edit(*changes)]
-    return [*edits, code.edit(_with_epoch(at, ""))] if not order else edits
+    return [*edits, code.edit(_with_epoch(_iterating(at), ""))] if not order else edits
+
+
+def _iterating(at: FoundAt) -> FoundAt:
+    """The line that iterates over the DataLoader that this line makes."""
+    loops = {
+        str(one.site)
+        for one in at.seen.loaders
+        if str(one.made_at) == at.finding.where and one.site
+    }
+    return FoundAt.of(replace(at.finding, where=loops.pop()), at.seen) if len(loops) == 1 else at
 
 
 def train_again(at: FoundAt) -> list[Edit]:

@@ -161,7 +161,10 @@ def sites(observation: Observation) -> list[Site]:
     """The places of the user's code that were seen at work."""
     result = [call.site for call in observation.calls]
     result += [
-        one for loader in observation.loaders for one in (loader.site, loader.dataset_site) if one
+        one
+        for loader in observation.loaders
+        for one in (loader.site, loader.made_at, loader.dataset_site)
+        if one
     ]
     result += [optimizer.site for optimizer in observation.optimizers if optimizer.site]
     result += [model.site for model in observation.models if model.site]
