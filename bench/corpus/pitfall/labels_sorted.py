@@ -20,7 +20,7 @@ def main():
     parser.add_argument("--steps", type=int, default=0, help="of an epoch; 0: all")
     args = parser.parse_args()
     torch.manual_seed(0)
-    loader = DataLoader(TensorDataset(*table()), batch_size=32)
+    loader = DataLoader(TensorDataset(*table()), batch_size=32)  # <- here
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
     for epoch in range(args.epochs):

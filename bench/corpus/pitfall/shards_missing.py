@@ -26,7 +26,7 @@ def main():
     torch.manual_seed(dist.get_rank())
     pixels, labels = load_digits(return_X_y=True)
     data = TensorDataset(torch.tensor(pixels, dtype=torch.float32) / 16, torch.tensor(labels))
-    loader = DataLoader(shard_of(data), batch_size=32, shuffle=True, drop_last=True)
+    loader = DataLoader(shard_of(data), batch_size=32, shuffle=True, drop_last=True)  # <- here
     ddp = DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)))
     optimizer = torch.optim.Adam(ddp.parameters(), lr=1e-3, fused=True)
     for epoch in range(args.epochs):

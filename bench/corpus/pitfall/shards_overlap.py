@@ -34,7 +34,7 @@ def main():
     pixels, labels = load_digits(return_X_y=True)
     data = TensorDataset(torch.tensor(pixels, dtype=torch.float32) / 16, torch.tensor(labels))
     sampler = RankSampler(len(data))
-    loader = DataLoader(data, batch_size=32, sampler=sampler)
+    loader = DataLoader(data, batch_size=32, sampler=sampler)  # <- here
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.Adam(ddp.parameters(), lr=1e-3, fused=True)

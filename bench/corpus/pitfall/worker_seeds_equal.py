@@ -38,7 +38,7 @@ def main():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(576, 64), nn.ReLU(), nn.Linear(64, 6))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
-    loader = DataLoader(
+    loader = DataLoader(  # <- here
         Shapes(4096),
         batch_size=64,
         shuffle=True,

@@ -34,7 +34,7 @@ def main():
     model = nn.Sequential(nn.Flatten(), nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, 5))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
     criterion = nn.CrossEntropyLoss()
-    loader = DataLoader(
+    loader = DataLoader(  # <- here
         Blobs(4096, 0),
         batch_size=64,
         shuffle=True,
