@@ -36,6 +36,28 @@ ROUNDS = {
             if i % 2 == 0:
                 optimizer.step()
     """,
+    "parts_of_a_batch": """
+        for it in range(9):
+            for micro_step in range(grad_accum):
+                with autocast():
+                    loss = model(next(batches))
+                loss.backward()
+            clip()
+            optimizer.step()
+    """,
+    "parts_and_their_losses": """
+        for it in range(9):
+            for micro_step in range(4):
+                for loss in losses:
+                    loss.backward()
+            optimizer.step()
+    """,
+    "tasks": """
+        for it in range(9):
+            for task in range(4):
+                loss.backward()
+            optimizer.step()
+    """,
     "each_round": """
         for i in range(9):
             loss.backward()
@@ -73,5 +95,6 @@ def test_a_step_of_several_rounds_is_told(name, tmp_path):
         Site(str(file), next(at for at, line in enumerate(lines, 1) if words in line))
         for words in ("backward", "optimizer.step")
     )
-    assert is_counted(backward, step) is (name in ("counted", "by_a_name", "in_a_function"))
+    told = ("counted", "by_a_name", "in_a_function", "parts_of_a_batch")
+    assert is_counted(backward, step) is (name in told)
     assert not is_counted(Site("other.py", 1), step)

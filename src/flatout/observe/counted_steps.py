@@ -14,7 +14,8 @@ LOOPS = (ast.For, ast.AsyncFor, ast.While)
 
 def is_counted(backward: Site, step: Site) -> bool:
     """Whether the line of the step stands under `if`, with a remainder in its test, and that of
-    the backward pass above it, in the same round of the same loop.
+    the backward pass above it, in the same round of the same loop. Or whether the step stands
+    behind a loop around the backward pass that is over the parts of a batch, as its words say.
 
     Then the passes of several rounds go into a step. Those of several losses of one round, such as
     of a GAN's two halves, do not stand so.
@@ -27,14 +28,22 @@ def is_counted(backward: Site, step: Site) -> bool:
              if one is other]  # fmt: skip
     if not above:
         return False
-    behind = to_step[above[-1] + 1 :]
-    is_same_round = not any(
-        isinstance(node, (*LOOPS, *_FUNCTIONS)) for node in (*behind, *to_backward[above[-1] + 1 :])
-    )
+    behind, around = to_step[above[-1] + 1 :], to_backward[above[-1] + 1 :]
+    if any(isinstance(node, (*LOOPS, *_FUNCTIONS)) for node in behind):
+        return False
+    within = [node for node in around if isinstance(node, (*LOOPS, *_FUNCTIONS))]
+    if within:
+        return len(within) == 1 and _is_over_parts(within[0])
     scope = next((node for node in to_step[::-1] if isinstance(node, _FUNCTIONS)), tree)
-    return is_same_round and any(
-        isinstance(node, ast.If) and _has_remainder(node.test, scope) for node in behind
-    )
+    return any(isinstance(node, ast.If) and _has_remainder(node.test, scope) for node in behind)
+
+
+def _is_over_parts(loop: ast.AST) -> bool:
+    """Whether it is `for micro_step in range(grad_accum_steps)`, by one of these words."""
+    if not isinstance(loop, ast.For):
+        return False
+    words = f"{ast.unparse(loop.target)} {ast.unparse(loop.iter)}".lower()
+    return "accum" in words or "micro" in words
 
 
 def path_to(tree: ast.AST, line: int) -> list[ast.AST]:
