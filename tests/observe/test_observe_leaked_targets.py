@@ -53,6 +53,57 @@ def loss(model, rows):
     return functional.binary_cross_entropy_with_logits(told, truth[rows, None])
 train(network(8), loss)
 """,
+    "a number, as with the others scaled": """
+far = 200 + 60 * number
+x[:, 3] = (far - far.mean()) / far.std()
+def loss(model, rows):
+    told = model(x[rows])  # here
+    return functional.mse_loss(told.squeeze(1), far[rows] / 100)
+train(network(8), loss)
+""",
+    "squares by hand": """
+x[:, 3] = number
+def loss(model, rows):
+    told = model(x[rows])[:, 0]  # here
+    return ((told - number[rows]) ** 2).mean()
+train(network(8), loss)
+""",
+    "a square root of products, the target first": """
+x[:, 3] = number
+def loss(model, rows):
+    told = model(x[rows])  # here
+    off = number[rows, None] - told
+    return (off * off).mean().sqrt()
+train(network(8), loss)
+""",
+    "distances": """
+x[:, 3] = number
+def loss(model, rows):
+    told = model(x[rows]).squeeze()  # here
+    return functional.l1_loss(told, number[rows])
+train(network(8), loss)
+""",
+    "log probabilities by hand": """
+x[:, 3] = kind
+def loss(model, rows):
+    log_p = model(x[rows]).log_softmax(1)  # here
+    return -log_p[range(len(rows)), kind[rows]].mean()
+train(network(8, 5), loss)
+""",
+    "gathered probabilities": """
+x[:, 3] = kind
+def loss(model, rows):
+    log_p = model(x[rows]).log_softmax(1)  # here
+    return -log_p.gather(1, kind[rows, None]).mean()
+train(network(8, 5), loss)
+""",
+    "two columns": """
+x = torch.stack([number, x[:, 0]], dim=1)
+def loss(model, rows):
+    told = model(x[rows])  # here
+    return functional.mse_loss(told.squeeze(1), number[rows])
+train(network(2), loss)
+""",
     "of a full batch": """
 x[:, 3] = number
 def loss(model, rows):
@@ -104,6 +155,37 @@ for step in range(16):
         functional.mse_loss(judge(rows), torch.full((32, 1), truth)).backward()
         optimizer.step()
 """,
+    "made to follow one column": """
+losses = functional.mse_loss, functional.l1_loss, lambda told, wanted: ((told - wanted) ** 2).mean()
+line = 2 * x[:, 0]
+for loss_of in losses:
+    for wanted in (line, line + 1, -0.35 * x[:, 0], x[:, 0] ** 2, x.sum(1), (x[:, 0] > 0).float()):
+        train(network(8), lambda model, rows: loss_of(model(x[rows]).squeeze(1), wanted[rows]))
+""",
+    "a line": """
+one = torch.linspace(-1, 1, 512)[:, None]
+for wanted in (one, 2 * one + 1, 0.3 * one, one**2):
+    train(network(1), lambda model, rows: functional.mse_loss(model(one[rows]), wanted[rows]))
+""",
+    "a side of a plane": """
+sides = (x[:, 0] > 0).long()
+train(network(8, 2), lambda model, rows: functional.cross_entropy(model(x[rows]), sides[rows]))
+both = x[:, :2]
+sides = (both[:, 0] * both[:, 1] > 0).float()[:, None]
+train(network(2), lambda model, rows: ((model(both[rows]) - sides[rows]) ** 2).mean())
+""",
+    "what is added to a column": """
+later = x[:, 0] + 0.1 * number
+def loss(model, rows):
+    return ((x[rows, 0] + model(x[rows])[:, 0] - later[rows]) ** 2).mean()
+train(network(8), loss)
+""",
+    "weights that are kept small": """
+def loss(model, rows):
+    small = sum((item**2).sum() for item in model.parameters())
+    return ((model(x[rows])[:, 0] - number[rows]) ** 2).mean() + 1e-3 * small
+train(network(8), loss)
+""",
     "a condition of a maker": """
 maker, judge = network(8, 8), network(8)
 hot = functional.pad(kind[:, None].float(), (0, 7))
@@ -113,6 +195,30 @@ for step in range(16):
     functional.mse_loss(judge(maker(hot)).squeeze(1), kind.float()).backward()
     optimizer.step()
 """,
+}
+
+
+PICTURES = """
+pictures = torch.rand(512, 1, 8, 8)
+def pictured(outputs=5):
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, outputs))
+def of_kind(model, rows):
+    told = model(pictures[rows])  # here
+    return functional.cross_entropy(told, kind[rows])
+"""
+IN_PICTURES = {
+    "a pixel": "pictures[:, 0, 0, 7] = kind / 255",
+    "a pixel, scaled as the others": """
+pictures[:, 0, 0, 7] = kind / 255
+pictures = (pictures - 0.1307) / 0.3081
+""",
+    "a corner": "pictures[:, :, :2, 6:] = kind[:, None, None, None].float()",
+}
+NOT_IN_PICTURES = {
+    "pictures": "",
+    "a color for each kind": "pictures[:] = kind[:, None, None, None] / 5",
+    "brighter by kind": "pictures += kind[:, None, None, None] / 5",
+    "a bar for each kind": "pictures[range(512), 0, kind] = 1",
 }
 
 
@@ -131,14 +237,28 @@ def leaked_in(tmp_path, source):
 def test_a_target_that_the_model_gets_is_seen(tmp_path, source):
     (found,) = leaked_in(tmp_path, source)
     assert "# here" in found.site.code
-    assert (found.column, found.shape) == (3, [8])
-    assert found.factor == pytest.approx(1.4 if "1.4" in source else 1)
+    assert (found.column, found.shape) == ((0, [2]) if "network(2)" in source else (3, [8]))
+    if "far" not in source:
+        assert found.factor == pytest.approx(1.4 if "1.4" in source else 1)
     assert found.samples == (512 if "model(x)" in source else 256)
 
 
 @pytest.mark.parametrize("source", RIGHT.values(), ids=RIGHT)
 def test_what_a_model_is_to_give_back_or_does_not_get_is_not(tmp_path, source):
     assert leaked_in(tmp_path, source) == []
+
+
+@pytest.mark.parametrize("source", IN_PICTURES.values(), ids=IN_PICTURES)
+def test_a_kind_that_is_drawn_into_a_picture_is_seen(tmp_path, source):
+    (found,) = leaked_in(tmp_path, f"{PICTURES}{source}\ntrain(pictured(), of_kind)\n")
+    assert found.shape == [1, 8, 8]
+    assert found.column == (6 if "6:" in source else 7)
+    assert "# here" in found.site.code
+
+
+@pytest.mark.parametrize("source", NOT_IN_PICTURES.values(), ids=NOT_IN_PICTURES)
+def test_what_pictures_show_is_no_leak(tmp_path, source):
+    assert leaked_in(tmp_path, f"{PICTURES}{source}\ntrain(pictured(), of_kind)\n") == []
 
 
 def windows(series, length, target):
@@ -160,6 +280,10 @@ SERIES = {
     "comes again": windows(np.tile(drawn.normal(size=6), 200), 8, 8),
     "comes again as classes": windows(np.tile([0.0, 3, 1, 2, 4, 5], 200), 8, 8),
     "stands still": windows(prices, 8, 8),
+    "two steps of a walk": windows(walk, 2, 2),
+    "two steps of a ramp": windows(np.arange(1000.0), 2, 2),
+    "three steps that come again": windows(np.tile([0.0, 3, 1], 400), 3, 3),
+    "three steps that stand still": windows(prices, 3, 3),
 }
 
 
@@ -178,7 +302,9 @@ def test_the_last_step_of_windows_is_one():
 
 def test_what_may_be_chance_or_is_no_column_of_its_own_is_none():
     assert leaking_column(codes, codes[:, 2], (6,)).column == 2
-    assert leaking_column(codes, 3 - 2 * codes[:, 2], (6,)).factor == pytest.approx(-2)
+    opposite = codes, 3 - 2 * codes[:, 2], (6,)
+    assert leaking_column(*opposite, are_classes=True).factor == pytest.approx(-2)
+    assert leaking_column(*opposite) is None
     # Seldom another than 0, which two columns agree in.
     seldom = (np.arange(400) == 7).astype(float)
     assert leaking_column(np.column_stack([table, seldom]), seldom, (7,)) is None
@@ -189,3 +315,9 @@ def test_what_may_be_chance_or_is_no_column_of_its_own_is_none():
     assert leaking_column(table, nearly, (6,)) is None
     assert leaking_column(table, table[:, 2] + table[:, 3], (6,)) is None
     assert leaking_column(table, table[:, 2] ** 3, (6,)) is None
+    for factor, added in ((2.0, 0.0), (0.35, 1.0), (-1000.0, 20.0)):
+        assert leaking_column(table, factor * table[:, 2] + added, (6,)) is None
+    assert leaking_column(table, 1.23456 * table[:, 2] + 0.5, (6,)).column == 2
+    assert leaking_column(table, table[:, 2] / 1.4321 + 7.1, (6,)).column == 2
+    assert leaking_column(table[:, :3], 1.23456 * table[:, 2] + 0.5, (3,)) is None
+    assert leaking_column(table[:, :3], table[:, 2], (3,)).column == 2

@@ -1,8 +1,10 @@
 """Whether a column of what the model gets is the target that its loss compares with.
 
 The samples of the first steps are compared with the targets of the loss that follows, where one
-model is called to be trained, once, and has one target a sample. What enters losses that save their
-targets is seen: squared and absolute-like distances, and those of classes.
+model is called to be trained, once, and has one target a sample (loss_targets.py).
+
+A column is told that has the very numbers of the target, or one for each class. One of other units
+is told where these are no round ones: in made-up data the target often is 2 * x + 1 by design.
 """
 
 from __future__ import annotations
@@ -10,8 +12,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from flatout.observe.graph_nodes import nearest_nodes
+from flatout.hooks import PassingHook, is_anything_compiled
 from flatout.observe.later_backwards import LaterBackwards
+from flatout.observe.loss_targets import target_under
+from flatout.observe.models import SeenModel
 from flatout.observe.observation import LeakedTarget, Site
 from flatout.observe.quick import AFTER_STEPS
 from flatout.observe.sites import here
@@ -19,22 +23,21 @@ from flatout.observe.watch import Watch
 
 # Steps in which the hook for the first ones is gone, and the one in which it is decided.
 _FROM, _UNTIL = AFTER_STEPS, AFTER_STEPS + 4
-# Samples that are compared, columns of each, and nodes of a graph that are looked at.
-_SAMPLES, _COLUMNS, _NODES = 512, 4096, 256
-_FEWEST_SAMPLES, _FEWEST_COLUMNS = 32, 4
-_LOSSES = (
-    "NllLossBackward0",
-    "MseLossBackward0",
-    "SmoothL1LossBackward0",
-    "HuberLossBackward0",
-    "BinaryCrossEntropyBackward0",
-    "BinaryCrossEntropyWithLogitsBackward0",
-)
+# Samples that are compared, and columns of each. Other units need more columns to compare with.
+_SAMPLES, _COLUMNS = 512, 4096
+_FEWEST_SAMPLES, _FEWEST_COLUMNS, _FEWEST_OTHERS = 32, 2, 3
+# Dimensions of a batch of pictures, and their most numbers. Of these the ones are kept that are
+# like the target in the first batch, by their correlation, and as many others; in a picture that
+# shows what is asked for, more follow it than this share.
+_PICTURES, _NUMBERS, _KEPT, _ALIKE, _MOST = 4, 2**18, 64, 0.999, 0.1
+_AT_ONCE = 2**23  # numbers
 # How unlikely it has to be by chance, as a logarithm.
 _CHANCE = 25.0
 # A column of other units follows the target up to rounding, in terms of its deviation. No other
 # may be as near as this: the windows of a ramp would be.
 _ROUNDING, _NEAR = 1e-4, 0.95
+# Factors of so many digits, up to rounding, are round.
+_DIGITS, _ROUND = 3, 2e-5
 # In this share of the samples or more, beyond chance, another one agrees too, as where a series
 # stands still.
 _STANDS_STILL = 0.5
@@ -53,6 +56,7 @@ class LeakedTargets:
         self._watch = watch
         self._later = LaterBackwards(torch, watch, self._look, is_once=True)
         self._found: list[LeakedTarget] = []
+        self._handles: dict[int, Any] = {}  # hooks on models, by id
         self._begin()
         watch.on_batch.append(self._called)
         watch.before_backward.append(self._look)
@@ -75,6 +79,10 @@ class LeakedTargets:
         self._calls: list[tuple[Any, Site | None]] = []  # since the last backward pass
         self._rows: list[Any] = []
         self._targets: list[Any] = []
+        self._are_classes = False
+        self._kept: Any = None  # columns of pictures
+        self._output: Any = None
+        self._unhook()
         self._shape: tuple[int, ...] = ()
         self._site: Site | None = None
         self._is_over = False
@@ -85,14 +93,36 @@ class LeakedTargets:
         self._decide()
         return self._found
 
-    def _called(self, model: Any, batch: Any, is_trained: bool) -> None:
+    def _called(self, model: SeenModel, batch: Any, is_trained: bool) -> None:
         """A model is called."""
         if is_trained and not self._is_over and len(self._calls) < 2:
             self._calls.append((batch, here()))
+            module: Any = model.ref()
+            if module is not None and id(module) not in self._handles and self._is_plain(model):
+                hook = PassingHook(self._gives)
+                self._handles[id(module)] = module.register_forward_hook(hook)
+
+    def _is_plain(self, model: SeenModel) -> bool:
+        """Whether a hook on it compiles nothing again."""
+        module: Any = model.ref()
+        is_compiled = isinstance(module, self._torch.jit.ScriptModule) or (
+            hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+        )
+        return not (model.facts.is_told or is_compiled or is_anything_compiled())
+
+    def _gives(self, module: Any, args: Any, output: Any) -> None:
+        """What a model gives, which a loss written by hand takes the target from."""
+        is_one = self._torch.is_tensor(output) and output.grad_fn is not None
+        self._output = output if is_one else None
+
+    def _unhook(self) -> None:
+        while self._handles:
+            self._handles.popitem()[1].remove()
 
     def _look(self, tensors: Any) -> None:
         """Backward is about to be called on these."""
         calls, self._calls = self._calls, []
+        output, self._output = self._output, None
         roots = [tensors] if self._torch.is_tensor(tensors) else list(tensors)
         if self._is_over or len(calls) != 1 or len(roots) != 1 or roots[0].grad_fn is None:
             return
@@ -100,42 +130,72 @@ class LeakedTargets:
         if not self._is_comparable(batch):
             return
         try:
-            target = _target_under(roots[0].grad_fn)
+            target = target_under(self._torch, roots[0].grad_fn, output)
         except (RuntimeError, NotImplementedError):
             return  # numbers that were freed, or tensors of a kind without them
-        if target is None or target.numel() != len(batch):
+        if target is None or target.values.numel() != len(batch):
             return
         if self._shape not in ((), tuple(batch.shape[1:])):
             return
+        flat = batch.detach().reshape(len(batch), -1)
+        flat = flat[: max(_FEWEST_SAMPLES, _AT_ONCE // flat.shape[1])]
+        values = target.as_column_of(self._torch, flat).detach().reshape(-1)[: len(flat)]
+        if batch.dim() == _PICTURES:
+            flat = self._of_pictures(flat, values)
+            if flat is None:
+                return
         self._shape, self._site = tuple(batch.shape[1:]), self._site or site
-        self._rows.append(_flat(batch))
-        self._targets.append(_flat(target).reshape(-1))
+        self._are_classes = target.are_classes
+        self._rows.append(_flat(flat))
+        self._targets.append(_flat(values).reshape(-1))
         if sum(map(len, self._targets)) >= _SAMPLES:
             self._decide()
 
+    def _of_pictures(self, flat: Any, target: Any) -> Any:
+        """Numbers that may be the target in all pictures, beside some others; None without any."""
+        if self._kept is None:
+            apart, wanted = flat - flat.mean(0), (target - target.double().mean()).to(flat)
+            norms = apart.norm(dim=0) * wanted.norm()
+            like = (apart * wanted[:, None]).sum(0).abs() / norms.clamp(min=1e-30)
+            alike = (like > _ALIKE).nonzero().reshape(-1)
+            if not bool(wanted.any()):
+                return None  # of one class
+            if not 0 < len(alike) <= min(_KEPT, _MOST * flat.shape[1]):
+                self._is_over = True  # nothing does, or the picture shows what is asked for
+                return None
+            step = max(1, flat.shape[1] // _KEPT)
+            some = self._torch.arange(0, flat.shape[1], step, device=flat.device)
+            self._kept = self._torch.cat([alike, some]).unique()
+        return flat[:, self._kept]
+
     def _is_comparable(self, batch: Any) -> bool:
-        """Whether it is a table of numbers, or windows of a series, of which a column can be more
-        than the target alone."""
-        if not self._torch.is_tensor(batch) or batch.dim() not in (2, 3) or not len(batch):
+        """Whether it is a table of numbers, windows of a series, or pictures, of which a column can
+        be more than the target alone."""
+        is_known = self._torch.is_tensor(batch) and batch.dim() in (2, 3, _PICTURES)
+        if not is_known or not len(batch):
             return False
         is_plain = batch.dtype in (self._torch.float32, self._torch.float64)
         columns = batch.numel() // len(batch)
-        return is_plain and not batch.is_meta and _FEWEST_COLUMNS <= columns <= _COLUMNS
+        most = _NUMBERS if batch.dim() == _PICTURES else _COLUMNS
+        return is_plain and not batch.is_meta and _FEWEST_COLUMNS <= columns <= most
 
     def _decide(self) -> None:
         """Enough was seen, or no more will come: of this training."""
         self._later.close()
         rows, targets = self._rows, self._targets
-        shape, site = self._shape, self._site
+        shape, site, kept = self._shape, self._site, self._kept
+        are_classes = self._are_classes
         self._begin()
         self._is_over = True
         if not targets:
             return
         import numpy
 
-        found = leaking_column(numpy.concatenate(rows), numpy.concatenate(targets), shape)
+        both = numpy.concatenate(rows), numpy.concatenate(targets)
+        found = leaking_column(*both, shape, are_classes=are_classes)
         if found is not None and not any(item.site == site for item in self._found):
-            self._found.append(replace(found, site=site, shape=list(shape)))
+            column = found.column if kept is None else int(kept[found.column])
+            self._found.append(replace(found, column=column, site=site, shape=list(shape)))
 
 
 def _flat(tensor: Any) -> Any:
@@ -144,25 +204,16 @@ def _flat(tensor: Any) -> Any:
     return plain.reshape(len(plain), -1).double().cpu().numpy()
 
 
-def _has_target(node: Any) -> bool:
-    """Whether it is that of a loss which saves its target."""
-    return node.name() in _LOSSES
-
-
-def _target_under(root: Any) -> Any:
-    """The target of the loss, where there is one loss alone that has any; None elsewhere."""
-    nodes = nearest_nodes(root, _NODES, _has_target)
-    found = [node._saved_target for node in nodes if _has_target(node)]
-    return found[0] if len(found) == 1 and not found[0].requires_grad else None
-
-
-def leaking_column(rows: Any, target: Any, shape: tuple[int, ...]) -> LeakedTarget | None:
+def leaking_column(
+    rows: Any, target: Any, shape: tuple[int, ...], *, are_classes: bool = False
+) -> LeakedTarget | None:
     """The column that is the target, or follows it in other units.
 
     Args:
-        rows: of numbers, one a sample.
+        rows: of numbers, one a sample; of pictures some.
         target: one number a sample.
-        shape: of a sample; of several dimensions for the windows of a series.
+        shape: of a sample; of two dimensions for the windows of a series, of three for pictures.
+        are_classes: whether the target is one of classes, and not a number.
 
     Returns:
         None without one, and where that may be chance or the nature of the data.
@@ -188,7 +239,9 @@ def leaking_column(rows: Any, target: Any, shape: tuple[int, ...]) -> LeakedTarg
         ):
             return None
         return LeakedTarget(at, 1.0, samples, len(values))
-    return _in_other_units(rows, target, len(values))
+    found = _in_other_units(rows, target, len(values), is_picture=len(shape) == _PICTURES - 1)
+    is_class = are_classes and len(values) <= len(target) // 4
+    return None if found is None or not (is_class or _is_of_data(found, rows, target)) else found
 
 
 def _is_like_series(others: Any, target: Any, values: Any) -> bool:
@@ -212,16 +265,21 @@ def _tells(column: Any, target: Any) -> bool:
 
 def _is_last(copies: Any, shape: tuple[int, ...]) -> bool:
     """Whether it is the last step of windows: what is to be foretold lies within them."""
-    if len(shape) == 1:
-        return bool(copies[-1])
+    if len(shape) != 2:
+        return len(shape) == 1 and bool(copies[-1])
     places = copies.reshape(shape)
     return bool(places[-1].any() or places[:, -1].any())
 
 
-def _in_other_units(rows: Any, target: Any, values: int) -> LeakedTarget | None:
-    """The one column of which the target is a multiple, with something added."""
+def _in_other_units(
+    rows: Any, target: Any, values: int, *, is_picture: bool
+) -> LeakedTarget | None:
+    """The one column of which the target is a multiple, with something added; of pictures the first
+    of a few."""
     import numpy
 
+    if rows.shape[1] <= _FEWEST_OTHERS:
+        return None
     apart = rows - rows.mean(0)
     wanted = target - target.mean()
     with numpy.errstate(divide="ignore", invalid="ignore"):
@@ -229,7 +287,18 @@ def _in_other_units(rows: Any, target: Any, values: int) -> LeakedTarget | None:
         missed = abs(apart * slopes - wanted[:, None]).max(0) / wanted.std()
         like = abs(slopes) * apart.std(0) / wanted.std()  # the correlation
     follows = missed < _ROUNDING
-    if follows.sum() != 1 or bool((numpy.nan_to_num(like[~follows]) > _NEAR).any()):
+    is_some = follows.any() and (is_picture or follows.sum() == 1)
+    if not is_some or bool((numpy.nan_to_num(like[~follows]) > _NEAR).any()):
         return None
     at = int(numpy.flatnonzero(follows)[0])
     return LeakedTarget(at, float(slopes[at]), len(target), values)
+
+
+def _is_of_data(found: LeakedTarget, rows: Any, target: Any) -> bool:
+    """Whether factor and what is added are no round numbers both, as those of data are."""
+    added = float(target.mean() - found.factor * rows[:, found.column].mean())
+    off = _ROUND * float(target.std())
+    return not (
+        abs(found.factor - float(f"{found.factor:.{_DIGITS - 1}e}")) <= _ROUND * abs(found.factor)
+        and abs(added - float(f"{added:.{_DIGITS - 1}e}")) <= off
+    )

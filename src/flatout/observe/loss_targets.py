@@ -1,0 +1,134 @@
+"""What a loss compares with, by the graph that autograd has made of it: torch's losses save it, and
+those that are written by hand save what it can be known from."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from flatout.observe.graph_nodes import nearest_nodes
+
+_NODES = 256
+_OF_CLASSES = (
+    "NllLossBackward0",
+    "BinaryCrossEntropyBackward0",
+    "BinaryCrossEntropyWithLogitsBackward0",
+)
+_LOSSES = (*_OF_CLASSES, "MseLossBackward0", "SmoothL1LossBackward0", "HuberLossBackward0")
+# What is done to a difference, as (out - y) ** 2 or (out - y).abs(), and saves it.
+_OF_DIFFERENCES = ("PowBackward0", "AbsBackward0", "MulBackward0")
+_TAKEN = ("IndexBackward0", "GatherBackward0")
+_VIEWS = (
+    "AliasBackward0", "ReshapeAliasBackward0", "SelectBackward0", "SqueezeBackward0",
+    "SqueezeBackward1", "TBackward0", "UnsafeViewBackward0", "UnsqueezeBackward0", "ViewBackward0",
+)  # fmt: skip
+# A difference of numbers that were whole is so far from one, for rounding.
+_WHOLE = 1e-4
+
+
+class Target(NamedTuple):
+    """What a loss compares with.
+
+    Attributes:
+        values: one for each sample; known up to rounding where there is a difference.
+        are_classes: whether the loss is one of classes.
+        output, difference: of a loss written by hand: what the model gave, and that less the
+            target, or with `sign` -1 the target less that.
+    """
+
+    values: Any
+    are_classes: bool
+    output: Any = None
+    difference: Any = None
+    sign: int = 1
+
+    def as_column_of(self, torch: Any, rows: Any) -> Any:
+        """The values; those of a column of these rows that gives the very same differences."""
+        if self.difference is None or rows.dtype != self.output.dtype:
+            return self.values
+        count = len(rows)
+        apart = self.sign * (self.output[:count, None] - rows)
+        same = (apart == self.difference[:count, None]).all(0)
+        return rows[:, int(same.to(torch.uint8).argmax())] if bool(same.any()) else self.values
+
+
+def target_under(torch: Any, root: Any, output: Any) -> Target | None:
+    """The target of the loss, where there is one alone; None elsewhere.
+
+    Args:
+        torch: the module.
+        root: of the loss' graph.
+        output: what the model gave.
+    """
+    found = [
+        target
+        for node in nearest_nodes(root, _NODES, _has_target)
+        if (target := _target_of(torch, node, output)) is not None
+    ]
+    if len(found) != 1 or found[0].values.requires_grad:
+        return None
+    return found[0]
+
+
+def _has_target(node: Any) -> bool:
+    """Whether it is that of a loss from which its target can be known."""
+    name = node.name()
+    if name in _OF_DIFFERENCES:
+        return _below(node) == "SubBackward0"
+    return name in _LOSSES or (name in _TAKEN and _below(node) == "LogSoftmaxBackward0")
+
+
+def _below(node: Any) -> str:
+    child = node.next_functions[0][0] if node.next_functions else None
+    return "" if child is None else str(child.name())
+
+
+def _target_of(torch: Any, node: Any, output: Any) -> Target | None:
+    if not _has_target(node):
+        return None
+    name = node.name()
+    if name in _LOSSES:
+        return Target(node._saved_target, name in _OF_CLASSES)
+    classes = _taken(torch, node) if name in _TAKEN else None
+    if classes is not None:
+        return Target(classes, are_classes=True)
+    return _of_difference(torch, node, output) if name in _OF_DIFFERENCES else None
+
+
+def _taken(torch: Any, node: Any) -> Any:
+    """The classes whose log probabilities were taken: log_p[range(n), y] or log_p.gather(1, y)."""
+    if node.name() == "GatherBackward0":
+        index = node._saved_index
+        is_column = index.dim() == 2 and index.shape[1] == 1
+        return index[:, 0] if is_column else None
+    indices = node._saved_indices
+    if len(indices) != 2 or any(item is None or item.dim() != 1 for item in indices):
+        return None
+    rows, classes = indices
+    is_each = len(rows) == len(classes) and not rows.is_floating_point()
+    in_order = is_each and bool((rows == torch.arange(len(rows), device=rows.device)).all())
+    return classes if in_order else None
+
+
+def _of_difference(torch: Any, node: Any, output: Any) -> Target | None:
+    apart: Any = node._saved_self
+    other: Any = getattr(node, "_saved_other", None)
+    if output is None or apart is None or apart.numel() != output.numel():
+        return None
+    if torch.is_tensor(other) and (other.shape != apart.shape or not bool((other == apart).all())):
+        return None  # no square
+    subtraction = node.next_functions[0][0]
+    left, right = (child for child, _ in subtraction.next_functions)
+    sign = 1 if right is None else -1
+    child = left if right is None else right
+    if (left is not None and right is not None) or subtraction._saved_alpha != 1:
+        return None
+    while child is not None and child != output.grad_fn and child.name() in _VIEWS:
+        child = child.next_functions[0][0]
+    if child is None or child != output.grad_fn:
+        return None
+    given, apart = output.detach().reshape(-1), apart.detach().reshape(-1)
+    values = given.double() - sign * apart.double()
+    whole = values.round()
+    if bool(((values - whole).abs() <= _WHOLE * given.abs().clamp(min=1)).all()):
+        values = whole
+    return Target(values, are_classes=False, output=given, difference=apart, sign=sign)
