@@ -33,6 +33,22 @@ def learn(online, target, after=lambda step: None, steps=24, same=False, of=None
         optimizer.step()
         after(step)
 
+def see(online, target, predictor, after=lambda step: None):
+    both = [*online.parameters(), *(predictor.parameters() if predictor else ())]
+    optimizer = torch.optim.Adam(both, lr=1e-3)
+    for step in range(24):
+        rows = torch.randn(32, 8)
+        one, other = (rows + 0.1 * torch.randn(32, 8) for _ in range(2))
+        with torch.no_grad():
+            first, second = target(one), target(other)  # here
+        told = online(one), online(other)
+        if predictor:
+            told = [predictor(item) for item in told]
+        optimizer.zero_grad()
+        (functional.mse_loss(told[0], second) + functional.mse_loss(told[1], first)).backward()
+        optimizer.step()
+        after(step)
+
 online = values()
 """
 WRONG = {
@@ -48,6 +64,7 @@ def main():
     learn(online, copy.deepcopy(online).eval())
 main()
 """,
+    "both views": "see(online, copy.deepcopy(online), nn.Linear(4, 4))",
     "moved by nothing": """
 target = copy.deepcopy(online)
 def after(step):
@@ -75,6 +92,15 @@ def main():
     learn(online, target, after)
 main()
 """,
+    "both views, averaged": """
+target = copy.deepcopy(online)
+def after(step):
+    with torch.no_grad():
+        for mine, theirs in zip(target.parameters(), online.parameters()):
+            mine.lerp_(theirs, 0.01)
+see(online, target, nn.Linear(4, 4), after)
+""",
+    "a reference on two batches": "see(online, copy.deepcopy(online), None)",
     "averaged": """
 target = copy.deepcopy(online)
 def after(step):

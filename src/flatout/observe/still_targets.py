@@ -2,7 +2,8 @@
 
 Known as such before the first step: none of its parameters is any optimizer's, all are bitwise
 those of a model that is stepped, and both have been initialized and never trained. It gets other
-samples than the trained one, as a target network gets the states that follow.
+samples than the trained one, as a target network gets the states that follow; or both get both
+views of the samples, and one more trained model goes on from the trained one, as in BYOL.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from flatout.observe.watch import Watch
 
 # Steps in which inputs are compared, and models that are.
 _STEPS, _MODELS = 4, 16
+# So many views of its samples a step has.
+_VIEWS = 2
 # Parameters of which it is seen whether they move: the smallest, of so many numbers at most.
 _HELD, _NUMBERS = 4, 2**18
 # It is called in this share of the steps or more: one that is gone is followed by another copy.
@@ -76,6 +79,7 @@ class StillTargets:
         self._pairs: list[_Pair] = []
         self._is_asked = False
         self._inputs: dict[int, set[tuple[int, int]]] = {}  # by the id of a SeenModel
+        self._going_on: set[int] = set()  # those that get what another one gave
 
     def _called(self, model: SeenModel, batch: Any, is_trained: bool) -> None:
         """A model is called: with which numbers, in which step."""
@@ -83,6 +87,8 @@ class StillTargets:
         if step < _STEPS and self._torch.is_tensor(batch) and batch.numel():
             known = self._inputs.setdefault(id(model), set())
             known.add((step, number_of([local(batch)])))
+            if is_trained and batch.grad_fn is not None:
+                self._going_on.add(id(model))
 
     def _find(self) -> None:
         """Before the first step."""
@@ -122,9 +128,15 @@ class StillTargets:
         ]
 
     def _gets_others(self, pair: _Pair) -> bool:
-        """Whether it was never called with what the model has got in the same step."""
+        """Whether it was never called with what the model has got in the same step; or with both of
+        two views, one of which is the other's target."""
         own, theirs = (self._inputs.get(id(item), set()) for item in (pair.copy, pair.model))
-        return bool(own) and bool(theirs) and own.isdisjoint(theirs)
+        if not own or not theirs:
+            return False
+        steps = [step for step, _ in own]
+        has_both = own == theirs and all(steps.count(step) == _VIEWS for step in steps)
+        is_predicted = bool(self._going_on - {id(pair.copy), id(pair.model)})
+        return own.isdisjoint(theirs) or (has_both and is_predicted)
 
 
 def _are_equal(own: dict[str, Any], theirs: dict[str, Any]) -> bool:
