@@ -17,6 +17,9 @@ from flatout.observe.sites import here
 from flatout.observe.watch import Watch
 
 _FROM, _UNTIL = 9, 18
+# What was found is looked at again from these steps on, in so many: a window of the last ones, such
+# as losses[-100:], stops growing.
+_AGAIN, _STEPS = (300, 1000), 4
 # So many steps in a row, and by how much the growth of each may differ from the mean.
 _LEAST, _EVEN = 6, 0.5
 _FUNCTIONS = {
@@ -132,6 +135,17 @@ class GrowingHistories:
                     pieces=_more_pieces(value),
                 )
                 self.histories.append(grown)
+        self._by_line.clear()
+        for step in _AGAIN if self.histories else ():
+            self._watch.at(step, self._open, is_once=True)
+            self._watch.at(step + _STEPS, self._close_again, is_once=True)
+
+    def _close_again(self) -> None:
+        """Forgets what grows no longer."""
+        self._end()
+        sizes = {site: list(value.sizes.values()) for site, value in self._by_line.items()}
+        ended = [site for site, of in sizes.items() if len(of) > 2 and len({*of}) == 1]
+        self.histories = [item for item in self.histories if item.site not in ended]
         self._by_line.clear()
 
 
