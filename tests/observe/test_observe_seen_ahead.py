@@ -359,6 +359,20 @@ def test_samples_may_be_as_many_as_tokens(rows):
         assert found == "nothing" if mask else found.change > 1e-3
 
 
+def by_autocast(model, batch):
+    with torch.autocast("cpu", torch.bfloat16):
+        told = model(batch[:, :-1])
+        loss = loss_of(told, batch[:, 1:])
+    return (batch[:, :-1],), {}, told, loss
+
+
+def test_a_model_may_compute_in_half_precision():
+    for make in (RIGHT["fused"], RIGHT["a mask"], RIGHT["padded on the left"]):
+        assert seen(made(make).bfloat16()) == seen(made(make), by_autocast) == "nothing"
+    for make in (WRONG["fused"], WRONG["no mask"], WRONG["padded on both sides"]):
+        assert min(seen(made(make).bfloat16()), seen(made(make), by_autocast)).change > 2e-2
+
+
 def places_first(model, batch):
     """As the tutorial of torch's."""
     data = batch.t().contiguous()

@@ -188,9 +188,9 @@ def _is_compared(torch: Any, output: Any, shift: _Shift, told: _Told) -> bool:
         if not len(at):
             return False
         rows, places = at.t()
-        saved = told.logarithms[shift.places[rows, places]].float()
-        own = output[rows, places].float().log_softmax(1)
-        neighbors = output[rows, places + 1].float().log_softmax(1)
+        saved = told.logarithms[shift.places[rows, places]]
+        own = output[rows, places].to(saved.dtype).log_softmax(1)
+        neighbors = output[rows, places + 1].to(saved.dtype).log_softmax(1)
         apart = (saved - own).abs().max(1).values
         others = (saved - neighbors).abs().max(1).values
         return bool(apart.max() < _NEARER * others.median())
