@@ -137,7 +137,7 @@ class _Again:
 def _untouched(torch: Any, module: Any) -> Iterator[Callable[[], None]]:
     """What the model holds, modes and random streams are the same behind it; gives what puts them
     back in between."""
-    from flatout.train.held_state import HeldState
+    from flatout.train import HeldState
 
     states = _random_states(torch)
     modes = [(inner, inner.training) for inner in module.modules()]
