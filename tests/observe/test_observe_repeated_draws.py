@@ -262,3 +262,25 @@ train(lambda model, rows: classes(model, noisy(x[rows]), rows))
 
 def test_a_compiled_function_is_one_graph_as_it_was(tmp_path):
     assert repeated_in(tmp_path, COMPILED) == []
+
+
+LATER = """
+def is_watched():
+    return type(torch.randn).__name__ == "function"
+train(lambda model, rows: classes(model, x[rows], rows), epochs=20)
+assert is_watched()  # for 64 steps
+train(lambda model, rows: classes(model, x[rows], rows), epochs=2)
+assert is_watched()  # for those of another training
+train(lambda model, rows: classes(model, x[rows], rows), epochs=30)
+assert not is_watched()
+def loss(model, rows):
+    noise = torch.randn(32, 6, generator=seeded(0))  # again
+    return classes(model, x[rows] + 0.1 * noise, rows)
+train(loss, epochs=30)
+assert is_watched()
+"""
+
+
+def test_a_training_that_draws_from_no_generator_is_not_watched_for_long(tmp_path):
+    (found,) = repeated_in(tmp_path, LATER)
+    assert found.site.code.endswith("# again")

@@ -34,6 +34,8 @@ _METHODS = (
 )  # fmt: skip
 # Lines that are told apart, states that are known of each, and how often it is looked at.
 _PLACES, _STATES, _EVENTS = 64, 64, 256
+# A script that has drawn from no generator of its own by then is not asked at each draw.
+_UNUSED_STEPS = 64
 # The first states of a line are looked at more closely, and so many tensors are held for that.
 _FIRST, _HELD = 8, 16
 # Rows that are compared of a batch and of what was drawn, and nodes of a loss.
@@ -97,8 +99,10 @@ class RepeatedDraws:
         self._watch = watch
         self._hooks: list[Hook] = []
         self._is_over = False
-        self._renew()
+        self._begin()
         watch.on_renewal.append(self._renew)
+        watch.on_training.append(self._again)
+        watch.at_each(_UNUSED_STEPS, self._rest)
         watch.quick.on_end.append(self._end)
         watch.on_batch.append(self._called)
         watch.before_backward.append(self._compared)
@@ -116,7 +120,20 @@ class RepeatedDraws:
                 if words == "torch":
                     scripted[id(getattr(owner, name))] = f"aten::{name}"
 
+    def _rest(self) -> None:
+        watch = self._watch
+        if not self._places and watch.lanes.steps >= watch.began + _UNUSED_STEPS:
+            self._leave()
+
+    def _again(self) -> None:
+        if not (self._hooks or self._is_over):
+            self._enter()
+
     def _renew(self) -> None:
+        self._begin()
+        self._again()
+
+    def _begin(self) -> None:
         self._places: dict[tuple[str, str, int], _Draws] = {}
         self._held: list[tuple[Any, _Draws, Any]] = []  # generators and what they have drawn
         self._inputs: list[_Draws] = []  # what models got in this step
@@ -127,11 +144,12 @@ class RepeatedDraws:
 
         def listing(original: Any) -> Any:
             def listed() -> Any:
+                was_there = bool(self._hooks)
                 self._leave()
                 try:
                     return original()
                 finally:
-                    if not self._is_over:
+                    if was_there and not self._is_over:
                         self._enter()
 
             listed.cache_clear = original.cache_clear  # type: ignore[attr-defined]
@@ -208,9 +226,8 @@ class RepeatedDraws:
             place.drawn_at[state] = lanes.steps
 
     def _judge(self, place: _Draws, state: int, step: int, evaluated: int) -> None:
-        if (
-            self._other_at != step
-        ):  # a maker of pictures gets noise alone, and its judge gets others
+        if self._other_at != step:
+            # A maker of pictures gets noise alone, and its judge gets others.
             for one in self._inputs:
                 one.is_data = True
         self._held.clear()
