@@ -19,10 +19,13 @@ from flatout.observe.watch import Watch
 # After so many steps of each training.
 _AT = 3
 _TORCHS = "requires_grad"
-_MISSPELT = (
-    "require_grad", "require_grads", "requires_grads", "required_grad", "requiers_grad",
-    "requires_gard", "requires_grd", "requires_Grad", "requiresGrad", "requires_gradient",
-    "requires_gradients", "require_gradient", "require_gradients", "requiresgrad", "requiregrad",
+_MISSPELT = frozenset(
+    (
+        "require_grad", "require_grads", "requires_grads", "required_grad", "requiers_grad",
+        "requires_gard", "requires_grd", "requires_Grad", "requiresGrad", "requires_gradient",
+        "requires_gradients", "require_gradient", "require_gradients", "requiresgrad",
+        "requiregrad",
+    )
 )  # fmt: skip
 # Names of parameters that are kept.
 _NAMED = 8
@@ -59,21 +62,28 @@ class NeverFrozen:
 
 def _misspelt(module: Any, stepped: set[int]) -> Iterator[Unfrozen]:
     """Attributes of parameters and modules that are none of torch's, set to False."""
-    for name in _MISSPELT:
-        own = [
-            (path, tensor)
-            for path, tensor in module.named_parameters()
-            if getattr(tensor, "__dict__", {}).get(name) is False
-        ]
-        inside = [
-            (f"{path}.{inner_path}" if path else inner_path, tensor)
-            for path, inner in module.named_modules()
-            if vars(inner).get(name) is False and not hasattr(type(inner), name)
-            for inner_path, tensor in inner.named_parameters()
-        ]
-        training = {path: tensor for path, tensor in own + inside if id(tensor) in stepped}
+    named: dict[str, dict[str, Any]] = {}
+    for path, tensor in module.named_parameters():
+        for name in _set_to_false(tensor):
+            named.setdefault(name, {})[path] = tensor
+    for path, inner in module.named_modules():
+        for name in _set_to_false(inner):
+            if not hasattr(type(inner), name):
+                named.setdefault(name, {}).update(_own(path, inner))
+    for name, some in sorted(named.items()):
+        training = {path: tensor for path, tensor in some.items() if id(tensor) in stepped}
         if training:
             yield _told(name, "", training, _line_that_sets(name))
+
+
+def _set_to_false(owner: Any) -> list[str]:
+    attributes = getattr(owner, "__dict__", {})
+    return [name for name in _MISSPELT & attributes.keys() if attributes[name] is False]
+
+
+def _own(path: str, inner: Any) -> dict[str, Any]:
+    """The parameters in a module, by their names in the whole model."""
+    return {f"{path}.{name}" if path else name: one for name, one in inner.named_parameters()}
 
 
 def _of_modules(module: Any, stepped: set[int]) -> Iterator[Unfrozen]:
@@ -81,7 +91,7 @@ def _of_modules(module: Any, stepped: set[int]) -> Iterator[Unfrozen]:
     for path, inner in module.named_modules():
         if vars(inner).get(_TORCHS) is not False or hasattr(type(inner), _TORCHS):
             continue
-        own = {f"{path}.{name}" if path else name: one for name, one in inner.named_parameters()}
+        own = _own(path, inner)
         # Where one of them does not train, something else has been frozen by it.
         if own and all(id(tensor) in stepped for tensor in own.values()):
             site = _line_that_sets(_TORCHS)
