@@ -45,6 +45,15 @@ def main():
         epoch(model, optimizer, DataLoader(data, batch_size=8, shuffle=True))
 main()
 """,
+    "of data that are gone in the end": """
+def main():
+    data = TensorDataset(torch.randn(64, 8), torch.randint(0, 4, (64,)))
+    batches = DataLoader(data, batch_size=8)
+    for turn in range(4):
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)  # here
+        epoch(model, optimizer, batches)
+main()
+""",
     "with a scheduler that holds it": """
 for turn in range(4):
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)  # here

@@ -46,6 +46,7 @@ class _Life:
         steps: its own, when the next one was made.
         loader, data: what gave the batch of its first step; None where that is not known.
         epochs: of that loader's, by then.
+        is_same_data: whether the one before it was given the same; in the end data may be gone.
     """
 
     ref: ref[Any]
@@ -57,6 +58,7 @@ class _Life:
     loader: Any = None
     data: Any = None
     epochs: int = 0
+    is_same_data: bool = False
 
 
 @dataclass(eq=False)
@@ -191,6 +193,7 @@ class Remade:
         if loader is not None:
             life.data, life.epochs = _data_of(loader), loader.facts.epochs
         if len(row.lives) > 1:
+            life.is_same_data = _is_same(life.data, row.lives[-2].data)
             took = steps - row.lives[-2].began
             self._watch.at(steps + took, partial(self._may_end, row, life), is_once=True)
 
@@ -240,7 +243,7 @@ class Remade:
         if lives[0].loader is not None:
             return all(
                 later.loader is former.loader
-                and _is_same(later.data, former.data)
+                and later.is_same_data
                 and later.epochs - former.epochs <= 1
                 for former, later in pairwise(lives)
             )
