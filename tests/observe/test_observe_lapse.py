@@ -220,12 +220,14 @@ def test_the_steps_of_a_run_are_told_by_the_lengths_of_its_loops():
             known += [job.loops.steps_of_run()] if at in (0, 20) else []
         for _ in job.loops.around(2, range(4)):
             known.append(job.loops.steps_of_run())  # where none steps
+            assert job.loops.epochs_of() == [(0, 3)]
     assert known[:2] == [None, 150]
     assert set(known[6:8]) == {150}
     for _ in job.loops.around(3, iter(range(5))):
         for _ in job.loops.around(4, range(50)):
             job.step()
     assert job.loops.steps_of_run() is None
+    assert job.loops.epochs_of() == [(0, 3)]  # though it has ended
 
 
 def test_where_a_loader_is_behind_a_loop_it_ends_by_itself():

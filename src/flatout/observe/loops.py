@@ -73,6 +73,7 @@ class Loops:
         self.ends_early = self.ends_unsized = self.had_epoch = self.has_cut = False
         self.epochs = 0
         self.cut: dict[int, tuple[int, int | None]] = {}
+        self._epochs: dict[int, int] = {}  # turns of loops of epochs that have ended
 
     @property
     def is_stepping(self) -> bool:
@@ -85,14 +86,15 @@ class Loops:
         return any(self._steps(item) and item.length is not None for item in self._open)
 
     def epochs_of(self) -> list[tuple[int, int]]:
-        """Open loops whose turns are epochs: their numbers, and how many turns each has."""
+        """Loops whose turns are epochs: their numbers, and how many turns each has or had."""
         now = self._lanes.steps
-        return [
-            (item.number, item.length)
+        is_open = {
+            item.number: item.length
             for item in list(self._open)
             if item.length is not None
             and (item.holds_epochs or now - item.steps > _STEPS_IN_A_TURN)
-        ]
+        }
+        return [*(self._epochs | is_open).items()]
 
     def steps_of_run(self) -> int | None:
         """Steps that the open loops take until their ends, if their turns go on as until now; None
@@ -169,3 +171,5 @@ class Loops:
         if not turns.holds_epochs:
             self.epochs += self.ends_early
             self.had_epoch = True
+        elif turns.length is not None:
+            self._epochs[turns.number] = turns.length
