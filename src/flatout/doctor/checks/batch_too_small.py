@@ -32,7 +32,7 @@ _COMPUTES = 0.5
 _FAST = 0.05
 """Share of the steps that are faster than the one that counts: others wait for a CPU too."""
 
-_ROOM = 8
+_ROOM = 5
 """A batch so many times as large has to be one of calls still, and not of arithmetic."""
 
 _PART, _FEWEST = 0.6, 4
