@@ -55,6 +55,14 @@ def loss(model, rows):
     return classes(model, x[rows] + 0.1 * noise, rows)
 train(loss)
 """,
+    "many draws in each epoch": """
+g = torch.Generator()
+def loss(model, rows):
+    for _ in range(40):
+        noise = torch.randn(32, 6, generator=g)  # again
+    return classes(model, x[rows] + 0.1 * noise, rows)
+train(loss, begin=lambda epoch: g.manual_seed(5))
+""",
     "noise in each epoch": """
 g = torch.Generator()
 def loss(model, rows):

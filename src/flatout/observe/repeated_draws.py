@@ -33,7 +33,9 @@ _METHODS = (
     "multinomial", "normal_", "random_", "uniform_",
 )  # fmt: skip
 # Lines that are told apart, states that are known of each, and how often it is looked at.
-_PLACES, _STATES, _EVENTS = 64, 64, 256
+_PLACES, _STATES, _EVENTS = 64, 64, 64
+# Where there are as many states, so many draws of a line are left out for one that is looked at.
+_LEFT_OUT = 15
 # A script that has drawn from no generator of its own by then is not asked at each draw.
 _UNUSED_STEPS = 64
 # The first states of a line are looked at more closely, and so many tensors are held for that.
@@ -59,6 +61,7 @@ class _Draws:
         drawn_at: by the state, the step in which it was left by a loader's draw.
         is_of_loader: whether it is drawn while a loader makes a batch.
         is_alike: whether it was so twice in one step.
+        draws: how many there were.
     """
 
     kind: str
@@ -71,6 +74,17 @@ class _Draws:
     drawn_at: dict[int, int] = field(default_factory=dict)
     is_of_loader: bool = False
     is_alike: bool = False
+    draws: int = 0
+
+    def wants(self, generator: Any) -> bool:
+        """Whether to look at a draw: to read a state takes as long as a small layer."""
+        self.draws += 1
+        if self.events >= _EVENTS:
+            return False
+        if len(self.steps) < _STATES:
+            return True
+        is_due = not self.draws % (1 + _LEFT_OUT)
+        return is_due and generator.initial_seed() in self.seeds.values()
 
     @property
     def repeated(self) -> int | None:
@@ -176,7 +190,7 @@ class RepeatedDraws:
             if generator is not None and self._watch.lanes.thread == get_ident():
                 # What is drawn without gradients is shown or evaluated, or begins weights.
                 place = self._place(kind) if self._torch.is_grad_enabled() else None
-                if place is not None:
+                if place is not None and place.wants(generator):
                     self._watch.aside(partial(self._drawn, place, generator, result))
             return result
 
@@ -191,7 +205,7 @@ class RepeatedDraws:
         place = self._places.get(key)
         if place is None and len(self._places) < _PLACES:
             place = self._places[key] = _Draws(kind, Site(*key[1:]))
-        return place if place is not None and place.events < _EVENTS else None
+        return place
 
     def _drawn(self, place: _Draws, generator: Any, result: Any) -> None:
         device = generator.device.type
