@@ -30,7 +30,7 @@ def main():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 128))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
-    loader = DataLoader(
+    loader = DataLoader(  # <- here
         Signals(4096),
         batch_size=64,
         shuffle=True,
