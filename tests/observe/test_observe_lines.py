@@ -10,11 +10,12 @@ import numpy
 import pytest
 
 from flatout.kernels import Clock, stacks_of
+from flatout.measure import LANES
 from flatout.observe import Observation
 from flatout.observe.lanes import EVALUATION, FORWARD, HOST
 from flatout.observe.line_sampler import _move_evaluation
-from flatout.observe.lines import growth
-from flatout.observe.stacks import Stack, _without_arguments, codes, stacks_in
+from flatout.observe.lines import Lines, growth
+from flatout.observe.stacks import Place, Stack, _without_arguments, codes, stacks_in
 
 SCRIPT = """
 import gc
@@ -145,6 +146,22 @@ def test_a_line_that_evaluates_and_trains_is_not_moved_to_evaluation():
     assert (stacks[1].ns[EVALUATION], stacks[1].ns[FORWARD]) == (9.0, 0.0)
     _move_evaluation(stacks, ("train.py", 8), 0.1)
     assert stacks[0].ns[FORWARD] == 90.0
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_what_ranks_wait_for_is_a_lines_whatever_lane_it_is_told_in(is_told):
+    spent = {"sync": 30.0, "host": 10.0, "backward": 60.0}
+    places = {lane: Place(compile(lane, f"{lane}.py", "exec"), 0) for lane in spent}
+    stacks = [
+        Stack(place, (place.site,), "", "", 9, [ns * (name == lane) for name in LANES], [])
+        for (lane, place), ns in zip(places.items(), spent.values(), strict=True)
+    ]
+    lanes_ms = {"sync": 3.0, "host": 1.0} if is_told else {"sync": None, "host": 4.0}
+    lines = Lines(stacks, {**lanes_ms, "backward": 6.0}, 100, 1)
+    assert lines.explained == pytest.approx(1.0)
+    assert {line.site.file: line.ms for line in lines.most()} == {
+        "backward.py": 6.0, "sync.py": 3.0, "host.py": 1.0
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

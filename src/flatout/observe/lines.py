@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from flatout.measure import LANES, grows_steadily
@@ -25,6 +25,7 @@ _FEWEST = 40
 _GROWS_BY, _FEWEST_BINS = 0.25, 6
 # Many lines are asked: so many times the 95% interval has to lie above zero.
 _SURE = 2.0
+_HOST, _SYNC = LANES.index("host"), LANES.index("sync")
 
 _Key = TypeVar("_Key")
 
@@ -60,6 +61,14 @@ def _most(of: dict[_Key, float]) -> _Key:
     return max(of, key=of.__getitem__)
 
 
+def _with_sync_in_host(stack: Stack) -> Stack:
+    """What ranks wait for one another is the host's where it is not told apart."""
+    ns = list(stack.ns)
+    ns[_HOST] += ns[_SYNC]
+    ns[_SYNC] = 0.0
+    return replace(stack, ns=ns)
+
+
 class Lines:
     """Stacks as lines.
 
@@ -78,6 +87,8 @@ class Lines:
     ) -> None:
         self._steps, self._width = steps, steps_per_bin
         stacks = list(stacks)
+        if lanes_ms.get("sync") is None:
+            stacks = [_with_sync_in_host(stack) for stack in stacks]
         self.samples = sum(stack.samples for stack in stacks)
         whole = [sum(column) for column in zip(*(stack.ns for stack in stacks), strict=True)]
         ms = {lane: lanes_ms.get(lane) or 0.0 for lane in LANES}
