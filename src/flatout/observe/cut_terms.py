@@ -1,4 +1,4 @@
-"""Terms of a loss that nothing behind them can learn from: tensors made anew, with requires_grad.
+"""Terms of a loss that nothing behind them can learn from: new tensors, with requires_grad.
 
 `torch.tensor([...], requires_grad=True)` of numbers that were read with `.item()` takes part in a
 loss without an error, and is the end of the graph: no parameter gets a gradient by it.

@@ -422,7 +422,7 @@ class MadeAt:
         self._of_datasets: dict[int, tuple[ref[Any], Site]] = {}
 
     def note(self, loader: Any, frame: FrameType) -> None:
-        """A loader was made by what this frame runs. What a library makes anew, as Accelerate does
+        """A loader was made by what this frame runs. What a library makes again, as Accelerate does
         for ranks, is that which the user has made of the same dataset."""
         site, dataset = site_of(frame), loader.dataset
         known, first = self._of_datasets.get(id(dataset), (None, None))

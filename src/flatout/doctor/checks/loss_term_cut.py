@@ -1,4 +1,4 @@
-"""A term of the loss is a tensor made anew, of which no parameter learns anything."""
+"""A term of the loss is a new tensor, of which no parameter learns anything."""
 
 from __future__ import annotations
 
