@@ -11,8 +11,6 @@ in what it got.
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import CodeType, FunctionType
@@ -137,9 +135,9 @@ class _Again:
 def _untouched(torch: Any, module: Any) -> Iterator[Callable[[], None]]:
     """What the model holds, modes and random streams are the same behind it; gives what puts them
     back in between."""
-    from flatout.train import HeldState
+    from flatout.train import HeldState, random_state, set_random_state
 
-    states = _random_states(torch)
+    state = random_state()
     modes = [(inner, inner.training) for inner in module.modules()]
     held = HeldState(module)
 
@@ -147,8 +145,7 @@ def _untouched(torch: Any, module: Any) -> Iterator[Callable[[], None]]:
         held.restore()
         for inner, mode in modes:
             inner.training = mode
-        for state, put in states:
-            put(state)
+        set_random_state(state)
 
     mha = torch.backends.mha
     settings = (
@@ -165,20 +162,6 @@ def _untouched(torch: Any, module: Any) -> Iterator[Callable[[], None]]:
         for switch, before in settings:
             switch(before)
         put_back()
-
-
-def _random_states(torch: Any) -> list[tuple[Any, Callable[[Any], object]]]:
-    """The random streams of this process, and what puts each back."""
-    states: list[tuple[Any, Callable[[Any], object]]] = [
-        (torch.get_rng_state(), torch.set_rng_state),
-        (random.getstate(), random.setstate),
-    ]
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None:
-        states.append((numpy.random.get_state(legacy=False), numpy.random.set_state))
-    if torch.cuda.is_initialized():
-        states.append((torch.cuda.get_rng_state_all(), torch.cuda.set_rng_state_all))
-    return states
 
 
 def can_be_called_again(torch: Any, module: Any) -> bool:
