@@ -10,8 +10,8 @@ whole runs (remeasure.py). For a clean script, and for a pitfall that costs noth
 (`prescribe = false`), it must prescribe nothing but what makes whole runs faster on this machine,
 as bf16 does on some. `--budget 0` asks for the first look only. The scripts are short, and a trial
 must start one that ends again and again: `--epochs` makes each as long as what users try.
-`--busy N` shows the clean scripts to the doctor once more, beside N processes that compute in
-bursts: there, too, it must prescribe nothing else.
+`--busy N` shows it the clean scripts alone, beside N processes that compute in bursts: there, too,
+it must prescribe nothing else. What it prescribes there is measured again when they are gone.
 
 All trials take hours: `--keep` leaves each row in a folder and takes it from there the next time,
 and `--shard` does a part of the rows. A last call with `--keep` alone sums up what all have kept.
@@ -60,7 +60,7 @@ class Asked:
         budget: seconds for its trials; 0 for none.
         remeasure: seconds that the measured epochs of whole runs take; 0 for none.
         epochs: of the script; 0 for as many as it takes by itself.
-        busy: processes beside which clean scripts are shown once more; 0 for none.
+        busy: processes beside which the clean scripts alone are shown; 0 to show all without.
     """
 
     restarts: int = 1
@@ -168,7 +168,8 @@ class Seen:
     @property
     def is_answered(self) -> bool:
         """Whether there is an answer each time."""
-        return bool(self.script) and all(one.is_one for one in (*self.script, *self.clean))
+        answers = (*self.script, *self.clean, *self.busy)
+        return bool(answers) and all(one.is_one for one in answers)
 
     @property
     def is_named(self) -> bool:
@@ -322,20 +323,22 @@ def ask_all(
 
 def ask_one(seen: Seen, asked: Asked) -> None:
     pitfall = seen.pitfall
-    seen.script = _asked(pitfall.script, pitfall, asked)
     with tempfile.TemporaryDirectory(prefix="flatout-bench-clean-") as folder:
         clean = pitfall.write_clean(Path(folder))
-        seen.clean = _asked(clean, pitfall, asked)
         if asked.busy:
-            with beside_load(asked.busy):
-                busy = [ask(clean, pitfall.ranks, asked) for _ in range(asked.restarts)]
-            seen.busy = [_again(answer, clean, pitfall, asked) for answer in busy]
+            seen.busy = _asked(clean, pitfall, asked)
+        else:
+            seen.script = _asked(pitfall.script, pitfall, asked)
+            seen.clean = _asked(clean, pitfall, asked)
 
 
 def _asked(script: Path, pitfall: Pitfall, asked: Asked) -> list[Answer]:
-    answers = (ask(script, pitfall.ranks, asked) for _ in range(asked.restarts))
-    # Each at once: a machine drifts.
-    return [_again(answer, script, pitfall, asked) for answer in answers]
+    answers = []
+    for _ in range(asked.restarts):
+        with beside_load(asked.busy):
+            answer = ask(script, pitfall.ranks, asked)
+        answers.append(_again(answer, script, pitfall, asked))  # at once: a machine drifts
+    return answers
 
 
 def _again(answer: Answer, script: Path, pitfall: Pitfall, asked: Asked) -> Answer:
@@ -350,7 +353,7 @@ def take_kept(file: Path, seen: Seen, asked: Asked) -> bool:
     if not file.exists():
         return False
     kept = json.loads(file.read_text())
-    if {"busy": 0, **kept["asked"]} != asdict(asked):
+    if kept["asked"] != asdict(asked):
         return False
     seen.script, seen.clean, seen.busy = (
         [Answer(**{**one, "again": _remeasured(one)}) for one in kept.get(kind, ())]
@@ -389,7 +392,6 @@ def keys_of(rows: Sequence[Seen]) -> list[Key]:
         Key("danger_recall", _share(seen.is_named for seen in dangers), at_least=1.0),
         Key("silent_recall", _share(seen.is_named for seen in silent_ones), at_least=0.95),
         Key("false_prescriptions", wrong, at_most=0, note=f"{tried} of {len(answers)} looks tried"),
-        *_busy_keys(ran),
         Key("false_dangers", false_dangers, at_most=0),
         Key(
             "added_us_per_step",
@@ -453,17 +455,20 @@ def _wide_errors(errors: Sequence[float]) -> list[Key]:
     return [Key("trial_error_90", quantiles(errors, n=10)[-1], at_most=0.15)]
 
 
-def _busy_keys(ran: Sequence[Seen]) -> list[Key]:
-    """What was prescribed beside other work, where that was asked for."""
+def busy_keys_of(rows: Sequence[Seen]) -> list[Key]:
+    """What was prescribed for clean scripts beside other work."""
+    ran = [seen for seen in rows if not seen.reason]
     answers = [answer for seen in ran for answer in seen.busy]
-    if not answers:
-        return []
     tried = sum(answer.is_tried for answer in answers)
+    silent = sum(not answer.is_one for answer in answers)
     wrong: float | str = sum(len(seen.prescribed_wrongly_busy) for seen in ran)
     note = f"{tried} of {len(answers)} looks tried"
-    if not tried:
-        wrong = "no trial was run beside other work"
-    return [Key("false_prescriptions_busy", wrong, at_most=0, note=note)]
+    if silent or not tried:
+        wrong = f"{silent} looks without an answer" if silent else "no trial was run"
+    return [
+        Key("false_prescriptions_busy", wrong, at_most=0, note=note),
+        Key("pitfalls", len(ran), note=f"{len(rows) - len(ran)} not run"),
+    ]
 
 
 def _share(found: Iterable[bool]) -> float | str:
@@ -476,7 +481,9 @@ def words_of(seen: Seen) -> str:
     if seen.reason:
         return seen.reason
     words = []
-    if seen.pitfall.must_be_named and not seen.is_named:
+    if seen.busy:
+        words.append("prescribed " + (", ".join(seen.busy[0].prescribed) or "nothing"))
+    elif seen.pitfall.must_be_named and not seen.is_named:
         words.append("MISSED")
     elif seen.is_named:
         words.append("named" if seen.is_located else "named, at another line")
@@ -489,16 +496,16 @@ def words_of(seen: Seen) -> str:
     wrong = seen.prescribed_wrongly_busy
     words += sorted({f"wrongly prescribed beside other work: {name}" for name in wrong})
     words += _words_of_trial(seen)
-    words += sorted({a.reason for a in (*seen.script, *seen.clean) if a.reason})
+    words += sorted({a.reason for a in (*seen.script, *seen.clean, *seen.busy) if a.reason})
     return "; ".join(words)
 
 
 def _words_of_trial(seen: Seen) -> list[str]:
-    promising = [answer for answer in (*seen.script, *seen.clean) if answer.predicted]
+    promising = [a for a in (*seen.script, *seen.clean, *seen.busy) if a.predicted]
     if not promising:
-        stopped = [a.prescription["stopped"] for a in seen.script if a.prescription]
+        stopped = [a.prescription["stopped"] for a in (*seen.script, *seen.busy) if a.prescription]
         return sorted({f"no trial: {reason}" for reason in stopped if reason})
-    return [_promise(answer, answer in seen.clean) for answer in promising]
+    return [_promise(answer, answer not in seen.script) for answer in promising]
 
 
 def _promise(answer: Answer, is_clean: bool) -> str:
@@ -514,7 +521,8 @@ def _promise(answer: Answer, is_clean: bool) -> str:
 def line_of(seen: Seen) -> list[str]:
     pitfall = seen.pitfall
     kind = "danger" if pitfall.danger else "slow" if pitfall.prescribe else "costs no time"
-    added = [a.added_us_per_step for a in (*seen.script, *seen.clean) if a.added_us_per_step]
+    answers = (*seen.script, *seen.clean, *seen.busy)
+    added = [answer.added_us_per_step for answer in answers if answer.added_us_per_step]
     cost = f"{median(added):.1f}" if added else ""
     return [pitfall.name, kind, cost, words_of(seen)]
 
@@ -553,7 +561,7 @@ def read_arguments(names: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--epochs", type=int, default=0, help="of each script, default its own")
     parser.add_argument(
-        "--busy", type=int, default=0, help="processes of other work, for clean scripts once more"
+        "--busy", type=int, default=0, help="processes of other work, beside clean scripts alone"
     )
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="for answers; made if absent")
     parser.add_argument("--shard", type=shard_of, default=(1, 1), metavar="K/N")
@@ -584,13 +592,14 @@ def main() -> int:
         arguments.keep.mkdir(parents=True, exist_ok=True)
     rows = ask_all(pitfalls, asked, only=arguments.only, shard=arguments.shard, keep=arguments.keep)
     trials = f"trials of {asked.budget:g} s" if asked.budget else "the first look only"
+    beside = f", beside {asked.busy} processes" if asked.busy else ""
     results = Results(
         title=f"The doctor on {len(pitfalls)} scripts with and without their pitfall; "
-        f"{asked.restarts} of each, watched for {asked.seconds:g} s, {trials}",
+        f"{asked.restarts} of each, watched for {asked.seconds:g} s, {trials}{beside}",
         headers=["", "kind", "us added a step", ""],
         lines=[line_of(seen) for seen in rows],
         remarks=[],
-        keys=keys_of(rows),
+        keys=busy_keys_of(rows) if asked.busy else keys_of(rows),
         data={"rows": [as_data(seen) for seen in rows]},
     )
     return finish(results, arguments)

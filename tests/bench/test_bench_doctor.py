@@ -5,13 +5,26 @@ import json
 import sys
 from dataclasses import replace
 
+import psutil
 import pytest
 from rich.text import Text
 
 import doctor
 import remeasure
 import screens
-from doctor import Answer, Asked, Seen, answer_of, ask, ask_all, keys_of, take_kept, words_of
+from doctor import (
+    Answer,
+    Asked,
+    Seen,
+    answer_of,
+    ask,
+    ask_all,
+    ask_one,
+    busy_keys_of,
+    keys_of,
+    take_kept,
+    words_of,
+)
 from flatout.devices import inventory
 from flatout.doctor.finding import Edit
 from flatout.doctor.judge import judge
@@ -122,16 +135,41 @@ def test_what_makes_a_clean_scripts_whole_runs_faster_is_not_wrong():
 
 def test_what_is_prescribed_beside_other_work_has_its_own_key():
     row = seen(PITFALLS["channels_first"])
-    row.clean = [Answer(prescription=prescription(left_alone=["x"]))]
-    assert "false_prescriptions_busy" not in keys(row)
+
+    def wrong():
+        return busy_keys_of([row])[0]
+
     row.busy = [Answer(prescription=prescription(left_alone=["x"]))]
-    assert keys(row)["false_prescriptions_busy"].met
+    assert wrong().met
+    assert words_of(row) == "prescribed nothing"
     row.busy = [tried(SLOW, "fp32_slow", "optimizer_unfused")]
-    assert keys(row)["false_prescriptions_busy"].value == 1
+    assert wrong().value == 1
+    assert "prescribed fp32_slow, optimizer_unfused" in words_of(row)
     assert "wrongly prescribed beside other work: optimizer_unfused" in words_of(row)
-    assert keys(row)["false_prescriptions"].met
+    row.busy = [replace(row.busy[0], again=Remeasured(1.9, low=1.8, high=2.0))]
+    assert wrong().met
     row.busy = [Answer()]
-    assert keys(row)["false_prescriptions_busy"].value is None
+    assert wrong().value is None
+    row.busy = [Answer(is_one=False)]
+    assert wrong().value is None
+
+
+def test_beside_other_work_clean_scripts_alone_are_shown(monkeypatch):
+    asked_about = []
+
+    def ask(script, ranks, asked):
+        asked_about.append((script, len(psutil.Process().children())))
+        return Answer()
+
+    monkeypatch.setattr("doctor.ask", ask)
+    row = Seen(SLOW, "")
+    ask_one(row, Asked(busy=2))
+    (script, beside) = asked_about.pop()
+    assert script != SLOW.script
+    assert beside == 2
+    assert (len(row.script), len(row.clean), len(row.busy)) == (0, 0, 1)
+    ask_one(row, Asked())
+    assert [beside for _, beside in asked_about] == [0, 0]
 
 
 def test_what_was_tried_and_left_alone_is_not_prescribed():
