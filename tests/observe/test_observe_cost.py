@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flatout.observe import cost
-from flatout.observe.lanes import EVALUATION, FORWARD
+from flatout.observe.lanes import EVALUATION, FORWARD, Lanes
 from flatout.observe.numbers import Numbers
 from flatout.observe.outputs import Told
 from flatout.observe.round_trips import RoundTrips
@@ -33,6 +33,16 @@ def test_it_is_counted_in_an_evaluation_too(mode, monkeypatch):
     cost._once.cache_clear()
 
 
+def test_hooks_that_ran_in_the_first_steps_alone_are_no_part_of_each_step(monkeypatch):
+    monkeypatch.setattr(cost, "_once", lambda hook, *kind: 1e6 if hook is cost._call_ns else 2e6)
+    watch = Watch()
+    watch.lanes.steps = 10
+    watch.calls.noted = 20
+    first = cost.hooks_ran(watch)
+    watch.lanes.steps, watch.calls.noted, watch.calls.sought = 100, 120, 50
+    assert cost.added(watch, 0.0, 0.0, first) == (2000.0, 20.0)
+
+
 def test_what_other_work_takes_is_no_hooks(monkeypatch):
     now, random = 0, Random(0)
 
@@ -48,13 +58,15 @@ def test_what_other_work_takes_is_no_hooks(monkeypatch):
     assert took == pytest.approx(2_000, abs=150)
 
 
-def test_what_threads_of_ours_take_while_a_script_evaluates_is_no_steps():
+def test_what_threads_of_ours_take_while_a_script_evaluates_is_no_steps(monkeypatch):
     watch = Watch()
     watch.lanes.steps = 10
+    monkeypatch.setattr(Lanes, "step_ns", lambda self: 9 * [50_000_000] + [550_000_000])
     spent = watch.lanes.spent
     spent[FORWARD], spent[EVALUATION] = 1_000_000_000, 3_000_000_000
     watch.lanes.spent = spent
-    assert cost.added(watch, aside_seconds=0.04, first_seconds=0.5) == (1000.0, 500.0)
+    # A hundredth of the time: of one of the many steps, not of the long one.
+    assert cost.added(watch, aside_seconds=0.04, first_seconds=0.5) == (500.0, 500.0)
 
 
 @pytest.mark.parametrize(

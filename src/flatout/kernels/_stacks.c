@@ -24,7 +24,10 @@
 #include "_stacks_frames.h"
 #include "_stacks_tree.h"
 
-#define SHARE 0.003       /* of a CPU that looking may take */
+/* Of a CPU that looking may take. It is twice as much until so many ns more were taken, for scripts
+   that end soon. */
+#define SHARE 0.0015
+#define MORE_NS 1500000.0
 #define FASTEST_NS 4000000LL
 #define SLOWEST_NS 100000000LL
 
@@ -95,6 +98,7 @@ static void *run(void *argument)
     Stacks *self = argument;
     unsigned int random = 2463534242u; /* its own: looks at even distances would beat with steps */
     long long first = now_ns(), last = first, now, wait, began, least;
+    double most, share;
     struct timespec pause;
     while (!atomic_load(&self->ends)) {
         random ^= random << 13;
@@ -110,11 +114,14 @@ static void *run(void *argument)
             look(self, now - last);
         last = now;
         self->cpu_ns = thread_ns();
-        least = (long long)((double)(self->cpu_ns - began) / SHARE);
+        most = SHARE * (double)(now - first);
+        share = most < MORE_NS ? 2 * SHARE : SHARE;
+        most += most < MORE_NS ? most : MORE_NS;
+        least = (long long)((double)(self->cpu_ns - began) / share);
         /* Towards what one look has taken, slowly: a single one is noise. All of them may take no more
            than their share: waking up costs, too. */
         self->every_ns += (least - self->every_ns) / 16;
-        if ((double)self->cpu_ns > SHARE * (double)(now - first))
+        if ((double)self->cpu_ns > most)
             self->every_ns += self->every_ns / 8;
         if (self->every_ns < FASTEST_NS)
             self->every_ns = FASTEST_NS;

@@ -34,7 +34,7 @@ _STEADY_AFTER, _STEADY_FOR = 100, 16
 
 
 class _Entry:
-    __slots__ = ("bytes", "count", "detail", "kind", "last", "ns", "site", "steps")
+    __slots__ = ("bytes", "count", "detail", "kind", "last", "ns", "site", "sought", "steps")
 
     def __init__(self, kind: str, site: Site | None, detail: dict[str, Any]):
         self.kind = kind
@@ -43,7 +43,7 @@ class _Entry:
         self.forget()
 
     def forget(self) -> None:
-        self.count = self.steps = self.ns = self.bytes = 0
+        self.count = self.steps = self.ns = self.bytes = self.sought = 0
         self.last = -1
 
 
@@ -110,8 +110,10 @@ class Calls:
         if steady is not None and steady.spared:
             steady.spared -= 1
             return steady.entry
-        kind, self.sought = key[0], self.sought + 1
+        kind = key[0]
         entry = self._entry_of(kind, frame, detail)
+        self.sought += 1
+        entry.sought += 1
         if is_users(frame.f_code.co_filename) and kind not in _OF_LOOP:
             self._entries[key] = entry
         elif steady is None:
@@ -180,8 +182,15 @@ class Calls:
     @property
     def noted_once(self) -> int:
         """How many were noted of kinds that are no longer watched."""
-        entries = self._of_lines.values()
-        return sum(entry.count for entry in entries if entry.kind in self._windows)
+        return sum(entry.count for entry in self._no_longer_watched())
+
+    @property
+    def sought_once(self) -> int:
+        """For how many of these the user's line had to be looked for."""
+        return sum(entry.sought for entry in self._no_longer_watched())
+
+    def _no_longer_watched(self) -> list[_Entry]:
+        return [entry for entry in self._of_lines.values() if entry.kind in self._windows]
 
     def all(self) -> list[Call]:
         """One Call for each kind and user's line, most time first."""

@@ -9,17 +9,19 @@ lines. A comparison
 of runs with and without could not resolve it.
 
 What is done once, in the first steps or at steps that were planned before, is told apart: it is no
-part of each step.
+part of each step. Looks and threads take a share of the time: of a step what it is of one at the
+median, as a few steps that take long, such as those in which something is compiled, are no others'.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from itertools import chain
-from statistics import quantiles
+from statistics import median, quantiles
 from time import perf_counter_ns, thread_time_ns
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -56,15 +58,45 @@ class Added(NamedTuple):
     once_ms: float
 
 
-def added(watch: Watch, aside_seconds: float, first_seconds: float = 0.0) -> Added:
+Ran = Counter[tuple[Any, ...]]
+"""How often hooks have run: by the function that times one, with what it is given."""
+
+
+def added(
+    watch: Watch, aside_seconds: float, first_seconds: float = 0.0, first: Ran | None = None
+) -> Added:
     """By how much the steps of this Watch were longer, to be called in a quiet moment.
 
     Args:
         watch: what the hooks have filled in.
         aside_seconds: of a CPU, that writing and looking at lines have taken all the time.
         first_seconds: that the first writing and looks at the job have.
+        first: how often the hooks have run in the first steps.
     """
-    steps = max(1, watch.lanes.steps)
+    steps, ran, once_ran = max(1, watch.lanes.steps), hooks_ran(watch), Ran(first or {})
+    # Of those that came too often, in some steps alone.
+    once_ran[_call_ns,] = max(once_ran[_call_ns,], min(watch.calls.noted, watch.calls.noted_once))
+    once_ran[_search_ns,] = max(once_ran[_search_ns,], watch.calls.sought_once)
+    ran.subtract(once_ran)
+    torch = sys.modules["torch"]
+    # The script may stand anywhere, as in an evaluation without gradients.
+    with torch.inference_mode(False), torch.enable_grad(), _one_thread(torch):
+        ns, once = (
+            sum(count * _once(*cost) for cost, count in part.items() if count > 0)
+            for part in (ran, once_ran)
+        )
+    once += watch.once_ns + first_seconds * 1e9
+    spent = watch.lanes.spent
+    between = (spent[EVALUATION] + spent[SAVING]) / max(1, sum(spent))  # which is no step's
+    looks = watch.looking_ns + (1 - between) * aside_seconds * 1e9
+    if sum(spent) < _RARE_NS:
+        return Added(ns / 1e3 / steps, (once + looks) / 1e6)
+    share = looks / ((1 - between) * sum(spent))
+    return Added((ns / steps + share * median(watch.lanes.step_ns())) / 1e3, once / 1e6)
+
+
+def hooks_ran(watch: Watch) -> Ran:
+    """How often each kind of hook has run until now."""
     quick, rounds = watch.quick, [optimizer.backwards for optimizer in watch.optimizers]
     backwards = sum(each * often for counts in rounds for each, often in counts.items())
     calls = sum(model.calls for model in watch.models)
@@ -73,38 +105,25 @@ def added(watch: Watch, aside_seconds: float, first_seconds: float = 0.0) -> Add
     quick_inner = inner * min(calls, quick.seen_calls) // max(1, calls)
     batches = sum(loader.batches for loader in watch.loaders)
     made = sum(loader.batches for loader in watch.loaders if not loader.facts.num_workers)
-    # Of those that came too often, in the first steps alone.
-    noted_once = min(watch.calls.noted, watch.calls.noted_once)
-    ran: dict[tuple[Any, ...], int] = {
-        (_batch_ns, False): batches - quick.batches,
-        (_batch_ns, True): quick.batches,
-        (_fetch_ns, False): made - quick.fetches,
-        (_fetch_ns, True): quick.fetches,
-        (_backward_ns, False): backwards - quick.backwards,
-        (_backward_ns, True): quick.backwards,
-        (_step_ns, False): sum(sum(counts.values()) for counts in rounds) - quick.steps,
-        (_step_ns, True): quick.steps,
-        (_module_ns, False, False): calls - quick.calls,
-        (_module_ns, False, True): quick.calls,
-        (_module_ns, True, False): inner - quick_inner,
-        (_module_ns, True, True): quick_inner,
-        (_call_ns,): watch.calls.noted - noted_once,
-        (_search_ns,): watch.calls.sought,
-        (_copy_ns,): watch.calls.passed,
-    }
-    torch = sys.modules["torch"]
-    # The script may stand anywhere, as in an evaluation without gradients.
-    with torch.inference_mode(False), torch.enable_grad(), _one_thread(torch):
-        ns = sum(count * _once(*cost) for cost, count in ran.items() if count > 0)
-        once = watch.once_ns + first_seconds * 1e9
-        if noted_once:
-            once += noted_once * _once(_call_ns)
-    spent = watch.lanes.spent
-    between = (spent[EVALUATION] + spent[SAVING]) / max(1, sum(spent))  # which is no step's
-    looks = watch.looking_ns + (1 - between) * aside_seconds * 1e9
-    if sum(spent) < _RARE_NS:
-        return Added(ns / 1e3 / steps, (once + looks) / 1e6)
-    return Added((ns + looks) / 1e3 / steps, once / 1e6)
+    return Ran(
+        {
+            (_batch_ns, False): batches - quick.batches,
+            (_batch_ns, True): quick.batches,
+            (_fetch_ns, False): made - quick.fetches,
+            (_fetch_ns, True): quick.fetches,
+            (_backward_ns, False): backwards - quick.backwards,
+            (_backward_ns, True): quick.backwards,
+            (_step_ns, False): sum(sum(counts.values()) for counts in rounds) - quick.steps,
+            (_step_ns, True): quick.steps,
+            (_module_ns, False, False): calls - quick.calls,
+            (_module_ns, False, True): quick.calls,
+            (_module_ns, True, False): inner - quick_inner,
+            (_module_ns, True, True): quick_inner,
+            (_call_ns,): watch.calls.noted,
+            (_search_ns,): watch.calls.sought,
+            (_copy_ns,): watch.calls.passed,
+        }
+    )
 
 
 @contextmanager

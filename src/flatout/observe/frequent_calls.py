@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from flatout.hooks import Hook, is_anything_compiled, wrap
@@ -73,7 +74,7 @@ class FrequentCalls:
     def weigh(self) -> None:
         """Lets some steps stand for all, of kinds that came too often, and times a few more."""
         steps = self._watch.lanes.steps
-        self._watch.at(2 * steps, self.weigh)
+        self._watch.at(2 * steps, self.weigh, is_once=True)
         if is_anything_compiled():  # it would be compiled again
             return
         for kind in self._watched:
@@ -100,7 +101,8 @@ class FrequentCalls:
             self._wrap(number)
         watched = self._watched[kind]
         self._watch.calls.spread(kind, watched, since=steps)
-        self._watch.at(steps + _WINDOW, lambda: self._close(kind, watched + _WINDOW))
+        close = partial(self._close, kind, watched + _WINDOW)
+        self._watch.at(steps + _WINDOW, close, is_once=True)
 
     def _close(self, kind: str, watched: int) -> None:
         """No longer times the calls of a kind, which it has in so many steps."""

@@ -188,8 +188,8 @@ class Labels:
             return
         step = self._watch.lanes.steps
         later = max(step + 1, int(_LATER * step))
-        self._watch.at(later, self._later.open)
-        self._watch.at(later + 1, self._await)
+        self._watch.at(later, self._later.open, is_once=True)
+        self._watch.at(later + 1, self._await, is_once=True)
 
     def results(self) -> list[InLoss]:
         """What was seen of each loss, the one that tells most first."""

@@ -19,16 +19,14 @@ class LaterBackwards:
     Args:
         torch: the module.
         watch: what is looked at.
-        look: called with what backward is about to be called on.
-        is_once: whether what that takes is no part of each step.
+        look: called with what backward is about to be called on; what that takes is no part of
+            each step.
     """
 
-    def __init__(
-        self, torch: Any, watch: Watch, look: Callable[[Any], None], *, is_once: bool = False
-    ) -> None:
+    def __init__(self, torch: Any, watch: Watch, look: Callable[[Any], None]) -> None:
         self._torch = torch
         self._watch = watch
-        self._look, self._is_once = look, is_once
+        self._look = look
         self._hook: Hook | None = None
 
     def open(self) -> None:
@@ -44,7 +42,7 @@ class LaterBackwards:
     def _looking(self, original: Any) -> Any:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
             if not self._watch.is_beginning and self._watch.lanes.thread == get_ident():
-                self._watch.aside(lambda: self._look(tensors), is_once=self._is_once)
+                self._watch.aside(lambda: self._look(tensors), is_once=True)
             original(tensors, *args, **kwargs)
 
         return backward

@@ -54,7 +54,7 @@ class LeakedTargets:
     def __init__(self, torch: Any, watch: Watch) -> None:
         self._torch = torch
         self._watch = watch
-        self._later = LaterBackwards(torch, watch, self._look, is_once=True)
+        self._later = LaterBackwards(torch, watch, self._look)
         self._found: list[LeakedTarget] = []
         self._handles: dict[int, Any] = {}  # hooks on models, by id
         self._begin()

@@ -93,7 +93,7 @@ class LossGraphs:
     def __init__(self, torch: Any, watch: Watch) -> None:
         self._torch = torch
         self._watch = watch
-        self._later = LaterBackwards(torch, watch, self._look, is_once=True)
+        self._later = LaterBackwards(torch, watch, self._look)
         self._noted: tuple[bool, bool] | None = None
         self._renew()
         watch.before_backward.append(self._look)

@@ -51,7 +51,7 @@ class NextTokens:
     def __init__(self, torch: Any, watch: Watch) -> None:
         self._torch = torch
         self._watch = watch
-        self._later = LaterBackwards(torch, watch, self._look, is_once=True)
+        self._later = LaterBackwards(torch, watch, self._look)
         self._handles: list[Any] = []
         self._begin()
         self.found: list[SeenAhead] = []

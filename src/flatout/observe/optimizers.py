@@ -298,7 +298,8 @@ class StepFinder:
         self._watch.optimizers.append(known_optimizer)
         self._watch.frameworks |= packages_above()
         for step in _RATE_STEPS:
-            self._watch.at(self._lanes.steps + step, known_optimizer.look_at_rate)
+            later = self._lanes.steps + step
+            self._watch.at(later, known_optimizer.look_at_rate, is_once=True)
         for look in self._watch.on_new_optimizer:
             look()
         return known_optimizer

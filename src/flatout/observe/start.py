@@ -34,7 +34,7 @@ from flatout.observe.backward import watch_backward
 from flatout.observe.collectives import watch_collectives
 from flatout.observe.compiles import Compiles
 from flatout.observe.copies import watch_copies
-from flatout.observe.cost import added
+from flatout.observe.cost import Ran, added, hooks_ran
 from flatout.observe.device_memory import DeviceMemory
 from flatout.observe.device_time import DeviceSteps
 from flatout.observe.exit_hooks import watch_exits
@@ -62,7 +62,7 @@ from flatout.observe.run_script import compiled, run, show_as_python_does, trace
 from flatout.observe.scalers import Scalers
 from flatout.observe.sites import read
 from flatout.observe.tensors import IndexWindow, watch_tensors
-from flatout.observe.watch import FAILED, Watch
+from flatout.observe.watch import FAILED, FIRST_STEPS, Watch
 from flatout.observe.within_loader import watch_workers
 from flatout.observe.writing import Writer, write
 from flatout.world import place
@@ -152,6 +152,7 @@ class Observer:
         self._ablations: Ablations | None = None
         self._lapse: TimeLapse | None = None
         self._loops = Loops(self.watch.lanes)
+        self._first_ran: Ran | None = None
         self._compiled: Callable[[bytes, str], CodeType] = compiled
         code = self._rewriting(asked.command) if asked.lapse or asked.ablate else None
         self._code = code
@@ -176,8 +177,12 @@ class Observer:
         """Writes what was seen now and then, from now on."""
         self._writer = Writer(self._path, self._look_early, self._live, self._place)
 
+    def _note_first(self) -> None:
+        self._first_ran = hooks_ran(self.watch)
+
     def _hook(self) -> None:
         watch, steps = self.watch, self._steps
+        watch.at(FIRST_STEPS, self._note_first)
         when_imported("torch", self._hook_torch)
         when_imported("torch.utils.data.dataloader", lambda module: watch_loaders(module, watch))
         when_imported(
@@ -293,12 +298,15 @@ class Observer:
             first_s = self._writer.first_seconds
             # On a busy machine counting takes long, and this process may be ended meanwhile.
             write(self._path, observed)
-            observed.added_us_per_step, observed.added_once_ms = added(self.watch, aside_s, first_s)
+            observed.added_us_per_step, observed.added_once_ms = added(
+                self.watch, aside_s, first_s, self._first_ran
+            )
         return observed
 
     def forget(self) -> None:
         """Begins again, as if nothing had been seen."""
         self.watch.renew()
+        self._first_ran = None
         self._writer.cpu_seconds = self._writer.first_seconds = 0.0
 
     def stop_writing(self) -> None:

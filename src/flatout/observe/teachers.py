@@ -60,7 +60,7 @@ class Teachers:
         """Whether those that were seen are what they were: at the end they may be gone."""
         for look in self._seen:
             look.confirm()
-        self._watch.at(2 * self._watch.lanes.steps, self._confirm)
+        self._watch.at(2 * self._watch.lanes.steps, self._confirm, is_once=True)
 
     def _open(self) -> None:
         if is_anything_compiled():

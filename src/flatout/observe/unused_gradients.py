@@ -80,7 +80,7 @@ class GradientUse:
         self._made: WeakSet[Any] = WeakSet()
         wrap(torch.optim.Optimizer, "__init__", "observe", self._noted)
         self._handle: Any = None
-        self._backwards = LaterBackwards(torch, watch, self._backward_begins, is_once=True)
+        self._backwards = LaterBackwards(torch, watch, self._backward_begins)
         self._renew()
         watch.before_backward.append(self._backward_begins)
         watch.at(AFTER_STEPS, self._end)

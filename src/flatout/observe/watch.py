@@ -20,7 +20,7 @@ from flatout.observe.quick import AFTER_STEPS, Quick
 # Of the time, that looks may take which can wait.
 _LOOKING_SHARE = 0.002
 # What is looked at once, in these steps, is no part of what each step takes longer.
-_FIRST_STEPS = 10
+FIRST_STEPS = 10
 # A training begins where an optimizer is new after so many steps of the one before. So many later
 # ones are looked at: some scripts make an optimizer in each step.
 _APART, _LATER = AFTER_STEPS, 4
@@ -198,7 +198,7 @@ class Watch:
             lanes.thread = thread
             took = perf_counter_ns() - began
             lanes.leave_out(took)
-            is_first = lanes.steps <= _FIRST_STEPS
+            is_first = lanes.steps <= FIRST_STEPS
             if not is_first:
                 self._waited_ns += took
             # Other work on the machine makes a look longer, but not what it adds.
