@@ -229,7 +229,10 @@ def test_python_is_asked_about_nothing_that_is_as_before():
 @pytest.mark.parametrize("keeps", ["by name", "by place"])
 def test_python_is_asked_which_line_keeps_its_graphs_but_not_for_ever(keeps):
     job = _quick_job()
-    for _ in range(100):
+    for number in range(100):
+        if number == 60:  # as where a hook comes upon those that stand there
+            job.watch.quick.rest()
+            job.watch.quick.begin()
         job.call(0, "train")
         job.backward(keeps, False)
         job.step(0, False)

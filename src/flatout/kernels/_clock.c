@@ -281,7 +281,7 @@ static PyObject *clock_new(PyTypeObject *type, PyObject *args, PyObject *names)
     (void)names;
     if (self == NULL)
         return NULL;
-    self->durations = PyMem_Malloc(KEPT * sizeof *self->durations);
+    self->durations = PyMem_Calloc(KEPT, sizeof *self->durations);
     if (self->durations == NULL) {
         Py_DECREF(self);
         return PyErr_NoMemory();
@@ -298,7 +298,7 @@ static int clock_init(PyObject *object, PyObject *args, PyObject *names)
     memset(self->spent, 0, sizeof self->spent);
     memset(self->first, 0, sizeof self->first);
     self->steps = self->backwards = self->between = self->after = 0;
-    self->seen_backwards = 0;
+    self->seen_backwards = self->kept_graphs = 0;
     self->is_inside = self->is_open = self->is_marked = self->is_counted = 0;
     self->is_trained_on = self->wants_told = 0;
     Py_CLEAR(self->loader);

@@ -30,6 +30,7 @@ typedef struct {
     PyObject *loader;        /* what gave the latest batch, or NULL */
     PyObject *evaluations;   /* calls of which it is not known yet what they were: a list */
     long long asked;         /* when a batch was */
+    long long kept_graphs;   /* backward passes that were handed to Python as they keep their graph */
     long long seen_backwards;
     long long before[LANES]; /* where the lanes stood at the mark */
     long long first[LANES];  /* where they stood after the first step */

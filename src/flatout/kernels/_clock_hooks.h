@@ -211,8 +211,8 @@ static PyObject *backward_call(PyObject *object, PyObject *const *args, size_t f
     int keeps = keeps_graph(args, flagged & ~PY_VECTORCALL_ARGUMENTS_OFFSET, names);
     if (keeps < 0)
         return NULL;
-    keeps = keeps && self->handed < KEPT_GRAPHS;
-    self->handed += keeps;
+    keeps = keeps && clock->kept_graphs < KEPT_GRAPHS;
+    clock->kept_graphs += keeps;
     if (keeps || before == BACKWARD || (clock->loader != NULL && !clock->is_trained_on)
         || !is_own_thread(clock))
         return PyObject_Vectorcall(self->otherwise, args, flagged, names);
