@@ -1,6 +1,6 @@
 /* Which lines a thread runs, looked at from beside it.
 
-   A native thread reads the chain of a Python thread's frames some hundred times a second. It takes no
+   A native thread reads the chain of a Python thread's frames about a hundred times a second. It takes no
    lock of Python's: a thread that waits for the interpreter gets it where the watched one lets go of
    it, and would see those lines alone. Memory is read through the kernel, so that a frame that goes away meanwhile
    costs a look and nothing else.

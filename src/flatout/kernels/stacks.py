@@ -1,4 +1,4 @@
-"""Which lines a thread runs, looked at some hundred times a second by a native thread beside it.
+"""Which lines a thread runs, looked at about a hundred times a second by a native thread beside it.
 
 There is no fallback: a thread of Python's own would see the lines that let other threads run, and
 few others. Where the extension is absent, or does not find the frames of this Python, no one looks.
