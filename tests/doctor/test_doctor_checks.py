@@ -536,6 +536,10 @@ ROWS = {
         job(**in_loss("twice", outer="cross_entropy", inner="softmax")), job(), job(**NO_LOSS),
         kind="danger",
     ),
+    "scores_bounded": Row(
+        job(**in_loss("bounded", outer="cross_entropy", by="ReLU")), job(), job(**NO_LOSS),
+        kind="danger",
+    ),
     "loss_term_cut": Row(
         job(**in_loss("cut", shape=[64])), job(), job(**NO_LOSS), kind="danger"
     ),

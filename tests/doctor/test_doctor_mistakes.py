@@ -37,7 +37,7 @@ SCRIPTS = (
     "validation_overlaps_frames", "validation_overlaps_raw", "validation_overlaps_windows",
     "workers_repeat", "zero_grad_missing",
     "labels_in_table", "noise_repeated", "optimizer_remade", "seed_repeated", "target_in_input",
-    "loss_term_cut", "next_token_seen", "plateau_reversed",
+    "loss_term_cut", "next_token_seen", "plateau_reversed", "scores_bounded",
     "teacher_in_train_mode", "views_equal",
 )  # fmt: skip
 NOT_STYLE = ("gradients_unused", "history_grows", "recurrent_by_step", "retained_graph")

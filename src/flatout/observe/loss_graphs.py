@@ -52,6 +52,8 @@ _LOSSES = {
         ("sigmoid", "softmax"),
     ),
 }
+# What bounds the scores that a loss takes any number as.
+_BOUNDED = {"ReluBackward0": "ReLU", "TanhBackward0": "tanh"}
 _NLL = ("NllLossBackward0", "NllLoss2DBackward0")
 _LAYERS = ("AddmmBackward0", "MmBackward0", "ConvolutionBackward0", "LinearBackward0")
 _DISTANCES = ("MseLossBackward0", "SmoothL1LossBackward0", "HuberLossBackward0")
@@ -333,7 +335,7 @@ def _input(node: Any) -> Any:
 
 
 def _twice(node: Any, name: str, parent: Any) -> Iterator[_Sign]:
-    """A loss that is given what it would compute itself."""
+    """A loss that is given what it would compute itself, or scores that something bounds."""
     outer, own = _LOSSES[name]
     inner = _input(node)
     if inner is None:
@@ -345,6 +347,11 @@ def _twice(node: Any, name: str, parent: Any) -> Iterator[_Sign]:
         yield _Sign("twice", node, {"outer": outer, "inner": activation})
     elif name in _NLL and inner.name() in _LAYERS:
         yield _Sign("twice", node, {"outer": outer, "inner": "a layer"})
+    elif inner.name() in _BOUNDED and outer in (
+        "cross_entropy",
+        "binary_cross_entropy_with_logits",
+    ):
+        yield _Sign("bounded", node, {"outer": outer, "by": _BOUNDED[inner.name()]})
 
 
 def _shape(node: Any) -> tuple[int, ...]:

@@ -342,8 +342,9 @@ class InLoss:
             were broadcast against one another), "nan" (some were replaced), "skipped" (some
             losses were none, and the script went on without a step), "labels" (of how many
             classes, and how they lie in the column that they come from), "padding" (is counted as a
-            target), "undivided" (means of several batches were added up for a step), "cut" (a term
-            ends in a tensor that is made in each step).
+            target), "bounded" (a loss takes scores behind ReLU or tanh), "undivided" (means of
+            several batches were added up for a step), "cut" (a term ends in a tensor that is made
+            in each step).
         site: the user's line, where torch could note it.
         count: in how many graphs.
         steps: up to which step.
