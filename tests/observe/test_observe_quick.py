@@ -175,6 +175,9 @@ EVENTS = st.one_of(
 @example([("call", 1, "held_out"), ("a step",)] * 12 + [("call", 1, "held_out"), ("next", 0)] * 2)
 @example([("next", 0), ("a step",), *[("next", 1)] * 7, ("call", 0, "eval")] * 6)
 @example([("call", 1, "held_out")] * 12 + [("call", 0, "held_out"), ("call", 1, "no_grad")])
+@example([("call", 0, "no_grad"), ("call", 1, "no_grad"), ("a step",)] * 30)
+@example([("call", 0, "no_grad"), ("a step",)] * 20 + [("call", 0, "held_out"), ("a step",)] * 4)
+@example([("call", 0, "no_grad"), ("a step",)] * 20 + [("call", 0, "no_grad"), ("next", 0)] * 3)
 def test_they_see_what_the_hooks_in_python_see(events):
     said = []
     for is_quick in (False, True):
@@ -224,6 +227,25 @@ def test_python_is_asked_about_nothing_that_is_as_before():
     assert [b - a for a, b in zip(before, after, strict=True)] == [10, 10, 10]
     assert job.watch.optimizers[0].backwards == {1: 16}
     assert job.watch.models[0].calls == 16
+
+
+def test_what_acts_before_it_is_trained_is_a_part_of_the_step():
+    job = _quick_job()
+    lanes, quick = job.watch.lanes, job.watch.quick
+    for number in range(40):
+        before = lanes.spent, quick.calls
+        job.call(0, "no_grad")  # the agent acts
+        acted = lanes.current
+        job.call(1, "no_grad")  # its target network
+        job.call(0, "train")
+        job.backward("", False)
+        job.step(0, False)
+        if number >= 30:
+            assert acted == HOST  # what follows is the environment
+            assert lanes.spent[EVALUATION] == before[0][EVALUATION]
+            assert quick.calls == before[1] + 3
+    assert lanes.spent[EVALUATION] > 0  # of the first ones it is not known yet
+    assert not any(model.is_evaluated(lanes.steps) for model in job.watch.models)
 
 
 @pytest.mark.parametrize("keeps", ["by name", "by place"])

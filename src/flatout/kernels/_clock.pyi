@@ -11,6 +11,7 @@ class Called:
     goes_on: int
     is_part: int
     opened: int
+    acts: bool
     code: CodeType | None
     line: int
     def __init__(self) -> None: ...

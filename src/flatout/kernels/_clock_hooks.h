@@ -65,6 +65,7 @@ typedef struct {
        calls that were a part of a step whenever they came from this line; and, with 4 and 8 those with
        gradients, of which it is not known yet what they were. */
     int goes_on, is_part, opened;
+    char acts; /* whether it is called without gradients before it is trained in most steps */
     PyObject *code; /* of that line, or NULL */
     int line;
 } Called;
@@ -432,6 +433,9 @@ static int close_calls(Clock *clock)
     return PyList_SetSlice(clock->evaluations, 0, count, NULL);
 }
 
+/* Of a model that acts: what follows is the host's again. */
+#define IS_ACT 2
+
 /* Whether a model is called as before, to be trained, in an evaluation that goes on, or without
    gradients as a part of a step: nothing is to be looked at but the time. Its Called is the latest
    one then. -1 with an error set. */
@@ -462,11 +466,13 @@ static int is_as_before(ForwardHook *self, PyObject *module)
         return -1;
     Py_DECREF(grad);
     if (grad == Py_True)
-        return trains == Py_True && !seen->opened && seen->calls + 1 < seen->due;
+        return trains == Py_True && (!seen->opened || (seen->acts && seen->opened == 2))
+               && seen->calls + 1 < seen->due;
     mode = 1 << (trains == Py_True);
-    if (clock->is_open && (seen->goes_on & mode))
-        return 1;
-    return seen->is_part == mode && is_from_line(seen) ? open_again(clock, seen, mode) : 0;
+    is_known = 1;
+    if (!(clock->is_open && (seen->goes_on & mode)))
+        is_known = seen->is_part == mode && is_from_line(seen) ? open_again(clock, seen, mode) : 0;
+    return is_known == 1 && seen->acts ? IS_ACT : is_known;
 }
 
 static PyObject *forward_call(PyObject *object, PyObject *const *args, size_t flagged,
@@ -475,7 +481,7 @@ static PyObject *forward_call(PyObject *object, PyObject *const *args, size_t fl
     ForwardHook *self = (ForwardHook *)object;
     Clock *clock = clock_of(self->hook.clock);
     PyObject *result;
-    int is_known;
+    int is_known, before = clock->current;
     /* Within a model, and while a batch is made, no one asks. */
     if (clock->is_inside || clock->current == INPUT || !is_own_thread(clock))
         return PyObject_Vectorcall(self->hook.original, args, flagged, names);
@@ -489,10 +495,12 @@ static PyObject *forward_call(PyObject *object, PyObject *const *args, size_t fl
     self->hook.ran += 1;
     ((Called *)self->latest)->calls += 1;
     clock->is_inside = 1;
-    if (clock->current == HOST || clock->current == AFTER)
+    if (before == HOST || before == AFTER)
         pass_to(clock, FORWARD);
     result = PyObject_Vectorcall(self->hook.original, args, flagged, names);
     clock->is_inside = 0;
+    if (is_known == IS_ACT && (before == HOST || before == AFTER))
+        pass_to(clock, before);
     return result;
 }
 
@@ -727,6 +735,8 @@ static PyMemberDef called_members[] = {
     {"goes_on", T_INT, offsetof(Called, goes_on), 0,
      "Modes of an evaluation without gradients that goes on: 1 in eval mode, 2 in train mode."},
     {"is_part", T_INT, offsetof(Called, is_part), 0, "That in which a line calls it in a step."},
+    {"acts", T_BOOL, offsetof(Called, acts), 0,
+     "Whether it is called without gradients before it is trained in most steps."},
     {"opened", T_INT, offsetof(Called, opened), 0, "Those of open calls; 4 and 8 with gradients."},
     {"code", T_OBJECT, offsetof(Called, code), 0, "That of this line."},
     {"line", T_INT, offsetof(Called, line), 0, "Its number."},

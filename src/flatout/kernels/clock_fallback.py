@@ -33,13 +33,14 @@ class Called:
         code, line: that line, as the code of its function and its number.
         opened: modes of calls of which it is not known yet what they were: 4 and 8 are those with
             gradients.
+        acts: whether it is called without gradients before it is trained in most steps.
     """
 
     def __init__(self) -> None:
         self.ref: ref[Any] | None = None
         self.calls = self.due = self.goes_on = self.is_part = self.opened = self.line = 0
         self.code: CodeType | None = None
-        self.has_parameters = False
+        self.has_parameters = self.acts = False
 
 
 class Loaded:

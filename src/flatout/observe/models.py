@@ -37,6 +37,9 @@ _REPEATS = 32
 _AGAIN = 8
 # A model that is called no oftener may be a part of another one that is being built.
 _BUILDING = 2
+# A model acts, where that came in most steps, once there were so many.
+_ACTS_AFTER = 8
+_ACTING = 1 << 1  # of modes that are open: train mode without gradients
 # Lanes that a call of a model ends.
 _BEFORE_FORWARD = frozenset((HOST, AFTER))
 
@@ -141,6 +144,15 @@ class SeenModel(Called):
         if self._is_asked:
             self._is_asked, self.later_site = False, here(3)
 
+    def is_evaluated_in_most(self, steps: int) -> bool:
+        """Whether calls in most of so many steps were taken for an evaluation."""
+        return 2 * len(self._evaluated_in) > steps
+
+    def was_not_evaluated(self) -> None:
+        """They were none."""
+        self._evaluated.clear()
+        self._evaluated_in.clear()
+
     def is_open(self, mode: Mode) -> bool:
         """Whether it was called so, and it is not yet known what for."""
         return mode in self._open
@@ -187,7 +199,7 @@ class SeenModel(Called):
 
         What is called so in most steps is a part of the step, such as a target network.
         """
-        return 0 < len(self._evaluated_in) <= max(1, steps // 2)
+        return len(self._evaluated_in) > 0 and not self.is_evaluated_in_most(max(2, steps))
 
     def is_part_of(self, other: SeenModel) -> bool:
         """Whether it was called on the way only, as Keras does while it builds the other."""
@@ -288,6 +300,7 @@ class Models:
                 known_model = known.get(id(module))
                 if known_model is None or known_model.ref() is not module:
                     known_model = self._meet(module)
+                is_act = False
                 if known_model.has_parameters:
                     known_model.calls += 1
                     in_training = known_model.in_training(module, kwargs)
@@ -295,10 +308,14 @@ class Models:
                     if not is_trained or known_model.calls >= known_model.due or lanes.is_open:
                         self._look(known_model, in_training, args, kwargs)
                     if current in _BEFORE_FORWARD:
+                        is_act = known_model.acts and not is_grad_enabled()
                         lanes.switch(FORWARD)
                         if not lanes.steps:
                             lanes.begin_training()
-                return original(module, *args, **kwargs)
+                result = original(module, *args, **kwargs)
+                if is_act:
+                    lanes.switch(current)  # what follows is the host's again
+                return result
             finally:
                 lanes.is_inside = False
 
@@ -316,7 +333,8 @@ class Models:
         mode = (in_training, has_grad)
         model.is_called()
         if mode == (True, True):
-            if lanes.evaluations and model in lanes.evaluations and not self._trains_on_loader():
+            is_open = lanes.evaluations and model in lanes.evaluations
+            if is_open and not (self._trains_on_loader() or self._acts(model)):
                 lanes.judge()
         elif lanes.is_open and model.is_open(mode) and model.evaluations >= _EVALUATIONS:
             if not has_grad:
@@ -343,6 +361,19 @@ class Models:
             is_new = len(model.shapes) > known
             is_next = model.calls < (_VARIED_CALLS if is_new else _FIRST_CALLS)
             model.due = model.calls + (1 if is_next else model.calls // _SHARE)
+
+    def _acts(self, model: SeenModel) -> bool:
+        """Whether what the model was called for in train mode without gradients is a part of the
+        step, as an agent's actions are: that comes in most steps."""
+        steps = self._watch.lanes.steps
+        if model.opened != _ACTING:
+            return False
+        if not model.acts and steps >= _ACTS_AFTER and model.is_evaluated_in_most(steps):
+            model.acts = True
+            for other in self._watch.models:  # as its target network
+                if other.is_evaluated_in_most(steps):
+                    other.was_not_evaluated()
+        return model.acts
 
     def _show(
         self, model: SeenModel, args: Any, kwargs: dict[str, Any], *, is_trained: bool
