@@ -55,3 +55,23 @@ def test_another_line_is_noticed_soon():
     found = told(calls)
     assert sum(found.values()) == 600
     assert 300 <= found["library(note)  # first"] < 316
+
+
+def test_what_the_loop_itself_prints_is_looked_for_once():
+    calls = Calls(Lanes())
+
+    def tell():
+        calls.note("print", 5, 1)
+
+    def train():
+        for _ in range(40):
+            tell()  # by a function of the loop's
+            calls.note("print", 5, 1)  # in the loop
+
+    calls.loops.add(train.__code__)
+    train()
+    assert told(calls) == {
+        "tell()  # by a function of the loop's": 40,
+        'calls.note("print", 5, 1)  # in the loop': 40,
+    }
+    assert calls.sought == 40 + 1

@@ -114,7 +114,8 @@ class Calls:
         entry = self._entry_of(kind, frame, detail)
         self.sought += 1
         entry.sought += 1
-        if is_users(frame.f_code.co_filename) and kind not in _OF_LOOP:
+        is_known = kind not in _OF_LOOP or frame.f_code in self.loops
+        if is_known and is_users(frame.f_code.co_filename):
             self._entries[key] = entry
         elif steady is None:
             self._steady[key] = _Steady(entry)
