@@ -16,6 +16,8 @@ _EPOCHS = ("--epochs", "--num-epochs", "--num_epochs", "--max-epochs", "--max_ep
 _STEPS = ("--max-steps", "--max_steps")
 # With an evaluation in each; in fewer of them one more or less would decide.
 _FEWEST_BLOCKS = 4
+# So many on each side tell how much longer one takes than the other.
+_FEWEST_COMPARED = 2
 
 
 def steps_at_all(verdict: Verdict) -> int | None:
@@ -118,15 +120,21 @@ def between_s(blocks: Sequence[Block], looked_s: float) -> tuple[float, float]:
 
     They are those of the trial, under which the steps were measured, where it saw enough of them: a
     cure of the model shortens its evaluation too, and a first look may fall into a busy moment.
+    Fewer of them tell how much shorter one is, but not how often it comes.
 
     Args:
         blocks: of a trial, of both sides.
-        looked_s: what the first look saw, for both where the trial saw too few to tell.
+        looked_s: what the first look saw of A, where the trial saw too few to tell.
     """
-    between = {side: [b.between / b.steps for b in blocks if b.side == side] for side in "ab"}
-    if any(sum(each > 0 for each in some) < _FEWEST_BLOCKS for some in between.values()):
+    sides = [[block for block in blocks if block.side == side] for side in "ab"]
+    a, b = ([block.between for block in side if block.between > 0] for side in sides)
+    if min(len(a), len(b)) >= _FEWEST_BLOCKS:
+        a_s, b_s = (mean(block.between / block.steps for block in side) / 1e9 for side in sides)
+        return a_s, b_s
+    if min(len(a), len(b)) < _FEWEST_COMPARED:
         return looked_s, looked_s
-    return mean(between["a"]) / 1e9, mean(between["b"]) / 1e9
+    # The shortest time of a side is that of a single one, and least disturbed.
+    return looked_s, looked_s * min(b) / min(a)
 
 
 def whole_s(plain: Showed, side: Showed, steps: int, step_s: float, between_s: float) -> float:
