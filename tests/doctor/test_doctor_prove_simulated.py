@@ -51,6 +51,7 @@ class Machine:
         self.setup_s = dict[frozenset[str], float]()
         self.out_of_reach = set[str]()
         self.too_long = list[frozenset[str]]()  # to be measured again
+        self.too_short = list[frozenset[str]]()  # for long blocks: the script ends within them
         self.faults = dict[frozenset[str], int]()  # per step
         self._step_ms = step_ms
         self._rng = np.random.default_rng(seed)
@@ -82,6 +83,10 @@ class Machine:
         if min_pairs > 2 and cure.fields in self.too_long:
             late = "b: the end of a block of 9 steps did not come in the time given"
             return Pair(reason=late, held="overlay")
+        if pace_s and cure.fields in self.too_short:
+            self.left_s -= self.start_s
+            soon = "b: the script ended by itself before the trial did"
+            return Pair(reason=soon, is_too_short=True, held="overlay")
         blocks = []
         cpu: dict[str, list[float]] = {"a": [], "b": []}
 
@@ -142,6 +147,14 @@ def by_set(**times):
         return times.get(name, times["plain"])
 
     return step_ms
+
+
+def test_a_script_that_ends_soon_with_a_cure_is_measured_again_by_shorter_blocks():
+    machine = Machine(by_set(plain=10, precision=0.5))
+    machine.too_short = [frozenset({BF16})]
+    given = proven(machine, BF16)
+    assert outcomes(given) == {BF16: "prescribed"}
+    assert given.together.trial.ratio == pytest.approx(20, rel=0.1)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 from flatout.doctor.judge import Verdict
 from flatout.doctor.prescription import Outcome, Prescription, Proof
@@ -336,18 +337,20 @@ class Proving:
         if not self._has_time(1) and cure.names in self._tried:
             return self._tried[cure.names]
         self._told(f"measuring again: {cure.words} ...")
-        pair = self._bench.measure(
+        measured = partial(
+            self._bench.measure,
             plain,
             cure,
-            self._bench.left_s,
             min_pairs=_LAST_PAIRS,
             max_pairs=_MOST_LAST_PAIRS,
-            block_s=1.0,
             precision=_PRECISION,
-            pace_s=_PACE_S,
-            fresh=self._has_time(1, starts=2),
-            lives=_LIVES,
         )
+        is_fresh = self._has_time(1, starts=2)
+        pair = measured(
+            self._bench.left_s, block_s=1.0, pace_s=_PACE_S, fresh=is_fresh, lives=_LIVES
+        )
+        if pair.is_too_short and self._has_time(1):  # with the cure it ends so soon
+            pair = measured(self._bench.left_s, fresh=is_fresh)
         proof = self._judging.proof(cure, pair)
         self._told(f"  {proof.trial.words if proof.trial else proof.reason}")
         if proof.outcome == "not tried" and cure.names in self._tried:

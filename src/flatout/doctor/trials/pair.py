@@ -53,6 +53,7 @@ class Pair:
         result: A against B; None where it ended too early.
         cpu: likewise of CPU time, which other processes change less; None where it was not counted.
         reason: why it ended early; "" where it did not.
+        is_too_short: whether that is as a script came to its end within a block.
         blocks: in the order in which they ran.
         dropped: steps at the start of each block that were not counted.
         held: what contained the processes: "overlay", "landlock" or "python".
@@ -64,6 +65,7 @@ class Pair:
     result: TrialResult | None = None
     cpu: TrialResult | None = None
     reason: str = ""
+    is_too_short: bool = False
     blocks: list[Block] = field(default_factory=list)
     dropped: int = 0
     held: str = ""
@@ -181,6 +183,8 @@ class Against:
         except Ended as error:
             of = "a" if other is None or (self._a.has_ended and not other.has_ended) else "b"
             pair.reason = f"{of}: {error.what}"
+            ended = self._a if of == "a" or other is None else other
+            pair.is_too_short = ended.process.exit == 0
             pair.result = _from_whole_quadruples(pair.blocks, partial(_time_of, terms=terms), terms)
         if all(block.cpu for block in pair.blocks):
             # What is known of the noise of wall time says nothing of this one's.
