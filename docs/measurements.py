@@ -200,6 +200,12 @@ SECTIONS = (
         "trials.",
     ),
     Section(
+        "doctor_busy",
+        "The doctor beside other work",
+        "Scripts without a pitfall, with trials, beside two processes that compute in bursts of up "
+        "to a second. What it prescribes must make whole runs faster when they are gone.",
+    ),
+    Section(
         "forecast",
         "Forecasts of more hosts",
         "Up to four hosts in namespaces of one machine, with links of 0.1 to 10 Gbit/s and 0 to "
