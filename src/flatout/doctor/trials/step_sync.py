@@ -164,7 +164,8 @@ def _queued_batches() -> int:
     is_frozen = gc.get_freeze_count() > 0
     if is_frozen:  # as script.garbage does at the first step: what is frozen is not listed
         gc.unfreeze()
-    alive = [item for item in gc.get_objects() if isinstance(item, kind)]
+    # Their own types: isinstance asks what a proxy stands for, which may be gone.
+    alive = [item for item in gc.get_objects() if issubclass(type(item), kind)]
     if is_frozen:  # with what was made since: cycles of that stay until the trial ends
         gc.freeze()
     return max((item._num_workers * (item._prefetch_factor or 1) for item in alive), default=0)
