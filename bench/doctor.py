@@ -166,10 +166,14 @@ class Seen:
     busy: Sequence[Answer] = ()
 
     @property
+    def answers(self) -> tuple[Answer, ...]:
+        """All of them."""
+        return (*self.script, *self.clean, *self.busy)
+
+    @property
     def is_answered(self) -> bool:
         """Whether there is an answer each time."""
-        answers = (*self.script, *self.clean, *self.busy)
-        return bool(answers) and all(one.is_one for one in answers)
+        return bool(self.answers) and all(one.is_one for one in self.answers)
 
     @property
     def is_named(self) -> bool:
@@ -375,7 +379,7 @@ def keys_of(rows: Sequence[Seen]) -> list[Key]:
     dangers = [seen for seen in ran if seen.pitfall.danger]
     silent_ones = [s for s in ran if s.pitfall.danger or SILENT & {*s.pitfall.checks}]
     named = [seen for seen in to_name if seen.is_named]
-    answers = [answer for seen in ran for answer in (*seen.script, *seen.clean)]
+    answers = [answer for seen in ran for answer in seen.answers]
     wrong: float | str = sum(len(seen.prescribed_wrongly) for seen in ran)
     tried = sum(answer.is_tried for answer in answers)
     errors = [error for answer in answers if (error := answer.trial_error) is not None]
@@ -458,7 +462,7 @@ def _wide_errors(errors: Sequence[float]) -> list[Key]:
 def busy_keys_of(rows: Sequence[Seen]) -> list[Key]:
     """What was prescribed for clean scripts beside other work."""
     ran = [seen for seen in rows if not seen.reason]
-    answers = [answer for seen in ran for answer in seen.busy]
+    answers = [answer for seen in ran for answer in seen.answers]
     tried = sum(answer.is_tried for answer in answers)
     silent = sum(not answer.is_one for answer in answers)
     wrong: float | str = sum(len(seen.prescribed_wrongly_busy) for seen in ran)
@@ -496,12 +500,12 @@ def words_of(seen: Seen) -> str:
     wrong = seen.prescribed_wrongly_busy
     words += sorted({f"wrongly prescribed beside other work: {name}" for name in wrong})
     words += _words_of_trial(seen)
-    words += sorted({a.reason for a in (*seen.script, *seen.clean, *seen.busy) if a.reason})
+    words += sorted({answer.reason for answer in seen.answers if answer.reason})
     return "; ".join(words)
 
 
 def _words_of_trial(seen: Seen) -> list[str]:
-    promising = [a for a in (*seen.script, *seen.clean, *seen.busy) if a.predicted]
+    promising = [answer for answer in seen.answers if answer.predicted]
     if not promising:
         stopped = [a.prescription["stopped"] for a in (*seen.script, *seen.busy) if a.prescription]
         return sorted({f"no trial: {reason}" for reason in stopped if reason})
@@ -521,8 +525,7 @@ def _promise(answer: Answer, is_clean: bool) -> str:
 def line_of(seen: Seen) -> list[str]:
     pitfall = seen.pitfall
     kind = "danger" if pitfall.danger else "slow" if pitfall.prescribe else "costs no time"
-    answers = (*seen.script, *seen.clean, *seen.busy)
-    added = [answer.added_us_per_step for answer in answers if answer.added_us_per_step]
+    added = [answer.added_us_per_step for answer in seen.answers if answer.added_us_per_step]
     cost = f"{median(added):.1f}" if added else ""
     return [pitfall.name, kind, cost, words_of(seen)]
 

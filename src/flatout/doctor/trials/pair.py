@@ -181,10 +181,11 @@ class Against:
                     raise Ended(reason)
                 self._measure(pair, other, terms, until)
         except Ended as error:
-            of = "a" if other is None or (self._a.has_ended and not other.has_ended) else "b"
-            pair.reason = f"{of}: {error.what}"
-            ended = self._a if of == "a" or other is None else other
-            pair.is_too_short = ended.process.exit == 0
+            side = self._a
+            if other is not None and (other.has_ended or not self._a.has_ended):
+                side = other
+            pair.reason = f"{side.name}: {error.what}"
+            pair.is_too_short = side.process.exit == 0
             pair.result = _from_whole_quadruples(pair.blocks, partial(_time_of, terms=terms), terms)
         if all(block.cpu for block in pair.blocks):
             # What is known of the noise of wall time says nothing of this one's.
