@@ -35,7 +35,9 @@ from flatout.observe import (
     Scaling,
     Schedule,
     SeenAhead,
+    SharedFolds,
     Site,
+    StateLoad,
     StillTarget,
     Teacher,
     Unfrozen,
@@ -208,9 +210,15 @@ def in_loss(kind, **detail):
     return {"loss_looks": 8, "in_losses": [InLoss(kind, HERE, 8, 8, detail)]}
 
 
-def evaluating(**changes):
+def of_classes(**changes):
+    """Labels of ten classes, of which validation has some."""
+    runs = {"label_runs": (8, 8, 800, 100), "length": 200}
+    return evaluating(losses=in_loss("labels", classes=10), **runs | changes)
+
+
+def evaluating(*, losses=None, **changes):
     """With a second loader, of the validation."""
-    seen = job()
+    seen = job(**(losses or {}))
     seen.loaders.append(replace(seen.loaders[0], in_training=False, **changes))
     return seen
 
@@ -620,6 +628,30 @@ ROWS = {
     ),
     "freeze_without_effect": Row(
         job(unfrozen=[Unfrozen("require_grad", "", HERE, 2, 72, ["encoder.weight"])]),
+        job(),
+        job(models=[]),
+        kind="danger",
+    ),
+    "softmax_over_batch": Row(
+        job(softmaxes=[OverBatch("softmax", HERE, [64, 10], 4)]),
+        job(softmaxes=[OverBatch("softmax", HERE, [64, 10], 1)]),
+        job(models=[]),
+        kind="danger",
+    ),
+    "classes_unseen": Row(
+        of_classes(unseen_classes=([8, 9], 180)),
+        of_classes(),
+        job(**NO_LOSS),
+        kind="danger",
+    ),
+    "folds_share_model": Row(
+        job(shared_folds=[SharedFolds("KFold", 5, "Net", HERE)]),
+        job(),
+        job(models=[]),
+        kind="danger",
+    ),
+    "load_without_effect": Row(
+        job(state_loads=[StateLoad("own", "ResNet", 62, HERE, HERE, 340)]),
         job(),
         job(models=[]),
         kind="danger",
@@ -1300,6 +1332,22 @@ def test_what_keras_is_told_is_said_in_its_words():
     assert found.do == "shuffle=True in fit()"
 
 
+@pytest.mark.parametrize(
+    ("unseen", "is_told"),
+    [
+        (([8, 9], 180), True),
+        (([9], 20), True),
+        (([8, 9], 19), False),  # rare ones, by chance
+        (([10, 11], 200), False),  # which the model has no outputs for
+    ],
+)
+def test_classes_that_training_lacks_are_those_that_the_model_tells(unseen, is_told):
+    found = look_of("classes_unseen")(of_classes(unseen_classes=unseen))
+    assert bool(found) == is_told
+    many = f"{unseen[1]} of the 200 samples"
+    assert all(many in one.what for one in found)
+
+
 def test_a_tensor_that_is_made_float_is_no_text():
     for code, is_text in (("return float(row[1])", True), ("return image.float() / 255", False)):
         hot = [(Site("data.py", 12, code), 0.9)]
@@ -1549,6 +1597,25 @@ def test_a_target_that_never_moves_needs_a_whole_run_or_many_steps():
         look(job(steps=19_999, still_targets=[STILL], ended="stopped"))
     with pytest.raises(NoSignal):
         look(job(steps=199, still_targets=[STILL]))
+
+
+def test_what_loads_nothing_is_told_with_the_names_or_the_steps():
+    look, taken = look_of("load_without_effect"), Site("train.py", 3, "best = model.state_dict()")
+    load = StateLoad("own", "ResNet", 62, HERE, taken, 1340)
+    (found,) = look(job(state_loads=[load]))
+    assert found.where == "train.py:3"
+    assert "loaded (line 7) 1,340 steps later, it holds the 62 parameters of ResNet" in found.what
+    (found,) = look(job(state_loads=[replace(load, steps=0)]))
+    assert "(line 7) after other weights were loaded, it holds" in found.what
+    (found,) = look(job(state_loads=[replace(load, kind="kept")]))
+    assert found.what.endswith("what is loaded later (line 7) are the last weights")
+    names = {"given": ["module.fc.weight", "module.fc.bias"], "wanted": ["fc.weight"]}
+    other = replace(load, kind="unmatched", taken_at=None, **names)
+    (found,) = look(job(state_loads=[other]))
+    assert found.where == "train.py:7"
+    assert "has module.fc.weight, module.fc.bias, the model has fc.weight" in found.what
+    (found,) = look(job(state_loads=[replace(other, given=[])]))
+    assert "it is empty, the model has" in found.what
 
 
 def test_what_freezes_nothing_is_told_in_the_words_of_the_script():

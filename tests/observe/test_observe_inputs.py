@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 from flatout.observe.held_out import compare
 from flatout.observe.models import Models
 from flatout.observe.observation import Loader
-from flatout.observe.samples import label_runs, samples_in, samples_of
+from flatout.observe.samples import label_runs, labels_of, samples_in, samples_of
 from flatout.observe.tables import _has, _rows
 from flatout.observe.watch import Watch
 
@@ -92,11 +92,11 @@ def test_labels_are_seen_as_floats_and_as_a_column_of_a_table():
     pandas = pytest.importorskip("pandas")
     halves, x = torch.arange(64) // 32, torch.randn(64, 3)
     for y in (halves, halves.float(), halves.float()[:, None]):
-        assert label_runs(TensorDataset(x, y)) == (2, 2, 64, 32)
-    assert label_runs(TensorDataset(x, 2.5 * halves)) is None  # numbers, to be fitted
+        assert label_runs(labels_of(TensorDataset(x, y))) == (2, 2, 64, 32)
+    assert label_runs(labels_of(TensorDataset(x, 2.5 * halves))) is None  # numbers, to be fitted
     frame = pandas.DataFrame({"age": range(64), "Target": halves.numpy()})
-    assert label_runs(OfFrame(frame)) == (2, 2, 64, 32)
-    assert label_runs(OfFrame(frame[["age"]])) is None
+    assert label_runs(labels_of(OfFrame(frame))) == (2, 2, 64, 32)
+    assert label_runs(labels_of(OfFrame(frame[["age"]]))) is None
 
 
 @pytest.mark.parametrize("columns", [(), (1,), (3,)])

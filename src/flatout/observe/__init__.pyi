@@ -36,7 +36,9 @@ from flatout.observe.observation import RepeatedSeed as RepeatedSeed
 from flatout.observe.observation import Scaling as Scaling
 from flatout.observe.observation import Schedule as Schedule
 from flatout.observe.observation import SeenAhead as SeenAhead
+from flatout.observe.observation import SharedFolds as SharedFolds
 from flatout.observe.observation import Site as Site
+from flatout.observe.observation import StateLoad as StateLoad
 from flatout.observe.observation import StillTarget as StillTarget
 from flatout.observe.observation import Table as Table
 from flatout.observe.observation import Teacher as Teacher

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 from flatout.hooks import PassingHook, is_anything_compiled
@@ -75,20 +76,10 @@ class BatchAxis:
         if fact is None:
             fact = self._found[key] = OverBatch(type(layer).__name__, here(1))
             fact.shape = [int(size) for size in given.shape]
-        if self._is_batch(given.shape):
+        if leads_with_samples(self._watch, given.shape[:2]):
             fact.count += 1
         else:
             self._shapes.setdefault(key, []).append(tuple(given.shape[:2]))
-
-    def _is_batch(self, shape: Any) -> bool:
-        """Whether the first of these sizes is that of the loader's batch, and the second not."""
-        loader = self._watch.lanes.loader
-        if loader is None:
-            return False
-        facts = loader.facts
-        is_shuffled = bool(facts.shuffles) and not facts.gives_batches
-        rows = facts.batch_size or 1
-        return is_shuffled and shape[0] == rows > 1 and shape[1] not in (1, rows)
 
     def _is_given(self, model: Any, batch: Any, is_trained: bool) -> None:
         """A model is called."""
@@ -118,6 +109,18 @@ class BatchAxis:
         while self._handles:
             self._handles.pop().remove()
         self._batch = None
+
+
+def leads_with_samples(watch: Watch, shape: Any) -> bool:
+    """Whether the first of these sizes is that of a loader's batch, which is shuffled, and none of
+    the others is."""
+    loader = watch.lanes.loader
+    if loader is None:
+        return False
+    facts = loader.facts
+    is_shuffled = bool(facts.shuffles) and not facts.gives_batches
+    rows = facts.batch_size or 1
+    return is_shuffled and shape[0] == rows > 1 and prod(shape[1:]) > 1 and rows not in shape[1:]
 
 
 def _classes_under(root: Any) -> Any:

@@ -2,7 +2,8 @@
 
 Looked at in the first steps of each training.
 
-`dropout` drops unless it is told that the model does not train; `kl_div` takes logarithms.
+`dropout` drops unless it is told that the model does not train; `kl_div` takes logarithms; softmax
+adds up over what it is told, and over the first dimension lie the samples.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from threading import get_ident
 from typing import Any
 
 from flatout.hooks import Hook, is_anything_compiled, wrap
-from flatout.observe.observation import InLoss, Site
+from flatout.observe.batch_axis import leads_with_samples
+from flatout.observe.observation import InLoss, OverBatch, Site
 from flatout.observe.sites import here, is_users
 from flatout.observe.watch import Watch
 
@@ -29,6 +31,7 @@ class Functional:
 
     Attributes:
         dropouts: where a module's forward calls dropout without `training=`.
+        softmaxes: such as are taken over the samples of a batch, by line.
     """
 
     def __init__(self, torch: Any, watch: Watch) -> None:
@@ -43,6 +46,7 @@ class Functional:
     def _renew(self) -> None:
         self.dropouts: list[Site] = []
         self._divergences: dict[str, InLoss] = {}
+        self.softmaxes: dict[Site, OverBatch] = {}
         self._end()
 
     @property
@@ -57,6 +61,9 @@ class Functional:
         for name in _DROPOUTS:
             self._hooks.append(wrap(functional, name, "observe", self._dropping))
         self._hooks.append(wrap(functional, "kl_div", "observe", self._diverging))
+        for name in ("softmax", "log_softmax"):  # functional's call the tensor's
+            for owner in (self._torch, self._torch.Tensor):
+                self._hooks.append(wrap(owner, name, "observe", self._summing, name))
 
     def _end(self) -> None:
         while self._hooks:
@@ -106,3 +113,20 @@ class Functional:
         fact.detail = {"outer": "kl_div", "inner": inner}
         fact.count += 1
         fact.steps = self._watch.lanes.steps + 1
+
+    def _summing(self, original: Any, name: str) -> Any:
+        lanes, is_traced = self._watch.lanes, self._torch.compiler.is_dynamo_compiling
+
+        def softmax(*args: Any, **kwargs: Any) -> Any:
+            if not is_traced() and get_ident() == lanes.thread:
+                given: Any = args[0] if args else kwargs.get("input")
+                dim = args[1] if len(args) > 1 else kwargs.get("dim")
+                if self._torch.is_tensor(given) and given.requires_grad and given.dim() > 1:
+                    site = here(1) if dim in (0, -given.dim()) else None
+                    if site is not None and leads_with_samples(self._watch, given.shape):
+                        shape = [int(size) for size in given.shape]
+                        fact = self.softmaxes.setdefault(site, OverBatch(name, site, shape))
+                        fact.count += 1
+            return original(*args, **kwargs)
+
+        return softmax

@@ -1,4 +1,6 @@
-"""Training beside validation: samples that both have, and normalization that was taken of both."""
+"""Training beside validation: samples that both have, classes that training lacks, and
+normalization that was taken of both.
+"""
 
 from __future__ import annotations
 
@@ -49,6 +51,19 @@ def compare(sets: Sequence[tuple[Any, Samples | None]], scalers: Scalers) -> Non
                 or _by_moments(known, held_out)
                 or _of_series(known, held_out)
             )
+
+
+def compare_classes(loaders: Sequence[Any]) -> None:
+    """Fills in `unseen_classes` of loaders that are only evaluated."""
+    trained = [loader.label_sizes for loader in loaders if loader.facts.in_training]
+    known = {label for sizes in trained for label in sizes}
+    if not trained or not all(trained):
+        return  # what a part of training has is not known
+    for loader in loaders:
+        if not loader.facts.in_training:
+            unseen = sorted(loader.label_sizes.keys() - known)
+            samples = sum(loader.label_sizes[label] for label in unseen)
+            loader.facts.unseen_classes = (unseen, samples) if unseen else None
 
 
 def _of_series(trained: Sequence[Samples], held_out: Samples) -> Scaling | None:

@@ -248,7 +248,12 @@ def _loader(loader: Loader, later: Observation) -> Loader:
     same = next((other for other in later.loaders if _key(other) == _key(loader)), None)
     if same is None:
         return loader
-    return replace(loader, hashes=same.hashes, shared_rows=same.shared_rows)
+    return replace(
+        loader,
+        hashes=same.hashes,
+        shared_rows=same.shared_rows,
+        unseen_classes=same.unseen_classes,
+    )
 
 
 def _new(loader: Loader) -> Loader:

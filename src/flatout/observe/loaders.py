@@ -6,6 +6,7 @@ import os
 import sys
 import zlib
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -27,6 +28,7 @@ from flatout.observe.samples import (
     Samples,
     behind_subsets,
     label_runs,
+    labels_of,
     number_of_bytes,
     numbers_at,
     numbers_in,
@@ -68,6 +70,7 @@ class SeenLoader(Loaded):
         self.ref = ref(loader)
         self.facts = facts_of(loader, site)
         self.samples: Samples | None = None
+        self.label_sizes: Counter[int] = Counter()  # samples of each class
         self.count()
 
     def count(self) -> None:
@@ -106,7 +109,9 @@ class SeenLoader(Loaded):
         if series is not None:
             known = self.samples or Samples(None, None)
             self.samples = replace(known, series=series, whole=longer_series(series))
-        self.facts.label_runs = label_runs(loader.dataset)
+        labels = labels_of(loader.dataset)
+        self.facts.label_runs = label_runs(labels)
+        self.label_sizes = Counter(labels or ())
 
     def begin_epoch(self, began: int) -> None:
         """An iteration over it begins."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from flatout.observe.batch_axis import BatchAxis
@@ -10,10 +11,11 @@ from flatout.observe.clipping import Clipping
 from flatout.observe.copied_lists import CopiedLists
 from flatout.observe.equal_views import Views
 from flatout.observe.first_update import FirstUpdate
+from flatout.observe.folds import Folds
 from flatout.observe.functional import Functional
 from flatout.observe.gradients import Gradients
 from flatout.observe.growing import GrowingHistories
-from flatout.observe.held_out import compare, sets_of
+from flatout.observe.held_out import compare, compare_classes, sets_of
 from flatout.observe.kept_graphs import KeptLosses
 from flatout.observe.labels import Labels
 from flatout.observe.leaked_targets import LeakedTargets
@@ -29,6 +31,7 @@ from flatout.observe.scalers import Scalers
 from flatout.observe.schedules import Schedules
 from flatout.observe.sites import read
 from flatout.observe.skipped import SkippedSteps
+from flatout.observe.state_loads import StateLoads
 from flatout.observe.step_gradients import StepGradients
 from flatout.observe.still_targets import StillTargets
 from flatout.observe.switches import Switches
@@ -74,6 +77,8 @@ class Mistakes:
         self._recurrent = Recurrent(torch, watch)
         self._batch_axis = BatchAxis(torch, watch)
         self._never_frozen = NeverFrozen(watch)
+        self._state_loads = StateLoads(torch, watch)
+        self._folds = Folds(watch)
         self._functional = Functional(torch, watch)
         self._growing = GrowingHistories(torch, watch)
         self._copied = CopiedLists(watch)
@@ -119,7 +124,10 @@ class Mistakes:
         observation.switched_on = self._switches.on
         observation.cells = self._recurrent.cells
         observation.over_batch = self._batch_axis.layers
+        observation.softmaxes = [replace(item) for item in self._functional.softmaxes.values()]
         observation.unfrozen = self._never_frozen.found
+        observation.state_loads = self._state_loads.found
+        observation.shared_folds = self._folds.found
         observation.dropouts = [read(site) for site in self._functional.dropouts]
         observation.checkpointed_mb = self._checkpointed.mb
 
@@ -159,6 +167,7 @@ class Mistakes:
     def _compare(self, observation: Observation) -> None:
         """Of training and validation; that is noted in the facts of each."""
         compare(list(sets_of(self._watch.loaders, self._tables.results())), self._scalers)
+        compare_classes(self._watch.loaders)
 
 
 def _read_sites(observation: Observation) -> None:
@@ -171,7 +180,10 @@ def _read_sites(observation: Observation) -> None:
             *observation.growing,
             *observation.cells,
             *observation.over_batch,
+            *observation.softmaxes,
             *observation.unfrozen,
+            *observation.state_loads,
+            *observation.shared_folds,
             *observation.unused_gradients,
             *observation.kept_graphs,
             *(observation.repeated_seeds or ()),

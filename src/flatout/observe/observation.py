@@ -142,6 +142,8 @@ class Loader:
         shared_files: whether they are the same because they are read from the same files.
         shared_windows: how many of its samples are a window of a series that is one of training's,
             moved by a step.
+        unseen_classes: likewise, the classes of its samples that training has none of, and how many
+            samples these are.
         scaling: of a loader that is only evaluated, what has normalized it with the training's.
         worker_batches: a number for the first batch of each worker, and the second of the first;
             equal ones are equal, in other ranks too. Of an IterableDataset alone.
@@ -193,6 +195,7 @@ class Loader:
     shared_rows: tuple[int, int] | None = None
     shared_files: bool = False
     shared_windows: int = 0
+    unseen_classes: tuple[list[int], int] | None = None
     scaling: Scaling | None = None
     worker_batches: list[int] = field(default_factory=list)
     taken: list[int] | None = None
@@ -483,10 +486,11 @@ class Cell:
 
 @dataclass
 class OverBatch:
-    """A layer that takes the sequence first, and got the samples of a shuffled batch there.
+    """A layer that takes the sequence first, and got the samples of a shuffled batch there; or a
+    softmax over them.
 
     Attributes:
-        kind: such as "LSTM" or "MultiheadAttention".
+        kind: such as "LSTM", "MultiheadAttention" or "log_softmax".
         site: where.
         shape: of what it got.
         count: of such calls.
@@ -518,6 +522,49 @@ class Unfrozen:
     parameters: int = 0
     elements: int = 0
     names: list[str] = field(default_factory=list)
+
+
+@dataclass
+class SharedFolds:
+    """Folds of cross-validation that one model is trained on, one after another.
+
+    Attributes:
+        kind: the class of scikit-learn that splits.
+        folds: how many.
+        model: the class of the model.
+        site: the loop over the folds.
+    """
+
+    kind: str
+    folds: int
+    model: str
+    site: Site | None = None
+
+
+@dataclass
+class StateLoad:
+    """A state dict that is loaded, and changes nothing.
+
+    Attributes:
+        kind: "unmatched" where it has no name of the module's, "own" where it has the module's own
+            tensors, which have moved since it was taken, "kept" where those are kept to be loaded
+            later.
+        model: the class of the module.
+        parameters: how many tensors it has.
+        site: where it is loaded.
+        taken_at: where it was taken from the module; None where it has other names.
+        steps: taken since then.
+        given, wanted: first names of the state dict and of the module, where none match.
+    """
+
+    kind: str
+    model: str
+    parameters: int
+    site: Site | None = None
+    taken_at: Site | None = None
+    steps: int = 0
+    given: list[str] = field(default_factory=list)
+    wanted: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -960,7 +1007,10 @@ class Observation:
         loss_looks: how many graphs of losses were looked at, and what was found in_losses.
         cells: recurrent ones that a loop in Python calls.
         over_batch: layers that run over the samples of a batch.
+        softmaxes: those that are taken over the samples of a batch.
         unfrozen: parameters that the script means to freeze, and that train.
+        shared_folds: loops of cross-validation that train one model on all folds.
+        state_loads: state dicts that are loaded and change nothing.
         dropouts: where a model calls torch.nn.functional.dropout without `training=`.
         growing: what is put together in each step, longer each time.
         gradient_uses: how many backward passes were followed to the step that uses their gradients,
@@ -1060,7 +1110,10 @@ class Observation:
     in_losses: list[InLoss] = field(default_factory=list)
     cells: list[Cell] = field(default_factory=list)
     over_batch: list[OverBatch] = field(default_factory=list)
+    softmaxes: list[OverBatch] = field(default_factory=list)
     unfrozen: list[Unfrozen] = field(default_factory=list)
+    shared_folds: list[SharedFolds] = field(default_factory=list)
+    state_loads: list[StateLoad] = field(default_factory=list)
     dropouts: list[Site] = field(default_factory=list)
     growing: list[Growing] = field(default_factory=list)
     gradient_uses: int = 0

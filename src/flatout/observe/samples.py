@@ -260,9 +260,8 @@ def moments_of(rows: Any) -> Moments:
     return Moments(len(rows), rows.mean(0, dtype="float64"), rows.var(0, dtype="float64"))
 
 
-def label_runs(dataset: Any) -> tuple[int, int, int, int] | None:
-    """How many classes, runs of one class in the dataset's order, and samples there are, and
-    samples of the second largest class."""
+def labels_of(dataset: Any) -> list[int] | None:
+    """The labels of classes that a dataset holds, in its order; None where it holds none."""
     held, picked = behind_subsets(dataset)
     labels = _labels_in(held)
     if labels is None or len(labels) > _LABELS:
@@ -274,12 +273,18 @@ def label_runs(dataset: Any) -> tuple[int, int, int, int] | None:
             values = column.astype("int8")
     if values.dtype.kind not in "iub" or values.ndim != 1:
         return None
-    result = values.tolist() if picked is None else values[list(picked)].tolist()
-    sizes = Counter(result).most_common()
-    if len(sizes) < 2 or len(sizes) > min(_CLASSES, len(result) // 2):
+    result: list[int] = values.tolist() if picked is None else values[list(picked)].tolist()
+    return result
+
+
+def label_runs(labels: Sequence[int] | None) -> tuple[int, int, int, int] | None:
+    """How many classes, runs of one class, and samples there are, and samples of the second largest
+    class; None of what can be no classes."""
+    sizes = Counter(labels or ()).most_common()
+    if labels is None or len(sizes) < 2 or len(sizes) > min(_CLASSES, len(labels) // 2):
         return None
-    runs = 1 + sum(item != other for item, other in pairwise(result))
-    return len(sizes), runs, len(result), sizes[1][1]
+    runs = 1 + sum(item != other for item, other in pairwise(labels))
+    return len(sizes), runs, len(labels), sizes[1][1]
 
 
 def behind_subsets(dataset: Any) -> tuple[Any, Sequence[int] | None]:

@@ -1,0 +1,161 @@
+"""Cross-validation that trains one model on all folds: each but the first begins with weights that
+were trained on what it validates with.
+
+It is seen in the first fold. The model that steps is none of those that were made since the loop
+over scikit-learn's splits began, and nothing that the loop calls sets weights back.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from threading import get_ident
+from types import FrameType
+from typing import Any
+from weakref import WeakSet
+
+from flatout.hooks import Hook, when_imported, wrap
+from flatout.observe.observation import SharedFolds, Site
+from flatout.observe.origins import parsed
+from flatout.observe.sites import is_users, users_frame
+from flatout.observe.unused_calls import last_name
+from flatout.observe.watch import Watch
+
+# After so many steps of each training.
+_AT = 3
+# These splits go forward in time: to go on with the weights may be what is wanted.
+_FORWARD = ("TimeSeriesSplit",)
+# Words in the names of what sets weights back, or puts others in.
+_RESETS = ("reset", "init", "apply", "restore", "copy_", "load_state", "load_weights", "load_check")
+
+
+class Folds:
+    """Watches the loops over splits of scikit-learn.
+
+    Attributes:
+        found: one for each loop.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self.found: list[SharedFolds] = []
+        self._hooks: list[Hook] = []
+        self._made: WeakSet[Any] = WeakSet()
+        self._loop: SharedFolds | None = None
+        when_imported("sklearn.model_selection._split", self._hook)
+        watch.at_each(_AT, self._look)
+
+    def _hook(self, module: Any) -> None:
+        wrap(module._BaseKFold, "split", "observe", self._splitting)
+
+    def _splitting(self, original: Any) -> Any:
+        def split(splitter: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+            loop = None
+            try:
+                for number, fold in enumerate(original(splitter, *args, **kwargs)):
+                    if number == 0 and get_ident() == self._watch.lanes.thread:
+                        loop = self._begins(splitter, sys._getframe(1))
+                    yield fold
+            finally:
+                if loop is self._loop:
+                    self._end()
+
+        return split
+
+    def _begins(self, splitter: Any, frame: FrameType | None) -> SharedFolds | None:
+        """The first fold is taken: from now on models are noted that are made."""
+        torch: Any = sys.modules.get("torch")
+        kind, frame = type(splitter).__name__, users_frame(frame)
+        if torch is None or frame is None or kind in _FORWARD or self._loop is not None:
+            return None
+        loop = _loop_at(frame.f_code.co_filename, frame.f_lineno)
+        if loop is None or _sets_back(loop, frame.f_code.co_filename):
+            return None
+        folds = int(splitter.get_n_splits())
+        site = Site(frame.f_code.co_filename, frame.f_lineno)
+        self._loop = SharedFolds(kind, folds, "", site)
+        # Copies and models that are loaded whole have their state set, and no __init__.
+        self._hooks = [
+            wrap(torch.nn.Module, name, "observe", self._making)
+            for name in ("__init__", "__setstate__")
+        ]
+        return self._loop
+
+    def _making(self, original: Any) -> Any:
+        def make(module: Any, *args: Any, **kwargs: Any) -> None:
+            original(module, *args, **kwargs)
+            self._made.add(module)
+
+        return make
+
+    def _look(self) -> None:
+        """A training is on its way: whether its model is older than the loop."""
+        loop = self._loop
+        if loop is None:
+            return
+        for model in self._watch.models:
+            module = model.ref()
+            if module is not None and model.is_stepped and module not in self._made:
+                loop.model = type(module).__name__
+                self.found.append(loop)
+                break
+        self._end()
+
+    def _end(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._made.clear()
+        self._loop = None
+
+
+def _loop_at(file: str, line: int) -> ast.For | None:
+    """The loop whose head is in a line, where it goes through all folds."""
+    for node in ast.walk(parsed(file) or ast.Module([], [])):
+        if isinstance(node, ast.For) and node.lineno <= line <= (node.iter.end_lineno or line):
+            leaves = (ast.Continue, ast.Break, ast.Return)
+            is_whole = not any(isinstance(inner, leaves) for inner in _own(node))
+            return node if is_whole else None
+    return None
+
+
+def _own(loop: ast.For) -> Iterator[ast.AST]:
+    """What is in a loop, but not in loops or functions within it."""
+    waiting: list[ast.AST] = list(loop.body)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if not isinstance(node, (ast.For, ast.While, ast.FunctionDef, ast.Lambda)):
+            waiting.extend(ast.iter_child_nodes(node))
+
+
+def _sets_back(loop: ast.For, file: str) -> bool:
+    """Whether something that a loop calls, in any file of the user's, may set weights back."""
+    functions = {
+        node.name: node
+        for tree in _files(file)
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+    }
+    waiting: list[ast.AST] = list(loop.body)
+    known: set[str] = set()
+    while waiting:
+        for node in ast.walk(waiting.pop()):
+            name = last_name(node) if isinstance(node, ast.Call) else ""
+            if name and name not in known:
+                known.add(name)
+                if name != "__init__" and any(word in name.lower() for word in _RESETS):
+                    return True
+                if name in functions:
+                    waiting.append(functions[name])
+    return False
+
+
+def _files(file: str) -> Iterator[ast.AST]:
+    """The code of the user's files."""
+    files = {str(getattr(module, "__file__", None) or "") for module in list(sys.modules.values())}
+    for name in {file, *(one for one in files if one.endswith(".py") and is_users(one))}:
+        tree = parsed(name)
+        if tree is not None:
+            yield tree

@@ -1,0 +1,274 @@
+"""Weights that the script means to load, and that stay as they are.
+
+With `strict=False` a state dict may have no name of the model's. And a state dict that nothing has
+copied holds the model's own tensors: they move with each step, and loading them back changes
+nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from threading import get_ident
+from types import FrameType
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+from flatout.hooks import wrap
+from flatout.observe.model_facts import local
+from flatout.observe.observation import Site, StateLoad
+from flatout.observe.origins import function_at, parsed
+from flatout.observe.replicas import number_of
+from flatout.observe.sites import here, is_users
+from flatout.observe.watch import Watch
+
+# Calls of each line that are looked at: some scripts save or copy weights in each step.
+_LOOKS = 16
+# By so many tensors it is known whether weights have moved. (Fused optimizers count no version.)
+_TENSORS = 8
+# Names that are kept.
+_NAMED = 3
+
+
+@dataclass(frozen=True)
+class _Stamp:
+    """When a state dict was taken: after how many steps and loads, and a number for the weights."""
+
+    steps: int
+    loads: int
+    weights: int
+
+    def is_before(self, now: _Stamp) -> bool:
+        """Whether the weights have been stepped or loaded since."""
+        has_passed = now.steps > self.steps or now.loads > self.loads
+        return has_passed and now.weights != self.weights
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """A state dict that the script has taken.
+
+    Attributes:
+        ref, owner: the dict, and the module it is of.
+    """
+
+    ref: Any
+    owner: Any
+    site: Site
+    stamp: _Stamp
+
+
+class StateLoads:
+    """Follows state dicts from where they are taken to where they are loaded."""
+
+    def __init__(self, torch: Any, watch: Watch) -> None:
+        self._watch = watch
+        self._told: list[tuple[StateLoad, Any]] = []  # with the module
+        self._taken: dict[int, _Taken] = {}
+        self._last: WeakKeyDictionary[Any, _Taken] = WeakKeyDictionary()
+        self._loads: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._looks: Counter[tuple[int, int]] = Counter()
+        wrap(torch.nn.Module, "state_dict", "observe", self._taking)
+        wrap(torch.nn.Module, "load_state_dict", "observe", self._loading)
+
+    @property
+    def found(self) -> list[StateLoad]:
+        """One for each line."""
+        return [replace(item) for item, _ in self._told]
+
+    # -- events -----------------------------------------------------------------------------------
+
+    def _taking(self, original: Any) -> Any:
+        lanes = self._watch.lanes
+
+        def state_dict(module: Any, *args: Any, **kwargs: Any) -> Any:
+            taken = original(module, *args, **kwargs)
+            is_inner = args or "destination" in kwargs  # of a module within another
+            if not is_inner and get_ident() == lanes.thread:
+                if self._is_looked_at(sys._getframe(1)):
+                    self._watch.aside(partial(self._take, module, taken, here(1)))
+                else:
+                    self._last.pop(module, None)  # when it was taken last is no longer known
+            return taken
+
+        return state_dict
+
+    def _loading(self, original: Any) -> Any:
+        lanes = self._watch.lanes
+
+        def load_state_dict(module: Any, *args: Any, **kwargs: Any) -> Any:
+            frame = sys._getframe(1)
+            if get_ident() != lanes.thread:
+                return original(module, *args, **kwargs)
+            # What libraries load, as parts of a model, is theirs to know.
+            is_seen = is_users(frame.f_code.co_filename) and self._is_looked_at(frame)
+            given: Any = args[0] if args else kwargs.get("state_dict")
+            site = here(1) if is_seen and isinstance(given, Mapping) else None
+            names = list(given) if site else []
+            if site is not None:
+                self._watch.aside(partial(self._loads_own, module, given, site))
+            result = original(module, *args, **kwargs)
+            self._loads[module] = self._loads.get(module, 0) + 1
+            if site is not None:
+                self._watch.aside(partial(self._has_loaded, module, names, result, site))
+            return result
+
+        return load_state_dict
+
+    def _is_looked_at(self, frame: FrameType) -> bool:
+        key = id(frame.f_code), frame.f_lasti
+        self._looks[key] += 1
+        return self._looks[key] <= _LOOKS
+
+    # -- what is the model's own ------------------------------------------------------------------
+
+    def _now(self, module: Any) -> _Stamp:
+        trained = [local(one) for one in module.parameters() if _has_values(one)]
+        loads = self._loads.get(module, 0)
+        return _Stamp(self._watch.lanes.steps, loads, number_of(trained[:_TENSORS]))
+
+    def _take(self, module: Any, state: Any, site: Site | None) -> None:
+        if site is None or not isinstance(state, OrderedDict):  # a class has its own
+            self._last.pop(module, None)
+            return
+        taken = self._last[module] = _Taken(ref(state), ref(module), site, self._now(module))
+        for number in [key for key, old in self._taken.items() if old.ref() is None]:
+            del self._taken[number]
+        self._taken[id(state)] = taken
+        if self._watch.optimizers and not self._is_told(site):
+            after = self._watch.lanes.steps + 1
+            self._watch.at(after, partial(self._outlives, taken), is_once=True)
+
+    def _is_told(self, site: Site) -> bool:
+        return any(site in (item.site, item.taken_at) for item, _ in self._told)
+
+    def _outlives(self, taken: _Taken) -> None:
+        """A step after it was taken: whether it is kept, to be loaded later."""
+        state, module = taken.ref(), taken.owner()
+        if state is None or module is None or self._is_told(taken.site):
+            return
+        loaded_at = loaded_later(taken.site)
+        now = self._now(module)
+        if loaded_at is not None and taken.stamp.is_before(now) and _is_own(state, module):
+            self._tell("kept", module, loaded_at, taken, now)
+
+    def _loads_own(self, module: Any, state: Any, site: Site) -> None:
+        """Whether what is about to be loaded are the tensors that it is loaded into."""
+        if not _is_own(state, module):
+            return
+        taken = self._taken.get(id(state))
+        # A dict made of another has its tensors: taken by the latest of all at the latest.
+        if taken is None or taken.ref() is not state:
+            taken = self._last.get(module)
+        now = self._now(module)
+        if taken is not None and taken.stamp.is_before(now):
+            self._told = [
+                told
+                for told in self._told
+                if (told[0].kind, told[0].taken_at) != ("kept", taken.site)
+            ]
+            if not self._is_told(site):
+                self._tell("own", module, site, taken, now)
+
+    def _tell(self, kind: str, module: Any, site: Site, taken: _Taken, now: _Stamp) -> None:
+        model, many = type(module).__name__, sum(1 for _ in module.parameters())
+        steps = now.steps - taken.stamp.steps
+        item = StateLoad(kind, model, many, site, taken.site, steps)
+        self._told.append((item, ref(module)))
+
+    # -- what has no name of the model's ----------------------------------------------------------
+
+    def _has_loaded(self, module: Any, given: list[str], result: Any, site: Site) -> None:
+        """Whether a state dict had anything of the module's, in this load of it or a later one."""
+        own = [name for name, _ in module.named_parameters()]
+        missing = set(getattr(result, "missing_keys", ()))
+        unexpected = set(getattr(result, "unexpected_keys", ()))
+        if not own or not (missing.issuperset(own) and unexpected.issuperset(given)):
+            self._told = [
+                told
+                for told in self._told
+                if told[0].kind != "unmatched" or told[1]() is not module
+            ]
+        elif not self._is_told(site):
+            item = StateLoad("unmatched", type(module).__name__, len(own), site)
+            item.given, item.wanted = given[:_NAMED], own[:_NAMED]
+            self._told.append((item, ref(module)))
+
+
+def _has_values(parameter: Any) -> bool:
+    return parameter.requires_grad and not parameter.is_meta
+
+
+def _is_own(state: Any, module: Any) -> bool:
+    """Whether all that a state dict has of a module's parameters are these themselves."""
+    shared = [(state[name], own) for name, own in module.named_parameters() if name in state]
+    return bool(shared) and all(
+        hasattr(given, "data_ptr") and given.data_ptr() == own.data_ptr() != 0
+        for given, own in shared
+        if own.numel()
+    )
+
+
+# -- what the script makes of it ------------------------------------------------------------------
+
+
+def loaded_later(site: Site) -> Site | None:
+    """Where a state dict is loaded that is taken in a line, as the best one so far.
+
+    Args:
+        site: a line that assigns it, under a condition that compares by order.
+    """
+    function, tree = function_at(site.file, site.line), parsed(site.file)
+    if function is None or tree is None:
+        return None
+    guards = [node for node in ast.walk(function) if _guards(node, site.line)]
+    name = next(_assigned(function, site.line), None)
+    if not guards or name is None:
+        return None
+    # A name is known in its function, an attribute in all of the file.
+    for call in ast.walk(tree if name.startswith(".") else function):
+        if (
+            isinstance(call, ast.Call)
+            and isinstance(call.func, ast.Attribute)
+            and call.func.attr == "load_state_dict"
+            and call.args
+            and _name_of(call.args[0]) == name
+            and not _is_in(guards[0], call.lineno)
+        ):
+            return Site(site.file, call.lineno)
+    return None
+
+
+def _is_in(node: Any, line: int) -> bool:
+    return bool(node.lineno <= line <= (node.end_lineno or node.lineno))
+
+
+def _guards(node: ast.AST, line: int) -> bool:
+    """Whether a line is done only where something is less or more than something else."""
+    if not isinstance(node, ast.If) or not any(_is_in(inner, line) for inner in node.body):
+        return False
+    compared = [inner for inner in ast.walk(node.test) if isinstance(inner, ast.Compare)]
+    orders = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
+    return any(isinstance(order, orders) for inner in compared for order in inner.ops)
+
+
+def _assigned(function: ast.AST, line: int) -> Iterator[str]:
+    """What a line assigns a state dict to."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign) and _is_in(node, line) and len(node.targets) == 1:
+            name = _name_of(node.targets[0])
+            if name:
+                yield name
+
+
+def _name_of(node: ast.expr) -> str:
+    """A name, an attribute as ".name", or what an item is taken of; "" of anything else."""
+    if isinstance(node, ast.Subscript):
+        return _name_of(node.value)
+    if isinstance(node, ast.Attribute):
+        return f".{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
