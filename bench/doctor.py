@@ -1,7 +1,7 @@
 """What `flatout doctor` finds in scripts whose pitfalls are known.
 
     python bench/doctor.py [--budget 120] [--restarts 1] [--seconds 20] [--only NAME ...]
-        [--epochs N] [--remeasure 8] [--busy 0] [--keep FOLDER] [--shard K/N] [--json [FILE]]
+        [--run-s 0] [--remeasure 8] [--busy 0] [--keep FOLDER] [--shard K/N] [--json [FILE]]
 
 Every script of `bench/corpus` is shown to the doctor, and so is the clean one, which lacks the
 pitfall and nothing else. A script that shows several times must be named each time. With a budget
@@ -9,7 +9,8 @@ the doctor proves cures, and what it promises of a step for all cures together i
 whole runs (remeasure.py). For a clean script, and for a pitfall that costs nothing here
 (`prescribe = false`), it must prescribe nothing but what makes whole runs faster on this machine,
 as bf16 does on some. `--budget 0` asks for the first look only. The scripts are short, and a trial
-must start one that ends again and again: `--epochs` makes each as long as what users try.
+must start one that ends again and again. `--run-s` gives each as many epochs as take so long, since
+users try longer ones: so does the run by which what was promised is measured again.
 `--busy N` shows it the clean scripts alone, beside N processes that compute in bursts: there, too,
 it must prescribe nothing else. What it prescribes there is measured again when they are gone.
 
@@ -32,7 +33,15 @@ from typing import Any
 from flatout.report.first_look import MOST_LINES
 from load import beside_load
 from pitfalls import Pitfall, absence, read_index
-from remeasure import FLATOUT, Remeasured, remeasure, run_to_end
+from remeasure import (
+    FLATOUT,
+    NotMeasured,
+    Remeasured,
+    as_it_is,
+    epochs_within,
+    remeasure,
+    run_to_end,
+)
 from restarts import end_peers_on_sigterm
 from results import Key, Results, add_arguments, finish, positive
 from screens import WIDTHS, lines_on_screens
@@ -59,7 +68,7 @@ class Asked:
         seconds: that a script is watched.
         budget: seconds for its trials; 0 for none.
         remeasure: seconds that the measured epochs of whole runs take; 0 for none.
-        epochs: of the script; 0 for as many as it takes by itself.
+        run_s: seconds that a run of the script takes; 0 for the epochs that it has by itself.
         busy: processes beside which the clean scripts alone are shown; 0 to show all without.
     """
 
@@ -67,7 +76,7 @@ class Asked:
     seconds: float = 20
     budget: float = 120
     remeasure: float = 8
-    epochs: int = 0
+    run_s: float = 0
     busy: int = 0
 
 
@@ -246,7 +255,7 @@ def ask(script: Path, ranks: int, asked: Asked) -> Answer:
     start = ["torchrun", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     trials = ["--yes", "--budget", f"{asked.budget:g}s"] if asked.budget else []
     options = ["doctor", "--json", "--seconds", f"{asked.seconds:g}", *trials, "--"]
-    epochs = ["--epochs", str(asked.epochs)] if asked.epochs else []
+    epochs = _epochs(script, ranks, asked.run_s) if asked.run_s else []
     most = asked.seconds + asked.budget + GRACE_S
     with tempfile.TemporaryDirectory(prefix="flatout-bench-") as folder:
         out, err, code = run_to_end(
@@ -255,6 +264,16 @@ def ask(script: Path, ranks: int, asked: Asked) -> Answer:
     if code is None:
         return Answer(reason=f"no answer in {most:.0f} s", is_one=False)
     return answer_of(out, err, code)
+
+
+def _epochs(script: Path, ranks: int, run_s: float) -> list[str]:
+    """The option that makes a run of a script take so many seconds, by what an epoch takes."""
+    with tempfile.TemporaryDirectory(prefix="flatout-bench-") as folder:
+        try:
+            run = as_it_is(script, Path(folder, "script"), ranks)
+            return ["--epochs", str(epochs_within(run, run_s))]
+        except NotMeasured:
+            return []  # it tells of no epochs
 
 
 def answer_of(out: str, err: str, code: int) -> Answer:
@@ -562,7 +581,9 @@ def read_arguments(names: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--remeasure", type=float, default=8, help="seconds of the whole runs, default 8; 0: none"
     )
-    parser.add_argument("--epochs", type=int, default=0, help="of each script, default its own")
+    parser.add_argument(
+        "--run-s", type=float, default=0, help="seconds of a run, default the script's own epochs"
+    )
     parser.add_argument(
         "--busy", type=int, default=0, help="processes of other work, beside clean scripts alone"
     )
@@ -588,7 +609,7 @@ def main() -> int:
         arguments.seconds,
         arguments.budget,
         arguments.remeasure,
-        arguments.epochs,
+        arguments.run_s,
         arguments.busy,
     )
     if arguments.keep:

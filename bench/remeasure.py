@@ -79,7 +79,7 @@ def remeasure(script: Path, ranks: int, cures: Mapping[str, Any], *, seconds: fl
         try:
             a = as_it_is(script, Path(folder, "as_it_is"), ranks)
             b = cured(script, Path(folder, "cured"), cures, ranks)
-            epochs = _epochs(a, seconds)
+            epochs = epochs_within(a, seconds)
             found = run_trial(
                 lambda: epoch_s(a(epochs)),
                 lambda: epoch_s(b(epochs)),
@@ -140,7 +140,7 @@ def _copied(script: Path, folder: Path, edits: Sequence[Mapping[str, Any]]) -> P
     return copy
 
 
-def _epochs(run: Run, seconds: float) -> int:
+def epochs_within(run: Run, seconds: float) -> int:
     """How many epochs a run must have, so that those that are measured take so long."""
     for epochs in LENGTHS:
         each = epoch_s(run(epochs))

@@ -262,6 +262,14 @@ def test_an_answer_that_is_no_json_is_a_reason():
     assert answer_of(said, "", 1).reason == "ValueError: x"
 
 
+def test_a_run_has_as_many_epochs_as_take_so_long(monkeypatch):
+    told = {"as_it_is": lambda epochs: [0.5 * epoch for epoch in range(epochs)]}
+    monkeypatch.setattr(doctor, "as_it_is", lambda script, folder, ranks: told["as_it_is"])
+    assert doctor._epochs(SLOW.script, 1, 60) == ["--epochs", "122"]
+    told["as_it_is"] = lambda epochs: []
+    assert doctor._epochs(SLOW.script, 1, 60) == []
+
+
 def test_a_doctor_that_says_nothing_is_ended(monkeypatch):
     sleep = "import time; print('here', flush=True); time.sleep(100)"
     monkeypatch.setattr(doctor, "FLATOUT", [sys.executable, "-c", sleep])
@@ -347,7 +355,7 @@ def test_what_is_outside_of_epochs_drops_out():
         lengths.append(epochs)
         return [8.0 + 0.1 * epoch for epoch in range(epochs)]
 
-    epochs = remeasure._epochs(run, seconds=4)
+    epochs = remeasure.epochs_within(run, seconds=4)
     assert lengths == [4, 12]  # the first whose epochs take a second
     assert epochs == 42
     assert remeasure.epoch_s(run(epochs)) == pytest.approx(0.1)

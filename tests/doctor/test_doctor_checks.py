@@ -19,6 +19,7 @@ from flatout.observe import (
     Cell,
     EqualViews,
     Growing,
+    HeldOutNodes,
     InLoss,
     KeptGraphs,
     Lapse,
@@ -641,6 +642,12 @@ ROWS = {
     "classes_unseen": Row(
         of_classes(unseen_classes=([8, 9], 180)),
         of_classes(),
+        job(**NO_LOSS),
+        kind="danger",
+    ),
+    "held_out_in_loss": Row(
+        job(loss_looks=8, held_out_nodes=[HeldOutNodes("data.test_mask", 1000, 2708, HERE)]),
+        job(loss_looks=8),
         job(**NO_LOSS),
         kind="danger",
     ),

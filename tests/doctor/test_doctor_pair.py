@@ -356,6 +356,23 @@ def test_a_script_that_ends_before_a_block_does_finds_its_pace_again(tmp_path, m
         assert side.block(2, 40).step_s > 0.002
 
 
+def test_a_process_that_begins_again_shows_no_losses_again(tmp_path):
+    tells = "lambda: {'losses': [] if os.environ.get('FLATOUT_RECORDED') == '0' else [1.0]}"
+    showing = TIMED.replace("import at_step\n", "import at_step, tell_also\nimport os\n")
+    showing = showing.replace("for step", f"tell_also(lambda: 0, {tells})\nfor step")
+    with (
+        scratch() as folder,
+        closing(Arm("a", job(tmp_path, showing, "1000"), folder, time.monotonic() + 60)) as side,
+    ):
+        side.meet()
+        side.warm_up(2)
+        side.block(2, 5)
+        assert side.showed.losses == [1.0] * 3
+        side.renew(2)
+        side.block(2, 5)
+        assert side.showed.losses == [1.0] * 3
+
+
 @pytest.mark.slow
 def test_a_killed_keeper_takes_its_script_along(tmp_path):
     processes = []

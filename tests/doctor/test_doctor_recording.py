@@ -80,6 +80,22 @@ def test_workers_give_the_same_numbers_and_redrawing_does_not():
     assert contents(0.1, 0) != contents(0.1, 2)
 
 
+@pytest.mark.parametrize("most", [0, 3])
+def test_as_many_steps_are_recorded_as_it_is_told(monkeypatch, most):
+    monkeypatch.setenv(recording.RECORDED, str(most))
+    record = Stepping().record
+    wants = [record.end_step() for _ in range(5)]
+    assert wants == [step < most for step in range(1, 6)]
+    for _ in range(5):
+        record._batch(0, [1, 2])
+        record._content(0, batch())
+    taken = record.taken()
+    assert [
+        len(taken["losses"]),
+        *(len(taken[of].get(0, [])) for of in ("batches", "contents")),
+    ] == [most] * 3
+
+
 def test_waiting_for_the_other_side_is_no_evaluation(monkeypatch):
     watch = Stepping()
     lanes = watch.lanes

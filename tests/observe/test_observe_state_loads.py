@@ -7,7 +7,7 @@ import pytest
 
 import forked
 from flatout.observe import Observation, Site
-from flatout.observe.state_loads import loaded_later
+from flatout.observe.kept_states import loaded_later
 
 START = """
 import copy, io, torch; torch.manual_seed(0)
@@ -126,6 +126,16 @@ for loss in steps(model):
     state = model.state_dict()
     other.load_state_dict(state)
 """,
+    "a name that a file is read into": """
+for loss in steps(model):
+    if loss < best:
+        best, file = loss, io.BytesIO()
+        checkpoint = {"model": model.state_dict(), "loss": loss}
+        torch.save(checkpoint, file)
+file.seek(0)
+checkpoint = torch.load(file)
+model.load_state_dict(checkpoint["model"])
+""",
     "a copy of the model": """
 for loss in steps(model):
     if loss < best:
@@ -195,6 +205,13 @@ def test_copies_and_other_uses_are_left_alone(tmp_path, case):
         ("if a > best:\n    HERE\nm.load_state_dict(best)\n", True),
         ("if a > best:\n    HERE\nm.load_state_dict(best['model'])\n", True),
         ("if a > best or not i:\n    if x:\n        HERE\nm.load_state_dict(best)\n", True),
+        ("if a > b:\n    b, best = a, m.state_dict()\nm.load_state_dict(best)\n", True),
+        ("best = None\nif a > best:\n    HERE\nm.load_state_dict(best)\n", True),
+        ("best: dict = {}\nif a > best:\n    HERE\nm.load_state_dict(best)\n", True),
+        ("best, a = m.state_dict(), -1\nif a > b:\n    HERE\nm.load_state_dict(best)\n", True),
+        ("if a > b:\n    HERE\nbest = torch.load('f')\nm.load_state_dict(best)\n", False),
+        ("if a > b:\n    HERE\nfor best in files:\n    m.load_state_dict(best)\n", False),
+        ("with open('f') as best:\n  if a > b:\n    HERE\nm.load_state_dict(best)\n", False),
         ("if a == best:\n    HERE\nm.load_state_dict(best)\n", False),
         ("if i % 5:\n    HERE\nm.load_state_dict(best)\n", False),
         ("if a > best:\n    HERE\n    m.load_state_dict(best)\n", False),
@@ -207,7 +224,7 @@ def test_what_is_kept_for_later_is_known_by_its_name(tmp_path, source, is_found)
     file = tmp_path / "script.py"
     file.write_text(source.replace("HERE", "best = m.state_dict()"))
     lines = file.read_text().splitlines()
-    line = next(number for number, code in enumerate(lines, 1) if "state_dict()" in code)
+    line = max(number for number, code in enumerate(lines, 1) if "state_dict()" in code)
     found = loaded_later(Site(str(file), line))
     assert (found is not None) == is_found
     assert not is_found or "load_state_dict" in lines[found.line - 1]

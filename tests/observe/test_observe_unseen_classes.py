@@ -34,6 +34,7 @@ SPLITS = {
     "a subset": ("Subset(data, range(70)), Subset(data, range(70, 100))", ([4], 20)),
     "slices": ("TensorDataset(x[:50], y[:50]), TensorDataset(x[50:], y[50:])", ([3, 4], 40)),
     "drawn": ("*random_split(data, [70, 30])", None),
+    "tasks in turn": ("TensorDataset(x[:40], y[:40]), TensorDataset(x, y)", None),
     "no labels": ("TensorDataset(x[:50], y[:50]), TensorDataset(x[50:], x[50:])", None),
 }
 KERAS = """

@@ -18,6 +18,7 @@ from flatout.observe.observation import DeviceTime as DeviceTime
 from flatout.observe.observation import EqualViews as EqualViews
 from flatout.observe.observation import Growing as Growing
 from flatout.observe.observation import Growth as Growth
+from flatout.observe.observation import HeldOutNodes as HeldOutNodes
 from flatout.observe.observation import InLoss as InLoss
 from flatout.observe.observation import KeptGraphs as KeptGraphs
 from flatout.observe.observation import Lapse as Lapse

@@ -27,7 +27,10 @@ _AT = 3
 # These splits go forward in time: to go on with the weights may be what is wanted.
 _FORWARD = ("TimeSeriesSplit",)
 # Words in the names of what sets weights back, or puts others in.
-_RESETS = ("reset", "init", "apply", "restore", "copy_", "load_state", "load_weights", "load_check")
+_RESETS = (
+    "reset", "init", "apply", "restore", "load_state", "load_weights", "load_check", "set_weights",
+    "copy_", "fill_", "normal_", "uniform_",
+)  # fmt: skip
 
 
 class Folds:

@@ -20,6 +20,8 @@ _DIFFERENT = 0.5
 _FARTHER = 20.0
 # What is computed as a mean of zero and a deviation of one is not farther from it than this.
 _MEAN_OFF, _DEVIATION_OFF = 1e-4, 1e-3
+# Classes that both parts have, where a sorted set was split within one.
+_AT_SPLIT = 1
 # Fewer samples may have any mean.
 _FEWEST = 50
 
@@ -54,16 +56,21 @@ def compare(sets: Sequence[tuple[Any, Samples | None]], scalers: Scalers) -> Non
 
 
 def compare_classes(loaders: Sequence[Any]) -> None:
-    """Fills in `unseen_classes` of loaders that are only evaluated."""
+    """Fills in `unseen_classes` of loaders that are only evaluated.
+
+    What was split in the order of its labels has one class in both parts at most. Where more are in
+    both, classes may come one after another because they are to, as tasks that are learned in turn.
+    """
     trained = [loader.label_sizes for loader in loaders if loader.facts.in_training]
+    held_out = [loader for loader in loaders if not loader.facts.in_training]
     known = {label for sizes in trained for label in sizes}
-    if not trained or not all(trained):
-        return  # what a part of training has is not known
-    for loader in loaders:
-        if not loader.facts.in_training:
-            unseen = sorted(loader.label_sizes.keys() - known)
-            samples = sum(loader.label_sizes[label] for label in unseen)
-            loader.facts.unseen_classes = (unseen, samples) if unseen else None
+    is_split = all(len(loader.label_sizes.keys() & known) <= _AT_SPLIT for loader in held_out)
+    if not (trained and all(trained) and is_split):
+        return  # or what a part of training has is not known
+    for loader in held_out:
+        unseen = sorted(loader.label_sizes.keys() - known)
+        samples = sum(loader.label_sizes[label] for label in unseen)
+        loader.facts.unseen_classes = (unseen, samples) if unseen else None
 
 
 def _of_series(trained: Sequence[Samples], held_out: Samples) -> Scaling | None:

@@ -16,6 +16,7 @@ from flatout.observe.functional import Functional
 from flatout.observe.gradients import Gradients
 from flatout.observe.growing import GrowingHistories
 from flatout.observe.held_out import compare, compare_classes, sets_of
+from flatout.observe.held_out_nodes import MaskedLoss
 from flatout.observe.kept_graphs import KeptLosses
 from flatout.observe.labels import Labels
 from flatout.observe.leaked_targets import LeakedTargets
@@ -79,6 +80,7 @@ class Mistakes:
         self._never_frozen = NeverFrozen(watch)
         self._state_loads = StateLoads(torch, watch)
         self._folds = Folds(watch)
+        self._masked = MaskedLoss(torch, watch)
         self._functional = Functional(torch, watch)
         self._growing = GrowingHistories(torch, watch)
         self._copied = CopiedLists(watch)
@@ -128,6 +130,7 @@ class Mistakes:
         observation.unfrozen = self._never_frozen.found
         observation.state_loads = self._state_loads.found
         observation.shared_folds = self._folds.found
+        observation.held_out_nodes = self._masked.found
         observation.dropouts = [read(site) for site in self._functional.dropouts]
         observation.checkpointed_mb = self._checkpointed.mb
 
@@ -184,6 +187,7 @@ def _read_sites(observation: Observation) -> None:
             *observation.unfrozen,
             *observation.state_loads,
             *observation.shared_folds,
+            *observation.held_out_nodes,
             *observation.unused_gradients,
             *observation.kept_graphs,
             *(observation.repeated_seeds or ()),

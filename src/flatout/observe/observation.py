@@ -525,6 +525,23 @@ class Unfrozen:
 
 
 @dataclass
+class HeldOutNodes:
+    """Nodes of a graph that are held out by their name, and that a loss of classes is taken over.
+
+    Attributes:
+        name: of the mask, or of the numbers of nodes, as the script has it.
+        in_loss: how many of them have a target in the loss.
+        nodes: how many targets it has.
+        site: of the backward pass.
+    """
+
+    name: str
+    in_loss: int
+    nodes: int
+    site: Site | None = None
+
+
+@dataclass
 class SharedFolds:
     """Folds of cross-validation that one model is trained on, one after another.
 
@@ -1009,6 +1026,7 @@ class Observation:
         over_batch: layers that run over the samples of a batch.
         softmaxes: those that are taken over the samples of a batch.
         unfrozen: parameters that the script means to freeze, and that train.
+        held_out_nodes: nodes of a graph that are held out, and enter the loss.
         shared_folds: loops of cross-validation that train one model on all folds.
         state_loads: state dicts that are loaded and change nothing.
         dropouts: where a model calls torch.nn.functional.dropout without `training=`.
@@ -1112,6 +1130,7 @@ class Observation:
     over_batch: list[OverBatch] = field(default_factory=list)
     softmaxes: list[OverBatch] = field(default_factory=list)
     unfrozen: list[Unfrozen] = field(default_factory=list)
+    held_out_nodes: list[HeldOutNodes] = field(default_factory=list)
     shared_folds: list[SharedFolds] = field(default_factory=list)
     state_loads: list[StateLoad] = field(default_factory=list)
     dropouts: list[Site] = field(default_factory=list)

@@ -7,10 +7,9 @@ nothing.
 
 from __future__ import annotations
 
-import ast
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from threading import get_ident
@@ -19,9 +18,9 @@ from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 from flatout.hooks import wrap
+from flatout.observe.kept_states import loaded_later
 from flatout.observe.model_facts import local
 from flatout.observe.observation import Site, StateLoad
-from flatout.observe.origins import function_at, parsed
 from flatout.observe.replicas import number_of
 from flatout.observe.sites import here, is_users
 from flatout.observe.watch import Watch
@@ -211,64 +210,3 @@ def _is_own(state: Any, module: Any) -> bool:
         for given, own in shared
         if own.numel()
     )
-
-
-# -- what the script makes of it ------------------------------------------------------------------
-
-
-def loaded_later(site: Site) -> Site | None:
-    """Where a state dict is loaded that is taken in a line, as the best one so far.
-
-    Args:
-        site: a line that assigns it, under a condition that compares by order.
-    """
-    function, tree = function_at(site.file, site.line), parsed(site.file)
-    if function is None or tree is None:
-        return None
-    guards = [node for node in ast.walk(function) if _guards(node, site.line)]
-    name = next(_assigned(function, site.line), None)
-    if not guards or name is None:
-        return None
-    # A name is known in its function, an attribute in all of the file.
-    for call in ast.walk(tree if name.startswith(".") else function):
-        if (
-            isinstance(call, ast.Call)
-            and isinstance(call.func, ast.Attribute)
-            and call.func.attr == "load_state_dict"
-            and call.args
-            and _name_of(call.args[0]) == name
-            and not _is_in(guards[0], call.lineno)
-        ):
-            return Site(site.file, call.lineno)
-    return None
-
-
-def _is_in(node: Any, line: int) -> bool:
-    return bool(node.lineno <= line <= (node.end_lineno or node.lineno))
-
-
-def _guards(node: ast.AST, line: int) -> bool:
-    """Whether a line is done only where something is less or more than something else."""
-    if not isinstance(node, ast.If) or not any(_is_in(inner, line) for inner in node.body):
-        return False
-    compared = [inner for inner in ast.walk(node.test) if isinstance(inner, ast.Compare)]
-    orders = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
-    return any(isinstance(order, orders) for inner in compared for order in inner.ops)
-
-
-def _assigned(function: ast.AST, line: int) -> Iterator[str]:
-    """What a line assigns a state dict to."""
-    for node in ast.walk(function):
-        if isinstance(node, ast.Assign) and _is_in(node, line) and len(node.targets) == 1:
-            name = _name_of(node.targets[0])
-            if name:
-                yield name
-
-
-def _name_of(node: ast.expr) -> str:
-    """A name, an attribute as ".name", or what an item is taken of; "" of anything else."""
-    if isinstance(node, ast.Subscript):
-        return _name_of(node.value)
-    if isinstance(node, ast.Attribute):
-        return f".{node.attr}"
-    return node.id if isinstance(node, ast.Name) else ""

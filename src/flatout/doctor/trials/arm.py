@@ -165,11 +165,12 @@ class Arm:
         meeting.mkdir()
         self._places = (folder, temporary, meeting)
         self._listener = step_sync.listen(str(meeting))
+        variables = {**self._job.variables, step_sync.VARIABLE: str(meeting)}
+        if self.showed.losses:
+            variables[step_sync.RECORDED] = "0"
         try:
             self.process = Process(
-                Command(
-                    self._job.command, {**self._job.variables, step_sync.VARIABLE: str(meeting)}
-                ),
+                Command(self._job.command, variables),
                 folder,
                 temporary,
                 passes=[*self._passes, meeting],

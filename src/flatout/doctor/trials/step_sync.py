@@ -23,6 +23,8 @@ from flatout.measure import finish_device, page_faults
 # leads out of a network of the script's own.
 VARIABLE = "FLATOUT_BATON"
 _SOCKET = "steps"
+RECORDED = "FLATOUT_RECORDED"
+"""Of how many steps and batches a process shows more than their time."""
 # Steps after which there is something to do, where there will be nothing.
 _NEVER = 2**40
 

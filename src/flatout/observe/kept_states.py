@@ -1,0 +1,103 @@
+"""State dicts that a script keeps as those of its best weights so far, to load them later, by its
+source.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from typing import Any
+
+from flatout.observe.observation import Site
+from flatout.observe.origins import function_at, parsed
+from flatout.observe.unused_calls import last_name
+
+
+def loaded_later(site: Site) -> Site | None:
+    """Where a state dict is loaded that is taken in a line, as the best one so far.
+
+    Args:
+        site: a line that assigns it, under a condition that compares by order.
+    """
+    function, tree = function_at(site.file, site.line), parsed(site.file)
+    if function is None or tree is None:
+        return None
+    guards = [node for node in ast.walk(function) if _guards(node, site.line)]
+    name = next(_assigned(function, site.line), "")
+    # A name is known in its function, an attribute in all of the file.
+    scope = tree if name.startswith(".") else function
+    if not (guards and name) or _is_read_elsewhere(scope, name):
+        return None
+    for call in ast.walk(scope):
+        if (
+            isinstance(call, ast.Call)
+            and last_name(call) == "load_state_dict"
+            and call.args
+            and _name_of(call.args[0]) == name
+            and not _is_in(guards[0], call.lineno)
+        ):
+            return Site(site.file, call.lineno)
+    return None
+
+
+def _is_in(node: Any, line: int) -> bool:
+    return bool(node.lineno <= line <= (node.end_lineno or node.lineno))
+
+
+def _guards(node: ast.AST, line: int) -> bool:
+    """Whether a line is done only where something is less or more than something else."""
+    if not isinstance(node, ast.If) or not any(_is_in(inner, line) for inner in node.body):
+        return False
+    compared = [inner for inner in ast.walk(node.test) if isinstance(inner, ast.Compare)]
+    orders = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
+    return any(isinstance(order, orders) for inner in compared for order in inner.ops)
+
+
+def _assigned(function: ast.AST, line: int) -> Iterator[str]:
+    """What a line assigns a state dict to."""
+    for target, value in _given(function):
+        if _is_in(value, line) and _calls(value) and _is_state_or_constant(value):
+            yield _name_of(target)
+
+
+def _given(scope: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """Each target of a statement that assigns, and the value that it is given."""
+    for node in ast.walk(scope):
+        if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
+            continue
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                yield from zip(target.elts, node.value.elts, strict=False)
+            else:
+                yield target, node.value
+
+
+def _is_read_elsewhere(scope: ast.AST, name: str) -> bool:
+    """Whether a name is given anything else than state dicts and constants, as what a file has."""
+    plain = {id(target) for target, value in _given(scope) if _is_state_or_constant(value)}
+    for node in ast.walk(scope):
+        if isinstance(node, ast.arg) and node.arg == name:
+            return True
+        if not (isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store)):
+            continue
+        if _name_of(node) == name and id(node) not in plain:
+            return True
+    return False
+
+
+def _is_state_or_constant(value: ast.expr) -> bool:
+    calls = _calls(value)
+    return not calls or any(last_name(call) == "state_dict" for call in calls)
+
+
+def _calls(value: ast.expr) -> list[ast.Call]:
+    return [node for node in ast.walk(value) if isinstance(node, ast.Call)]
+
+
+def _name_of(node: ast.expr) -> str:
+    """A name, an attribute as ".name", or what an item is taken of; "" of anything else."""
+    if isinstance(node, ast.Subscript):
+        return _name_of(node.value)
+    if isinstance(node, ast.Attribute):
+        return f".{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
