@@ -10,10 +10,10 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator
+from functools import partial
 from threading import get_ident
 from types import FrameType
 from typing import Any
-from weakref import WeakSet
 
 from flatout.hooks import Hook, when_imported, wrap
 from flatout.observe.observation import SharedFolds, Site
@@ -44,7 +44,7 @@ class Folds:
         self._watch = watch
         self.found: list[SharedFolds] = []
         self._hooks: list[Hook] = []
-        self._made: WeakSet[Any] = WeakSet()
+        self._made: set[int] = set()  # an older model's id is no one else's
         self._loop: SharedFolds | None = None
         when_imported("sklearn.model_selection._split", self._hook)
         watch.at_each(_AT, self._look)
@@ -57,38 +57,39 @@ class Folds:
             loop = None
             try:
                 for number, fold in enumerate(original(splitter, *args, **kwargs)):
-                    if number == 0 and get_ident() == self._watch.lanes.thread:
-                        loop = self._begins(splitter, sys._getframe(1))
+                    is_first = number == 0 and get_ident() == self._watch.lanes.thread
+                    if is_first and self._loop is None:
+                        begins = partial(self._begins, splitter, sys._getframe(1))
+                        self._watch.aside(begins, is_once=True)
+                        loop = self._loop
                     yield fold
             finally:
-                if loop is self._loop:
+                if loop is not None and loop is self._loop:
                     self._end()
 
         return split
 
-    def _begins(self, splitter: Any, frame: FrameType | None) -> SharedFolds | None:
+    def _begins(self, splitter: Any, frame: FrameType | None) -> None:
         """The first fold is taken: from now on models are noted that are made."""
         torch: Any = sys.modules.get("torch")
         kind, frame = type(splitter).__name__, users_frame(frame)
-        if torch is None or frame is None or kind in _FORWARD or self._loop is not None:
-            return None
-        loop = _loop_at(frame.f_code.co_filename, frame.f_lineno)
-        if loop is None or _sets_back(loop, frame.f_code.co_filename):
-            return None
-        folds = int(splitter.get_n_splits())
+        if torch is None or frame is None or kind in _FORWARD:
+            return
         site = Site(frame.f_code.co_filename, frame.f_lineno)
-        self._loop = SharedFolds(kind, folds, "", site)
+        loop = _loop_at(site.file, site.line)
+        if loop is None or _sets_back(loop, site.file):
+            return
+        self._loop = SharedFolds(kind, int(splitter.get_n_splits()), "", site)
         # Copies and models that are loaded whole have their state set, and no __init__.
         self._hooks = [
             wrap(torch.nn.Module, name, "observe", self._making)
             for name in ("__init__", "__setstate__")
         ]
-        return self._loop
 
     def _making(self, original: Any) -> Any:
         def make(module: Any, *args: Any, **kwargs: Any) -> None:
             original(module, *args, **kwargs)
-            self._made.add(module)
+            self._made.add(id(module))
 
         return make
 
@@ -99,7 +100,7 @@ class Folds:
             return
         for model in self._watch.models:
             module = model.ref()
-            if module is not None and model.is_stepped and module not in self._made:
+            if module is not None and model.is_stepped and id(module) not in self._made:
                 loop.model = type(module).__name__
                 self.found.append(loop)
                 break

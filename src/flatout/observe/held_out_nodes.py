@@ -43,8 +43,8 @@ class MaskedLoss:
         """Backward is about to be called on these."""
         if self._watch.lanes.steps >= self._watch.began + _STEPS:
             return
-        roots = [tensors] if self._torch.is_tensor(tensors) else list(tensors)
-        for node in nearest_nodes(roots[0].grad_fn, _NODES) if roots[0].grad_fn else ():
+        root = tensors if self._torch.is_tensor(tensors) else next(iter(tensors))
+        for node in nearest_nodes(root.grad_fn, _NODES) if root.grad_fn is not None else ():
             # What is not added up may be multiplied by a mask.
             if node.name() == _NLL and node._saved_reduction:
                 try:

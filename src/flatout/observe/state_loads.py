@@ -15,7 +15,7 @@ from functools import partial
 from threading import get_ident
 from types import FrameType
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 from flatout.hooks import wrap
 from flatout.observe.kept_states import loaded_later
@@ -68,8 +68,9 @@ class StateLoads:
         self._watch = watch
         self._told: list[tuple[StateLoad, Any]] = []  # with the module
         self._taken: dict[int, _Taken] = {}
-        self._last: WeakKeyDictionary[Any, _Taken] = WeakKeyDictionary()
-        self._loads: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        # By the ids of modules, some of which have no hash.
+        self._last: dict[int, _Taken] = {}
+        self._loads: Counter[int] = Counter()
         self._looks: Counter[tuple[int, int]] = Counter()
         wrap(torch.nn.Module, "state_dict", "observe", self._taking)
         wrap(torch.nn.Module, "load_state_dict", "observe", self._loading)
@@ -91,7 +92,7 @@ class StateLoads:
                 if self._is_looked_at(sys._getframe(1)):
                     self._watch.aside(partial(self._take, module, taken, here(1)))
                 else:
-                    self._last.pop(module, None)  # when it was taken last is no longer known
+                    self._last.pop(id(module), None)  # when it was taken last is no longer known
             return taken
 
         return state_dict
@@ -111,7 +112,7 @@ class StateLoads:
             if site is not None:
                 self._watch.aside(partial(self._loads_own, module, given, site))
             result = original(module, *args, **kwargs)
-            self._loads[module] = self._loads.get(module, 0) + 1
+            self._loads[id(module)] += 1
             if site is not None:
                 self._watch.aside(partial(self._has_loaded, module, names, result, site))
             return result
@@ -127,14 +128,14 @@ class StateLoads:
 
     def _now(self, module: Any) -> _Stamp:
         trained = [local(one) for one in module.parameters() if _has_values(one)]
-        loads = self._loads.get(module, 0)
+        loads = self._loads[id(module)]
         return _Stamp(self._watch.lanes.steps, loads, number_of(trained[:_TENSORS]))
 
     def _take(self, module: Any, state: Any, site: Site | None) -> None:
         if site is None or not isinstance(state, OrderedDict):  # a class has its own
-            self._last.pop(module, None)
+            self._last.pop(id(module), None)
             return
-        taken = self._last[module] = _Taken(ref(state), ref(module), site, self._now(module))
+        taken = self._last[id(module)] = _Taken(ref(state), ref(module), site, self._now(module))
         for number in [key for key, old in self._taken.items() if old.ref() is None]:
             del self._taken[number]
         self._taken[id(state)] = taken
@@ -162,9 +163,9 @@ class StateLoads:
         taken = self._taken.get(id(state))
         # A dict made of another has its tensors: taken by the latest of all at the latest.
         if taken is None or taken.ref() is not state:
-            taken = self._last.get(module)
+            taken = self._last.get(id(module))
         now = self._now(module)
-        if taken is not None and taken.stamp.is_before(now):
+        if taken is not None and taken.owner() is module and taken.stamp.is_before(now):
             self._told = [
                 told
                 for told in self._told
