@@ -37,9 +37,9 @@ SCRIPTS = (
     "validation_overlaps_frames", "validation_overlaps_raw", "validation_overlaps_windows",
     "workers_repeat", "zero_grad_missing",
     "labels_in_table", "noise_repeated", "optimizer_remade", "seed_repeated", "target_in_input",
-    "best_not_copied", "classes_unseen", "folds_share_model", "held_out_in_loss",
-    "load_without_effect", "loss_term_cut", "next_token_seen", "plateau_reversed", "scores_bounded",
-    "softmax_over_batch", "teacher_in_train_mode", "views_equal",
+    "folds_share_model", "held_out_in_loss", "load_without_effect", "loss_term_cut",
+    "next_token_seen", "plateau_reversed", "scores_bounded", "softmax_over_batch",
+    "teacher_in_train_mode", "views_equal",
 )  # fmt: skip
 NOT_STYLE = ("gradients_unused", "history_grows", "recurrent_by_step", "retained_graph")
 NAMED = [pitfall for pitfall in read_index() if pitfall.name in SCRIPTS]
