@@ -55,8 +55,8 @@ PAGES = [
 # What measuring decides differs between machines, and so do the machines themselves.
 # What a machine has, and what is wrong with it, is its own.
 DIFFERS = (
-    "note: auto:", "note: input:", "of it ", "ran ", "CPU ", "RAM ", "GPU ", "torch ", "DANGER",
-    "SLOW", "  do:", "12 of 14",
+    "note: auto:", "of it ", "ran ", "CPU ", "RAM ", "GPU ", "torch ", "DANGER", "SLOW", "  do:",
+    "12 of 14",
 )  # fmt: skip
 
 
