@@ -1,4 +1,4 @@
-"""One model for all folds of a cross-validation; and loops that begin each fold afresh."""
+"""One model for all folds of a cross-validation; and loops that set its weights back in each."""
 
 import json
 import os
@@ -85,7 +85,7 @@ def test_a_model_that_is_older_than_the_folds_is_told(tmp_path, kind):
 
 
 @pytest.mark.parametrize("case", RIGHT)
-def test_folds_that_begin_afresh_are_left_alone(tmp_path, case):
+def test_folds_that_begin_with_new_weights_are_left_alone(tmp_path, case):
     loop = "state = copy.deepcopy(model.state_dict())\n"
     loop += "for fold, (rows, others) in enumerate(KFold(4).split(x)):\n" + RIGHT[case]
     assert seen_of(f"{START}{loop}\nfit(model, rows)\n", tmp_path).shared_folds == []
