@@ -250,16 +250,15 @@ def _line(finding: Mapping[str, Any], script: Path) -> int | None:
 # -- asking the doctor ---------------------------------------------------------------------------
 
 
-def ask(script: Path, ranks: int, asked: Asked) -> Answer:
+def ask(script: Path, ranks: int, asked: Asked, *options_of_script: str) -> Answer:
     """Show the doctor a script, in an empty folder that is gone afterwards."""
     start = ["torchrun", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     trials = ["--yes", "--budget", f"{asked.budget:g}s"] if asked.budget else []
     options = ["doctor", "--json", "--seconds", f"{asked.seconds:g}", *trials, "--"]
-    epochs = _epochs(script, ranks, asked.run_s) if asked.run_s else []
     most = asked.seconds + asked.budget + GRACE_S
     with tempfile.TemporaryDirectory(prefix="flatout-bench-") as folder:
         out, err, code = run_to_end(
-            [*FLATOUT, *options, *start, str(script), *epochs], folder, most
+            [*FLATOUT, *options, *start, str(script), *options_of_script], folder, most
         )
     if code is None:
         return Answer(reason=f"no answer in {most:.0f} s", is_one=False)
@@ -357,9 +356,10 @@ def ask_one(seen: Seen, asked: Asked) -> None:
 
 def _asked(script: Path, pitfall: Pitfall, asked: Asked) -> list[Answer]:
     answers = []
+    epochs = _epochs(script, pitfall.ranks, asked.run_s) if asked.run_s else []
     for _ in range(asked.restarts):
         with beside_load(asked.busy):
-            answer = ask(script, pitfall.ranks, asked)
+            answer = ask(script, pitfall.ranks, asked, *epochs)
         answers.append(_again(answer, script, pitfall, asked))  # at once: a machine drifts
     return answers
 

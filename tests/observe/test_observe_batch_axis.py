@@ -1,12 +1,8 @@
 """Layers that run over the samples of a batch, where targets tell which axis is the text's."""
 
-import json
-import os
-
 import pytest
 
-import forked
-from flatout.observe import Observation
+from observed import observed
 
 START = """
 import torch; torch.manual_seed(0)
@@ -67,13 +63,7 @@ RIGHT = {
 
 
 def layers_in(tmp_path, source):
-    (tmp_path / "script.py").write_text(START + source + "\n")
-    start = ("-m", "flatout.observe.start", tmp_path / "seen", "script.py")
-    ran = forked.run(start, tmp_path, {**os.environ, "OMP_NUM_THREADS": "1"}, forked.TORCH)
-    assert ran.returncode == 0, ran.stderr
-    seen = Observation.of(json.loads((tmp_path / "seen" / "rank-0.json").read_text()))
-    assert not [note for note in seen.notes if "a look failed" in note]
-    return seen
+    return observed(tmp_path, START + source + "\n")
 
 
 @pytest.mark.parametrize("source", WRONG.values(), ids=WRONG)

@@ -1,12 +1,8 @@
 """One model for all folds of a cross-validation; and loops that set its weights back in each."""
 
-import json
-import os
-
 import pytest
 
-import forked
-from flatout.observe import Observation
+from observed import observed
 
 START = """
 import copy, torch; torch.manual_seed(0)
@@ -67,19 +63,9 @@ RIGHT = {
 }
 
 
-def seen_of(source, folder):
-    (folder / "script.py").write_text(source)
-    start = ("-m", "flatout.observe.start", folder / "seen", "script.py")
-    ran = forked.run(start, folder, {**os.environ, "OMP_NUM_THREADS": "1"}, forked.TORCH)
-    assert ran.returncode == 0, ran.stderr
-    seen = Observation.of(json.loads((folder / "seen" / "rank-0.json").read_text()))
-    assert not [note for note in seen.notes if "a look failed" in note]
-    return seen
-
-
 @pytest.mark.parametrize("kind", WRONG)
 def test_a_model_that_is_older_than_the_folds_is_told(tmp_path, kind):
-    (found,) = seen_of(START + WRONG[kind], tmp_path).shared_folds
+    (found,) = observed(tmp_path, START + WRONG[kind]).shared_folds
     assert (found.kind, found.folds, found.model) == (kind, 4, "Sequential")
     assert found.site.code.endswith("# here")
 
@@ -88,7 +74,7 @@ def test_a_model_that_is_older_than_the_folds_is_told(tmp_path, kind):
 def test_folds_that_begin_with_new_weights_are_left_alone(tmp_path, case):
     loop = "state = copy.deepcopy(model.state_dict())\n"
     loop += "for fold, (rows, others) in enumerate(KFold(4).split(x)):\n" + RIGHT[case]
-    assert seen_of(f"{START}{loop}\nfit(model, rows)\n", tmp_path).shared_folds == []
+    assert observed(tmp_path, f"{START}{loop}\nfit(model, rows)\n").shared_folds == []
 
 
 @pytest.mark.parametrize(
@@ -101,4 +87,4 @@ def test_folds_that_begin_with_new_weights_are_left_alone(tmp_path, case):
     ],
 )
 def test_no_cross_validation_is_none(tmp_path, script):
-    assert seen_of(START + script, tmp_path).shared_folds == []
+    assert observed(tmp_path, START + script).shared_folds == []

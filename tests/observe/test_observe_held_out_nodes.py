@@ -1,12 +1,8 @@
 """Losses over all nodes of a graph, and over those that are trained on."""
 
-import json
-import os
-
 import pytest
 
-import forked
-from flatout.observe import Observation
+from observed import observed
 
 START = """
 import numpy as np, torch; torch.manual_seed(0)
@@ -69,13 +65,7 @@ RIGHT = {
 
 
 def nodes_in(source, folder):
-    (folder / "script.py").write_text(START + source + "\n")
-    start = ("-m", "flatout.observe.start", folder / "seen", "script.py")
-    ran = forked.run(start, folder, {**os.environ, "OMP_NUM_THREADS": "1"}, forked.TORCH)
-    assert ran.returncode == 0, ran.stderr
-    seen = Observation.of(json.loads((folder / "seen" / "rank-0.json").read_text()))
-    assert not [note for note in seen.notes if "a look failed" in note]
-    return seen.held_out_nodes
+    return observed(folder, START + source + "\n").held_out_nodes
 
 
 @pytest.mark.parametrize("case", WRONG)

@@ -1,12 +1,8 @@
 """Softmax over the samples of a batch, and over what it may run over."""
 
-import json
-import os
-
 import pytest
 
-import forked
-from flatout.observe import Observation
+from observed import observed
 
 START = """
 import torch; torch.manual_seed(0)
@@ -50,13 +46,7 @@ RIGHT = {
 
 
 def softmaxes_in(source, folder):
-    (folder / "script.py").write_text(f"{START}\ntrain({source})\n")
-    start = ("-m", "flatout.observe.start", folder / "seen", "script.py")
-    ran = forked.run(start, folder, {**os.environ, "OMP_NUM_THREADS": "1"}, forked.TORCH)
-    assert ran.returncode == 0, ran.stderr
-    seen = Observation.of(json.loads((folder / "seen" / "rank-0.json").read_text()))
-    assert not [note for note in seen.notes if "a look failed" in note]
-    return seen.softmaxes
+    return observed(folder, f"{START}\ntrain({source})\n").softmaxes
 
 
 @pytest.mark.parametrize("case", WRONG)

@@ -1,13 +1,10 @@
 """State dicts that are loaded and change nothing; and such as are copied, or have other uses."""
 
-import json
-import os
-
 import pytest
 
-import forked
-from flatout.observe import Observation, Site
+from flatout.observe import Site
 from flatout.observe.kept_states import loaded_later
+from observed import observed
 
 START = """
 import copy, io, torch; torch.manual_seed(0)
@@ -170,20 +167,10 @@ for loss in steps(model):
 }
 
 
-def seen_of(source, folder):
-    (folder / "script.py").write_text(source)
-    start = ("-m", "flatout.observe.start", folder / "seen", "script.py")
-    ran = forked.run(start, folder, {**os.environ, "OMP_NUM_THREADS": "1"}, forked.TORCH)
-    assert ran.returncode == 0, ran.stderr
-    seen = Observation.of(json.loads((folder / "seen" / "rank-0.json").read_text()))
-    assert not [note for note in seen.notes if "a look failed" in note]
-    return seen
-
-
 @pytest.mark.parametrize("case", WRONG)
 def test_a_load_that_changes_nothing_is_told_with_its_lines(tmp_path, case):
     script, (kind, steps, given) = WRONG[case]
-    (found,) = seen_of(START + script, tmp_path).state_loads
+    (found,) = observed(tmp_path, START + script).state_loads
     assert (found.kind, found.model, found.parameters) == (kind, "Sequential", 4)
     assert found.given == given
     assert found.wanted == (["0.weight", "0.bias", "1.weight"] if kind == "unmatched" else [])
@@ -196,7 +183,7 @@ def test_a_load_that_changes_nothing_is_told_with_its_lines(tmp_path, case):
 
 @pytest.mark.parametrize("case", RIGHT)
 def test_copies_and_other_uses_are_left_alone(tmp_path, case):
-    assert seen_of(START + RIGHT[case], tmp_path).state_loads == []
+    assert observed(tmp_path, START + RIGHT[case]).state_loads == []
 
 
 @pytest.mark.parametrize(

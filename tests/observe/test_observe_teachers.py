@@ -1,12 +1,8 @@
 """Models that are called in each step, never trained, and in train mode; and those that may be."""
 
-import json
-import os
-
 import pytest
 
-import forked
-from flatout.observe import Observation
+from observed import observed
 
 START = """
 import copy, torch; torch.manual_seed(0)
@@ -67,16 +63,6 @@ for step in range(24):
     if step % 20 == 19:
         target.load_state_dict(online.state_dict())
 """
-
-
-def observed(tmp_path, source):
-    (tmp_path / "script.py").write_text(source)
-    start = ("-m", "flatout.observe.start", tmp_path / "seen", "script.py")
-    ran = forked.run(start, tmp_path, {**os.environ, "OMP_NUM_THREADS": "1"}, forked.TORCH)
-    assert ran.returncode == 0, ran.stderr
-    seen = Observation.of(json.loads((tmp_path / "seen" / "rank-0.json").read_text()))
-    assert not [note for note in seen.notes if "a look failed" in note]
-    return seen
 
 
 @pytest.mark.parametrize("end", ["", "del loaded, detached, teacher, before\n"])

@@ -1,13 +1,10 @@
 """A script that trains a second model: its mistakes there are seen as those of the first are."""
 
-import json
-import os
 from types import SimpleNamespace
 
-import forked
-from flatout.observe import Observation
 from flatout.observe.quick import AFTER_STEPS
 from flatout.observe.watch import Watch
+from observed import observed
 
 FIRST = """
 import torch; torch.manual_seed(0)
@@ -50,16 +47,6 @@ train(second, optimizer, 30)
 third = layers()
 train(third, torch.optim.Adam(third.parameters(), lr=1e-3), 30)
 """
-
-
-def observed(tmp_path, source):
-    (tmp_path / "script.py").write_text(source)
-    start = ("-m", "flatout.observe.start", tmp_path / "seen", "script.py")
-    ran = forked.run(start, tmp_path, {**os.environ, "OMP_NUM_THREADS": "1"}, forked.TORCH)
-    assert ran.returncode == 0, ran.stderr
-    seen = Observation.of(json.loads((tmp_path / "seen" / "rank-0.json").read_text()))
-    assert not [note for note in seen.notes if "a look failed" in note]
-    return seen
 
 
 def test_mistakes_of_a_second_training_alone_are_seen(tmp_path):

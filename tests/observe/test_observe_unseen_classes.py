@@ -1,12 +1,8 @@
 """Classes that validation has and training has not, by the datasets of both."""
 
-import json
-import os
-
 import pytest
 
-import forked
-from flatout.observe import Observation
+from observed import observed
 
 START = """
 import torch; torch.manual_seed(0)
@@ -50,27 +46,17 @@ model.fit(x, y, batch_size=16, epochs=3, validation_split=0.3, verbose=0)
 """
 
 
-def seen_of(source, folder):
-    (folder / "script.py").write_text(source)
-    start = ("-m", "flatout.observe.start", folder / "seen", "script.py")
-    ran = forked.run(start, folder, {**os.environ, "OMP_NUM_THREADS": "1"}, forked.TORCH)
-    assert ran.returncode == 0, ran.stderr
-    seen = Observation.of(json.loads((folder / "seen" / "rank-0.json").read_text()))
-    assert not [note for note in seen.notes if "a look failed" in note]
-    return seen
-
-
 @pytest.mark.parametrize("case", SPLITS)
 def test_classes_of_validation_alone_are_counted(tmp_path, case):
     split, unseen = SPLITS[case]
-    seen = seen_of(f"{START}\ntrain({split})\n", tmp_path)
+    seen = observed(tmp_path, f"{START}\ntrain({split})\n")
     (held_out,) = [loader for loader in seen.loaders if not loader.in_training]
     assert held_out.unseen_classes == unseen
 
 
 def test_keras_takes_the_last_samples(tmp_path):
     pytest.importorskip("keras")
-    seen = seen_of(KERAS, tmp_path)
+    seen = observed(tmp_path, KERAS)
     assert [loader.unseen_classes for loader in seen.loaders if not loader.in_training] == [
         ([4], 40)
     ]

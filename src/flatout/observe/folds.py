@@ -17,8 +17,8 @@ from typing import Any
 
 from flatout.hooks import Hook, when_imported, wrap
 from flatout.observe.observation import SharedFolds, Site
-from flatout.observe.origins import parsed
-from flatout.observe.sites import is_users, users_frame
+from flatout.observe.origins import parsed, users_code
+from flatout.observe.sites import users_frame
 from flatout.observe.unused_calls import last_name
 from flatout.observe.watch import Watch
 
@@ -136,9 +136,11 @@ def _own(loop: ast.For) -> Iterator[ast.AST]:
 
 def _sets_back(loop: ast.For, file: str) -> bool:
     """Whether something that a loop calls, in any file of the user's, may set weights back."""
+    # A notebook's cell is no file that is loaded.
+    trees = [*filter(None, [parsed(file)]), *(tree for _, tree in users_code())]
     functions = {
         node.name: node
-        for tree in _files(file)
+        for tree in trees
         for node in ast.walk(tree)
         if isinstance(node, (ast.FunctionDef, ast.ClassDef))
     }
@@ -154,12 +156,3 @@ def _sets_back(loop: ast.For, file: str) -> bool:
                 if name in functions:
                     waiting.append(functions[name])
     return False
-
-
-def _files(file: str) -> Iterator[ast.AST]:
-    """The code of the user's files."""
-    files = {str(getattr(module, "__file__", None) or "") for module in list(sys.modules.values())}
-    for name in {file, *(one for one in files if one.endswith(".py") and is_users(one))}:
-        tree = parsed(name)
-        if tree is not None:
-            yield tree

@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from typing import Any
 
 from flatout.observe.observation import Site
-from flatout.observe.origins import function_at, parsed
+from flatout.observe.origins import function_at, is_at, parsed
 from flatout.observe.unused_calls import last_name
 
 
@@ -22,7 +21,8 @@ def loaded_later(site: Site) -> Site | None:
     function, tree = function_at(site.file, site.line), parsed(site.file)
     if function is None or tree is None:
         return None
-    guards = [node for node in ast.walk(function) if _guards(node, site.line)]
+    conditions = [node for node in ast.walk(function) if isinstance(node, ast.If)]
+    guards = [node for node in conditions if _guards(node, site.line)]
     name = next(_assigned(function, site.line), "")
     # A name is known in its function, an attribute in all of the file.
     scope = tree if name.startswith(".") else function
@@ -34,19 +34,15 @@ def loaded_later(site: Site) -> Site | None:
             and last_name(call) == "load_state_dict"
             and call.args
             and _name_of(call.args[0]) == name
-            and not _is_in(guards[0], call.lineno)
+            and not is_at(guards[0], call.lineno)
         ):
             return Site(site.file, call.lineno)
     return None
 
 
-def _is_in(node: Any, line: int) -> bool:
-    return bool(node.lineno <= line <= (node.end_lineno or node.lineno))
-
-
-def _guards(node: ast.AST, line: int) -> bool:
+def _guards(node: ast.If, line: int) -> bool:
     """Whether a line is done only where something is less or more than something else."""
-    if not isinstance(node, ast.If) or not any(_is_in(inner, line) for inner in node.body):
+    if not any(is_at(inner, line) for inner in node.body):
         return False
     compared = [inner for inner in ast.walk(node.test) if isinstance(inner, ast.Compare)]
     orders = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
@@ -56,7 +52,7 @@ def _guards(node: ast.AST, line: int) -> bool:
 def _assigned(function: ast.AST, line: int) -> Iterator[str]:
     """What a line assigns a state dict to."""
     for target, value in _given(function):
-        if _is_in(value, line) and _calls(value) and _is_state_or_constant(value):
+        if is_at(value, line) and _calls(value) and _is_state_or_constant(value):
             yield _name_of(target)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from flatout.observe.batch_axis import BatchAxis
@@ -126,7 +125,7 @@ class Mistakes:
         observation.switched_on = self._switches.on
         observation.cells = self._recurrent.cells
         observation.over_batch = self._batch_axis.layers
-        observation.softmaxes = [replace(item) for item in self._functional.softmaxes.values()]
+        observation.softmaxes = list(self._functional.softmaxes.values())
         observation.unfrozen = self._never_frozen.found
         observation.state_loads = self._state_loads.found
         observation.shared_folds = self._folds.found

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import ast
 import linecache
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
+
+from flatout.observe.sites import is_users
 
 # Functions above the one that calls the model.
 _LEVELS = 4
@@ -50,6 +53,20 @@ def parsed(file: str) -> ast.Module | None:
         return None
 
 
+def users_code() -> Iterator[tuple[str, ast.Module]]:
+    """The code of each file of the user's that is loaded, with its name, in their order."""
+    files = {str(getattr(module, "__file__", None) or "") for module in list(sys.modules.values())}
+    for file in sorted(file for file in files if file.endswith(".py") and is_users(file)):
+        tree = parsed(file)
+        if tree is not None:
+            yield file, tree
+
+
+def is_at(node: ast.stmt | ast.expr, line: int) -> bool:
+    """Whether a line is one of those that a node goes over."""
+    return node.lineno <= line <= (node.end_lineno or node.lineno)
+
+
 def function_at(file: str, line: int) -> ast.AST | None:
     """The innermost function around a line, else the whole file."""
     tree = parsed(file)
@@ -57,7 +74,7 @@ def function_at(file: str, line: int) -> ast.AST | None:
     for node in ast.walk(tree) if tree is not None else ():
         if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             continue
-        if node.lineno <= line <= (node.end_lineno or node.lineno):
+        if is_at(node, line):
             best = node  # an inner one is walked over later
     return best
 
@@ -71,7 +88,7 @@ def _parameters(function: ast.AST) -> set[str]:
 
 def _calls_at(function: ast.AST, line: int) -> Iterator[ast.Call]:
     for node in ast.walk(function):
-        if isinstance(node, ast.Call) and node.lineno <= line <= (node.end_lineno or node.lineno):
+        if isinstance(node, ast.Call) and is_at(node, line):
             yield node
 
 

@@ -6,7 +6,7 @@ import ast
 import re
 
 from flatout.observe.observation import Site
-from flatout.observe.origins import function_at, parsed
+from flatout.observe.origins import function_at, is_at, parsed
 
 # Words of names. What is in neither, such as "metric" or "score", says nothing.
 _LOSSES = {
@@ -27,8 +27,7 @@ def given_at(site: Site) -> tuple[str, str]:
     for call in ast.walk(tree) if tree is not None else ():
         if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
             continue
-        is_there = call.lineno <= site.line <= (call.end_lineno or call.lineno)
-        if not is_there or call.func.attr != "step":
+        if not is_at(call, site.line) or call.func.attr != "step":
             continue
         given = [*call.args, *(item.value for item in call.keywords if item.arg == "metrics")]
         if given:

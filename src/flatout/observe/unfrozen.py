@@ -7,13 +7,11 @@ so is `requires_grad` by a module, whose parameters do not ask for it.
 from __future__ import annotations
 
 import ast
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 from flatout.observe.observation import Site, Unfrozen
-from flatout.observe.origins import parsed
-from flatout.observe.sites import is_users
+from flatout.observe.origins import users_code
 from flatout.observe.watch import Watch
 
 # After so many steps of each training.
@@ -107,11 +105,9 @@ def _told(name: str, kind: str, training: dict[str, Any], site: Site | None) -> 
 def _line_that_sets(name: str) -> Site | None:
     """Where a script's file sets an attribute of this name to False, on something that is neither
     `self` nor comes out of a loop over parameters."""
-    files = {str(getattr(module, "__file__", None) or "") for module in list(sys.modules.values())}
-    for file in sorted(file for file in files if file.endswith(".py") and is_users(file)):
-        tree = parsed(file)
-        looped = _looped(tree) if tree is not None and name == _TORCHS else {"self"}
-        for node in ast.walk(tree) if tree is not None else ():
+    for file, tree in users_code():
+        looped = _looped(tree) if name == _TORCHS else {"self"}
+        for node in ast.walk(tree):
             if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)):
                 continue
             for target in node.targets if node.value.value is False else ():
