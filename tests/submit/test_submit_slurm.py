@@ -71,7 +71,8 @@ def flatout(cluster, tmp_path):
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout
 
-    return run
+    yield run
+    cluster.clear()
 
 
 def submit(flatout, *arguments):
@@ -99,6 +100,7 @@ def test_on_two_nodes_preempted_then_at_its_time_limit_and_gone_on(flatout, clus
     )
     until(lambda: state_of(flatout, sent["id"])["state"] == "requeued")
     assert urgent
+    until(lambda: state_of(flatout, sent["id"])["starts"] == 2)
     step = int(Path(sent["folder"], "code/step").read_text())
     until_step(sent, step + 1)
     if by == "the clock":

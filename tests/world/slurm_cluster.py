@@ -35,6 +35,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 ReturnToService=2
 KillWait=10
+UnkillableStepTimeout=600
 SchedulerParameters=batch_sched_delay=1,sched_interval=2,sched_min_interval=0,requeue_delay=1
 SlurmdParameters=config_overrides
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={one} CPUs=1 RealMemory=1000 State=UNKNOWN
@@ -91,7 +92,7 @@ class Cluster:
         self._daemon("slurmctld", "-D", "-f", self.config)
         for name in ("n1", "n2"):
             self._daemon("slurmd", "-D", "-N", name, "-f", self.config)
-        self._until(lambda: self.ask("sinfo", "-h", "-o", "%t %D").strip() == "idle 2")
+        self._until(self._idle)
 
     def _daemon(self, *command):
         with open(self.folder / f"{command[0]}.out", "a") as output:
@@ -106,7 +107,7 @@ class Cluster:
                 return
             time.sleep(0.1)
         logs = [path.read_text()[-1000:] for path in self.folder.glob("*.log")]
-        raise AssertionError(f"the cluster did not come up: {logs}")
+        raise AssertionError("\n".join(["the cluster is not idle", self.ask("sinfo", "-R"), *logs]))
 
     def ask(self, *command):
         return subprocess.run(
@@ -123,6 +124,18 @@ class Cluster:
             timeout=120,
             check=False,
         )
+
+    def clear(self):
+        """End what a test left, which would keep the next one waiting; print what there was."""
+        print(self.ask("squeue", "--all", "-o", "%i %T %r %N"))
+        print(self.ask("sinfo", "-N", "-o", "%N %T %E"))
+        self.ask("scancel", "--full", "--user=root")
+        # A node whose job did not start or end well is out until it is taken back.
+        self.ask("scontrol", "update", "NodeName=n[1-2]", "State=RESUME")
+        self._until(lambda: not self.ask("squeue", "-h") and self._idle())
+
+    def _idle(self):
+        return self.ask("sinfo", "-h", "-p", "all", "-o", "%t %D").strip() == "idle 2"
 
     def stop(self):
         self.ask("scancel", "--full", "--user=root")
