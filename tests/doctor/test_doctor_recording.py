@@ -126,9 +126,17 @@ def test_once_the_losses_are_recorded_only_steps_that_a_block_needs_are_looked_a
     stub = SimpleNamespace(
         autograd=SimpleNamespace(backward=plain), compiler=torch.compiler, Tensor=torch.Tensor
     )
+
+    class Loader:
+        def _next_index(self): ...
+        def __next__(self): ...
+
+    functions = dict(vars(Loader))
     watch = Stepping()
     lanes = watch.lanes
     watch.record.watch_losses(stub)
+    watch.record.watch_batches(SimpleNamespace(_BaseDataLoaderIter=Loader))
+    assert vars(Loader)["_next_index"] is not functions["_next_index"]
     lanes.thread = get_ident()
     looked_at = []
     for step in range(1, 101):
@@ -137,6 +145,8 @@ def test_once_the_losses_are_recorded_only_steps_that_a_block_needs_are_looked_a
             watch.attend()
             looked_at.append(step)
     assert stub.autograd.backward is plain
+    for name in ("_next_index", "__next__"):
+        assert vars(Loader)[name] is functions[name]
     assert looked_at[:6] == [1, 2, 3, 4, 5, 6]
     assert 46 in looked_at
     assert 86 in looked_at

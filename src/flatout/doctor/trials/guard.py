@@ -14,8 +14,9 @@ import os
 import socket
 import sys
 import sysconfig
+from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from types import FrameType
 from typing import Any
 
@@ -54,29 +55,42 @@ def install(note: str, writable: tuple[str, ...] | None) -> None:
         writable: folders that files may change in; None where the kernel sees to that.
     """
 
+    refusals: dict[str, Callable[[tuple[Any, ...]], None]] = {
+        "socket.getaddrinfo": lambda args: _refuse_host(args[0], note),
+        "socket.gethostbyname": lambda args: _refuse_host(args[0], note),
+    }
+    for event in ("socket.connect", "socket.sendto", "socket.sendmsg"):
+        refusals[event] = partial(_refuse_address, note)
+    if writable is not None:
+        refusals["open"] = partial(_refuse_opening, writable, note)
+        for event, places in _CHANGES.items():
+            refusals[event] = partial(_refuse_change, places, writable, note)
+    of_event = refusals.get
+
+    # Python announces more than is refused, such as each id(), several times in a step.
     def hook(event: str, args: tuple[Any, ...]) -> None:
-        if event == "open":
-            if writable is not None and _opens_to_write(args):
-                _refuse_outside(args[0], writable, note)
-        elif event in _CHANGES:
-            if writable is not None:
-                for place in _CHANGES[event]:
-                    _refuse_outside(args[place], writable, note)
-        elif event in ("socket.connect", "socket.sendto", "socket.sendmsg"):
-            is_ip = args[0].family in (socket.AF_INET, socket.AF_INET6)
-            if is_ip and isinstance(args[1], tuple):
-                _refuse_host(args[1][0], note)
-        elif event in ("socket.getaddrinfo", "socket.gethostbyname"):
-            _refuse_host(args[0], note)
+        refuse = of_event(event)
+        if refuse is not None:
+            refuse(args)
 
     sys.addaudithook(hook)
 
 
-def _opens_to_write(args: tuple[Any, ...]) -> bool:
-    mode, flags = args[1], args[2]
+def _refuse_opening(writable: tuple[str, ...], note: str, args: tuple[Any, ...]) -> None:
+    path, mode, flags = args[:3]
     if isinstance(mode, str):
-        return any(letter in mode for letter in "wax+")
-    return bool(isinstance(flags, int) and flags & _WRITING)
+        is_writing = any(letter in mode for letter in "wax+")
+    else:
+        is_writing = bool(isinstance(flags, int) and flags & _WRITING)
+    if is_writing:
+        _refuse_outside(path, writable, note)
+
+
+def _refuse_change(
+    places: tuple[int, ...], writable: tuple[str, ...], note: str, args: tuple[Any, ...]
+) -> None:
+    for place in places:
+        _refuse_outside(args[place], writable, note)
 
 
 def _refuse_outside(path: Any, writable: tuple[str, ...], note: str) -> None:
@@ -88,6 +102,12 @@ def _refuse_outside(path: Any, writable: tuple[str, ...], note: str) -> None:
     ):
         return
     _refuse("write", f"a trial must not change {text}, and nothing has redirected it", note)
+
+
+def _refuse_address(note: str, args: tuple[Any, ...]) -> None:
+    is_ip = args[0].family in (socket.AF_INET, socket.AF_INET6)
+    if is_ip and isinstance(args[1], tuple):
+        _refuse_host(args[1][0], note)
 
 
 def _refuse_host(host: Any, note: str) -> None:

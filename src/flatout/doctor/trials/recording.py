@@ -66,8 +66,8 @@ class Stepping(Watch):
             lanes.skip()  # nor was waiting for the other arm
             if wants_next:
                 more = 1
-            elif self.record.hook is not None:
-                self.record.hook.remove()
+            else:
+                self.record.stop()
         lanes.due = min(lanes.due, lanes.steps + more)
 
     def told(self) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class Record:
         self._most = int(os.environ.get(RECORDED, _MOST))
         self._steps = 0
         self._loss: Any = None
-        self.hook: Hook | None = None
+        self._hooks: list[Hook] = []
         self._losses: list[Any] = []
         self._batches: dict[int, list[int]] = {}
         self._contents: dict[int, list[int | None]] = {}
@@ -97,6 +97,11 @@ class Record:
             self._loss = None
             self._steps += 1
         return self._steps < self._most
+
+    def stop(self) -> None:
+        """Nothing more is wanted: takes off what each step would go through."""
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def taken(self) -> dict[str, Any]:
         """Reads the values from the device: to be called where a block has ended."""
@@ -121,13 +126,15 @@ class Record:
 
             return backward
 
-        self.hook = wrap(torch.autograd, "backward", "recording", around)
+        self._hooks.append(wrap(torch.autograd, "backward", "recording", around))
 
     def watch_batches(self, module: Any) -> None:
         """Hooks into torch.utils.data.dataloader."""
         owner = module._BaseDataLoaderIter
-        wrap(owner, "_next_index", "recording", self._shown, self._batch)
-        wrap(owner, "__next__", "recording", self._shown, self._content)
+        self._hooks += [
+            wrap(owner, "_next_index", "recording", self._shown, self._batch),
+            wrap(owner, "__next__", "recording", self._shown, self._content),
+        ]
 
     def _shown(self, original: Any, to: Callable[[int, Any], None]) -> Any:
         def take(iterator: Any) -> Any:
