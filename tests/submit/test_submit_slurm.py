@@ -72,6 +72,8 @@ def flatout(cluster, tmp_path):
         return done.stdout
 
     yield run
+    for log in root.glob("submit/*/job.log"):  # shown where the test has failed
+        print(log.read_text()[-2000:])
     cluster.clear()
 
 
