@@ -28,6 +28,7 @@ from flatout.observe import (
     Line,
     Loader,
     Model,
+    Monitor,
     Observation,
     Optimizer,
     OverBatch,
@@ -159,6 +160,7 @@ class Row:
 
 COSINE = Schedule("CosineAnnealingLR", HERE, HERE, first_after=1)
 PLATEAU = Schedule("ReduceLROnPlateau", HERE, HERE, steps=3, mode="min")
+STOPPING = Monitor("EarlyStopping", "val_acc", "min", "score", "stops", True, HERE)
 UNUSED = UnusedGradients("zeroed", "Generator", HERE, HERE, HERE, parameters=6, share=0.25, count=2)
 TEACHER = Teacher("__main__.Large", HERE, {"Dropout": 2, "BatchNorm2d": 9}, moved=9, dropped=0.5)
 LEAKED = LeakedTarget(14, 1.0, 512, 488, [8, 2], HERE)
@@ -549,6 +551,10 @@ ROWS = {
         job(**in_loss("bounded", outer="cross_entropy", by="ReLU")), job(), job(**NO_LOSS),
         kind="danger",
     ),
+    "softmax_of_one": Row(
+        job(**in_loss("single", outer="softmax", shape=[32, 1])), job(), job(**NO_LOSS),
+        kind="danger",
+    ),
     "loss_term_cut": Row(
         job(**in_loss("cut", shape=[64])), job(), job(**NO_LOSS), kind="danger"
     ),
@@ -608,6 +614,12 @@ ROWS = {
     "plateau_reversed": Row(
         job(schedules=[replace(PLATEAU, given="val_acc", given_kind="score")]),
         job(schedules=[replace(PLATEAU, given="val_loss", given_kind="loss")]),
+        job(**NO_STEPS),
+        kind="danger",
+    ),
+    "monitor_reversed": Row(
+        job(monitors=[STOPPING]),
+        job(monitors=[replace(STOPPING, mode="max")]),
         job(**NO_STEPS),
         kind="danger",
     ),
@@ -1735,6 +1747,15 @@ def test_a_schedule_of_all_steps_is_not_stepped_once_an_epoch(changes, turns, ki
     assert all(" steps, 10 epochs of 1" in one.what and "6% of" in one.what for one in found)
 
 
+def test_a_single_score_now_and_then_is_no_mistake():
+    seen = job(**in_loss("single", outer="log_softmax", shape=[32, 1]))
+    (found,) = look_of("softmax_of_one")(seen)
+    assert "log_softmax of [32, 1]" in found.what
+    assert "gives 0" in found.what
+    seen.loss_looks = 10
+    assert look_of("softmax_of_one")(seen) == []
+
+
 def test_a_plateau_is_told_with_its_mode_and_what_it_gets():
     look = look_of("plateau_reversed")
     (found,) = look(job(schedules=[replace(PLATEAU, given="val_acc", given_kind="score")]))
@@ -1743,6 +1764,30 @@ def test_a_plateau_is_told_with_its_mode_and_what_it_gets():
     (found,) = look(job(schedules=[down]))
     assert 'mode "max", and stepped with val_loss, a loss' in found.what
     assert look(job(schedules=[replace(down, given="metric", given_kind="")])) == []
+    lowers = replace(STOPPING, kind="ReduceLROnPlateau", acts="lowers")
+    (found,) = look(job(monitors=[lowers, STOPPING]))
+    assert "and looks at val_acc, a score" in found.what
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, ("no smallest one comes", '(..., mode="max")')),
+        ({"acts": "keeps"}, ("keeps the weights of the smallest", '(..., mode="max")')),
+        ({"mode": "max", "metric": "val_loss", "metric_kind": "loss"}, ("largest", '"min")')),
+        ({"kind": "Seq2SeqTrainingArguments", "acts": "keeps"}, ("", "greater_is_better=True")),
+        ({"kind": "if", "acts": "keeps"}, ("is the smallest so far", "round")),
+        ({"metric": "val_metric", "metric_kind": ""}, ()),
+        ({"acts": "lowers"}, ()),
+    ],
+)
+def test_a_monitor_is_told_with_what_it_does(changes, says):
+    found = look_of("monitor_reversed")(job(monitors=[replace(STOPPING, **changes)]))
+    assert len(found) == bool(says)
+    for one in found:
+        assert says[0] in one.what
+        assert one.do.endswith(says[1])
+        assert ("the default" in one.what) == (changes.get("kind") != "if")
 
 
 def test_validation_that_is_a_part_of_training_is_not_how_well_training_fits():

@@ -38,7 +38,7 @@ SCRIPTS = (
     "workers_repeat", "zero_grad_missing",
     "labels_in_table", "noise_repeated", "optimizer_remade", "seed_repeated", "target_in_input",
     "folds_share_model", "held_out_in_loss", "load_without_effect", "loss_term_cut",
-    "next_token_seen", "plateau_reversed", "scores_bounded", "softmax_over_batch",
+    "next_token_seen", "plateau_reversed", "scores_bounded", "softmax_of_one", "softmax_over_batch",
     "teacher_in_train_mode", "views_equal",
 )  # fmt: skip
 NOT_STYLE = ("gradients_unused", "history_grows", "recurrent_by_step", "retained_graph")

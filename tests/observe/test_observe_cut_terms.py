@@ -1,12 +1,8 @@
 """Terms of a loss that end in tensors of their own; and those that parameters belong to."""
 
-import json
-import os
-
 import pytest
 
-import forked
-from flatout.observe import Observation
+from observed import observed
 
 START = """
 import torch; torch.manual_seed(0)
@@ -81,12 +77,7 @@ def loss(x):
 
 
 def cut_in(tmp_path, source):
-    (tmp_path / "script.py").write_text(START + source + "train(loss, more=[trained])\n")
-    start = ("-m", "flatout.observe.start", tmp_path / "seen", "script.py")
-    ran = forked.run(start, tmp_path, {**os.environ, "OMP_NUM_THREADS": "1"}, forked.TORCH)
-    assert ran.returncode == 0, ran.stderr
-    seen = Observation.of(json.loads((tmp_path / "seen" / "rank-0.json").read_text()))
-    assert not [note for note in seen.notes if "a look failed" in note]
+    seen = observed(tmp_path, START + source + "train(loss, more=[trained])\n")
     assert seen.loss_looks > 3
     return [fact for fact in seen.in_losses if fact.kind == "cut" and fact.count > 2]
 

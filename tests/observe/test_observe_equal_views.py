@@ -1,12 +1,8 @@
 """Views of pictures that are bitwise the same; and pictures that may come twice."""
 
-import json
-import os
-
 import pytest
 
-import forked
-from flatout.observe import Observation
+from observed import observed
 
 START = """
 import torch; torch.manual_seed(0)
@@ -99,12 +95,7 @@ train(Model(), loss)
 
 
 def views_in(tmp_path, source):
-    (tmp_path / "script.py").write_text(START + source)
-    start = ("-m", "flatout.observe.start", tmp_path / "seen", "script.py")
-    ran = forked.run(start, tmp_path, {**os.environ, "OMP_NUM_THREADS": "1"}, forked.TORCH)
-    assert ran.returncode == 0, ran.stderr
-    seen = Observation.of(json.loads((tmp_path / "seen" / "rank-0.json").read_text()))
-    assert not [note for note in seen.notes if "a look failed" in note]
+    seen = observed(tmp_path, START + source)
     assert seen.steps == 12
     return seen.equal_views
 

@@ -1,12 +1,8 @@
 """What is put together from step to step; and what stops growing."""
 
-import json
-import os
-
 import pytest
 
-import forked
-from flatout.observe import Observation
+from observed import observed
 
 SCRIPT = """
 import numpy as np, torch
@@ -25,12 +21,7 @@ for step in range({steps}):
 
 
 def growing_in(tmp_path, line, steps):
-    (tmp_path / "script.py").write_text(SCRIPT.format(line=line, steps=steps))
-    start = ("-m", "flatout.observe.start", tmp_path / "seen", "script.py")
-    ran = forked.run(start, tmp_path, {**os.environ, "OMP_NUM_THREADS": "1"}, forked.TORCH)
-    assert ran.returncode == 0, ran.stderr
-    seen = Observation.of(json.loads((tmp_path / "seen" / "rank-0.json").read_text()))
-    assert not [note for note in seen.notes if "a look failed" in note]
+    seen = observed(tmp_path, SCRIPT.format(line=line, steps=steps))
     return [item.words for item in seen.growing]
 
 

@@ -1,14 +1,10 @@
 """Targets that the model gets, too; and inputs that only look like it."""
 
-import json
-import os
-
 import numpy as np
 import pytest
 
-import forked
-from flatout.observe import Observation
 from flatout.observe.leaked_targets import leaking_column
+from observed import observed
 
 START = """
 import torch; torch.manual_seed(0)
@@ -223,12 +219,7 @@ NOT_IN_PICTURES = {
 
 
 def leaked_in(tmp_path, source):
-    (tmp_path / "script.py").write_text(START + source)
-    start = ("-m", "flatout.observe.start", tmp_path / "seen", "script.py")
-    ran = forked.run(start, tmp_path, {**os.environ, "OMP_NUM_THREADS": "1"}, forked.TORCH)
-    assert ran.returncode == 0, ran.stderr
-    seen = Observation.of(json.loads((tmp_path / "seen" / "rank-0.json").read_text()))
-    assert not [note for note in seen.notes if "a look failed" in note]
+    seen = observed(tmp_path, START + source)
     assert seen.loss_looks
     return seen.leaked_targets
 

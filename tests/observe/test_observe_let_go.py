@@ -1,12 +1,8 @@
 """What a script does wrong is seen, too, where all is gone at its end: it trains in a function."""
 
-import json
-import os
-
 import pytest
 
-import forked
-from flatout.observe import Observation
+from observed import observed
 
 START = """
 import torch; torch.manual_seed(0)
@@ -30,12 +26,7 @@ def model_of(tmp_path, *, whole=True, after="pass", behind="pass"):
     parameters = "model.parameters()" if whole else "model[0].parameters()"
     source = START.replace("PARAMETERS", parameters)
     source = source.replace("AFTER", after).replace("BEHIND", behind) + "main()\n"
-    (tmp_path / "script.py").write_text(source)
-    start = ("-m", "flatout.observe.start", tmp_path / "seen", "script.py")
-    ran = forked.run(start, tmp_path, {**os.environ, "OMP_NUM_THREADS": "1"}, forked.TORCH)
-    assert ran.returncode == 0, ran.stderr
-    seen = Observation.of(json.loads((tmp_path / "seen" / "rank-0.json").read_text()))
-    assert not [note for note in seen.notes if "a look failed" in note]
+    seen = observed(tmp_path, source)
     assert (seen.steps, seen.ended) == (20, "done")
     (model,) = seen.models
     return model

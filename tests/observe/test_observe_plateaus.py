@@ -1,13 +1,10 @@
 """What a ReduceLROnPlateau is stepped with, by the words of the script."""
 
-import json
-import os
-
 import pytest
 
-import forked
-from flatout.observe import Observation, Site
+from flatout.observe import Site
 from flatout.observe.plateaus import given_at
+from observed import observed
 
 
 @pytest.mark.parametrize(
@@ -38,7 +35,9 @@ def test_names_tell_a_loss_from_a_score(tmp_path, line, kind):
 
 
 def test_what_it_is_stepped_with_is_seen_though_it_is_gone_at_the_end(tmp_path):
-    (tmp_path / "script.py").write_text("""
+    seen = observed(
+        tmp_path,
+        """
 import torch
 
 def train():
@@ -54,12 +53,8 @@ def train():
             scheduler.step(val_acc)  # here
 
 train()
-""")
-    start = ("-m", "flatout.observe.start", tmp_path / "seen", "script.py")
-    ran = forked.run(start, tmp_path, {**os.environ, "OMP_NUM_THREADS": "1"}, forked.TORCH)
-    assert ran.returncode == 0, ran.stderr
-    seen = Observation.of(json.loads((tmp_path / "seen" / "rank-0.json").read_text()))
-    assert not [note for note in seen.notes if "a look failed" in note]
+""",
+    )
     (found,) = seen.schedules
     assert (found.mode, found.given, found.given_kind) == ("min", "val_acc", "score")
     assert found.steps == 2

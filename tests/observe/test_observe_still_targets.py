@@ -1,15 +1,11 @@
 """Copies of a model that never move while it trains; and those that may stay as they are."""
 
-import json
-import os
-
 import pytest
 import torch
 from torch import nn
 
-import forked
-from flatout.observe import Observation
 from flatout.observe.still_targets import is_fresh
+from observed import observed
 
 START = """
 import copy, torch; torch.manual_seed(0)
@@ -133,12 +129,7 @@ learn(online, copy.deepcopy(online))
 
 
 def still_in(tmp_path, source):
-    (tmp_path / "script.py").write_text(START + source)
-    start = ("-m", "flatout.observe.start", tmp_path / "seen", "script.py")
-    ran = forked.run(start, tmp_path, {**os.environ, "OMP_NUM_THREADS": "1"}, forked.TORCH)
-    assert ran.returncode == 0, ran.stderr
-    seen = Observation.of(json.loads((tmp_path / "seen" / "rank-0.json").read_text()))
-    assert not [note for note in seen.notes if "a look failed" in note]
+    seen = observed(tmp_path, START + source)
     assert seen.steps >= 24
     return seen.still_targets
 

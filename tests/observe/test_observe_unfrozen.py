@@ -1,12 +1,8 @@
 """Words that are to freeze parameters and do not; and those that do, or mean something else."""
 
-import json
-import os
-
 import pytest
 
-import forked
-from flatout.observe import Observation
+from observed import observed
 
 START = """
 import torch; torch.manual_seed(0)
@@ -62,12 +58,7 @@ RIGHT = {
 
 
 def unfrozen_in(tmp_path, source):
-    (tmp_path / "script.py").write_text(START + source + "\n")
-    start = ("-m", "flatout.observe.start", tmp_path / "seen", "script.py")
-    ran = forked.run(start, tmp_path, {**os.environ, "OMP_NUM_THREADS": "1"}, forked.TORCH)
-    assert ran.returncode == 0, ran.stderr
-    seen = Observation.of(json.loads((tmp_path / "seen" / "rank-0.json").read_text()))
-    assert not [note for note in seen.notes if "a look failed" in note]
+    seen = observed(tmp_path, START + source + "\n")
     return seen.unfrozen
 
 

@@ -28,6 +28,7 @@ from flatout.observe.observation import Line as Line
 from flatout.observe.observation import Loader as Loader
 from flatout.observe.observation import Model as Model
 from flatout.observe.observation import ModuleTime as ModuleTime
+from flatout.observe.observation import Monitor as Monitor
 from flatout.observe.observation import Observation as Observation
 from flatout.observe.observation import Optimizer as Optimizer
 from flatout.observe.observation import OtherThread as OtherThread

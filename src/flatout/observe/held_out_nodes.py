@@ -25,7 +25,7 @@ _TRAINING, _HELD_OUT = "train", ("test", "val", "eval", "held")
 _MASKS = ("train_mask", "val_mask", "test_mask")
 
 
-class MaskedLoss:
+class NodeLosses:
     """Looks at the targets of the first losses.
 
     Attributes:

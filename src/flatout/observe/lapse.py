@@ -232,6 +232,7 @@ def with_lapse(observation: Observation, later: Observation, lapse: Lapse) -> Ob
     known = {_key(loader) for loader in observation.loaders}
     result.loaders += [_new(loader) for loader in later.loaders if _key(loader) not in known]
     result.models = [_model(model, later) for model in observation.models]
+    result.monitors = later.monitors
     result.schedules = [*map(partial(_schedule, observation), later.schedules)]
     calls = {str(call.site) for call in observation.calls}
     result.calls = observation.calls + [

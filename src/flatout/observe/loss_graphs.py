@@ -18,6 +18,7 @@ from flatout.observe.later_backwards import LaterBackwards
 from flatout.observe.observation import InLoss, Site
 from flatout.observe.padded_targets import padding_in
 from flatout.observe.quick import AFTER_STEPS
+from flatout.observe.single_scores import single_scores
 from flatout.observe.sites import here, is_users
 from flatout.observe.watch import Watch
 
@@ -214,6 +215,8 @@ class LossGraphs:
 
     def _findings(self, root: Any) -> Iterator[_Sign]:
         yield from self._cut(root.grad_fn)
+        for node, detail in single_scores(root.grad_fn):
+            yield _Sign("single", node, detail)
         has_labels = False
         for node, parent in _nodes(root.grad_fn):
             name = node.name()

@@ -15,11 +15,13 @@ from flatout.observe.functional import Functional
 from flatout.observe.gradients import Gradients
 from flatout.observe.growing import GrowingHistories
 from flatout.observe.held_out import compare, compare_classes, sets_of
-from flatout.observe.held_out_nodes import MaskedLoss
+from flatout.observe.held_out_nodes import NodeLosses
+from flatout.observe.kept_best import kept_best
 from flatout.observe.kept_graphs import KeptLosses
 from flatout.observe.labels import Labels
 from flatout.observe.leaked_targets import LeakedTargets
 from flatout.observe.loss_graphs import LossGraphs
+from flatout.observe.monitors import Monitors
 from flatout.observe.next_tokens import NextTokens
 from flatout.observe.observation import Observation
 from flatout.observe.record import read_sites
@@ -69,6 +71,7 @@ class Mistakes:
         self._views = Views(torch, watch)
         self._kept = KeptLosses(torch, watch)
         self._schedules = Schedules(torch.optim.lr_scheduler, watch)
+        self._monitors = Monitors(watch, self._schedules)
         Clipping(torch, watch)
         self._tables = Tables(torch, watch)
         self._remade = Remade(torch, watch, self._tables)
@@ -79,7 +82,7 @@ class Mistakes:
         self._never_frozen = NeverFrozen(watch)
         self._state_loads = StateLoads(torch, watch)
         self._folds = Folds(watch)
-        self._masked = MaskedLoss(torch, watch)
+        self._node_losses = NodeLosses(torch, watch)
         self._functional = Functional(torch, watch)
         self._growing = GrowingHistories(torch, watch)
         self._copied = CopiedLists(watch)
@@ -120,6 +123,7 @@ class Mistakes:
 
     def _fill_schedules(self, observation: Observation) -> None:
         observation.schedules = self._schedules.results()
+        observation.monitors = [*self._monitors.found, *kept_best(observation.calls)]
 
     def _fill_modes(self, observation: Observation) -> None:
         observation.switched_on = self._switches.on
@@ -129,7 +133,7 @@ class Mistakes:
         observation.unfrozen = self._never_frozen.found
         observation.state_loads = self._state_loads.found
         observation.shared_folds = self._folds.found
-        observation.held_out_nodes = self._masked.found
+        observation.held_out_nodes = self._node_losses.found
         observation.dropouts = [read(site) for site in self._functional.dropouts]
         observation.checkpointed_mb = self._checkpointed.mb
 
@@ -178,6 +182,7 @@ def _read_sites(observation: Observation) -> None:
         [
             *observation.in_losses,
             *observation.schedules,
+            *observation.monitors,
             *observation.tables,
             *observation.growing,
             *observation.cells,

@@ -337,6 +337,30 @@ class Schedule:
 
 
 @dataclass
+class Monitor:
+    """What a trainer's callback, or a comparison of the script's own, looks at, and which way.
+
+    Attributes:
+        kind: the callback's class, or that of the arguments that ask for it; "if" of a comparison
+            with the best so far.
+        metric: the name of what it looks at.
+        mode: what it takes for better: "min" or "max".
+        metric_kind: "loss" or "score", as far as the metric's name tells.
+        acts: what it does: "stops" the training, "keeps" the best weights, or "lowers" the rate.
+        is_default: whether the mode is the one that it has where none is given.
+        site: where it is made.
+    """
+
+    kind: str
+    metric: str
+    mode: str
+    metric_kind: str
+    acts: str
+    is_default: bool = False
+    site: Site | None = None
+
+
+@dataclass
 class InLoss:
     """Something that was found in the graph of a loss, in the steps that were looked at.
 
@@ -345,9 +369,9 @@ class InLoss:
             were broadcast against one another), "nan" (some were replaced), "skipped" (some
             losses were none, and the script went on without a step), "labels" (of how many
             classes, and how they lie in the column that they come from), "padding" (is counted as a
-            target), "bounded" (a loss takes scores behind ReLU or tanh), "undivided" (means of
-            several batches were added up for a step), "cut" (a term ends in a tensor that is made
-            in each step).
+            target), "bounded" (a loss takes scores behind ReLU or tanh), "single" (softmax is
+            taken of a single score), "undivided" (means of several batches were added up for a
+            step), "cut" (a term ends in a tensor that is made in each step).
         site: the user's line, where torch could note it.
         count: in how many graphs.
         steps: up to which step.
@@ -1042,6 +1066,7 @@ class Observation:
         kept_graphs: names of the script's that hold on to the graphs of past steps.
         repeated_seeds: generators that draw the same numbers again; None where no one looked.
         schedules: of learning rates.
+        monitors: what callbacks of trainers look at, or the script itself, to keep the best.
         epoch_loops: loops of the user's own that go through epochs: the line, and how many turns.
         run_steps: that the script would take, by the lengths of the loops that it is in; None where
             one of them has none.
@@ -1146,6 +1171,7 @@ class Observation:
     kept_graphs: list[KeptGraphs] = field(default_factory=list)
     repeated_seeds: list[RepeatedSeed] | None = None
     schedules: list[Schedule] = field(default_factory=list)
+    monitors: list[Monitor] = field(default_factory=list)
     epoch_loops: list[tuple[Site, int]] = field(default_factory=list)
     run_steps: int | None = None
     switched_on: list[str] | None = None

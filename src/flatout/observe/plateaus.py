@@ -1,4 +1,4 @@
-"""What a ReduceLROnPlateau is stepped with: a loss or a score, as the script calls it."""
+"""Whether what a ReduceLROnPlateau is given, or a metric, is a loss or a score: by its name."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ _SCORES = {
     "acc", "accuracy", "auc", "auroc", "f1", "iou", "miou", "dice", "psnr", "ssim", "precision",
     "recall", "bleu", "reward", "rewards",
 }  # fmt: skip
+# Of what gets better the other way round, or is no measure of how good the model is.
+_TURNED = {
+    "neg", "negative", "minus", "inverse", "gap", "drop", "diff", "difference", "delta", "std",
+    "var", "variance",
+}  # fmt: skip
 _WORD = re.compile(r"[A-Z]?[a-z]+\d?|[A-Z]+\d?")
 
 
@@ -31,26 +36,42 @@ def given_at(site: Site) -> tuple[str, str]:
             continue
         given = [*call.args, *(item.value for item in call.keywords if item.arg == "metrics")]
         if given:
-            return ast.unparse(given[0]), _kind_of(given[0]) or _kind_before(given[0], site)
+            return ast.unparse(given[0]), kind_of(given[0]) or kind_before(given[0], site)
     return "", ""
 
 
-def _kind_of(given: ast.expr) -> str:
+def kind_of(given: ast.expr) -> str:
     """By the words in an expression; one that turns its sign says nothing."""
     if any(isinstance(node, (ast.USub, ast.Sub)) for node in ast.walk(given)):
         return ""
-    words = {word.lower() for word in _WORD.findall(ast.unparse(given))}
+    return kind_of_name(ast.unparse(given))
+
+
+def kind_of_name(text: str) -> str:
+    """ "loss" or "score" by the words in a name, as of "val_acc"; "" where they say neither."""
+    words = _words(text)
     is_loss, is_score = not words.isdisjoint(_LOSSES), not words.isdisjoint(_SCORES)
-    return "" if is_loss == is_score else "loss" if is_loss else "score"
+    if is_loss == is_score or not words.isdisjoint(_TURNED):
+        return ""
+    return "loss" if is_loss else "score"
 
 
-def _kind_before(given: ast.expr, site: Site) -> str:
+def words_of(given: ast.expr) -> set[str]:
+    """The words in an expression's names, in small letters."""
+    return _words(ast.unparse(given))
+
+
+def _words(text: str) -> set[str]:
+    return {word.lower() for word in _WORD.findall(text)}
+
+
+def kind_before(given: ast.expr, site: Site) -> str:
     """By what is assigned to a name in the same function, where all such lines agree."""
     function = function_at(site.file, site.line)
     if not isinstance(given, ast.Name) or function is None:
         return ""
     kinds = {
-        _kind_of(node.value)
+        kind_of(node.value)
         for node in ast.walk(function)
         if isinstance(node, ast.Assign)
         and any(isinstance(target, ast.Name) and target.id == given.id for target in node.targets)

@@ -114,6 +114,11 @@ class Schedules:
 
         return step
 
+    def made_at(self, scheduler: Any) -> Site | None:
+        """The line that made it; None where that was not seen."""
+        item = self._by_id.get(id(scheduler))
+        return None if item is None else item.facts.site
+
     def results(self) -> list[Schedule]:
         """What was seen of them, but for parts of another one and for those that are gone and were
         not counted."""

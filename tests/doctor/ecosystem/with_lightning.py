@@ -5,6 +5,7 @@ import sys
 import lightning.pytorch as pl
 import numpy as np
 import torch
+from lightning.pytorch.callbacks import EarlyStopping
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
@@ -45,7 +46,7 @@ class Regressor(pl.LightningModule):
 
     def validation_step(self, batch, index):
         rows, sums = batch
-        self.log("held_out", functional.mse_loss(self(rows).squeeze(1), sums))
+        self.log("mse", functional.mse_loss(self(rows).squeeze(1), sums))
 
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), lr=1e-3, fused=True)
@@ -69,13 +70,15 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     train, held_out = Signals(2048, 0), Signals(256, 1)
     probe = Probe(torch.from_numpy(held_out.rows))
+    mode = "max" if WRONG else "min"
+    stopping = EarlyStopping("mse", mode=mode, patience=500)  # wrong: monitor_reversed
     trainer = pl.Trainer(
         max_epochs=200,
         accelerator="cpu",
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
-        callbacks=[probe],
+        callbacks=[probe, stopping],
         enable_model_summary=False,
     )
     batches = DataLoader(train, 32, shuffle=True)  # wrong: workers_zero

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from flatout.doctor.checks.check import Findings, NoSignal, check
-from flatout.doctor.checks.signals import at
-from flatout.doctor.finding import Finding
-from flatout.observe import Observation
+from collections.abc import Iterator
 
-_BETTER = {"loss": "min", "score": "max"}
+from flatout.doctor.checks.check import Findings, NoSignal, check
+from flatout.doctor.checks.signals import at, other_mode
+from flatout.doctor.finding import Finding
+from flatout.observe import Monitor, Observation, Schedule
 
 
 @check()
@@ -16,17 +16,37 @@ def look(observation: Observation) -> Findings:
     if not observation.steps:
         raise NoSignal("no step was seen")
     for schedule in observation.schedules:
-        better = _BETTER.get(schedule.given_kind)
-        if not schedule.is_used or not schedule.mode or better in (None, schedule.mode):
-            continue
-        goes = "falls" if better == "min" else "rises"
-        told = "" if schedule.mode == "max" else ", which is the default"
-        yield Finding(
-            kind="danger",
-            what=f'{schedule.kind} is in mode "{schedule.mode}"{told}, and stepped with '
-            f"{schedule.given}, a {schedule.given_kind}: it takes it for no progress when that "
-            f"{goes}, and lowers the learning rate",
-            do=f'{schedule.kind}(optimizer, mode="{better}")',
-            where=at(schedule.stepped_at),
-            parity="changes learning",
-        )
+        if schedule.is_used and schedule.mode:
+            yield from _judged(_monitor_of(schedule), "stepped with", "(optimizer, mode=")
+    for monitor in observation.monitors:
+        if monitor.acts == "lowers":
+            yield from _judged(monitor, "looks at", "(..., mode=")
+
+
+def _monitor_of(schedule: Schedule) -> Monitor:
+    return Monitor(
+        schedule.kind,
+        schedule.given,
+        schedule.mode,
+        schedule.given_kind,
+        "lowers",
+        is_default=schedule.mode == "min",
+        site=schedule.stepped_at,
+    )
+
+
+def _judged(monitor: Monitor, takes: str, call: str) -> Iterator[Finding]:
+    better = other_mode(monitor)
+    if not better:
+        return
+    told = ", which is the default" if monitor.is_default else ""
+    goes = "falls" if better == "min" else "rises"
+    yield Finding(
+        kind="danger",
+        what=f'{monitor.kind} is in mode "{monitor.mode}"{told}, and {takes} {monitor.metric}, '
+        f"a {monitor.metric_kind}: it takes it for no progress when that {goes}, and lowers the "
+        "learning rate",
+        do=f'{monitor.kind}{call}"{better}")',
+        where=at(monitor.site),
+        parity="changes learning",
+    )

@@ -11,7 +11,7 @@ from statistics import median
 from flatout.doctor.checks.check import NoSignal
 from flatout.doctor.finding import Kind
 from flatout.measure import STEP_LANES
-from flatout.observe import Call, InLoss, Loader, Model, Observation, Site, Table
+from flatout.observe import Call, InLoss, Loader, Model, Monitor, Observation, Site, Table
 from flatout.words import rounded
 
 WORTH = 0.02
@@ -137,6 +137,12 @@ def in_losses(observation: Observation, kind: str) -> list[InLoss]:
     if not observation.loss_looks:
         raise NoSignal("no graph of a loss was looked at")
     return [item for item in observation.in_losses if item.kind == kind]
+
+
+def other_mode(monitor: Monitor) -> str:
+    """The mode that its metric needs, where it is in the other one; "" else."""
+    better = {"loss": "min", "score": "max"}.get(monitor.metric_kind, monitor.mode)
+    return better if better != monitor.mode else ""
 
 
 def parity_of_workers(loader: Loader) -> str:

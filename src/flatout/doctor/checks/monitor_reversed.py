@@ -1,0 +1,50 @@
+"""Training stops, or weights are kept, by a metric that is taken the wrong way round."""
+
+from __future__ import annotations
+
+from flatout.doctor.checks.check import Findings, NoSignal, check
+from flatout.doctor.checks.signals import at, other_mode
+from flatout.doctor.finding import Finding
+from flatout.observe import Monitor, Observation
+
+# Of "min" and "max": what the callback waits for.
+_WAITS = {"min": "smallest", "max": "largest"}
+
+
+@check()
+def look(observation: Observation) -> Findings:
+    """Callbacks, and comparisons with the best, that want a loss large or a score small."""
+    if not observation.steps:
+        raise NoSignal("no step was seen")
+    for monitor in observation.monitors:
+        better = other_mode(monitor)
+        if monitor.acts == "lowers" or not better:
+            continue
+        yield Finding(
+            kind="danger",
+            what=_what(monitor),
+            do=_do(monitor.kind, better),
+            where=at(monitor.site),
+            parity="changes learning",
+        )
+
+
+def _what(monitor: Monitor) -> str:
+    which, metric = _WAITS[monitor.mode], f"{monitor.metric}, a {monitor.metric_kind}"
+    if monitor.kind == "if":
+        return f"weights are kept where {metric}, is the {which} so far: those of the worst epoch"
+    told = ", which is the default" if monitor.is_default else ""
+    does = (
+        f"keeps the weights of the {which}"
+        if monitor.acts == "keeps"
+        else f"stops the training once no {which} one comes any more"
+    )
+    return f'{monitor.kind} looks at {metric}, in mode "{monitor.mode}"{told}: it {does}'
+
+
+def _do(kind: str, better: str) -> str:
+    if kind == "if":
+        return "turn the comparison round"
+    if kind.endswith("TrainingArguments"):
+        return f"greater_is_better={better == 'max'}"
+    return f'{kind}(..., mode="{better}")'

@@ -1,0 +1,54 @@
+"""Weights that a loop of the script's own keeps where a metric is better than the best so far."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+
+from flatout.observe.observation import Call, Monitor, Site
+from flatout.observe.origins import is_at, parsed
+from flatout.observe.plateaus import kind_before, kind_of, words_of
+
+_KEEPS = ("save", "deepcopy")
+_SMALLER, _LARGER = (ast.Lt, ast.LtE), (ast.Gt, ast.GtE)
+
+
+def kept_best(calls: Iterable[Call]) -> list[Monitor]:
+    """What the script compares with its best in the lines in which weights were kept, as it does in
+    `if val_acc > best_acc: best_acc = val_acc; torch.save(...)`."""
+    result: dict[tuple[str, int], Monitor] = {}
+    for call in calls:
+        if call.kind in _KEEPS:
+            for found in _compared_above(call.site):
+                result[call.site.file, found.site.line if found.site else 0] = found
+    return list(result.values())
+
+
+def _compared_above(site: Site) -> Iterator[Monitor]:
+    for node in ast.walk(parsed(site.file) or ast.Module([], [])):
+        if isinstance(node, ast.If) and any(is_at(line, site.line) for line in node.body):
+            for test in node.test.values if isinstance(node.test, ast.BoolOp) else [node.test]:
+                yield from _compared(test, node, Site(site.file, node.lineno))
+
+
+def _compared(test: ast.expr, branch: ast.If, site: Site) -> Iterator[Monitor]:
+    """A metric against the best one, which it replaces in the same branch."""
+    if not (isinstance(test, ast.Compare) and len(test.ops) == 1):
+        return
+    metric, best, wants_smaller = test.left, test.comparators[0], isinstance(test.ops[0], _SMALLER)
+    if not (wants_smaller or isinstance(test.ops[0], _LARGER)):
+        return
+    if "best" in words_of(metric):
+        metric, best, wants_smaller = best, metric, not wants_smaller
+    if "best" in words_of(metric) or "best" not in words_of(best):
+        return
+    replaces = any(
+        isinstance(line, ast.Assign)
+        and ast.unparse(line.value) == ast.unparse(metric)
+        and ast.unparse(best) in map(ast.unparse, line.targets)
+        for line in branch.body
+    )
+    kinds = {kind_of(metric) or kind_before(metric, site), kind_of(best)} - {""}
+    if replaces and len(kinds) == 1:
+        mode = "min" if wants_smaller else "max"
+        yield Monitor("if", ast.unparse(metric), mode, kinds.pop(), "keeps", site=site)
