@@ -1772,9 +1772,12 @@ def test_a_plateau_is_told_with_its_mode_and_what_it_gets():
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({}, ("no smallest one comes", '(..., mode="max")')),
-        ({"acts": "keeps"}, ("keeps the weights of the smallest", '(..., mode="max")')),
-        ({"mode": "max", "metric": "val_loss", "metric_kind": "loss"}, ("largest", '"min")')),
+        ({}, ("once that no longer falls", '(..., mode="max")')),
+        ({"acts": "keeps"}, ("with which that is smallest", '(..., mode="max")')),
+        (
+            {"mode": "max", "metric": "val_loss", "metric_kind": "loss"},
+            ("no longer rises", '"min")'),
+        ),
         ({"kind": "Seq2SeqTrainingArguments", "acts": "keeps"}, ("", "greater_is_better=True")),
         ({"kind": "if", "acts": "keeps"}, ("is the smallest so far", "round")),
         ({"metric": "val_metric", "metric_kind": ""}, ()),

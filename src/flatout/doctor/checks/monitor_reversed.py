@@ -7,8 +7,8 @@ from flatout.doctor.checks.signals import at, other_mode
 from flatout.doctor.finding import Finding
 from flatout.observe import Monitor, Observation
 
-# Of "min" and "max": what the callback waits for.
-_WAITS = {"min": "smallest", "max": "largest"}
+_KEEPS = {"min": "smallest", "max": "largest"}
+_WAITS = {"min": "falls", "max": "rises"}
 
 
 @check()
@@ -30,14 +30,14 @@ def look(observation: Observation) -> Findings:
 
 
 def _what(monitor: Monitor) -> str:
-    which, metric = _WAITS[monitor.mode], f"{monitor.metric}, a {monitor.metric_kind}"
+    which, metric = _KEEPS[monitor.mode], f"{monitor.metric}, a {monitor.metric_kind}"
     if monitor.kind == "if":
         return f"weights are kept where {metric}, is the {which} so far: those of the worst epoch"
     told = ", which is the default" if monitor.is_default else ""
     does = (
-        f"keeps the weights of the {which}"
+        f"keeps the weights with which that is {which}"
         if monitor.acts == "keeps"
-        else f"stops the training once no {which} one comes any more"
+        else f"ends the training once that no longer {_WAITS[monitor.mode]}"
     )
     return f'{monitor.kind} looks at {metric}, in mode "{monitor.mode}"{told}: it {does}'
 
