@@ -49,3 +49,5 @@ def test_nothing_is_told_of_other_lines(tmp_path, name):
 def test_only_lines_that_keep_weights_count(tmp_path):
     source, _ = SAVES["smaller"]
     assert found_in(tmp_path, source, "print") == []
+    hardest = "if loss > best_loss:\n    best_loss = loss\n    kept = deepcopy(x)  # save("
+    assert found_in(tmp_path, hardest, "deepcopy") == []

@@ -9,7 +9,8 @@ from flatout.observe.observation import Call, Monitor, Site
 from flatout.observe.origins import is_at, parsed
 from flatout.observe.plateaus import kind_before, kind_of, words_of
 
-_KEEPS = ("save", "deepcopy")
+# Other things are copied, too, such as the sample that a search has found hardest.
+_WEIGHTS = {"model", "net", "network", "weights", "state", "params", "parameters"}
 _SMALLER, _LARGER = (ast.Lt, ast.LtE), (ast.Gt, ast.GtE)
 
 
@@ -18,17 +19,21 @@ def kept_best(calls: Iterable[Call]) -> list[Monitor]:
     `if val_acc > best_acc: best_acc = val_acc; torch.save(...)`."""
     result: dict[tuple[str, int], Monitor] = {}
     for call in calls:
-        if call.kind in _KEEPS:
-            for found in _compared_above(call.site):
+        if call.kind in ("save", "deepcopy"):
+            for found in _compared_above(call.site, is_copy=call.kind == "deepcopy"):
                 result[call.site.file, found.site.line if found.site else 0] = found
     return list(result.values())
 
 
-def _compared_above(site: Site) -> Iterator[Monitor]:
+def _compared_above(site: Site, *, is_copy: bool) -> Iterator[Monitor]:
     for node in ast.walk(parsed(site.file) or ast.Module([], [])):
-        if isinstance(node, ast.If) and any(is_at(line, site.line) for line in node.body):
-            for test in node.test.values if isinstance(node.test, ast.BoolOp) else [node.test]:
-                yield from _compared(test, node, Site(site.file, node.lineno))
+        if not isinstance(node, ast.If):
+            continue
+        kept = [line for line in node.body if is_at(line, site.line)]
+        if not kept or (is_copy and words_of(kept[0]).isdisjoint(_WEIGHTS)):
+            continue
+        for test in node.test.values if isinstance(node.test, ast.BoolOp) else [node.test]:
+            yield from _compared(test, node, Site(site.file, node.lineno))
 
 
 def _compared(test: ast.expr, branch: ast.If, site: Site) -> Iterator[Monitor]:

@@ -56,8 +56,8 @@ def kind_of_name(text: str) -> str:
     return "loss" if is_loss else "score"
 
 
-def words_of(given: ast.expr) -> set[str]:
-    """The words in an expression's names, in small letters."""
+def words_of(given: ast.AST) -> set[str]:
+    """The words in the names of some code, in small letters."""
     return _words(ast.unparse(given))
 
 
