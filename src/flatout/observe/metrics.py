@@ -10,6 +10,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from flatout.hooks import when_imported, wrap
+from flatout.observe.frequent_calls import FrequentCalls
 from flatout.observe.watch import Watch
 
 # What sklearn.metrics has beside metrics.
@@ -22,6 +23,7 @@ class MetricHooks:
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
         self._is_inside = False
+        self._often = FrequentCalls(watch)  # Keras calls its own twice in each step
         self._names: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
         when_imported("sklearn.metrics", self._hook_sklearn)
         when_imported("torchmetrics.metric", self._hook_torchmetrics)
@@ -42,7 +44,7 @@ class MetricHooks:
     def _hook_keras(self, module: Any) -> None:
         owner = module.CompileMetrics
         for name in ("update_state", "result"):
-            wrap(owner, name, "observe", self._timed, None)
+            self._often.time(owner, name, "metric", self._timed, None)
 
     def _wrapping(self, original: Any) -> Any:
         """torchmetrics wraps the methods of each object: so do we, around that."""
