@@ -17,11 +17,11 @@ _SMALLER, _LARGER = (ast.Lt, ast.LtE), (ast.Gt, ast.GtE)
 def kept_best(calls: Iterable[Call]) -> list[Monitor]:
     """What the script compares with its best in the lines in which weights were kept, as it does in
     `if val_acc > best_acc: best_acc = val_acc; torch.save(...)`."""
-    result: dict[tuple[str, int], Monitor] = {}
+    result: dict[Site | None, Monitor] = {}
     for call in calls:
         if call.kind in ("save", "deepcopy"):
             for found in _compared_above(call.site, is_copy=call.kind == "deepcopy"):
-                result[call.site.file, found.site.line if found.site else 0] = found
+                result[found.site] = found
     return list(result.values())
 
 
