@@ -1,6 +1,7 @@
 """A SLURM cluster of two nodes on this machine, whose daemons are this process' children."""
 
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -12,6 +13,7 @@ NEEDED = ("slurmctld", "slurmd", "srun", "sbatch", "scancel", "munged")
 
 CONFIG = """\
 ClusterName=flatout
+FirstJobId={first_job}
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={port}
 SlurmUser=root
@@ -62,6 +64,8 @@ class Cluster:
                 port=free_port(),
                 one=free_port(),
                 two=free_port(),
+                # Ranks meet at a port that the job's number gives: no other cluster here has it.
+                first_job=1 + secrets.randbelow(60_000_000),
             )
             + more
         )
