@@ -52,7 +52,7 @@ class Monitors:
 
     def _hook_lightning_schedules(self, module: Any) -> None:
         owner = module.LRSchedulerConfig
-        wrap(owner, "__init__", "observe", self._after, self._of_schedule)
+        wrap(owner, "__init__", "observe", self._configuring)
 
     def _hook_keras(self, module: Any) -> None:
         owner = module.MonitorCallback
@@ -79,13 +79,12 @@ class Monitors:
 
         return call
 
-    def _after(self, original: Any, look: Callable[..., None]) -> Any:
-        def call(item: Any, *args: Any, **kwargs: Any) -> Any:
-            result = original(item, *args, **kwargs)
-            self._aside(partial(look, item))
-            return result
+    def _configuring(self, original: Any) -> Any:
+        def configure(config: Any, *args: Any, **kwargs: Any) -> None:
+            original(config, *args, **kwargs)
+            self._aside(partial(self._of_schedule, config))
 
-        return call
+        return configure
 
     def _aside(self, look: Callable[[], None]) -> None:
         if get_ident() == self._watch.lanes.thread:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any
 
+from flatout.observe.graph_nodes import nearest_nodes
+
 _SOFTMAX = {"SoftmaxBackward0": "softmax", "LogSoftmaxBackward0": "log_softmax"}
 # Before these lies what is inside a model, such as attention to a single token.
 _LAYERS = (
@@ -23,21 +25,21 @@ def single_scores(root: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
     Raises:
         RuntimeError: the graph's numbers are freed.
     """
-    known, todo = {root}, [root]
-    while todo and len(known) < _NODES:
-        node = todo.pop()
-        name = node.name()
-        if name in _SOFTMAX:
-            shape = [int(size) for size in node._saved_result.shape]
-            if prod(shape) > 1 and shape[_signed(node._saved_dim)] == 1:
-                yield node, {"outer": _SOFTMAX[name], "shape": shape}
+    for node in nearest_nodes(root, _NODES, _is_inside):
+        softmax = _SOFTMAX.get(node.name())
+        if softmax is None:
             continue
-        children = [child for child, _ in node.next_functions if child is not None]
-        # Weights that are learned, too, are no probabilities of classes.
-        if name in _LAYERS or (name == "MulBackward0" and len(children) > 1):
-            continue
-        todo += [child for child in children if child not in known]
-        known.update(children)
+        shape = [int(size) for size in node._saved_result.shape]
+        if prod(shape) > 1 and shape[_signed(node._saved_dim)] == 1:
+            yield node, {"outer": softmax, "shape": shape}
+
+
+def _is_inside(node: Any) -> bool:
+    """Whether below a node is no longer what the model says."""
+    name = node.name()
+    if name == "MulBackward0":  # by weights that are learned, too: no probabilities of classes
+        return sum(child is not None for child, _ in node.next_functions) > 1
+    return name in _SOFTMAX or name in _LAYERS
 
 
 def _signed(number: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flatout.doctor.checks.check import Findings, NoSignal, check
-from flatout.doctor.checks.signals import at, other_mode
+from flatout.doctor.checks.signals import at, in_mode, other_mode
 from flatout.doctor.finding import Finding
 from flatout.observe import Monitor, Observation
 
@@ -33,13 +33,12 @@ def _what(monitor: Monitor) -> str:
     which, metric = _KEEPS[monitor.mode], f"{monitor.metric}, a {monitor.metric_kind}"
     if monitor.kind == "if":
         return f"weights are kept where {metric}, is the {which} so far: those of the worst epoch"
-    told = ", which is the default" if monitor.is_default else ""
     does = (
         f"keeps the weights with which that is {which}"
         if monitor.acts == "keeps"
         else f"ends the training once that no longer {_WAITS[monitor.mode]}"
     )
-    return f'{monitor.kind} looks at {metric}, in mode "{monitor.mode}"{told}: it {does}'
+    return f"{monitor.kind} looks at {metric}, {in_mode(monitor)}: it {does}"
 
 
 def _do(kind: str, better: str) -> str:

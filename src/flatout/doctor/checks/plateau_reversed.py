@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from flatout.doctor.checks.check import Findings, NoSignal, check
-from flatout.doctor.checks.signals import at, other_mode
+from flatout.doctor.checks.signals import at, in_mode, other_mode
 from flatout.doctor.finding import Finding
 from flatout.observe import Monitor, Observation, Schedule
 
@@ -39,11 +39,10 @@ def _judged(monitor: Monitor, takes: str, call: str) -> Iterator[Finding]:
     better = other_mode(monitor)
     if not better:
         return
-    told = ", which is the default" if monitor.is_default else ""
     goes = "falls" if better == "min" else "rises"
     yield Finding(
         kind="danger",
-        what=f'{monitor.kind} is in mode "{monitor.mode}"{told}, and {takes} {monitor.metric}, '
+        what=f"{monitor.kind} is {in_mode(monitor)}, and {takes} {monitor.metric}, "
         f"a {monitor.metric_kind}: it takes it for no progress when that {goes}, and lowers the "
         "learning rate",
         do=f'{monitor.kind}{call}"{better}")',

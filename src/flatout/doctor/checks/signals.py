@@ -145,6 +145,12 @@ def other_mode(monitor: Monitor) -> str:
     return better if better != monitor.mode else ""
 
 
+def in_mode(monitor: Monitor) -> str:
+    """Which one it is in, in words."""
+    told = ", which is the default" if monitor.is_default else ""
+    return f'in mode "{monitor.mode}"{told}'
+
+
 def parity_of_workers(loader: Loader) -> str:
     """Of workers that stay, or are others: those that draw nothing give the same samples."""
     return "bit-identical" if loader.worker_hashes == [] else "redrawn"
