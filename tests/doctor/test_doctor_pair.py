@@ -15,7 +15,7 @@ from run_pair import run_pair
 
 from flatout.doctor.trials.arm import Arm
 from flatout.doctor.trials.pair import Against
-from flatout.doctor.trials.process import Command
+from flatout.doctor.trials.process import Command, Ended
 from flatout.doctor.trials.schedule import Schedule
 from flatout.doctor.trials.scratch import scratch, trials_folder
 
@@ -203,7 +203,7 @@ CONTROLLER = f"""
 import os, sys, time
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from run_pair import run_pair
-from flatout.doctor.trials.process import Command
+from flatout.doctor.trials.process import Command, Ended
 script = Command([sys.executable, *sys.argv[1:]])
 run_pair(script, script, budget_s=240, max_pairs=1000, block_s=0.1,
          started=lambda side, process: print(process.pid, flush=True))
@@ -356,8 +356,44 @@ def test_a_script_that_ends_before_a_block_does_finds_its_pace_again(tmp_path, m
         assert side.block(2, 40).step_s > 0.002
 
 
-def test_a_process_that_begins_again_shows_no_losses_again(tmp_path):
-    tells = "lambda: {'losses': [] if os.environ.get('FLATOUT_RECORDED') == '0' else [1.0]}"
+@pytest.mark.parametrize(("unit", "counted"), [(1, 142), (50, 100)])
+def test_a_script_that_ends_within_its_first_block_counts_the_steps_it_has(tmp_path, unit, counted):
+    with (
+        scratch() as folder,
+        closing(
+            Arm("a", job(tmp_path, TIMED, "150"), folder, time.monotonic() + 60, is_renewed=True)
+        ) as side,
+    ):
+        side.meet()
+        side.warm_up(2)
+        block = side.block(100, 500, unit=unit)
+        assert (block.steps, block.step_s) == (counted, 0.004)
+        assert side.block(100, 40).steps == 40
+
+
+def test_a_script_too_short_for_a_block_says_how_many_steps_it_takes(tmp_path):
+    with (
+        scratch() as folder,
+        closing(
+            Arm("a", job(tmp_path, TIMED, "8"), folder, time.monotonic() + 60, is_renewed=True)
+        ) as side,
+    ):
+        side.meet()
+        side.warm_up(2)
+        with pytest.raises(Ended, match="takes 8 steps only"):
+            side.block(2, 40)
+        assert side.has_ended
+
+
+@pytest.mark.parametrize("users", [None, "7"])
+def test_a_process_that_begins_again_shows_no_losses_again_and_lies_elsewhere(
+    tmp_path, monkeypatch, users
+):
+    if users:
+        monkeypatch.setenv("PYTHONHASHSEED", users)
+    losses = "[] if os.environ.get('FLATOUT_RECORDED') == '0' else [1.0]"
+    seed = "{'seed': os.environ.get('PYTHONHASHSEED')}"
+    tells = f"lambda: {{'losses': {losses}, 'left': {seed}}}"
     showing = TIMED.replace("import at_step\n", "import at_step, tell_also\nimport os\n")
     showing = showing.replace("for step", f"tell_also(lambda: 0, {tells})\nfor step")
     with (
@@ -368,9 +404,12 @@ def test_a_process_that_begins_again_shows_no_losses_again(tmp_path):
         side.warm_up(2)
         side.block(2, 5)
         assert side.showed.losses == [1.0] * 3
-        side.renew(2)
-        side.block(2, 5)
-        assert side.showed.losses == [1.0] * 3
+        assert side.showed.left == {"seed": users}
+        for life in ("1", "2"):
+            side.renew(2)
+            side.block(2, 5)
+            assert side.showed.losses == [1.0] * 3
+            assert side._seen.left == {"seed": users or life}
 
 
 @pytest.mark.slow

@@ -50,7 +50,7 @@ _CALM, _LONGEST = 0.1, 4.0
 # The trial that has the last word says what is promised: its quadruples at least and at most, where
 # there is time, how far apart the ends of its interval may lie, the seconds in which each side
 # finds its pace before a block counts, and how often both are begun.
-_LAST_PAIRS, _MOST_LAST_PAIRS, _PRECISION, _PACE_S, _LIVES = 4, 16, 0.04, 1.0, 3
+_LAST_PAIRS, _MOST_LAST_PAIRS, _PRECISION, _PACE_S, _LIVES = 4, 16, 0.04, 1.0, 5
 # Nearer to 1 no ratio of CPU times is believed.
 _LEAST_CPU_FLOOR = 0.02
 # A variant that is nearly as fast with fewer workers or threads is as good.

@@ -31,9 +31,9 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-from flatout.doctor.trials.arm import Arm, Block, Showed
+from flatout.doctor.trials.arm import WARM_STEPS, Arm, Block, Showed
 from flatout.doctor.trials.process import Command, Ended, Process
-from flatout.doctor.trials.schedule import WARM_STEPS, Schedule
+from flatout.doctor.trials.schedule import Schedule
 from flatout.measure import TrialResult, run_trial
 
 _SLACK = 1.5
@@ -253,7 +253,7 @@ class Against:
                 goes_on = bool(pair.blocks) and pair.blocks[-1].side == side.name and not restarts
                 paced, _ = length.of(side.step_s)
                 left_out, counted = length.of(side.step_s, is_paced=not goes_on)
-                block = side.block(left_out, counted, dropped_again=paced)
+                block = side.block(left_out, counted, dropped_again=paced, unit=length.unit)
                 pair.blocks.append(block)
                 return _time_of(block, terms)
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from flatout.doctor.trials.arm import FEWEST_STEPS
+from flatout.doctor.trials.arm import FEWEST_STEPS, WARM_STEPS
 from flatout.doctor.trials.process import Ended
 
 _SHORTEST_S = 0.25
-WARM_STEPS = 2
 # Of a trial's time, for beginning again.
 _RENEWING = 1 / 3
 # Blocks that a script of few steps should have room for, before it must be started again.
@@ -36,7 +35,7 @@ class Schedule:
         settles: B becomes faster for as long as no one knows, as one that fills a cache.
         counts_between: evaluation and saving are a part of what is measured.
         lives: how often both sides are begun, where there is time for it. Two processes of the same
-            script may differ for as long as they live, as in how their memory lies.
+            script may differ for as long as they live, as in where their objects lie in memory.
     """
 
     max_pairs: int = 8
@@ -100,7 +99,8 @@ class Schedule:
         counts = range(self.lives, 0, -1)
         count = next(n for n in counts if (n - 1) * renewal_s <= _RENEWING * left_s)
         fit = (left_s - (count - 1) * renewal_s) / quadruple_s
-        return Lives(count, math.ceil(max(1.0, min(fit, self.max_pairs)) / count))
+        quadruples = max(1, min(int(fit), self.max_pairs))
+        return Lives(min(count, quadruples), quadruples)
 
     def length(
         self, step_s: float, left_s: float, dropped: int, steps: int, most: int | None
@@ -127,21 +127,26 @@ class Lives:
 
     Attributes:
         count: so often.
-        quadruples: that are measured in each life but the last, which has what is left.
+        quadruples: for which there is room; they are spread over the lives.
     """
 
     count: int
     quadruples: int
 
     def restart(self, blocks: int) -> bool:
-        """Whether one ends after so many blocks."""
-        life, rest = divmod(blocks, 4 * self.quadruples)
-        return rest == 0 and 0 < life < self.count
+        """Whether a life ends after so many blocks."""
+        done, rest = divmod(blocks, 4)
+        return rest == 0 and done in self._ends
 
     @property
     def fewest(self) -> int:
         """Quadruples after which each life has had one."""
-        return (self.count - 1) * self.quadruples + 1
+        return max(self._ends, default=0) + 1
+
+    @property
+    def _ends(self) -> list[int]:
+        """After how many quadruples a life ends that is not the last."""
+        return [math.ceil(life * self.quadruples / self.count) for life in range(1, self.count)]
 
 
 @dataclass(frozen=True)

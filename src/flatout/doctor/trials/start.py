@@ -99,7 +99,7 @@ def _watch(watch: Stepping) -> None:
         watch_loaders(module, watch, looks_within=False)
         watch.record.watch_batches(module)
 
-    step_sync.tell_also(lambda: watch.between, watch.told)
+    step_sync.tell_also(lambda: watch.between, watch.told, lambda: watch.lanes.steps)
     when_imported("torch", hook_torch)
     when_imported("torch.utils.data.dataloader", hook_loaders)
     when_imported("torch._dynamo.eval_frame", skip_our_frames)

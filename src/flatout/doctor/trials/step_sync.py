@@ -2,17 +2,19 @@
 
 What sees the script's optimizer steps calls `at_step()` after each, or after as many as it was
 told to. Outside a trial that does nothing. The first process of a script that gets here takes part;
-its other ranks and workers wait for it where they always do.
+its other ranks and workers wait for it where they always do. Where the script comes to its end
+within a block, it tells how many steps it took.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from time import perf_counter_ns
 from typing import Any
 
@@ -45,6 +47,7 @@ class StepSync:
         # end. Before the first block that is the script's first step.
         self._first = self._last = self._next = 1
         self._began = self._resumed = self._between = self._faults = self._cpu = 0
+        atexit.register(self._end)
 
     def step(self, steps: int) -> int:
         """Steps have ended; returns when the next one may begin, as `at_step` does."""
@@ -87,6 +90,14 @@ class StepSync:
         self._last = self._first + steps
         self._resumed = perf_counter_ns()
 
+    def _end(self) -> None:
+        """The script has come to its end."""
+        if os.getpid() != self._pid:
+            return
+        steps = self._done if _steps is None else _steps()
+        with suppress(OSError):  # the trial is over
+            self._connection.sendall(json.dumps({"steps_at_all": steps}).encode() + b"\n")
+
 
 def listen(folder: str) -> socket.socket:
     """A socket to which the script comes that is told of this folder."""
@@ -111,18 +122,24 @@ _step_sync: StepSync | None = None
 _is_asked = False
 _between: Callable[[], int] = lambda: 0  # noqa: E731
 _more: Callable[[], dict[str, Any]] = dict
+_steps: Callable[[], int] | None = None
 
 
-def tell_also(between: Callable[[], int], more: Callable[[], dict[str, Any]]) -> None:
+def tell_also(
+    between: Callable[[], int],
+    more: Callable[[], dict[str, Any]],
+    steps: Callable[[], int] | None = None,
+) -> None:
     """What else the trial hears of each block.
 
     Args:
         between: gives the time so far, in nanoseconds, that was no part of any step, such as
             evaluation; what of it falls into a block is told with that.
         more: gives what was recorded since it was last called, as plain data.
+        steps: gives how many have ended so far, where `at_step` is not called after each.
     """
-    global _between, _more
-    _between, _more = between, more
+    global _between, _more, _steps
+    _between, _more, _steps = between, more, steps
 
 
 def at_step(steps: int = 1) -> int:
