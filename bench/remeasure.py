@@ -35,7 +35,7 @@ FLATOUT = [sys.executable, "-c", "from flatout.cli.main import main; main()"]
 # The lengths that are tried until epochs take a second, and the fewest that are measured. Of those
 # that tell of themselves the first one is left out, and the second one begins what is measured.
 LENGTHS, FEWEST, BEFORE = (4, 12, 36, 108), 2, 2
-LONGEST_S = 600.0
+LONGEST_S, A_SECOND = 600.0, 1.0
 # Quadruples of runs at least and at most, and how far apart the ends of their interval may lie.
 LEAST, MOST, PRECISION = 3, 6, 0.04
 EPOCH = re.compile(r"epoch \d", re.IGNORECASE)
@@ -52,7 +52,7 @@ class Remeasured:
     Args:
         ratio: time of an epoch as it is over that with the cures; None where there is none.
         as_it_is, cured: seconds per epoch, at the median.
-        epochs: of the runs.
+        epochs: of the runs as it is; those with cures have more where these would take no second.
         low, high: between which the ratio lies, by several quadruples.
         reason: why there is no ratio, or empty.
     """
@@ -80,9 +80,11 @@ def remeasure(script: Path, ranks: int, cures: Mapping[str, Any], *, seconds: fl
             a = as_it_is(script, Path(folder, "as_it_is"), ranks)
             b = cured(script, Path(folder, "cured"), cures, ranks)
             epochs = epochs_within(a, seconds)
+            # A cure may leave so little of them that they can't be measured.
+            more = max(epochs, epochs_within(b, min(A_SECOND, seconds)))
             found = run_trial(
                 lambda: epoch_s(a(epochs)),
-                lambda: epoch_s(b(epochs)),
+                lambda: epoch_s(b(more)),
                 max_pairs=MOST,
                 min_pairs=LEAST,
                 precision=PRECISION,
@@ -144,7 +146,7 @@ def epochs_within(run: Run, seconds: float) -> int:
     """How many epochs a run must have, so that those that are measured take so long."""
     for epochs in LENGTHS:
         each = epoch_s(run(epochs))
-        if each * (epochs - BEFORE) >= min(1.0, seconds):
+        if each * (epochs - BEFORE) >= min(A_SECOND, seconds):
             break
     return BEFORE + max(FEWEST, ceil(seconds / each))
 

@@ -363,6 +363,24 @@ def test_what_is_outside_of_epochs_drops_out():
         remeasure.epoch_s([1.0, 2.0, 3.0])
 
 
+def test_runs_that_a_cure_makes_short_have_more_epochs(monkeypatch, tmp_path):
+    lengths = {"as it is": [], "cured": []}
+
+    def run(side, each):
+        def of(epochs):
+            lengths[side].append(epochs)
+            return [each * epoch for epoch in range(epochs)]
+
+        return of
+
+    monkeypatch.setattr(remeasure, "as_it_is", lambda *given: run("as it is", 3.0))
+    monkeypatch.setattr(remeasure, "cured", lambda *given: run("cured", 0.01))
+    found = remeasure.remeasure(tmp_path, 1, {"recipe": {}, "edits": []}, seconds=4)
+    assert found.ratio == pytest.approx(300)
+    assert found.epochs == 4
+    assert (set(lengths["as it is"]), lengths["cured"][-1]) == ({4}, 102)
+
+
 @pytest.mark.slow
 @pytest.mark.long
 def test_whole_runs_are_compared(tmp_path):

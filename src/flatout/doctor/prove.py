@@ -7,7 +7,8 @@
                   brings about, such as memory that comes again in each step. What adds nothing goes
     4  together   all that is left against the script as it is, measured again, which also keeps a
                   chance win of step 2 from being prescribed. Where nothing has won, what looked
-                  most like it: this trial is the longest, and sees what noise has hidden
+                  most like it: this trial is the longest, and sees what noise has hidden. Where
+                  what is left fails it, the best follows of what has won and added nothing to it
 
 The script as it is stays alive, stopped, from the first trial to the last but one. For the
 last it is started again, where there is time: both sides are equally old there.
@@ -132,6 +133,7 @@ class Proving:
         self._tried: dict[tuple[str, ...], _Tried] = {}
         self._untried: dict[tuple[str, ...], Proof] = {}
         self._brought: list[Cure] = []  # of what other cures bring about
+        self._idle: list[_Tried] = []  # what wins alone, but adds nothing to others
         self._final: _Tried | None = None
 
     def run(self, cures: Sequence[Cure]) -> None:
@@ -294,6 +296,9 @@ class Proving:
                 if pair.result.ratio < 1 - self._bench.floor:
                     continue
                 left = fewer
+                tried = self._tried[cure.names]
+                if cure not in self._brought and tried.proof.trial and tried.proof.trial.wins:
+                    self._idle.append(tried)
                 self._drop(cure, f"adds nothing beside {together(fewer).words}")
         return left
 
@@ -321,7 +326,13 @@ class Proving:
             worst = f"{final.proof.reason} when measured again"
             if len(chosen) == 1:
                 self._drop(chosen[0], worst)
-                return
+                if not self._idle:
+                    return
+                spare = max(self._idle, key=lambda tried: self._ratio(tried.cure))
+                self._idle.remove(spare)
+                self._tried[spare.cure.names] = spare
+                chosen, everything = [spare.cure], spare.cure
+                continue
             outcome: Outcome = "left alone"
             worst = f"together {worst}"
             if final.proof.outcome == "not tried":  # for lack of time, which says nothing of it
