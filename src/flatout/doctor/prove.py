@@ -1,6 +1,8 @@
 """From a verdict to a prescription: each cure is tried on the script itself, then those that win.
 
-    1  itself     the script against itself: the noise, and whether it repeats its losses
+    1  itself     the script against itself: the noise, and whether it repeats its losses. Where the
+                  noise comes of memory that goes back to the system and comes again, in some steps
+                  more than in others, what follows is measured with that memory kept
     2  alone      each cure against the script as it is; numbers of workers and threads in variants
     3  beside     what did not win alone is tried on top of what did: bf16 alone may be slower where
                   bf16 with channels_last is three times faster. So is the cure of what another
@@ -46,6 +48,7 @@ _ITSELF_S, _ITSELF_MOST = 30.0, 1 / 3
 # A/A noise from which on its cause is told, and from which on each win has to lie beyond it, and
 # not only beyond the noise of its own trial.
 _NOISY, _LOUD = 0.2, 0.4
+_KEEP = {"memory.allocator": "keep"}
 # Blocks are so many times as long then, as their noise is larger than this, up to a limit.
 _CALM, _LONGEST = 0.1, 4.0
 # The trial that has the last word says what is promised: its quadruples at least and at most, where
@@ -143,27 +146,76 @@ class Proving:
             _Stopped: the script itself ends.
         """
         with self._bench.against(NOTHING) as plain:
-            self._itself(plain)
-            for at, cure in enumerate(cures):
-                self._alone(plain, cure, remaining=len(cures) - at)
-            known = {name for cure in cures for name in cure.fields}
-            self._brought = [finding for finding in self._follows() if not finding.fields & known]
-            chosen = self._beside(plain) or self._hidden()
+            self._told("the script against itself, for the noise ...")
+            left = self._bench.left_s
+            budget = max(_ITSELF * left, min(_ITSELF_S, _ITSELF_MOST * left))
+            others = OtherWork()
+            pair, result = self._with_itself(plain, budget)
+            chosen = self._with_memory_kept(plain, cures, pair, result, budget / 2)
+            if chosen is None:
+                self._itself(plain, pair, result, budget, others)
+                chosen = self._chosen(plain, cures)
             if chosen:
                 self._together(plain, chosen)
 
     # -- the trials -------------------------------------------------------------------------------
 
-    def _itself(self, plain: Against) -> None:
-        self._told("the script against itself, for the noise ...")
-        left = self._bench.left_s
-        budget = max(_ITSELF * left, min(_ITSELF_S, _ITSELF_MOST * left))
-        others = OtherWork()
-        pair, result = self._with_itself(plain, budget)
-        if result.floor > _NOISY and self._bench.left_s > 2 * budget:
+    def _with_memory_kept(
+        self,
+        plain: Against,
+        cures: Sequence[Cure],
+        pair: Pair,
+        result: TrialResult,
+        budget_s: float,
+    ) -> list[Cure] | None:
+        """Which cures belong together, where the noise goes once memory is kept; else None."""
+        kept = next((cure for cure in cures if cure.recipe == _KEEP), None)
+        if result.floor <= _NOISY or kept is None or not self._has_time(4, starts=2):
+            return None
+        self._told(f"  A/A noise ±{result.floor:.1%}: again with {kept.words} ...")
+        with self._bench.beside(kept) as base:
+            _, calm = self._with_itself(base, budget_s)
+            if calm.floor > min(_NOISY, result.floor / 2):
+                return None
+            self._believe(pair, calm)
+            self._told(f"  A/A noise ±{self._floor:.1%}, so cures are tried beside that")
+            self._alone(plain, kept, remaining=len(cures))
+            alone = self._tried.pop(kept.names, None)
+            if alone is None:  # no time was left for it
+                return []
+            chosen = self._chosen(base, [cure for cure in cures if cure is not kept])
+        for names, tried in self._tried.items():
+            reason = ", ".join(filter(None, (tried.proof.reason, f"beside {kept.words}")))
+            self._tried[names] = replace(tried, proof=replace(tried.proof, reason=reason))
+        self._tried[kept.names] = alone
+        return [kept, *chosen] if chosen or alone.proof.outcome == "prescribed" else []
+
+    def _chosen(self, plain: Against, cures: Sequence[Cure]) -> list[Cure]:
+        """Which cures belong together, as far as the budget reaches."""
+        for at, cure in enumerate(cures):
+            self._alone(plain, cure, remaining=len(cures) - at)
+        known = {name for cure in cures for name in cure.fields}
+        self._brought = [finding for finding in self._follows() if not finding.fields & known]
+        return self._beside(plain) or self._hidden()
+
+    def _itself(
+        self, plain: Against, pair: Pair, result: TrialResult, budget_s: float, others: OtherWork
+    ) -> None:
+        """What is believed, by a trial of the script and itself; by another where it is noisy."""
+        if result.floor > _NOISY and self._bench.left_s > 2 * budget_s:
             self._bench.longer = min(result.floor / _CALM, _LONGEST)
             self._told(f"  A/A noise ±{result.floor:.1%}: again in longer blocks ...")
-            pair, result = self._with_itself(plain, budget)
+            pair, result = self._with_itself(plain, budget_s)
+        self._believe(pair, result)
+        if self._floor > _LOUD:  # what cannot be told apart from that is not prescribed
+            self._bench.floor = self._floor
+        if self._floor > _NOISY:
+            self._believe_cpu_time(pair)
+            self._noise = others.words() or "no other process here took a CPU during trials"
+        self._told(f"  A/A noise ±{self._floor:.1%}" + (f": {self._noise}" if self._noise else ""))
+
+    def _believe(self, pair: Pair, result: TrialResult) -> None:
+        """The floor of all trials, and whether the script repeats its losses."""
         # Two processes may differ for as long as they live; what varies within them, trials see.
         if not result.low <= 1 <= result.high:
             strayed = math.exp(abs(math.log(result.ratio))) - 1
@@ -171,12 +223,6 @@ class Proving:
         self._floor = max(self._bench.floor, result.floor)
         compared = compare(pair.a, pair.b, Parity.EXACT, is_repeatable=True)
         self._judging.is_repeatable = compared.is_equal is not False
-        if self._floor > _LOUD:  # what cannot be told apart from that is not prescribed
-            self._bench.floor = self._floor
-        if self._floor > _NOISY:
-            self._believe_cpu_time(pair)
-            self._noise = others.words() or "no other process here took a CPU during trials"
-        self._told(f"  A/A noise ±{self._floor:.1%}" + (f": {self._noise}" if self._noise else ""))
 
     def _with_itself(self, plain: Against, budget_s: float) -> tuple[Pair, TrialResult]:
         pair = self._bench.measure(plain, NOTHING, budget_s, min_pairs=3, max_pairs=4)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 from flatout.doctor.judge import Verdict
-from flatout.doctor.proving.cure import Cure
+from flatout.doctor.proving.cure import NOTHING, Cure, together
 from flatout.doctor.proving.jobs import job
 from flatout.doctor.proving.whole_run import epoch_steps, evaluated_every, steps_at_all
 from flatout.doctor.trials.arm import Showed
@@ -58,6 +58,7 @@ class Bench:
         self.held = ""
         self.refused: list[dict[str, str]] = []
         self._most_steps = steps_at_all(verdict)
+        self._beside = NOTHING
         self._what = what
         self._folder = folder
         self._until = time.monotonic() + budget_s
@@ -83,6 +84,20 @@ class Bench:
             self._job(cure), self._folder, self._until, most_steps=self._most_steps, is_renewed=True
         )
         return closing(against)
+
+    @contextmanager
+    def beside(self, cure: Cure) -> Iterator[Against]:
+        """The script with a cure, against which others are measured beside that cure meanwhile.
+
+        Raises:
+            FlatoutError: it cannot be started here.
+        """
+        self._beside = cure
+        try:
+            with self.against(NOTHING) as against:
+                yield against
+        finally:
+            self._beside = NOTHING
 
     def measure(
         self,
@@ -143,7 +158,7 @@ class Bench:
         return pair
 
     def _job(self, cure: Cure) -> Any:
-        return job(self._what, cure, temporary_of(self._folder))
+        return job(self._what, together([self._beside, cure]), temporary_of(self._folder))
 
 
 def why_left(cure: Cure, b: Showed) -> str:

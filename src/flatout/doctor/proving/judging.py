@@ -68,7 +68,8 @@ class Judging:
             repays = math.ceil(once / (a_step - b_step)) if result.wins else None
             proof = replace(proof, setup_s=once, repays_after=repays)
         is_by_recipe = bool(cure.recipe) and not cure.own_edits
-        if self._tells_what_applied and is_by_recipe and not pair.b.applied:
+        took_hold = {*pair.b.applied} - {*pair.a.applied}
+        if self._tells_what_applied and is_by_recipe and not took_hold:
             reason = f"{LEFT}: nothing was found in the script that it concerns"
             return replace(proof, outcome="left alone", reason=reason)
         if not compared.holds:
