@@ -174,8 +174,8 @@ class Proving:
             return None
         self._told(f"  A/A noise ±{result.floor:.1%}: again with {kept.words} ...")
         with self._bench.beside(kept) as base:
-            _, calm = self._with_itself(base, budget_s)
-            if calm.floor > min(_NOISY, result.floor / 2):
+            calm = self._bench.measure(base, NOTHING, budget_s, min_pairs=3, max_pairs=4).result
+            if calm is None or calm.pairs < 2 or calm.floor > min(_NOISY, result.floor / 2):
                 return None
             self._believe(pair, calm)
             self._told(f"  A/A noise ±{self._floor:.1%}, so cures are tried beside that")
