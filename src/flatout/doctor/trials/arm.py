@@ -243,10 +243,11 @@ class Arm:
         if self._life:
             room = self._life - self._done
             dropped = max(fewest, min(dropped, room - steps))
-            steps = min(steps, (room - dropped) // unit * unit)
-            if steps < FEWEST_STEPS:
+            fit = (room - dropped) // unit * unit
+            if fit < min(steps, FEWEST_STEPS):
                 self.has_ended = True
                 raise _too_few(self._life)
+            steps = min(steps, fit)
         block, _ = self._block(dropped, steps)
         self._blocks += 1
         return block
