@@ -1,16 +1,20 @@
 """What is tried, how long, and what losses say: as plain data, without a trial."""
 
+import itertools
+import json
 import math
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from flatout.doctor.finding import Edit, Finding
 from flatout.doctor.judge import Verdict
 from flatout.doctor.proposals import with_edits
 from flatout.doctor.proving.bench import Bench, why_left
-from flatout.doctor.proving.cure import Cure, cures_of, together
+from flatout.doctor.proving.cure import NOTHING, Cure, cures_of, together
 from flatout.doctor.proving.losses import compare
 from flatout.doctor.proving.obstacles import why_no_trial
 from flatout.doctor.proving.whole_run import (
@@ -22,12 +26,12 @@ from flatout.doctor.proving.whole_run import (
     whole_s,
 )
 from flatout.doctor.trials.arm import Block, Showed
-from flatout.doctor.trials.pair import Pair
+from flatout.doctor.trials.pair import Against, Pair
 from flatout.doctor.trials.process import Ended
-from flatout.doctor.trials.schedule import Schedule
+from flatout.doctor.trials.schedule import Lives, Schedule
 from flatout.doctor.trials.scratch import scratch
 from flatout.observe import Loader, Model, Observation, Optimizer
-from flatout.recipe import Parity
+from flatout.recipe import SET_VARIABLE, Parity
 
 RNG = np.random.default_rng(0)
 CURVE = (2.0 * np.exp(-np.arange(200) / 60) + 0.1 * RNG.random(200)).tolist()
@@ -324,6 +328,17 @@ def test_whole_epochs_stay_whole_where_a_side_finds_its_pace():
     assert slow.of(0.1) == (2, 30)  # 0.5 s: there is no half epoch
 
 
+@given(st.data(), st.integers(1, 40))
+def test_lives_are_spread_over_the_quadruples_there_is_room_for(data, quadruples):
+    lives = Lives(data.draw(st.integers(1, min(6, quadruples))), quadruples)
+    restarts = [done for done in range(quadruples) if lives.restart(4 * done)]
+    assert len(restarts) == lives.count - 1
+    assert lives.fewest == (restarts[-1] if restarts else 0) + 1
+    each = [end - begin for begin, end in itertools.pairwise([0, *restarts, quadruples])]
+    assert max(each) - min(each) <= 1
+    assert not any(lives.restart(blocks) for blocks in range(4 * quadruples) if blocks % 4)
+
+
 def test_steps_of_an_epoch_are_known_where_one_loader_gives_them():
     assert epoch_steps(seen()) == 10
     assert epoch_steps(seen(optimizers=[Optimizer("SGD", backwards=2.0)])) == 5
@@ -345,6 +360,28 @@ def test_a_loop_without_a_loader_is_measured_from_evaluation_to_evaluation(every
         bench.measure(against, Cure(("a",), "a", {"script.evaluation": "no_grad"}), 10)
     assert asked[0].steps(0.01, 1e3, 2, None) == (60 if found else 48)
     assert asked[0].in_epochs == bool(found)
+
+
+def test_what_is_measured_beside_a_cure_has_it_on_both_sides(monkeypatch):
+    def settings(job):
+        return sorted(json.loads(job.variables.get(SET_VARIABLE, "[]")))
+
+    sides = []
+    monkeypatch.setattr(Against, "__init__", lambda against, job, *_, **__: sides.append(job))
+    monkeypatch.setattr(Against, "close", lambda against: None)
+    monkeypatch.setattr(
+        Against, "measure", lambda against, job, *_, **__: sides.append(job) or Pair()
+    )
+    kept = Cure(("a",), "a", {"memory.allocator": "keep"})
+    last = Cure(("b",), "b", {"compute.memory_format": "channels_last"})
+    with scratch() as folder:
+        bench = Bench(verdict(), ["t.py"], folder, budget_s=60)
+        with bench.beside(kept) as against:
+            bench.measure(against, last, 10)
+        with bench.against(NOTHING) as against:
+            bench.measure(against, last, 10)
+    both = ["compute.memory_format=channels_last", "memory.allocator=keep"]
+    assert [settings(side) for side in sides] == [both[1:], both, [], both[:1]]
 
 
 def test_steps_of_the_run_are_known_from_its_end_or_its_options(tmp_path):
