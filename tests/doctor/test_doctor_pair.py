@@ -114,6 +114,19 @@ def test_two_processes_run_in_turn_a_b_b_a(tmp_path):
     assert list(trials_folder().glob("[!.]*")) == []
 
 
+@pytest.mark.parametrize(("slow_s", "given_up"), [(0.4, True), (0.04, False)])
+def test_what_is_far_slower_is_given_up_once_its_steps_have_told_so(tmp_path, slow_s, given_up):
+    a = job(tmp_path, TIMED, "1000000")
+    slow = job(tmp_path, TIMED.replace("0.004", str(slow_s)), "1000000", name="slow")
+    with measured_against(a, 60) as against:
+        terms = Schedule(max_pairs=2, block_s=0.1, hopeless=4.0)
+        pair = against.measure(slow, terms, budget_s=30)
+        assert pair.reason == ("b: steps took 100.0 times as long" if given_up else "")
+        assert (pair.result is None) == given_up
+        again = against.measure(a, terms, budget_s=30)
+        assert again.result is not None  # A goes on
+
+
 @pytest.mark.slow
 def test_b_may_start_as_long_as_a_did(tmp_path):
     late = job(tmp_path, "import time; time.sleep(4)\n" + PLAIN, "1000000")

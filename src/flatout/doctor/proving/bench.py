@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout.doctor.judge import Verdict
-from flatout.doctor.proving.cure import NOTHING, Cure, together
+from flatout.doctor.proving.cure import COMPILE, NOTHING, Cure, together
 from flatout.doctor.proving.jobs import job
 from flatout.doctor.proving.whole_run import epoch_steps, evaluated_every, steps_at_all
 from flatout.doctor.trials.arm import Showed
@@ -24,6 +24,8 @@ _LEAST_FLOOR = 0.02
 # A trial takes a start, and warming up and two quadruples of blocks, at least.
 _BLOCKS, _SHORTEST_S = 10, 0.3
 _SLOWER_START = 1.3
+# What becomes no faster after its first steps is given up where these take so many times as long.
+_HOPELESS = 4.0
 LEFT = "it stays as written"
 
 
@@ -139,6 +141,7 @@ class Bench:
             settles=fills and self.epoch_steps is None,
             counts_between=counts_between(cure),
             lives=lives,
+            hopeless=math.inf if fills or COMPILE in cure.recipe else _HOPELESS,
         )
         pair = against.measure(
             self._job(cure),

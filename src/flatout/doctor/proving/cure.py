@@ -13,7 +13,7 @@ from flatout.doctor.proposals import with_recipe
 from flatout.observe import Observation
 from flatout.recipe import SETTINGS, ModelFacts, Parity, Setting, of_change, phrase
 
-_COMPILE = "compute.compile"
+COMPILE = "compute.compile"
 _MOST_VALUES = 4
 
 
@@ -92,7 +92,7 @@ def cures_of(verdict: Verdict, allow: Parity) -> list[Cure]:
         key = cure.fields or cure.edits
         result[key] = _joined(result[key], cure) if key in result else cure
     cures = [_with_values(cure, verdict) for cure in result.values()]
-    return sorted(cures, key=lambda cure: (_COMPILE in cure.recipe, cure.parity > allow))
+    return sorted(cures, key=lambda cure: (COMPILE in cure.recipe, cure.parity > allow))
 
 
 def _cure(finding: Finding, observation: Observation) -> Cure:

@@ -31,7 +31,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-from flatout.doctor.trials.arm import WARM_STEPS, Arm, Block, Showed
+from flatout.doctor.trials.arm import FEWEST_STEPS, WARM_STEPS, Arm, Block, Showed
 from flatout.doctor.trials.process import Command, Ended, Process
 from flatout.doctor.trials.schedule import Schedule
 from flatout.measure import TrialResult, run_trial
@@ -39,6 +39,8 @@ from flatout.measure import TrialResult, run_trial
 _SLACK = 1.5
 # Blocks in which a cache of unknown size may fill, and when it hardly gains any more.
 _SETTLES_WITHIN, _AS_FAST = 4, 0.9
+# First steps that take so long in all are no accident.
+_TELLING_S = 0.5
 # A that has become slower by so much, or by more than noise, is too old for a young B.
 _AGED = 0.05
 # One that becomes slower by so much does so whenever it begins: the user's run has one long life.
@@ -176,7 +178,7 @@ class Against:
                 other.meet()
                 other.until = self._until
                 self._warm_up(pair, other)
-                reason = is_vain(other.showed)
+                reason = is_vain(other.showed) or self._why_hopeless(other, terms.hopeless)
                 if reason:
                     raise Ended(reason)
                 self._measure(pair, other, terms, until)
@@ -223,6 +225,14 @@ class Against:
         if self._a.step_s == math.inf:
             self._a.warm_up(pair.dropped)
         b.warm_up(pair.dropped)
+
+    def _why_hopeless(self, b: Arm, times: float) -> str:
+        """Why nothing need be measured, as the time of a trial is better spent; else ""."""
+        as_long = b.step_s / self._a.step_s
+        # Short ones may have been held up by anything.
+        if as_long < times or FEWEST_STEPS * b.step_s < _TELLING_S:
+            return ""
+        return f"steps took {as_long:.1f} times as long"
 
     def _measure(self, pair: Pair, b: Arm, terms: Schedule, until: float) -> None:
         a, dropped = self._a, pair.dropped

@@ -36,6 +36,7 @@ class Schedule:
         counts_between: evaluation and saving are a part of what is measured.
         lives: how often both sides are begun, where there is time for it. Two processes of the same
             script may differ for as long as they live, as in where their objects lie in memory.
+        hopeless: B is given up where its steps take so many times as long as A's once it is warm.
     """
 
     max_pairs: int = 8
@@ -49,6 +50,7 @@ class Schedule:
     settles: bool = False
     counts_between: bool = False
     lives: int = 1
+    hopeless: float = math.inf
 
     def steps(self, step_s: float, left_s: float, dropped: int, most: int | None) -> int:
         """Steps that a block counts.
