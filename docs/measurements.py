@@ -216,8 +216,8 @@ SECTIONS = (
     Section(
         "doctor",
         "The doctor's trials",
-        "The same scripts with trials of 120 s. What the trials promise for all cures together is "
-        "measured again by whole runs with and without them.",
+        "Those of the scripts whose pitfall costs time, with trials of 120 s. What the trials "
+        "promise for all cures together is measured again by whole runs with and without them.",
     ),
     Section(
         "observing",
