@@ -164,8 +164,8 @@ def test_a_script_hears_an_interrupt_and_is_stopped_with_what_it_has_begun(tmp_p
     code = """
     import subprocess, sys, time
     child = subprocess.Popen(["sleep", "600"])
-    open(sys.argv[1] + "/began", "w").close()
     try:
+        open(sys.argv[1] + "/began", "w").close()
         time.sleep(600)
     except KeyboardInterrupt:
         assert child.poll() is None
