@@ -71,6 +71,20 @@ def measured_against(a: Command, seconds: float, started=lambda side, process: N
         yield against
 
 
+@contextmanager
+def short_script(tmp_path: Path, code: str, steps: int, most_steps: int | None = None):
+    """One side of a script that ends by itself and is begun again then, past its first steps."""
+    until = time.monotonic() + 60
+    script = job(tmp_path, code, str(steps))
+    with (
+        scratch() as folder,
+        closing(Arm("a", script, folder, until, most_steps=most_steps, is_renewed=True)) as side,
+    ):
+        side.meet()
+        side.warm_up(2)
+        yield side
+
+
 def alive(pids: list[int]) -> list[int]:
     found = []
     for pid in pids:
@@ -216,7 +230,7 @@ CONTROLLER = f"""
 import os, sys, time
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from run_pair import run_pair
-from flatout.doctor.trials.process import Command, Ended
+from flatout.doctor.trials.process import Command
 script = Command([sys.executable, *sys.argv[1:]])
 run_pair(script, script, budget_s=240, max_pairs=1000, block_s=0.1,
          started=lambda side, process: print(process.pid, flush=True))
@@ -348,21 +362,7 @@ def test_both_are_begun_several_times_where_that_takes_little(
 @pytest.mark.parametrize("most_steps", [None, 150])
 def test_a_script_that_ends_before_a_block_does_finds_its_pace_again(tmp_path, most_steps):
     waking = TIMED.replace("0.004", "0.01 if step < 60 else 0.002")
-    with (
-        scratch() as folder,
-        closing(
-            Arm(
-                "a",
-                job(tmp_path, waking, "150"),
-                folder,
-                time.monotonic() + 60,
-                most_steps=most_steps,
-                is_renewed=True,
-            )
-        ) as side,
-    ):
-        side.meet()
-        side.warm_up(2)
+    with short_script(tmp_path, waking, 150, most_steps) as side:
         assert side.block(60, 60).step_s == 0.002
         assert side.block(2, 40, dropped_again=60).step_s == 0.002  # it had no 42 steps left
         assert side.block(2, 30, dropped_again=60).step_s == 0.002  # and now it has
@@ -371,28 +371,14 @@ def test_a_script_that_ends_before_a_block_does_finds_its_pace_again(tmp_path, m
 
 @pytest.mark.parametrize(("unit", "counted"), [(1, 142), (50, 100)])
 def test_a_script_that_ends_within_its_first_block_counts_the_steps_it_has(tmp_path, unit, counted):
-    with (
-        scratch() as folder,
-        closing(
-            Arm("a", job(tmp_path, TIMED, "150"), folder, time.monotonic() + 60, is_renewed=True)
-        ) as side,
-    ):
-        side.meet()
-        side.warm_up(2)
+    with short_script(tmp_path, TIMED, 150) as side:
         block = side.block(100, 500, unit=unit)
         assert (block.steps, block.step_s) == (counted, 0.004)
         assert side.block(100, 40).steps == 40
 
 
 def test_a_script_too_short_for_a_block_says_how_many_steps_it_takes(tmp_path):
-    with (
-        scratch() as folder,
-        closing(
-            Arm("a", job(tmp_path, TIMED, "8"), folder, time.monotonic() + 60, is_renewed=True)
-        ) as side,
-    ):
-        side.meet()
-        side.warm_up(2)
+    with short_script(tmp_path, TIMED, 8) as side:
         with pytest.raises(Ended, match="takes 8 steps only"):
             side.block(2, 40)
         assert side.has_ended

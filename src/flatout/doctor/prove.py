@@ -25,6 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
+from flatout.doctor.checks.memory_returned import KEEP
 from flatout.doctor.judge import Verdict
 from flatout.doctor.prescription import Outcome, Prescription, Proof
 from flatout.doctor.proving.bench import LEFT, Bench, counts_between
@@ -48,7 +49,6 @@ _ITSELF_S, _ITSELF_MOST = 30.0, 1 / 3
 # A/A noise from which on its cause is told, and from which on each win has to lie beyond it, and
 # not only beyond the noise of its own trial.
 _NOISY, _LOUD = 0.2, 0.4
-_KEEP = {"memory.allocator": "keep"}
 # Blocks are so many times as long then, as their noise is larger than this, up to a limit.
 _CALM, _LONGEST = 0.1, 4.0
 # The trial that has the last word says what is promised: its quadruples at least and at most, where
@@ -169,7 +169,7 @@ class Proving:
         budget_s: float,
     ) -> list[Cure] | None:
         """Which cures belong together, where the noise goes once memory is kept; else None."""
-        kept = next((cure for cure in cures if cure.recipe == _KEEP), None)
+        kept = next((cure for cure in cures if cure.recipe == KEEP), None)
         if result.floor <= _NOISY or kept is None or not self._has_time(4, starts=2):
             return None
         self._told(f"  A/A noise ±{result.floor:.1%}: again with {kept.words} ...")
@@ -337,7 +337,7 @@ class Proving:
                     break
                 self._told(f"trying without {cure.words} ...")
                 # Memory that one process keeps by itself, the next may not.
-                is_luck = cure.recipe == _KEEP
+                is_luck = cure.recipe == KEEP
                 lives = _LIVES if is_luck else 1
                 pair = self._bench.measure(base, together(fewer), self._spare(), lives=lives)
                 if pair.result is None or pair.result.pairs < 2 or pair.result.loses:

@@ -7,6 +7,9 @@ from flatout.doctor.checks.signals import is_gpu, is_worth, ms, step_ms
 from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
+KEEP = {"memory.allocator": "keep"}
+"""The cure, as changes of a Recipe."""
+
 _FAULT_MS = 1e-3
 """A page fault: entering the kernel and clearing 4 KiB take 0.2 to 1 microseconds, in some
 virtual machines more."""
@@ -30,5 +33,5 @@ def look(observation: Observation) -> Findings:
         cost_ms=cost,
         is_estimate=True,
         parity="bit-identical",
-        recipe={"memory.allocator": "keep"},
+        recipe=dict(KEEP),
     )
