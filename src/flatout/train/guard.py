@@ -8,7 +8,7 @@ again, on the weights from before it, to find where the first bad value comes fr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -26,8 +26,10 @@ from flatout.world import ONE, LostRank, World
 
 EVERY = 50
 _SHOWN = 5
+# A weight of this size is no weight of a model that learns.
+_HUGE = 1e6
 # How much speaks for it that a rank's own part of a batch is the cause.
-_NOTHING_FOUND, _BAD_GRADIENT, _BAD_FORWARD, _BAD_SAMPLES = range(4)
+_NOTHING_FOUND, _BAD_GRADIENT, _BAD_FORWARD, _BAD_SAMPLES, _BAD_WEIGHTS = range(5)
 
 
 class _Cause(NamedTuple):
@@ -48,6 +50,37 @@ def check_state(model: nn.Module, before: str) -> None:
     Raises:
         NumbersError: naming the tensors.
     """
+    bad = [
+        f"{'weight' if is_weight else 'buffer'} {name}"
+        for name, is_weight in _bad_state(model).items()
+    ]
+    if bad:
+        raise NumbersError(
+            f"NaN or infinity in {_shown(bad)}",
+            where=f"found before {before}",
+            do="look for a batch of one sample or a constant input under BatchNorm, a too high "
+            "learning rate, or a division by zero; go back to the last checkpoint",
+        )
+
+
+def check_updates(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], step: int) -> None:
+    """Raise if the updates up to `step` have made a weight NaN or infinite.
+
+    Raises:
+        NumbersError: naming the weights, and the optimizer's option or state that is the cause.
+    """
+    names = _bad_weights(model)
+    if names:
+        raise _explain_bad_updates(model, optimizers, names, step)
+
+
+def _bad_weights(model: nn.Module) -> list[str]:
+    weights = _checkable(model.named_parameters())
+    return [name for name, value in _suspects(weights).items() if not math.isfinite(value)]
+
+
+def _bad_state(model: nn.Module) -> dict[str, bool]:
+    """The own names of weights and buffers that may not be as they are, and which are weights."""
     weights = _checkable(model.named_parameters())
     statistics = _checkable(
         (f"{name}.{own}".lstrip("."), buffer)
@@ -56,22 +89,88 @@ def check_state(model: nn.Module, before: str) -> None:
         for own, buffer in module.named_buffers(recurse=False)
     )
     buffers = _checkable(model.named_buffers())
-    largest = _largest({**weights, **buffers})
+    largest = _suspects({**weights, **buffers})
     strict = weights.keys() | statistics.keys()
     own = own_names(model, largest)
-    bad = [
-        f"{'weight' if name in weights else 'buffer'} {own[name]}"
+    return {
+        own[name]: name in weights
         for name, value in largest.items()
         if math.isnan(value) or (math.isinf(value) and name in strict)
-    ]
-    if bad:
-        more = f" and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
-        raise NumbersError(
-            f"NaN or infinity in {', '.join(bad[:_SHOWN])}{more}",
-            where=f"found before {before}",
-            do="look for a batch of one sample or a constant input under BatchNorm, a too high "
-            "learning rate, or a division by zero; go back to the last checkpoint",
+    }
+
+
+def _explain_bad_updates(
+    model: nn.Module,
+    optimizers: Iterable[torch.optim.Optimizer],
+    names: Sequence[str],
+    step: int,
+) -> NumbersError:
+    """The error for weights that are bad though each gradient was finite.
+
+    Args:
+        model: that has them.
+        optimizers: that step them.
+        names: of the weights, as the model lists them.
+        step: the latest that can have made them so; 0 where no step was made.
+    """
+    own = own_names(model, names)
+    bad = _shown([f"weight {own[name]}" for name in names])
+    if not step:
+        return NumbersError(
+            f"NaN or infinity in {bad}",
+            where="before the first step",
+            do="look at how the model was made, or at the file that its weights were loaded from",
         )
+    parameters = dict(model.named_parameters())
+    causes = _causes({id(parameters[name]): own[name] for name in names}, optimizers)
+    words, cures = zip(*causes, strict=True)
+    return NumbersError(
+        f"the optimizer's update made NaN or infinity of finite gradients, in {bad}",
+        where="\n  ".join([f"step {step} or earlier", *words, "the weights are damaged"]),
+        do=f"{'; '.join(cures)}; go back to the last checkpoint, or make the model again",
+    )
+
+
+def _causes(
+    bad: Mapping[int, str], optimizers: Iterable[torch.optim.Optimizer]
+) -> list[tuple[str, str]]:
+    """What of the optimizers makes bad weights, and its cure.
+
+    Args:
+        bad: names of the bad parameters, by their id.
+        optimizers: of which some step them.
+    """
+    result: dict[tuple[str, str], None] = {}
+    rates: dict[str, None] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in bad:
+                    continue
+                rates[f"{float(group['lr']):g}"] = None
+                state = optimizer.state.get(parameter, {})
+                for cause in _causes_of(parameter, bad[id(parameter)], state, group.get("eps")):
+                    result[cause] = None
+    if result:
+        return list(result)[:_SHOWN]
+    cure = "take a lower learning rate"
+    return [(f"learning rate {', '.join(rates)}", cure)]
+
+
+def _causes_of(
+    parameter: torch.Tensor, name: str, state: Mapping[str, Any], eps: float | None
+) -> Iterator[tuple[str, str]]:
+    for key, value in state.items():
+        tensors = _checkable([(key, value)]) if torch.is_tensor(value) else {}
+        if any(math.isnan(largest) for largest in _suspects(tensors).values()):
+            words = f"the optimizer's own {key} of weight {name} holds NaN"
+            yield words, "make the optimizer again, or load a state that is finite"
+    if eps == 0:
+        yield "eps=0 divides by zero where all gradients were 0", "take eps=1e-8"
+    elif eps is not None and not torch.tensor(eps, dtype=parameter.dtype):
+        kind = str(parameter.dtype).removeprefix("torch.")
+        words = f"eps={eps:g} is 0 in {kind}, in which the weights are: it divides by zero"
+        yield words, "train weights in fp32: model.float(); steps may compute in bf16 or fp16"
 
 
 def _checkable(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -83,16 +182,38 @@ def _checkable(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Ten
     }
 
 
+def _suspects(tensors: dict[str, torch.Tensor]) -> dict[str, float]:
+    """The largest absolute value of each tensor that may be bad; NaN where there is one.
+
+    A sum is made 20 times as fast, and is bad where any value is.
+    """
+    sums = _numbers(tensors, lambda own: [tensor.sum() for tensor in own])
+    return _largest({n: tensors[n] for n, total in sums.items() if not math.isfinite(total)})
+
+
 def _largest(tensors: dict[str, torch.Tensor]) -> dict[str, float]:
-    """The largest absolute value of each; NaN where there is one. Reads each device once."""
+    """The largest absolute value of each; NaN where there is one."""
+    return _numbers(tensors, lambda own: torch._foreach_norm(own, float("inf")))
+
+
+def _numbers(
+    tensors: dict[str, torch.Tensor],
+    make: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]],
+) -> dict[str, float]:
+    """One number for each tensor, by a function of the tensors of a device. Reads each once."""
     by_device: dict[torch.device, list[str]] = {}
     for name, tensor in tensors.items():
         by_device.setdefault(tensor.device, []).append(name)
     result: dict[str, float] = {}
     for names in by_device.values():
-        norms = torch._foreach_norm([tensors[name] for name in names], float("inf"))
-        result.update(zip(names, torch.stack([n.double() for n in norms]).tolist(), strict=True))
+        made = make([tensors[name] for name in names])
+        result.update(zip(names, torch.stack([n.double() for n in made]).tolist(), strict=True))
     return result
+
+
+def _shown(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{', '.join(names[:_SHOWN])}{more}"
 
 
 def explain_bad_step(
@@ -100,6 +221,8 @@ def explain_bad_step(
     compute: Callable[[Batch], Value],
     batch: Batch | None,
     *,
+    optimizers: Iterable[torch.optim.Optimizer] = (),
+    is_first: bool = False,
     step: int,
     learning_rate: float,
     held_back: bool,
@@ -114,6 +237,8 @@ def explain_bad_step(
             back after the step was run again.
         compute: forward and loss, under autocast if the step used it.
         batch: the step's batch; None where the source cannot give it again.
+        optimizers: that step the model: an update before this one may have made bad weights.
+        is_first: no update was made before this step.
         step: number of the step, from 1.
         learning_rate: at that step.
         held_back: the step did not reach the weights.
@@ -128,7 +253,13 @@ def explain_bad_step(
     lines = [f"{on_rank}step {step}, learning rate {learning_rate:g}"]
     suspicion = _NOTHING_FOUND
     bad = [] if batch is None else _bad_samples(batch)
-    is_known = any(together.gather(bool(bad or batch is None), "bad samples in a step"))
+    # Weights that were held back are as the step found them.
+    weights = _bad_weights(model) if held_back else []
+    is_known = any(together.gather(bool(bad or weights or batch is None), "bad samples in a step"))
+    if weights:
+        _raise_on_its_rank(world, _BAD_WEIGHTS, step)
+        return _explain_bad_updates(model, optimizers, weights, 0 if is_first else step - 1)
+    lines += _huge_weights(model)
     if batch is not None:
         lines += bad or _samples_in(batch)
         if bad:
@@ -146,6 +277,14 @@ def explain_bad_step(
         do="look at the named samples and module; a lower learning rate or clip_norm=1.0 helps "
         "where values grew too large",
     )
+
+
+def _huge_weights(model: nn.Module) -> list[str]:
+    largest = _largest(_checkable(model.named_parameters()))
+    name = max(largest, key=lambda name: largest[name], default="")
+    if not name or largest[name] < _HUGE:
+        return []
+    return [f"weight {own_names(model, largest)[name]} has values as large as {largest[name]:.1g}"]
 
 
 def _raise_on_its_rank(world: World, suspicion: int, step: int) -> None:
@@ -301,6 +440,8 @@ def _bad_among(value: object, batch: Batch) -> str | None:
         if isinstance(tensor, torch.Tensor):
             rows = _bad_rows(tensor if tensor.dim() else tensor.reshape(1))
             if rows:
+                if 1 < batch.size == len(rows):
+                    return ", all samples"
                 words = _samples_at(batch, tensor, rows) if tensor.dim() else ""
                 return f", {words}" if words else ""
     return None

@@ -233,10 +233,15 @@ class Loop(LoopState):
     # -- training ----------------------------------------------------------------------------
 
     def epochs(self, total: int) -> Iterator[int]:
-        """Epoch numbers from the present one (after a resume not 0) up to `total`."""
+        """Epoch numbers from the present one (after a resume not 0) up to `total`.
+
+        Raises:
+            NumbersError: at the end of an epoch, as `check_numbers` does.
+        """
         self.planned_epochs = total
         while self.epoch < total:
             yield self.epoch
+            self.check_numbers()
             self.finish_epoch()
 
     def finish_epoch(self, figures: Mapping[str, float] | None = None) -> None:
@@ -378,13 +383,16 @@ class Loop(LoopState):
         return notes
 
     def check_numbers(self, compute: Compute | None = None) -> None:
-        """Read the flags of steps that are still unread; call it before evaluating or saving.
+        """Read the flags of steps that are still unread, and look at the weights.
+
+        Call it before evaluating or saving. An update can make NaN of finite gradients: with
+        eps=0, in half-precision weights, at a huge learning rate.
 
         Args:
             compute: makes a bad step once more to find its cause; that of the step by default.
 
         Raises:
-            NumbersError: naming the first step that was bad.
+            NumbersError: naming the first step that was bad, or weights that an update made bad.
         """
         self.numbers.check(self.feed.source, compute)
 

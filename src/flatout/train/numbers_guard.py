@@ -78,21 +78,33 @@ class NumbersGuard:
             flag = turn.update.flag.clone()
             self._unread.append((self._latest(len(batches)), flag, compute))
             if len(self._unread) >= guard.EVERY:
-                self.check(source)
+                unread, self._unread = self._unread, []
+                self._read(unread, source, None)
 
     def check(self, source: Source | None, compute: Compute | None = None) -> None:
-        """Read the flags that are still unread.
+        """Read the flags that are still unread, and look at the weights that the updates have made.
 
         Args:
             source: gives the batches of a bad step again, where it can.
             compute: makes a bad step once more; that of the step by default.
 
         Raises:
-            NumbersError: naming the first step that was bad.
+            NumbersError: naming the first step that was bad, or the weights that an update has made
+            bad though its gradients were finite.
         """
         unread, self._unread = self._unread, []
-        if not unread:
-            return
+        if unread:
+            self._read(unread, source, compute)
+        switch, made = self._stepper.switch, self._latest(0).number - 1
+        if made:
+            guard.check_updates(switch.model, self._stepper.joint.optimizers, made)
+
+    def _read(
+        self,
+        unread: Sequence[tuple[StepFacts, torch.Tensor, Compute]],
+        source: Source | None,
+        compute: Compute | None,
+    ) -> None:
         flags = torch.stack([flag for _, flag, _ in unread]).tolist()
         for (step, _, own), was_bad in zip(unread, flags, strict=True):
             if was_bad:
@@ -142,6 +154,8 @@ class NumbersGuard:
                 model,
                 forward,
                 culprit,
+                optimizers=stepper.joint.optimizers,
+                is_first=step.number == 1,
                 step=step.number,
                 learning_rate=step.rate,
                 held_back=stepper.update.gated,
