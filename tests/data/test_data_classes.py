@@ -111,7 +111,7 @@ def test_texts_that_are_mixed_have_one_number(tmp_path, kind):
         (csv.write_csv if kind == "csv" else pq.write_table)(table, paths[-1])
     read = getattr(flatout.data, kind)
     first = read(paths[0])
-    with pytest.raises(DataError, match="number the texts of column 'color' differently"):
+    with pytest.raises(DataError, match="texts of column 'color' have other numbers"):
         flatout.data.mix(first, read(paths[1]))
     mixed = flatout.data.mix(first, read(paths[1], schema=first.schema))
     found = [batch.inputs["color"] for batch in mixed.batch(4).batches(0)]
@@ -128,7 +128,7 @@ def test_what_was_mixed_and_converted_has_its_names(tmp_path):
     flatout.data.convert(mixed, tmp_path / "a.rows")
     found = flatout.data.rows(tmp_path / "a.rows")
     assert found.classes == mixed.classes == ("a", "b", "c")
-    assert found.texts == mixed.texts
+    assert found.meanings == mixed.meanings
     assert found.schema.embedding_rows == {"color": 3}
     targets = [next(one.batch(24).batches(0)).targets.tolist() for one in (found, mixed)]
     assert targets[0] == targets[1]

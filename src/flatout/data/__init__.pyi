@@ -7,7 +7,10 @@ from flatout.data.batch import rows_of_samples as rows_of_samples
 from flatout.data.batch import tensors_in as tensors_in
 from flatout.data.block import Numbers as Numbers
 from flatout.data.buffers import Buffers as Buffers
+from flatout.data.classes import TEXTS as TEXTS
+from flatout.data.classes import dataset_meanings as dataset_meanings
 from flatout.data.classes import listed as listed
+from flatout.data.classes import unlike_meaning as unlike_meaning
 from flatout.data.conversion.convert import convert as convert
 from flatout.data.counting import epoch_targets as epoch_targets
 from flatout.data.execution.batch_sampler import last_batch as last_batch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,13 @@ from flatout.errors import DataError
 
 # More names than these are not listed in a message.
 _TOLD = 8
+# Characters of a rule in a message.
+_SHOWN = 300
+COLUMNS, TEXTS = "the columns of the input", "the texts of column"
+DATASET = "the classes of the Dataset"
+# Options of schemas that say what an index or id means.
+_RULES = {"base": "the index from which LibSVM counts", "buckets": "the buckets of hashed ids"}
+_TABLES = ("csv", "parquet", "arrow", "table")
 
 
 def classes_of(origin: Any) -> tuple[str, ...] | None:
@@ -31,19 +38,69 @@ def classes_of(origin: Any) -> tuple[str, ...] | None:
     return None if list(names) == [str(number) for number in range(len(names))] else tuple(names)
 
 
-def texts_of(origin: Any) -> dict[str, str]:
-    """Of columns of texts, a digest of which number is which; but for those of `classes_of`."""
+def meanings_of(origin: Any) -> dict[str, str]:
+    """By which rules the values of a source become numbers; other rules give other numbers.
+
+    The keys are words for people, the values words or a digest. Names of classes are not among
+    them (`classes_of`).
+    """
     schema = getattr(origin, "schema", None)
     if not isinstance(schema, Schema):
-        return dict(getattr(origin, "texts", {}))
-    known, open_ones = schema.options.get("categories", {}), schema.options.get("unknown", ())
-    roles = ("input",) if is_rows(origin) else ("input", "target")
-    names = [column.name for column in schema.columns if column.role in roles]
+        return dict(getattr(origin, "meanings", {}))
+    options, names = schema.options, {column.name for column in schema.columns}
+    result = {key: str(options[name]) for name, key in _RULES.items() if name in options}
+    if any(column.ids for column in schema.columns):
+        result.pop(_RULES["base"], None)  # these ids stay as they are
+    if schema.format == "libsvm" and "features" in names:
+        result["the number of features"] = str(schema["features"].shape[0])
+    known, open_ones = options.get("categories", {}), options.get("unknown", ())
+    inputs = [column.name for column in schema.of_role("input")]
+    targets = [column.name for column in schema.of_role("target")]
+    for name in inputs if is_rows(origin) else (*inputs, *targets):
+        if name in known:
+            words = digest_of(str(name in open_ones), *map(str, known[name]))
+            result[f"{TEXTS} {name!r}"] = words
+    kinds = {name: f"{name} (texts)" if name in known else name for name in (*inputs, *targets)}
+    if len(inputs) > 1:
+        result[COLUMNS] = ", ".join(kinds[name] for name in inputs)
+    if "stack" in options:
+        result["the stacked columns"] = ", ".join(options["stack"])
+    for name in targets:
+        if name in known or schema.format in _TABLES:
+            result[f"the values of target {name!r}"] = "texts" if name in known else "numbers"
+    return result
+
+
+def dataset_meanings(dataset: Any) -> dict[str, str]:
+    """Which number each class has, of a Dataset of torchvision or Hugging Face."""
+    while hasattr(dataset, "indices") and hasattr(dataset, "dataset"):  # a Subset
+        dataset = dataset.dataset
+    columns = {"": getattr(dataset, "class_to_idx", None)}
+    features = getattr(dataset, "features", None)
+    for column, feature in features.items() if isinstance(features, Mapping) else ():
+        names = getattr(feature, "names", None)  # of a ClassLabel
+        columns[f", column {column!r}"] = names and {n: at for at, n in enumerate(names)}
     return {
-        name: digest_of(str(name in open_ones), *map(str, known[name]))
-        for name in names
-        if name in known
+        DATASET + column: ", ".join(f"{number} {name}" for name, number in numbers.items())
+        for column, numbers in columns.items()
+        if numbers and isinstance(numbers, Mapping)
     }
+
+
+def unlike_meaning(wanted: Mapping[str, str], found: Mapping[str, str], where: str) -> str | None:
+    """The first rule of `wanted`, of the data `where`, that differs in `found`, in words."""
+    for key, value in wanted.items():
+        own = found.get(key, value)
+        if own == value:
+            continue
+        if key.startswith(TEXTS):
+            return f"{key} have other numbers here than in {where}"
+        return f"expected {key}: {_short(value)}, as in {where}; found {_short(own)}"
+    return None
+
+
+def _short(words: str) -> str:
+    return words if len(words) <= _SHOWN else words[: _SHOWN - 1] + "…"
 
 
 def listed(names: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from flatout.data.block import Numbers
-from flatout.data.classes import listed
+from flatout.data.classes import listed, unlike_meaning
 from flatout.data.execution.batch_sampler import Order
 from flatout.data.execution.samples import Joined
 from flatout.data.ids.lookup import Lookup
@@ -42,9 +42,9 @@ class Mixture:
         return self.parts[0].classes
 
     @property
-    def texts(self) -> dict[str, str]:
+    def meanings(self) -> dict[str, str]:
         """The same of all."""
-        return self.parts[0].texts
+        return self.parts[0].meanings
 
     def with_classes(self, names: tuple[str, ...]) -> Mixture:
         """The same samples, whose classes have the numbers that their names have here."""
@@ -122,7 +122,7 @@ def mix(*pipelines: Pipeline, weights: Sequence[float] | None = None, seed: int 
                 do="put batch after mix; convert streams to files",
             )
     pipelines = _of_same_classes(pipelines)
-    _check_texts(pipelines)
+    _check_meanings(pipelines)
     shares = None
     if weights is not None:
         if len(weights) != len(pipelines) or any(not weight > 0 for weight in weights):
@@ -167,18 +167,19 @@ def _shared_normalization(pipelines: Sequence[Pipeline]) -> Normalization | None
     return first
 
 
-def _check_texts(pipelines: Sequence[Pipeline]) -> None:
-    """Refuse columns in which one number means different texts."""
+def _check_meanings(pipelines: Sequence[Pipeline]) -> None:
+    """Refuse sources in which one number means different things."""
     known: dict[str, str] = {}
     for pipeline in pipelines:
-        for name, texts in pipeline.texts.items():
-            if known.setdefault(name, texts) != texts:
-                raise DataError(
-                    f"mix: the sources number the texts of column {name!r} differently",
-                    where=pipeline.describe(),
-                    do="read all files as one source, or give each the schema of the first: "
-                    "schema=first.schema",
-                )
+        words = unlike_meaning(known, pipeline.meanings, "the first source")
+        known.update(pipeline.meanings)
+        if words is not None:
+            raise DataError(
+                f"mix: {words}",
+                where=pipeline.describe(),
+                do="read all files as one source, or give each the schema of the first: "
+                "schema=first.schema",
+            )
 
 
 def _shifted(order: Order, by: int, epoch: int) -> Numbers:

@@ -16,7 +16,7 @@ from flatout.console import say_as_is
 from flatout.data.batch import Batch
 from flatout.data.block import Numbers
 from flatout.data.buffers import Buffers
-from flatout.data.classes import Renumbered, classes_of, listed, texts_of
+from flatout.data.classes import COLUMNS, Renumbered, classes_of, listed, meanings_of
 from flatout.data.execution.batch_sampler import last_batch
 from flatout.data.execution.claims import Claims
 from flatout.data.execution.featured import FeatureRows, Numbered
@@ -141,9 +141,12 @@ class Pipeline(Staged["Pipeline"]):
         return classes_of(self.origin)
 
     @property
-    def texts(self) -> dict[str, str]:
-        """Of columns of texts, a digest of which number is which."""
-        return texts_of(self.origin)
+    def meanings(self) -> dict[str, str]:
+        """By which rules its values become numbers: other rules give other numbers."""
+        meanings = meanings_of(self.origin)
+        if only(self.stages, Map) is not None:  # a function of the user's picks columns by name
+            meanings.pop(COLUMNS, None)
+        return meanings
 
     def with_classes(self, names: Sequence[str]) -> Pipeline:
         """The same samples, whose classes have the numbers that their names have here.

@@ -22,6 +22,7 @@ from flatout.data import (
     listed,
     named_tensors,
     own_pipe,
+    unlike_meaning,
 )
 from flatout.data.ranked import Share, ranked
 from flatout.errors import DataError, ModelError, WorldError
@@ -97,17 +98,16 @@ def _check_same_steps(values: list[tuple[Any, ...]]) -> None:
 
 
 def _check_names(data: Pipeline, world: World) -> None:
-    """Refuse rows of the ranks' own in which one number means different classes or texts."""
-    names = world.gather((list(data.classes or ()), data.texts))
-    for rank, theirs in enumerate(names):
-        if theirs != names[0]:
-            ours, others = (
-                listed(classes) or f"columns {listed(list(texts))}"
-                for classes, texts in (names[0], theirs)
-            )
+    """Refuse rows of the ranks' own in which one number means different things."""
+    values = world.gather((list(data.classes or ()), data.meanings))
+    classes, meanings = values[0]
+    for rank, (others, found) in enumerate(values):
+        words = unlike_meaning(meanings, found, "the data of rank 0")
+        if others != classes:
+            words = f"expected the classes {listed(classes)}, as rank 0; found {listed(others)}"
+        if words is not None:
             raise WorldError(
-                f"ranks 0 and {rank} number classes or texts differently",
-                where=f"rank 0: {ours}\n  rank {rank}: {others}",
+                f"ranks 0 and {rank} make numbers of values differently: {words}",
                 do="give the sources of all ranks one schema=, or the same classes= or categories=",
             )
 

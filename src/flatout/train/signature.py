@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from flatout.data import (
+    TEXTS,
     Batch,
     Map,
     Mixture,
@@ -21,12 +22,14 @@ from flatout.data import (
     Schema,
     Source,
     as_schema,
+    dataset_meanings,
     digest_of,
     holds_bytes,
     is_stream,
     listed,
     named_tensors,
     takes_rng,
+    unlike_meaning,
 )
 from flatout.errors import CheckpointError, DataError
 from flatout.train.job_facts import Facts, fact
@@ -45,14 +48,14 @@ class Signature:
         images: a schema of `flatout.data.images` by which a file becomes an input; None where the
             data were others, or functions of the user's had a part in it that are not random.
         pixels: what bytes become before the model gets them; None where it gets them as they are.
-        texts: of columns of texts, a digest of which number is which.
+        meanings: by which rules values become numbers, as `data.Pipeline.meanings`.
         ids: which rows of its tables the ids of columns have.
     """
 
     classes: tuple[str, ...] | None = None
     images: Schema | None = None
     pixels: Normalization | None = None
-    texts: Mapping[str, str] = field(default_factory=dict)
+    meanings: Mapping[str, str] = field(default_factory=dict)
     ids: ModelIds | None = None
 
     def metadata(self) -> dict[str, str]:
@@ -66,8 +69,8 @@ class Signature:
             result["images"] = self.images.model_dump(mode="json", exclude_defaults=True)
         if self.pixels is not None:
             result["mean"], result["std"] = list(self.pixels.mean), list(self.pixels.std)
-        if self.texts:
-            result["texts"] = dict(self.texts)
+        if self.meanings:
+            result["meanings"] = dict(self.meanings)
         if self.ids is not None:
             result["ids"] = self.ids.digest
         return {KEY: json.dumps(result, ensure_ascii=False)}
@@ -97,13 +100,18 @@ class Signature:
                 None if classes is None else as_classes(classes),
                 None if images is None else as_schema(images, _IMAGES),
                 Normalization.of(data["mean"], data["std"]) if "mean" in data else None,
-                {str(name): str(digest) for name, digest in data.get("texts", {}).items()},
+                _meanings(data),
                 ids if "ids" in data else None,
             )
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CheckpointError(
                 f"what the file says of the model's data cannot be read: {error}", where=where
             ) from error
+
+
+def _meanings(data: Mapping[str, Any]) -> dict[str, str]:
+    earlier = {f"{TEXTS} {name!r}": digest for name, digest in data.get("texts", {}).items()}
+    return {str(key): str(value) for key, value in (earlier | data.get("meanings", {})).items()}
 
 
 def _check_ids(expected: str | None, ids: ModelIds | None, where: str | None) -> None:
@@ -166,9 +174,9 @@ def signature_of(
     """
     before = known or Signature()
     if not isinstance(source, Pipeline):
-        return before
-    texts = {**source.texts, **before.texts}
-    return replace(_learned(source, before, takes_bytes), texts=texts, ids=before.ids)
+        return replace(before, meanings={**before.meanings, **_meanings_of(source)})
+    meanings = {**source.meanings, **before.meanings}
+    return replace(_learned(source, before, takes_bytes), meanings=meanings, ids=before.ids)
 
 
 def _learned(
@@ -221,13 +229,13 @@ def to_evaluate(source: Source, signature: Signature) -> Source:
     """The source with the model's numbers of classes, and bytes where the model normalizes them.
 
     Raises:
-        DataError: it has classes that the model does not know, numbers texts otherwise, is
-            normalized otherwise, or has images of other channels.
+        DataError: it has classes that the model does not know, makes numbers of values otherwise,
+            is normalized otherwise, or has images of other channels.
     """
     source = with_ids(source, signature.ids)
+    _check_meanings(source, signature)
     if not isinstance(source, Pipeline):
         return source
-    _check_texts(source, signature)
     _check_channels(source, signature)
     if signature.classes is not None:
         source = source.with_classes(signature.classes)
@@ -243,17 +251,24 @@ def to_evaluate(source: Source, signature: Signature) -> Source:
     return source.in_bytes
 
 
-def _check_texts(source: Pipeline, signature: Signature) -> None:
-    """An embedding's rows would be those of other texts, and nothing would fail."""
-    for name, digest in source.texts.items():
-        if signature.texts.get(name, digest) != digest:
-            raise DataError(
-                f"the texts of column {name!r} have other numbers here than in the data that the "
-                "model was trained on",
-                where=source.describe(),
-                do="read them by the schema of the training data: schema=train.schema, or the file "
-                "that its schema.dump(path) has written",
-            )
+def _meanings_of(source: Source) -> dict[str, str]:
+    if isinstance(source, Pipeline):
+        return source.meanings
+    return dataset_meanings(next(iter(getattr(source, "own_parts", ())), None))
+
+
+def _check_meanings(source: Source, signature: Signature) -> None:
+    """Refuse numbers that mean other things than in training: nothing else would fail."""
+    data = "the data that the model was trained on"
+    words = unlike_meaning(signature.meanings, _meanings_of(source), data)
+    if words is None:
+        return
+    do = "read them by the schema of the training data: schema=train.schema, or the file that its "
+    do += "schema.dump(path) has written"
+    if not isinstance(source, Pipeline):
+        do = "give both Datasets the same classes, such as an empty folder for a class that has no "
+        do += "sample (ImageFolder(..., allow_empty=True))"
+    raise DataError(words, where=source.describe(), do=do)
 
 
 def check_bytes(source: Source, signature: Signature, takes_bytes: Callable[[Batch], bool]) -> None:
@@ -322,8 +337,9 @@ def facts_of(signature: Signature | None) -> Facts:
     facts: Facts = {}
     if signature is not None and signature.classes is not None:
         facts["classes"] = fact(listed(signature.classes), digest_of(*signature.classes))
-    for name, digest in ({} if signature is None else signature.texts).items():
-        facts[f"texts of {name}"] = fact(f"numbered as {digest}", digest)
+    for key, digest in ({} if signature is None else signature.meanings).items():
+        if key.startswith(TEXTS):  # the digest of the data has the others
+            facts[f"texts of {key[len(TEXTS) + 2 : -1]}"] = fact(f"numbered as {digest}", digest)
     if signature is not None and signature.ids is not None:
         for name, value in signature.ids.maps.items():
             facts[f"ids of {name}"] = fact(f"{value.size:,} rows", value.digest)

@@ -31,7 +31,7 @@ T = TypeVar("T")
 # Rows that are made to learn dtypes, shapes and sizes.
 _PROBE = 256
 # Options of a source that say what its numbers mean; the others say how to read its files.
-_MEANINGS = ("classes", "categories", "unknown")
+_MEANINGS = ("classes", "categories", "unknown", "base", "buckets", "stack")
 
 
 @dataclass(frozen=True)

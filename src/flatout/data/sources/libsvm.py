@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -36,8 +36,8 @@ class LibsvmDecoder:
     schema states what becomes of ids, nothing is taken away.
     """
 
-    def __init__(self, schema: Schema) -> None:
-        self.schema = schema
+    def __init__(self, schema: Schema, notes: Sequence[str] = ()) -> None:
+        self.schema, self.notes = schema, list(notes)
         names = {column.name for column in schema.columns}
         if names - {"qid"} not in ({"label", "features"}, {"label", "ids", "values"}):
             raise DataError(
@@ -163,6 +163,12 @@ def infer_schema(facts: Mapping[str, float], layout: Layout | None, base: int | 
     return Schema(format="libsvm", columns=tuple(columns), options=options)
 
 
+def _base_notes(facts: Mapping[str, float], base: int | None) -> list[str]:
+    if base is not None or facts["lowest"] == 0:
+        return []
+    return ["no row has the index 0, so indexes count from 1: base=0 counts from 0"]
+
+
 def _any_schema() -> Schema:
     """What rows are surveyed with before anything is known of them."""
     columns = (
@@ -214,7 +220,9 @@ def libsvm(
         survey = survey_files(files, LibsvmDecoder(_any_schema()), looking)
         if not len(survey.starts):
             raise DataError("the files hold no rows that can be read", where=names_of(files))
-        decoder = LibsvmDecoder(infer_schema(survey.facts, layout, base))
+        decoder = LibsvmDecoder(
+            infer_schema(survey.facts, layout, base), _base_notes(survey.facts, base)
+        )
     else:
         decoder = LibsvmDecoder(as_schema(schema, "libsvm"))
     return Pipeline(IndexedRows(files, decoder, ErrorPolicy(on_error, max_errors), "LibSVM"))
