@@ -3,27 +3,137 @@
 A folder in it for each kind, private to the user. Each holds a mark that says who made it, since
 `FLATOUT_CACHE` may name a folder in which the user keeps files too: only what lies in a marked
 folder is ever removed, and through handles, so that no link leads elsewhere.
+
+Compiled code is loaded from here. So no folder is used that belongs to another user, or in which
+another user could put files: a folder among the temporary files takes its place.
 """
 
 from __future__ import annotations
 
+import errno
+import grp
+import multiprocessing
 import os
+import pwd
 import stat
+import tempfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from flatout import unfinished
+from flatout.atomic_file import atomic_write
+from flatout.console import say_once
 
 MARK = ".made-by-flatout"
 _FOLDER = os.O_DIRECTORY | os.O_NOFOLLOW
+_MOST_LINKS = 40
+# A path at which nothing can be made: for a user who has no folder to write in.
+_NOWHERE = Path(os.devnull, "flatout")
 
 
 def cache_folder() -> Path:
-    """The folder; it need not exist yet."""
+    """The folder; it need not exist yet. Where the wanted one cannot be used, another one.
+
+    Rank 0 prints why, once. Where no folder can be used, this is a path that can be neither read
+    nor made: each reader and writer goes on without it.
+    """
+    wanted = wanted_folder()
+    why = hindrance(wanted)
+    if not why:
+        return wanted
+    other = Path(tempfile.gettempdir(), f"flatout-{os.geteuid()}")
+    if hindrance(other):
+        other = _NOWHERE
+    if multiprocessing.parent_process() is None and os.environ.get("RANK", "0") == "0":
+        instead = "nothing is kept" if other == _NOWHERE else f"{other} is used in its place"
+        say_once(
+            f"the cache folder {wanted} is not used: {why}; {instead}; do: set FLATOUT_CACHE to a "
+            "folder of your own that no other user can write"
+        )
+    return other
+
+
+def wanted_folder() -> Path:
+    """The folder that the user's settings name, whether it can be used or not."""
     own = os.environ.get("FLATOUT_CACHE")
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(own) if own else Path(base) / "flatout"
+    if own:
+        return Path(own)
+    base = os.environ.get("XDG_CACHE_HOME")
+    with suppress(RuntimeError):  # this user has no home
+        return Path(base or Path.home() / ".cache") / "flatout"
+    return _NOWHERE
+
+
+def hindrance(folder: Path) -> str:
+    """Why a folder is not used as a cache; "" where it can be.
+
+    As far as it exists, it has to be a folder of this user. No other user but root may be able to
+    put another one in its place: as for the files of OpenSSH, all folders and links that lead to
+    it are inspected.
+    """
+    path, end = os.path.abspath(folder), os.path.realpath(folder)
+    try:
+        for at, status in _way(path, _MOST_LINKS):
+            is_last = at in (path, end) and not stat.S_ISLNK(status.st_mode)
+            if why := _foreign(at, status, is_last=is_last):
+                return why
+        nearest = next(each for each in (Path(path), *Path(path).parents) if os.path.lexists(each))
+    except OSError as error:
+        return f"{error.filename} cannot be read ({error.strerror})"
+    if not nearest.is_dir():
+        return f"{nearest} is no folder"
+    if not os.access(nearest, os.W_OK | os.X_OK, effective_ids=True):
+        return f"{nearest} cannot be written"
+    if os.path.exists(path) and os.stat(path).st_uid != os.geteuid():
+        return f"{path} belongs to another user"
+    return ""
+
+
+def _way(path: str, links: int) -> Iterator[tuple[str, os.stat_result]]:
+    """All folders and links that lead to a path, from the root on, as far as they exist."""
+    at = ""
+    for part in Path(path).parts:
+        at = os.path.join(at, part)
+        try:
+            status = os.lstat(at)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        yield at, status
+        if stat.S_ISLNK(status.st_mode) and links:
+            target = os.path.join(os.path.realpath(os.path.dirname(at)), os.readlink(at))
+            yield from _way(target, links - 1)
+
+
+def _foreign(path: str, status: os.stat_result, *, is_last: bool) -> str:
+    """Whether another user could change what a folder or link leads to, in words."""
+    mode = stat.S_IMODE(status.st_mode)
+    if status.st_uid not in {os.geteuid(), 0, _unknown_user()}:
+        return f"{path} belongs to another user"
+    if stat.S_ISLNK(status.st_mode) or (mode & stat.S_ISVTX and not is_last):
+        return ""
+    if mode & 0o002 or (mode & 0o020 and not _is_own_group(status.st_gid)):
+        return f"other users can write {path} (mode {mode:o})"
+    return ""
+
+
+def _is_own_group(number: int) -> bool:
+    """Whether a group is root's, or the one that many systems make for this user alone."""
+    with suppress(KeyError):
+        user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(number)
+        alone = group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
+        return number == 0 or (alone and number == user.pw_gid)
+    return number == 0
+
+
+def _unknown_user() -> int:
+    """As whose the folders of root show where root is not among the users, as in a trial."""
+    with suppress(OSError, ValueError):
+        users = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
+        if all(first != "0" for first, *_ in users):
+            return int(Path("/proc/sys/kernel/overflowuid").read_text())
+    return 0
 
 
 def kind_folder(kind: str) -> Path:
@@ -32,7 +142,7 @@ def kind_folder(kind: str) -> Path:
     What processes that are gone have left in it, by a name of `unfinished.new_name()`, is removed.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: it cannot be made, or is not safe to use.
     """
     base = cache_folder()
     base.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -40,6 +150,9 @@ def kind_folder(kind: str) -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     if is_made(folder) and stat.S_IMODE(folder.stat().st_mode) & 0o077:
         folder.chmod(0o700)
+    # Another user may have made one of them a moment before this process.
+    if why := hindrance(folder):
+        raise PermissionError(errno.EPERM, f"not used as a cache: {why}", str(folder))
     inside = os.listdir(folder)
     if not folder.is_symlink() and not inside:
         with suppress(FileExistsError):  # another process of the user's has just done it
@@ -47,6 +160,45 @@ def kind_folder(kind: str) -> Path:
     for name in filter(unfinished.is_abandoned, inside):
         remove(folder / name)
     return folder
+
+
+def keep_text(kind: str, name: str, text: str) -> None:
+    """Keep a text, with a checksum in its first line, for `kept_text`.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with atomic_write(kind_folder(kind) / name, opener=private) as file:
+        file.write(with_checksum(text))
+
+
+def kept_text(kind: str, name: str) -> str | None:
+    """A text that was kept; None where there is none, or not as this user has written it."""
+    path = cache_folder() / kind / name
+    with suppress(OSError, ValueError):
+        if not hindrance(path.parent):
+            with open(path, encoding="utf-8", newline="", opener=_own) as file:
+                first, _, text = file.read().partition("\n")
+            return text if first == _first_line(text) else None
+    return None
+
+
+def with_checksum(text: str) -> str:
+    """A text as `kept_text` reads it."""
+    return f"{_first_line(text)}\n{text}"
+
+
+def _first_line(text: str) -> str:
+    return f"# crc32 {zlib.crc32(text.encode()):08x} of what follows"
+
+
+def _own(path: str, flags: int) -> int:
+    """Open a file of this user, and no link: an `opener`."""
+    number = os.open(path, flags | os.O_NOFOLLOW)
+    if os.fstat(number).st_uid != os.geteuid():
+        os.close(number)
+        raise PermissionError(errno.EPERM, "it belongs to another user", path)
+    return number
 
 
 def private(path: str, flags: int) -> int:

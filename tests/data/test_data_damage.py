@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -220,6 +221,7 @@ except flatout.errors.DataError as error:
 def test_a_cache_folder_that_cannot_be_made(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "file" / "below"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file"))
     data = flatout.data.arrays(np.zeros((40, 6), np.float32)).map(lambda x: x + 1)
     assert len(list(data.cache().batch(10).batches(0))) == 4, "memory has room"
     with pytest.raises(DataError, match="the cache cannot be written"):

@@ -9,7 +9,7 @@ from time import perf_counter_ns
 import psutil
 import pytest
 
-from flatout.cache_folder import cache_folder
+from flatout.cache_folder import cache_folder, kind_folder
 from flatout.measure.live import Live, Ranks, point_to, remove_own_file
 from flatout.measure.timeline import LANES, Timeline
 
@@ -236,7 +236,7 @@ FORGED = [
 
 @pytest.mark.parametrize("content", FORGED, ids=range(len(FORGED)))
 def test_a_file_that_no_job_has_written_is_passed_over(content):
-    _own().parent.mkdir(parents=True, exist_ok=True)
+    kind_folder("live")
     _own().write_text(_forged())
     assert [rank.command for rank in Ranks().read()] == [["train.py"]]
     _own().write_text(content)

@@ -909,3 +909,20 @@ def test_a_training_that_is_killed_leaves_no_process_and_no_file(tmp_path):
     parent.kill()
     parent.wait()
     until(lambda: not left() and [p.name for p in steps.iterdir()] == [".made-by-flatout"])
+
+
+def test_a_kept_package_is_loaded_only_as_it_was_kept(tmp_path):
+    (tmp_path / "made").write_bytes(b"compiled code")
+    assert capture.kept_package("abc") is None
+    capture.keep_package(tmp_path / "made", "abc")
+    path = capture.kept_package("abc")
+    assert path.read_bytes() == b"compiled code"
+    path.write_bytes(b"compiled c0de")
+    assert capture.kept_package("abc") is None
+    path.write_bytes(b"compiled code")
+    assert capture.kept_package("abc") == path
+    (tmp_path / "cache").chmod(0o777)
+    assert capture.kept_package("abc") is None
+    (tmp_path / "cache").chmod(0o700)
+    capture.remove_package("abc")
+    assert capture.kept_package("abc") is None

@@ -337,8 +337,8 @@ def _cached(
     """The copy of what `known` describes, made if it is not there yet."""
     digest = hashlib.sha256(known.encode()).hexdigest()[:24]
     target = cache_folder() / "files" / f"{digest}-{Path(name).name}"
+    kind_folder("files")
     if not target.exists():
-        kind_folder("files")
         room = shutil.disk_usage(target.parent).free
         if size is not None and size > room:
             raise DataError(

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flatout.atomic_file import atomic_write
-from flatout.cache_folder import cache_folder, kind_folder, private
+from flatout.cache_folder import cache_folder, is_made, kind_folder, private
 from flatout.console import say_as_is
 from flatout.data.block import Block, Numbers, offsets_of
 from flatout.data.buffers import Buffers
@@ -393,6 +393,8 @@ def index_of(
     path = cache_folder() / "index" / f"{digest}.npz"
     # Whatever is wrong with it, it is made again.
     with suppress(Exception):
+        if not is_made(path.parent):
+            raise FileNotFoundError(path)
         loaded = _load(path)
         ends = loaded.starts + loaded.sizes
         if not len(ends) or (loaded.starts.min() >= 0 and ends.max() <= file.size):

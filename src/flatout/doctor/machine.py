@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from flatout import keras_import
-from flatout.cache_folder import cache_folder
+from flatout.cache_folder import hindrance, wanted_folder
 from flatout.devices import Inventory, inventory
 from flatout.doctor.finding import Finding
 from flatout.words import counted, memory_words
@@ -63,7 +63,7 @@ class Facts:
     machine: Inventory
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     root: Path = Path("/")
-    cache: Path = field(default_factory=cache_folder)
+    cache: Path = field(default_factory=wanted_folder)
 
 
 _Look: TypeAlias = Callable[[Facts], Finding | None]
@@ -277,14 +277,14 @@ def _keras(facts: Facts) -> Finding | None:
 
 @_check("disk")
 def _disk(facts: Facts) -> Finding | None:
-    folder = next(parent for parent in (facts.cache, *facts.cache.parents) if parent.exists())
-    if not os.access(folder, os.W_OK):
+    if why := hindrance(facts.cache):
         return Finding(
             "slow",
-            f"{facts.cache} cannot be written: what was measured is measured again in each run",
-            "set FLATOUT_CACHE to a folder that can be written",
+            f"the cache folder {facts.cache} is not used: {why}",
+            "set FLATOUT_CACHE to a folder of your own that no other user can write",
             name="cache",
         )
+    folder = next(parent for parent in (facts.cache, *facts.cache.parents) if parent.exists())
     free = shutil.disk_usage(folder).free
     if free >= _SMALL_DISK:
         return None

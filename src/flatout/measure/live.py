@@ -25,7 +25,7 @@ from time import perf_counter_ns as clock
 from typing import TYPE_CHECKING, Any
 
 from flatout.atomic_file import atomic_write
-from flatout.cache_folder import cache_folder, kind_folder, private, remove
+from flatout.cache_folder import cache_folder, is_made, kind_folder, private, remove
 
 if TYPE_CHECKING:
     from flatout.measure.timeline import Timeline
@@ -195,7 +195,8 @@ class Ranks:
     def read(self) -> list[Rank]:
         """Those whose process still runs, by job and rank."""
         result = []
-        for file in sorted((cache_folder() / "live").glob("*.json")):
+        folder = cache_folder() / "live"
+        for file in sorted(folder.glob("*.json")) if is_made(folder) else ():
             # Another version of Flatout may have written it, a disk that is full, or anyone else.
             with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
                 data, _ = _read(file)

@@ -15,8 +15,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from flatout.atomic_file import atomic_write
-from flatout.cache_folder import cache_folder, kind_folder, private
+from flatout.cache_folder import keep_text, kept_text
 from flatout.measure.fingerprint import fingerprint
 from flatout.measure.meters import finish_device
 
@@ -44,9 +43,9 @@ def known_rates(device: str, threads: int) -> dict[str, Any] | None:
         threads: of torch, in one operator.
     """
     try:
-        data = json.loads((cache_folder() / _KIND / _name(device, threads)).read_text())
+        data = json.loads(kept_text(_KIND, _name(device, threads)) or "")
         return data if isinstance(data, dict) and "spread" in data else None
-    except (OSError, ValueError):
+    except ValueError:
         return None
 
 
@@ -81,9 +80,7 @@ def machine_rates(device: str = "cpu", threads: int | None = None) -> dict[str, 
         least = min(rates["spread"], known["spread"])
         rates = {**_faster(rates, known), "spread": least}
     with suppress(OSError):  # measured again the next time
-        path = kind_folder(_KIND) / _name(device, threads)
-        with atomic_write(path, opener=private) as file:
-            file.write(json.dumps(rates))
+        keep_text(_KIND, _name(device, threads), json.dumps(rates))
     return rates
 
 

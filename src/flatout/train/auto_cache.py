@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 import flatout
-from flatout.atomic_file import atomic_write
-from flatout.cache_folder import cache_folder, kind_folder, private
+from flatout.cache_folder import cache_folder, keep_text, kept_text, kind_folder
 from flatout.data import Batch, named_tensors
 from flatout.measure import fingerprint
 from flatout.models import adapter_of
@@ -23,6 +22,7 @@ from flatout.train.lengths import ByLength
 from flatout.train.step import Stepper
 from flatout.world import place
 
+_KIND = "auto"
 # What a file beside a Recipe ends in, where settings depend on the length of a step's batches.
 _LENGTHS = ".lengths.json"
 # Jobs that tell in which order settings are tried.
@@ -88,11 +88,13 @@ class KeptSettings(NamedTuple):
 
 def read(name: str) -> KeptSettings | None:
     """A kept decision; None where there is none, or it is damaged."""
-    path = cache_folder() / "auto" / f"{name}.toml"
-    lengths = path.with_suffix(_LENGTHS)
+    text, lengths = kept_text(_KIND, f"{name}.toml"), kept_text(_KIND, f"{name}{_LENGTHS}")
+    path = cache_folder() / _KIND / f"{name}.toml"
+    if text is None or (lengths is None and path.with_suffix(_LENGTHS).exists()):
+        return None
     try:
-        recipe = loads(path.read_text())
-        by_length = ByLength.of(json.loads(lengths.read_text())) if lengths.exists() else None
+        recipe = loads(text)
+        by_length = None if lengths is None else ByLength.of(json.loads(lengths))
         when = datetime.fromtimestamp(path.stat().st_mtime)
     except (OSError, ValueError, KeyError, TypeError):
         return None  # measured again
@@ -103,9 +105,9 @@ def chosen_here() -> Counter[str]:
     """How many of the latest jobs of this machine had a setting that is not plain, by field."""
     votes: Counter[str] = Counter()
     try:
-        kept = sorted((cache_folder() / "auto").glob("*.toml"), key=lambda p: -p.stat().st_mtime)
+        kept = sorted((cache_folder() / _KIND).glob("*.toml"), key=lambda p: -p.stat().st_mtime)
         for path in kept[:_LATEST]:
-            recipe = tomllib.loads(path.read_text())
+            recipe = tomllib.loads(kept_text(_KIND, path.name) or "")
             votes.update(f for f, plain in PLAIN.items() if _differs(recipe, f, plain))
     except (OSError, ValueError):
         pass  # other orders find the same
@@ -120,12 +122,9 @@ def _differs(recipe: dict[str, Any], field: str, plain: Any) -> bool:
 def write(name: str, resolved: ResolvedRecipe, by_length: ByLength | None = None) -> None:
     """Keep a decision; a cache that cannot be written costs the next run a few seconds."""
     with suppress(OSError):
-        path = kind_folder("auto") / f"{name}.toml"
-        lengths = path.with_suffix(_LENGTHS)
+        lengths = f"{name}{_LENGTHS}"
         if by_length is None:
-            lengths.unlink(missing_ok=True)
+            (kind_folder(_KIND) / lengths).unlink(missing_ok=True)
         else:
-            with atomic_write(lengths, opener=private) as file:
-                file.write(json.dumps(by_length.as_dict()))
-        with atomic_write(path, opener=private) as file:
-            file.write(dumps(resolved))
+            keep_text(_KIND, lengths, json.dumps(by_length.as_dict()))
+        keep_text(_KIND, f"{name}.toml", dumps(resolved))

@@ -27,7 +27,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from flatout.cache_folder import cache_folder, kind_folder, private, remove
+from flatout.cache_folder import (
+    cache_folder,
+    kept_text,
+    kind_folder,
+    private,
+    remove,
+    with_checksum,
+)
 from flatout.console import first_line
 from flatout.train.contained import MEMORY, TIME, Child
 from flatout.train.rank_trial import is_trial
@@ -207,7 +214,7 @@ class Marks:
             handle = private(wanted, flags)
             path = wanted
             try:
-                os.write(handle, json.dumps([_sorted(fields), at, ended]).encode())
+                os.write(handle, with_checksum(json.dumps([_sorted(fields), at, ended])).encode())
             finally:
                 os.close(handle)
         return path
@@ -227,7 +234,7 @@ def _left(key: str) -> list[Left]:
     found = []
     for name in names:
         with suppress(OSError, ValueError, TypeError):
-            fields, at, ended = json.loads((folder / name).read_text())
+            fields, at, ended = json.loads(kept_text(_KIND, name) or "")
             if ended or _is_gone(folder / name, name.removeprefix(key)):
                 found.append(Left(name, tuple(map(str, fields)), str(at), str(ended)))
     return found

@@ -10,6 +10,7 @@ that is made eagerly, and is not used where the two differ by more than rounding
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import re
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 
 from flatout import unfinished
-from flatout.cache_folder import cache_folder, is_made, kind_folder
+from flatout.cache_folder import cache_folder, keep_text, kept_text, kind_folder
 from flatout.cache_folder import remove as remove_made
 from flatout.console import first_line
 from flatout.data import NO_ROWS, Batch
@@ -133,7 +134,7 @@ class Compiling:
         try:
             if status:
                 raise Unfit(f"compiling failed: {self._last_words(status)}")
-            os.replace(self._folder / "step.pt2", self._target)
+            keep_package(self._folder / "step.pt2", self._target.stem)
         except OSError as error:
             raise Unfit(f"compiling failed: {error}") from error
         finally:
@@ -566,8 +567,7 @@ class Capture:
         digest = self._graph.digest(
             fingerprint().digest, torch.__version__, torch.get_num_threads(), OPTIONS
         )
-        kept = cache_folder() / KIND / f"{digest}.pt2"
-        if is_made(kept.parent) and kept.exists():
+        if (kept := kept_package(digest)) is not None:
             self._load(kept, compute)
         else:
             threads = self._stepper.switch.now.threads
@@ -610,6 +610,35 @@ class Capture:
             self._compiling.close()
             self._compiling = None
             self._lend(False)
+
+
+def keep_package(made: Path, digest: str) -> None:
+    """Keep a compiled package for later processes, with its checksum.
+
+    Raises:
+        OSError: it cannot be kept.
+    """
+    keep_text(KIND, f"{digest}.sum", _checksum(made))
+    os.replace(made, kind_folder(KIND) / f"{digest}.pt2")
+
+
+def kept_package(digest: str) -> Path | None:
+    """A compiled package that was kept; None where there is none, or a damaged one."""
+    path, checksum = cache_folder() / KIND / f"{digest}.pt2", kept_text(KIND, f"{digest}.sum")
+    with suppress(OSError):
+        if checksum is not None and checksum == _checksum(path):
+            return path
+    return None
+
+
+def remove_package(digest: str) -> None:
+    """Keep a compiled package no longer."""
+    for ending in ("pt2", "sum"):
+        remove_made(cache_folder() / KIND / f"{digest}.{ending}")
+
+
+def _checksum(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def lends_cpu(threads: int, may_lend: bool) -> bool:

@@ -22,14 +22,22 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from flatout.atomic_file import atomic_write
-from flatout.cache_folder import cache_folder, is_made, kind_folder, private
-from flatout.cache_folder import remove as remove_made
+from flatout.cache_folder import keep_text, kept_text
 from flatout.console import first_line
 from flatout.measure import TrialResult, available_bytes, fingerprint, quadruples, usable_cpus
 from flatout.models import OperatorTimes, uncompiled
 from flatout.train.auto_capture import CompilePauses
-from flatout.train.capture import BEHIND, BESIDE, FAILURES, KIND, Compiling, lends_cpu, loaded
+from flatout.train.capture import (
+    BEHIND,
+    BESIDE,
+    FAILURES,
+    KIND,
+    Compiling,
+    kept_package,
+    lends_cpu,
+    loaded,
+    remove_package,
+)
 from flatout.train.capture_child import OPTIONS
 from flatout.train.capture_graph import PLAIN_TYPES, Graph, Tensors, Unfit, shapes_of
 from flatout.train.evaluate_batch import are_close
@@ -309,9 +317,9 @@ class _Form:
         if known is not None and known["chosen"] == "a":
             self._result = known
             raise Unfit(f"an earlier run measured it {known['ratio']:.2f}x as fast")
-        if is_made(self._made.package.parent) and self._made.package.exists():
+        if (package := kept_package(self._made.digest)) is not None:
             self._result = known or {}
-            self._load(self._made.package)
+            self._load(package)
             return
         self._waits = "" if self._owner.is_asked else self._objection(kernels)
         if self._waits:
@@ -405,7 +413,7 @@ class _Form:
         if result.wins or result.high < _UNCLEAR:
             self._made.keep(self._result)
         if not result.wins:
-            remove_made(self._made.package)
+            remove_package(self._made.digest)
             self._give_up(f"measured {result.words} as fast")
             return
         how = (
@@ -506,25 +514,18 @@ class _TracedForward:
         now = [tensor._version for tensor in self.graph.constants.values()]
         return now == self.versions and self.attributes.hold()
 
-    @property
-    def package(self) -> Path:
-        """Where it is once it is compiled."""
-        return cache_folder() / KIND / f"{self.digest}.pt2"
-
     def answer(self) -> dict[str, Any] | None:
         """What an earlier process has measured; None where none has, or it is damaged."""
         try:
-            data = json.loads(self.package.with_suffix(".json").read_text())
+            data = json.loads(kept_text(KIND, f"{self.digest}.json") or "")
             return data if data["chosen"] in ("a", "b") and data["ratio"] > 0 else None
-        except (OSError, ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError):
             return None
 
     def keep(self, found: dict[str, Any]) -> None:
         """Keep it for later processes; a cache that cannot be written costs them a trial."""
         with suppress(OSError):
-            path = kind_folder(KIND) / f"{self.digest}.json"
-            with atomic_write(path, opener=private) as file:
-                file.write(json.dumps(found))
+            keep_text(KIND, f"{self.digest}.json", json.dumps(found))
 
     def compiled(self, *, behind: bool) -> Compiling:
         """A child that compiles it."""

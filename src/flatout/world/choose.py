@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from flatout.cache_folder import cache_folder, kind_folder, private
+from flatout.cache_folder import cache_folder, keep_text, kept_text
 from flatout.errors import WorldError
 from flatout.measure import fingerprint
 from flatout.words import counted, rounded
@@ -79,10 +79,10 @@ def choose(
         return 1
     kept = _kept_under(command(0), script)
     with suppress(OSError, ValueError):
-        data = json.loads(kept.read_text())
+        data = json.loads(kept_text("ranks", kept) or "")
         ranks = int(data["ranks"])
         os.environ[RANKS_TRIED] = json.dumps(data.get("steps_per_s", {}))
-        say(f"{counted(ranks, 'rank')}, as measured before ({kept})")
+        say(f"{counted(ranks, 'rank')}, as measured before ({cache_folder() / 'ranks' / kept})")
         return ranks
     say(f"measuring {', '.join(map(str, tried))} ranks, each twice; the script is ended in its fit")
     there = [_measure(command(ranks), ranks) for ranks in tried]
@@ -100,8 +100,9 @@ def choose(
         )
     steps_per_s = {str(speed.ranks): speed.mean for speed in speeds}
     os.environ[RANKS_TRIED] = json.dumps(steps_per_s)
-    with suppress(OSError), open(kind_folder("ranks") / kept.name, "w", opener=private) as file:
-        file.write(json.dumps({"ranks": chosen.ranks, "steps_per_s": steps_per_s}))
+    with suppress(OSError):
+        found = {"ranks": chosen.ranks, "steps_per_s": steps_per_s}
+        keep_text("ranks", kept, json.dumps(found))
     return chosen.ranks
 
 
@@ -166,9 +167,9 @@ def _end(process: psutil.Popen) -> None:
     process.wait()
 
 
-def _kept_under(command: Sequence[str], script: Path | None) -> Path:
+def _kept_under(command: Sequence[str], script: Path | None) -> str:
     text = script.read_text(errors="replace") if script is not None else ""
     asked = [os.environ.get(name, "") for name in ("FLATOUT_SET", "FLATOUT_RECIPE")]
     parts = [*command, os.getcwd(), text, fingerprint().digest, *asked]
     digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
-    return cache_folder() / "ranks" / f"{digest}.json"
+    return f"{digest}.json"

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from flatout.atomic_file import atomic_write
-from flatout.cache_folder import cache_folder, kind_folder, private
+from flatout.cache_folder import keep_text, kept_text
 from flatout.data.block import Numbers
 from flatout.data.buffers import Buffers
 from flatout.data.decoder import Bytes
@@ -242,10 +241,10 @@ def _learned(
     )
     digest = hashlib.sha256(words.encode()).hexdigest()[:24]
     # Beside the index of the same rows.
-    path = cache_folder() / "index" / f"{digest}.json"
+    entry = f"{digest}.json"
     # Whatever is wrong with it, it is made again.
     with suppress(Exception):
-        kept = json.loads(path.read_text(encoding="utf-8"))
+        kept = json.loads(kept_text("index", entry) or "")
         return {name: Texts(frozenset(kept[name][0]), kept[name][1]) for name in columns}
 
     def look(start: int) -> dict[str, Texts]:
@@ -263,9 +262,7 @@ def _learned(
     kept = {name: [sorted(texts.values), texts.rows] for name, texts in result.items()}
     # A cache that cannot be written costs time at the next start, nothing else.
     with suppress(OSError):
-        kind_folder("index")
-        with atomic_write(path, opener=private) as file:
-            json.dump(kept, file)
+        keep_text("index", entry, json.dumps(kept))
     return result
 
 
