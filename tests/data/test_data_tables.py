@@ -390,3 +390,77 @@ def test_where_no_text_is_utf8_the_encoding_is_named(tmp_path):
     with pytest.raises(DataError, match="encoding= if its texts"):
         flatout.data.csv(tmp_path / "a.csv", target="y", on_error="skip")
     assert flatout.data.csv(tmp_path / "a.csv", target="y", encoding="latin-1").samples == 200
+
+
+# ---- whole numbers ----
+
+
+def _only(pipeline, size=1000):
+    return next(iter(pipeline.batch(size).batches(0)))
+
+
+def test_whole_numbers_beyond_int64_are_no_floats(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("user,y\n" + "".join(f"{2**63 + row},{row % 2}\n" for row in range(100)))
+    words = f"column 'user' holds whole numbers beyond int64, such as {2**63 + 99}"
+    with pytest.raises(DataError, match=words) as caught:
+        flatout.data.csv(path, target="y")
+    assert "unused=['user']; or number the texts: categories=['user']" in caught.value.do
+    batch = _only(flatout.data.csv(path, target="y", categories=["user"]))
+    assert batch.inputs.tolist() == list(range(1, 101))
+    with pytest.raises(DataError, match="these rows are no table"):
+        flatout.data.table({"user": [2**64], "y": [0]})
+
+
+def test_a_large_number_and_a_fraction_late_in_a_file_say_how_to_read_them(tmp_path):
+    path = tmp_path / "a.csv"
+    rows = "1234567,0\n" * 120_000
+    for text, words, change in (
+        ("1.5", "{'a': 'float32'}", lambda s: {"schema": s.with_dtypes({"a": "float32"})}),
+        (str(2**63), "categories=['a']", lambda s: {"categories": ["a"], "target": "y"}),
+    ):
+        path.write_text(f"a,y\n{rows}{text},1\n")
+        data = flatout.data.csv(path, target="y")
+        with pytest.raises(DataError, match=f"expected int64, found '{text}'") as caught:
+            list(data.batch(10_000).batches(0))
+        assert words in caught.value.do
+        again = flatout.data.csv(path, **change(data.schema))
+        last = list(again.batch(10_000).batches(0))[-1].inputs[-1]
+        assert last == (1.5 if "." in text else 2)
+
+
+def test_leading_zeros_that_go_are_named(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("zip,size,y\n" + "02116,7,0\n93418,8,1\n" * 40)
+    data = flatout.data.csv(path, target="y")
+    words = "column 'zip': 02116 is read as the number 2116, without its leading zeros"
+    assert [words in note for note in data.notes()] == [True]
+    assert "categories=['zip']" in data.notes()[0]
+    kept = flatout.data.csv(path, target="y", categories=["zip"])
+    assert kept.schema.options["categories"] == {"zip": ["02116", "93418"]}
+    assert not any("leading" in note for note in kept.notes())
+    assert not flatout.data.csv(path, target="y", unused=["zip"]).notes()
+
+
+@pytest.mark.parametrize("kind", ["csv", "csv with a gap", "table", "parquet"])
+def test_whole_numbers_that_float32_rounds_are_named(tmp_path, kind):
+    pq = pytest.importorskip("pyarrow.parquet")
+    pa = pytest.importorskip("pyarrow")
+    first = 2**24 + 1
+    table = pa.table({"user": pa.array([first, 3.0] * 4, pa.float64()), "y": [0, 1] * 4})
+    if kind == "table":
+        data = flatout.data.table(table, target="y")
+    elif kind == "parquet":
+        pq.write_table(table, tmp_path / "a.parquet")
+        data = flatout.data.parquet(tmp_path / "a.parquet", target="y")
+    else:
+        text = "user,y\n" + f"{first}{'.0' * (kind != 'csv')},0\n3,1\n" * 4
+        (tmp_path / "a.csv").write_text(text)
+        data = flatout.data.csv(tmp_path / "a.csv", target="y", stack=kind == "csv")
+    words = f"column 'user': float32 rounds whole numbers above 16,777,216, such as {first}"
+    assert [words in note for note in data.notes()] == [True]
+    assert _only(data).inputs.max() == 2**24
+    if kind == "csv":  # as whole numbers they are exact
+        data = flatout.data.csv(tmp_path / "a.csv", target="y")
+        assert not data.notes()
+        assert _only(data).inputs.max() == first

@@ -49,15 +49,20 @@ class ErrorPolicy:
         self.__dict__.update(state)
         self._lock = Lock()
 
-    def bad(self, what: str, where: str) -> None:
+    def bad(self, what: str, where: str, do: str = "fix it") -> None:
         """Count a bad row.
+
+        Args:
+            what: was expected and found.
+            where: the row stands.
+            do: what the user can do about it, other than to skip it.
 
         Raises:
             DataError: rows are not to be skipped, or too many were.
         """
         if not self.skip:
             raise DataError(
-                what, where=where, do=f'fix it, or on_error="skip", max_errors={self.max_errors}'
+                what, where=where, do=f'{do}, or on_error="skip", max_errors={self.max_errors}'
             )
         with self._lock:
             self.count += 1

@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import stat
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -225,6 +225,16 @@ class Schema(BaseModel):
         self._check_names(roles)
         columns = [c.model_copy(update={"role": roles.get(c.name, c.role)}) for c in self.columns]
         return Schema(format=self.format, columns=tuple(columns), options=self.options)
+
+    def with_dtypes(self, dtypes: Mapping[str, DType]) -> Schema:
+        """The same with other dtypes: `schema.with_dtypes({"price": "float32"})`.
+
+        Raises:
+            DataError: there is no such column or no such dtype.
+        """
+        self._check_names(dtypes)
+        columns = [{**c.model_dump(), "dtype": dtypes.get(c.name, c.dtype)} for c in self.columns]
+        return _read({**self.model_dump(), "columns": columns}, self.format)
 
     def _check_names(self, names: Iterable[str]) -> None:
         known = {column.name for column in self.columns}

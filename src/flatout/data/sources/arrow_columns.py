@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,10 +30,12 @@ class BadValue(Exception):
         row: of the table.
         what: the column, what was expected and found.
         byte: of the row, where it begins.
+        do: what the user can do about it.
     """
 
-    def __init__(self, row: int, what: str, byte: int = 0) -> None:
+    def __init__(self, row: int, what: str, byte: int = 0, do: str = "fix it") -> None:
         super().__init__(what)
+        self.do = do
         self.row = row
         self.what = what
         self.byte = byte
@@ -242,6 +244,8 @@ def _index_in(array: pa.Array, values: list[Any]) -> pa.Array:
     return pa.array(codes, pa.int32()).take(index.indices)
 
 
+# float32 holds all whole numbers up to it.
+EXACT = 1 << 24
 # Times as many values as rows, from where looking each up is faster than hashing all of them.
 _MANY = 4
 # What was made of a list that a schema holds: once, not for every batch.
@@ -257,6 +261,41 @@ def _made_of(values: list[Any], kind: str, make: Callable[[], Any]) -> Any:
             _MADE.clear()
         kept = _MADE[key] = (values, make())
     return kept[1]
+
+
+def may_be_rounded(fields: Mapping[str, pa.DataType], schema: Schema) -> list[str]:
+    """The columns of a table that become float32, and whose whole numbers that may round."""
+    coded = {*schema.options.get("categories", {}), *schema.options.get("dates", {})}
+    return [
+        name
+        for column in schema.columns
+        if column.role != "unused" and column.dtype == "float32"
+        for name in source_names(schema, column)
+        if name not in coded and _is_wider(fields.get(name, pa.null()))
+    ]
+
+
+def _is_wider(type: pa.DataType) -> bool:
+    is_whole = pa.types.is_integer(type) and type.bit_width > 16
+    return bool(is_whole or pa.types.is_float64(type) or pa.types.is_decimal(type))
+
+
+def rounding_notes(tables: Sequence[pa.Table], schema: Schema) -> list[str]:
+    """A line for each column of whole numbers some of which float32 rounds, such as ids."""
+    found: dict[str, int] = {}
+    for table in tables:
+        fields = {field.name: field.type for field in table.schema}
+        for name in may_be_rounded(fields, schema):
+            values = table[name].drop_null().cast(pa.float64(), safe=False).to_numpy()
+            values = values[np.abs(values) > EXACT]  # NaN is not among them
+            rounded = values[values.astype(np.float32) != values]
+            if len(rounded) and (rounded == np.rint(rounded)).all():
+                found.setdefault(name, int(rounded[0]))
+    return [
+        f"column {name!r}: float32 rounds whole numbers above {EXACT:,}, such as {value}: for ids "
+        f"pass categories=[{name!r}]"
+        for name, value in found.items()
+    ]
 
 
 def _lengths(array: pa.Array) -> Numbers:

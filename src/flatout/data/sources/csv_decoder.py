@@ -89,7 +89,8 @@ class CsvDecoder:
                 return Block(columns, rows.numbers[good])
             except BadValue as bad:
                 row = int(good[bad.row])
-                policy.bad(bad.what, rows.where(row, int(rows.starts[row]) + bad.byte))
+                where = rows.where(row, int(rows.starts[row]) + bad.byte)
+                policy.bad(bad.what, where, bad.do)
                 good = np.delete(good, bad.row)
 
     def _parse(self, buffer: Bytes, starts: Numbers, ends: Numbers) -> pa.Table:
@@ -100,11 +101,11 @@ class CsvDecoder:
         try:
             table = read_text(text, self.names, self.dialect, self._types, self._used)
         except pa.ArrowInvalid as error:
-            row, what = self._explain(str(error), len(starts))
+            row, what, do = self._explain(str(error), len(starts))
             if "invalid UTF8" in what:
                 byte, result = not_utf8(buffer[starts[row] : ends[row]].tobytes())
                 raise BadValue(row, f"{what.partition(':')[0]}: {result}", byte) from error
-            raise BadValue(row, what) from error
+            raise BadValue(row, what, do=do) from error
         if len(table) != len(starts):
             raise BadValue(
                 self._first_torn(buffer, starts, ends),
@@ -112,18 +113,18 @@ class CsvDecoder:
             )
         return table
 
-    def _explain(self, words: str, rows: int) -> tuple[int, str]:
-        """Row and what is wrong, of pyarrow's message."""
+    def _explain(self, words: str, rows: int) -> tuple[int, str, str]:
+        """Row, what is wrong and what to do, of pyarrow's message."""
         match = re.search(r"Row #(\d+): ", words)
         if match is None:
             raise DataError(f"these {rows:,} rows cannot be parsed: {words}")
         row = int(match[1]) - 1
         if counts := re.search(r"Expected (\d+) columns, got (\d+)", words):
-            return row, f"expected {counts[1]} fields, found {counts[2]}"
+            return row, f"expected {counts[1]} fields, found {counts[2]}", "fix it"
         column = re.search(r"In CSV column #(\d+)", words)
         value = re.search(r"invalid value '(.*)'$", words, re.DOTALL)
         if column is None:
-            return row, f"expected a row of CSV, found: {words}"
+            return row, f"expected a row of CSV, found: {words}", "fix it"
         name = self.names[int(column[1])]
         value_words = repr(value[1]) if value else words.rpartition(": ")[2]
         type = self._types[name]
@@ -133,7 +134,10 @@ class CsvDecoder:
             expected = "text" if type == pa.string() else np.dtype(type.to_pandas_dtype()).name
         if value and not re.search(r"\d", value[1]):
             value_words += f" (missing=[{value_words}, ...] takes it for a missing value)"
-        return row, f"column {name!r}: expected {expected}, found {value_words}"
+        do = "fix it"
+        if value and pa.types.is_integer(type):
+            do = _for_whole_numbers(name, value[1], self.dialect.decimal)
+        return row, f"column {name!r}: expected {expected}, found {value_words}", do
 
     def _first_torn(self, buffer: Bytes, starts: Numbers, ends: Numbers) -> int:
         """The first row that is not one row to pyarrow, by halving."""
@@ -144,6 +148,17 @@ class CsvDecoder:
             table = read_text(text, self.names, self.dialect, self._types, self._used)
             low, high = (middle, high) if len(table) == middle - low else (low, middle)
         return low
+
+
+def _for_whole_numbers(name: str, text: str, decimal: str) -> str:
+    """What to do about a text in a column that began with whole numbers."""
+    try:
+        number = float(text.replace(decimal, "."))
+    except ValueError:
+        return "fix it"
+    if number.is_integer() and abs(number) >= 2**63:
+        return f"pass categories=[{name!r}], which gives each text a number of its own"
+    return f"set the column's type: schema=data.schema.with_dtypes({{{name!r}: 'float32'}})"
 
 
 def _types_to_read(schema: Schema) -> dict[str, pa.DataType]:

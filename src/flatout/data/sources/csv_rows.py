@@ -20,6 +20,7 @@ from flatout.data.error_policy import ErrorPolicy
 from flatout.data.files import File, in_utf8
 from flatout.data.indexed import IndexedRows
 from flatout.data.schema import Column, Given, Schema
+from flatout.data.sources.arrow_columns import rounding_notes
 from flatout.data.sources.arrow_schema import (
     ISO,
     ISO_WITH_ZONE,
@@ -160,7 +161,7 @@ def _inferred(
     is_headed = options["header"] is True
     samples = samples_of(opened.begins, is_headed)
     wanted = wanted.without([name for name in names if name.startswith(UNNAMED)])
-    types = found_types(samples, names, opened.dialect, wanted)
+    types, type_notes, tables = found_types(samples, names, opened.dialect, wanted)
     rows = None
 
     def count(columns: Sequence[str], few: bool) -> Mapping[str, Texts]:
@@ -181,7 +182,12 @@ def _inferred(
     if bools:
         schema = schema.model_copy(update={"options": {**schema.options, "bools": bools}})
     check_options(schema, _OPTIONS)
-    notes = [*opened.notes, *notes_of(schema.options, wanted.numberish)]
+    notes = [
+        *opened.notes,
+        *type_notes,
+        *rounding_notes(tables, schema),
+        *notes_of(schema.options, wanted.numberish),
+    ]
     decoder = CsvDecoder(schema, names, opened.headers, notes)
     if rows is None:
         return IndexedRows(files, decoder, policy, "CSV")

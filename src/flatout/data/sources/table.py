@@ -134,6 +134,7 @@ def table(
             naming column and row of a value that is missing or does not fit.
     """
     require("pyarrow", "tables", "tables")
+    from flatout.data.sources.arrow_columns import rounding_notes
     from flatout.data.sources.arrow_schema import (
         ColumnOptions,
         check_options,
@@ -162,7 +163,8 @@ def table(
         wanted, fields, lambda names, few: merged([texts_of(data[:1000] if few else data, names)])
     )
     inferred = infer_schema("table", fields, wanted, options)
-    return Pipeline(TableRows(data, inferred, notes_of(inferred.options, wanted.numberish)))
+    notes = [*rounding_notes([data], inferred), *notes_of(inferred.options, wanted.numberish)]
+    return Pipeline(TableRows(data, inferred, notes))
 
 
 def _without_absent(schema: Schema, fields: Mapping[str, Any]) -> Schema:
@@ -193,7 +195,7 @@ def _as_table(rows: Any) -> pa.Table:
         if isinstance(rows, Sequence) and rows and all(isinstance(r, Mapping) for r in rows):
             names = dict.fromkeys(name for row in rows for name in row)
             return pa.table({name: _column([row.get(name) for row in rows]) for name in names})
-    except (pa.ArrowException, ValueError, TypeError) as error:
+    except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
         raise DataError(f"these rows are no table: {error}") from error
     raise DataError(
         f"expected a table, found {type(rows).__name__}",

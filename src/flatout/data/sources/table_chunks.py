@@ -18,7 +18,13 @@ from flatout.data.buffers import Buffers
 from flatout.data.files import File, files_words
 from flatout.data.indexed import files_digest
 from flatout.data.schema import Given, Schema
-from flatout.data.sources.arrow_columns import BadValue, to_columns
+from flatout.data.sources.arrow_columns import (
+    EXACT,
+    BadValue,
+    may_be_rounded,
+    rounding_notes,
+    to_columns,
+)
 from flatout.data.sources.arrow_schema import (
     ColumnOptions,
     check_options,
@@ -68,6 +74,10 @@ class TableFile(Protocol):
         """Some columns of a part."""
         ...
 
+    def may_exceed(self, names: Sequence[str], limit: int) -> list[str]:
+        """Those of some columns whose numbers in the first part may be larger."""
+        ...
+
 
 class ParquetFile:
     """A Parquet file: its parts are row groups."""
@@ -95,6 +105,17 @@ class ParquetFile:
             self.file.path, metadata=self._metadata, page_checksum_verification=True
         ) as opened:
             return opened.read_row_group(part, columns=list(names), use_threads=False)
+
+    def may_exceed(self, names: Sequence[str], limit: int) -> list[str]:
+        """Those of some columns whose numbers in the first row group may be larger."""
+        group, within = self._metadata.row_group(0), set()
+        for column in map(group.column, range(group.num_columns)):
+            if column.path_in_schema not in names or not column.is_stats_set:
+                continue
+            known = column.statistics
+            if known.has_min_max and -limit <= known.min and known.max <= limit:
+                within.add(column.path_in_schema)
+        return [name for name in names if name not in within]
 
 
 class ArrowFile:
@@ -141,6 +162,10 @@ class ArrowFile:
         # Arrow trusts the offsets and dictionary indices in a file.
         batch.validate(full=True)
         return pa.Table.from_batches([batch])
+
+    def may_exceed(self, names: Sequence[str], limit: int) -> list[str]:
+        """All of them: nothing is known of the numbers."""
+        return list(names)
 
 
 class _Part(NamedTuple):
@@ -287,7 +312,17 @@ def table_chunks(
             )
     wanted = with_vocabularies(wanted, fields, lambda names, few: _texts(files, names, few))
     inferred = infer_schema(format, fields, wanted, options)
-    return TableChunks(files, inferred, notes_of(inferred.options, wanted.numberish))
+    notes = [*_rounding_notes(files[0], inferred), *notes_of(inferred.options, wanted.numberish)]
+    return TableChunks(files, inferred, notes)
+
+
+def _rounding_notes(file: TableFile, schema: Schema) -> list[str]:
+    names = may_be_rounded(file.fields, schema)
+    names = file.may_exceed(names, EXACT) if file.sizes else []
+    if not names:
+        return []
+    with _explained(file.file, f"{file.part} 0 cannot be decoded"):
+        return rounding_notes([file.read(0, names)], schema)
 
 
 def _texts(files: Sequence[TableFile], names: Sequence[str], few: bool) -> dict[str, Texts]:

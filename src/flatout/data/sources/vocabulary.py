@@ -23,6 +23,7 @@ from flatout.errors import DataError
 # prose rather than categories; where some rows alone are looked at, texts may come again later.
 _FEW, _SHARE, _SHARE_OF_SOME = 32, 0.5, 0.95
 _NUMBERISH = re.compile(r"[\s€$£%+-]*\d[\d\s.,'/:%€$£TZ+-]*")
+_WHOLE = re.compile(r"\s*[+-]?\d+\s*")
 _MOSTLY = 0.9
 _ALIKE = "which look like numbers or dates"
 
@@ -101,6 +102,10 @@ def _no_categories(texts: Texts, share: float) -> str:
     if not values:  # none could be read: what is no text in its encoding is told with its line
         return ""
     alike = [text for text in values if _NUMBERISH.fullmatch(text)]
+    if all(map(_WHOLE.fullmatch, values)):
+        largest = max(values, key=lambda text: abs(int(text)))
+        if abs(int(largest)) >= 2**63:
+            return f"whole numbers beyond int64, such as {largest.strip()}"
     if len(alike) >= _MOSTLY * len(values):
         return f"texts such as {min(alike)!r}, {_ALIKE}"
     if len(values) > _FEW and len(values) > share * rows:
