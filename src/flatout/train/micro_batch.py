@@ -231,18 +231,24 @@ def _kept_bytes(model: nn.Module, forward: Callable[[Batch], object], batch: Bat
     there = [*model.parameters(), *(t for _, t in named_tensors("", batch[:3]))]
     already = {tensor.untyped_storage().data_ptr() for tensor in there}
     result: dict[int, int] = {}
+    boxes: list[list[torch.Tensor]] = []
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
+    def pack(tensor: torch.Tensor) -> list[torch.Tensor]:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in already:
             result[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        boxes.append([tensor])
+        return boxes[-1]
 
-    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box[0])
     try:
         # Code that is compiled for so few samples would be compiled for any number from then on.
         with untouched(model, forward), uncompiled(), hooks:
             kept = forward(batch)  # noqa: F841 - alive while the bytes are counted
     except Exception:
         return None  # the first real step will say what is wrong
+    finally:
+        # A graph that keeps what it has made keeps itself, and the weights, alive for ever.
+        for box in boxes:
+            box.clear()
     return sum(result.values())
