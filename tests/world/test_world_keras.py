@@ -127,6 +127,27 @@ JOB = '''
             return {**super().compute_metrics(x, y, y_pred, sample_weight), "spread": spread}
 
 
+    class OwnSteps(keras.Sequential):
+        """What they compute of a batch depends on all of it."""
+
+        def test_step(self, data):
+            given, targets = data
+            spread = ops.std(self(given, training=False))
+            return {"loss": spread, "of": ops.sum(targets)}
+
+        def predict_step(self, data):
+            return self(data) - ops.mean(self(data))
+
+
+    class LooksAtTests(keras.callbacks.Callback):
+        """Reads on the first rank alone, and stops there."""
+
+        def on_test_batch_end(self, batch, logs=None):
+            if rank == 0:
+                assert sorted(logs) == ["accuracy", "loss"]
+                self.model.stop_evaluating = batch == 1
+
+
     class Rows(keras.utils.PyDataset):
         def __len__(self):
             return 6
@@ -190,6 +211,11 @@ JOB = '''
     keras.utils.set_random_seed(0)
     own = OwnMetrics([layers.Input((6,)), layers.Dense(4, activation="softmax")])
     fitted("compute_metrics of one's own", compiled(own), x, y)
+    keras.utils.set_random_seed(0)
+    own = OwnSteps([layers.Input((6,)), layers.Dense(4, activation="softmax")])
+    fitted("steps of one's own", compiled(own), x, y, validation_data=(x[:21], y[:21]))
+    fitted("a watched evaluation", compiled(dense()), x, y,
+           evaluated={"callbacks": [LooksAtTests()]})
     truth = (x.sum(1) > 0).astype("float32")[:, None]
     scores = [keras.metrics.AUC(), keras.metrics.Precision(), keras.metrics.F1Score(threshold=0.5)]
     binary = compiled(dense(last=1, activation="sigmoid"), "binary_crossentropy", scores)
@@ -286,12 +312,12 @@ JOB = '''
                                            save_weights_only=True, save_freq=3)
     log = keras.callbacks.CSVLogger(f"log-{size}.csv")
     backup = keras.callbacks.BackupAndRestore(f"backup-{size}")
-    logs = []
+    seen = []
 
     class Looks(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs_of_batch):
+        def on_train_batch_end(self, batch, logs=None):
             if rank == 0 and batch % 2:  # on one rank alone
-                logs.append(dict(logs_of_batch))
+                seen.append(dict(logs))
 
     trainer = fitted("callbacks", compiled(dense()), x, y, validation_data=(x[:21], y[:21]),
                      epochs=12, callbacks=[stop, plateau, best, each, log, backup, Looks()])
@@ -304,7 +330,7 @@ JOB = '''
         sorted(float(path.name.split("-")[2][:5]) for path in folder.glob(f"each-{size}-*")),
         os.path.exists(f"backup-{size}"),
     ]
-    found["callbacks"]["logs"] = trainer.world().from_first(logs)
+    found["callbacks"]["logs"] = trainer.world().from_first(seen)
 
     # Draws: other masks on other ranks, the same states.
     seeded, plain, noise = layers.Dropout(0.5, seed=3), layers.Dropout(0.5), layers.GaussianNoise(1)
@@ -353,6 +379,8 @@ CASES = (
     "two outputs",
     "metrics of one's own",
     "compute_metrics of one's own",
+    "steps of one's own",
+    "a watched evaluation",
     "scores",
     "a slow metric",
     "metrics of a line",

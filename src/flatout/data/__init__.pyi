@@ -115,4 +115,5 @@ from flatout.data.stages import Cache as Cache
 from flatout.data.stages import Map as Map
 from flatout.data.stages import only as only
 from flatout.data.tensors import are_arrays as are_arrays
+from flatout.data.tensors import as_tensor as as_tensor
 from flatout.data.tensors import jagged as jagged

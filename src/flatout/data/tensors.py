@@ -269,7 +269,8 @@ def count_rows(
 
 
 def _from_numpy(name: str, array: npt.NDArray[Any], where: str | None) -> Tensor:
-    if array.dtype.hasobject:
+    is_text = array.dtype.hasobject and all(isinstance(value, str) for value in array.flat)
+    if array.dtype.hasobject and not is_text:
         raise DataError(
             f"{name}: expected numbers, found an array of Python objects (dtype {array.dtype})",
             where=where,
@@ -278,7 +279,7 @@ def _from_numpy(name: str, array: npt.NDArray[Any], where: str | None) -> Tensor
         )
     if array.dtype.kind not in "biufc":
         raise DataError(
-            f"{name}: expected numbers, found dtype {array.dtype}",
+            f"{name}: expected numbers, found dtype {array.dtype}{' of text' * is_text}",
             where=where,
             do="encode it as numbers, for example labels as integers from 0",
         )

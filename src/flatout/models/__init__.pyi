@@ -40,7 +40,9 @@ from flatout.models.keras.callbacks import reads_batches as reads_batches
 from flatout.models.keras.callbacks import saves_model as saves_model
 from flatout.models.keras.callbacks import watches_batches as watches_batches
 from flatout.models.keras.compiled import KerasJob as KerasJob
+from flatout.models.keras.compiled import as_number as as_number
 from flatout.models.keras.compiled import sample_losses as sample_losses
+from flatout.models.keras.compiled import targets_of as targets_of
 from flatout.models.keras.data import as_keras_source as as_keras_source
 from flatout.models.keras.facts import compiled_facts as compiled_facts
 from flatout.models.keras.facts import keras_callback_facts as keras_callback_facts
@@ -49,8 +51,8 @@ from flatout.models.keras.layers import is_layer as is_layer
 from flatout.models.keras.layers import modules_of as modules_of
 from flatout.models.keras.layers import two_mode_layers as two_mode_layers
 from flatout.models.keras.model import call as call
-from flatout.models.keras.model import has_own_step as has_own_step
 from flatout.models.keras.model import keras_values as keras_values
+from flatout.models.keras.model import own_method as own_method
 from flatout.models.keras.optimizer import KerasOptimizer as KerasOptimizer
 from flatout.models.keras.optimizer import keras_optimizers as keras_optimizers
 from flatout.models.keras.seeds import keras_seeds_moved as keras_seeds_moved

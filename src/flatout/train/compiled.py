@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from flatout.data import Arrays, Pipeline, Source, are_arrays, split_validation
+from flatout.data import Arrays, Batch, Pipeline, Source, are_arrays, split_validation
 from flatout.errors import DataError, ModelError
 from flatout.models import (
     KerasJob,
@@ -19,9 +21,9 @@ from flatout.models import (
     as_keras_source,
     call,
     compiled_facts,
-    has_own_step,
     keras_callback_facts,
     on_rank,
+    own_method,
     reads_batches,
 )
 from flatout.models.keras import compiled
@@ -42,15 +44,28 @@ from flatout.train.job_facts import Facts
 from flatout.train.keras_callbacks import KerasCallbacks, watched
 from flatout.train.loop import Loop
 from flatout.train.objective import FitData, Objective
+from flatout.train.own_steps import data_of, evaluate_as_written
+from flatout.train.predict import predict
 from flatout.train.sample_loss import SampleLoss, of_compiled
 from flatout.train.signature import Signature
 from flatout.train.state import FitState
 from flatout.train.warm_start import warm_start
 from flatout.world import place
 
+# Inputs, targets and weights.
+_MOST_PARTS = 3
+
 
 class KerasHistory(History):
-    """A History whose `history` is as Keras' own: by name, without the seconds of an epoch."""
+    """A History as Keras' own: `history` by name, without the seconds of an epoch.
+
+    Attributes:
+        params: `epochs`, `steps` and `verbose` of the fit.
+        model: that was fitted.
+    """
+
+    params: Mapping[str, Any] = MappingProxyType({})
+    model: Any = None
 
     @property
     def history(self) -> dict[str, list[Any]]:
@@ -63,6 +78,7 @@ class CompiledObjective(Objective):
     """A model with the loss, metrics and optimizer of its `compile`."""
 
     history = KerasHistory
+    ends_epochs = True
 
     def __init__(self, model: Any, devices: int, **given: Any) -> None:
         self.model = model
@@ -75,21 +91,22 @@ class CompiledObjective(Objective):
                 do=f"flatout run --devices {devices} script.py; or leave model.compile out, "
                 "and give loss, optimizer and metrics to the Trainer",
             )
-        if here.world_size > 1 and has_own_step(model):
+        own = own_method(model, "fit")
+        if here.world_size > 1 and own:
             raise ModelError(
-                f"{type(model).__name__} has its own train_step, which runs in Keras' own loop, on "
+                f"{type(model).__name__} has its own {own}, which runs in Keras' own loop, on "
                 f"one rank; this is {here}",
-                do="override compute_loss and compute_metrics in place of train_step, which any "
+                do=f"override compute_loss and compute_metrics in place of {own}, which any "
                 "number of ranks can run",
             )
         self._count: ConfusionCount | None = None  # of an evaluation
         self._counts = list(given.get("metrics") or ()) == ["confusion"]
         if self._counts:
             given["metrics"] = ()
-        own = [name for name, value in given.items() if value is not None and value != ()]
-        if own:
+        twice = [name for name, value in given.items() if value is not None and value != ()]
+        if twice:
             raise ModelError(
-                f"{', '.join(own)} given beside a Keras model that is compiled with its own",
+                f"{', '.join(twice)} given beside a Keras model that is compiled with its own",
                 do="set it in model.compile(...), which Flatout follows; "
                 'metrics=["confusion"] may be given here',
             )
@@ -109,9 +126,9 @@ class CompiledObjective(Objective):
 
     def comes_in_samples(self, x: Any, y: Any) -> bool:
         """Whether batches of the data that `fit` is given are ours to make."""
-        if has_own_step(self.model):
+        if own := own_method(self.model, "fit"):
             raise ModelError(
-                f"{type(self.model).__name__} has its own train_step, which runs as written: no "
+                f"{type(self.model).__name__} has its own {own}, which runs as written: no "
                 "batch can be tried with it",
                 do="say a batch size",
             )
@@ -138,7 +155,10 @@ class CompiledObjective(Objective):
         self._class_weight = None if brings_own else weights
         if held_out is None:
             return source, None
-        parts = held_out if isinstance(held_out, tuple) else (held_out,)
+        is_parts = isinstance(held_out, tuple) or (
+            isinstance(held_out, list) and len(held_out) <= _MOST_PARTS and are_arrays(held_out)
+        )
+        parts = held_out if is_parts else (held_out,)
         size = data.validation_batch_size or data.batch_size
         return source, as_keras_source(*parts, batch_size=size, steps=data.validation_steps)
 
@@ -176,9 +196,11 @@ class CompiledObjective(Objective):
         """What is read once, in order, as `model.evaluate` takes it."""
         return as_keras_source(x, y, sample_weight, batch_size=batch_size, steps=steps)
 
-    def to_predict(self, x: Any, loop: Loop, batch_size: int | None) -> Source:
+    def to_predict(
+        self, x: Any, loop: Loop, batch_size: int | None, steps: int | None = None
+    ) -> Source:
         """Inputs, in order."""
-        return as_keras_source(x, batch_size=batch_size)
+        return as_keras_source(x, batch_size=batch_size, steps=steps)
 
     def build(self, source: Source, loop: Loop) -> Signature | None:
         """Build what of model, loss, metrics and optimizer waits for a first batch."""
@@ -197,19 +219,19 @@ class CompiledObjective(Objective):
         return signature
 
     def fit_as_written(self, data: FitData, loop: Loop, **arguments: Any) -> History | None:
-        """A `train_step` of the user's own runs as it is, in Keras' loop."""
-        if not has_own_step(self.model):
+        """A step or fit of the user's own runs as it is, in Keras' loop."""
+        own = own_method(self.model, "fit")
+        if data.validation_data is not None or data.validation_split:
+            own = own or own_method(self.model, "evaluate")
+        if not own:
             return None
         if loop.lr_rule is not None:
             raise ModelError(
-                f"{type(self.model).__name__} has its own train_step, which steps the optimizer "
+                f"{type(self.model).__name__} has its own {own}, which steps the optimizer "
                 "itself, so no lr_rule can be followed",
                 do="set the learning rate in model.compile(...)",
             )
-        loop.say(
-            f"{type(self.model).__name__} has its own train_step: it runs as written, in Keras' "
-            "own loop, and nothing of it is changed"
-        )
+        self._say_as_written(loop, own)
         weights = self._given_weights(data.class_weight, data.y, loop)
         theirs = self.model.fit(**data._replace(class_weight=weights)._asdict(), **arguments)
         history = KerasHistory(batch_size=data.batch_size or 32)
@@ -217,7 +239,27 @@ class CompiledObjective(Objective):
             {name: values[n] for name, values in theirs.history.items() if n < len(values)}
             for n in range(len(theirs.epoch))
         ]
+        history.first_epoch = theirs.epoch[0] if theirs.epoch else 0
+        history.params, history.model = theirs.params, theirs.model
         return history
+
+    def _say_as_written(self, loop: Loop, own: str) -> None:
+        loop.say(
+            f"{type(self.model).__name__} has its own {own}: it runs as written, in Keras' own "
+            "loop, and nothing of it is changed"
+        )
+
+    def evaluate_as_written(self, **arguments: Any) -> dict[str, float] | None:
+        """An `evaluate` of the user's own runs as it is."""
+        if not own_method(self.model, "evaluate"):
+            return None
+        return dict(self.model.evaluate(**_given(arguments), return_dict=True))
+
+    def predict_as_written(self, **arguments: Any) -> Any:
+        """A `predict` of the user's own runs as it is."""
+        return (
+            self.model.predict(**_given(arguments)) if own_method(self.model, "predict") else None
+        )
 
     def job(self, loop: Loop, source: Source | None, *, training: bool) -> Job:
         """The compiled loss and metrics, to train or to evaluate."""
@@ -258,20 +300,24 @@ class CompiledObjective(Objective):
                 )
         return ours, theirs
 
-    def begin(self, state: FitState, job: Job, callbacks: list[Any], first: int) -> list[Callback]:
+    def begin(
+        self, state: FitState, job: Job, callbacks: list[Any], first: int, verbose: int | str
+    ) -> list[Callback]:
         """Let Keras' callbacks follow a fit from epoch `first`; gives what calls them."""
         import keras
 
-        loop = state.trainer.loop
+        loop, history = state.trainer.loop, state.history
         self._callbacks = keras.callbacks.CallbackList(
             on_rank(callbacks, loop.world),
             add_history=True,
             add_progbar=False,
             model=self.model,
-            verbose=0,
+            verbose=verbose,
             epochs=state.epochs,
             steps=state.steps_per_epoch,
         )
+        if isinstance(history, KerasHistory):
+            history.params, history.model = self._callbacks.params, self.model
         return [
             KerasCallbacks(
                 self._callbacks,
@@ -293,16 +339,74 @@ class CompiledObjective(Objective):
         self, loop: Loop, source: Source, stopped: Callable[[], bool] = lambda: False
     ) -> dict[str, float] | None:
         """Loss and metrics over `source`; None where `stopped` said so."""
-        callbacks = self._callbacks
-        if callbacks is None:
-            self.model.reset_metrics()
-            return self._counted(evaluate(self, loop, source, stopped), loop)
+        callbacks = self._callbacks or self._following((), loop, source.steps)
         callbacks.on_test_begin()
         self.model.reset_metrics()  # in a fit those of the epoch have been read by now
-        result = evaluate(self, loop, source, stopped, partial(watched, callbacks))
-        result = self._counted(result, loop)
+        watch = partial(watched, callbacks, "test", loop.world)
+        if self.tests_as_written:
+            result = evaluate_as_written(self.model, loop, source, stopped, watch)
+        else:
+            result = self._counted(evaluate(self, loop, source, stopped, watch), loop)
         callbacks.on_test_end(result)
         return result
+
+    def predict(self, loop: Loop, source: Source) -> Any:
+        """Outputs of all batches, which callbacks may follow."""
+        callbacks = self._callbacks or self._following((), loop, source.steps)
+        self.model.make_predict_function()
+        callbacks.on_predict_begin()
+
+        def watch(batches: Iterator[Batch], read: Callable[[], Any]) -> Iterator[Batch]:
+            return watched(callbacks, "predict", loop.world, batches, lambda: {"outputs": read()})
+
+        outputs = predict(self, loop, source, watch)
+        callbacks.on_predict_end()
+        return outputs
+
+    @contextmanager
+    def followed(
+        self, callbacks: Any, loop: Loop, steps: int | None, verbose: int | str
+    ) -> Iterator[None]:
+        """Within, Keras' callbacks follow an evaluation or a prediction; those of a fit do not."""
+        before = self._callbacks
+        self._callbacks = self._following(callbacks, loop, steps, verbose)
+        try:
+            yield
+        finally:
+            self._callbacks = before
+
+    def _following(
+        self, callbacks: Any, loop: Loop, steps: int | None, verbose: int | str = 0
+    ) -> Any:
+        """A `CallbackList` of an evaluation or a prediction."""
+        import keras
+
+        if isinstance(callbacks, keras.callbacks.CallbackList):
+            return callbacks
+        ours, theirs = self.split_callbacks(callbacks)
+        if ours:
+            raise ModelError(
+                f"{type(ours[0]).__name__} follows a fit, and this is none",
+                do="give it to fit; a keras.callbacks.Callback can follow these",
+            )
+        return keras.callbacks.CallbackList(
+            on_rank(theirs, loop.world),
+            add_progbar=verbose in (1, 2) and loop.world.is_first,
+            model=self.model,
+            verbose=verbose,
+            epochs=1,
+            steps=steps,
+        )
+
+    @property
+    def tests_as_written(self) -> bool:  # type: ignore[override]
+        """Whether an evaluation calls a step of the user's own."""
+        return bool(own_method(self.model, "test"))
+
+    @property
+    def predicts_as_written(self) -> bool:  # type: ignore[override]
+        """Whether a prediction calls a step of the user's own."""
+        return bool(own_method(self.model, "predict_step"))
 
     def _counted(self, found: dict[str, float] | None, loop: Loop) -> dict[str, float] | None:
         """With the mean recall of all ranks, where classes are counted."""
@@ -324,9 +428,25 @@ class CompiledObjective(Objective):
         """What the model gives for a batch's inputs, in evaluation."""
         return call(self.model, inputs, training=False)
 
+    def predicted(self, batch: Batch, loop: Loop) -> Any:
+        """What a prediction keeps of a batch: what a step of the user's own returns, if any."""
+        if self.predicts_as_written:
+            return self.model.predict_function([data_of(batch)])
+        return self.output(batch.inputs, loop)
+
+    def in_order(self, figures: dict[str, float]) -> Any:
+        """Figures as Keras gives them without names: a list, or the only one."""
+        return self.model._flatten_metrics_in_order(figures)
+
     def as_given(self, outputs: Any) -> Any:
         """Predictions as numpy arrays."""
         return _as_numpy(outputs)
+
+
+def _given(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the defaults: a method of the user's own may lack such arguments."""
+    given = {name: value for name, value in arguments.items() if value is not None}
+    return {k: v for k, v in given.items() if not (isinstance(v, str) and v == "auto")}
 
 
 def _class_weights(given: Any, model: Any, y: Any) -> dict[int, float] | None:

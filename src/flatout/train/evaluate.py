@@ -24,6 +24,9 @@ from flatout.train.running_mean import RunningMean, mean_of
 from flatout.train.snapshot import untouched
 from flatout.train.tables import explain_ids, ids_checked, ids_checked_in_evaluation
 
+# Gives the same batches, for someone who follows them; the function in addition to the batches
+# reads the figures after the latest batch.
+Watched = Callable[[Iterator[Batch], Callable[[], Any]], Iterator[Batch]]
 # How many of a validation's batches are looked at before a fit.
 _BATCHES = 2
 # A look that takes longer is told.
@@ -37,6 +40,10 @@ class Evaluated(Protocol):
     model: Any
     confusion: Matrix | None
 
+    @property
+    def tests_as_written(self) -> bool:
+        """Whether an evaluation calls a step of the user's own."""
+
     def job(self, loop: Loop, source: Source | None, *, training: bool) -> Job:
         """Forward, loss and fresh metrics."""
 
@@ -49,7 +56,7 @@ def evaluate(
     loop: Loop,
     source: Source,
     stopped: Callable[[], bool] = lambda: False,
-    watched: Callable[[Iterator[Batch]], Iterator[Batch]] = lambda batches: batches,
+    watched: Watched = lambda batches, read: batches,
 ) -> dict[str, float] | None:
     """Mean loss and metrics over every sample of `source`, each counted once.
 
@@ -63,7 +70,7 @@ def evaluate(
         loop: has the ranks, and the precision and device of training.
         source: read from its beginning, in the order of epoch 0.
         stopped: asked after each batch whether to give up; the answer is then None.
-        watched: the same batches, for someone who wants to know when each begins and ends.
+        watched: gives the same batches, or the first of them; it may read the figures so far.
 
     Raises:
         NumbersError: if a weight or buffer is not finite.
@@ -76,13 +83,19 @@ def evaluate(
     job = objective.job(loop, source, training=False)
     whole = loop.takes_whole_batches
     part = part_of(agreed(source, world), world, loop.say, whole=whole)
+    mean = RunningMean()
+
+    def read() -> dict[str, float]:
+        loss = mean_of(world.gather(mean.state_dict(), "loss of an evaluation"))
+        return {"loss": loss, **job.results(world)}
+
     with loop.feed.evaluated(source, part) as batches:
-        mean = evaluate_batches(objective, loop, job, watched(batches), stopped, source)
+        made = watched(batches, read)
+        completed = evaluate_batches(objective, loop, job, made, stopped, source, mean)
     loop.tell_skipped(source)
-    if mean is None:
+    if not completed:
         return None
-    loss = mean_of(world.gather(mean.state_dict(), "loss of an evaluation"))
-    logs = {"loss": loss, **job.results(world)}
+    logs = read()
     objective.confusion = job.confusion if isinstance(job, TorchJob) else None
     return logs
 
@@ -94,9 +107,10 @@ def evaluate_batches(
     batches: Iterable[Batch],
     stopped: Callable[[], bool] = lambda: False,
     source: Source | None = None,
-) -> RunningMean | None:
-    """The losses of this rank's batches; the metrics are the job's. None where it is stopped."""
-    mean = RunningMean()
+    mean: RunningMean | None = None,
+) -> bool:
+    """Add this rank's losses to `mean`; the metrics are the job's. False where it is stopped."""
+    mean = RunningMean() if mean is None else mean
     # Losses of Keras may meet other ranks' in each batch, and weights that are gathered.
     meets = objective.adapter.meets_in_loss or loop.meets_in_compute
     whole = loop.world.size > 1 and meets
@@ -131,8 +145,8 @@ def evaluate_batches(
                     explain_ids(error, objective.model, [batch], output, source)
                     raise
             if stopped():
-                return None
-    return mean
+                return False
+    return True
 
 
 def at_the_fastest_size(
@@ -192,11 +206,14 @@ def look_at_validation(
         most: samples of each batch.
 
     Returns:
-        the names of its figures; None where only the whole validation could tell them.
+        the names of its figures; None where only the whole validation could tell them, as of a
+        test_step of the user's own.
 
     Raises:
         FlatoutError: as the validation would.
     """
+    if objective.tests_as_written:
+        return None
     began = time.perf_counter()
     world = loop.world
     job = objective.job(loop, source, training=False)

@@ -394,7 +394,8 @@ class Fit:
             self._steps()
             if self.takes_back:
                 return
-            if state.stop_reason is not None and state.step_in_epoch != state.steps_per_epoch:
+            is_part = state.step_in_epoch != state.steps_per_epoch
+            if state.stop_reason is not None and is_part and not self.objective.ends_epochs:
                 break  # in the middle of an epoch: its figures would be of a part only
             self._end_epoch(began)
 
@@ -578,6 +579,7 @@ class Fit:
             self._validate(self.validation, logs)
         self._schedule_epoch(logs)
         logs["seconds"] = time.perf_counter() - began
+        state.history.first_epoch = state.epoch - len(state.history.epochs)
         state.history.epochs.append(logs)
         self._take_notes()
         self._call("on_epoch_end")

@@ -66,6 +66,7 @@ class History:
         late: of each rank, how many gradients came too late for their step and were dropped, where
             `world.spare_workers` lets them; else None.
         largest_batch: how `batch_size="auto"` was decided, as plain data; None where it was not.
+        first_epoch: the number of the first of `epochs`, from 0.
     """
 
     batch_size: int
@@ -88,9 +89,15 @@ class History:
     staleness: dict[str, Any] | None = field(default=None, repr=False)
     late: list[int] | None = field(default=None, repr=False)
     largest_batch: dict[str, Any] | None = field(default=None, repr=False)
+    first_epoch: int = field(default=0, repr=False)
 
     def __repr__(self) -> str:
         return f"<History: {self.summary()}>"
+
+    @property
+    def epoch(self) -> list[int]:
+        """The number of each epoch, from 0."""
+        return list(range(self.first_epoch, self.first_epoch + len(self.epochs)))
 
     @property
     def history(self) -> dict[str, list[float]]:

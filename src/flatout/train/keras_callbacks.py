@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 from flatout.data import Batch
 from flatout.errors import ModelError, WorldError
@@ -125,9 +125,11 @@ class KerasCallbacks(Callback):
 
     def on_epoch_start(self, state: FitState) -> None:
         """Begin an epoch, and its first batch."""
+        if not state.step_in_epoch:
+            self._model.reset_metrics()
         self._callbacks.on_epoch_begin(state.epoch)
         for callback in self._watching:
-            callback.on_train_batch_begin(0)
+            callback.on_train_batch_begin(state.step_in_epoch, logs={})
 
     def on_step(self, state: FitState) -> None:
         """End a batch and begin the next."""
@@ -136,12 +138,12 @@ class KerasCallbacks(Callback):
         if self._reads_batches:
             len(logs)  # fills them
         for callback in self._watching:
-            callback.on_train_batch_end(number, logs)
+            callback.on_train_batch_end(number, logs=logs)
         if self._wants_to_stop(self._reads_batches):
             state.stop(_STOPPED)
         elif state.step_in_epoch != state.steps_per_epoch:
             for callback in self._watching:
-                callback.on_train_batch_begin(number + 1)
+                callback.on_train_batch_begin(number + 1, logs={})
 
     def on_epoch_end(self, state: FitState) -> None:
         """End an epoch; what the callbacks add to the logs stays there."""
@@ -183,15 +185,41 @@ class KerasCallbacks(Callback):
             optimizer.finalize_variable_values(self._model.trainable_weights)
 
 
-def watched(callbacks: Any, batches: Iterator[Batch]) -> Iterator[Batch]:
-    """The batches of an evaluation, of which Keras' callbacks are told.
+def watched(
+    callbacks: Any,
+    kind: Literal["test", "predict"],
+    world: World,
+    batches: Iterator[Batch],
+    read: Callable[[], dict[str, Any]],
+) -> Iterator[Batch]:
+    """The batches of an evaluation or prediction, which Keras' callbacks follow and may end.
 
     A batch ends when the next is asked for.
+
+    Args:
+        callbacks: a `keras.callbacks.CallbackList` with its model.
+        kind: "test" for an evaluation.
+        world: the ranks, each of which has callbacks.
+        batches: of this rank.
+        read: the logs after the latest batch; on several ranks all have to read them together.
     """
+    watching = [c for c in callbacks.callbacks if watches_batches(c, kind)]
+    model, stop = callbacks.model, {"test": "stop_evaluating", "predict": "stop_predicting"}[kind]
+    setattr(model, stop, False)
+    if not any(world.gather(bool(watching), "whether callbacks watch batches")):
+        yield from batches
+        return
     for number, batch in enumerate(batches):
-        callbacks.on_test_batch_begin(number)
+        for callback in watching:
+            getattr(callback, f"on_{kind}_batch_begin")(number, logs={})
         yield batch
-        callbacks.on_test_batch_end(number)
+        logs = LazyLogs(read)
+        if world.size > 1:
+            len(logs)  # fills them
+        for callback in watching:
+            getattr(callback, f"on_{kind}_batch_end")(number, logs=logs)
+        if any(world.gather(bool(getattr(model, stop)), "whether a rank wants to stop")):
+            return
 
 
 def _in_keras_order(logs: dict[str, Any]) -> dict[str, Any]:

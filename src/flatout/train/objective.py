@@ -5,7 +5,8 @@ A torch module, or a Keras model that is not compiled; compiled.py has those tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,6 +39,7 @@ from flatout.train.loop import Loop
 from flatout.train.losses import Loss, as_loss
 from flatout.train.metrics import Given
 from flatout.train.narrow import Narrow
+from flatout.train.predict import predict
 from flatout.train.sample_loss import SampleLoss, of_loss
 from flatout.train.several_losses import SeveralLosses, check_names
 from flatout.train.signature import Signature
@@ -95,6 +97,10 @@ class Objective:
 
     history: type[History] = History
     confusion: Matrix | None = None
+    # Whether an evaluation or a prediction calls a step of the user's own, and whether an epoch in
+    # which training stops is an epoch of the history: both as in Keras.
+    tests_as_written = predicts_as_written = False
+    ends_epochs = False
 
     def __init__(
         self,
@@ -169,9 +175,12 @@ class Objective:
             batch_size = _EVALUATION_BATCH
         return _source(x, y, loop, batch_size=batch_size, shuffle=False, clip_batch=True)
 
-    def to_predict(self, x: Any, loop: Loop, batch_size: int | None) -> Source:
+    def to_predict(
+        self, x: Any, loop: Loop, batch_size: int | None, steps: int | None = None
+    ) -> Source:
         """Inputs, in order: a tuple of arrays is one input of several parts, not (x, y)."""
-        return self.to_evaluate((x,) if isinstance(x, tuple) else x, None, loop, batch_size)
+        x = (x,) if isinstance(x, tuple) else x
+        return self.to_evaluate(x, None, loop, batch_size, steps=steps)
 
     def weigh_classes(self, source: Source, loop: Loop, names: tuple[str, ...] | None) -> None:
         """Weigh classes by how many samples they have, where the fit was asked for that.
@@ -245,9 +254,24 @@ class Objective:
         """Flatout's callbacks, and those of the model's framework."""
         return list(callbacks or ()), []
 
-    def begin(self, state: FitState, job: Job, callbacks: list[Any], first: int) -> list[Callback]:
+    def begin(
+        self, state: FitState, job: Job, callbacks: list[Any], first: int, verbose: int | str
+    ) -> list[Callback]:
         """Let the framework's callbacks follow a fit from epoch `first`; gives what calls them."""
         return []
+
+    @contextmanager
+    def followed(
+        self, callbacks: Any, loop: Loop, steps: int | None, verbose: int | str
+    ) -> Iterator[None]:
+        """Within, the framework's callbacks follow an evaluation or a prediction."""
+        if callbacks:
+            raise ModelError(
+                "callbacks of evaluate and predict are those of a compiled Keras model, and this "
+                f"is a {type(self.model).__name__}",
+                do="give callbacks to fit; or compute the figures after evaluate returns",
+            )
+        yield
 
     def end(self) -> None:
         """Put back what a fit has changed beside the model."""
@@ -257,6 +281,24 @@ class Objective:
     ) -> dict[str, float] | None:
         """Loss and metrics over `source`; None where `stopped` said so."""
         return evaluate(self, loop, source, stopped)
+
+    def evaluate_as_written(self, **arguments: Any) -> dict[str, float] | None:
+        """Run an evaluation of the model's own, where its class has one; None without one."""
+
+    def predict(self, loop: Loop, source: Source) -> Any:
+        """Outputs of all batches of `source`, in order."""
+        return predict(self, loop, source)
+
+    def predict_as_written(self, **arguments: Any) -> Any:
+        """Run a prediction of the model's own, where its class has one; None without one."""
+
+    def predicted(self, batch: Batch, loop: Loop) -> Any:
+        """What a prediction keeps of a batch."""
+        return self.output(batch.inputs, loop)
+
+    def in_order(self, figures: dict[str, float]) -> Any:
+        """Figures without their names, as a list."""
+        return list(figures.values())
 
     def sample_loss(self) -> SampleLoss:
         """The loss of each sample alone.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -20,14 +20,30 @@ from flatout.data import (
 from flatout.errors import DataError, ModelError
 from flatout.train import guard
 from flatout.train.checks import explained
-from flatout.train.evaluate import as_one_graph, at_the_fastest_size, evaluating
+from flatout.train.evaluate import Evaluated, Watched, as_one_graph, at_the_fastest_size, evaluating
 from flatout.train.loop import Loop
-from flatout.train.objective import Objective
 from flatout.train.ranks import part_of
 from flatout.train.tables import explain_ids, ids_checked_in_evaluation
+from flatout.world import ONE
 
 
-def predict(objective: Objective, loop: Loop, source: Source) -> Any:
+class Predicted(Evaluated, Protocol):
+    """What a prediction asks of an Objective."""
+
+    @property
+    def predicts_as_written(self) -> bool:
+        """Whether a prediction calls a step of the user's own."""
+
+    def predicted(self, batch: Batch, loop: Loop) -> Any:
+        """What a prediction keeps of a batch."""
+
+
+def predict(
+    objective: Predicted,
+    loop: Loop,
+    source: Source,
+    watched: Watched = lambda batches, read: batches,
+) -> Any:
     """Outputs of all batches joined along the first dimension, on the CPU, in fp32 where bf16 ran.
 
     What only fills a batch up is left out.
@@ -54,15 +70,18 @@ def predict(objective: Objective, loop: Loop, source: Source) -> Any:
 
     def take(batch: Batch) -> Any:
         with checked(batch):
-            output = objective.output(batch.inputs, loop)
+            output = objective.predicted(batch, loop)
         _check(output)
         size = batch.size
         if batch.is_jagged and batch.targets is None:  # the outputs show how many there are
             size = next((len(t) for t in tensors_in(output) if t.dim()), size)
         return rows_of_samples(map_tensors(partial(_to_host, size), output), batch)
 
-    outputs = []
-    part = part_of(source, world, loop.say, whole=loop.takes_whole_batches, use="predict")
+    outputs: list[Any] = []
+    if objective.predicts_as_written:  # what such a step makes of a batch may depend on all of it
+        part, world = source, ONE
+    else:
+        part = part_of(source, world, loop.say, whole=loop.takes_whole_batches, use="predict")
     graph = as_one_graph(objective, loop, source)
     with (
         loop.feed.evaluated(source, part) as made,
@@ -70,7 +89,7 @@ def predict(objective: Objective, loop: Loop, source: Source) -> Any:
         loop.autocast(),
         graph,
     ):
-        batches: Iterable[Batch] = made
+        batches: Iterable[Batch] = watched(made, lambda: _joined(outputs[-1] or [None]))
         if not objective.adapter.is_compiled:
             batches = at_the_fastest_size(objective, loop, source, batches)
         for batch in batches:

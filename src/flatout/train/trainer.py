@@ -31,7 +31,6 @@ from flatout.train.metrics import Given
 from flatout.train.model_ids import ModelIds, learn_ids, make_room
 from flatout.train.notebook import check_ranks_asked, on_ranks
 from flatout.train.objective import FitData, Objective
-from flatout.train.predict import predict
 from flatout.train.run_folder import run_of_command
 from flatout.train.signature import (
     Signature,
@@ -207,7 +206,7 @@ class Trainer:
         batch_size: int | Literal["auto"] | None = None,
         epochs: int = 1,
         verbose: int | str = "auto",
-        callbacks: Any = (),
+        callbacks: Any = None,
         validation_split: float = 0.0,
         validation_data: Any = None,
         shuffle: bool = True,
@@ -314,7 +313,7 @@ class Trainer:
         self._fit = Fit(
             self, objective, source, validation, epochs, ours, shown, first, validation_freq
         )
-        follow = objective.begin(self._fit.state, self._fit.job, theirs, first)
+        follow = objective.begin(self._fit.state, self._fit.job, theirs, first, verbose)
         self._fit.callbacks[:0] = follow
         self.history = self._fit.state.history  # what there is of it, should fit end in an error
         self.history.largest_batch = self.loop.largest_batch
@@ -384,31 +383,49 @@ class Trainer:
 
     def evaluate(
         self,
-        x: Any,
+        x: Any = None,
         y: Any = None,
-        *,
         batch_size: int | None = None,
+        verbose: int | str = "auto",
         sample_weight: Any = None,
         steps: int | None = None,
-    ) -> dict[str, float]:
+        callbacks: Any = None,
+        return_dict: bool = True,
+    ) -> Any:
         """Loss and metrics over all samples, each counted once; the model's modes are kept.
 
         Args:
             x: as `fit` takes it.
             y: targets, if they are not part of `x`.
             batch_size: samples per batch; 256 by default, 32 of a compiled Keras model.
+            verbose: 1 or 2 shows Keras' own bar or line, of a compiled Keras model; nothing else
+                is shown.
             sample_weight: as for `fit`, for the loss.
             steps: batches to read, of a compiled Keras model.
+            callbacks: Keras' own, of a compiled Keras model.
+            return_dict: False gives the figures as a list, the loss first; of a compiled Keras
+                model as `model.evaluate` does.
+
+        Returns:
+            the figures by name.
 
         Raises:
             NumbersError: if a weight or buffer is not finite.
         """
-        given = self.objective.to_evaluate(x, y, self.loop, batch_size, sample_weight, steps)
-        with self.to_evaluate(given) as source:
-            self._know(self.objective.build(source, self.loop))
-            figures = self.objective.evaluate(self.loop, source)
+        objective = self.objective
+        progress_of(verbose)  # checks it
+        figures = objective.evaluate_as_written(
+            x=x, y=y, batch_size=batch_size, verbose=verbose, sample_weight=sample_weight,
+            steps=steps, callbacks=callbacks,
+        )  # fmt: skip
+        if figures is None:
+            given = objective.to_evaluate(x, y, self.loop, batch_size, sample_weight, steps)
+            followed = objective.followed(callbacks, self.loop, given.steps, verbose)
+            with self.to_evaluate(given) as source, followed:
+                self._know(objective.build(source, self.loop))
+                figures = objective.evaluate(self.loop, source)
         assert figures is not None
-        return figures
+        return figures if return_dict else objective.in_order(figures)
 
     def worst(self, x: Any, y: Any = None, *, n: int = 20, batch_size: int | None = None) -> Worst:
         """The samples that the model gets most wrong: those with the highest loss.
@@ -437,7 +454,14 @@ class Trainer:
             classes = self.classes or getattr(source, "classes", None)
             return worst(self.objective, self.loop, source, n, classes)
 
-    def predict(self, x: Any, *, batch_size: int | None = None) -> Any:
+    def predict(
+        self,
+        x: Any,
+        batch_size: int | None = None,
+        verbose: int | str = "auto",
+        steps: int | None = None,
+        callbacks: Any = None,
+    ) -> Any:
         """The model's outputs for all samples, in order, on the CPU.
 
         Args:
@@ -445,6 +469,11 @@ class Trainer:
                 or a folder of images, where the model was trained on `flatout.data.images`: they
                 become its input as they did in training.
             batch_size: samples per batch.
+            verbose: 1 or 2 shows Keras' own bar or line, of a compiled Keras model; nothing else
+                is shown.
+            steps: batches to read, of a compiled Keras model.
+            callbacks: Keras' own, of a compiled Keras model. On several ranks their logs have the
+                outputs of this rank's part.
 
         Returns:
             a tensor (or tuple or dict of tensors, as the model returns them) with one row per
@@ -454,11 +483,21 @@ class Trainer:
             DataError: the data have classes that the model does not know, or the model does not
                 know how a file becomes its input.
         """
-        x = files_as_images(x, self.signature)
-        with self.to_evaluate(self.objective.to_predict(x, self.loop, batch_size)) as source:
+        objective = self.objective
+        progress_of(verbose)  # checks it
+        written = objective.predict_as_written(
+            x=x, batch_size=batch_size, verbose=verbose, steps=steps, callbacks=callbacks
+        )
+        if written is not None:
+            return written
+        given = objective.to_predict(
+            files_as_images(x, self.signature), self.loop, batch_size, steps
+        )
+        followed = objective.followed(callbacks, self.loop, given.steps, verbose)
+        with self.to_evaluate(given) as source, followed:
             if not getattr(self.model, "built", True):
-                self._know(self.objective.build(source, self.loop))
-            return self.objective.as_given(predict(self.objective, self.loop, source))
+                self._know(objective.build(source, self.loop))
+            return objective.as_given(objective.predict(self.loop, source))
 
     def save(self, path: str | Path) -> Path:
         """Write the weights under the model's own keys; the name's ending decides the format.

@@ -64,11 +64,18 @@ def _beginning_of(backup: Any) -> Any:
     return restoring
 
 
-def watches_batches(callback: Any) -> bool:
-    """Whether a callback does something at a batch: its method is not the empty one of Keras."""
+def watches_batches(callback: Any, kind: str = "train") -> bool:
+    """Whether a callback does something at a batch: its method is not the empty one of Keras.
+
+    Args:
+        callback: one of Keras'.
+        kind: "train", "test" or "predict".
+    """
     from keras.src.utils import is_default
 
-    names = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
+    names = [f"on_{kind}_batch_begin", f"on_{kind}_batch_end"]
+    if kind == "train":
+        names += ["on_batch_begin", "on_batch_end"]
     return not all(is_default(getattr(callback, name)) for name in names)
 
 

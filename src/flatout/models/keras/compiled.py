@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten
 from flatout.data import Batch, map_tensors, rows_of_samples
 from flatout.errors import ModelError
 from flatout.models.keras.data import WEIGHTS
-from flatout.models.keras.model import call
+from flatout.models.keras.model import call, is_overridden
 from flatout.models.keras.ranks import adds_up, over_all, put_back, shared_losses, whole_batch
 from flatout.models.keras.rewrites import training_step
 from flatout.models.keras.slow_metrics import SlowMetrics
@@ -57,7 +57,8 @@ class KerasJob:
         self._slow = slow_metrics
         self._together = together
         self._training = training
-        self._computes_own = _is_overridden(model, "compute_metrics")
+        names = ("compute_metrics", "get_metrics_result")
+        self._computes_own = any(is_overridden(model, name) for name in names)
         self._takes_shares = _takes(model, "categorical")
         self._own_results: dict[str, Any] = {}
 
@@ -182,23 +183,25 @@ class KerasJob:
         if self._slow is not None:
             self._slow.flush()
         if self._computes_own:
-            own_results = self._own_results
+            own = self._own_results
+            own_results = self._model._get_metrics_result_or_logs(own) if own else {}
         else:
             with over_all(self._summed(), world):
                 own_results = self._model.get_metrics_result()
         plain: dict[str, float] = {}
         for name, value in own_results.items():
-            for own, number in value.items() if isinstance(value, dict) else [(name, value)]:
-                if own != "loss":
-                    plain[own] = as_number(number)
+            for key, number in value.items() if isinstance(value, dict) else [(name, value)]:
+                if key != "loss":
+                    plain[key] = as_number(number)
         # The same bits on all ranks, whatever their processors: callbacks decide by them.
         return dict(world.from_first(plain))
 
     def reset(self) -> None:
-        """Forget all batches."""
+        """Forget all batches; a `reset_metrics` of the user's own is called when Keras calls it."""
         if self._slow is not None:
             self._slow.forget()
-        self._model.reset_metrics()
+        for metric in self._model.metrics:
+            metric.reset_state()
         self._own_results = {}
 
     def state_dict(self) -> list[dict[str, Any]]:
@@ -241,7 +244,7 @@ def sample_losses(model: Any) -> tuple[Callable[[Any, Any], torch.Tensor], str, 
         ModelError: there are several, or the model has its own `compute_loss`.
     """
     losses = getattr(model._compile_loss, "_flat_losses", None) or []
-    if len(losses) != 1 or _is_overridden(model, "compute_loss"):
+    if len(losses) != 1 or is_overridden(model, "compute_loss"):
         raise ModelError(
             "the loss of a single sample is known of one compiled loss, and this model has "
             f"{'its own compute_loss' if len(losses) == 1 else len(losses) or 'none'}",
@@ -408,8 +411,3 @@ def as_number(value: Any) -> Any:
         return float(value)
     except (TypeError, ValueError, RuntimeError):
         return value
-
-
-def _is_overridden(model: Any, name: str) -> bool:
-    """Whether the user's class has its own version of one of Keras' methods."""
-    return not getattr(type(model), name).__module__.startswith("keras.")

@@ -18,6 +18,7 @@ from flatout.data import (
     are_arrays,
     array_source,
     as_source,
+    as_tensor,
     map_tensors,
     name_digest,
 )
@@ -67,7 +68,8 @@ def as_keras_source(
         return as_source(x, batch_size=batch_size, shuffle=shuffle, seed=seed, clip_batch=True)
     if steps is not None or not are_arrays(x):
         return _by_keras(x, y, sample_weight, batch_size, shuffle, class_weight, steps, workers)
-    x, y, sample_weight = (_in_floatx(part) for part in (x, y, sample_weight))
+    parts = {"inputs": x, "targets": y, "weight": sample_weight}
+    x, y, sample_weight = (_in_floatx(name, part) for name, part in parts.items())
     if class_weight is not None:
         sample_weight = _class_weights(y, sample_weight, class_weight)
     if sample_weight is not None and not _is_one_a_sample(sample_weight):
@@ -86,30 +88,27 @@ def _class_weights(y: Any, sample_weight: Any, class_weight: dict[int, float]) -
             do="multiply them into one sample_weight",
         )
     weights = data_adapter_utils.class_weight_to_sample_weights(y, class_weight)
-    return _in_floatx(weights)
+    return _in_floatx("weight", weights)
 
 
 # -- arrays ----------------------------------------------------------------------------------------
 
 
-def _in_floatx(value: Any) -> Any:
-    """Floating-point arrays in Keras' own precision, as its adapters give them."""
+def _in_floatx(name: str, value: Any) -> Any:
+    """Floating-point arrays in Keras' own precision, as its adapters give them.
+
+    Raises:
+        DataError: there are no numbers in one; `name` says what it is.
+    """
     import keras
 
     wanted = getattr(torch, keras.config.floatx())
 
     def convert(array: Any) -> torch.Tensor:
-        tensor = array if torch.is_tensor(array) else torch.from_numpy(_plain(np.asarray(array)))
+        tensor = as_tensor(name, array if torch.is_tensor(array) else np.asarray(array))
         return tensor.to(wanted) if tensor.is_floating_point() else tensor
 
     return map_tensors(convert, value)
-
-
-def _plain(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """With strides and byte order that torch takes."""
-    if not array.dtype.isnative:
-        array = array.astype(array.dtype.newbyteorder("="))
-    return array if array.flags.writeable and array.flags.c_contiguous else array.copy()
 
 
 def _is_one_a_sample(weight: Any) -> bool:
@@ -207,7 +206,8 @@ class _KerasBatches:
 
         for _, _, data in self._iterator:
             x, y, weight = unpack_x_y_sample_weight(data[0])
-            x, y, weight = (_in_floatx(part) for part in (x, y, weight))
+            parts = {"inputs": x, "targets": y, "weight": weight}
+            x, y, weight = (_in_floatx(name, part) for name, part in parts.items())
             if weight is not None and not _is_one_a_sample(weight):
                 y, weight = {"targets": y, WEIGHTS: weight}, None
             yield (x, y, weight)

@@ -295,9 +295,25 @@ def _framework(value: object) -> str | None:
     return _FOREIGN.get(value.__name__.partition(".")[0])
 
 
-def has_own_step(model: Any) -> bool:
-    """Whether the user's class says itself what a training step is."""
-    return not type(model).train_step.__module__.startswith("keras.")
+# What a verb of Keras is made of: a class of the user's may have its own version of each.
+_METHODS = {
+    "fit": ("fit", "make_train_function", "train_step"),
+    "evaluate": ("evaluate",),
+    "test": ("make_test_function", "test_step"),
+    "predict": ("predict",),
+    "predict_step": ("make_predict_function", "predict_step"),
+}
+
+
+def own_method(model: Any, verb: str) -> str:
+    """The first of the methods behind a verb that the user's class has itself; "" without one."""
+    names = _METHODS[verb]
+    return next((name for name in names if is_overridden(model, name)), "")
+
+
+def is_overridden(model: Any, name: str) -> bool:
+    """Whether the user's class has its own version of one of Keras' methods."""
+    return not getattr(type(model), name).__module__.startswith("keras.")
 
 
 @contextmanager

@@ -1,0 +1,286 @@
+"""Methods of a model, a callback or a history are called here as Keras' own trainer calls them."""
+
+import inspect
+
+import numpy as np
+import pytest
+import torch
+
+keras = pytest.importorskip("keras")
+from keras import layers  # noqa: E402
+
+import flatout  # noqa: E402
+from flatout.errors import DataError, ModelError  # noqa: E402
+
+if keras.backend.backend() != "torch":
+    pytest.skip("Keras is on another backend", allow_module_level=True)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ONE_PASS = {"batch_size": 8, "verbose": 0}
+FIT = {**ONE_PASS, "epochs": 2, "shuffle": False}
+
+
+def quiet(model):
+    return flatout.Trainer(model, allow="exact", say=lambda line: None)
+
+
+def points(count=20):
+    random = np.random.default_rng(0)
+    return random.normal(size=(count, 5)).astype("float32"), np.arange(count) % 3
+
+
+def compiled(kind=keras.Model):
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((5,))
+    hidden = layers.Dense(4, activation="relu")(inputs)
+    model = kind(inputs, layers.Dense(3, activation="softmax")(hidden))
+    model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
+    return model
+
+
+def plain(value):
+    """Arguments and logs as what can be compared; tensors by shape and kind."""
+    if isinstance(value, dict):
+        return {name: plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value).__name__, *map(plain, value)
+    if torch.is_tensor(value) or isinstance(value, np.ndarray):
+        return tuple(value.shape), str(value.dtype)
+    return value if isinstance(value, (bool, int, str, type(None))) else type(value).__name__
+
+
+def is_symbolic(*given):
+    """Whether Keras only asks for shapes, when it builds a model."""
+    tensors = [t for t in keras.tree.flatten(given) if torch.is_tensor(t)]
+    return any(t.device.type == "meta" for t in tensors)
+
+
+def recorder(name, calls):
+    """A model whose method of that name notes how it is called."""
+
+    def method(self, *given, **named):
+        if not is_symbolic(given, named):
+            calls.append((plain(given), plain(named)))
+        return getattr(super(Recorder, self), name)(*given, **named)
+
+    Recorder = type("Recorder", (keras.Model,), {name: method})
+    return Recorder
+
+
+METHODS = (
+    "call", "compute_loss", "compute_metrics", "get_metrics_result", "make_predict_function",
+    "make_test_function", "make_train_function", "predict_step", "reset_metrics", "test_step",
+    "train_step",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_of_the_users_own_is_called_as_keras_calls_it(name):
+    x, y = points()
+    calls, figures = {"theirs": [], "ours": []}, {}
+    for whose, made in calls.items():
+        model = compiled(recorder(name, made))
+        theirs = whose == "theirs"
+        fitting = model if theirs else quiet(model)
+        history = fitting.fit(x, y, validation_data=(x, y), **FIT).history
+        named = fitting.evaluate(x, y, return_dict=True, **ONE_PASS)
+        listed = fitting.evaluate(x, y, return_dict=False, **ONE_PASS)
+        figures[whose] = history, named, listed, fitting.predict(x, **ONE_PASS)
+    assert calls["ours"] == calls["theirs"]
+    assert calls["ours"]
+    for ours, theirs in zip(figures["ours"], figures["theirs"], strict=True):
+        compare(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["fit", "evaluate", "predict"])
+def test_a_whole_verb_of_the_users_own_is_called(name):
+    x, y = points()
+    calls, results = {"theirs": [], "ours": []}, {}
+    for whose, made in calls.items():
+        model = compiled(recorder(name, made))
+        fitting = model if whose == "theirs" else quiet(model)
+        fitting.fit(x, y, validation_data=(x, y), **FIT)
+        figures = fitting.evaluate(x, y, return_dict=True, **ONE_PASS)
+        results[whose] = figures, fitting.predict(x, **ONE_PASS)
+    assert len(calls["ours"]) == len(calls["theirs"])
+    for ours, theirs in zip(results["ours"], results["theirs"], strict=True):
+        compare(ours, theirs)
+
+
+def compare(ours, theirs):
+    if isinstance(ours, dict):
+        assert sorted(ours) == sorted(theirs)
+        ours, theirs = ([value[name] for name in sorted(ours)] for value in (ours, theirs))
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+class OwnSteps(keras.Model):
+    def test_step(self, data):
+        x, y = data
+        loss = keras.ops.mean(self(x, training=False)) * 100
+        return {"loss": loss, "own": keras.ops.sum(y)}
+
+    def predict_step(self, data):
+        return keras.ops.argmax(self(data), axis=-1)
+
+
+def test_results_of_steps_of_the_users_own():
+    x, y = points()
+    theirs, ours = compiled(OwnSteps), quiet(compiled(OwnSteps))
+    arguments = {**FIT, "validation_data": (x, y)}
+    compare(ours.fit(x, y, **arguments).history, theirs.fit(x, y, **arguments).history)
+    assert ours.evaluate(x, y, batch_size=8)["own"] == y[16:].sum()
+    classes = ours.predict(x)
+    assert classes.shape == (20,)
+    np.testing.assert_array_equal(classes, theirs.predict(x, verbose=0))
+
+
+def test_a_pipeline_comes_to_steps_of_the_users_own():
+    x, y = points()
+    trainer = quiet(compiled(OwnSteps))
+    source = flatout.data.arrays(x, y).batch(8)
+    compare(trainer.evaluate(source), trainer.evaluate(x, y, batch_size=8))
+
+
+# -- callbacks -------------------------------------------------------------------------------------
+
+
+class Log(keras.callbacks.Callback):
+    """Notes each event with all that it is given, and may stop."""
+
+    def __init__(self, stops=()):
+        super().__init__()
+        self.events, self.stops = [], stops
+
+    def note(self, name, given, named):
+        logs = named.get("logs", given[-1] if given else None)
+        numbers = [value for value in given if isinstance(value, int)]
+        figures = {k: v for k, v in (logs or {}).items() if k != "outputs"}
+        has_logs = isinstance(logs, dict)
+        self.events.append((name, numbers, sorted(named), has_logs, sorted(logs or {}), figures))
+        if (name, *numbers) in self.stops:
+            for verb in ("training", "evaluating", "predicting"):
+                setattr(self.model, f"stop_{verb}", True)
+
+    def set_params(self, params):
+        super().set_params(params)
+        self.events.append(("set_params", [], [], True, sorted(params), params))
+
+
+for _event in [name for name in dir(keras.callbacks.Callback) if name.startswith("on_")]:
+    if _event not in ("on_batch_begin", "on_batch_end"):
+        setattr(
+            Log,
+            _event,
+            lambda self, *given, _event=_event, **named: self.note(_event, given, named),
+        )
+
+
+def compare_events(ours, theirs):
+    assert [event[:5] for event in ours] == [event[:5] for event in theirs]
+    for mine, others in zip(ours, theirs, strict=True):
+        compare(mine[5], others[5])
+
+
+@pytest.mark.parametrize(
+    "stops", [(), [("on_train_batch_end", 1)], [("on_epoch_end", 0)], [("on_test_batch_end", 0)]]
+)
+def test_callbacks_of_a_fit_get_what_keras_gives_them(stops):
+    x, y = points()
+    theirs, ours = Log(stops), Log(stops)
+    arguments = {**FIT, "validation_data": (x, y)}
+    there = compiled().fit(x, y, callbacks=[theirs], **arguments)
+    here = quiet(compiled()).fit(x, y, callbacks=[ours], **arguments)
+    compare_events(ours.events, theirs.events)
+    compare(here.history, there.history)
+    assert here.epoch == there.epoch
+    assert dict(here.params) == there.params
+
+
+def test_callbacks_of_an_evaluation_and_a_prediction_get_what_keras_gives_them():
+    x, y = points()
+    for stops in ((), [("on_test_batch_end", 1), ("on_predict_batch_end", 1)]):
+        theirs, ours = Log(stops), Log(stops)
+        figures, outputs = [], []
+        for fitting, log in ((compiled(), theirs), (quiet(compiled()), ours)):
+            named = {"callbacks": [log], **ONE_PASS}
+            figures.append(fitting.evaluate(x, y, return_dict=True, **named))
+            outputs.append(fitting.predict(x, **named))
+        compare_events(ours.events, theirs.events)
+        compare(*figures)
+        compare(*outputs)
+
+
+def test_an_evaluation_in_a_callback_is_not_followed_by_those_of_the_fit():
+    x, y = points()
+    log = Log()
+
+    class Evaluates(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            trainer.evaluate(x, y)
+            trainer.predict(x)
+
+    trainer = quiet(compiled())
+    trainer.fit(x, y, callbacks=[log, Evaluates()], **FIT)
+    assert not [event for event in log.events if "test" in event[0] or "predict" in event[0]]
+
+
+def test_keras_own_bar_is_shown_where_it_is_asked_for(capsys):
+    x, y = points()
+    trainer = quiet(compiled())
+    trainer.evaluate(x, y)
+    assert not capsys.readouterr().out
+    trainer.evaluate(x, y, verbose=2)
+    assert "accuracy: " in capsys.readouterr().out
+
+
+def test_a_callback_that_follows_fits_alone_is_refused():
+    x, y = points()
+    with pytest.raises(ModelError, match="EarlyStopping follows a fit"):
+        quiet(compiled()).evaluate(x, y, callbacks=[flatout.train.callbacks.EarlyStopping("loss")])
+    trainer = flatout.Trainer(torch.nn.Linear(5, 3), say=lambda line: None)
+    with pytest.raises(ModelError, match="callbacks of evaluate"):
+        trainer.predict(torch.zeros(2, 5), callbacks=[Log()])
+    assert trainer.evaluate(torch.zeros(2, 5), torch.zeros(2).long(), return_dict=False)
+
+
+# -- history and arguments -------------------------------------------------------------------------
+
+
+def test_a_history_has_what_keras_history_has():
+    x, y = points()
+    model = compiled()
+    options = {**FIT, "initial_epoch": 1, "epochs": 3}
+    theirs, ours = model.fit(x, y, **options), quiet(model).fit(x, y, **options)
+    assert ours.epoch == theirs.epoch == [1, 2]
+    assert dict(ours.params) == theirs.params
+    assert ours.model is model
+    assert flatout.Trainer(torch.nn.Linear(5, 3), say=print).fit(x, y, epochs=2).epoch == [0, 1]
+
+
+@pytest.mark.parametrize("verb", ["fit", "evaluate", "predict"])
+def test_arguments_are_those_of_keras(verb):
+    theirs = inspect.signature(getattr(keras.Model, verb)).parameters.values()
+    ours = inspect.signature(getattr(flatout.Trainer, verb)).parameters.values()
+    expected = [(p.name, p.kind, p.default) for p in theirs if p.kind is not p.VAR_KEYWORD]
+    found = [(p.name, p.kind, p.default) for p in ours if p.kind is not p.KEYWORD_ONLY]
+    # A dict of figures is what the Trainer has always returned.
+    assert found == [(n, k, True if n == "return_dict" else d) for n, k, d in expected]
+
+
+def test_validation_data_may_be_a_list():
+    x, y = points()
+    options = {**FIT, "validation_data": [x, y]}
+    compare(quiet(compiled()).fit(x, y, **options).history, compiled().fit(x, y, **options).history)
+
+
+@pytest.mark.parametrize("kind", ["<U1", object])
+def test_targets_of_text_are_named(kind):
+    x, y = points()
+    names = np.array(["a", "b", "c"])[y].astype(kind)
+    with pytest.raises(DataError, match=r"targets: expected numbers, found dtype") as caught:
+        quiet(compiled()).fit(x, names, **FIT)
+    assert "encode" in caught.value.do
+    names, classes = np.unique(names, return_inverse=True)  # as the advice says
+    quiet(compiled()).fit(x, classes, **FIT)
