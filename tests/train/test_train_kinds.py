@@ -1,11 +1,11 @@
 """Every kind of model and data trains, tuned or exact, as the plain loop does."""
 
 import copy
-import importlib
 import io
-import sys
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -484,9 +484,7 @@ class CallsCompiled(nn.Module):
         return self.last(self.between[0](self.first(x)))
 
 
-def test_functions_of_the_users_own_are_compiled_for_whole_batches_alone(monkeypatch):
-    name = "torch._inductor.compiler_bisector"  # which torch.compile imports, to compile by itself
-    monkeypatch.setitem(sys.modules, name, importlib.import_module(name))
+def test_functions_of_the_users_own_are_compiled_for_whole_batches_alone():
     sizes = []
 
     def backend(graph, inputs):
@@ -498,6 +496,30 @@ def test_functions_of_the_users_own_are_compiled_for_whole_batches_alone(monkeyp
     trainer = flatout.Trainer(model, say=quiet, allow="exact")
     trainer.fit(batches, epochs=1, shuffle=False, progress=False)
     assert set(sizes) == {32}
+    assert trainer.history.roofline is None  # which compiled code would be rounded otherwise for
+
+
+def test_what_another_job_has_compiled_changes_nothing(monkeypatch, tmp_path):
+    sizes = SimpleQueue()  # looks put back what a list holds
+
+    def loss(output, target):
+        sizes.put(len(output))
+        return F.cross_entropy(output, target)
+
+    def passes(allow):
+        """The sizes of the passes before and with the first of a few samples, and the counts."""
+        shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+        model = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, CLASSES))
+        trainer = flatout.Trainer(model, loss=loss, say=quiet, allow=allow)
+        batches = [(torch.randn(64, 4), labels(64)) for _ in range(60)]
+        counts = trainer.fit(batches, epochs=1, shuffle=False, progress=False).roofline
+        passed = [sizes.get() for _ in range(sizes.qsize())]
+        return passed[: passed.index(4) + 1] if 4 in passed else [], counts["lanes"].keys()
+
+    monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "cache"))
+    before = [passes(allow) for allow in ("exact", "tolerant")]
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+    assert [passes(allow) for allow in ("exact", "tolerant")] == before
 
 
 @pytest.mark.slow  # it compiles

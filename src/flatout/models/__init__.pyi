@@ -80,9 +80,10 @@ from flatout.models.table_parameter import unwatch_table as unwatch_table
 from flatout.models.table_parameter import watch_table as watch_table
 from flatout.models.table_size import set_table_rows as set_table_rows
 from flatout.models.table_size import table_weight as table_weight
-from flatout.models.torch_compile import compiles_here as compiles_here
+from flatout.models.torch_compile import before_compiled as before_compiled
 from flatout.models.torch_compile import has_compiled as has_compiled
 from flatout.models.torch_compile import is_compiled as is_compiled
+from flatout.models.torch_compile import left_before_compiled as left_before_compiled
 from flatout.models.torch_compile import uncompiled as uncompiled
 from flatout.models.torch_model import TorchModel as TorchModel
 from flatout.models.torch_model import uses_convolution as uses_convolution

@@ -1,17 +1,94 @@
-"""Whether torch.compile has compiled a model, and running it as written for a while."""
+"""Whether torch.compile has compiled a model, and running what it has as written, or unwatched."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import get_ident
+from typing import Any
 
-from torch import nn
+from torch import nn, overrides
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+
+# torch's own: what is compiled calls it in each call, right before it runs.
+_BEGINS = "_callback_from_stance"
+_Mode = TorchFunctionMode | TorchDispatchMode
 
 
-def compiles_here() -> bool:
-    """Whether this process has called `torch.compile` with its own backend, which imports this."""
-    return "torch._inductor.compiler_bisector" in sys.modules
+@contextmanager
+def before_compiled(act: Callable[[], None] = lambda: None) -> Iterator[Callable[[], bool]]:
+    """Within, `act` is called once, before this thread first calls what torch.compile has made.
+
+    Yields:
+        a function that tells whether that was called, or may have been.
+    """
+    # What was compiled has imported it.
+    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
+    begin, thread = getattr(dynamo, _BEGINS, None), get_ident()
+    is_called = dynamo is not None and begin is None  # another torch, which does not show it
+
+    def act_and_begin(callback: Any) -> Any:
+        nonlocal is_called
+        if callback is not None and get_ident() == thread and not is_called:
+            is_called = True
+            act()
+        return begin(callback)  # type: ignore[misc]
+
+    if begin is None:
+        yield lambda: is_called
+        return
+    setattr(dynamo, _BEGINS, act_and_begin)
+    try:
+        yield lambda: is_called
+    finally:
+        setattr(dynamo, _BEGINS, begin)
+
+
+@contextmanager
+def left_before_compiled(mode: _Mode) -> Iterator[Callable[[], bool]]:
+    """Within, a mode of torch is on, until compiled code is called by this thread.
+
+    Under the mode that code would be compiled otherwise or not at all, and be rounded otherwise.
+
+    Yields:
+        a function that tells whether the mode is left.
+    """
+    is_on = False
+
+    def leave() -> None:
+        nonlocal is_on
+        is_on = not _leave(mode)
+
+    with before_compiled(leave) as is_called:
+        if is_called():
+            yield lambda: True
+            return
+        mode.__enter__()  # type: ignore[no-untyped-call]
+        is_on = True
+        try:
+            yield lambda: not is_on
+        finally:
+            if is_on:
+                mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+
+def _leave(mode: _Mode) -> bool:
+    if isinstance(mode, TorchDispatchMode):
+        # Under another such mode nothing is compiled anyway.
+        is_last = _get_current_dispatch_mode() is mode
+        if is_last:
+            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        return is_last
+    later = []
+    while (last := overrides._pop_mode()) is not mode:  # type: ignore[no-untyped-call]
+        later.append(last)
+    overrides._push_mode(mode)  # type: ignore[no-untyped-call]
+    mode.__exit__(None, None, None)
+    for other in reversed(later):
+        overrides._push_mode(other)  # type: ignore[no-untyped-call]
+    return True
 
 
 def has_compiled(model: nn.Module) -> bool:

@@ -7,6 +7,7 @@ random states stay as they are. All else is measured on the job's own steps.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -20,7 +21,7 @@ from torch import nn
 from flatout.data import Batch, same_state
 from flatout.errors import OutOfMemory
 from flatout.measure import finish_device
-from flatout.models import adapter_of, compiles_here
+from flatout.models import adapter_of, before_compiled
 from flatout.optim import seconds_of_update
 from flatout.recipe import ModelFacts, Parity, of_change
 from flatout.train.auto_budget import Budget
@@ -35,6 +36,7 @@ from flatout.train.step import Stepper
 # The check runs on this part of a batch, and on no fewer samples than this; where even those take
 # long, on no fewer than this.
 _PART, _FEWEST, _FEWEST_LONG = 16, 4, 2
+_WITHOUT_COMPILING = partial(torch.compiler.set_stance, "fail_on_recompile")
 # Gradients are the same but for rounding where they differ by at most this share of their norm:
 # sums of some thousand products in another order, or products of 8 bits.
 _ROUNDING, _HALF_ROUNDING = 0.01, 0.5
@@ -180,11 +182,16 @@ class FirstCheck:
 
     def _takes_few(self) -> bool:
         """Whether a few samples tell of a batch: compiled code would be compiled for them, and for
-        any number of samples from then on, which rounds otherwise."""
-        if not compiles_here():
+        any number of samples from then on, which rounds otherwise. Whole batches come first there.
+        """
+        if "torch._dynamo" not in sys.modules:  # nothing is compiled
             return self._takes(self._few)
+        with before_compiled() as compiles, _WITHOUT_COMPILING():
+            takes = self._takes(self._few)
+        if takes or not compiles():
+            return takes
         self._forward_of(self._whole)
-        with torch.compiler.set_stance("fail_on_recompile"):
+        with _WITHOUT_COMPILING():
             return self._takes(self._few)
 
     def _takes(self, batch: Batch) -> bool:

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from flatout.data import Batch, tensors_in
 from flatout.errors import ModelError
-from flatout.models import compiles_here
+from flatout.models import left_before_compiled
 
 # What to do where output and target are (n, 1) and (n,), or the other way round.
 ONE_SHAPE = (
@@ -68,16 +68,15 @@ def no_broadcast_within(batch: Batch) -> Iterator[None]:
 def watched(compute: Callable[[Batch], _T]) -> Callable[[Batch], _T]:
     """The same function, which may not broadcast either, for a step.
 
-    It is itself where the process compiles anything: uncompiled, that would be rounded otherwise.
+    From the first call of compiled code on nothing is looked at: that code would be rounded
+    otherwise.
 
     Raises:
         ModelError: as of `no_broadcast_within`, when it is called.
     """
-    if compiles_here():
-        return compute
 
     def within(batch: Batch) -> _T:
-        with no_broadcast_within(batch):
+        with left_before_compiled(_WatchCompute(batch)):
             return compute(batch)
 
     within.__wrapped__ = compute  # type: ignore[attr-defined]

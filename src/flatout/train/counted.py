@@ -5,12 +5,19 @@ Where other parameters train than before, the next step is counted in its place.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from flatout.measure import fingerprint, known_rates
-from flatout.models import OperatorCount, compiles_here, has_compiled, weights_counted
+from flatout.models import (
+    OperatorCount,
+    has_compiled,
+    left_before_compiled,
+    weights_counted,
+)
 from flatout.recipe import Parity
 from flatout.train.loop import Loop
 
@@ -18,14 +25,27 @@ from flatout.train.loop import Loop
 def operator_count(loop: Loop) -> OperatorCount | None:
     """What counts the next step; None where the model is compiled: it would run otherwise.
 
-    So would a function of the user's own that is compiled, and be rounded otherwise. Of a rank that
-    has a stage alone neither, for most of a step's time is not of these operators.
+    Of a rank that has a stage alone neither, for most of a step's time is not of these operators.
     """
     asked = loop.resolved is not None and loop.resolved.compute.compile == "on"
-    may_round = loop.allow is Parity.EXACT and compiles_here()
-    if asked or may_round or has_compiled(loop.model) or loop.takes_whole_batches:
+    if asked or has_compiled(loop.model) or loop.takes_whole_batches:
         return None
     return OperatorCount()
+
+
+@contextmanager
+def counting(count: OperatorCount, loop: Loop) -> Iterator[Callable[[], bool]]:
+    """Within, operators are counted; the function tells whether they all were.
+
+    A function of the user's own that is compiled would be rounded otherwise under the count, which
+    therefore ends before it is called where `allow` is exact.
+    """
+    if loop.allow is Parity.EXACT:
+        with left_before_compiled(count) as is_left:
+            yield lambda: not is_left()
+    else:
+        with count:
+            yield lambda: True
 
 
 def counted(count: OperatorCount, loop: Loop) -> dict[str, Any]:

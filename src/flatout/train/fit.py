@@ -36,7 +36,7 @@ from flatout.train.callbacks import (
 )
 from flatout.train.captured_steps import captured_steps
 from flatout.train.confusion import table
-from flatout.train.counted import counted, operator_count
+from flatout.train.counted import counted, counting, operator_count
 from flatout.train.evaluate import look_at_validation, train_mode
 from flatout.train.freezing_checks import freezing_lines
 from flatout.train.history import History
@@ -545,9 +545,11 @@ class Fit:
     def _counted(self, batch: Batch) -> bool:
         """A part of a step whose operators are counted."""
         assert self._count is not None
-        with self._count:
+        with counting(self._count, self.loop) as is_whole:
             stepped = self.loop.step(self.compute, batch)
-        if stepped:
+        if not is_whole():
+            self._count = None
+        elif stepped:
             self.state.history.roofline = counts = counted(self._count, self.loop)
             self._count = None
             if self.loop.tuner is not None:
