@@ -1,34 +1,69 @@
-"""Hooks that are on a module for a few steps do not hinder its copies."""
+"""Hooks that are on a module for a few steps, without a trace in the module."""
 
 import copy
 import io
-import threading
 
 import torch
 from torch import nn
 
-from flatout.hooks import PassingHook
+from flatout.hooks import after_forward, before_forward, unnumbered
 
 
-class Looker:
-    """As what looks at a script: no copy can be made of it."""
-
+class Model(nn.Module):
     def __init__(self):
-        self.lock, self.calls = threading.Lock(), 0
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
 
-    def look(self, module, args):
-        self.calls += 1
+    def forward(self, x, *, scale=1.0):
+        return self.inner(x) * scale
 
 
-def test_a_module_is_copied_and_saved_without_them():
-    looker, model = Looker(), nn.Linear(2, 2)
-    handle = model.register_forward_pre_hook(PassingHook(looker.look))
-    x = torch.ones(1, 2)
-    model(x)
+def saved(model):
     file = io.BytesIO()
     torch.save(model, file)
-    file.seek(0)
-    for made in (copy.deepcopy(model), torch.load(file, weights_only=False)):
-        torch.testing.assert_close(made(x), model.weight.sum(1)[None] + model.bias)
-    assert looker.calls == 1
-    handle.remove()
+    return file.getvalue()
+
+
+def test_a_module_with_them_is_copied_saved_and_listed_as_without():
+    model, calls, x = Model(), [], torch.ones(1, 2)
+    before, listed = saved(model), str(vars(model.inner))
+    handles = [
+        before_forward(model, lambda *given: calls.append(given), with_kwargs=True),
+        after_forward(model, lambda *given: calls.append(given)),
+        after_forward(model.inner, lambda *given: calls.append(given)),
+    ]
+    assert saved(model) == saved(copy.deepcopy(model)) == before
+    assert str(vars(model.inner)) == listed
+    y = model(x, scale=2.0)
+    assert [given[0] for given in calls] == [model, model.inner, model]
+    assert calls[0][1:] == ((x,), {"scale": 2.0})
+    assert calls[2][1:] == ((x,), y)
+    copy.deepcopy(model)(x)
+    assert len(calls) == 3
+    for handle in handles:
+        handle.remove()
+        handle.remove()
+    model(x)
+    assert len(calls) == 3
+
+
+def test_the_calls_of_all_modules_are_torchs_again_after_the_last_one():
+    plain, model = nn.Module._call_impl, Model()
+    handles = [before_forward(part, print) for part in (model, model.inner)]
+    handles[0].remove()
+    assert nn.Module._call_impl is not plain
+    handles[1].remove()
+    assert nn.Module._call_impl is plain
+
+
+def test_hooks_of_torchs_own_kind_take_no_number_of_the_scripts():
+    tensor, own = torch.ones(2, requires_grad=True), []
+    first = tensor.register_hook(lambda gradient: own.append("first"))
+    ours = unnumbered(tensor.register_hook(lambda gradient: own.append("ours")))
+    second = tensor.register_hook(lambda gradient: own.append("second"))
+    assert second.id == first.id + 1
+    tensor.sum().backward()
+    assert own == ["first", "ours", "second"]
+    ours.remove()
+    tensor.sum().backward()
+    assert own[3:] == ["first", "second"]

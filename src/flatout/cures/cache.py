@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from itertools import compress
+from multiprocessing.context import get_spawning_popen
 from operator import not_
 from time import monotonic
 from typing import Any
@@ -72,8 +73,11 @@ class Cached:
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self.__dict__["_flatout"][0], name, value)
 
-    def __reduce__(self) -> Any:
-        return Cached, self.__dict__["_flatout"]
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        dataset, store = self.__dict__["_flatout"]
+        if get_spawning_popen() is None:  # the script pickles or copies it
+            return dataset.__reduce_ex__(protocol)
+        return Cached, (dataset, store)
 
 
 def _number(index: Any) -> int:

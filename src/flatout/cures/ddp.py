@@ -9,7 +9,7 @@ from typing import Any
 
 from flatout.cures.record import is_on, leave, took
 from flatout.cures.steps import ScriptSteps
-from flatout.hooks import wrap
+from flatout.hooks import unnumbered, wrap
 
 SYNC, SEARCH = "script.gradient_sync", "script.unused_parameters"
 # Steps as written, in which the script shows what it does.
@@ -90,10 +90,13 @@ class _Used:
         self.steps = 0
         self.unused = ""
         self._handles = [
-            p.register_post_accumulate_grad_hook(lambda p: self._have_gradients.add(id(p)))
+            unnumbered(p.register_post_accumulate_grad_hook(self._note))
             for p in module.module.parameters()
             if p.requires_grad
         ]
+
+    def _note(self, parameter: Any) -> None:
+        self._have_gradients.add(id(parameter))
 
     def is_stepped_with(self, parameters: set[int]) -> bool:
         return not parameters.isdisjoint(self._names)

@@ -9,7 +9,7 @@ from flatout.cures.record import leave, took
 from flatout.cures.roots import Call, Cure
 from flatout.cures.steps import ScriptSteps
 from flatout.errors import ModelError
-from flatout.hooks import wrap
+from flatout.hooks import unnumbered, wrap
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -98,7 +98,7 @@ class _Evaluated:
 
         for leaf in tree_leaves(output):
             if isinstance(leaf, self._torch.Tensor) and leaf.requires_grad:
-                leaf.register_hook(self._used)
+                unnumbered(leaf.register_hook(self._used))
         return output
 
     def _used(self, gradient: Any) -> None:

@@ -9,7 +9,7 @@ import pickle
 import sys
 from contextlib import suppress
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from flatout.cures.record import is_on, leave, took
 from flatout.cures.steps import ScriptSteps, caller
@@ -37,10 +37,14 @@ class Loaders:
         self._torch = torch
         self._asked = steps.asked
         self._staying: WeakValueDictionary[int, Any] = WeakValueDictionary()
+        # Loaders whose workers stay by a cure, and their data when these began.
+        self._unchanged: WeakKeyDictionary[Any, Attributes | None] = WeakKeyDictionary()
+        self._as_written: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
         owner = sys.modules["torch.utils.data.dataloader"].DataLoader
         wrap(owner, "__init__", "cures", self._set_up)
         wrap(owner, "_get_iterator", "cures", self._started)
         wrap(owner, "__iter__", "cures", self._iterated)
+        wrap(owner, "__reduce_ex__", "cures", self._reduced)
 
     def _set_up(self, original: Any) -> Any:
         signature = inspect.signature(original)
@@ -58,8 +62,10 @@ class Loaders:
             given.apply_defaults()
             changes = self._changes(given.arguments)
             original(**{**written, **changes})
+            if changes:
+                self._as_written[loader] = _attributes(given.arguments)
             if changes.get("persistent_workers") or self._is_remade(given.arguments):
-                loader._flatout_unchanged = None
+                self._unchanged[loader] = None
                 with suppress(TypeError):  # a list, say, which is known by no one else
                     self._staying[id(loader.dataset)] = loader.dataset
 
@@ -127,7 +133,7 @@ class Loaders:
         torch = self._torch
 
         def start(loader: Any) -> Any:
-            if not hasattr(loader, "_flatout_unchanged"):
+            if loader not in self._unchanged:
                 return original(loader)
             generator = loader.generator or torch.default_generator
             state = generator.get_state()
@@ -136,10 +142,10 @@ class Loaders:
             except (AttributeError, TypeError, pickle.PicklingError) as error:
                 leave(WORKERS, f"the dataset cannot be sent to workers: {error}")
             else:
-                loader._flatout_unchanged = Attributes(loader.dataset, loader.collate_fn)
+                self._unchanged[loader] = Attributes(loader.dataset, loader.collate_fn)
                 return iterator
             generator.set_state(state)
-            del loader._flatout_unchanged
+            del self._unchanged[loader]
             loader.__dict__ |= {
                 "num_workers": 0,
                 "prefetch_factor": None,
@@ -154,7 +160,7 @@ class Loaders:
         torch = self._torch
 
         def iterate(loader: Any) -> Any:
-            before: Attributes | None = getattr(loader, "_flatout_unchanged", None)
+            before = self._unchanged.get(loader)
             if before is not None and loader._iterator is not None:
                 changed = before.changed(loader.dataset, loader.collate_fn)
                 if changed:
@@ -168,6 +174,31 @@ class Loaders:
             return original(loader)
 
         return iterate
+
+    def _reduced(self, original: Any) -> Any:
+        """A copy or a pickle is that of the loader as it is written."""
+
+        def reduce_ex(loader: Any, protocol: Any) -> Any:
+            written = self._as_written.get(loader)
+            made = original(loader, protocol)
+            if written is None or len(made) < 3 or not isinstance(made[2], dict):
+                return made
+            state = {name: written.get(name, value) for name, value in made[2].items()}
+            return (*made[:2], state, *made[3:])
+
+        return reduce_ex
+
+
+def _attributes(given: dict[str, Any]) -> dict[str, Any]:
+    """The attributes that a loader has of these arguments, which a cure may change."""
+    context, ahead = given["multiprocessing_context"], given["prefetch_factor"]
+    result = {name: given[name] for name in ("num_workers", "persistent_workers", "pin_memory")}
+    # As torch sets it.
+    result["prefetch_factor"] = 2 if given["num_workers"] and ahead is None else ahead
+    is_name = isinstance(context, str)
+    method = multiprocessing.get_context(context) if is_name else context
+    result["_DataLoader__multiprocessing_context"] = method
+    return result if given["persistent_workers"] else result | {"_iterator": None}
 
 
 def _without_workers(given: dict[str, Any]) -> dict[str, Any]:

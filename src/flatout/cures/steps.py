@@ -10,7 +10,7 @@ from typing import Any
 from weakref import ref
 
 from flatout.cures.record import is_on, leave, took
-from flatout.hooks import wrap
+from flatout.hooks import unnumbered, wrap
 
 
 class ScriptSteps:
@@ -64,8 +64,8 @@ class ScriptSteps:
                 for hook in self.after:
                     hook()
 
-        module.register_optimizer_step_pre_hook(before)
-        module.register_optimizer_step_post_hook(after)
+        unnumbered(module.register_optimizer_step_pre_hook(before))
+        unnumbered(module.register_optimizer_step_post_hook(after))
         wrap(module.Optimizer, "add_param_group", "cures", self._added)
 
     def _added(self, original: Any) -> Any:

@@ -3,7 +3,9 @@ from flatout.hooks.compiling import skip_our_frames as skip_our_frames
 from flatout.hooks.item_slot import can_clear as can_clear
 from flatout.hooks.modules import SEARCH_STEPS as SEARCH_STEPS
 from flatout.hooks.modules import ModuleCalls as ModuleCalls
-from flatout.hooks.passing import PassingHook as PassingHook
+from flatout.hooks.passing import after_forward as after_forward
+from flatout.hooks.passing import before_forward as before_forward
+from flatout.hooks.passing import unnumbered as unnumbered
 from flatout.hooks.wrapping import ORDER as ORDER
 from flatout.hooks.wrapping import Hook as Hook
 from flatout.hooks.wrapping import wrap as wrap

@@ -1,35 +1,117 @@
-"""Hooks on modules for a few steps, which copies and pickles of the modules do without."""
+"""Calls before and after forward of single modules, for a few steps, without a trace in them.
+
+A hook that torch keeps in a module is pickled, copied, counted and compiled with it, and the number
+of each later hook is another. So the modules are found by their ids, around `Module._call_impl`.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
+from weakref import ref
+
+from flatout.hooks.wrapping import Hook, wrap
 
 
+@dataclass(eq=False)
 class PassingHook:
-    """Calls a function of ours. A module that is copied or saved meanwhile gets `nothing` instead:
-    what the function belongs to can be neither.
+    """A call around the forward of one module."""
+
+    call: Callable[..., Any]
+    with_kwargs: bool
+    of: list[PassingHook]
+
+    def remove(self) -> None:
+        """Ends the calls."""
+        if self in self.of:
+            self.of.remove(self)
+            _tidy()
+
+
+@dataclass(eq=False)
+class _Hooked:
+    """A module, and the calls before and after its forward."""
+
+    module: ref[Any]
+    before: list[PassingHook] = field(default_factory=list)
+    after: list[PassingHook] = field(default_factory=list)
+
+
+_hooked: dict[int, _Hooked] = {}
+_around_calls: list[Hook] = []
+_own_numbers = count(-1, -1)
+
+
+def before_forward(
+    module: Any, call: Callable[..., Any], *, with_kwargs: bool = False
+) -> PassingHook:
+    """Calls `call(module, args)` before each forward, with `kwargs` too where they are wanted."""
+    return _added(module, call, with_kwargs, "before")
+
+
+def after_forward(
+    module: Any, call: Callable[..., Any], *, with_kwargs: bool = False
+) -> PassingHook:
+    """Calls `call(module, args, output)` after each forward, with `kwargs` before the output where
+    they are wanted.
     """
-
-    __slots__ = ("_call",)
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self._call = call
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the function of ours."""
-        return self._call(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return nothing
-
-    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
-        return _nothing, ()
+    return _added(module, call, with_kwargs, "after")
 
 
-def nothing(*args: Any, **kwargs: Any) -> None:
-    """What a copy calls."""
+def unnumbered(handle: Any) -> Any:
+    """Gives a hook that torch keeps a number of ours, so that a later one of the script's has the
+    number that it has without ours.
+
+    Args:
+        handle: what torch has just returned.
+
+    Returns:
+        The handle.
+    """
+    counter = sys.modules["torch.utils.hooks"].RemovableHandle
+    if counter.next_id == handle.id + 1:
+        hooks, own = handle.hooks_dict_ref(), next(_own_numbers)
+        hooks[own] = hooks.pop(handle.id)
+        counter.next_id, handle.id = handle.id, own
+    return handle
 
 
-def _nothing() -> Callable[..., None]:
-    return nothing
+def _added(module: Any, call: Callable[..., Any], with_kwargs: bool, when: str) -> PassingHook:
+    found = _hooked.get(id(module))
+    if found is None or found.module() is not module:
+        found = _hooked[id(module)] = _Hooked(ref(module))
+    calls: list[PassingHook] = getattr(found, when)
+    hook = PassingHook(call, with_kwargs, calls)
+    calls.append(hook)
+    if not _around_calls:
+        owner = sys.modules["torch"].nn.Module
+        _around_calls.append(wrap(owner, "_call_impl", "observe", _around))
+    return hook
+
+
+def _tidy() -> None:
+    for key, found in list(_hooked.items()):
+        if found.module() is None or not (found.before or found.after):
+            del _hooked[key]
+    if not _hooked and _around_calls and _around_calls[0].remove():
+        _around_calls.clear()
+
+
+def _around(inner: Any) -> Any:
+    def _call_impl(module: Any, *args: Any, **kwargs: Any) -> Any:
+        found = _hooked.get(id(module))
+        if found is None or found.module() is not module:
+            return inner(module, *args, **kwargs)
+        for hook in list(found.before):
+            given = (args, kwargs) if hook.with_kwargs else (args,)
+            hook.call(module, *given)
+        output = inner(module, *args, **kwargs)
+        for hook in list(found.after):
+            given = (args, kwargs) if hook.with_kwargs else (args,)
+            hook.call(module, *given, output)
+        return output
+
+    return _call_impl

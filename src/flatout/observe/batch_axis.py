@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-from flatout.hooks import PassingHook, is_anything_compiled
+from flatout.hooks import before_forward, is_anything_compiled
 from flatout.observe.graph_nodes import nearest_nodes
 from flatout.observe.observation import OverBatch
 from flatout.observe.sites import here
@@ -61,8 +61,7 @@ class BatchAxis:
             module = model.ref()
             for inner in () if module is None or not model.is_stepped else module.modules():
                 if isinstance(inner, (nn.RNNBase, nn.MultiheadAttention)) and not inner.batch_first:
-                    hook = PassingHook(self._called)
-                    self._handles.append(inner.register_forward_pre_hook(hook, with_kwargs=True))
+                    self._handles.append(before_forward(inner, self._called, with_kwargs=True))
 
     def _called(self, layer: Any, args: Any, kwargs: Any) -> None:
         if not (layer.training and self._torch.is_grad_enabled()):

@@ -16,7 +16,7 @@ from contextlib import contextmanager, nullcontext
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
-from flatout.hooks import PassingHook
+from flatout.hooks import after_forward, before_forward
 from flatout.observe.shifted_targets import Place, as_rows, tensors_in
 from flatout.observe.sites import is_users
 
@@ -178,7 +178,7 @@ def can_be_called_again(torch: Any, module: Any) -> bool:
         if _acts(getattr(inner.forward, "__func__", inner.forward), kind):
             return False
         for hook in (*inner._forward_hooks.values(), *inner._forward_pre_hooks.values()):
-            if not isinstance(hook, PassingHook) and not _is_harmless(hook):
+            if not _is_harmless(hook):
                 return False
     return True
 
@@ -261,8 +261,8 @@ class _Traces:
             if isinstance(inner, self._torch.nn.modules.loss._Loss):
                 continue
             begins, ends = self._hooks(name, events)
-            handles.append(inner.register_forward_pre_hook(begins, with_kwargs=True))
-            handles.append(inner.register_forward_hook(ends))
+            handles.append(before_forward(inner, begins, with_kwargs=True))
+            handles.append(after_forward(inner, ends))
         try:
             yield
         finally:
@@ -270,14 +270,16 @@ class _Traces:
                 handle.remove()
             self._calls.append(events)
 
-    def _hooks(self, name: str, events: list[_Event]) -> tuple[PassingHook, PassingHook]:
+    def _hooks(
+        self, name: str, events: list[_Event]
+    ) -> tuple[Callable[..., None], Callable[..., None]]:
         def begins(layer: Any, args: Any, kwargs: Any) -> None:
             events.append(self._event(name, layer, [args, kwargs], is_end=False))
 
         def ends(layer: Any, args: Any, output: Any) -> None:
             events.append(self._event(name, layer, output, is_end=True))
 
-        return PassingHook(begins), PassingHook(ends)
+        return begins, ends
 
     def _event(self, name: str, layer: Any, value: Any, *, is_end: bool) -> _Event:
         is_recurrent = isinstance(layer, self._torch.nn.RNNBase)

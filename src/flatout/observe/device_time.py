@@ -16,7 +16,7 @@ from contextlib import suppress
 from time import time_ns
 from typing import Any, NamedTuple
 
-from flatout.hooks import Hook, wrap
+from flatout.hooks import Hook, unnumbered, wrap
 from flatout.observe.ablation import usual_step_s
 from flatout.observe.observation import DeviceTime, Observation
 from flatout.observe.watch import Watch
@@ -58,8 +58,8 @@ class DeviceSteps:
         self._steps = 0
         if torch.backends.cuda.is_built():
             module = sys.modules["torch.optim.optimizer"]  # torch.optim itself hides it
-            module.register_optimizer_step_pre_hook(lambda *_: self._mark("optimizer"))
-            module.register_optimizer_step_post_hook(lambda *_: self._mark("forward"))
+            unnumbered(module.register_optimizer_step_pre_hook(lambda *_: self._mark("optimizer")))
+            unnumbered(module.register_optimizer_step_post_hook(lambda *_: self._mark("forward")))
 
     def begin(self, observation: Observation, then: Callable[[], None]) -> None:
         """Profiles the next steps, fills them in, and calls `then`; at the end of a step."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from flatout.hooks import PassingHook, is_anything_compiled
+from flatout.hooks import after_forward, is_anything_compiled
 from flatout.observe.models import SeenModel
 from flatout.observe.observation import EqualViews
 from flatout.observe.quick import AFTER_STEPS
@@ -74,7 +74,7 @@ class _Look:
         self._is_batch = False
         self._site: Any = None
         module: Any = seen.ref()
-        self._handle = module.register_forward_hook(PassingHook(self._gives), with_kwargs=True)
+        self._handle = after_forward(module, self._gives, with_kwargs=True)
 
     def _gives(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
         if self._watch.lanes.steps != self._step:

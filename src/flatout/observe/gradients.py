@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from flatout.hooks import PassingHook, is_anything_compiled
+from flatout.hooks import before_forward, is_anything_compiled
 from flatout.observe.model_facts import local
 from flatout.observe.no_grad import no_grad_above
 from flatout.observe.observation import Site
@@ -113,9 +113,7 @@ class Gradients:
                     if parameter is not None
                 }
                 if own & without and not isinstance(inner, self._torch.jit.ScriptModule):
-                    self._handles.append(
-                        inner.register_forward_pre_hook(PassingHook(self._is_called))
-                    )
+                    self._handles.append(before_forward(inner, self._is_called))
 
     def _is_called(self, module: Any, args: Any) -> None:
         own = {id(parameter) for parameter in module._parameters.values() if parameter is not None}

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from time import perf_counter_ns
 from typing import Any
 
-from flatout.hooks import PassingHook, is_anything_compiled
+from flatout.hooks import after_forward, before_forward, is_anything_compiled
 from flatout.observe.model_facts import drops_within, unwrapped
 from flatout.observe.watch import Watch
 
@@ -57,15 +57,13 @@ class _Look:
         self._handles = []
         inner = next((m for m in module.modules() if is_leaf(m)), None)
         if inner is not None:
-            self._handles.append(
-                inner.register_forward_pre_hook(PassingHook(self._look_at_autocast))
-            )
+            self._handles.append(before_forward(inner, self._look_at_autocast))
         if self._parts:
             for part in (module, *self._parts):
-                self._handles.append(part.register_forward_pre_hook(PassingHook(self._begins)))
-            self._handles.append(module.register_forward_hook(PassingHook(self._whole)))
+                self._handles.append(before_forward(part, self._begins))
+            self._handles.append(after_forward(module, self._whole))
             for part in self._parts:
-                self._handles.append(part.register_forward_hook(PassingHook(self._frozen)))
+                self._handles.append(after_forward(part, self._frozen))
 
     def _look_at_autocast(self, module: Any, args: Any) -> None:
         for device in ("cuda", "cpu"):
@@ -113,8 +111,8 @@ class _LookAtBackbone:
         self._began: int | None = None
         self._in_steps: set[int] = set()
         self._handles = [
-            module.register_forward_pre_hook(PassingHook(self._begins)),
-            module.register_forward_hook(PassingHook(self._ends)),
+            before_forward(module, self._begins),
+            after_forward(module, self._ends),
         ]
 
     def _begins(self, module: Any, args: Any) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from flatout.hooks import PassingHook, is_anything_compiled
+from flatout.hooks import after_forward, is_anything_compiled
 from flatout.observe.later_backwards import LaterBackwards
 from flatout.observe.loss_targets import target_under
 from flatout.observe.models import SeenModel
@@ -99,8 +99,7 @@ class LeakedTargets:
             self._calls.append((batch, here()))
             module: Any = model.ref()
             if module is not None and id(module) not in self._handles and self._is_plain(model):
-                hook = PassingHook(self._gives)
-                self._handles[id(module)] = module.register_forward_hook(hook)
+                self._handles[id(module)] = after_forward(module, self._gives)
 
     def _is_plain(self, model: SeenModel) -> bool:
         """Whether a hook on it compiles nothing again."""

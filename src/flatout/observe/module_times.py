@@ -17,7 +17,7 @@ from threading import get_ident
 from time import perf_counter_ns
 from typing import Any
 
-from flatout.hooks import PassingHook, is_anything_compiled
+from flatout.hooks import after_forward, before_forward, is_anything_compiled, unnumbered
 from flatout.observe.lanes import BACKWARD, FORWARD
 from flatout.observe.observation import ModuleTime, Observation
 from flatout.observe.quick import AFTER_STEPS
@@ -107,10 +107,10 @@ class ModuleTimes:
             for tensor in module._parameters.values():
                 if tensor is not None:
                     self._numbers.setdefault(id(tensor), number)
-            begins = PassingHook(partial(self._begins, number))
+            begins = partial(self._begins, number)
             self._handles += [
-                module.register_forward_pre_hook(begins),
-                module.register_forward_hook(PassingHook(self._ends)),
+                before_forward(module, begins),
+                after_forward(module, self._ends),
             ]
 
     def _is_forward(self) -> bool:
@@ -154,7 +154,7 @@ class ModuleTimes:
             for number, node in self._owned(nodes):
                 operator = "" if _adds_up(node) else _END.sub("", node.name())
                 runs = partial(self._runs, number, operator)
-                self._handles.append(node.register_prehook(runs))
+                self._handles.append(unnumbered(node.register_prehook(runs)))
         self._spans.clear()
 
     def _graph(self, todo: list[Any]) -> list[Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from flatout.hooks import PassingHook, is_anything_compiled
+from flatout.hooks import after_forward, is_anything_compiled
 from flatout.observe.called_again import sees_ahead
 from flatout.observe.later_backwards import LaterBackwards
 from flatout.observe.models import SeenModel
@@ -77,8 +77,8 @@ class NextTokens:
             module = seen.ref()
             is_script = isinstance(module, self._torch.jit.ScriptModule)
             if module is not None and seen.is_stepped and not (seen.facts.is_told or is_script):
-                hook = PassingHook(self._noting(seen))
-                self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
+                hook = self._noting(seen)
+                self._handles.append(after_forward(module, hook, with_kwargs=True))
         if self._handles:
             self._later.open()
 

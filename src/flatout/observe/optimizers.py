@@ -9,7 +9,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
-from flatout.hooks import Hook, is_anything_compiled, wrap
+from flatout.hooks import Hook, is_anything_compiled, unnumbered, wrap
 from flatout.observe.lanes import HOST, OPTIMIZER
 from flatout.observe.model_facts import local
 from flatout.observe.observation import Optimizer, Site
@@ -186,8 +186,8 @@ class StepFinder:
         self._is_traced = torch.compiler.is_dynamo_compiling
         begin, end = self.begin, self.end
         handles = (
-            module.register_optimizer_step_pre_hook(begin),
-            module.register_optimizer_step_post_hook(end),
+            unnumbered(module.register_optimizer_step_pre_hook(begin)),
+            unnumbered(module.register_optimizer_step_post_hook(end)),
         )
         self._quick = self._watch.quick.stand_for_steps(handles, begin, end, self._watch.attend)
 

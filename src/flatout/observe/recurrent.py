@@ -6,7 +6,7 @@ from statistics import median
 from time import perf_counter_ns
 from typing import Any
 
-from flatout.hooks import PassingHook, is_anything_compiled
+from flatout.hooks import after_forward, before_forward, is_anything_compiled
 from flatout.observe.observation import Cell, Site
 from flatout.observe.sites import here
 from flatout.observe.watch import Watch
@@ -84,8 +84,8 @@ class Recurrent:
                 if isinstance(item, kinds) and id(item) not in self._cells:
                     self._cells[id(item)] = item, _Cell()
                     self._handles += [
-                        item.register_forward_pre_hook(PassingHook(self._begins), with_kwargs=True),
-                        item.register_forward_hook(PassingHook(self._ends)),
+                        before_forward(item, self._begins, with_kwargs=True),
+                        after_forward(item, self._ends),
                     ]
 
     def _begins(self, module: Any, args: Any, kwargs: Any) -> None:

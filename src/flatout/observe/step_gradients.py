@@ -10,7 +10,7 @@ import sys
 from threading import get_ident
 from typing import Any
 
-from flatout.hooks import Hook, is_anything_compiled, wrap
+from flatout.hooks import Hook, is_anything_compiled, unnumbered, wrap
 from flatout.observe.model_facts import local
 from flatout.observe.observation import Site
 from flatout.observe.optimizers import SeenOptimizer
@@ -35,9 +35,11 @@ class _Followed:
         zeroed_at: where.
     """
 
-    def __init__(self, tensor: Any) -> None:
+    def __init__(self, torch: Any, tensor: Any) -> None:
         self.tensor = tensor
-        self.handle = tensor.register_post_accumulate_grad_hook(self._added)
+        # A hook on the tensor itself would be listed there.
+        self._node = torch.autograd.graph.get_gradient_edge(tensor).node
+        self.handle = unnumbered(self._node.register_hook(self._added))
         self.begin()
 
     def begin(self) -> None:
@@ -47,9 +49,9 @@ class _Followed:
         self._gradient: Any = None
         self._was_set = False
 
-    def _added(self, tensor: Any) -> None:
+    def _added(self, *gradients: Any) -> None:
         self.pending += 1
-        self._gradient = tensor.grad
+        self._gradient = self.tensor.grad
 
     def look(self) -> None:
         """Before something that may zero it."""
@@ -101,7 +103,7 @@ class StepGradients:
         if is_anything_compiled():
             return
         optimizers = sys.modules["torch.optim.optimizer"]
-        self._handle = optimizers.register_optimizer_step_pre_hook(self._steps)
+        self._handle = unnumbered(optimizers.register_optimizer_step_pre_hook(self._steps))
         for owner in (self._torch.optim.Optimizer, self._torch.nn.Module):
             self._hooks.append(wrap(owner, "zero_grad", "observe", self._zeroing))
 
@@ -183,4 +185,4 @@ class StepGradients:
         smallest = sorted(dense, key=lambda one: int(one.numel()))[:_ASKED]
         chosen = next((one for one in smallest if bool(local(one.grad).any())), None)
         if chosen is not None:
-            self._followed = _Followed(chosen)
+            self._followed = _Followed(self._torch, chosen)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
-from flatout.hooks import PassingHook, is_anything_compiled
+from flatout.hooks import after_forward, before_forward, is_anything_compiled
 from flatout.observe.inside import acts_in_training
 from flatout.observe.model_facts import local, some_of
 from flatout.observe.models import SeenModel
@@ -125,12 +125,12 @@ class _Look:
         kinds = Counter(type(inner).__name__ for inner in acting)
         self.teacher = Teacher(seen.facts.kind, layers=dict(kinds))
         self._handles = [
-            module.register_forward_pre_hook(PassingHook(self._begins)),
-            module.register_forward_hook(PassingHook(self._gives)),
+            before_forward(module, self._begins),
+            after_forward(module, self._gives),
         ]
         drops = next((inner for inner in acting if "Dropout" in type(inner).__name__), None)
         if drops is not None:
-            self._handles.append(drops.register_forward_hook(PassingHook(self._drops)))
+            self._handles.append(after_forward(drops, self._drops))
 
     def _begins(self, module: Any, args: Any) -> None:
         if not any(map(_acts, module.modules())):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
-from flatout.hooks import is_anything_compiled, wrap
+from flatout.hooks import is_anything_compiled, unnumbered, wrap
 from flatout.observe.later_backwards import LaterBackwards
 from flatout.observe.model_facts import local
 from flatout.observe.observation import Site, UnusedGradients
@@ -118,7 +118,7 @@ class GradientUse:
 
     def _listen(self) -> None:
         hook = sys.modules["torch.optim.optimizer"].register_optimizer_step_pre_hook
-        self._handle = hook(self._steps)
+        self._handle = unnumbered(hook(self._steps))
 
     def _comes_later(self) -> None:
         """An optimizer has stepped that did not before: another training may have begun."""
