@@ -1,6 +1,8 @@
 """Models that were trained, evaluated or observed are gone once the user lets them go."""
 
 import os
+import subprocess
+import sys
 import textwrap
 
 import pytest
@@ -79,11 +81,15 @@ SCRIPT = """
 """
 
 
-def run(code, folder):
+def run(code, folder, *, in_fork=True):
     script = folder / "script.py"
     script.write_text(textwrap.dedent(SCRIPT) + textwrap.dedent(code))
     environment = {**os.environ, "FLATOUT_CACHE": str(folder / "cache")}
-    result = forked.run([script], folder, environment)
+    if in_fork:
+        result = forked.run([script], folder, environment)
+    else:
+        command = [sys.executable, script]
+        result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return result.stdout.split()
 
@@ -120,6 +126,6 @@ def test_nothing_stays_under_a_notebook_that_observes(tmp_path):
         gc.collect()
         print(shell.user_ns["left"], sum(ref() is not None for ref in refs))
     """
-    within, after = map(int, run(code, tmp_path))
+    within, after = map(int, run(code, tmp_path, in_fork=False))
     assert within < 2 * 8  # what is observed may be the latest model, of 8 parameters
     assert after == 0

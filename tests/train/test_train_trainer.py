@@ -11,6 +11,7 @@ from train_jobs import close, convnet, data, images, network, plain_fit, same, s
 import flatout
 from flatout.errors import CheckpointError, ModelError
 from flatout.recipe import Compute, Memory, Recipe
+from flatout.train.callbacks import BestCheckpoint, EarlyStopping
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -384,6 +385,62 @@ def test_a_schedulers_class_is_made_with_the_optimizer():
     job = flatout.Trainer(network(), scheduler=lr_scheduler.ReduceLROnPlateau)
     assert isinstance(job.scheduler, lr_scheduler.ReduceLROnPlateau)
     assert job.scheduler.optimizer is job.optimizer
+
+
+def plateau(**options):
+    return lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0, factor=0.5, **options)
+
+
+def fit_on_plateau(scheduler, *, epochs=3, validation=True, **options):
+    given = options.pop("fit", {})
+    job = trainer(network(), scheduler=scheduler, metrics=["accuracy"], **options)
+    if validation:
+        given["validation_data"] = data()
+    return job, job.fit(data(), batch_size=64, epochs=epochs, progress=False, **given)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "of val_loss a smaller one is better, and with mode='max' ReduceLROnPlateau lowers"),
+        ({"validation": False}, "of loss a smaller one is better"),
+        ({"monitor": "val_accuraccy"}, "did you mean 'val_accuracy'"),
+    ],
+)
+def test_a_mode_that_does_not_fit_the_figure_is_refused_before_the_first_step(options, words):
+    with pytest.raises(ModelError) as caught:
+        fit_on_plateau(plateau(mode="max"), **options)
+    assert words in str(caught.value)
+    with pytest.raises(ModelError, match="of val_accuracy a larger one is better"):
+        fit_on_plateau(plateau(mode="min"), monitor="val_accuracy")
+
+
+def test_a_plateau_follows_the_figure_that_is_named():
+    # Nothing improves by 10 in any epoch after the first.
+    still = plateau(mode="max", threshold=10, threshold_mode="abs")
+    job, _ = fit_on_plateau(still, monitor="val_accuracy", lr=1e-3)
+    assert job.optimizer.param_groups[0]["lr"] == 1e-3 * 0.5**2
+    assert job.scheduler.best <= 1  # an accuracy
+
+
+def test_epochs_without_validation_are_none_of_a_plateau():
+    job, history = fit_on_plateau(plateau(), epochs=4, fit={"validation_freq": 2})
+    assert job.scheduler.last_epoch == 2
+    assert job.scheduler.best == min(e["val_loss"] for e in history.epochs if "val_loss" in e)
+
+
+def test_a_monitor_without_a_plateau_is_refused():
+    with pytest.raises(ModelError, match="and there is none"):
+        trainer(network(), monitor="val_accuracy")
+
+
+@pytest.mark.parametrize("callback", [EarlyStopping, BestCheckpoint])
+def test_callbacks_refuse_the_wrong_mode_of_a_figure_too(callback):
+    with pytest.raises(ModelError, match="of val_loss a smaller one is better"):
+        callback("val_loss", mode="max")
+    with pytest.raises(ModelError, match="of accuracy a larger one is better"):
+        callback("accuracy", mode="min")
+    callback("val_heat_score", mode="min")  # a figure of the user's own may mean anything
 
 
 @pytest.mark.gpu

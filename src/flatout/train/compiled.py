@@ -112,7 +112,7 @@ class CompiledObjective(Objective):
             )
         self.optimizer: Any = None
         self.scheduler = None
-        self.schedule_every = "step"
+        self.schedule_every, self.monitor = "step", None
         self._warm_start: str | Path | None = None
         self._callbacks: Any = None
         self._slow_metrics: Any = None

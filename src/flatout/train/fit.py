@@ -34,6 +34,7 @@ from flatout.train.callbacks import (
     remaining,
     train_job_status,
 )
+from flatout.train.callbacks.monitor import Monitor, check_mode
 from flatout.train.captured_steps import captured_steps
 from flatout.train.confusion import table
 from flatout.train.counted import counted, counting, operator_count
@@ -105,6 +106,7 @@ class Fit:
         # Why a callback of this rank wants to stop, until the others know of it.
         self._own_reason: str | None = None
         self._path: str | None = None
+        self._plateau: Monitor | None = None
         self._running = False
         self._compare_at = 0.0
         # Whether ranks that were killed may come back, and whether they do: then all of them begin
@@ -213,6 +215,7 @@ class Fit:
             self._load_state_dict(loop.restored_extra)
             self.job.load_state_dict(self._own_metrics(loop.restored_own))
         state.history.lr_scale = loop.lr_scale
+        self._plateau = self._plateau_figure(figures)
         for callback in self.callbacks:
             callback.check(state, figures)
         part = part_of(self.source, loop.world, loop.note, whole=loop.takes_whole_batches)
@@ -656,10 +659,24 @@ class Fit:
             return None
         return scheduler
 
+    def _plateau_figure(self, figures: Figures) -> Monitor | None:
+        """What a ReduceLROnPlateau follows, which its mode must fit."""
+        scheduler, named = self.objective.scheduler, self.objective.monitor
+        if not _is_plateau(scheduler):
+            return None
+        name = named or ("loss" if self.validation is None else "val_loss")
+        words = "ReduceLROnPlateau lowers the rate while it improves"
+        check_mode(name, scheduler.mode, words)
+        result = Monitor(name, scheduler.mode)
+        result.check(figures)
+        return result
+
     def _schedule_epoch(self, logs: dict[str, float]) -> None:
-        scheduler = self.objective.scheduler
-        if _is_plateau(scheduler):
-            scheduler.step(logs.get("val_loss", logs["loss"]))
+        scheduler, figure = self.objective.scheduler, self._plateau
+        if figure is not None:
+            # An epoch without validation has no figure of it, and the training's is another one.
+            if not figure.name.startswith("val_") or any(n.startswith("val_") for n in logs):
+                scheduler.step(figure.read(logs))
         elif scheduler is not None and self.objective.schedule_every == "epoch":
             scheduler.step()
 

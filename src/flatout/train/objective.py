@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import Dataset
 
 from flatout.data import Arrays, Batch, Pipeline, Source, are_arrays, as_source, with_parts
@@ -90,6 +91,7 @@ class Objective:
         optimizer: steps the model's parameters.
         scheduler: steps the optimizer's learning rate, or None.
         schedule_every: "step" or "epoch".
+        monitor: the figure that a ReduceLROnPlateau follows; None for the loss.
         history: the kind of History that a fit fills in.
         confusion: counts of the latest evaluation by true and predicted class; None where they are
             not among the metrics.
@@ -113,6 +115,7 @@ class Objective:
         metrics: Iterable[Given] | Mapping[str, Any],
         scheduler: Any,
         schedule_every: str | None,
+        monitor: str | None = None,
     ) -> None:
         if schedule_every not in (None, "step", "epoch"):
             raise ModelError(f"schedule_every is 'step' or 'epoch', found {schedule_every!r}")
@@ -125,7 +128,13 @@ class Objective:
         metrics_of(self.loss, metrics)
         self.optimizer = _as_optimizer(optimizer or torch.optim.Adam, model, lr)
         self.scheduler = _as_scheduler(scheduler, self.optimizer)
-        self.schedule_every = schedule_every or "step"
+        if monitor is not None and not isinstance(self.scheduler, ReduceLROnPlateau):
+            raise ModelError(
+                f"monitor={monitor!r} is the figure that a ReduceLROnPlateau follows, and there is "
+                "none",
+                do="leave monitor out, or give scheduler=ReduceLROnPlateau(optimizer, ...)",
+            )
+        self.schedule_every, self.monitor = schedule_every or "step", monitor
         self._class_weight: Any = None
         self._is_balanced = False
         self._said: set[str] = set()
@@ -247,8 +256,13 @@ class Objective:
             **losses_facts(self.loss),
             "metrics": metrics_fact(metrics_of(self.loss, self.metrics)),
             "class_weight": fact(_class_weight_words(self._class_weight)),
-            "schedule_every": fact(self.schedule_every if self.scheduler is not None else "none"),
+            "schedule_every": fact(self._schedule_words()),
         }
+
+    def _schedule_words(self) -> str:
+        if self.scheduler is None:
+            return "none"
+        return f"{self.schedule_every}{f', by {self.monitor}' if self.monitor else ''}"
 
     def split_callbacks(self, callbacks: Any) -> tuple[list[Callback], list[Any]]:
         """Flatout's callbacks, and those of the model's framework."""

@@ -82,7 +82,9 @@ class Trainer:
             output, by name.
         scheduler: a torch scheduler, or a callable that takes the optimizer and gives one.
         schedule_every: "step" or "epoch": when the scheduler steps. ReduceLROnPlateau always
-            steps by epoch, on `val_loss` or, without validation, `loss`.
+            steps by epoch.
+        monitor: the figure that ReduceLROnPlateau follows, such as "val_accuracy"; `val_loss` or,
+            without validation, `loss` by default. The scheduler's mode must fit it.
         recipe: requested settings; what is left open is decided by measuring.
         allow: how far the result may differ from the plain job: "exact" (bit-identical),
             "tolerant" (rounding), "redrawn" (other random draws).
@@ -123,6 +125,7 @@ class Trainer:
         metrics: Iterable[Given] | Mapping[str, Any] = (),
         scheduler: Any = None,
         schedule_every: str | None = None,
+        monitor: str | None = None,
         recipe: Recipe | ResolvedRecipe | None = None,
         allow: str = "tolerant",
         accumulate: int = 1,
@@ -145,6 +148,7 @@ class Trainer:
             "metrics": metrics,
             "scheduler": scheduler,
             "schedule_every": schedule_every,
+            "monitor": monitor,
         }
         self.objective: Objective
         if adapter_of(model).is_compiled:

@@ -28,6 +28,28 @@ _LARGER = (
     *("acc", "accuracy", "auc", "auroc", "precision", "recall", "f1", "fbeta", "score", "dice"),
     *("iou", "jaccard", "index", "r2", "psnr", "ssim", "bleu", "kappa", "map", "specificity"),
 )
+# Figures of Trainer and `metrics=`, in which no other sense can be meant.
+_OWN = ("loss", "accuracy", "auc", "mse", "mae")
+_BETTER = {"min": "a smaller one", "max": "a larger one"}
+
+
+def check_mode(name: str, mode: str, what: str) -> None:
+    """Refuse a mode by which a figure would be the better the worse it is.
+
+    Args:
+        name: of the figure; one that does not tell which is better fits any mode.
+        mode: "min" or "max".
+        what: is done by that mode, for the message.
+
+    Raises:
+        ModelError: a larger figure of that name is worse in mode "max", or a smaller in "min".
+    """
+    fits = _by_name(name)
+    if fits not in ("auto", mode):
+        raise ModelError(
+            f"of {name} {_BETTER[fits]} is better, and with mode={mode!r} {what}",
+            do=f'say mode="{fits}", or name another figure with monitor=',
+        )
 
 
 class Monitor:
@@ -39,7 +61,7 @@ class Monitor:
         min_delta: how much better than the best a figure must be to count.
 
     Raises:
-        ModelError: the mode is unknown.
+        ModelError: the mode is unknown, or is the wrong one for a figure of Flatout's own.
     """
 
     def __init__(self, name: str, mode: Mode = "auto", min_delta: float = 0.0) -> None:
@@ -47,6 +69,8 @@ class Monitor:
         self.mode = _by_name(name) if mode == "auto" else mode
         if self.mode not in get_args(Mode):
             raise ModelError(f"mode cannot be {mode!r}; allowed: auto, min, max")
+        if name.lower().rpartition("_")[2] in _OWN:
+            check_mode(name, self.mode, f"{_BETTER[self.mode]} is watched for")
         self.min_delta = abs(min_delta)
         self.best: float | None = None
 
