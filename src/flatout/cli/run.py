@@ -197,7 +197,7 @@ def _count(devices: str | None) -> int | None:
         return None
     if devices == "auto":
         return 1
-    if not (devices.isascii() and devices.isdigit() and int(devices) > 0):
+    if not (devices.isascii() and devices.isdecimal() and int(devices) > 0):
         raise typer.BadParameter(
             f"--devices: expected a whole number above 0, or auto; found {devices!r}"
         )

@@ -88,7 +88,7 @@ def _torch(facts: Facts) -> Finding | None:
     version = facts.machine.torch.version
     if version is None:
         return Finding("danger", "torch is not installed", "pip install torch, as pytorch.org says")
-    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
     if numbers >= _OLDEST_TORCH:
         return None
     oldest = ".".join(map(str, _OLDEST_TORCH))

@@ -230,7 +230,7 @@ class Side:
         if self.asked.epochs is not None:
             return self.asked.epochs
         result = self.measured.first.job.get("epochs", "")
-        return int(result) if result.isdigit() else None
+        return int(result) if result.isdecimal() else None
 
     def _seconds(self, rate: Spreading, shape: Shape) -> Spreading | None:
         """Of the epochs: steps, evaluation, which ranks share, saving, and the start."""

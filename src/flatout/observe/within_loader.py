@@ -327,7 +327,7 @@ def files_being_read() -> list[tuple[str, int]] | None:
     result = {}
     try:
         for name in os.listdir("/proc/self/fd"):
-            if not name.isdigit():
+            if not name.isdecimal():
                 continue
             try:
                 facts = os.fstat(int(name))

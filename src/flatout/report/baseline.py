@@ -347,7 +347,7 @@ def _differences(kept: Mapping[str, Any], new: Mapping[str, Any], *, hardware: b
 def _danger(finding: Mapping[str, Any]) -> tuple[str, str]:
     # Not the line: it moves with every edit above it. Not the folder: CI checks out anywhere.
     file, _, line = str(finding.get("where") or "").rpartition(":")
-    return str(finding["name"]), Path(file if line.isdigit() else "").name
+    return str(finding["name"]), Path(file if line.isdecimal() else "").name
 
 
 def _dangers(verdict: Mapping[str, Any]) -> Counter[tuple[str, str]]:

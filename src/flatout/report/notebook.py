@@ -125,7 +125,7 @@ def _number_here(ipython: Any) -> int:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         cell = _cell_of(ipython, frame.f_code.co_filename).removeprefix("cell ")
-        if cell.isdigit():
+        if cell.isdecimal():
             return int(cell)
         frame = frame.f_back
     return int(ipython.execution_count)

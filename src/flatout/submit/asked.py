@@ -18,11 +18,11 @@ from flatout.submit.code import CodeArchive, collect
 from flatout.submit.inputs import in_arguments, look_at, only_whole
 from flatout.submit.job import Job, name_of
 from flatout.submit.price import price_of
+from flatout.submit.shell import VARIABLE
 from flatout.world import SERVED, check_servers_set
 
 _TIMES = {"d": 86_400, "h": 3600, "m": 60, "s": 1}
 _SECRET = re.compile(r"SECRET|TOKEN|PASSW|CREDENTIAL|(^|_)KEY($|_)|API_?KEY", re.I)
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ def _measured_on(recipe: Recipe | ResolvedRecipe | None) -> str | None:
 def _environment(given: tuple[str, ...]) -> Mapping[str, str]:
     environment = pairs(given, "--env")
     for name in environment:
-        if _VARIABLE.fullmatch(name) is None:
+        if VARIABLE.fullmatch(name) is None:
             raise SubmitError(f"--env: expected a variable's name, found {name!r}")
         if name.startswith("PET_"):
             raise SubmitError(f"--env {name}: PET_ variables are set by the cluster alone")
@@ -275,7 +275,7 @@ def ranks_of(text: str) -> int | None:
     """
     if text == "auto":
         return None
-    if not (text.isascii() and text.isdigit() and int(text) > 0):
+    if not (text.isascii() and text.isdecimal() and int(text) > 0):
         raise SubmitError(f"--devices: expected a whole number above 0, or auto; found {text!r}")
     return int(text)
 

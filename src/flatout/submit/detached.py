@@ -96,7 +96,9 @@ def stop(name: str) -> str:
 def state_of(text: str) -> JobState:
     """What `ask` has printed."""
     word, *pairs = text.split() or [""]
-    fields = {name: int(n) for name, _, n in (pair.partition("=") for pair in pairs) if n.isdigit()}
+    fields = {
+        name: int(n) for name, _, n in (pair.partition("=") for pair in pairs) if n.isdecimal()
+    }
     ran, left, code = fields.get("ran"), fields.get("left"), fields.get("code")
     if word in ("running", "stopping"):
         eta = "" if left is None else clock(left)

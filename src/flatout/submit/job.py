@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -91,6 +91,8 @@ class Job:
 
     def __post_init__(self) -> None:
         check_name(self.name)
+        if nul := [text for text in self._texts() if "\0" in text]:
+            raise SubmitError(f"no program can be given a NUL; found {nul[0]!r}")
         wrong = [f"{what} is {n}" for what, n in (("nodes", self.nodes), ("devices", self.devices),
                  ("threads", self.threads)) if n < 1]  # fmt: skip
         if wrong:
@@ -106,6 +108,14 @@ class Job:
         if self.servers:
             self._check_servers()
         self._check_seeds()
+
+    def _texts(self) -> Iterator[str]:
+        yield from (self.script, str(self.root), str(self.folder), self.checkpoint or "")
+        yield from (*self.arguments, *self.settings, *self.shared)
+        yield from (*self.environment, *self.environment.values())
+        yield from (*self.options, *self.options.values())
+        for item in self.inputs:
+            yield from (item.given, item.path)
 
     def _check_servers(self) -> None:
         if self.is_auto or self.is_command:

@@ -229,7 +229,7 @@ def unseen(job: Job) -> list[str]:
 
 def _config_map(job: Job, options: Mapping[str, str]) -> tuple[Manifest | None, list[Manifest]]:
     """The code and the Recipe, and which key lies at which path where it is mounted."""
-    contents = {} if job.recipe is None else {"recipe.toml": dumps(job.recipe).encode()}
+    contents = {} if job.recipe is None else {"recipe.toml": os.fsencode(dumps(job.recipe))}
     if "code" not in options and not job.is_command:
         contents |= {f"code/{name}": (job.root / name).read_bytes() for name in job.code.files}
     total = sum(map(len, contents.values()))

@@ -169,7 +169,7 @@ def _problems(job: Job) -> list[str]:
     if _kind(job.options) not in _KINDS:
         problems.append(f"expected --option kind=openmpi or mpich, found {_kind(job.options)!r}")
     port = job.options.get("port", "1")
-    if not (port.isdigit() and 0 < int(port) < 65536):
+    if not (port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
         problems.append(f"expected --option port=NUMBER, found {port!r}")
     return problems
 

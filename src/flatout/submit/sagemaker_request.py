@@ -227,7 +227,7 @@ def _channel(name: str, text: str) -> Channel:
     ]
     if not uri.startswith("s3://"):
         wrong.append(f"expected s3://bucket/prefix, found {uri!r}")
-    if fields["shuffle"] and not fields["shuffle"].isdigit():
+    if fields["shuffle"] and not fields["shuffle"].isdecimal():
         wrong.append(f"shuffle={fields['shuffle']!r}: expected a seed")
     refuse(wrong, where=f"--option {_CHANNEL}{name}")
     return Channel(
@@ -281,7 +281,7 @@ def _problems(job: Job, options: Mapping[str, str]) -> list[str]:
     if options.get("bucket") and not options["bucket"].startswith("s3://"):
         problems.append(f"expected bucket=s3://BUCKET/PREFIX, found {options['bucket']!r}")
     for name in ("volume-gb", "max-wait"):
-        if name in options and not options[name].isdigit():
+        if name in options and not options[name].isdecimal():
             problems.append(f"expected a whole number as {name}, found {options[name]!r}")
     if options.get("spot", "no") not in ("yes", "no"):
         problems.append(f"expected spot=yes or spot=no, found {options['spot']!r}")

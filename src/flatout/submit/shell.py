@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from flatout.console import printable
 from flatout.errors import SubmitError
 from flatout.measure import SUBMITTED
 from flatout.submit.code import ARCHIVE
@@ -15,6 +16,7 @@ from flatout.submit.inputs import is_seen
 from flatout.submit.job import SEED, Job
 
 _WIDTH = 100
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _CONTROL = re.compile(r"[\x01-\x1f\x7f]")
 _SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 REMAINING = "FLATOUT_REMAINING"
@@ -39,7 +41,7 @@ def quoted(text: str, seed: str = "") -> str:
         SubmitError: no process can be given it.
     """
     if "\0" in text:
-        raise SubmitError(f"no program can be given a NUL in an argument; found {text!r}")
+        raise SubmitError(f"no program can be given a NUL; found {text!r}")
     if not seed or SEED not in text:
         return _in_one_line(text)
     parts = [_in_one_line(part) if part else "" for part in text.split(SEED)]
@@ -53,6 +55,11 @@ def _in_one_line(text: str) -> str:
     plain = text.replace("\\", "\\\\").replace("'", "\\'")
     escaped = _CONTROL.sub(lambda value: _SHORT.get(value[0]) or f"\\{ord(value[0]):03o}", plain)
     return f"$'{escaped}'"
+
+
+def comment(text: str) -> str:
+    """A comment of one line, whatever the text holds."""
+    return f"# {' '.join(printable(text).split())}"
 
 
 def words(command: Sequence[str], seed: str = "") -> list[str]:
@@ -72,7 +79,13 @@ def array(name: str, words: Sequence[str]) -> list[str]:
 
 
 def exports(variables: Mapping[str, str]) -> list[str]:
-    """Lines that set environment variables."""
+    """Lines that set environment variables.
+
+    Raises:
+        SubmitError: no variable can have such a name.
+    """
+    if wrong := [name for name in variables if not VARIABLE.fullmatch(name)]:
+        raise SubmitError(f"expected the name of a variable, found {wrong[0]!r}")
     return [f"export {name}={quoted(value)}" for name, value in variables.items()]
 
 

@@ -202,7 +202,7 @@ def _about(job: Job) -> list[str]:
     cpus = "" if job.is_auto else f", {counted(job.threads, 'CPU')} each"
     measured = f"; Recipe measured on {job.fingerprint}" if job.fingerprint else ""
     return [
-        f"# {job.name}: {job.size_words}{cpus}{measured}.",
+        shell.comment(f"{job.name}: {job.size_words}{cpus}{measured}."),
         f"# Written by Flatout {__version__}; change what you like, then: sbatch {SCRIPT}",
     ]
 
@@ -334,7 +334,13 @@ def _afterwards(job: Job) -> list[str]:
 
 
 def _value(text: str) -> str:
-    """The value of an option in a line of #SBATCH, which knows quotes and backslashes."""
+    """The value of an option in a line of #SBATCH, which knows quotes and backslashes.
+
+    Raises:
+        SubmitError: it cannot stand in one line.
+    """
+    if not text.isprintable():
+        raise SubmitError(f"expected one line of text for an option of sbatch, found {text!r:.200}")
     if re.fullmatch(r"[\w./:,@%+=\[\]-]+", text):
         return text
     escaped = text.replace("\\", "\\\\").replace('"', '\\"')
@@ -398,7 +404,7 @@ def _state(answer: dict[str, str], folder: Path) -> JobState:
         else None,
         nodes=tuple(filter(None, [answer.get("NodeList", "").replace("(null)", "")])),
         since_s=since_s,
-        paid_s=(since_s or 0.0) + _earlier_s(folder, task if task.isdigit() else "", starts),
+        paid_s=(since_s or 0.0) + _earlier_s(folder, task if task.isdecimal() else "", starts),
         left_s=60.0 * int(eta[2]) if eta else None,
         eta=eta[1] if eta else "",
         starts=starts,

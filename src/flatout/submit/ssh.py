@@ -173,7 +173,7 @@ def _problems(job: Job) -> list[str]:
     problems = problems_of(job)
     if not problems:
         host, colon, port = rendezvous_of(job).rpartition(":")
-        if not (host and colon and port.isdigit() and 0 < int(port) < 65536):
+        if not (host and colon and port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
             given = job.options["rendezvous"]
             problems.append(f"expected --option rendezvous=HOST:PORT, found {given!r}")
     return problems

@@ -222,7 +222,7 @@ def _kubeflow(env: Mapping[str, str]) -> Nodes:
         count=count,
         rank=number_in(env, "PET_NODE_RANK", 0),
         rendezvous=f"{address}:{port}" if count > 1 else "",
-        ranks=int(each) if each.isdigit() else None,
+        ranks=int(each) if each.isdecimal() else None,
         origin="PET_NNODES",
     )
 
@@ -274,7 +274,9 @@ def checked(found: Nodes) -> Nodes:
             where=found.origin,
         )
     host, colon, port = found.rendezvous.rpartition(":")
-    if found.count > 1 and not (host and colon and port.isdigit() and 0 < int(port) < 65536):
+    if found.count > 1 and not (
+        host and colon and port.isascii() and port.isdecimal() and 0 < int(port) < 65536
+    ):
         raise WorldError(
             f"expected the first node's host and a port, such as host1:29500, for {found.count} "
             f"nodes to meet; found {found.rendezvous!r}",

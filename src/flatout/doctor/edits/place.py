@@ -41,7 +41,7 @@ class FoundAt:
         """
         steps = [str(optimizer.site) for optimizer in observation.optimizers if optimizer.site]
         file, _, line = (finding.where or next(iter(steps), "")).rpartition(":")
-        if not (file and line.isdigit()):
+        if not (file and line.isdecimal()):
             raise Unsure("it has no place in the code")
         return cls(finding, observation, file, int(line))
 

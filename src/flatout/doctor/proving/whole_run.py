@@ -83,7 +83,7 @@ def _number_asked(what: Sequence[str], names: Sequence[str]) -> int | None:
         name, equals, value = word.partition("=")
         if name in names:
             text = value if equals else "".join(what[at + 1 : at + 2])
-            return int(text) if text.isdigit() and int(text) else None
+            return int(text) if text.isdecimal() and int(text) else None
     script = next((Path(word) for word in what if word.endswith(".py")), None)
     return _default(script, names) if script is not None else None
 

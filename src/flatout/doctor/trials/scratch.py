@@ -81,7 +81,7 @@ def is_alive(folder: Path) -> bool:
     owner = _owner(folder)
     if not owner:
         maker = folder.name.split(".")[1:2]
-        return bool(maker and maker[0].isdigit() and _began(int(maker[0])) >= 0)
+        return bool(maker and maker[0].isdecimal() and _began(int(maker[0])) >= 0)
     if owner.get("machine") != machine():
         return True
     pid = owner.get("pid")
