@@ -7,12 +7,15 @@ import sys
 import textwrap
 
 import pytest
+from torch import nn
 
+import flatout
 from flatout.strategies.async_server import dropped_words
 from flatout.strategies.server_handing import Handing
 
 JOB = """
     import json
+    import math
     import os
     import signal
     import sys
@@ -40,7 +43,9 @@ JOB = """
         def on_step(self, state):
             Ends.steps += 1
             time.sleep(0.02)  # so that no rank takes all of an epoch
-            if not is_back and victims.get(str(own)) == Ends.steps:
+            # Before that ranks try settings, for which each waits for all others.
+            goes_on_alone = state.trainer.loop.feed.claims is not None
+            if goes_on_alone and not is_back and victims.get(str(own), math.inf) <= Ends.steps:
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -62,7 +67,7 @@ JOB = """
         trainer = flatout.Trainer(
             net, loss="mse", optimizer=torch.optim.SGD(net.parameters(), lr=0.05), allow="exact",
             run=run, recipe=flatout.Recipe(world={"strategy": "parameter_server", **settings}),
-            say=said.append, metrics=["mae"],
+            say=said.append, metrics=["mae"], warm_start=victims.get("warm"),
         )
         history = trainer.fit(
             (x, y), batch_size=12, epochs=epochs, validation_data=(x, y), progress=False,
@@ -156,10 +161,23 @@ def test_a_server_goes_on_alone_without_its_only_worker(tmp_path, restarts):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("apart", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_a_worker_that_was_killed_is_started_again_and_taken_back(tmp_path, apart):
+@pytest.mark.parametrize(
+    ("apart", "settings"),
+    [
+        (0, {"spare_workers": 1}),
+        pytest.param(1, {"spare_workers": 1}, marks=pytest.mark.long),
+        # All ranks decide settings together, the one that is back as well.
+        (1, {"staleness": 4}),
+    ],
+)
+def test_a_worker_that_was_killed_is_started_again_and_taken_back(tmp_path, apart, settings):
     victims = {"2": 3, "back": 1}
-    found, printed = run(tmp_path, 3, victims, restarts=1, apart=apart, spare_workers=1)
+    if "staleness" in settings:
+        # The others have evaluated the warm start when rank 2 is back.
+        victims["warm"] = str(tmp_path / "warm.safetensors")
+        layers = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1)
+        flatout.Trainer(nn.Sequential(*layers), loss="mse").save(victims["warm"])
+    found, printed = run(tmp_path, 3, victims, restarts=1, apart=apart, **settings)
     assert "rank 2 (process" in printed
     assert "the others go on, and it starts again (1 times at most)" in printed
     assert any("rank 2 is here again: all go on" in line for line in found[0][0]["said"])

@@ -15,6 +15,7 @@ from flatout.devices.process import at_start as at_start
 from flatout.devices.process import environment as environment
 from flatout.devices.threads import affinity as affinity
 from flatout.devices.threads import check_count as check_count
+from flatout.devices.threads import given_affinity as given_affinity
 from flatout.devices.threads import reset_affinity as reset_affinity
 from flatout.devices.threads import set_affinity as set_affinity
 from flatout.devices.threads import set_threads as set_threads

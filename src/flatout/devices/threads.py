@@ -12,6 +12,7 @@ __all__ = [
     "affinity",
     "check_count",
     "flush_denormals",
+    "given_affinity",
     "reset_affinity",
     "set_affinity",
     "set_interop_threads",
@@ -23,6 +24,7 @@ __all__ = [
 _SPLIT_OVER_ALL = 65_536
 
 _first_affinity: set[int] | None = None
+_bound_to: set[int] | None = None
 
 
 def check_count(name: str, count: int) -> None:
@@ -70,6 +72,15 @@ def affinity() -> set[int]:
     return os.sched_getaffinity(0)
 
 
+def given_affinity() -> set[int]:
+    """Returns the CPUs that this process had before `set_affinity`, if nothing else has bound it.
+
+    A process that was started again has them, where others are bound to their part by now.
+    """
+    now = affinity()
+    return _first_affinity if _first_affinity is not None and now == _bound_to else now
+
+
 def set_affinity(cpus: Iterable[int]) -> set[int]:
     """Binds all threads of this process to some CPUs and returns the CPUs of before.
 
@@ -78,7 +89,7 @@ def set_affinity(cpus: Iterable[int]) -> set[int]:
     Raises:
         DeviceError: the list is empty, or names a CPU that this process cannot have.
     """
-    global _first_affinity
+    global _first_affinity, _bound_to
     wanted, before = set(cpus), affinity()
     _bind(wanted)
     # The kernel drops CPUs that are not there or that a cpuset withholds, if any are left.
@@ -87,6 +98,7 @@ def set_affinity(cpus: Iterable[int]) -> set[int]:
         raise _no_such_cpus(lacking)
     if _first_affinity is None:
         _first_affinity = before
+    _bound_to = wanted
     return before
 
 

@@ -72,7 +72,9 @@ class Resume:
         """
         saved = loads(self._loaded.meta["recipe"])
         assert isinstance(saved, ResolvedRecipe)
-        same, differences = saved.on_this_machine(fingerprint().as_dict())
+        # The first rank's machine counts: where some decide and others do not, none meets the rest.
+        here = [*saved.on_this_machine(fingerprint().as_dict())]
+        same, differences = loop.world.from_first(here, "whether saved settings hold here")
         if not same:
             loop.say(f"settings are decided again on this machine: {'; '.join(differences)}")
             return loop.requested

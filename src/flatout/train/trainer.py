@@ -280,7 +280,8 @@ class Trainer:
         """
         global _fits
         if _fits == 0 and comes_back():
-            resume = resume or True  # the others have just written a checkpoint
+            # The others have just written a checkpoint, and have evaluated before their first step.
+            resume, self._is_warm = True, False
         objective, is_auto = self.objective, batch_size == "auto"
         size = None if batch_size == "auto" else batch_size
         data = FitData(

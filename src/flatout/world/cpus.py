@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flatout.devices import affinity, set_affinity, set_threads
+from flatout.devices import given_affinity, set_affinity, set_threads
 from flatout.recipe import Process
 from flatout.world.world import World
 
@@ -31,7 +31,7 @@ def share_cpus(world: World, process: Process) -> None:
     # All ranks decide alike: nodes may have unlike numbers of them.
     if world.size == here.nodes or process.affinity != "per_rank":
         return
-    mine = sorted(affinity())
+    mine = sorted(given_affinity())
     beside = [cpus for node, cpus in world.gather((here.node, mine)) if node == here.node]
     if all(cpus == mine for cpus in beside):
         mine = own_cpus(mine, here.local_rank, here.local_world_size)

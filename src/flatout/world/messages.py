@@ -18,10 +18,12 @@ if TYPE_CHECKING:
 _LENGTH = 8
 
 
-def pack(value: Any) -> torch.Tensor:
+def pack(value: Any, what: str = "") -> torch.Tensor:
     """A value as bytes, shape (bytes,), uint8, on the CPU.
 
-    Takes what `flatout.values.tree.flatten` does.
+    Args:
+        value: what `flatout.values.tree.flatten` takes.
+        what: the collective that the value is for.
 
     Raises:
         WorldError: it holds something else, which is named with its place.
@@ -41,17 +43,21 @@ def pack(value: Any) -> torch.Tensor:
     rows = [
         [name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()
     ]
-    head = json.dumps({"value": tree, "tensors": rows}).encode()
+    head = json.dumps({"value": tree, "tensors": rows, "what": what}).encode()
     start = bytearray(len(head).to_bytes(_LENGTH, "little") + head)
     parts = [flat_bytes(tensor).cpu() for tensor in tensors.values()]
     return torch.cat([torch.frombuffer(start, dtype=torch.uint8), *parts])
 
 
-def unpack(message: torch.Tensor) -> Any:
+def unpack(message: torch.Tensor, what: str = "") -> Any:
     """The value that `pack` took; its tensors lie on the CPU.
 
+    Args:
+        message: as `pack` made it.
+        what: the collective that this rank is in.
+
     Raises:
-        WorldError: these are not the bytes of a message.
+        WorldError: these are not the bytes of a message, or it is for another collective.
     """
     import torch
 
@@ -73,27 +79,38 @@ def unpack(message: torch.Tensor) -> Any:
             tensor.reshape(-1).view(torch.uint8).copy_(here)
             at += tensor.nbytes
             tensors[name] = tensor
-        return unflatten(tensors, head["value"])
+        value, there = unflatten(tensors, head["value"]), head["what"]
     except (CheckpointError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise WorldError(
             f"what another rank has sent is no message of Flatout's: {error}",
             do="run the same version of Flatout on all nodes, and see who else reaches their ports",
         ) from error
+    if there != what:
+        raise WorldError(
+            f"ranks are at different collectives: this one is at {what or 'one without a name'!r}, "
+            f"and another one at {there or 'one without a name'!r}",
+            do="let the script do the same in the same order on every rank",
+        )
+    return value
 
 
-def gather(value: Any, size: int, channel: Any = None) -> list[Any]:
+def gather(value: Any, size: int, channel: Any = None, what: str = "") -> list[Any]:
     """The values of all ranks of a channel, by rank there.
 
     Args:
         value: of this rank, as `pack` takes it.
         size: how many ranks the channel has.
         channel: torch's process group; None is that of all ranks.
+        what: the values are for, the same on every rank.
+
+    Raises:
+        WorldError: another rank is at another collective.
     """
     import torch
     import torch.distributed as dist
 
     device = _device(channel)
-    own = pack(value)
+    own = pack(value, what)
     lengths = torch.zeros(size, dtype=torch.int64, device=device)
     each = [lengths[rank : rank + 1] for rank in range(size)]
     dist.all_gather(each, torch.tensor([len(own)], device=device), group=channel)
@@ -102,7 +119,7 @@ def gather(value: Any, size: int, channel: Any = None) -> list[Any]:
     padded[: len(own)] = own
     result = [torch.empty_like(padded) for _ in counts]
     dist.all_gather(result, padded, group=channel)
-    return [unpack(item[:count].cpu()) for item, count in zip(result, counts, strict=True)]
+    return [unpack(item[:count].cpu(), what) for item, count in zip(result, counts, strict=True)]
 
 
 def exchange(
@@ -152,25 +169,30 @@ def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
 
 
-def from_rank(value: Any, source: int, own: int) -> Any:
+def from_rank(value: Any, source: int, own: int, what: str = "") -> Any:
     """One rank's value, on every rank.
 
     Args:
         value: as `pack` takes it; of the other ranks it is not looked at.
         source: the rank that has it.
         own: this rank.
+        what: the value is for, the same on every rank.
+
+    Raises:
+        WorldError: another rank is at another collective.
     """
     import torch
     import torch.distributed as dist
 
     device = _device(None)
-    message = pack(value).to(device) if own == source else torch.empty(0, dtype=torch.uint8)
+    is_own = own == source
+    message = pack(value, what).to(device) if is_own else torch.empty(0, dtype=torch.uint8)
     length = torch.tensor([len(message)], device=device)
     dist.broadcast(length, src=source)
-    if own != source:
+    if not is_own:
         message = torch.empty(int(length), dtype=torch.uint8, device=device)
     dist.broadcast(message, src=source)
-    return value if own == source else unpack(message.cpu())
+    return value if is_own else unpack(message.cpu(), what)
 
 
 def _device(channel: Any) -> str:

@@ -179,7 +179,7 @@ class World:
         if self.size == 1:
             return [value]
         with _together(self, self.collectives.begin(what)):
-            return messages.gather(value, self.size)
+            return messages.gather(value, self.size, what=what)
 
     def gather_tensors(
         self, tensor: torch.Tensor, what: str = "", *, by_message: bool = False
@@ -293,7 +293,7 @@ class World:
         if self.size == 1:
             return value
         with _together(self, self.collectives.begin(what)):
-            return messages.from_rank(value, source, self.rank)
+            return messages.from_rank(value, source, self.rank, what)
 
     def broadcast(self, tensor: torch.Tensor, source: int, what: str = "") -> None:
         """Write one rank's tensor into that of every rank.
