@@ -247,3 +247,75 @@ def _numel(shape):
     for size in shape:
         count *= size
     return count
+
+
+KINDS_SCRIPT = """
+    import json
+    import sys
+
+    import torch
+    from torch import nn
+
+    import flatout
+    from flatout.world import place
+
+    torch.set_num_threads(1)
+    rank, ranks = place().rank, place().world_size
+
+
+    class Reads(nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.layer, self.head = layer, nn.Linear(8, 2)
+            self.kept = [self.head.weight]  # of the user's own, which no forward reads
+
+        def forward(self, x):
+            return self.head(self.layer(x.view(-1, 3, 4))[0][:, -1])
+
+
+    def plain(frozen):
+        net = nn.Sequential(nn.Linear(12, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 2))
+        for name in frozen:
+            net.get_parameter(name).requires_grad_(False)
+        return net
+
+
+    made = {
+        "first": lambda: plain(["0.weight", "0.bias"]),
+        "last": lambda: plain(["3.weight", "3.bias"]),
+        "one of a layer": lambda: plain(["0.bias", "3.weight"]),
+        "lstm": lambda: Reads(nn.LSTM(4, 8, batch_first=True)),
+        "frozen gru": lambda: Reads(nn.GRU(4, 8, batch_first=True).requires_grad_(False)),
+    }
+    x = torch.randn(41, 12, generator=torch.Generator().manual_seed(1))
+    y = (x.sum(1) > 0).long()
+    found = {}
+    for name, make in made.items():
+        torch.manual_seed(0)
+        net = make()
+        before = {n: p.detach().clone() for n, p in net.named_parameters() if not p.requires_grad}
+        trainer = flatout.Trainer(
+            net, loss="cross_entropy", optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+            allow="exact", say=lambda line: None,
+            recipe=flatout.Recipe(world={"strategy": "fsdp" if ranks > 1 else "ddp"}),
+        )
+        given = {"batch_size": 8, "epochs": 2, "progress": False, "validation_data": (x, y)}
+        history = trainer.fit((x, y), **given)
+        found[name] = [
+            [epoch[key] for epoch in history.epochs for key in ("loss", "val_loss")],
+            net.eval()(x).tolist(),
+        ]
+        for parameter, value in before.items():
+            assert torch.equal(net.get_parameter(parameter), value), parameter
+    print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_frozen_layers_and_recurrent_ones_are_laid_out_as_others_are(tmp_path):
+    found = [[json.loads(out) for out, _ in run(KINDS_SCRIPT, n, tmp_path)] for n in (1, 2)]
+    [one], two = found
+    assert two[0] == two[1]
+    for name, (losses, outputs) in one.items():
+        assert two[0][name][0] == pytest.approx(losses, rel=1e-5), name
+        assert torch.allclose(torch.tensor(two[0][name][1]), torch.tensor(outputs), atol=1e-5), name

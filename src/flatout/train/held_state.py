@@ -210,7 +210,8 @@ class HeldState:
 
     def _look_at_tensor(self, tensor: torch.Tensor) -> None:
         if _is_plain(tensor) and self._pays_for(tensor.nbytes):
-            kept = partial(_refill_tensor, tensor, tensor._version, clone_of(tensor))
+            with _unseen():
+                kept = partial(_refill_tensor, tensor, tensor._version, clone_of(tensor))
             self._restores.append(kept)
 
     def _look_at_array(self, array: np.ndarray[Any, Any]) -> None:
@@ -342,8 +343,9 @@ def _refill_buffer(buffer: torch.Tensor, value: torch.Tensor) -> None:
 
 def _refill_tensor(tensor: torch.Tensor, version: int, value: torch.Tensor) -> None:
     # .data changes no version; what is as it was may lie in memory that cannot be written.
-    if _is_changed(tensor, version, value):
-        tensor.data.copy_(value)
+    with _unseen():
+        if _is_changed(tensor, version, value):
+            tensor.data.copy_(value)
 
 
 def _is_changed(tensor: torch.Tensor, version: int, value: torch.Tensor) -> bool:
