@@ -138,3 +138,14 @@ def test_an_empty_text_among_numbers_is_a_missing_value(tmp_path):
     empty = pd.DataFrame({"day": ["01.02.2020"], "x": [""], "y": [1], "n": [""]})
     found = _all(flatout.data.table(empty, schema=pipeline.schema))
     assert (found.inputs["x"].tolist(), found.inputs["n"].tolist()) == ([-1], [-1])
+
+
+def test_a_key_that_a_sample_lacks_is_named_with_its_row():
+    rows = flatout.data.table([{"a": number, "b": 1} for number in range(6)])
+
+    def without(inputs):
+        return {"a": inputs["a"]} if inputs["a"] == 4 else inputs
+
+    with pytest.raises(DataError, match="expected 'a', 'b', as the first one; found 'a'") as caught:
+        list(rows.map(without).batch(6).batches(0))
+    assert caught.value.where == "row 4 of the table"

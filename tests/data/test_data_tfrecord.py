@@ -60,7 +60,7 @@ def test_a_schema_chooses_and_fills(path):
     missing = flatout.data.tfrecord(path, schema={"columns": columns}).batch(4)
     with pytest.raises(DataError, match=r"a.tfrecord: byte \d+") as caught:
         list(missing.batches(0))
-    assert "expected a feature that has no default" in caught.value.what
+    assert "expected a feature 'clicks', found ids, label, tokens" in caught.value.what
     columns[2].update(dtype="bool")
     with pytest.raises(DataError, match="column 'clicks': Examples hold"):
         flatout.data.tfrecord(path, schema={"columns": columns})
@@ -140,11 +140,56 @@ def test_what_is_no_example_is_skipped_where_bad_rows_are(path):
     assert rows[0].targets.tolist() == LABELS.tolist()
 
 
-def test_features_that_some_records_lack_get_a_default():
-    first, _ = encoded(a=np.ones((1, 2), np.int64), b=np.ones((1, 1), np.float32))
-    second, _ = encoded(a=np.ones((1, 2), np.int64))
-    schema = inferred(first[12:-4], second[12:-4])
-    assert schema["b"].default == 0
-    assert schema["a"].default is None
+def test_bytes_are_inferred_as_ragged():
     bytes_, _ = encoded(image=(np.frombuffer(b"abcd", np.uint8), np.array([0, 4])))
     assert inferred(bytes_[12:-4])["image"].words == "image uint8 ragged"
+
+
+def _framed(*records):
+    parts = []
+    for record in records:
+        head = struct.pack("<Q", len(record))
+        crcs = [struct.pack("<I", example.masked_crc32c(part)) for part in (head, record)]
+        parts += [head, crcs[0], record, crcs[1]]
+    return b"".join(parts)
+
+
+def test_a_feature_that_a_record_lacks_is_named_unless_a_default_is_asked_for(tmp_path):
+    path = tmp_path / "a.tfrecord"
+    whole, _ = encoded(a=np.ones((1, 2), np.int64), b=np.ones((1, 1), np.float32))
+    without, _ = encoded(a=np.ones((1, 2), np.int64))
+    path.write_bytes(whole + without)
+    with pytest.raises(DataError, match="expected a feature 'b', found a") as caught:
+        list(flatout.data.tfrecord(path).batch(2).batches(0))
+    assert caught.value.where == f"{path}: byte {len(whole) + 12}"
+    assert "default={'b': 0}" in caught.value.do
+    for default in ({"b": -1}, -1, -1.0):
+        (batch,) = flatout.data.tfrecord(path, default=default).batch(2).batches(0)
+        assert batch.inputs["b"].tolist() == [1, -1]
+    (batch,) = flatout.data.tfrecord(path, on_error="skip").batch(2).batches(0)
+    assert batch.inputs["b"].tolist() == [1]
+    with pytest.raises(DataError, match="default: no column 'c': the columns are a, b"):
+        flatout.data.tfrecord(path, default={"c": 0})
+
+
+def test_a_feature_of_other_lengths_that_a_record_lacks_is_named_too(tmp_path):
+    path = tmp_path / "a.tfrecord"
+    parts = [np.arange(3), np.arange(5)]
+    records = [
+        encoded(t=(part, np.array([0, len(part)])), y=np.ones((1, 1), np.int64))[0]
+        for part in parts
+    ]
+    path.write_bytes(b"".join(records) + encoded(y=np.ones((1, 1), np.int64))[0])
+    with pytest.raises(DataError, match="expected a feature 't', found y"):
+        list(flatout.data.tfrecord(path).batch(3).batches(0))
+    (batch,) = flatout.data.tfrecord(path, default={"t": 0}).batch(3).batches(0)
+    assert batch.inputs["t_lengths"].tolist() == [3, 5, 0]
+
+
+def test_a_feature_without_a_name_is_an_error(tmp_path):
+    path = tmp_path / "a.tfrecord"
+    # Example {features: {feature: {key: "", value: {int64_list: {value: 5}}}}}
+    path.write_bytes(_framed(bytes.fromhex("0a0b0a090a0012051a030a0105")))
+    with pytest.raises(DataError, match="expected a name of each feature, found an empty") as error:
+        flatout.data.tfrecord(path)
+    assert error.value.where == f"{path}: byte 12"

@@ -115,18 +115,27 @@ class Errors:
         rows: that it reads.
         codes: the kernel's `Bad`.
         policy: what to do about bad rows.
+        explain: gives what is wrong with a row, by its number and code, and what to do; None where
+            the code tells all.
     """
 
-    def __init__(self, rows: Encoded, codes: Any, policy: ErrorPolicy) -> None:
-        self.rows, self._codes, self._policy = rows, codes, policy
+    def __init__(
+        self,
+        rows: Encoded,
+        codes: Any,
+        policy: ErrorPolicy,
+        explain: Callable[[int, int], tuple[str, str] | None] = lambda row, code: None,
+    ) -> None:
+        self.rows, self._codes, self._policy, self._explain = rows, codes, policy, explain
         self.status = np.zeros(len(rows.starts), np.uint8)
         self.at = np.zeros(len(rows.starts), np.int64)
 
     def report(self) -> npt.NDArray[np.bool_]:
         """Count the bad rows, or raise for the first. Gives which are good."""
         for row in np.flatnonzero(self.status):
-            words = str(self._codes(int(self.status[row])).words)
-            self._policy.bad(words, self.rows.where(int(row), int(self.at[row])))
+            code = int(self.status[row])
+            words, do = self._explain(int(row), code) or (str(self._codes(code).words), "fix it")
+            self._policy.bad(words, self.rows.where(int(row), int(self.at[row])), do)
         good: npt.NDArray[np.bool_] = self.status == 0
         return good
 

@@ -134,15 +134,13 @@ def _gather(name: str, values: Sequence[Any], columns: dict[str, Values], functi
     if first is None and kinds == {type(None)}:
         return None
     if isinstance(first, Mapping):
-        _same(
-            name, [tuple(value) for value in values if isinstance(value, Mapping)], values, function
-        )
+        _same(name, [_keys(value) for value in values], function)
         return {
             key: _gather(f"{name}[{key!r}]", [value[key] for value in values], columns, function)
             for key in first
         }
     if isinstance(first, (tuple, list)):
-        _same(name, [len(v) for v in values if isinstance(v, (tuple, list))], values, function)
+        _same(name, [_length(value) for value in values], function)
         return tuple(
             _gather(f"{name}[{i}]", [value[i] for value in values], columns, function)
             for i in range(len(first))
@@ -151,9 +149,34 @@ def _gather(name: str, values: Sequence[Any], columns: dict[str, Values], functi
     return Leaf(name)
 
 
-def _same(name: str, found: Sequence[Any], values: Sequence[Any], function: str) -> None:
-    if len(found) != len(values) or any(item != found[0] for item in found):
-        raise DataError(f"{name}: the samples that {function} makes differ in structure")
+class Unlike(DataError):
+    """A sample has another structure than the first one, such as a dict that lacks a key.
+
+    Attributes:
+        place: of the sample among all.
+    """
+
+    place = 0
+
+
+def _keys(value: Any) -> str:
+    return ", ".join(map(repr, value)) if isinstance(value, Mapping) else type(value).__name__
+
+
+def _length(value: Any) -> str:
+    is_tuple = isinstance(value, (tuple, list))
+    return f"{len(value)} parts" if is_tuple else type(value).__name__
+
+
+def _same(name: str, structures: Sequence[str], function: str) -> None:
+    for place, found in enumerate(structures):
+        if found != structures[0]:
+            error = Unlike(
+                f"{name}: the samples that {function} makes differ in structure: expected "
+                f"{structures[0]}, as the first one; found {found}"
+            )
+            error.place = place
+            raise error
 
 
 def _array(name: str, value: Any, function: str) -> npt.NDArray[Any]:

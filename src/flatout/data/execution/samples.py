@@ -27,7 +27,7 @@ from flatout.data.buffers import Buffers
 from flatout.data.execution.digests import NoDigest, digest_of, function_digest, function_name
 from flatout.data.execution.turns import Turns, places_left, turns_at, turns_left
 from flatout.data.files import stamps_of
-from flatout.data.form import Form, columns_of, form_of
+from flatout.data.form import Form, Unlike, columns_of, form_of
 from flatout.data.origins import Rows
 from flatout.data.randomness import random_state, same_state, set_random_state
 from flatout.errors import DataError, FlatoutError
@@ -257,7 +257,10 @@ class Made:
     def _block(self, made: list[Any], numbers: Numbers) -> Block:
         if not made:  # all of them were left out
             return Block({}, numbers)
-        columns, result = columns_of(made, self.name)
+        try:
+            columns, result = columns_of(made, self.name)
+        except Unlike as error:
+            raise DataError(error.what, where=self.where(int(numbers[error.place]))) from None
         with self._lock:
             if self._form is None:
                 self._form = result

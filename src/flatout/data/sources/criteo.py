@@ -36,6 +36,7 @@ class CriteoDecoder:
                 f"found {', '.join(sorted(names))}"
             )
         self.has_label = "label" in names
+        self._defaults = [_default_of(schema[name]) for name in ("integers", "categories")]
         self.buckets = int(schema.options.get("buckets", 0))
         self.integers, self.categories = schema["integers"], schema["categories"]
 
@@ -62,8 +63,8 @@ class CriteoDecoder:
             labels=labels,
             integers=integers,
             categories=categories,
-            missing_integer=self.integers.default or 0,
-            missing_category=int(self.categories.default or 0),
+            missing_integer=self._defaults[0],
+            missing_category=int(self._defaults[1]),
             buckets=self.buckets,
             has_label=self.has_label,
             status=errors.status,
@@ -72,6 +73,16 @@ class CriteoDecoder:
         columns: dict[str, Values] = {} if labels is None else {"label": labels}
         columns.update(integers=integers, categories=categories)
         return errors.block(columns, bad)
+
+
+def _default_of(column: Column) -> float:
+    if column.default is None:
+        raise DataError(
+            f"column {column.name!r}: fields of click logs may be empty, and the schema does not "
+            "say what these become",
+            do=f"set a default of {column.name!r}, such as default = 0",
+        )
+    return column.default
 
 
 def criteo_schema(*, buckets: int = 0, label: bool = True, dtype: Any = "float32") -> Schema:

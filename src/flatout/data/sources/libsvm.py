@@ -24,6 +24,8 @@ Layout = Literal["dense", "fixed", "ragged"]
 _DENSE = 1024
 # Any index that an int64 holds, minus what base 0 may take away.
 _NO_LIMIT = 2**62
+# Of a row that lacks the qid that is wanted; the kernel has no such code.
+_NO_QID = 255
 _ANY_WIDTH = 2**31 - 1
 
 
@@ -47,6 +49,7 @@ class LibsvmDecoder:
             )
         self.dense = "features" in names
         self.has_qid = "qid" in names
+        self.needs_qid = self.has_qid and schema["qid"].role != "unused"
         self.base = int(schema.options.get("base", 0))
         self.limit = int(schema.options.get("features", _NO_LIMIT))
         self.width: int | None = None
@@ -98,7 +101,8 @@ class LibsvmDecoder:
         self, rows: Encoded, lengths: Lengths, buffers: Buffers, policy: ErrorPolicy
     ) -> Block:
         """Decode rows into arrays from `buffers`."""
-        errors, count = Errors(rows, kernel.Bad, policy), len(rows.starts)
+        errors = Errors(rows, kernel.Bad, policy, _without_qid)
+        count = len(rows.starts)
         columns: dict[str, Values] = {
             "label": buffers.empty(count, self.schema["label"].numpy_dtype)
         }
@@ -125,6 +129,10 @@ class LibsvmDecoder:
                     columns[name] = Ragged(flat, offsets)
                 else:
                     columns[name] = flat.reshape(count, self.width)
+        if self.needs_qid:
+            absent = (errors.status == 0) & (shared["qid"] < 0)
+            errors.status[absent], errors.at[absent] = _NO_QID, rows.starts[absent]
+            bad += int(absent.sum())
         return errors.block(columns, bad)
 
     def _offsets(self, rows: Encoded, lengths: Lengths) -> Numbers:
@@ -135,6 +143,12 @@ class LibsvmDecoder:
             # Bad rows are reported when they are decoded, once.
             lengths = self.survey(rows, ErrorPolicy("skip", count)).lengths
         return offsets_of(lengths["ids"])
+
+
+def _without_qid(row: int, code: int) -> tuple[str, str] | None:
+    if code != _NO_QID:
+        return None
+    return "expected qid: and a whole number, found a row without it", "write it into each row"
 
 
 def infer_schema(facts: Mapping[str, float], layout: Layout | None, base: int | None) -> Schema:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -15,7 +16,7 @@ from flatout.data.error_policy import ErrorPolicy, OnError
 from flatout.data.files import File, Paths
 from flatout.data.pipeline import Pipeline
 from flatout.data.schema import Column, Given, Schema, as_schema
-from flatout.data.sources.tfrecord_schema import infer_schema
+from flatout.data.sources.tfrecord_schema import features_of, infer_schema, with_defaults
 from flatout.errors import DataError
 from flatout.kernels import example as kernel
 
@@ -60,7 +61,7 @@ class TfrecordDecoder:
 
     def survey(self, rows: Encoded, policy: ErrorPolicy) -> Survey:
         """Lengths of the ragged columns."""
-        errors = Errors(rows, kernel.Bad, policy)
+        errors = Errors(rows, kernel.Bad, policy, partial(self._explain, rows))
         lengths = np.zeros((len(self._ragged), len(rows.starts)), np.int64)
         kernel.measure(
             *rows[:3], self._plan, lengths=lengths, status=errors.status, at=errors.at,
@@ -72,7 +73,8 @@ class TfrecordDecoder:
         self, rows: Encoded, lengths: Lengths, buffers: Buffers, policy: ErrorPolicy
     ) -> Block:
         """Decode rows into arrays from `buffers`."""
-        errors, count = Errors(rows, kernel.Bad, policy), len(rows.starts)
+        errors = Errors(rows, kernel.Bad, policy, partial(self._explain, rows))
+        count = len(rows.starts)
         if lengths is None and self.needs_survey:
             # Bad rows are reported when they are decoded, once.
             lengths = self.survey(rows, ErrorPolicy("skip", count)).lengths
@@ -103,6 +105,17 @@ class TfrecordDecoder:
         )
         return errors.block(columns, bad)
 
+    def _explain(self, rows: Encoded, row: int, code: int) -> tuple[str, str] | None:
+        """Which feature a record lacks, and how to ask for a default."""
+        if code != kernel.Bad.MISSING:
+            return None
+        record = rows.buffer[rows.starts[row] : rows.ends[row]].tobytes()
+        found = {name for name, feature in features_of(record).items() if feature.kind}
+        wanted = (column.name for column in self.schema.columns if column.default is None)
+        name = next(name for name in wanted if name not in found)
+        words = f"expected a feature {name!r}, found {', '.join(sorted(found)) or 'none'}"
+        return words, f"ask for a default: default={{{name!r}: 0}}, or in the schema"
+
 
 def _feature(column: Column) -> Any:
     width = None if column.ragged else math.prod(column.shape)
@@ -120,6 +133,7 @@ def tfrecord(
     *,
     schema: Given | None = None,
     target: str | None = None,
+    default: float | Mapping[str, float] | None = None,
     check: bool = True,
     on_error: OnError = "fail",
     max_errors: int = 100,
@@ -133,6 +147,8 @@ def tfrecord(
         paths: as `files.find` takes them.
         schema: a Schema, the path of one in TOML, or a dict.
         target: without a schema, the name of the target.
+        default: without a schema, what a feature becomes that a record lacks, in all columns or by
+            column; None makes it an error. A ragged column has no values there.
         check: compare both checksums of every record; False leaves out that of the data.
         on_error: "fail", or "skip" rows that are not as they should be.
         max_errors: the most rows to skip.
@@ -150,6 +166,7 @@ def tfrecord(
         given = infer_schema(records, first.name, looking)
         if target is not None:
             given = given.with_target(target)
+        given = with_defaults(given, default)
     else:
         given = as_schema(schema, "tfrecord")
     if not check:

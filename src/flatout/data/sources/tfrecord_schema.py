@@ -6,7 +6,7 @@ messages are those of TensorFlow's `example.proto` and `feature.proto`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from flatout.data.error_policy import ErrorPolicy
@@ -30,8 +30,7 @@ class FeatureKind(NamedTuple):
 def infer_schema(records: Iterable[tuple[int, bytes]], where: str, policy: ErrorPolicy) -> Schema:
     """The schema that these records fit.
 
-    A feature that some records lack gets the default 0. Bytes and features of different lengths are
-    ragged.
+    Bytes and features of different lengths are ragged.
 
     Args:
         records: the byte of the file where each begins, and the record.
@@ -42,23 +41,43 @@ def infer_schema(records: Iterable[tuple[int, bytes]], where: str, policy: Error
         DataError: a record is no Example, a feature changes its kind, or there is no feature.
     """
     features: dict[str, list[FeatureKind]] = {}
-    total = 0
     for byte, record in records:
         try:
             features_here = features_of(record)
         except ValueError as error:
             policy.bad(f"the record is no tf.train.Example: {error}", f"{where}: byte {byte:,}")
             continue
-        total += 1
+        if "" in features_here:
+            policy.bad(
+                "expected a name of each feature, found an empty one", f"{where}: byte {byte:,}"
+            )
+            continue
         for name, value in features_here.items():
             features.setdefault(name, []).append(value)
     if not features:
         raise DataError("the records hold no features, or there are none", where=where)
-    columns = [_column(name, features[name], total, where) for name in sorted(features)]
+    columns = [_column(name, features[name], where) for name in sorted(features)]
     return Schema(format="tfrecord", columns=tuple(columns))
 
 
-def _column(name: str, features: list[FeatureKind], total: int, where: str) -> Column:
+def with_defaults(schema: Schema, given: float | Mapping[str, float] | None) -> Schema:
+    """The same with defaults, of all columns or by column.
+
+    Raises:
+        DataError: there is no such column.
+    """
+    if given is None:
+        return schema
+    names = [column.name for column in schema.columns]
+    by_name = given if isinstance(given, Mapping) else dict.fromkeys(names, given)
+    for name in by_name:
+        if name not in names:
+            raise DataError(f"default: no column {name!r}: the columns are {', '.join(names)}")
+    columns = [c.model_copy(update={"default": by_name.get(c.name)}) for c in schema.columns]
+    return schema.model_copy(update={"columns": tuple(columns)})
+
+
+def _column(name: str, features: list[FeatureKind], where: str) -> Column:
     kinds = {feature.kind for feature in features if feature.kind}
     if len(kinds) > 1:
         raise DataError(f"feature {name!r} holds {' and '.join(sorted(kinds))}", where=where)
@@ -73,7 +92,6 @@ def _column(name: str, features: list[FeatureKind], total: int, where: str) -> C
         shape=(count,) if count > 1 else (),
         ragged=not fixed,
         role=role,
-        default=0 if len(features) < total else None,
         lengths=f"{name}_lengths" if not fixed and role == "input" else None,
     )
 
