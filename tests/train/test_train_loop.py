@@ -400,3 +400,29 @@ def test_a_loss_may_take_gradients_itself():
 
     plain, ours = trained(None), trained(flatout.Loop(allow="exact", say=lambda line: None))
     assert all(torch.equal(value, ours[name]) for name, value in plain.items())
+
+
+def test_a_model_that_is_left_in_evaluation_mode_is_reported_once():
+    said = []
+    job = Job(say=said.append)
+    job.prepare()
+    for epoch in job.loop.epochs(3):
+        for batch in job.loop.batches(job.source):
+            job.loop.step(job.compute, batch)
+        if epoch == 0:
+            job.model.eval()
+    job.loop.close()
+    steps = job.loop.step_count // 3
+    words = f"the model is in evaluation mode from step {steps + 1} on, and trained before"
+    assert [line.startswith(words) for line in said if "evaluation mode" in line] == [True]
+
+
+def test_a_loss_that_leaves_a_trainers_model_in_evaluation_mode_is_reported():
+    model = network(0)
+
+    def loss(output, target):
+        model.eval()
+        return F.cross_entropy(output, target)
+
+    history = flatout.Trainer(model, loss=loss, allow="exact", say=quiet).fit(data(), verbose=0)
+    assert sum("evaluation mode from step" in note for note in history.notes) == 1

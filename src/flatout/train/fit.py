@@ -26,6 +26,7 @@ import torch
 from flatout.data import Batch, Pipeline, Source
 from flatout.errors import CheckpointError, NumbersError
 from flatout.strategies import check_replicas
+from flatout.train.callback_guard import CallbackGuard
 from flatout.train.callbacks import (
     Callback,
     Figures,
@@ -107,6 +108,7 @@ class Fit:
         self._own_reason: str | None = None
         self._path: str | None = None
         self._plateau: Monitor | None = None
+        self._guard = CallbackGuard(objective.model, self._note)
         self._running = False
         self._compare_at = 0.0
         # Whether ranks that were killed may come back, and whether they do: then all of them begin
@@ -462,7 +464,7 @@ class Fit:
                 self._schedule.step()
         for callback in self._watching:
             if state.step // callback.every > before // callback.every:
-                callback.on_step(state)
+                self._guard(callback, "on_step", state)
 
     def _end_section(self) -> bool:
         """Do what a rank has asked for, on all of them; whether to go on to no other section."""
@@ -690,8 +692,7 @@ class Fit:
         score = next((score for score in asked if score is not None), None)
         self._path = self.loop.save(self.state_dict(), score, {"metrics": self.job.state_dict()})
         self._add("saving", start)
-        for callback in self.callbacks:
-            callback.on_checkpoint(self.state, self._path)
+        self._call("on_checkpoint", self._path)
         return self._path
 
     def _asked_to_stop(self) -> int | None:
@@ -744,9 +745,9 @@ class Fit:
         if waited:
             self.loop.timeline.add("sync", waited)
 
-    def _call(self, event: str) -> None:
+    def _call(self, event: str, *arguments: Any) -> None:
         for callback in self.callbacks:
-            getattr(callback, event)(self.state)
+            self._guard(callback, event, self.state, *arguments)
 
 
 def _is_plateau(scheduler: Any) -> bool:

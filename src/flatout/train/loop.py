@@ -64,6 +64,9 @@ from flatout.train.tuning import capture_steps, report_tables, tune
 from flatout.train.turn import Turn, check_gathered
 from flatout.train.watch_calls import Calls
 
+_IN_EVALUATION = "the model is in evaluation mode"
+_AGAIN = "a function has called model.eval(), and nothing model.train() after it"
+
 # What prepare was given and gives back: one optimizer, or several.
 _Given = TypeVar("_Given", bound=Optimizers)
 
@@ -98,6 +101,7 @@ class Loop(LoopState):
     rounding: RoundingWatch
     _other_job: OtherJob | None = None
     _trial: RankTrial | None = None
+    _trains = False  # whether the latest step was made in training mode
     # That was being handled when training began: it is not what ends it.
     _earlier_error: BaseException | None = None
 
@@ -335,6 +339,9 @@ class Loop(LoopState):
                 with self.uncounted():
                     self._other_job.decide(compute, batches[0])
             number, tuner = self.next_step, self.tuner
+            if self._trains and not self.model.training:
+                self.note(f"{_IN_EVALUATION} from step {number:,} on, and trained before: {_AGAIN}")
+            self._trains = self.model.training
             if number >= self.rounding.next_step:
                 self.rounding.look(compute, batches, turn)
             first = nullcontext() if turn.has_stepped else gradients_watched(self.model, self.note)

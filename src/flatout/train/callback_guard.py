@@ -1,0 +1,156 @@
+"""What a callback changes of the model and of torch, and would leave so for the rest of training.
+
+A mode of the whole model, gradients, autocast, default dtype and deterministic flags are put back.
+Layers that a callback puts into evaluation stay so, and random generators go on from where a
+callback has left them: both are reported. Each is reported once.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from flatout.models.hold import is_held
+from flatout.train.callbacks import Callback
+
+_Put = Callable[[Any], object]
+# In which layers are named where many were changed.
+_SHOWN = 3
+
+
+def _set_deterministic(value: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(value[0], warn_only=value[1])
+
+
+def _set_cudnn(value: tuple[bool, bool]) -> None:
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = value
+
+
+def _set_autocast(value: tuple[Any, ...]) -> None:
+    for kind, enabled, dtype in value:
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)
+
+
+def _autocast() -> tuple[Any, ...]:
+    return tuple(
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in ("cpu", "cuda")
+    )
+
+
+# By name: what it is now, and what puts it back.
+_FLAGS: dict[str, tuple[Callable[[], Any], _Put]] = {
+    "gradients": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "autocast": (_autocast, _set_autocast),
+    "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "deterministic algorithms": (
+        lambda: (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        _set_deterministic,
+    ),
+    "cuDNN's flags": (
+        lambda: (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark),
+        _set_cudnn,
+    ),
+}
+_GENERATORS: dict[str, Callable[[], Any]] = {
+    "torch": lambda: torch.get_rng_state().numpy().tobytes(),
+    "Python": random.getstate,
+    "numpy": lambda: str(np.random.get_state(legacy=False)),
+}
+
+
+class CallbackGuard:
+    """Calls the methods of callbacks.
+
+    Args:
+        model: that is trained.
+        note: takes a line for the user.
+    """
+
+    def __init__(self, model: nn.Module, note: Callable[[str], None]) -> None:
+        self._model, self._note = model, note
+        self._noted: set[str] = set()
+        self._called: set[tuple[int, str]] = set()
+
+    def __call__(self, callback: Callback, event: str, *arguments: Any) -> None:
+        """Call a method; after the last step it may leave all as it likes."""
+        method = getattr(callback, event)
+        if event == "on_fit_end" or not callback.adds_figures:
+            method(*arguments)
+            return
+        # After many a step a look at all layers would take longer than the callback.
+        key = id(callback), event
+        is_whole = event != "on_step" or key not in self._called
+        self._called.add(key)
+        name = f"{type(callback).__name__}.{event}"
+        with self._layers(name) if is_whole else self._mode(name), self._flags(name):
+            method(*arguments)
+
+    @contextmanager
+    def _flags(self, name: str) -> Iterator[None]:
+        before = {flag: now() for flag, (now, _) in _FLAGS.items()}
+        yield
+        for flag, (now, put) in _FLAGS.items():
+            if now() != before[flag]:
+                put(before[flag])
+                self._tell(f"{name} changed {flag}: put back for the next step")
+
+    @contextmanager
+    def _mode(self, name: str) -> Iterator[None]:
+        before = self._model.training
+        yield
+        if self._model.training != before:
+            self._model.train(before)
+            self._tell(_mode_words(name, before))
+
+    @contextmanager
+    def _layers(self, name: str) -> Iterator[None]:
+        before = {layer: layer.training for layer in self._model.modules()}
+        drawn = {kind: state() for kind, state in _GENERATORS.items()}
+        yield
+        is_training = before[self._model]
+        if self._model.training != is_training:
+            for layer, mode in before.items():
+                layer.training = mode and not is_held(layer)
+            self._tell(_mode_words(name, is_training))
+        changed = [
+            path
+            for path, layer in self._model.named_modules()
+            if layer.training != before.get(layer, layer.training) and not _is_frozen(layer)
+        ]
+        if changed:
+            shown = ", ".join(changed[:_SHOWN])
+            more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
+            self._tell(f"{name} changed the mode of {shown}{more}: training goes on with that")
+        kinds = [kind for kind, state in _GENERATORS.items() if state() != drawn[kind]]
+        if kinds:
+            self._tell(
+                f"{name} draws from the random generator of {' and '.join(kinds)}: training draws "
+                "other numbers than without it"
+            )
+
+    def _tell(self, line: str) -> None:
+        if line not in self._noted:
+            self._noted.add(line)
+            self._note(line)
+
+
+def _mode_words(name: str, is_training: bool) -> str:
+    left, back = ("evaluation", "training") if is_training else ("training", "evaluation")
+    return f"{name} left the model in {left} mode: put back into {back} mode for the next step"
+
+
+def _is_frozen(layer: nn.Module) -> bool:
+    """Whether a layer is in evaluation because it does not train."""
+    own = list(layer.parameters())
+    return is_held(layer) or (bool(own) and not any(p.requires_grad for p in own))
