@@ -21,8 +21,8 @@ ONE_PASS = {"batch_size": 8, "verbose": 0}
 FIT = {**ONE_PASS, "epochs": 2, "shuffle": False}
 
 
-def quiet(model):
-    return flatout.Trainer(model, allow="exact", say=lambda line: None)
+def quiet(model, **more):
+    return flatout.Trainer(model, allow="exact", say=lambda line: None, **more)
 
 
 def points(count=20):
@@ -284,3 +284,74 @@ def test_targets_of_text_are_named(kind):
     assert "encode" in caught.value.do
     names, classes = np.unique(names, return_inverse=True)  # as the advice says
     quiet(compiled()).fit(x, classes, **FIT)
+
+
+# -- orders ----------------------------------------------------------------------------------------
+
+
+SEEN = []
+
+
+class Seen(keras.layers.Layer):
+    """Notes the first number of each sample that is trained on."""
+
+    def call(self, x, training=False):
+        if training and not is_symbolic(x):
+            SEEN.extend(x[:, 0].tolist())
+        return x
+
+
+def seen_model():
+    model = keras.Sequential([keras.Input((1,)), Seen(), layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.0), "mse")
+    return model
+
+
+def order_of_last(trainer, **named):
+    """The order of the last epoch of a fit."""
+    x = np.arange(32, dtype="float32")[:, None]
+    trainer.fit(x, x, batch_size=8, verbose=0, **named)
+    return tuple(SEEN[-32:])
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_fits_of_one_epoch_in_a_loop_draw_other_orders(keeps):
+    found = []
+    for _ in range(2):  # a script that runs again repeats them
+        model = seen_model()
+        kept = quiet(model)
+        trainers = [kept if keeps else quiet(model) for _ in range(3)]
+        found.append([order_of_last(trainer) for trainer in trainers])
+    assert found[0] == found[1]
+    assert len(set(found[0])) == 3
+    assert {tuple(sorted(order)) for order in found[0]} == {tuple(range(32))}
+
+
+def test_a_fit_from_a_later_epoch_draws_the_orders_of_one_long_fit():
+    model = seen_model()
+    whole = order_of_last(quiet(model), epochs=2)
+    model = seen_model()
+    order_of_last(quiet(model))
+    assert order_of_last(quiet(model), initial_epoch=1, epochs=2) == whole
+
+
+def test_a_resume_goes_on_with_the_orders_of_its_fit(tmp_path):
+    """Of a second fit of a model, which is the first one of the process that goes on."""
+    x, y = points()
+
+    def fitted(model, run=None, **named):
+        quiet(model, run=run).fit(x, y, batch_size=8, verbose=0, **named)
+        return model
+
+    whole = fitted(fitted(compiled()), epochs=2)
+    fitted(fitted(compiled()), tmp_path / "run")
+    again = fitted(compiled(), tmp_path / "run", epochs=2, resume=True)
+    other = fitted(compiled(), epochs=3)
+    compare_weights(again, whole)
+    with pytest.raises(AssertionError):  # an order of its own
+        compare_weights(other, whole)
+
+
+def compare_weights(model, other):
+    for ours, theirs in zip(model.get_weights(), other.get_weights(), strict=True):
+        np.testing.assert_array_equal(ours, theirs)

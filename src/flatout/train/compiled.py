@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -52,6 +53,8 @@ from flatout.train.state import FitState
 from flatout.train.warm_start import warm_start
 from flatout.world import place
 
+# Fits of this process that each model has been through.
+_fits_of: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 # Inputs, targets and weights.
 _MOST_PARTS = 3
 
@@ -124,6 +127,17 @@ class CompiledObjective(Objective):
         self._warm_start = source
         return None
 
+    def count_fits(self, loop: Loop, first: int, resumes: bool) -> int:
+        """How many fits of this model came before, each of which draws orders of its own.
+
+        A fit that begins at a later epoch draws the orders of that epoch. One that goes on from a
+        checkpoint goes on with the orders of its first part.
+        """
+        loaded = loop.resume_checkpoint if resumes else None
+        if loaded is not None:
+            return int((loaded.state["extra"] or {}).get("fits_before", 0))
+        return 0 if first else _fits_of.get(self.model, 0)
+
     def comes_in_samples(self, x: Any, y: Any) -> bool:
         """Whether batches of the data that `fit` is given are ours to make."""
         if own := own_method(self.model, "fit"):
@@ -147,8 +161,9 @@ class CompiledObjective(Objective):
         self._is_balanced = is_balanced(data.class_weight) and not brings_own
         given = None if self._is_balanced else self._given_weights(data.class_weight, y, loop)
         weights = _class_weights(given, self.model, y)
+        seed = loop.seed + self.fits_before
         source = as_keras_source(
-            x, y, sample_weight, batch_size=data.batch_size, shuffle=data.shuffle, seed=loop.seed,
+            x, y, sample_weight, batch_size=data.batch_size, shuffle=data.shuffle, seed=seed,
             class_weight=weights, steps=data.steps_per_epoch,
             workers=loop.requested.input.workers,
         )  # fmt: skip
@@ -307,6 +322,7 @@ class CompiledObjective(Objective):
         import keras
 
         loop, history = state.trainer.loop, state.history
+        _fits_of[self.model] = self.fits_before + 1
         self._callbacks = keras.callbacks.CallbackList(
             on_rank(callbacks, loop.world),
             add_history=True,

@@ -165,6 +165,7 @@ class Fit:
             "notes": self.state.history.notes,
             "logs": self.state.logs,
             "callbacks": [c.state_dict() for c in stateful],
+            "fits_before": self.objective.fits_before,
         }
 
     # -- before ------------------------------------------------------------------------------

@@ -93,11 +93,13 @@ class Objective:
         schedule_every: "step" or "epoch".
         monitor: the figure that a ReduceLROnPlateau follows; None for the loss.
         history: the kind of History that a fit fills in.
+        fits_before: fits of this model whose orders of samples this one does not repeat.
         confusion: counts of the latest evaluation by true and predicted class; None where they are
             not among the metrics.
     """
 
     history: type[History] = History
+    fits_before = 0
     confusion: Matrix | None = None
     # Whether an evaluation or a prediction calls a step of the user's own, and whether an epoch in
     # which training stops is an epoch of the history: both as in Keras.
@@ -146,6 +148,10 @@ class Objective:
         return signature
 
     # -- data ------------------------------------------------------------------------------------
+
+    def count_fits(self, loop: Loop, first: int, resumes: bool) -> int:
+        """How many fits came before, where each draws orders of its own."""
+        return 0
 
     def comes_in_samples(self, x: Any, y: Any) -> bool:
         """Whether batches of the data that `fit` is given are ours to make."""

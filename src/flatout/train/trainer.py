@@ -299,10 +299,11 @@ class Trainer:
             return written
         # What small batches drop is among the samples that a larger one may have.
         drops = drop_last and not is_auto
-        source, validation = objective.to_fit(data, self.loop, drop_last=drops)
         folder, self._folder = self._folder, None
         own = {"run": folder, "resume": True} if folder else run_of_command(self._run, resume)
         self.loop = Loop(**self._loop_arguments | own)
+        objective.fits_before = objective.count_fits(self.loop, initial_epoch, bool(own["resume"]))
+        source, validation = objective.to_fit(data, self.loop, drop_last=drops)
         if self.optimizer is None and isinstance(source, Pipeline) and source.id_columns:
             self._know(objective.build(source, self.loop))  # there are tables by now
         before = self._before_training(validation)
