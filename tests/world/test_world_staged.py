@@ -306,3 +306,83 @@ def test_stages_on_ranks_give_what_one_rank_gives_and_its_checkpoints(tmp_path):
     assert "8 micro-batches, bubble 11%, global batch 24" in said
     assert any("staged in 2 x 2 copies: first" in line for line in four[0]["sgd"]["notes"])
     assert "staged" in two[0]["sgd"]["reasons"]["compute.rewrites"]
+
+
+COMBINED = """
+    import json
+
+    import torch
+    from torch import nn
+
+    import flatout
+    from flatout.errors import DataError
+    from flatout.world import place
+
+    torch.set_num_threads(1)
+    rank, ranks = place().rank, place().world_size
+
+
+    class Padded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(20, 16, padding_idx=0)
+            layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+            self.block = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+            self.head = nn.Linear(16, 3)
+
+        def forward(self, ids):
+            padding = ids == 0
+            found = self.block(self.embed(ids), src_key_padding_mask=padding)
+            kept = (~padding).unsqueeze(-1).to(found.dtype)
+            return self.head((found * kept).sum(1) / kept.sum(1))
+
+
+    def fit(net, x, y, valid, compute=None, **given):
+        world = {"strategy": "staged", **given} if ranks > 1 else {}
+        trainer = flatout.Trainer(
+            net, loss="cross_entropy", optimizer=torch.optim.SGD(net.parameters(), lr=0.05),
+            allow="exact", say=lambda line: None,
+            recipe=flatout.Recipe(compute=compute or {}, world=world),
+        )
+        history = trainer.fit(
+            (x, y), batch_size=8, epochs=1, progress=False,
+            validation_data=flatout.data.arrays(*valid).batch(4),
+        )
+        last = history.epochs[-1]
+        return last["loss"], last["val_loss"], trainer.evaluate(valid)["loss"]
+
+
+    draw = torch.Generator().manual_seed(1)
+    ids = torch.randint(1, 20, (33, 9), generator=draw)
+    ids[::3, 5:] = 0
+    kinds = torch.randint(0, 3, (33,), generator=draw)
+    found = {}
+    for precision in ("fp32", "bf16"):
+        torch.manual_seed(0)
+        compute = {"precision": precision}
+        found[precision] = fit(Padded(), ids, kinds, (ids[:21], kinds[:21]), compute)
+    if ranks > 1:
+        x = torch.randn(34, 6, generator=draw)
+        own = {"batch_statistics": "per_micro_batch"}
+        for name, rows in (("normed", 34), ("one left", 33)):
+            torch.manual_seed(0)
+            net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+            y = (x[:, 0] > 0).long()
+            try:
+                found[name] = fit(net, x[:rows], y[:rows], (x, y), **own)
+            except DataError as error:
+                found[name] = str(error)
+    print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_padded_attention_in_bf16_and_small_micro_batches(tmp_path):
+    one, *two = [json.loads(run(COMBINED, n, tmp_path)[-1][0]) for n in (1, 2)]
+    [two] = two
+    assert two["fp32"] == pytest.approx(one["fp32"], rel=1e-5)
+    loss, within, after = two["bf16"]
+    assert [loss, within, after] == pytest.approx(one["fp32"], rel=0.02)
+    assert within == pytest.approx(after, rel=0.005)
+    assert two["normed"][1] == pytest.approx(two["normed"][2], rel=1e-5)
+    assert "one sample" in two["one left"]

@@ -8,15 +8,16 @@ from collections.abc import Sequence
 _FOR_EACH_STAGE = 4
 
 
-def micro_batches(asked: int, stages: int, rows: int) -> int:
+def micro_batches(asked: int, stages: int, rows: int, least: int = 1) -> int:
     """Into how many a copy's rows of a batch are split.
 
     Args:
         asked: that many; 0 for four for each stage.
         stages: of the model.
-        rows: of the batch; none is left empty.
+        rows: of the batch.
+        least: rows that each has, where the batch has as many.
     """
-    return min(asked or _FOR_EACH_STAGE * stages, rows)
+    return max(1, min(asked or _FOR_EACH_STAGE * stages, rows // least))
 
 
 def others_to_try(stages: int, rows: int) -> tuple[Sequence[int], Sequence[int]]:

@@ -21,7 +21,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
 )
 
-from flatout.strategies.stage_shapes import Shape
+from flatout.strategies.stage_shapes import Shape, no_fast_attention, shape_of, unlike_form
 from flatout.world import Group, World
 
 Sent = list[list[Shape]]
@@ -128,6 +128,14 @@ class OwnStage(PipelineStage):
             for chunk, infos in self.grad_recv_info.items():
                 _make_room(infos, self._gives[chunk])
 
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
+        """What goes on to the next stage, of the form that its rank waits for."""
+        sent, expected = self.fwd_cache[fwd_chunk_id][0], self._gives[fwd_chunk_id]
+        for value, shape in zip(sent, expected, strict=True):
+            if (tuple(value.shape), value.dtype) != shape[:2]:
+                raise Failed(unlike_form(shape_of(value), shape))
+        return list(super().get_fwd_send_ops(fwd_chunk_id))
+
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
         """What goes back: as gloo wants it, and of the micro-batch's own size."""
         result = self.bwd_cache.get(bwd_chunk_id)
@@ -140,7 +148,7 @@ class OwnStage(PipelineStage):
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of a micro-batch."""
-        with self._clock.computing("forward"), self._within():
+        with self._clock.computing("forward"), self._within(), no_fast_attention():
             result = self.submod(*args, **kwargs)
             return tuple(value.contiguous() for value in result)
 

@@ -66,23 +66,46 @@ def shapes(stages: Sequence[fx.GraphModule], inputs: Sequence[Shape]) -> list[li
     return result
 
 
+def unlike_form(found: Shape, expected: Shape) -> ModelError:
+    """What to say where a stage gives another form than the ranks behind it wait for."""
+    return ModelError(
+        f"a stage of the model gives {_words(found)} where {_words(expected)} was expected, as on "
+        "tensors without values",
+        do="let the dtype and shape of what layers give not depend on values, or train with "
+        "world.strategy=ddp or fsdp",
+    )
+
+
+def _words(shape: Shape) -> str:
+    return f"{str(shape.dtype).removeprefix('torch.')} {shape.size}"
+
+
+@contextmanager
+def no_fast_attention() -> Iterator[None]:
+    """Within, attention computes by its plain operators, also in an evaluation.
+
+    Its fast kernel reads values, which tensors without memory do not have, and gives another dtype
+    under autocast: a rank would wait for other bytes than are sent.
+    """
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
 @contextmanager
 def _unwatched(stage: nn.Module) -> Iterator[None]:
-    """Who watches layers or functions would be shown tensors without values.
-
-    The fast kernel of attention reads some, too.
-    """
+    """Hide tensors without values from whoever watches layers or functions."""
     names = ("_forward_hooks", "_forward_pre_hooks")
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
     kept = [(module, {name: vars(module)[name] for name in names}) for module in stage.modules()]
     for module, _ in kept:
         vars(module).update({name: OrderedDict() for name in names})
     try:
-        with torch._C.DisableTorchFunction():
+        with torch._C.DisableTorchFunction(), no_fast_attention():
             yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
         for module, hooks in kept:
             vars(module).update(hooks)
 

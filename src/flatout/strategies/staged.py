@@ -32,14 +32,15 @@ from torch import fx, nn
 
 from flatout.data import Batch
 from flatout.errors import ModelError
+from flatout.models import is_batch_coupled
 from flatout.strategies.micro_batches import micro_batches
 from flatout.strategies.replicas import check_replicas
 from flatout.strategies.stage_chain import Chain, Stage
 from flatout.strategies.stage_copies import Copies
 from flatout.strategies.stage_cut import Cut, cut, measure
 from flatout.strategies.stage_pipe import Clock, OwnStage, ScheduleRun, Within
-from flatout.strategies.stage_shapes import Shape, shape_of, shapes
-from flatout.strategies.staged_refusals import check_stage_count, check_stages
+from flatout.strategies.stage_shapes import Shape, shape_of, shapes, unlike_form
+from flatout.strategies.staged_refusals import check_stage_count, check_stages, too_few_samples
 from flatout.strategies.strategy import Strategy, Sums, Tensors
 from flatout.world import World
 
@@ -113,6 +114,8 @@ class Staged(Strategy):
         self._world, self._model, self._optimizers = world, model, optimizers
         self._asked, self._say, self._within = asked, say, within
         self._chain = Chain(model)
+        # Statistics over a micro-batch are of two samples at least.
+        self._least = 2 if asked.per_micro_batch and is_batch_coupled(model) else 1
         self._copies = Copies(world, asked.stages or world.size)
         self.alike_every = self._copies.stages if self._copies.count > 1 else 0
         # How often a micro-batch comes to each rank, and so how many parts of the model it has.
@@ -295,7 +298,7 @@ class Staged(Strategy):
 
     def _count(self, samples: int) -> int:
         """Into how many micro-batches a copy's samples of a batch are split."""
-        count = micro_batches(self.micro_batches, self._copies.stages, samples)
+        count = micro_batches(self.micro_batches, self._copies.stages, samples, self._least)
         if self._rounds > 1 and count > self._copies.stages:  # its rounds are of equal length
             count -= count % self._copies.stages
         return count
@@ -400,6 +403,8 @@ class Staged(Strategy):
         if not own.size:
             self._pass_by(what)
             return 0, 0
+        if own.size < self._least:
+            raise too_few_samples(batch.size, copies.count)
         inputs = self._inputs(compute, own)
         run, _ = self._run(inputs, self._within, trains=True)
         pieces = own.split(self._count(own.size))
@@ -599,6 +604,8 @@ def _check_rows(
     Where other copies have the rest, what they give is to be put behind it.
     """
     for value, shape in zip(outputs, gives, strict=True):
+        if value.dtype != shape.dtype:
+            raise unlike_form(shape_of(value), shape)
         if tuple(value.shape) != shape.size or not (is_all or shape.size[:1] == (rows,)):
             raise ModelError(
                 f"the model gives {tuple(value.shape)} for {rows} samples in parts, and "

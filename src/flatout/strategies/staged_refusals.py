@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from flatout.errors import ModelError, RecipeError
+from flatout.errors import DataError, ModelError, RecipeError
 from flatout.models import TableParameter, calls_hooks, is_batch_coupled, own_names
 from flatout.optim import Lamb, Lars
 from flatout.strategies.fsdp_refusals import check_known
@@ -86,6 +86,21 @@ def check_stages(
             )
     for optimizer in optimizers:
         _check_optimizer(optimizer, set(named.values()))
+
+
+def too_few_samples(rows: int, copies: int) -> DataError:
+    """What to say where layers would take their statistics over one sample.
+
+    Args:
+        rows: of the batch.
+        copies: of the model, which share the batch.
+    """
+    share = f", which {copies} copies of the model share," if copies > 1 else ""
+    return DataError(
+        f"a batch of {rows}{share} leaves one sample for BatchNorm, which wants two at least",
+        do="choose another batch size, leave out what is left at the end with .batch(..., "
+        'last="drop") or fit(..., drop_last=True), or take GroupNorm or LayerNorm',
+    )
 
 
 def _refusal(parameter: Any) -> str:

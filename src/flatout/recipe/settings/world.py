@@ -78,7 +78,8 @@ class World(Section):
     batch_statistics: Literal["whole", "per_micro_batch"] = setting(
         "whole",
         'Whether `strategy = "staged"` takes models with BatchNorm in training: `whole` refuses '
-        "them, `per_micro_batch` lets each micro-batch have its own statistics.",
+        "them, `per_micro_batch` lets each micro-batch have its own statistics. A micro-batch has "
+        "two samples at least then.",
         parity=Parity.LEARNING,
         words="statistics {}",
     )
