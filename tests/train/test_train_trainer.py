@@ -387,6 +387,32 @@ def test_a_schedulers_class_is_made_with_the_optimizer():
     assert job.scheduler.optimizer is job.optimizer
 
 
+@pytest.mark.parametrize("overflows", [True, False])
+def test_steps_that_overflow_in_fp16_are_counted_and_reported(overflows, tmp_path):
+    half, said, factor = Recipe(compute=Compute(precision="fp16")), [], 1e9 if overflows else 1.0
+
+    def loss(output, target):
+        return F.cross_entropy(output, target) * factor
+
+    def fit(epochs, **options):
+        job = trainer(network(), recipe=half, loss=loss, run=tmp_path / "run", say=said.append)
+        return job.fit(data(), batch_size=16, epochs=epochs, progress=False, **options)
+
+    history = fit(1)
+    steps = history.timeline.steps
+    lines = [note for note in history.notes if note.startswith("fp16 has left out")]
+    if not overflows:
+        assert history.skipped_steps < 4
+        assert lines == []
+        return
+    assert 4 <= history.skipped_steps <= steps
+    assert f"fp16 has left out {history.skipped_steps} of {steps} steps" in lines[0]
+    assert said.count(lines[0]) == 1
+    assert history.as_dict()["skipped_steps"] == history.skipped_steps
+    resumed = fit(2, resume=True)
+    assert history.skipped_steps < resumed.skipped_steps
+
+
 def plateau(**options):
     return lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0, factor=0.5, **options)
 

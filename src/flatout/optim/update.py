@@ -75,6 +75,7 @@ class Update:
         self.clip_value = clip_value
         self.across: Callable[[torch.Tensor], None] | None = None
         self._flags = {} if flags is None else flags
+        self._skipped: torch.Tensor | None = None
         self.refresh()
 
     def refresh(self) -> None:
@@ -228,8 +229,25 @@ class Update:
         for part in reached:
             part.step_scaled(scaler)
         if reached:
+            self._count_skipped(scaler, reached)
             scaler.update()
         self.forget()
+
+    def _count_skipped(
+        self, scaler: torch.amp.GradScaler, reached: Sequence[OptimizerStep]
+    ) -> None:
+        """Count a step that overflowed, on the device, which no one waits for."""
+        found = [
+            f for part in reached for f in scaler._found_inf_per_device(part.optimizer).values()
+        ]
+        if found:
+            bad = torch.stack([flag.to(found[0].device).reshape(()) for flag in found]).amax()
+            self._skipped = bad if self._skipped is None else self._skipped + bad
+
+    @property
+    def skipped(self) -> int:
+        """How many steps `scaled` has left out since this was made. Waits for the device."""
+        return 0 if self._skipped is None else int(self._skipped)
 
     def _unwatched(self) -> AbstractContextManager[Any]:
         """Within, tables are as other parameters: only their gradients are looked at.

@@ -108,6 +108,7 @@ class Fit:
         self._own_reason: str | None = None
         self._path: str | None = None
         self._plateau: Monitor | None = None
+        self._skipped_before = 0  # steps that overflowed before a resume
         self._guard = CallbackGuard(objective.model, self._note)
         self._running = False
         self._compare_at = 0.0
@@ -163,6 +164,7 @@ class Fit:
         return {
             "history": self.state.history.epochs,
             "notes": self.state.history.notes,
+            "skipped_steps": self._skipped_before + self.loop.skipped_steps,
             "logs": self.state.logs,
             "callbacks": [c.state_dict() for c in stateful],
             "fits_before": self.objective.fits_before,
@@ -263,6 +265,7 @@ class Fit:
         state, callbacks = self.state, self._stateful()
         state.history.epochs.extend(saved["history"])
         state.history.notes.extend(saved["notes"])
+        self._skipped_before = saved.get("skipped_steps", 0)
         state.logs = saved["logs"]
         for callback, its in zip(callbacks, saved["callbacks"], strict=True):
             callback.load_state_dict(its)
@@ -576,6 +579,8 @@ class Fit:
         loop.check_numbers(self.compute)
         loop.meet_others()
         loop.tell_skipped(self.source)
+        loop.tell_overflows()
+        state.history.skipped_steps = self._skipped_before + loop.skipped_steps
         every = loop.stepper.strategy.alike_every
         if every and self._is_time_to_compare():
             after = f"after epoch {state.epoch + 1}"

@@ -67,6 +67,7 @@ class History:
             `world.spare_workers` lets them; else None.
         largest_batch: how `batch_size="auto"` was decided, as plain data; None where it was not.
         first_epoch: the number of the first of `epochs`, from 0.
+        skipped_steps: steps that fp16 left out because their gradients overflowed.
     """
 
     batch_size: int
@@ -90,6 +91,7 @@ class History:
     late: list[int] | None = field(default=None, repr=False)
     largest_batch: dict[str, Any] | None = field(default=None, repr=False)
     first_epoch: int = field(default=0, repr=False)
+    skipped_steps: int = field(default=0, repr=False)
 
     def __repr__(self) -> str:
         return f"<History: {self.summary()}>"
@@ -195,6 +197,7 @@ class History:
             "lr_scale": self.lr_scale and self.lr_scale.as_dict(),
             "notes": list(self.notes),
             "stop_reason": self.stop_reason,
+            "skipped_steps": self.skipped_steps,
             "step_times_s": [round(seconds, 9) for seconds in self.step_times.tolist()],
         }
 

@@ -160,7 +160,7 @@ class Loop(LoopState):
         if self.resume is not None:
             self.resume.put_back(self)
             self.restored_own = self.resume.own
-            self._saved = (self.epoch, self.step_count)
+            self._saved, self._first_step = (self.epoch, self.step_count), self.step_count
         elif world.is_first:
             self.stepper.notes += elsewhere  # after a resume the History has them
         self.rounding = RoundingWatch(self)
@@ -246,6 +246,7 @@ class Loop(LoopState):
         while self.epoch < total:
             yield self.epoch
             self.check_numbers()
+            self.tell_overflows()
             self.finish_epoch()
 
     def finish_epoch(self, figures: Mapping[str, float] | None = None) -> None:

@@ -39,6 +39,9 @@ from flatout.train.tuner import Tuner
 from flatout.train.turn import Turn
 from flatout.world import ONE, World, restarts, share_cpus
 
+# Steps that may overflow until fp16 has found its scale, and the share of all steps that may.
+_FEW = 3
+_SHARE_SKIPPED = 0.01
 Scheduler = Any  # torch's schedulers share no base class that covers ReduceLROnPlateau
 
 
@@ -151,6 +154,8 @@ class LoopState:
         self._resume = not is_trial() and (resume or (run is not None and restarts() > 0))
         self.resume: Resumed | None = None
         self._saved: tuple[int, int] | None = None
+        self._first_step = 0  # steps that an earlier process has made
+        self._tells_overflows = True
         self.undo = ExitStack()
         self._stepper: Stepper | None = None
         self.pace = Pace(ONE.collectives)
@@ -277,6 +282,22 @@ class LoopState:
             self.say(line)
         if self.world.is_first:
             self.stepper.notes.append(line)
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps since `prepare` that fp16 left out for an overflow. Waits for the device."""
+        return sum(turn.update.skipped for turn in self.stepper.turns)
+
+    def tell_overflows(self) -> None:
+        """Say once that fp16 leaves out more than a few steps; the first ones find the scale."""
+        skipped, made = self.skipped_steps, self.step_count - self._first_step
+        if self._tells_overflows and skipped > max(_FEW, made * _SHARE_SKIPPED):
+            self._tells_overflows = False
+            self.note(
+                f"fp16 has left out {skipped:,} of {made:,} steps, whose gradients overflowed: "
+                "precision bf16 needs no scale; a lower learning rate or clip_norm helps where "
+                "gradients grow"
+            )
 
     def tell_skipped(self, source: Source) -> None:
         """Say which rows of a source any rank has skipped, and not said yet; all ranks call it."""
