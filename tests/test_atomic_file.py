@@ -1,4 +1,6 @@
 import os
+import stat
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -53,3 +55,50 @@ def test_a_draft_has_the_given_name_and_the_openers_rights(tmp_path: Path) -> No
     with atomic_write(tmp_path / "a", opener=opener, draft=".a.part"):
         assert os.listdir(tmp_path) == [".a.part"]
     assert (tmp_path / "a").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_link_is_replaced_and_what_it_leads_to_stays(tmp_path: Path) -> None:
+    (tmp_path / "kept").write_text("kept")
+    (tmp_path / "a.html").symlink_to(tmp_path / "kept")
+    with atomic_write(tmp_path / "a.html") as file:
+        file.write("page")
+    assert (tmp_path / "kept").read_text() == "kept"
+    assert (tmp_path / "a.html").read_text() == "page"
+    assert not (tmp_path / "a.html").is_symlink()
+
+
+def test_no_link_at_a_known_name_is_followed(tmp_path: Path) -> None:
+    (tmp_path / ".draft").symlink_to(tmp_path / "kept")
+    with pytest.raises(OSError, match="symbolic link"):
+        atomic_write(tmp_path / "a", draft=".draft").__enter__()
+    assert not (tmp_path / "kept").exists()
+
+
+def test_a_device_or_an_open_file_is_written_into(tmp_path: Path) -> None:
+    with atomic_write("/dev/null", "wb") as file:
+        file.write(b"gone")
+    assert Path("/dev/null").is_char_device()
+    reader, writer = os.pipe()
+    with atomic_write(f"/dev/fd/{writer}") as file:
+        file.write("through")
+    assert os.read(reader, 100) == b"through"
+    os.close(reader)
+    os.close(writer)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes a device")
+@pytest.mark.parametrize("kind", [stat.S_IFCHR, stat.S_IFBLK])
+def test_root_replaces_no_device_node(tmp_path: Path, kind: int) -> None:
+    path = tmp_path / "node"
+    try:
+        os.mknod(
+            path, kind | 0o600, os.makedev(1, 3) if kind == stat.S_IFCHR else os.makedev(7, 99)
+        )
+    except OSError:
+        pytest.skip("devices cannot be made here")
+    before = path.stat()
+    with suppress(OSError), atomic_write(path) as file:
+        file.write("text")
+    after = path.stat()
+    assert (before.st_mode, before.st_rdev) == (after.st_mode, after.st_rdev)
+    assert os.listdir(tmp_path) == ["node"]

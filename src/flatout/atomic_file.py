@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
 from flatout import unfinished
+
+# An open file of a process, by a name that leads to it.
+_OPEN_FILE = re.compile(r"/dev/(fd/|stdout$|stderr$)|/proc/[^/]+/fd/")
 
 
 @contextmanager
@@ -23,6 +28,9 @@ def atomic_write(
 ) -> Iterator[IO[Any]]:
     """A file to write, which replaces the one at `path` when the block ends without an error.
 
+    A link at `path` is replaced, and what it leads to stays as it is. What is a device, or a pipe
+    of a shell such as /dev/fd/63, is written into.
+
     Args:
         path: of the file; text is in UTF-8.
         mode: "w", or "wb" for bytes.
@@ -32,12 +40,20 @@ def atomic_write(
             otherwise no other writer has the name, and `unfinished` knows it.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: it cannot be written, or a disk or another device of blocks has this name.
     """
+    if _is_device(path):
+        with open(path, mode, encoding=None if "b" in mode else "utf-8") as file:
+            yield file
+        return
     beside = Path(path).with_name(draft or unfinished.new_name())
     encoding = None if "b" in mode else "utf-8"
     try:
-        with open(beside, mode, encoding=encoding, opener=opener) as file:
+        # No one's link at a name that is known in advance leads to another file.
+        make = opener or _open_for_all
+        with open(
+            beside, mode, encoding=encoding, opener=lambda p, f: make(p, f | os.O_NOFOLLOW)
+        ) as file:
             yield file
             if durable:
                 file.flush()
@@ -49,6 +65,25 @@ def atomic_write(
         raise
     if durable:
         flush_folder(beside.parent)
+
+
+def private(path: str, flags: int) -> int:
+    """Open a file, made where it is not there, so that its user alone may read it: an `opener`."""
+    return os.open(path, flags, 0o600)
+
+
+def _open_for_all(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o666)
+
+
+def _is_device(path: str | os.PathLike[str]) -> bool:
+    try:
+        mode = os.stat(path).st_mode
+    except OSError:
+        return False
+    if stat.S_ISBLK(mode):
+        raise OSError(errno.EPERM, "a device of blocks is not written", os.fspath(path))
+    return stat.S_ISCHR(mode) or _OPEN_FILE.match(os.path.abspath(path)) is not None
 
 
 def flush_folder(folder: Path) -> None:

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from flatout import unfinished
 from flatout.atomic_file import atomic_write
+from flatout.atomic_file import private as private
 from flatout.console import say_once
 
 MARK = ".made-by-flatout"
@@ -199,11 +200,6 @@ def _own(path: str, flags: int) -> int:
         os.close(number)
         raise PermissionError(errno.EPERM, "it belongs to another user", path)
     return number
-
-
-def private(path: str, flags: int) -> int:
-    """Open a file, made where it is not there, so that its user alone may read it: an `opener`."""
-    return os.open(path, flags, 0o600)
 
 
 def is_made(folder: Path) -> bool:

@@ -548,6 +548,17 @@ def test_shards_of_somebody_else_are_left_alone(tmp_path):
         assert (tmp_path / name / "rows.bin").read_bytes() == b"mine"
 
 
+def test_a_folder_beside_a_target_that_is_overwritten_stays(tmp_path):
+    (tmp_path / ".a.rows.old").mkdir()
+    (tmp_path / ".a.rows.old" / "mine").write_bytes(b"mine")
+    source = svm(tmp_path / "a.svm")
+    for shuffle in (None, 3, 4):
+        convert(source, tmp_path / "a.rows", overwrite=True, shuffle=shuffle)
+    assert (tmp_path / ".a.rows.old" / "mine").read_bytes() == b"mine"
+    names = sorted(name for name in os.listdir(tmp_path) if "lock" not in name)
+    assert names == [".a.rows.old", "a.rows", "a.svm"]
+
+
 def test_a_damaged_row_cache_is_made_again(tmp_path):
     source = svm(tmp_path / "a.svm")
     convert(source, tmp_path / "a.rows")

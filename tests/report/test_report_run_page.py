@@ -169,6 +169,16 @@ def test_a_page_that_cannot_be_written_is_told(tmp_path):
     assert Report([str(a), str(make_run(tmp_path / "b"))]).write(None) is None
 
 
+def test_a_page_replaces_a_link_and_is_for_its_user_alone(tmp_path):
+    a = make_run(tmp_path / "a", command=["train.py", "--password", "hunter2"])
+    (tmp_path / "kept").write_text("kept")
+    (a / "report.html").symlink_to(tmp_path / "kept")
+    page = Report([str(a)]).write(None)
+    assert (tmp_path / "kept").read_text() == "kept"
+    assert page.lstat().st_mode & 0o777 == 0o600
+    assert "hunter2" not in page.read_text()
+
+
 def test_a_chart_has_round_ticks_and_keeps_peaks():
     points = [(float(x), 0.0) for x in range(10_000)]
     points[5_003] = (5_003.0, 7.3)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from train_ranks import run_on_two_ranks
 import flatout
 from flatout.data import arrays
 from flatout.errors import FlatoutError
+from flatout.masked import masked
 from flatout.measure import LANES, Profile, profile_schema
 from flatout.measure.profile import QUANTILES
 from flatout.recipe import Recipe
@@ -64,6 +66,24 @@ def test_a_fit_leaves_what_it_measured(tmp_path):
     assert (began["event"], ended["event"], began["id"]) == ("began", "ended", ended["id"])
     assert (ended["state"], ended["steps"]) == ("ended", steps)
     assert ended["samples_per_s"] == mid
+
+
+def test_secrets_among_the_arguments_are_in_no_file_of_the_run(tmp_path, monkeypatch):
+    words = ["train.py", "--password", "hunter2", "--api-key=hunter2", "https://me:hunter2@host/a"]
+    monkeypatch.setattr(sys, "argv", words)
+
+    class Fails(flatout.Callback):
+        def on_epoch_end(self, state):
+            raise RuntimeError("no answer of https://me:hunter2@host/a")
+
+    with pytest.raises(RuntimeError):
+        fit(tmp_path / "run", callbacks=[Fails()])
+    assert "https://me:***@host/a" in lines(tmp_path / "run")[1]["error"]
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert not [path for path in files if b"hunter2" in path.read_bytes()]
+    for name in ("runs.jsonl", "profile.json"):
+        assert (tmp_path / "run" / name).stat().st_mode & 0o777 == 0o600
+    assert Profile.read(tmp_path / "run").command == masked(words)
 
 
 def test_the_file_is_as_its_schema_says(tmp_path):

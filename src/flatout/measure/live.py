@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatout.atomic_file import atomic_write
 from flatout.cache_folder import cache_folder, is_made, kind_folder, private, remove
+from flatout.masked import masked
 
 if TYPE_CHECKING:
     from flatout.measure.timeline import Timeline
@@ -358,7 +359,7 @@ def _process() -> dict[str, Any]:
     return {
         "pid": os.getpid(),
         "host": socket.gethostname(),
-        "command": list(sys.argv),
+        "command": masked(sys.argv),
         "started": _started(os.getpid()),
         "updated": time.time(),
     }

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from flatout.atomic_file import atomic_write
+from flatout.atomic_file import atomic_write, private
 from flatout.errors import FlatoutError
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ class Profile:
         """
         data = {"schema": SCHEMA, "version": VERSION, **vars(self)}
         text = json.dumps(data, allow_nan=False, default=vars)
-        with atomic_write(Path(folder) / PROFILE_FILE) as file:
+        with atomic_write(Path(folder) / PROFILE_FILE, opener=private) as file:
             file.write(text + "\n")
 
     @classmethod

@@ -29,6 +29,7 @@ from types import CodeType
 
 from flatout.console import say
 from flatout.hooks import skip_our_frames, when_imported
+from flatout.masked import masked
 from flatout.observe.ablation import Ablations
 from flatout.observe.backward import watch_backward
 from flatout.observe.collectives import watch_collectives
@@ -234,7 +235,7 @@ class Observer:
         result = observation(
             self.watch,
             self._meters,
-            self._asked.command,
+            masked(self._asked.command),
             self._place,
             self._workers,
             is_live=is_live,

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from flatout.atomic_file import atomic_write
+from flatout.atomic_file import atomic_write, private
 from flatout.measure import live
 from flatout.observe.observation import Observation
 from flatout.world import Place
@@ -26,7 +26,7 @@ _LOOK_S, _LOOKS = 0.25, 8
 
 def write(path: Path, observation: Observation) -> None:
     """Replaces the file by what was seen: a reader finds the old one or the new one."""
-    with atomic_write(path) as file:
+    with atomic_write(path, opener=private) as file:
         file.write(json.dumps(observation, default=vars))
 
 

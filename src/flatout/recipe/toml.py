@@ -103,7 +103,8 @@ def dump(
     """
     data = ((f"# {comment}\n" if comment else "") + dumps(recipe)).encode()
     try:
-        with atomic_write(os.path.realpath(path), "wb", durable=True) as file:
+        real = path if os.path.abspath(path).startswith("/dev/") else os.path.realpath(path)
+        with atomic_write(real, "wb", durable=True) as file:
             file.write(data)
     except OSError as error:
         raise RecipeError(f"cannot write the Recipe: {error.strerror}", where=str(path)) from error

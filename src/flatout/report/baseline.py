@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
-from flatout.atomic_file import atomic_write
+from flatout.atomic_file import atomic_write, private
 from flatout.errors import FlatoutError
 from flatout.measure import Interval, plain, ratio_of_medians, value_words
 from flatout.observe import Observation
@@ -134,7 +134,7 @@ class Baseline:
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON; the file is whole or as it was before."""
         try:
-            with atomic_write(path) as file:
+            with atomic_write(path, opener=private) as file:
                 file.write(json.dumps(asdict(self)) + "\n")
         except OSError as error:
             raise FlatoutError(

@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from flatout.atomic_file import atomic_write, private
 from flatout.doctor import Prescription, Verdict, Verified
 from flatout.errors import FlatoutError
 from flatout.measure import fingerprint
@@ -71,6 +72,7 @@ class Files:
 def _write(path: Path, text: str) -> None:
     try:
         # A file may have a name that UTF-8 cannot say.
-        path.write_text(text, encoding="utf-8", errors="replace")
+        with atomic_write(path, "wb", opener=private) as file:
+            file.write(text.encode(errors="replace"))
     except OSError as error:
         raise FlatoutError(f"cannot write {path}: {error.strerror}") from error

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from flatout.doctor import Prescription, Proof
 from flatout.errors import FlatoutError
+from flatout.masked import masked
 from flatout.measure import fingerprint
 from flatout.recipe import Choice, Parity, Recipe, ResolvedRecipe, Value, dump
 
@@ -81,7 +82,7 @@ def as_recipe(prescription: Prescription, what: Sequence[str]) -> ResolvedRecipe
         **dict(concrete),
         choices=choices,
         machine=fingerprint().as_dict(),
-        proven_for=shlex.join(what),
+        proven_for=shlex.join(masked(what)),
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
+from flatout.atomic_file import atomic_write, private
 from flatout.errors import FlatoutError
 from flatout.report.run import SeenRun
 from flatout.report.run_comparison import Comparison, Limit
@@ -77,7 +78,8 @@ class Report:
         text = run_page(self.runs, self.comparison)
         try:
             # A file may have a name that UTF-8 cannot say.
-            page.write_text(text, encoding="utf-8", errors="replace")
+            with atomic_write(page, "wb", opener=private) as file:
+                file.write(text.encode(errors="replace"))
         except OSError as error:
             raise FlatoutError(
                 f"cannot write the page: {error.strerror}",

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from flatout.masked import masked
 from flatout.measure import Profile
 from flatout.report.curves import Chart, Line, chart, color_of
 from flatout.report.page import LANE_WORDS, Trial
@@ -60,7 +61,7 @@ def run_page(runs: Sequence[SeenRun], comparison: Comparison | None = None) -> s
     return template("run.html.jinja").render(
         title=" and ".join(names),
         sentence=sentence(only) if only else "; ".join(pair.sentence for pair in pairs),
-        command=list(map(shlex.quote, profile.command)) if profile else [],
+        command=list(map(shlex.quote, masked(profile.command))) if profile else [],
         soft=[line for run in runs for line in (*_soft(run), *run.problems)]
         if only
         else [line for run in runs for line in run.problems],

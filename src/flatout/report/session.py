@@ -28,6 +28,7 @@ from flatout.doctor.judge import judge
 from flatout.doctor.prove import prove
 from flatout.doctor.verify import verify
 from flatout.errors import FlatoutError
+from flatout.masked import masked
 from flatout.processes import asked_to_end
 from flatout.recipe import Parity
 from flatout.report import changes, recipe_file
@@ -286,7 +287,7 @@ def _print_json(
     compared: Compared | None,
 ) -> None:
     reason = "failed" if look.failed else "no steps"
-    nothing = {"command": asked.what, "ended": reason, "findings": []}
+    nothing = {"command": masked(asked.what), "ended": reason, "findings": []}
     answer = {
         "exit_code": look.exit_code,
         "interrupted_by": look.interrupted_by,

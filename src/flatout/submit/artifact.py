@@ -23,7 +23,7 @@ class Artifact:
 
     name: str
     text: str
-    mode: int = 0o644
+    mode: int = 0o600
 
     @property
     def lines(self) -> int:

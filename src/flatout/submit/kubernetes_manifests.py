@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flatout.errors import SubmitError
+from flatout.masked import masked
 from flatout.measure import SUBMITTED
 from flatout.recipe import dumps
 from flatout.submit.artifact import refuse
@@ -282,7 +283,7 @@ def _key(path: str, taken: set[str]) -> str:
 
 
 def _metadata(job: Job, options: Mapping[str, str]) -> Manifest:
-    notes = {"flatout/command": shlex.join(job.command)}
+    notes = {"flatout/command": shlex.join(masked(job.command))}
     if job.fingerprint:
         notes["flatout/recipe-fingerprint"] = job.fingerprint
     made: Manifest = {"name": job.name}

@@ -41,7 +41,7 @@ class Mpi:
         """What starts mpirun, and its hostfile."""
         refuse(_problems(job), where="flatout submit mpi")
         return [
-            Artifact(SCRIPT, script(job), 0o755),
+            Artifact(SCRIPT, script(job), 0o700),
             Artifact(HOSTFILE, "".join(f"{line}\n" for line in _hostfile(job))),
         ]
 

@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 from flatout.errors import SubmitError
+from flatout.masked import masked
 from flatout.submit import shell
 from flatout.submit.artifact import refuse
 from flatout.submit.code import ARCHIVE
@@ -254,7 +255,7 @@ def _limit(job: Job) -> int:
 
 
 def _tags(job: Job) -> list[Request]:
-    tags = {"flatout:command": _tagged(" ".join(job.command))}
+    tags = {"flatout:command": _tagged(" ".join(masked(job.command)))}
     if job.fingerprint:
         tags["flatout:recipe-fingerprint"] = _tagged(job.fingerprint)
     return [{"Key": name, "Value": value} for name, value in tags.items()]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout.errors import SubmitError
+from flatout.masked import masked
 from flatout.recipe import dumps
 from flatout.submit.artifact import Artifact
 from flatout.submit.code import ARCHIVE
@@ -52,7 +53,7 @@ def facts_of(job: Job, target: Target) -> dict[str, Any]:
     return {
         "target": target.name,
         "name": job.name,
-        "command": job.command,
+        "command": masked(job.command),
         "root": str(job.root),
         "nodes": job.nodes,
         "devices": "auto" if job.is_auto else job.devices,

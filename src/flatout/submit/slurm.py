@@ -96,7 +96,7 @@ class Slurm:
     def artifacts(self, job: Job) -> list[Artifact]:
         """The batch script."""
         refuse(_problems(job), where="--option", do="see `man sbatch`")
-        return [Artifact(SCRIPT, script(job), 0o755)]
+        return [Artifact(SCRIPT, script(job), 0o700)]
 
     def unseen(self, job: Job) -> list[str]:
         """Paths on file systems of this machine alone."""

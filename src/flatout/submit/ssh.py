@@ -52,7 +52,7 @@ class Ssh:
         """What each host runs, and the list of them."""
         refuse(_problems(job), where="flatout submit ssh")
         return [
-            Artifact(SCRIPT, script(job), 0o755),
+            Artifact(SCRIPT, script(job), 0o700),
             Artifact(HOSTS, "\n".join(hosts_of(job)) + "\n"),
         ]
 

@@ -26,6 +26,7 @@ import torch
 
 from flatout.console import first_line
 from flatout.devices import GpuMeter
+from flatout.masked import masked, masked_text
 from flatout.measure import (
     RUNS,
     Profile,
@@ -153,7 +154,7 @@ class RunRecording:
             self._data = profiled.data(loop)
         return Profile(
             run=os.path.abspath(loop.run or ""),
-            command=list(sys.argv),
+            command=masked(sys.argv),
             kind=kind,
             state=state,
             error=error,
@@ -197,7 +198,7 @@ class RunRecording:
         if profile is None:
             line |= {
                 "version": 1,
-                "command": list(sys.argv),
+                "command": masked(sys.argv),
                 "host": socket.gethostname(),
                 "pid": os.getpid(),
                 "ranks": self._loop.world.size,
@@ -216,7 +217,7 @@ class RunRecording:
             }
         with suppress(OSError):
             # One write, so that lines stay whole where others write, too.
-            file = os.open(self._folder / RUNS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            file = os.open(self._folder / RUNS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             try:
                 os.write(file, json.dumps(json_safe(line)).encode() + b"\n")
             finally:
@@ -246,4 +247,4 @@ def _ended(error: BaseException | None) -> tuple[RunState, str | None]:
         return "ended", None
     if isinstance(error, Interrupted | KeyboardInterrupt):
         return "interrupted", None
-    return "failed", first_line(error)
+    return "failed", masked_text(first_line(error))

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from flatout import unfinished
 from flatout.atomic_file import flush_folder
 from flatout.data.block import Block, take
 from flatout.data.conversion.passes import Piece
@@ -41,7 +42,7 @@ def is_there(target: Path, settings: dict[str, Any], overwrite: bool) -> bool:
         if result == settings and _is_good(target):
             # What a kill has left that came when the folder had its name already.
             remove_leftovers(target)
-            _remove(_old(target))
+            _remove_old(target)
             return True
         if not overwrite and result != settings:
             raise _refusal(target, result, settings, "is here already")
@@ -147,11 +148,11 @@ def write_rows(
             filling.put(slots[new], dict(take(block, new).columns))
             made += len(new)
             tell(made, "safe every 5 s")
-        _make_room(target)
+        old = _make_room(target)
         _begun_path(target).unlink()
         filling.finish(None, {"schema": schema.dumps(), "settings": settings, "notes": notes()})
     flush_folder(target.parent)
-    _remove(_old(target))
+    _remove_old(target, old)
     return result
 
 
@@ -173,15 +174,23 @@ def _filling(target: Path, layout: Layout, total: int, settings: dict[str, Any])
     return filling
 
 
-def _make_room(target: Path) -> None:
-    """Move a folder away that is to be overwritten; it is deleted once the new one is there."""
-    if target.exists():
-        _remove(_old(target))
-        os.rename(target, _old(target))
+def _make_room(target: Path) -> Path | None:
+    """Move a folder away that is to be overwritten, under a name that no folder of a user has."""
+    if not target.exists():
+        return None
+    old = target.with_name(f".{target.name}{unfinished.new_name()}")
+    os.rename(target, old)
+    return old
 
 
-def _old(target: Path) -> Path:
-    return target.with_name(f".{target.name}.old")
+def _remove_old(target: Path, old: Path | None = None) -> None:
+    """Delete a folder that was moved away, and those that killed processes have moved away."""
+    if old is not None:
+        _remove(old)
+    start = f".{target.name}"
+    for name in os.listdir(target.parent):
+        if name.startswith(start) and unfinished.is_abandoned(name.removeprefix(start)):
+            _remove(target.with_name(name))
 
 
 def _remove(path: Path) -> None:
