@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import flatout
+from flatout.errors import ModelError
 
 
 class Net(nn.Module):
@@ -136,3 +137,48 @@ def test_a_callback_that_changes_nothing_says_nothing():
         state.model.train()
 
     assert fitted(on("on_epoch_end", look))[2] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("on_step_end", "call it on_step,"),
+        ("on_train_begin", "call it on_fit_start,"),
+        ("on_epoch_begin", "call it on_epoch_start,"),
+        ("on_evaluation_end", "call it on_evaluate_end,"),
+        ("on_zzz", "choose one of on_fit_start, on_epoch_start, on_step,"),
+    ],
+)
+def test_a_method_that_is_no_event_is_refused_with_the_nearest_one(name, words):
+    with pytest.raises(ModelError) as caught:
+        fitted(on(name, lambda state: None))
+    assert f"Show.{name} would never be called" in str(caught.value)
+    assert words in caught.value.do
+
+
+def test_other_methods_are_the_users():
+    callback = on("report", lambda state: None)
+    callback.on_disk = 3
+    assert fitted(callback)[2] == []
+
+
+def test_what_is_no_callback_is_refused():
+    with pytest.raises(ModelError, match=r"found dict\b"):
+        fitted({})
+
+
+def test_the_loss_of_the_latest_step_and_the_mean_of_the_epochs():
+    seen = []
+
+    class Losses(flatout.Callback):
+        def on_step(self, state):
+            seen.append((state.epoch, state.read_step_loss(), state.read_loss()))
+
+    _, history, _ = fitted(Losses(), epochs=2)
+    for epoch in (0, 1):
+        own = [step for number, step, _ in seen if number == epoch]
+        assert [mean for number, _, mean in seen if number == epoch] == pytest.approx(
+            [sum(own[:n]) / n for n in range(1, len(own) + 1)]
+        )
+        assert history.epochs[epoch]["loss"] == pytest.approx(sum(own) / len(own))
+    assert len({step for _, step, _ in seen}) == len(seen)

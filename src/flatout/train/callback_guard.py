@@ -63,7 +63,7 @@ _FLAGS: dict[str, tuple[Callable[[], Any], _Put]] = {
     ),
 }
 _GENERATORS: dict[str, Callable[[], Any]] = {
-    "torch": lambda: torch.get_rng_state().numpy().tobytes(),
+    "torch": torch.get_rng_state,
     "Python": random.getstate,
     "numpy": lambda: str(np.random.get_state(legacy=False)),
 }
@@ -132,7 +132,7 @@ class CallbackGuard:
             shown = ", ".join(changed[:_SHOWN])
             more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
             self._tell(f"{name} changed the mode of {shown}{more}: training goes on with that")
-        kinds = [kind for kind, state in _GENERATORS.items() if state() != drawn[kind]]
+        kinds = [kind for kind, state in _GENERATORS.items() if not _equal(state(), drawn[kind])]
         if kinds:
             self._tell(
                 f"{name} draws from the random generator of {' and '.join(kinds)}: training draws "
@@ -143,6 +143,10 @@ class CallbackGuard:
         if line not in self._noted:
             self._noted.add(line)
             self._note(line)
+
+
+def _equal(state: Any, before: Any) -> bool:
+    return torch.equal(state, before) if torch.is_tensor(state) else bool(state == before)
 
 
 def _mode_words(name: str, is_training: bool) -> str:

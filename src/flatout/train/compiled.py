@@ -30,6 +30,7 @@ from flatout.models import (
 from flatout.models.keras import compiled
 from flatout.optim import KerasOptimizer
 from flatout.train.callbacks import Callback
+from flatout.train.callbacks.callback import check_events
 from flatout.train.class_counts import (
     balanced_weights,
     balanced_words,
@@ -306,6 +307,8 @@ class CompiledObjective(Objective):
         if not isinstance(given, (list, tuple)):
             given = [given]
         ours = [callback for callback in given if isinstance(callback, Callback)]
+        for callback in ours:
+            check_events(callback)
         theirs = [callback for callback in given if not isinstance(callback, Callback)]
         for callback in theirs:
             if not isinstance(callback, keras.callbacks.Callback):

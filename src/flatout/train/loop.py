@@ -384,6 +384,10 @@ class Loop(LoopState):
         self.timeline.settle()  # the device has ended all steps
         return result
 
+    def step_loss(self) -> float:
+        """Loss of the latest step, over all of its batches and ranks; waits for the device."""
+        return self.stepper.turn.mean_loss.last
+
     def notes(self) -> list[str]:
         """What happened since the last call that the user should know."""
         notes, self.stepper.notes = [*self.stepper.notes, *self.feed.notes()], []

@@ -22,6 +22,7 @@ from flatout.errors import DataError, ModelError
 from flatout.models import adapter_of
 from flatout.optim import Ftrl, Lamb, Lars, LazyAdam, RowwiseAdagrad
 from flatout.train.callbacks import Callback
+from flatout.train.callbacks.callback import check_events
 from flatout.train.class_counts import (
     balanced_weights,
     balanced_words,
@@ -272,7 +273,10 @@ class Objective:
 
     def split_callbacks(self, callbacks: Any) -> tuple[list[Callback], list[Any]]:
         """Flatout's callbacks, and those of the model's framework."""
-        return list(callbacks or ()), []
+        ours = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or ())
+        for callback in ours:
+            check_events(callback)
+        return ours, []
 
     def begin(
         self, state: FitState, job: Job, callbacks: list[Any], first: int, verbose: int | str

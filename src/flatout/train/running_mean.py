@@ -21,11 +21,18 @@ class RunningMean:
         self._weights: list[torch.Tensor | float] = []
         self._total: torch.Tensor | float = 0.0
         self._weight: torch.Tensor | float = 0.0
+        self._last: torch.Tensor | float = float("nan")
+
+    @property
+    def last(self) -> float:
+        """What was added last; NaN before anything was. Waits for the device."""
+        return float(self._last)
 
     def add(self, value: torch.Tensor, weight: torch.Tensor | float) -> None:
         """Take one step's mean and the weight of that mean, one number each; nothing is read."""
         self._values.append(value)
         self._weights.append(weight)
+        self._last = value
         if len(self._values) >= _FOLD:
             self._fold()
 

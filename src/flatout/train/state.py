@@ -89,8 +89,12 @@ class FitState:
         self.stop_reason = reason
 
     def read_loss(self) -> float:
-        """Mean loss of this epoch so far. Waits for the device: call it rarely."""
+        """Mean loss of this epoch's steps so far. Waits for the device: call it rarely."""
         return self.trainer.loop.mean_loss()
+
+    def read_step_loss(self) -> float:
+        """Loss of the latest step alone. Waits for the device: call it rarely."""
+        return self.trainer.loop.step_loss()
 
     @property
     def samples(self) -> int:

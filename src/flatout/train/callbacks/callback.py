@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
+
+from flatout.errors import ModelError
 
 if TYPE_CHECKING:
     from flatout.train.state import FitState
@@ -83,3 +86,51 @@ class Callback:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` returned."""
+
+
+# Names that other trainers have for these events.
+_ELSEWHERE = {
+    "on_train_begin": "on_fit_start",
+    "on_train_start": "on_fit_start",
+    "on_train_end": "on_fit_end",
+    "on_epoch_begin": "on_epoch_start",
+    "on_train_epoch_start": "on_epoch_start",
+    "on_train_epoch_end": "on_epoch_end",
+    "on_batch_end": "on_step",
+    "on_step_end": "on_step",
+    "on_step_start": "on_step",
+    "on_train_batch_end": "on_step",
+    "on_test_end": "on_evaluate_end",
+    "on_validation_end": "on_evaluate_end",
+    "on_validation_epoch_end": "on_evaluate_end",
+    "on_save_checkpoint": "on_checkpoint",
+    "on_exception": "on_fit_error",
+}
+
+
+def check_events(callback: Any) -> None:
+    """Refuse a callback with a method that would never be called.
+
+    Raises:
+        ModelError: it is no callback, or a method's name begins with `on_` and is no event.
+    """
+    kind = type(callback)
+    if not isinstance(callback, Callback):
+        raise ModelError(
+            f"a callback is a flatout.Callback, found {kind.__name__}",
+            do=f"write class {kind.__name__}(flatout.Callback), with methods such as on_epoch_end",
+        )
+    events = [name for name in vars(Callback) if name.startswith("on_")]
+    names = [name for name in dir(callback) if name.startswith("on_") and name not in events]
+    for name in names:
+        # Another base, such as Keras' Callback, has its own events.
+        owner = next((base for base in kind.__mro__ if name in vars(base)), kind)
+        if not issubclass(owner, Callback) or not callable(getattr(callback, name)):
+            continue
+        near = [_ELSEWHERE[name]] if name in _ELSEWHERE else get_close_matches(name, events, 1)
+        raise ModelError(
+            f"{kind.__name__}.{name} would never be called: no event has this name",
+            do=f"call it {near[0]}, or give it a name that does not begin with on_"
+            if near
+            else f"choose one of {', '.join(events)}, or a name that does not begin with on_",
+        )
