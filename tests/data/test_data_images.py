@@ -627,6 +627,15 @@ def test_damage_within_is_found_when_decoded(pets):
         take(source, [1])
 
 
+def test_a_changed_byte_among_the_pixels_of_a_png_is_found(tmp_path):
+    # Stored without compression: whatever the byte becomes, the pixels can be decoded.
+    content = bytearray(encoded(photo(40, 40), "PNG", compress_level=0))
+    content[len(content) // 2] ^= 16
+    found, error = result_of(one, tmp_path, bytes(content), size=40)
+    assert found is None
+    assert "the PNG is damaged: another CRC-32 of chunk b'IDAT' at byte" in error
+
+
 def test_damage_is_skipped_and_counted_once(pets):
     path = pets / "cat/1.jpg"
     path.write_bytes(path.read_bytes()[:-300])

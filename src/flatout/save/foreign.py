@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import pickle
 import re
+import struct
+import zipfile
+import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,6 +24,12 @@ from flatout.save.manifest import MANIFEST
 from flatout.save.model_file import INDEX, MODEL, is_model_file, open_model
 from flatout.save.storage import Folder
 
+# What reading a member of a ZIP archive raises whose bytes are damaged, encrypted or packed in
+# another way.
+BROKEN = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError)
+_PIECE = 16 << 20
+# The attribute by which a member of a ZIP archive is a folder.
+_FOLDER = 0x10
 TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")
 
 # Where training scripts put the weights among the rest of their state.
@@ -132,7 +141,39 @@ def _refuse_choice(which: Which | None, folder: Folder) -> None:
         )
 
 
+def check_archive(file: IO[bytes], where: str) -> None:
+    """Compare each member of a ZIP archive with its CRC-32; other files are left alone.
+
+    A CRC-32 of 0 is none: torch.save writes it where it was asked for no checksums.
+
+    Raises:
+        CheckpointError: a member differs, or the archive is damaged.
+    """
+    try:
+        if zipfile.is_zipfile(file):
+            with zipfile.ZipFile(file) as archive:
+                for member in archive.infolist():
+                    _check_member(archive, member)
+    except (*BROKEN, OSError, ValueError, struct.error) as error:
+        raise CheckpointError(
+            f"the file is damaged: {first_line(error)}",
+            where=where,
+            do="load another checkpoint, or fetch the file again",
+        ) from error
+    file.seek(0)
+
+
+def _check_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
+    if member.file_size and member.external_attr & _FOLDER:  # torch would read nothing of it
+        raise zipfile.BadZipFile(f"{member.filename} is marked as a folder")
+    if member.CRC:
+        with archive.open(member) as opened:
+            while opened.read(_PIECE):
+                pass
+
+
 def _of_torch(file: IO[bytes], where: str) -> Weights:
+    check_archive(file, where)
     try:
         content = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:

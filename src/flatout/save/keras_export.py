@@ -25,10 +25,11 @@ import torch
 from flatout.console import first_line
 from flatout.errors import CheckpointError, FlatoutError
 from flatout.save.any_model import save_model_file
+from flatout.save.foreign import BROKEN
 from flatout.save.keras_file import is_text, text_in_hdf5
 from flatout.save.model_file import save_model
 from flatout.save.storage import Folder
-from flatout.save.weights_file import BROKEN, text_in
+from flatout.save.weights_file import text_in
 
 WHOLE = (".keras", ".h5", ".hdf5")
 _WEIGHTS = ".weights.h5"

@@ -6,6 +6,7 @@ the HDF5 file; Keras reads both files as its own.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import tempfile
@@ -17,6 +18,7 @@ from typing import Any
 from flatout.console import first_line
 from flatout.errors import CheckpointError
 from flatout.models import load_weights, weights_of
+from flatout.save.foreign import check_archive
 from flatout.save.storage import Folder
 from flatout.save.weights_file import MEMBER, text_in
 
@@ -66,6 +68,7 @@ def load_keras(
     suffix = ".keras" if name.endswith(".keras") else ".weights.h5"
     folder, file = Folder(name).parent()
     data = folder.read(file)
+    check_archive(io.BytesIO(data), name)
     with tempfile.TemporaryDirectory(prefix="flatout-") as beside:
         local = Path(beside, f"model{suffix}")
         local.write_bytes(data)

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import zipfile
-import zlib
 from collections.abc import Mapping
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from flatout.errors import CheckpointError
 from flatout.models import TorchModel
-from flatout.save.foreign import TORCH_FILES, read_weights_of
+from flatout.save.foreign import BROKEN, TORCH_FILES, read_weights_of
 from flatout.save.model_file import is_model_file, open_model, save_model
 from flatout.save.storage import Folder
 from flatout.values import refusal
@@ -23,8 +22,6 @@ _PICKLES = (".pt", ".pth")
 # What text is called in a ZIP archive, and how long it is at most.
 MEMBER = "flatout.json"
 _LARGEST = 64 << 20
-# What reading a member raises whose bytes are damaged, encrypted or packed in another way.
-BROKEN = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError)
 
 
 def check_ending(path: str | os.PathLike[str], kind: TorchModel | type[TorchModel]) -> None:
@@ -105,7 +102,7 @@ def _text_in(path: str | os.PathLike[str]) -> dict[str, str]:
     with folder.open(name) as file:
         if not zipfile.is_zipfile(file):
             return {}
-        with zipfile.ZipFile(file) as archive:
+        with zipfile.ZipFile(file) as archive:  # read_weights_of has read it
             return text_in(archive, folder.where(name))
 
 

@@ -24,6 +24,14 @@ _DTYPES = {
 }
 
 
+class MemberChecksum(NamedTuple):
+    """The CRC-32 of a member of a ZIP archive, and where its bytes begin and end in the file."""
+
+    crc: int
+    start: int
+    stop: int
+
+
 class StoredArray(NamedTuple):
     """Where an array lies.
 
@@ -34,6 +42,7 @@ class StoredArray(NamedTuple):
         shape: rows first.
         offset: of its first byte in the file; None where it is packed or lies in pieces.
         fortran: whether the first index is the fastest.
+        checksum: of the archive's member that it is; None where there is none.
     """
 
     file: File
@@ -42,6 +51,7 @@ class StoredArray(NamedTuple):
     shape: tuple[int, ...]
     offset: int | None
     fortran: bool = False
+    checksum: MemberChecksum | None = None
 
     @property
     def where(self) -> str:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from flatout.data.sources.image_header import FORMATS, Damaged, Header, damage_of
+from flatout.data.sources.image_header import FORMATS, Damaged, Header, check_png, damage_of
 from flatout.kernels import resize_linear
 
 try:
@@ -196,6 +196,7 @@ def _stored(
 
 
 def _by_pillow(data: bytes | memoryview, header: Header, times: int, channels: int) -> Pixels:
+    check_png(data)
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             height, width = _turned_size(header, (header.height, header.width))

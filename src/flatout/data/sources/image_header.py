@@ -20,6 +20,7 @@ except ImportError:
     Image = None  # type: ignore[assignment]
 
 # What Pillow may read: some of its other formats run programs.
+_PNG = b"\x89PNG\r\n\x1a\n"
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "TIFF", "PPM", "JPEG2000")
 # As much as most headers need; the rest of a file is read only where its header is longer.
 _HEAD = 4096
@@ -208,6 +209,28 @@ def _other(whole: str | IO[bytes], head: bytes) -> tuple[int, int, int]:
         raise
     except Exception as error:  # Pillow raises whatever its readers stumble over
         raise damage_of(error, head) from error
+
+
+def check_png(data: bytes | memoryview) -> None:
+    """Compare the checksums of a PNG's chunks, which Pillow does not for those of pixels.
+
+    Raises:
+        Damaged: one differs.
+    """
+    view, at = memoryview(data), len(_PNG)
+    if view[:at] != _PNG:
+        return
+    while at + 12 <= len(view):
+        size, kind = struct.unpack_from(">I4s", view, at)
+        end = at + 8 + size
+        if end + 4 > len(view):
+            return  # cut off, which the decoder says
+        (wanted,) = struct.unpack_from(">I", view, end)
+        if zlib.crc32(view[at + 4 : end]) != wanted:
+            raise Damaged(f"the PNG is damaged: another CRC-32 of chunk {kind!r} at byte {at:,}")
+        if kind == b"IEND":
+            return
+        at = end + 4
 
 
 def damage_of(error: Exception, data: bytes | memoryview) -> Damaged:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -20,11 +21,13 @@ from flatout.data.indexed import files_digest
 from flatout.data.origins import Rows
 from flatout.data.schema import Column, Schema
 from flatout.data.sealed import Seals, mapped_reader
-from flatout.data.sources.arrays_in_files import Part, StoredArray, convert
+from flatout.data.sources.arrays_in_files import MemberChecksum, Part, StoredArray, convert
 from flatout.errors import DataError
 from flatout.kernels import gather_rows
 
 _MOST_MAPS = 256
+# Bytes whose checksum is computed at once.
+_PIECE = 16 << 20
 
 
 class MappedRows(Rows):
@@ -59,6 +62,7 @@ class MappedRows(Rows):
         self._kind = kind
         self._parts = list(parts)
         self._unpack = unpack
+        self._compared: set[tuple[File, MemberChecksum]] = set()
         self._used = [column for column in schema.columns if column.role != "unused"]
         self._forget()
         sizes = [next(iter(part.values())).shape[0] for part in parts]
@@ -77,10 +81,11 @@ class MappedRows(Rows):
         self._maps: OrderedDict[File, mmap.mmap] = OrderedDict()
         self._unpacked: dict[StoredArray, npt.NDArray[Any]] = {}
         self._lock = Lock()
+        self._compares = Lock()
 
     def __getstate__(self) -> dict[str, Any]:
         # Another process maps for itself.
-        own = ("_maps", "_unpacked", "_lock")
+        own = ("_maps", "_unpacked", "_lock", "_compares")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -151,6 +156,8 @@ class MappedRows(Rows):
     def _check(self, place: StoredArray, rows: Numbers | None) -> None:
         """Compare the bytes of some rows, or of all, with the file's checksums if it has some."""
         seal = self._seals.of(place.file)
+        if place.checksum is not None and seal is None:
+            self._compare(place, place.checksum)
         if seal is None or place.offset is None:
             return
         start, stop = _range(place)
@@ -162,6 +169,23 @@ class MappedRows(Rows):
             stops = starts + row_bytes
         if stop > start:
             seal.check(starts, stops, self._reader(place.file))
+
+    def _compare(self, place: StoredArray, wanted: MemberChecksum) -> None:
+        """Compare the whole array with its checksum, once, before any of its rows is used."""
+        with self._compares:
+            if (place.file, wanted) in self._compared:
+                return
+            crc, view = 0, memoryview(self._map(place.file))
+            for start in range(wanted.start, wanted.stop, _PIECE):
+                crc = zlib.crc32(view[start : min(wanted.stop, start + _PIECE)], crc)
+            if crc != wanted.crc:
+                raise DataError(
+                    f"the array is damaged: its CRC-32 is {crc:08x}, and the archive says "
+                    f"{wanted.crc:08x}",
+                    where=place.where,
+                    do="write the file again, or fetch it again",
+                )
+            self._compared.add((place.file, wanted))
 
     def _reader(self, file: File) -> Callable[[int, int], npt.NDArray[np.uint8]]:
         return mapped_reader(self._map(file))

@@ -20,7 +20,13 @@ import numpy.typing as npt
 from flatout.data.files import File, Paths, find, most_unpacked
 from flatout.data.pipeline import Pipeline
 from flatout.data.schema import Given, Role
-from flatout.data.sources.arrays_in_files import Names, StoredArray, schema_of, wanted_columns
+from flatout.data.sources.arrays_in_files import (
+    MemberChecksum,
+    Names,
+    StoredArray,
+    schema_of,
+    wanted_columns,
+)
 from flatout.data.sources.mapped import MappedRows
 from flatout.errors import DataError, as_data_error
 
@@ -157,8 +163,10 @@ def _npz_place(file: File, name: str, most: int | None) -> StoredArray:
                 signature, *lengths = _LOCAL_HEADER.unpack(stream.read(_LOCAL_HEADER.size))
                 if signature != b"PK\x03\x04":
                     raise DataError("the archive is damaged", where=f"{file.name}: {name}")
-                stream.seek(sum(lengths), 1)
-                return _place(stream, file, name, member.file_size)
+                start = stream.seek(sum(lengths), 1)
+                checksum = MemberChecksum(member.CRC, start, start + member.file_size)
+                place = _place(stream, file, name, member.file_size)
+                return place._replace(checksum=checksum)
             ceiling = most_unpacked(member.compress_size) if most is None else most
             if member.file_size > ceiling:
                 raise DataError(
