@@ -40,7 +40,8 @@ def folder(tmp_path, monkeypatch):
 
 
 def run(*words: str, **more) -> subprocess.CompletedProcess:
-    return subprocess.run([*MAIN, "run", *words], capture_output=True, text=True, **more)
+    where = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **more}
+    return subprocess.run([*MAIN, "run", *words], text=True, **where)
 
 
 def told(*words: str, **more) -> dict:
@@ -190,7 +191,20 @@ def test_a_recipe_is_named_by_its_whole_path_and_settings_go_before_it(folder) -
     found = json.loads(done.stdout)["environment"]
     assert found["FLATOUT_RECIPE"] == str(folder / "mine.toml")
     assert found["OMP_NUM_THREADS"] == "3"
-    assert done.stderr == "applied: threads=3 bf16; undo: drop --recipe and --set\n"
+    assert done.stderr == (
+        "applied: threads=3; undo: drop --recipe and --set\n"
+        "flatout: left as written: bf16 (the script has no torch)\n"
+    )
+
+
+def test_what_is_hooked_is_said_once_it_is(folder) -> None:
+    (folder / "few.py").write_text("print('begun', flush=True)\nimport torch\nprint('there')\n")
+    settings = ("--set", "script.garbage=scheduled", "--set", "memory.micro_batch=4")
+    done = run(*settings, "few.py", stderr=subprocess.STDOUT)
+    applied = "applied: garbage=scheduled; for a Trainer or Loop: micro_batch=4; undo: drop --set"
+    assert done.stdout.splitlines()[:3] == ["begun", applied, "there"]
+    early = run(*settings, "--set", "process.threads=2", "--dry-run", "few.py").stderr
+    assert early.startswith("would be applied: threads=2 garbage=scheduled; for a Trainer or Loop")
 
 
 def test_the_script_gets_the_recipe_that_was_shown(folder) -> None:

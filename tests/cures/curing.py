@@ -35,14 +35,12 @@ class Scripts:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
 
-    def run(
-        self, script, *settings: str, arguments=(), version: str = "", environment=None
-    ) -> Done:
+    def run(self, script, *settings: str, arguments=(), lacks: str = "", environment=None) -> Done:
         """Runs a script by these settings; without any it runs as it is."""
         job = {
             "command": [str(script), *map(str, arguments)],
             "settings": settings,
-            "version": version,
+            "lacks": lacks,
             "environment": environment or {},
         }
         self._process.stdin.write(json.dumps(job) + "\n")
@@ -89,8 +87,7 @@ def _run(job: dict, folder: str) -> None:
         os.dup2(os.open(f"{folder}/{name}", os.O_CREAT | os.O_WRONLY), number)
     import atexit
     import traceback
-
-    import torch
+    from pkgutil import resolve_name
 
     from flatout import cures
     from flatout.observe.run_script import run
@@ -98,8 +95,9 @@ def _run(job: dict, folder: str) -> None:
 
     os.environ.update(job["environment"])
     code = 0
-    if job["version"]:
-        torch.__version__ = job["version"]
+    if job["lacks"]:
+        owner, _, name = job["lacks"].rpartition(".")
+        delattr(resolve_name(owner), name)
     try:
         cures.install(apply(Recipe(), job["settings"]))
         run(job["command"])

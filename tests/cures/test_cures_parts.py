@@ -4,19 +4,24 @@ import json
 import math
 import pickle
 import sys
+from collections import OrderedDict
 from pkgutil import resolve_name
 
 import numpy as np
 import pytest
 import torch
 from torch import distributed
+from torch.utils.hooks import RemovableHandle
 
+from flatout.cures import record
 from flatout.cures.cache import Cached
 from flatout.cures.ddp import _all_reduce
-from flatout.cures.install import CURES, in_words, is_tested, wanted
+from flatout.cures.install import CURES, in_words, wanted
 from flatout.cures.later import DeferredNumber
 from flatout.cures.sample_store import Store, form_of
+from flatout.cures.self_test import check
 from flatout.data.execution.unchanged import Attributes
+from flatout.errors import FlatoutError
 from flatout.recipe import FIELDS, PLAIN, SETTINGS, Choice, Parity, Recipe
 
 
@@ -54,18 +59,32 @@ def test_each_cure_is_found_by_its_name():
         assert callable(resolve_name(cure) if isinstance(cure, str) else cure), field
 
 
-@pytest.mark.parametrize(
-    ("version", "tested"),
-    [
-        ("2.13.0+cpu", True),
-        ("2.11.1", True),
-        ("2.10.0", False),
-        ("2.14.0a0", False),
-        ("3.0", False),
-    ],
-)
-def test_versions_of_torch(version, tested):
-    assert is_tested(version) is tested
+def test_hooks_leave_the_step_of_a_model_as_it_is():
+    before = vars(torch.nn.Module)["__call__"], torch.optim.Optimizer.add_param_group
+    states = torch.get_rng_state(), torch.get_num_threads()
+    record.begin({})
+    check(torch)
+    assert before == (vars(torch.nn.Module)["__call__"], torch.optim.Optimizer.add_param_group)
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert states[1] == torch.get_num_threads()
+
+
+def test_hooks_that_are_not_called_are_noticed(monkeypatch):
+    record.begin({})
+    hooks = OrderedDict()
+
+    def register(hook):
+        handle = RemovableHandle(hooks)
+        hooks[handle.id] = hook
+        return handle
+
+    with monkeypatch.context() as patch:
+        optimizers = sys.modules["torch.optim.optimizer"]
+        patch.setattr(optimizers, "register_optimizer_step_post_hook", register)
+        with pytest.raises(FlatoutError, match="one step of an optimizer was seen as 0"):
+            check(torch)
+    check(torch)
+    assert not hooks
 
 
 class Fetched:

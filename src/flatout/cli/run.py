@@ -158,7 +158,7 @@ def run(
     cures = {} if servers or _trains_with_flatout(file) else _cures(asked)
     if cures:
         through = ["-m", "flatout.cures.start", *(["--rank"] if where.is_world else [])]
-    _say_applied(asked, cures, given, dry_run)
+    variables |= _say_applied(asked, cures, given, dry_run)
     job = replace(job, timeout=asked.world.timeout, recipe=_asked_anywhere())
     start = [sys.executable, *through, *what]
     _start(start, variables | environment(asked), cpus, dry_run, job)
@@ -295,9 +295,13 @@ def _asked_anywhere() -> dict[str, object]:
 
 def _say_applied(
     asked: Recipe, cures: Mapping[str, object], given: list[bool], dry_run: bool
-) -> None:
-    """Prints what takes hold in this script, and what waits for a Trainer or Loop."""
-    from flatout.cures import words_of
+) -> dict[str, str]:
+    """Prints what takes hold in this script, and what waits for a Trainer or Loop.
+
+    Returns:
+        What lets the script's process print the rest, once its hooks are there.
+    """
+    from flatout.cures import UNDO, words_of
     from flatout.devices import at_start
     from flatout.recipe import PLAIN, from_set
 
@@ -317,9 +321,14 @@ def _say_applied(
     options = [name for name, is_given in zip(names, given, strict=True) if is_given]
     options = options or ["FLATOUT_RECIPE and FLATOUT_SET from the environment"]
     waiting = f"; for a Trainer or Loop: {_short(left)}" if left else ""
-    applied = " ".join(words_of(field, value) for field, value in taken.items())
-    begins = "would be applied" if dry_run else "applied"
-    say_as_is(f"{begins}: {applied or 'nothing'}{waiting}; undo: drop {' and '.join(options)}")
+    undo = f"; undo: drop {' and '.join(options)}"
+    later = {} if dry_run else {field: cures[field] for field in cures.keys() - at_start(asked)}
+    now = [words_of(field, value) for field, value in taken.items() if field not in later]
+    if now or not later:
+        begins = "would be applied" if dry_run else "applied"
+        say_as_is(f"{begins}: {' '.join(now) or 'nothing'}{waiting}{undo}")
+        waiting = ""
+    return {UNDO: waiting + undo} if later else {}
 
 
 def _short(fields: Mapping[str, object]) -> str:

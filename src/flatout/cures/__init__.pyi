@@ -1,3 +1,4 @@
+from flatout.cures.install import UNDO as UNDO
 from flatout.cures.install import install as install
 from flatout.cures.install import wanted as wanted
 from flatout.cures.record import applied as applied

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import atexit
+from collections.abc import Callable
 from pkgutil import resolve_name
 from typing import Any
 
+from flatout.console import first_line
 from flatout.cures import record
 from flatout.cures.steps import ScriptSteps
 from flatout.hooks import skip_our_frames, when_imported
 from flatout.recipe import FIELDS, SETTINGS, Recipe
 
-TESTED = ("2.11", "2.12", "2.13")
-"""Versions of torch that the cures were tested with."""
+UNDO = "FLATOUT_UNDO"
+"""How to undo what is hooked, for the line about it: `flatout run` sets it for `cures.start`."""
 
 CURES = [field for field, setting in SETTINGS.items() if setting.cure is not None]
 """Fields of a Recipe that can take hold in a script written without Flatout."""
@@ -41,10 +43,14 @@ def in_words(asked: dict[str, Any]) -> list[str]:
     return [record.words_of(field, value) for field, value in asked.items()]
 
 
-def install(recipe: Recipe) -> list[str]:
+def install(recipe: Recipe, then: Callable[[], None] = lambda: None) -> list[str]:
     """Hooks the cures that this Recipe names into this process, before the script runs.
 
     Torch is not imported for that. To be called once.
+
+    Args:
+        recipe: the settings.
+        then: called once the hooks are there.
 
     Returns:
         What takes hold where its conditions do, in words.
@@ -53,15 +59,11 @@ def install(recipe: Recipe) -> list[str]:
     record.begin(asked)
     if not asked:
         return []
-    when_imported("torch", lambda torch: _hook(torch, asked))
+    atexit.register(record.tell_unmet)
+    when_imported("torch", lambda torch: _hook(torch, asked, then))
     when_imported("torch._dynamo.eval_frame", skip_our_frames)
     when_imported("flatout.train.loop", _stand_down)
     return in_words(asked)
-
-
-def is_tested(version: str) -> bool:
-    """Whether the cures were tested with this version of torch."""
-    return ".".join(version.split(".")[:2]) in TESTED
 
 
 def _stand_down(module: Any) -> None:
@@ -71,18 +73,25 @@ def _stand_down(module: Any) -> None:
     )
 
 
-def _hook(torch: Any, asked: dict[str, Any]) -> None:
-    if not is_tested(str(torch.__version__)):
-        record.stand_down(
-            f"nothing is changed: torch {torch.__version__} was not tested with that, only "
-            f"{', '.join(TESTED)}"
-        )
-        return
+def _hook(torch: Any, asked: dict[str, Any], then: Callable[[], None]) -> None:
+    from flatout.cures.self_test import check
+
+    try:
+        check(torch)
+        _hook_each(torch, asked)
+    except Exception as error:
+        why = first_line(error)
+        record.stand_down(f"nothing is changed: torch {torch.__version__} takes no hooks: {why}")
+    else:
+        record.hooked()
+        then()
+
+
+def _hook_each(torch: Any, asked: dict[str, Any]) -> None:
     from flatout.cures.roots import Roots
 
     steps = ScriptSteps(asked)
     steps.watch(torch)
-    atexit.register(record.tell_unmet)
     # Those around a model's calls first, the innermost before the others.
     settings = sorted((SETTINGS[field] for field in asked), key=lambda value: value.around or 99)
     cures = {setting.cure: setting.around for setting in settings if setting.cure is not None}

@@ -16,11 +16,12 @@ _left: dict[tuple[str, str], None] = {}
 _process = 0
 _stood_down = ""
 _is_full = True
+_is_hooked = False
 
 
 def begin(asked: dict[str, Any]) -> None:
     """These are the cures that this process was asked for: value by dotted name."""
-    global _process, _stood_down, _is_full
+    global _process, _stood_down, _is_full, _is_hooked
     _asked.clear()
     _asked.update(asked)
     _applied.clear()
@@ -28,6 +29,13 @@ def begin(asked: dict[str, Any]) -> None:
     _process = os.getpid()
     _stood_down = ""
     _is_full = True
+    _is_hooked = False
+
+
+def hooked() -> None:
+    """The hooks are there, which a script without torch never gets."""
+    global _is_hooked
+    _is_hooked = True
 
 
 def applied() -> list[tuple[str, str]]:
@@ -49,7 +57,7 @@ def leave(field: str, why: str) -> None:
     """A cure is left out, here or everywhere: says so the first time."""
     if (field, why) not in _left:
         _left[field, why] = None
-        if _is_first_rank():
+        if is_first_rank():
             say(f"left as written: {words_of(field, _asked.get(field))} ({why})")
 
 
@@ -69,7 +77,7 @@ def stand_down(why: str) -> None:
     global _stood_down
     if not _stood_down:
         _stood_down = why
-        if _is_first_rank():
+        if is_first_rank():
             say(why)
 
 
@@ -78,7 +86,7 @@ def is_on() -> bool:
     return not _stood_down
 
 
-def _is_first_rank() -> bool:
+def is_first_rank() -> bool:
     """The first rank speaks for all; a worker that it has forked does not."""
     return os.getpid() == _process and place().rank == 0
 
@@ -100,6 +108,8 @@ def tell_unmet() -> None:
     if hasattr(sys, "last_value"):  # it ended before it came to them
         return
     met = {*_applied, *(field for field, _ in _left)}
+    why = "nothing in the script that it concerns" if _is_hooked else "the script has no torch"
     for field in _asked:
-        if field not in met and is_on():
-            leave(field, "nothing in the script that it concerns")
+        was_set = not _is_hooked and field.startswith(("memory.", "process."))  # at the start
+        if field not in met and not was_set and is_on():
+            leave(field, why)

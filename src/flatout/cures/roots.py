@@ -45,6 +45,11 @@ class Roots:
         self._searched = -1
         steps.after.append(self._after_step)
 
+    def end(self) -> None:
+        """Leave all modules as they were."""
+        self._steps.after.remove(self._after_step)
+        self._module_calls.end()
+
     def _watched(self, original: Call) -> Call:
         is_compiling, thread = self._torch.compiler.is_compiling, self._steps.thread
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 import sys
 
-from flatout.console import say
-from flatout.cures.install import install
+from flatout.console import say, say_as_is
+from flatout.cures import record
+from flatout.cures.install import UNDO, in_words, install, wanted
+from flatout.devices import at_start
 from flatout.observe import run, show_as_python_does
 from flatout.recipe import Recipe, ResolvedRecipe, effective, from_file
 
@@ -23,7 +25,8 @@ def main(arguments: list[str]) -> None:
         BaseException: whatever the script raises.
     """
     is_rank = arguments[0] == "--rank"
-    install(recipe_here())
+    asked, undo = recipe_here(), os.environ.pop(UNDO, "")
+    install(asked, lambda: _say_applied(asked, undo))
     show_as_python_does()
     if is_rank:
         from flatout.world import start
@@ -31,6 +34,14 @@ def main(arguments: list[str]) -> None:
         start.main(arguments[1:], run)
     else:
         run(arguments)
+
+
+def _say_applied(asked: Recipe, undo: str) -> None:
+    """Prints what was hooked; `flatout run` has printed what holds from the start of a process."""
+    early = at_start(asked)
+    hooked = {field: value for field, value in wanted(asked).items() if field not in early}
+    if hooked and undo and record.is_first_rank():
+        say_as_is(f"applied: {' '.join(in_words(hooked))}{undo}")
 
 
 def recipe_here() -> Recipe:

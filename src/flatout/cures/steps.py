@@ -64,9 +64,16 @@ class ScriptSteps:
                 for hook in self.after:
                     hook()
 
-        unnumbered(module.register_optimizer_step_pre_hook(before))
-        unnumbered(module.register_optimizer_step_post_hook(after))
-        wrap(module.Optimizer, "add_param_group", "cures", self._added)
+        self._hooks = [
+            unnumbered(module.register_optimizer_step_pre_hook(before)),
+            unnumbered(module.register_optimizer_step_post_hook(after)),
+            wrap(module.Optimizer, "add_param_group", "cures", self._added),
+        ]
+
+    def unwatch(self) -> None:
+        """Takes off what `watch` has put there."""
+        for hook in self._hooks:
+            hook.remove()
 
     def _added(self, original: Any) -> Any:
         def add_param_group(optimizer: Any, param_group: Any) -> Any:

@@ -49,6 +49,11 @@ class ModuleCalls:
         if self._of_all is None:
             self._of_all = self.watch(self._module)
 
+    def end(self) -> None:
+        """Takes the wrapper of all modules off."""
+        if self._of_all is not None:
+            self._of_all.remove()
+
     def narrow(self, classes: set[Any]) -> bool:
         """Wraps those of these classes alone; returns False, and leaves all, where it cannot."""
         if is_anything_compiled():
