@@ -355,3 +355,88 @@ def test_a_resume_goes_on_with_the_orders_of_its_fit(tmp_path):
 def compare_weights(model, other):
     for ours, theirs in zip(model.get_weights(), other.get_weights(), strict=True):
         np.testing.assert_array_equal(ours, theirs)
+
+
+# -- data ------------------------------------------------------------------------------------------
+
+
+class Pairs(keras.utils.PyDataset):
+    """Batches of eight of `points(40)`."""
+
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, number):
+        return tuple(part[number * 8 : number * 8 + 8] for part in points(40))
+
+
+def forever():
+    while True:
+        yield from (Pairs()[number] for number in range(5))
+
+
+@pytest.mark.parametrize("kind", ["arrays", "PyDataset", "generator", "loader"])
+def test_each_validation_of_some_steps_begins_anew(kind):
+    x, y = points(40)
+    tensors = torch.utils.data.TensorDataset(torch.tensor(x), torch.tensor(y))
+    made = {
+        "arrays": lambda: (x, y),
+        "PyDataset": Pairs,
+        "generator": forever,
+        "loader": lambda: torch.utils.data.DataLoader(tensors, 8),
+    }[kind]
+    histories = []
+    for fitting in (compiled(), quiet(compiled())):
+        named = {**FIT, "epochs": 3, "validation_data": made(), "validation_steps": 2}
+        histories.append(fitting.fit(x, y, **named).history)
+    compare(*reversed(histories))
+
+
+@pytest.mark.parametrize("kind", ["evaluate", "predict"])
+def test_some_steps_of_a_pass(kind):
+    x, y = points()
+    given = (x, y) if kind == "evaluate" else (x,)
+    named = {"return_dict": True} if kind == "evaluate" else {}
+    found = [
+        getattr(fitting, kind)(*given, steps=2, **named, **ONE_PASS)
+        for fitting in (quiet(compiled()), compiled())
+    ]
+    compare(*found)
+
+
+def test_steps_of_a_source_that_counts_its_own_are_refused():
+    x, y = points()
+    source = flatout.data.arrays(x, y)
+    with pytest.raises(DataError, match="says itself where a pass ends") as caught:
+        quiet(compiled()).fit(x, y, validation_data=source, validation_steps=1, **FIT)
+    assert "first, rest = source.split(0.2, by='order')" in caught.value.do
+    first, _ = source.split(0.4, by="order")
+    figures = quiet(compiled()).evaluate(first)
+    compare(figures, compiled().evaluate(x[:8], y[:8], return_dict=True, verbose=0))
+
+
+def test_a_pipeline_in_batches_validates_a_fit_of_arrays():
+    x, y = points()
+    source = flatout.data.arrays(x, y).batch(4)
+    history = quiet(compiled()).fit(x, y, validation_data=source, **FIT).history
+    compare(history, compiled().fit(x, y, validation_data=(x, y), **FIT).history)
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+def test_a_tuple_of_arrays_holds_targets_and_weights(parts):
+    x, y = points()
+    given = (x, y, np.linspace(0, 1, 20).astype("float32"))[:parts]
+    weight = {"sample_weight": given[2]} if parts == 3 else {}
+    theirs, ours = compiled(), quiet(compiled())
+    compare(ours.fit(given, **FIT).history, theirs.fit(x, y, **weight, **FIT).history)
+    figures = ours.evaluate(given, **ONE_PASS)
+    compare(figures, theirs.evaluate(x, y, return_dict=True, **weight, **ONE_PASS))
+
+
+def test_a_tuple_is_the_inputs_of_a_model_of_several():
+    x, _ = points()
+    inputs = [keras.Input((5,)), keras.Input((5,))]
+    total = layers.Dense(1)(layers.Add()(inputs))
+    model = keras.Model(inputs, layers.ActivityRegularization(0.1)(total))
+    model.compile("sgd")
+    assert quiet(model).fit((x, x), **FIT).history["loss"][0] > 0

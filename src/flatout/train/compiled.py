@@ -152,7 +152,8 @@ class CompiledObjective(Objective):
 
     def to_fit(self, data: FitData, loop: Loop, *, drop_last: bool) -> tuple[Source, Source | None]:
         """What is trained on, and what is validated on, as `model.fit` takes it."""
-        x, y, sample_weight, held_out = data.x, data.y, data.sample_weight, data.validation_data
+        x, y, sample_weight = _with_targets(self.model, data.x, data.y, data.sample_weight)
+        held_out = data.validation_data
         if data.validation_split and held_out is None:
             (x, y, sample_weight), held_out = split_validation(
                 x, y, sample_weight, data.validation_split
@@ -175,8 +176,11 @@ class CompiledObjective(Objective):
             isinstance(held_out, list) and len(held_out) <= _MOST_PARTS and are_arrays(held_out)
         )
         parts = held_out if is_parts else (held_out,)
-        size = data.validation_batch_size or data.batch_size
-        return source, as_keras_source(*parts, batch_size=size, steps=data.validation_steps)
+        size = data.validation_batch_size
+        if not (isinstance(parts[0], Pipeline) and parts[0].in_batches):
+            size = size or data.batch_size
+        x, y, weight = (*parts, None, None)[:_MOST_PARTS]
+        return source, self.to_evaluate(x, y, loop, size, weight, data.validation_steps)
 
     def _given_weights(self, given: Any, y: Any, loop: Loop) -> Any:
         """Weights as they were given, or those that balance the classes of `y`."""
@@ -210,7 +214,10 @@ class CompiledObjective(Objective):
         steps: int | None = None,
     ) -> Source:
         """What is read once, in order, as `model.evaluate` takes it."""
-        return as_keras_source(x, y, sample_weight, batch_size=batch_size, steps=steps)
+        x, y, sample_weight = _with_targets(self.model, x, y, sample_weight)
+        return as_keras_source(
+            x, y, sample_weight, batch_size=batch_size, steps=steps, restarts=True
+        )
 
     def to_predict(
         self, x: Any, loop: Loop, batch_size: int | None, steps: int | None = None
@@ -460,6 +467,22 @@ class CompiledObjective(Objective):
     def as_given(self, outputs: Any) -> Any:
         """Predictions as numpy arrays."""
         return _as_numpy(outputs)
+
+
+def _with_targets(model: Any, x: Any, y: Any, weight: Any) -> tuple[Any, Any, Any]:
+    """Inputs, targets and weights; of a model with one input, a tuple of arrays has them all."""
+    is_tuple = y is None and isinstance(x, tuple) and 1 < len(x) <= _MOST_PARTS and are_arrays(x)
+    if not is_tuple or not _has_one_input(model):
+        return x, y, weight
+    return x[0], x[1], x[2] if len(x) == _MOST_PARTS else weight
+
+
+def _has_one_input(model: Any) -> bool:
+    import keras
+
+    if isinstance(model, keras.Sequential):
+        return True
+    return len(getattr(model, "inputs", None) or ()) == 1
 
 
 def _given(arguments: Mapping[str, Any]) -> dict[str, Any]:

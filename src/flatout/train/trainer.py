@@ -233,7 +233,8 @@ class Trainer:
         Args:
             x: inputs (with `y`), an `(x, y)` or `(x, y, sample_weight)` tuple of arrays or
                 tensors, a torch Dataset, DataLoader, any iterable of batches, or a source of
-                `flatout.data`. Of a compiled Keras model: what `model.fit` takes, or a source.
+                `flatout.data`. Of a compiled Keras model: what `model.fit` takes, or a source; a
+                tuple of arrays is (x, y) where the model is known to have one input.
             y: targets, if they are not part of `x`.
             batch_size: samples per batch, of all ranks, for inputs that are not in batches
                 already; 32 by default. "auto" takes the largest of which a step fits in memory,

@@ -39,6 +39,7 @@ def as_keras_source(
     class_weight: dict[int, float] | None = None,
     steps: int | None = None,
     workers: Workers | Literal["auto"] = 0,
+    restarts: bool = False,
 ) -> Source:
     """Whatever `keras.Model.fit` takes, as a Source.
 
@@ -51,6 +52,8 @@ def as_keras_source(
         seed: of the orders of arrays.
         class_weight: weight of each class number; a Pipeline and Arrays are left as they are.
         steps: batches that make an epoch, where the data do not say.
+        restarts: whether a pass of `steps` begins where the first one began, as an evaluation in
+            Keras does; else where the last one ended, as its epochs of training do.
         workers: "thread" reads a PyDataset, generator or loader ahead; "auto" where that is
             measured faster.
 
@@ -65,9 +68,18 @@ def as_keras_source(
                 f"y or sample_weight is given beside {type(x).__name__}, which holds its own",
                 do="put them into it: flatout.data.arrays(x, y, weight)",
             )
+        if steps is not None:
+            raise DataError(
+                f"steps are given of {type(x).__name__}, which says itself where a pass ends",
+                do="leave the steps out, and give a part of it: first, rest = "
+                "source.split(0.2, by='order')",
+            )
         return as_source(x, batch_size=batch_size, shuffle=shuffle, seed=seed, clip_batch=True)
     if steps is not None or not are_arrays(x):
-        return _by_keras(x, y, sample_weight, batch_size, shuffle, class_weight, steps, workers)
+        restarts = restarts and steps is not None
+        return _by_keras(
+            x, y, sample_weight, batch_size, shuffle, class_weight, steps, workers, restarts
+        )
     parts = {"inputs": x, "targets": y, "weight": sample_weight}
     x, y, sample_weight = (_in_floatx(name, part) for name, part in parts.items())
     if class_weight is not None:
@@ -127,6 +139,7 @@ def _by_keras(
     class_weight: dict[int, float] | None,
     steps: int | None,
     workers: Workers | Literal["auto"],
+    restarts: bool,
 ) -> Source:
     from keras.src.backend.torch.trainer import TorchEpochIterator
     from keras.src.trainers.epoch_iterator import EpochIterator
@@ -146,7 +159,8 @@ def _by_keras(
         )
     except (ValueError, TypeError) as error:
         raise DataError(f"Keras does not take this as data: {error}") from error
-    batches = _KerasBatches(iterator, draws_order=shuffle and not isinstance(x, Iterator))
+    draws_order = shuffle and not isinstance(x, Iterator)
+    batches = _KerasBatches(iterator, draws_order=draws_order, restarts=restarts)
     return IterableSource(
         batches.begin,
         name=f"batches of a {type(x).__name__}, read by Keras",
@@ -173,11 +187,12 @@ class _KerasBatches:
         iterator: Keras'.
         draws_order: whether each epoch begins with drawing its order. What was looked into is then
             begun again, by the random state of the epoch.
+        restarts: whether each epoch begins where the first one began.
     """
 
-    def __init__(self, iterator: Any, *, draws_order: bool) -> None:
+    def __init__(self, iterator: Any, *, draws_order: bool, restarts: bool) -> None:
         self._iterator = iterator
-        self._draws_order = draws_order
+        self._draws_order, self._restarts = draws_order, restarts
         self._running: Generator[Any, None, None] | None = None
         self._held: list[Any] = []
 
@@ -192,8 +207,9 @@ class _KerasBatches:
         return self._held[:count]
 
     def begin(self, epoch: int) -> Iterator[Any]:
-        if self._draws_order and self._running is not None:
-            self._running.close()
+        if self._restarts or (self._draws_order and self._running is not None):
+            if self._running is not None:
+                self._running.close()
             self._iterator.reset()
             self._running, self._held = None, []
         running = self._epoch() if self._running is None else self._running
