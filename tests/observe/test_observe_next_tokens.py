@@ -86,6 +86,23 @@ def test_a_later_training_is_looked_at_too(tmp_path):
     assert found.change > 1e-3
 
 
+DDP = """
+torch.distributed.init_process_group("gloo", init_method="file://" + os.path.abspath("ranks"),
+    rank=0, world_size=1)
+model = train(nn.parallel.DistributedDataParallel(Model({is_causal}))).module
+"""
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_model_in_ddp_is_looked_at_as_it_is_without(tmp_path, is_causal):
+    source = "import os" + DDP.format(is_causal=is_causal) + END
+    plain = run(tmp_path, source, observed=False)
+    (tmp_path / "ranks").unlink()
+    assert run(tmp_path, source).stdout == plain.stdout
+    found = [(one.kind, one.layer, "# here" in one.site.code) for one in seen_in(tmp_path)]
+    assert found == [] if is_causal else [("__main__.Model", "layer.self_attn", True)]
+
+
 LEFT_ALONE = {
     "causal": "train(Model(True))",
     "two steps": "train(Model(False), 2)",

@@ -58,6 +58,10 @@ def test_what_the_loss_leaves_out_or_means_is_none():
         return functional.cross_entropy(scores().flatten(0, 1), y.flatten(), **given)
 
     assert found(flat(ignore_index=0)) is None
+    for ignored in (-100, -1):
+        y = targets().masked_fill(targets() == 0, ignored)
+        assert found(flat(ignore_index=ignored)) is None
+    y = targets()
     assert found(flat(weight=weight)) is None
     assert found(flat(reduction="none").sum()) is None
     # A class that is found everywhere is no padding; classes of samples have no places.

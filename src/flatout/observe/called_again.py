@@ -33,9 +33,14 @@ _ACTS = frozenset(
         "print", "open", "write", "writelines", "save", "savetxt", "add_scalar", "add_histogram",
         "info", "debug", "warning", "send", "put", "put_nowait", "backward", "step", "sleep",
         "all_reduce", "all_gather", "broadcast", "input", "exit", "breakpoint", "set_trace",
+        "all_gather_into_tensor", "all_to_all", "all_to_all_single", "barrier", "irecv", "isend",
+        "recv", "reduce_scatter", "reduce_scatter_tensor",
     )
 )  # fmt: skip
-_WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
+# What waits for other ranks, or calls other threads.
+_SHARED = (
+    "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "SyncBatchNorm",
+)  # fmt: skip
 
 
 class Sees(NamedTuple):
@@ -169,9 +174,11 @@ def can_be_called_again(torch: Any, module: Any) -> bool:
     hooks = torch.nn.modules.module
     if hooks._global_forward_hooks or hooks._global_forward_pre_hooks:
         return False
+    if any(type(tensor).__name__ == "DTensor" for tensor in module.parameters()):
+        return False  # each rank has a part
     for inner in module.modules():
         kind = type(inner)
-        if isinstance(inner, torch.jit.ScriptModule) or kind.__name__ in _WRAPPERS:
+        if isinstance(inner, torch.jit.ScriptModule) or kind.__name__ in _SHARED:
             return False
         if getattr(inner, "_compiled_call_impl", None) is not None:
             return False

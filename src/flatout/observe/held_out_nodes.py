@@ -13,6 +13,7 @@ from typing import Any
 from flatout.observe.graph_nodes import nearest_nodes
 from flatout.observe.observation import HeldOutNodes
 from flatout.observe.samples import is_in_memory
+from flatout.observe.saved import saved_number
 from flatout.observe.sites import here
 from flatout.observe.tables import named_here
 from flatout.observe.watch import Watch
@@ -51,7 +52,7 @@ class NodeLosses:
                     target = node._saved_target
                 except RuntimeError:  # freed
                     return
-                self._compare(target, int(node._saved_ignore_index))
+                self._compare(target, saved_number(node, "ignore_index"))
                 return
 
     def _compare(self, target: Any, ignored: int) -> None:

@@ -26,6 +26,12 @@ def unwrapped(module: Any) -> list[Any]:
     return result
 
 
+def without_ddp(module: Any) -> Any:
+    """The model that DistributedDataParallel holds: its own forward waits for no other rank."""
+    is_wrapped = type(module).__name__ == "DistributedDataParallel"
+    return module.module if is_wrapped else module
+
+
 def describe(module: Any, facts: Model, *, whole: bool) -> None:
     """Fills in what is seen by looking at it; with `whole` also whether its numbers are finite."""
     parameters = list(module.parameters())

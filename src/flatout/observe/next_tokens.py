@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from flatout.hooks import after_forward, is_anything_compiled
 from flatout.observe.called_again import sees_ahead
 from flatout.observe.later_backwards import LaterBackwards
+from flatout.observe.model_facts import without_ddp
 from flatout.observe.models import SeenModel
 from flatout.observe.observation import SeenAhead, Site
 from flatout.observe.shifted_targets import Place, place_in
@@ -70,11 +71,10 @@ class NextTokens:
         self._chosen: tuple[SeenModel, Place, Site | None] | None = None
 
     def _open(self) -> None:
-        distributed = self._torch.distributed
-        if is_anything_compiled() or (distributed.is_available() and distributed.is_initialized()):
-            return  # it would be compiled again, or wait for other ranks
+        if is_anything_compiled():
+            return  # it would be compiled again
         for seen in self._watch.models:
-            module = seen.ref()
+            module = without_ddp(seen.ref())
             is_script = isinstance(module, self._torch.jit.ScriptModule)
             if module is not None and seen.is_stepped and not (seen.facts.is_told or is_script):
                 hook = self._noting(seen)
@@ -100,7 +100,7 @@ class NextTokens:
             return
         self._looks += 1
         (call,) = calls
-        module = call.seen.ref()
+        module = without_ddp(call.seen.ref())
         try:
             place = place_in(self._torch, module, call.given, call.gave, roots[0].grad_fn)
         except (RuntimeError, NotImplementedError):
@@ -112,7 +112,7 @@ class NextTokens:
         """A step has ended: no graph waits for its backward pass."""
         chosen = self._chosen
         self._end()
-        module = None if chosen is None else chosen[0].ref()
+        module = None if chosen is None else without_ddp(chosen[0].ref())
         if chosen is None or module is None:
             return
         seen, place, site = chosen

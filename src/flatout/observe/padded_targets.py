@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from flatout.observe.padding import at_the_end, most_common
+from flatout.observe.saved import saved_number
 
 # Fewer rows or places are no sequences; so many rows are looked at.
 _LEAST_ROWS, _LEAST_PLACES, _ROWS = 4, 4, 64
@@ -29,7 +30,7 @@ def padding_in(node: Any) -> dict[str, Any] | None:
             continue
         value = int(most_common(rows[:, -1].numpy()))
         padded = at_the_end((rows == value).numpy())
-        if padded and value != node._saved_ignore_index:
+        if padded and value != saved_number(node, "ignore_index"):
             is_ended = _are_ended(rows, value)
             return {"value": value, "padded": padded, "of": rows.numel(), "is_ended": is_ended}
     return None

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from flatout.observe.graph_nodes import nearest_nodes
 from flatout.observe.padding import most_common
+from flatout.observe.saved import saved_number
 
 # Nodes of a graph that are looked at.
 _NODES = 256
@@ -131,7 +132,7 @@ def _told_by(node: Any) -> _Told | None:
         targets, logarithms = node._saved_target, node._saved_self
         if logarithms.dim() == 4:
             logarithms = logarithms.permute(0, 2, 3, 1)
-        ignored = int(node._saved_ignore_index)
+        ignored = saved_number(node, "ignore_index")
     else:
         targets, logarithms = node._saved_index, node._saved_self
         if targets.dim() != logarithms.dim() or targets.shape[-1] != 1:

@@ -7,6 +7,7 @@ from math import prod
 from typing import Any
 
 from flatout.observe.graph_nodes import nearest_nodes
+from flatout.observe.saved import saved_number
 
 _SOFTMAX = {"SoftmaxBackward0": "softmax", "LogSoftmaxBackward0": "log_softmax"}
 # Before these lies what is inside a model, such as attention to a single token.
@@ -30,7 +31,7 @@ def single_scores(root: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
         if softmax is None:
             continue
         shape = [int(size) for size in node._saved_result.shape]
-        if prod(shape) > 1 and shape[_signed(node._saved_dim)] == 1:
+        if prod(shape) > 1 and shape[saved_number(node, "dim")] == 1:
             yield node, {"outer": softmax, "shape": shape}
 
 
@@ -40,8 +41,3 @@ def _is_inside(node: Any) -> bool:
     if name == "MulBackward0":  # by weights that are learned, too: no probabilities of classes
         return sum(child is not None for child, _ in node.next_functions) > 1
     return name in _SOFTMAX or name in _LAYERS
-
-
-def _signed(number: int) -> int:
-    """As torch has it: it tells dimensions from the end as unsigned numbers."""
-    return number - 2**64 if number >= 2**63 else number

@@ -9,6 +9,7 @@ from flatout.observe import Observation
 
 _LOOKED = 3
 """After fewer steps nothing was looked at."""
+_SHARED = ("DataParallel", "FullyShardedDataParallel")
 
 
 @check()
@@ -16,6 +17,11 @@ def look(observation: Observation) -> Findings:
     """Models whose outputs change with the token that they are to tell."""
     if observation.steps < _LOOKED:
         raise NoSignal("too few steps were seen to call a model again")
+    shared = {model.wrapper for model in observation.models} & {*_SHARED}
+    if shared:
+        raise NoSignal(
+            f"a model in {min(shared)} is not called again: other ranks have a part of it"
+        )
     for seen in observation.seen_ahead:
         name = seen.kind.rpartition(".")[2]
         layer = f": it begins in {seen.layer} ({seen.layer_kind})" if seen.layer else ""
