@@ -858,6 +858,57 @@ def test_a_resume_in_the_middle_of_an_epoch_is_bitwise(allow, tmp_path):
         np.testing.assert_array_equal(a.numpy(), b.numpy())
 
 
+class Counts(keras.callbacks.Callback):
+    """Keeps its own state."""
+
+    def __init__(self):
+        super().__init__()
+        self.epochs = []
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.epochs.append(epoch)
+
+    def state_dict(self):
+        return {"epochs": self.epochs}
+
+    def load_state_dict(self, state):
+        self.epochs = list(state["epochs"])
+
+
+@pytest.mark.parametrize("checkpoint", ["step-000000009", "step-000000015"])
+def test_callbacks_go_on_counting_after_a_resume(checkpoint, tmp_path):
+    """From the middle of the second epoch, and from the third."""
+    x, y = points()
+
+    def fitted(resume=False):
+        callbacks = [
+            keras.callbacks.ReduceLROnPlateau("loss", factor=0.3, patience=1, min_delta=50.0),
+            keras.callbacks.EarlyStopping(
+                "loss", patience=3, min_delta=50.0, restore_best_weights=True
+            ),
+            keras.callbacks.EarlyStopping("loss", patience=99),
+            Counts(),
+        ]
+        model = compiled(keras.optimizers.SGD(0.1))
+        recipe = flatout.Recipe(save={"every": 1, "keep_last": 50})
+        trainer = quiet(model, run=tmp_path / "run", allow="exact", recipe=recipe)
+        history = trainer.fit(
+            x, y, batch_size=16, epochs=9, verbose=0, callbacks=callbacks, resume=resume
+        )
+        return history.history, model, callbacks
+
+    unbroken, model, callbacks = fitted()
+    assert len(unbroken["loss"]) == 4
+    resumed, again, later = fitted(checkpoint)
+    assert resumed == unbroken
+    assert_same_weights(again, model, 0)
+    assert later[3].epochs == callbacks[3].epochs
+    for ours, theirs in zip(later[:3], callbacks[:3], strict=True):
+        names = ("best", "wait", "best_epoch", "stopped_epoch", "cooldown_counter")
+        kept = [{n: v for n, v in vars(c).items() if n in names} for c in (ours, theirs)]
+        assert kept[0] == kept[1]
+
+
 # -- what is refused -------------------------------------------------------------------------------
 
 

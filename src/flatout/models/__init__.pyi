@@ -33,8 +33,10 @@ from flatout.models.group_norm import has_group_norms as has_group_norms
 from flatout.models.keras.batch_norm import has_own_moments as has_own_moments
 from flatout.models.keras.batch_norm import own_moments as own_moments
 from flatout.models.keras.batch_norm import share_moments as share_moments
+from flatout.models.keras.callbacks import callback_states as callback_states
 from flatout.models.keras.callbacks import first_epoch as first_epoch
 from flatout.models.keras.callbacks import keeps_best_weights as keeps_best_weights
+from flatout.models.keras.callbacks import load_callback_states as load_callback_states
 from flatout.models.keras.callbacks import on_rank as on_rank
 from flatout.models.keras.callbacks import reads_batches as reads_batches
 from flatout.models.keras.callbacks import saves_model as saves_model

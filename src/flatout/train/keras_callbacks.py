@@ -8,7 +8,14 @@ from typing import Any, Literal
 
 from flatout.data import Batch
 from flatout.errors import ModelError, WorldError
-from flatout.models import first_epoch, keeps_best_weights, saves_model, watches_batches
+from flatout.models import (
+    callback_states,
+    first_epoch,
+    keeps_best_weights,
+    load_callback_states,
+    saves_model,
+    watches_batches,
+)
 from flatout.strategies import check_replicas
 from flatout.train.callbacks import Callback, Figures
 from flatout.train.state import FitState
@@ -73,10 +80,19 @@ class KerasCallbacks(Callback):
         self._initial_epoch = initial_epoch
         self._read = read
         self._world = world
+        self._saved: dict[str, dict[str, Any]] = {}
         self._reads_batches = world.size > 1 and reads_batches
         self._watching = [c for c in callbacks.callbacks if watches_batches(c)]
         if not self._watching and not self._reads_batches:
             self.every = 2**62
+
+    def state_dict(self) -> dict[str, Any]:
+        """What each of the callbacks counts and holds."""
+        return callback_states(self._callbacks.callbacks)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let them go on from there, once they have begun."""
+        self._saved = state
 
     @property
     def adds_figures(self) -> bool:
@@ -112,6 +128,7 @@ class KerasCallbacks(Callback):
         """Begin, where the callbacks or the user say."""
         self._model.stop_training = False
         self._callbacks.on_train_begin()
+        load_callback_states(self._callbacks.callbacks, self._saved)  # which that has reset
         begin = first_epoch(self._model) or self._initial_epoch
         if begin > state.trainer.loop.epoch:
             state.epoch = state.trainer.loop.epoch = begin

@@ -6,7 +6,11 @@ finds the same logs, so it decides the same. What writes runs on the first rank 
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
+
+import torch
 
 from flatout.world import World
 
@@ -96,3 +100,57 @@ def saves_model(callback: Any) -> bool:
     names = ("BackupAndRestore", "ModelCheckpoint", "OrbaxCheckpoint", "SwapEMAWeights")
     kinds = [getattr(callbacks, name) for name in names if hasattr(callbacks, name)]
     return isinstance(callback, tuple(kinds))
+
+
+def callback_states(callbacks: list[Any]) -> dict[str, dict[str, Any]]:
+    """What each callback counts and holds, by its class and how many of that class come before.
+
+    A callback with a `state_dict` of its own says it itself. Of others, it is what Keras' own
+    callbacks count; weights become tensors.
+    """
+    states = {}
+    for name, callback in _numbered(callbacks):
+        if has_state(callback):
+            states[name] = callback.state_dict()
+        else:
+            found = {key: vars(callback)[key] for key in _COUNTED if key in vars(callback)}
+            states[name] = {key: _as_plain(value) for key, value in found.items()}
+    return states
+
+
+def load_callback_states(callbacks: list[Any], states: dict[str, dict[str, Any]]) -> None:
+    """Give callbacks what `callback_states` returned."""
+    for name, callback in _numbered(callbacks):
+        if has_state(callback) and name in states:
+            callback.load_state_dict(states[name])
+        elif name in states:
+            for key, value in states[name].items():
+                is_weights = key == _WEIGHTS and value is not None
+                vars(callback)[key] = [w.numpy() for w in value] if is_weights else value
+
+
+def has_state(callback: Any) -> bool:
+    """Whether a callback keeps its own state."""
+    return all(hasattr(callback, name) for name in ("state_dict", "load_state_dict"))
+
+
+def _numbered(callbacks: list[Any]) -> Iterator[tuple[str, Any]]:
+    seen: Counter[str] = Counter()
+    for callback in callbacks:
+        kind = type(callback).__qualname__
+        yield f"{kind} {seen[kind]}", callback
+        seen[kind] += 1
+
+
+def _as_plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [torch.as_tensor(weight) for weight in value]
+    return value if isinstance(value, (bool, int, str, type(None))) else float(value)
+
+
+# Attributes of EarlyStopping, ReduceLROnPlateau and ModelCheckpoint.
+_WEIGHTS = "best_weights"
+_COUNTED = (
+    _WEIGHTS, "_batches_seen_since_last_saving", "best", "best_epoch", "cooldown_counter",
+    "stopped_epoch", "wait",
+)  # fmt: skip
