@@ -114,6 +114,7 @@ from flatout.data.sources.tuned_dataset import TunedDatasetSource as TunedDatase
 from flatout.data.stages import Cache as Cache
 from flatout.data.stages import Map as Map
 from flatout.data.stages import only as only
+from flatout.data.stretches import Stretches as Stretches
 from flatout.data.tensors import are_arrays as are_arrays
 from flatout.data.tensors import as_tensor as as_tensor
 from flatout.data.tensors import jagged as jagged

@@ -139,6 +139,12 @@ class CompiledObjective(Objective):
             return int((loaded.state["extra"] or {}).get("fits_before", 0))
         return 0 if first else _fits_of.get(self.model, 0)
 
+    def cut(
+        self, source: Source, steps: int | None, loop: Loop, *, restarts: bool = False
+    ) -> Source:
+        """As it is: `to_fit` and `to_evaluate` have counted already."""
+        return source
+
     def comes_in_samples(self, x: Any, y: Any) -> bool:
         """Whether batches of the data that `fit` is given are ours to make."""
         if own := own_method(self.model, "fit"):

@@ -24,7 +24,7 @@ import psutil
 import torch
 
 from flatout.data import Batch, Pipeline, Source
-from flatout.errors import CheckpointError, NumbersError
+from flatout.errors import CheckpointError, ModelError, NumbersError
 from flatout.strategies import check_replicas
 from flatout.train.callback_guard import CallbackGuard
 from flatout.train.callbacks import (
@@ -79,7 +79,11 @@ class Fit:
         progress: bool | Progress | None,
         initial_epoch: int = 0,
         validation_freq: int | Collection[int] = 1,
+        max_steps: int | None = None,
     ) -> None:
+        if max_steps is not None and not (isinstance(max_steps, int) and max_steps > 0):
+            raise ModelError(f"max_steps is a number of steps from 1 on, found {max_steps!r}")
+        self._max_steps = max_steps
         self._initial_epoch = initial_epoch
         self._validation_freq = validation_freq
         self.trainer = trainer
@@ -182,6 +186,8 @@ class Fit:
         planned = None
         if state.steps_per_epoch is not None:
             planned = state.steps_per_epoch * max(0, state.epochs - self._initial_epoch)
+        if self._max_steps is not None:
+            planned = min(planned or self._max_steps, self._max_steps)
         loop.trainer_facts = self._facts()
         loop.prepare(
             objective.model,
@@ -321,6 +327,7 @@ class Fit:
                 loop.checkpointing.wait()
                 return
             loop.meet_others()
+            self._note_steps_missing()
             for line in loop.feed.skipped(self.source, loop.world):  # in an epoch that was left
                 self._note(line)
             state.history.stop_reason = state.stop_reason
@@ -344,6 +351,14 @@ class Fit:
             for callback in self.callbacks:
                 callback.on_fit_error(state, error)
             raise
+
+    def _note_steps_missing(self) -> None:
+        state, most = self.state, self._max_steps
+        if most is not None and state.step < most and not state.stop_reason:
+            self._note(
+                f"epochs={state.epochs} ended training after {state.step:,} steps, before "
+                f"max_steps={most:,}: a larger epochs lets it go on"
+            )
 
     def _note_settings(self) -> None:
         """What was measured while training, for who runs this Recipe again."""
@@ -404,7 +419,9 @@ class Fit:
             if self.takes_back:
                 return
             is_part = state.step_in_epoch != state.steps_per_epoch
-            if state.stop_reason is not None and is_part and not self.objective.ends_epochs:
+            is_made = self._max_steps is not None and state.step >= self._max_steps
+            ends = is_made or self.objective.ends_epochs
+            if state.stop_reason is not None and is_part and not ends:
                 break  # in the middle of an epoch: its figures would be of a part only
             self._end_epoch(began)
 
@@ -439,7 +456,10 @@ class Fit:
             everies = [callback.every for callback in self._watching]
             if self._save_every:
                 everies.append(self._save_every)
-            return min([every - state.step % every for every in everies], default=sys.maxsize)
+            due = [every - state.step % every for every in everies]
+            if self._max_steps is not None:
+                due.append(max(1, self._max_steps - state.step))
+            return min(due, default=sys.maxsize)
 
         for _ in self._optimizer_steps(quiet):
             self._count_steps()
@@ -469,6 +489,8 @@ class Fit:
         for callback in self._watching:
             if state.step // callback.every > before // callback.every:
                 self._guard(callback, "on_step", state)
+        if self._max_steps is not None and state.step >= self._max_steps:
+            state.stop(f"{self._max_steps:,} steps were made, as max_steps asks")
 
     def _end_section(self) -> bool:
         """Do what a rank has asked for, on all of them; whether to go on to no other section."""

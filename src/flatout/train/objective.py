@@ -17,7 +17,17 @@ from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import Dataset
 
-from flatout.data import Arrays, Batch, Pipeline, Source, are_arrays, as_source, with_parts
+from flatout.data import (
+    Arrays,
+    Batch,
+    Pipeline,
+    Source,
+    Stretches,
+    are_arrays,
+    as_source,
+    is_pipe,
+    with_parts,
+)
 from flatout.errors import DataError, ModelError
 from flatout.models import adapter_of
 from flatout.optim import Ftrl, Lamb, Lars, LazyAdam, RowwiseAdagrad
@@ -160,7 +170,6 @@ class Objective:
 
     def to_fit(self, data: FitData, loop: Loop, *, drop_last: bool) -> tuple[Source, Source | None]:
         """What is trained on, and what is validated on."""
-        _check_counted(data.steps_per_epoch or data.validation_steps)
         held_out = data.validation_data
         share = 0.0 if held_out is not None else data.validation_split
         x, y, last = with_parts(data.x, data.y, data.sample_weight, share)
@@ -185,7 +194,6 @@ class Objective:
         steps: int | None = None,
     ) -> Source:
         """What is read once, in order."""
-        _check_counted(steps)
         x, y, _ = with_parts(x, y, sample_weight, 0.0)
         if batch_size is None and _comes_in_samples(x):
             batch_size = _EVALUATION_BATCH
@@ -197,6 +205,31 @@ class Objective:
         """Inputs, in order: a tuple of arrays is one input of several parts, not (x, y)."""
         x = (x,) if isinstance(x, tuple) else x
         return self.to_evaluate(x, None, loop, batch_size, steps=steps)
+
+    def cut(
+        self, source: Source, steps: int | None, loop: Loop, *, restarts: bool = False
+    ) -> Source:
+        """The source in epochs of so many batches, where that was asked for.
+
+        Args:
+            source: of a fit, or to evaluate.
+            steps: batches of an epoch, or None.
+            loop: has the ranks.
+            restarts: each epoch begins with the source's first batch.
+
+        Raises:
+            DataError: ranks read rows of their own, which are not counted together.
+        """
+        if steps is None:
+            return source
+        is_own = isinstance(source, Pipeline) and (source.has_own_rows or is_pipe(source))
+        if is_own and loop.world.size > 1:
+            raise DataError(
+                "steps of an epoch are counted where all ranks read the same batches, and these "
+                "data have other rows for each rank",
+                do="leave shard out, or leave the steps out: an epoch is then what the data have",
+            )
+        return Stretches(source, steps, restarts=restarts)
 
     def weigh_classes(self, source: Source, loop: Loop, names: tuple[str, ...] | None) -> None:
         """Weigh classes by how many samples they have, where the fit was asked for that.
@@ -371,14 +404,6 @@ def _source(x: Any, y: Any, loop: Loop, **options: Any) -> Source:
     # Without a copy to a device pinned memory would only begin to use one.
     is_pinned = asked.pin_memory != "off" and loop.requested.world.device != "cpu"
     return as_source(x, y, seed=loop.seed, workers=asked.workers, pin_memory=is_pinned, **options)
-
-
-def _check_counted(steps: int | None) -> None:
-    if steps is not None:
-        raise DataError(
-            "steps of an epoch are given for what a compiled Keras model reads",
-            do="let the data end where an epoch does: an iterable, or a pipeline with .take()",
-        )
 
 
 def _counts_all(loss: Loss | SeveralLosses, source: Source | None) -> bool:

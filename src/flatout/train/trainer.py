@@ -223,6 +223,7 @@ class Trainer:
         validation_freq: int | Collection[int] = 1,
         *,
         drop_last: bool = False,
+        max_steps: int | None = None,
         progress: bool | None = None,
         resume: bool | str = False,
     ) -> History:
@@ -257,14 +258,16 @@ class Trainer:
                 divided by the sum of the weights.
             initial_epoch: the number of the first epoch, which decides the order of its samples
                 and what is left until `epochs`; a resume goes on from its checkpoint instead.
-            steps_per_epoch: batches that make an epoch of a compiled Keras model, where the data do
-                not say.
-            validation_steps: the same for validation.
+            steps_per_epoch: batches that make an epoch. The next epoch goes on from there, and the
+                data begin again where they end: so an endless loader has epochs.
+            validation_steps: batches of a validation, the same first ones each time.
             validation_batch_size: for validation; 256 by default, of a compiled Keras model
                 `batch_size`.
             validation_freq: validate every so many epochs, or after those of a list, counted from
                 1.
             drop_last: leave out a last batch that is not full.
+            max_steps: optimizer steps after which training ends, also within an epoch; those before
+                a resume count. `epochs` may end it before, which is reported.
             progress: True, False, or None: a bar on a terminal, otherwise a line a minute.
             resume: True goes on from the newest checkpoint of `run`, if there is one; a name
                 chooses a checkpoint.
@@ -307,19 +310,23 @@ class Trainer:
         source, validation = objective.to_fit(data, self.loop, drop_last=drops)
         if self.optimizer is None and isinstance(source, Pipeline) and source.id_columns:
             self._know(objective.build(source, self.loop))  # there are tables by now
-        before = self._before_training(validation)
+        before = self._before_training(validation, validation_steps)
         source, validation = self.learn(source, validation)
         self._know(objective.build(source, self.loop))
-        before = before or self._before_training(validation)
+        before = before or self._before_training(validation, validation_steps)
         if is_auto:
             source = self._in_largest_batches(data, source, drop_last=drop_last)
         objective.weigh_classes(source, self.loop, self.classes)
+        source = objective.cut(source, steps_per_epoch, self.loop)
+        if validation is not None:
+            validation = objective.cut(validation, validation_steps, self.loop, restarts=True)
         shown = progress_of(verbose) if progress is None else progress
         ours, theirs = objective.split_callbacks(callbacks)
         first = first_epoch(initial_epoch)
         self._fit = Fit(
-            self, objective, source, validation, epochs, ours, shown, first, validation_freq
-        )
+            self, objective, source, validation, epochs, ours, shown, first, validation_freq,
+            max_steps,
+        )  # fmt: skip
         follow = objective.begin(self._fit.state, self._fit.job, theirs, first, verbose)
         self._fit.callbacks[:0] = follow
         self.history = self._fit.state.history  # what there is of it, should fit end in an error
@@ -340,7 +347,8 @@ class Trainer:
                 shuffle=shuffle, class_weight=class_weight, sample_weight=sample_weight,
                 initial_epoch=initial_epoch, steps_per_epoch=steps_per_epoch,
                 validation_steps=validation_steps, validation_batch_size=validation_batch_size,
-                validation_freq=validation_freq, drop_last=drop_last, progress=progress,
+                validation_freq=validation_freq, drop_last=drop_last, max_steps=max_steps,
+                progress=progress,
                 resume=True,
             )  # fmt: skip
         _fits += 1
@@ -365,7 +373,7 @@ class Trainer:
         loop.say(words)
         return trained(self._agreed(source), self.signature or Signature())
 
-    def _before_training(self, validation: Source | None) -> dict[str, float]:
+    def _before_training(self, validation: Source | None, steps: int | None) -> dict[str, float]:
         """Figures of a warm start's model on the rows that are validated on, which are told.
 
         Empty where there is none, and in a fit that goes on from a checkpoint.
@@ -380,6 +388,7 @@ class Trainer:
         self.loop = Loop(**{**self._loop_arguments, "run": None, "say": lambda line: None})
         try:
             with self.to_evaluate(validation) as source:
+                source = self.objective.cut(source, steps, self.loop, restarts=True)
                 logs = self.objective.evaluate(self.loop, source) or {}
         finally:
             self.loop.close()
@@ -408,7 +417,7 @@ class Trainer:
             verbose: 1 or 2 shows Keras' own bar or line, of a compiled Keras model; nothing else
                 is shown.
             sample_weight: as for `fit`, for the loss.
-            steps: batches to read, of a compiled Keras model.
+            steps: batches to read, the first ones; all where it is None.
             callbacks: Keras' own, of a compiled Keras model.
             return_dict: False gives the figures as a list, the loss first; of a compiled Keras
                 model as `model.evaluate` does.
@@ -430,6 +439,7 @@ class Trainer:
             followed = objective.followed(callbacks, self.loop, given.steps, verbose)
             with self.to_evaluate(given) as source, followed:
                 self._know(objective.build(source, self.loop))
+                source = objective.cut(source, steps, self.loop, restarts=True)
                 figures = objective.evaluate(self.loop, source)
         assert figures is not None
         return figures if return_dict else objective.in_order(figures)
@@ -478,7 +488,7 @@ class Trainer:
             batch_size: samples per batch.
             verbose: 1 or 2 shows Keras' own bar or line, of a compiled Keras model; nothing else
                 is shown.
-            steps: batches to read, of a compiled Keras model.
+            steps: batches to read, the first ones; all where it is None.
             callbacks: Keras' own, of a compiled Keras model. On several ranks their logs have the
                 outputs of this rank's part.
 
@@ -504,6 +514,7 @@ class Trainer:
         with self.to_evaluate(given) as source, followed:
             if not getattr(self.model, "built", True):
                 self._know(objective.build(source, self.loop))
+            source = objective.cut(source, steps, self.loop, restarts=True)
             return objective.as_given(objective.predict(self.loop, source))
 
     def save(self, path: str | Path) -> Path:
