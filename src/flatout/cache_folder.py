@@ -44,7 +44,9 @@ def cache_folder() -> Path:
     why = hindrance(wanted)
     if not why:
         return wanted
-    other = Path(tempfile.gettempdir(), f"flatout-{os.geteuid()}")
+    other = _NOWHERE
+    with suppress(OSError):  # there is no folder for temporary files
+        other = Path(tempfile.gettempdir(), f"flatout-{os.geteuid()}")
     if hindrance(other):
         other = _NOWHERE
     if multiprocessing.parent_process() is None and os.environ.get("RANK", "0") == "0":
@@ -112,7 +114,7 @@ def _foreign(path: str, status: os.stat_result, *, is_last: bool) -> str:
     mode = stat.S_IMODE(status.st_mode)
     if status.st_uid not in {os.geteuid(), 0, _unknown_user()}:
         return f"{path} belongs to another user"
-    if stat.S_ISLNK(status.st_mode) or (mode & stat.S_ISVTX and not is_last):
+    if not stat.S_ISDIR(status.st_mode) or (mode & stat.S_ISVTX and not is_last):
         return ""
     if mode & 0o002 or (mode & 0o020 and not _is_own_group(status.st_gid)):
         return f"other users can write {path} (mode {mode:o})"

@@ -27,6 +27,7 @@ from flatout.cli.submit import submit
 from flatout.cli.top import top
 from flatout.console import folded, say_as_is
 from flatout.errors import FlatoutError
+from flatout.measure import require_proc
 
 app = typer.Typer(
     help="Trains PyTorch models as fast as the hardware allows.",
@@ -70,7 +71,7 @@ def _flatout(
         ),
     ] = False,
 ) -> None:
-    pass
+    require_proc()
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ from flatout.measure.meters import available_bytes as available_bytes
 from flatout.measure.meters import available_on_gpu as available_on_gpu
 from flatout.measure.meters import finish_device as finish_device
 from flatout.measure.meters import page_faults as page_faults
+from flatout.measure.meters import require_proc as require_proc
 from flatout.measure.meters import resident_bytes as resident_bytes
 from flatout.measure.processes import Processes as Processes
 from flatout.measure.processes import ProcessUse as ProcessUse

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flatout.errors import FlatoutError
 from flatout.measure.cgroup import cgroup_memory_available
 
 if TYPE_CHECKING:
@@ -20,6 +22,19 @@ def page_faults() -> int:
     gives its memory back.
     """
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def require_proc() -> None:
+    """Raise where the kernel's files of processes are not mounted.
+
+    Raises:
+        FlatoutError: there is no /proc, from which psutil reads processes and memory.
+    """
+    if not os.path.exists("/proc/self/stat"):
+        raise FlatoutError(
+            "Flatout reads processes and memory from /proc, which is not mounted here",
+            do="mount it, as containers do by default: mount -t proc proc /proc",
+        )
 
 
 def resident_bytes() -> int:
@@ -36,6 +51,7 @@ def available_bytes(root: Path = Path("/")) -> int:
     """
     import psutil
 
+    require_proc()
     machine = int(psutil.virtual_memory().available)
     allowed = cgroup_memory_available(root)
     return machine if allowed is None else min(machine, allowed)

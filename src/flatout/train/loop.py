@@ -33,7 +33,7 @@ from torch import nn
 from flatout.data import Batch, Source
 from flatout.devices import process
 from flatout.errors import ModelError
-from flatout.measure import cuda_lanes
+from flatout.measure import cuda_lanes, require_proc
 from flatout.models import calls_hooks, has_compiled
 from flatout.optim import Optimizers, as_tuple
 from flatout.recipe import ResolvedRecipe, dumps
@@ -136,6 +136,7 @@ class Loop(LoopState):
             CheckpointError: for a run folder that cannot be written or holds another fit, and a
                 checkpoint that is damaged or of another job.
         """
+        require_proc()
         self._earlier_error = sys.exception()
         world = self.world  # from here on the first rank speaks for all
         for line in self._first_words:

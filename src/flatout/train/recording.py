@@ -134,16 +134,15 @@ class RunRecording:
         """
         if self._folder is None or not self._loop.checkpointing.holds:
             return
-        self._use.look()
-        self._loop.timeline.settle()
-        state, words = _ended(error)
-        profile = self._profile(state, words)
         try:
+            self._use.look()
+            self._loop.timeline.settle()
+            profile = self._profile(*_ended(error))
+            self._append_to_history("ended", profile)
             if self._loop.timeline.steps:
                 profile.write(self._folder)
-        except OSError as failed:
-            self._loop.say(f"the Profile of the run cannot be written: {failed.strerror}")
-        self._append_to_history("ended", profile)
+        except Exception as failed:  # whatever it is, the job is worth more
+            self._loop.say(f"the Profile of the run cannot be written: {first_line(failed)}")
 
     def _profile(self, state: RunState, error: str | None) -> Profile:
         loop = self._loop
