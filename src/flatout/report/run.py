@@ -23,7 +23,15 @@ from typing import Any
 import psutil
 
 from flatout.errors import FlatoutError
-from flatout.measure import PROFILE_FILE, RUNS, Interval, Profile, mean_use, median_of
+from flatout.measure import (
+    PROFILE_FILE,
+    RUNS,
+    Interval,
+    Profile,
+    RankProfile,
+    mean_use,
+    median_of,
+)
 
 FEWEST_STEPS = 30
 """With fewer, nothing is said of how fast a run is beside another."""
@@ -201,19 +209,17 @@ class SeenRun:
 
     @cached_property
     def other_work(self) -> str:
-        """What kept the first rank's machine busy besides the run; "" if little or not known."""
+        """What kept the run's machines busy besides the run; "" if little or not known."""
         if self.profile is None:
             return ""
-        first = self.profile.ranks[0]
-        cpus, used = first.machine.get("cpus_total"), mean_use(first.use)
-        # A job that may not use all CPUs is not slowed by what the others do.
-        if "machine" not in used or not cpus or first.machine.get("cpus") != cpus:
-            return ""
-        beside = [rank for rank in self.profile.ranks if rank.host == first.host]
-        own = sum(mean_use(rank.use).get("cpus", 0.0) for rank in beside)
-        other = used["machine"] * cpus - own
-        least = _OTHERS * cpus
-        return f"other work kept {other:.1f} of {cpus} CPUs busy" if other >= least else ""
+        hosts: dict[str, list[RankProfile]] = {}
+        for rank in self.profile.ranks:
+            hosts.setdefault(rank.host, []).append(rank)
+        words = {host: _other_work(ranks) for host, ranks in hosts.items()}
+        named = [
+            f"{host}: {work}" if len(hosts) > 1 else work for host, work in words.items() if work
+        ]
+        return "; ".join(named)
 
     @property
     def _steps(self) -> list[dict[str, Any]]:
@@ -264,6 +270,19 @@ class SeenRun:
             begun = max((at for at in begins if before < at <= after), default=before)
             seconds.append(seconds[-1] + max(0.0, after - begun))
         return seconds
+
+
+def _other_work(ranks: Sequence[RankProfile]) -> str:
+    """What kept the host of these ranks busy besides them."""
+    first = ranks[0]
+    cpus, used = first.machine.get("cpus_total"), mean_use(first.use)
+    # A job that may not use all CPUs is not slowed by what the others do.
+    if "machine" not in used or not cpus:
+        return ""
+    if sum(rank.machine.get("cpus") or 0 for rank in ranks) < cpus:
+        return ""
+    other = used["machine"] * cpus - sum(mean_use(rank.use).get("cpus", 0.0) for rank in ranks)
+    return f"other work kept {other:.1f} of {cpus} CPUs busy" if other >= _OTHERS * cpus else ""
 
 
 def lives_of(folder: Path, problems: list[str] | None = None) -> list[Life]:

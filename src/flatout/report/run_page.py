@@ -62,9 +62,8 @@ def run_page(runs: Sequence[SeenRun], comparison: Comparison | None = None) -> s
         title=" and ".join(names),
         sentence=sentence(only) if only else "; ".join(pair.sentence for pair in pairs),
         command=list(map(shlex.quote, masked(profile.command))) if profile else [],
-        soft=[line for run in runs for line in (*_soft(run), *run.problems)]
-        if only
-        else [line for run in runs for line in run.problems],
+        soft=[line for run in runs for line in (*(_soft(run) if only else ()), *run.problems)]
+        + list(dict.fromkeys(line for pair in pairs for line in pair.busy)),
         dangers=[
             f"{name}: {line}" if len(runs) > 1 else line
             for run, name in zip(runs, names, strict=True)
@@ -121,10 +120,6 @@ def dangers(run: SeenRun) -> list[str]:
     for row in rows:
         if row.lane in ("input", "sync", "idle") and row.share > _WAITS:
             result.append(f"{row.share:.0%} of a step is {LANE_WORDS[row.lane]}.")
-    if run.other_work:
-        result.append(
-            f"{run.other_work[:1].upper()}{run.other_work[1:]}: speed and lanes tell of it, too."
-        )
     loud = ("held the training back", "needs", "left out", "not finite", "no room")
     result += [note for note in run.profile.notes if any(word in note for word in loud)]
     return list(dict.fromkeys(result))
@@ -150,6 +145,8 @@ def _soft(run: SeenRun) -> Iterator[str]:
     if len(run.lives) > 1:
         began = [_when(life.began.get("time")) for life in run.lives]
         yield f"Jobs ran in this folder {len(began)} times, since {began[0]}"
+    if run.other_work:
+        yield f"{run.other_work[:1].upper()}{run.other_work[1:]}: speed and lanes show it, too."
 
 
 def facts(run: SeenRun) -> Iterator[tuple[str, str]]:
@@ -263,7 +260,7 @@ def _curves(runs: Sequence[SeenRun], names: Sequence[str]) -> list[tuple[Chart, 
 
 
 def _uses(runs: Sequence[SeenRun], names: Sequence[str]) -> list[Chart]:
-    """What the first ranks have used over time."""
+    """What all ranks have used over time."""
     wanted = (
         ("cpus", "CPUs in use", 1.0, ""),
         ("machine", "CPUs of the machine that are busy", 100.0, "%"),
@@ -275,11 +272,18 @@ def _uses(runs: Sequence[SeenRun], names: Sequence[str]) -> list[Chart]:
     for column, title, factor, unit in wanted:
         lines = []
         for number, run in enumerate(runs):
-            use = run.profile.ranks[0].use if run.profile is not None else {}
-            pairs = zip(use.get("seconds", ()), use.get(column, ()), strict=False)
-            points = [(x, factor * y) for x, y in pairs if x is not None and y is not None]
-            lines.append(Line(names[number], points, number, is_stepped=True))
-        drawn = chart(title, lines, x_is="seconds", from_zero=True, unit=unit, shows_names=False)
+            for rank in run.profile.ranks if run.profile is not None else ():
+                if column == "machine" and rank.rank:
+                    continue  # the CPUs are the same ones for all
+                pairs = zip(rank.use.get("seconds", ()), rank.use.get(column, ()), strict=False)
+                points = [(x, factor * y) for x, y in pairs if x is not None and y is not None]
+                color = number if len(runs) > 1 else rank.rank
+                name = names[number] if len(runs) > 1 else f"rank {rank.rank}"
+                lines.append(Line(name, points, color, is_stepped=True))
+        has_ranks = len(runs) == 1 and len(lines) > 1
+        drawn = chart(
+            title, lines, x_is="seconds", from_zero=True, unit=unit, shows_names=has_ranks
+        )
         if drawn is not None:
             result.append(drawn)
     return result
