@@ -214,6 +214,24 @@ def test_calibration_finds_what_timed_steps_tell():
     )
 
 
+@pytest.mark.parametrize("wrong", [0.7, 1.5])
+def test_rows_that_were_timed_come_out_as_timed_where_the_model_is_wrong(wrong):
+    job = Job(buckets=cut(100e6), batch=64)
+    prior = Prior(nic=(1e8, 1e9), rtt=(1e-4, 2e-4), inside=(1e10, 2e10))
+    rows = [
+        StepTime(Shape(hosts, 1, 64), seconds * factor, 0.015)
+        for hosts, seconds, factor in ((1, 0.2, 1.0), (2, 0.4, 1.0), (4, 0.5, wrong))
+    ]
+    draws = calibrate(job, prior, rows)
+    for row in rows:
+        assert np.median(total_seconds(job, row, draws)) == pytest.approx(row.seconds, rel=1e-6)
+    # What comes after the last row goes on from there.
+    plain = replace(draws, corrections=())
+    eight = StepTime(Shape(8, 1, 64), 1.0, 0.015)
+    moved = np.median(total_seconds(job, eight, draws) / total_seconds(job, eight, plain))
+    assert moved == pytest.approx(draws.correction(4))
+
+
 def test_many_reductions_alone_do_not_outweigh_the_steps():
     """Though the model is a fifth off in each of them."""
     job, machines = Job(buckets=cut(200 * MB), batch=64), known(nic=6e8)

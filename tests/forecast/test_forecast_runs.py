@@ -41,6 +41,20 @@ def command(*words):
     return CliRunner().invoke(app, ["forecast", *map(str, words)])
 
 
+@pytest.mark.parametrize("line", [2e7, 1.25e11])
+def test_measured_steps_are_believed_before_a_network_that_is_typed(tmp_path, runs, line):
+    two = seconds_of(Shape(2, 1, 64))
+    (side,) = forecast(runs, hosts=(1, 2, 4), network=line).sides
+    rates = {point.hosts: point.rate for point in side.points}
+    assert rates[2].middle == pytest.approx(128 / two, rel=0.05)
+    assert rates[4].low < 256 / seconds_of(Shape(4, 1, 64)) < rates[4].high
+    assert f"2 hosts took {two * 1e3:.3g}"[:14] in side.contradiction
+    shown = command(*runs, "--hosts", "1,2,4", "--network", f"{line:.0f}B", "--keep-rank-batch")
+    assert "the measured steps are believed" in " ".join(shown.stdout.split())
+    (agreeing,) = forecast(runs, hosts=(1, 2, 4)).sides
+    assert agreeing.contradiction == ""
+
+
 @pytest.mark.parametrize("keeps_rank_batch", [False, True])
 def test_the_truth_of_more_hosts_lies_within_the_interval(runs, keeps_rank_batch):
     for known in (runs[:1], runs):

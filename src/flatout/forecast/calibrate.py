@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import log
+from math import exp, log
+from statistics import fmean
 
 import numpy as np
 
@@ -55,12 +56,25 @@ def calibrate(
         (np.log(sending(job, item, draws)) - np.log(item.seconds)) / (alike * item.noise)
         for item in sent
     ]
-    return draws.take(_chosen(off, rng))
+    draws = draws.take(_chosen(off, rng))
+    return replace(draws, corrections=_corrections(job, rows, draws))
 
 
 def total_seconds(job: Job, row: StepTime, draws: MachineDraws, *, is_timed: bool = True) -> Floats:
     """Of a step of such a shape, see `step_terms`."""
     return np.asarray(sum(step_terms(job, row.shape, draws, is_timed=is_timed).values()))
+
+
+def _corrections(
+    job: Job, rows: Sequence[StepTime], draws: MachineDraws
+) -> tuple[tuple[int, float], ...]:
+    """By what timed steps took longer than the model says of as many ranks."""
+    off: dict[int, list[float]] = {}
+    for row in rows:
+        if not row.shape.silent:
+            said = float(np.median(total_seconds(job, row, draws)))
+            off.setdefault(row.shape.ranks, []).append(log(row.seconds / said))
+    return tuple((ranks, exp(fmean(each))) for ranks, each in sorted(off.items()))
 
 
 def _drawn(prior: Prior, rng: np.random.Generator) -> MachineDraws:

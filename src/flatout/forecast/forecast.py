@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 
 from flatout.errors import FlatoutError
-from flatout.forecast.calibrate import calibrate
+from flatout.forecast.calibrate import calibrate, total_seconds
 from flatout.forecast.collectives import Floats
 from flatout.forecast.interval import Spreading
-from flatout.forecast.job import Job, Prior, Range, Shape
+from flatout.forecast.job import Job, Prior, Range, Shape, StepTime
 from flatout.forecast.network import Network
 from flatout.forecast.prices import Prices
 from flatout.forecast.profiled import TCP, MeasuredRuns, read_runs, sent_alone
@@ -38,6 +38,11 @@ _MEASURED_BAND: Range = (0.8, 1.05)
 # Where no round trip is said: of hosts of one data center.
 _RTT: Range = (5e-5, 5e-4)
 _AGAIN = 0.015
+# From what difference on, on the scale of logarithms, timed steps contradict a network.
+_CONTRADICTS = 0.05
+# Of a network of which nothing is believed.
+_ANY_NIC: Range = (1e6, 5e10)
+_ANY_RTT: Range = (1e-6, 1e-2)
 
 
 @dataclass(frozen=True)
@@ -153,11 +158,7 @@ class Side:
     def draws(self) -> MachineDraws:
         """What its machines and network may be."""
         measured, asked = self.measured, self.asked
-        prior, sent = measured.prior, []
-        if isinstance(asked.network, Network):
-            sent = sent_alone(asked.network, measured.job)
-        prior = _with_network(prior, asked)
-        draws = calibrate(measured.job, prior, measured.rows, sent)
+        draws, _ = self._calibrated
         rng, count = np.random.default_rng(2), len(draws.seconds)
         if measured.input_per_host is not None:
             draws = replace(draws, input=rng.uniform(*measured.input_per_host, count))
@@ -165,6 +166,39 @@ class Side:
             total = asked.storage / size
             draws = replace(draws, total_input=rng.uniform(0.8 * total, total, count))
         return draws
+
+    @property
+    def contradiction(self) -> str:
+        """What the measured steps say against the network that is given; "" where they agree."""
+        return self._calibrated[1]
+
+    @cached_property
+    def _calibrated(self) -> tuple[MachineDraws, str]:
+        """Steps over several hosts that were timed are believed before a network that is given."""
+        measured, asked = self.measured, self.asked
+        is_measured = isinstance(asked.network, Network)
+        sent = sent_alone(asked.network, measured.job) if is_measured else []  # type: ignore[arg-type]
+        prior = _with_network(measured.prior, asked)
+        draws = calibrate(measured.job, prior, measured.rows, sent)
+        crossing = [row for row in measured.rows if row.shape.hosts > 1 and not row.shape.silent]
+        if asked.network is None or not crossing:
+            return draws, ""
+        last = max(crossing, key=lambda row: row.shape.ranks)
+        said = _plain_seconds(measured.job, last, draws)
+        off = abs(np.log(said / last.seconds))
+        if off <= max(_CONTRADICTS, 4 * last.noise):
+            return draws, ""
+        for wider in (replace(prior, nic=_ANY_NIC), replace(prior, nic=_ANY_NIC, rtt=_ANY_RTT)):
+            free = calibrate(measured.job, wider, measured.rows)
+            if abs(np.log(_plain_seconds(measured.job, last, free) / last.seconds)) <= off / 2:
+                break
+        else:
+            return draws, ""  # the network is not why they differ
+        words = (
+            f"{last.shape.hosts} hosts took {last.seconds * 1e3:.3g} ms a step, and would take "
+            f"{said * 1e3:.3g} ms over the network that is given: the measured steps are believed"
+        )
+        return free, words
 
     def shape(self, hosts: int, per_host: int | None = None) -> Shape:
         """So many hosts, with the batch that each rank would have."""
@@ -287,6 +321,11 @@ class Forecast:
         return cls(asked, tuple(sides))
 
 
+def _plain_seconds(job: Job, row: StepTime, draws: MachineDraws) -> float:
+    """What the model says of a row by its machine and network, without correcting it."""
+    return float(np.median(total_seconds(job, row, replace(draws, corrections=()))))
+
+
 def _check_batch(side: Side) -> None:
     most = max(side.asked.hosts)
     if side.shape(most).batch < 1:
@@ -335,7 +374,7 @@ def _with_network(prior: Prior, asked: ForecastOptions) -> Prior:
     if isinstance(network, float):
         return replace(prior, nic=(TCP[0] * network, TCP[1] * network), rtt=rtt)
     if not network.links:
-        return replace(prior, nic=(1e6, 5e10), rtt=rtt)
+        return replace(prior, nic=_ANY_NIC, rtt=rtt)
     slowest = min(link.bytes_per_s for link in network.links)
     if asked.rtt is None:
         longest = max(link.rtt_s for link in network.links)

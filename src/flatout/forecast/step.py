@@ -34,6 +34,8 @@ class MachineDraws:
 
     Attributes:
         seconds: of a step's computing, of one rank alone on its host, at the job's batch.
+        corrections: by numbers of ranks that were timed: the time of a step as a multiple of what
+            the model says. Between them it goes by the logarithm of the ranks.
     """
 
     seconds: Floats
@@ -48,12 +50,19 @@ class MachineDraws:
     inside: Floats
     input: Floats
     total_input: Floats
+    corrections: tuple[tuple[int, float], ...] = ()
 
     def take(self, places: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> MachineDraws:
         """Those draws."""
-        return MachineDraws(
-            **{item.name: getattr(self, item.name)[places] for item in fields(self)}
-        )
+        names = [item.name for item in fields(self) if item.name != "corrections"]
+        return replace(self, **{name: getattr(self, name)[places] for name in names})
+
+    def correction(self, ranks: int) -> float:
+        """By what the model's time of a step is to be multiplied."""
+        if not self.corrections:
+            return 1.0
+        timed, factors = np.log(np.array(self.corrections)).T
+        return float(np.exp(np.interp(np.log(ranks), timed, factors)))
 
 
 def step_terms(
@@ -80,6 +89,8 @@ def step_terms(
     if not is_timed:
         drawn = np.random.default_rng(4).standard_normal(len(draws.seconds))
         terms["gradient sync"] = terms["gradient sync"] * np.exp(_EXCHANGE_ERROR * drawn)
+    factor = draws.correction(shape.ranks)
+    terms = {name: factor * term for name, term in terms.items()}
     per_host = shape.samples / shape.hosts / draws.input
     reading = np.maximum(per_host, shape.samples / draws.total_input)
     return terms | {"input": np.maximum(0.0, reading - sum(terms.values()))}
