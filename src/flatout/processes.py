@@ -86,13 +86,16 @@ def adopt_orphans(adopts: bool) -> None:
     _prctl(_SET_SUBREAPER, int(adopts), 0, 0, 0)
 
 
+def not_ignored(*numbers: signal.Signals) -> list[signal.Signals]:
+    """Those signals that this process was not told to ignore, as nohup and a shell's `&` do."""
+    return [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+
+
 @contextmanager
 def asked_to_end(meet: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Within, the signals that ask this process to end go to `meet`. For the main thread."""
-    asking = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    # Under nohup a hang-up is none.
-    kept = [n for n in asking if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
-    handlers = {number: signal.signal(number, meet) for number in kept}
+    heeded = not_ignored(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = {number: signal.signal(number, meet) for number in heeded}
     try:
         yield
     finally:

@@ -18,6 +18,7 @@ import torch
 
 from flatout.console import say
 from flatout.errors import WorldError
+from flatout.processes import not_ignored
 from flatout.strategies.fsdp_refusals import ELEMENTWISE
 from flatout.strategies.server import Server, Share
 from flatout.strategies.server_answers import Answers
@@ -62,7 +63,7 @@ def serve(number: int) -> int:
     """
     # Ranks agree on their last step after a signal, for which they need the servers.
     stopped: list[int] = []
-    for signum in _STOPS:
+    for signum in not_ignored(*_STOPS):
         signal.signal(signum, lambda signum, _: stopped.append(signum))
     here = place()
     if here.nodes == 1:

@@ -33,6 +33,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import get_sub
 
 from flatout.console import say
 from flatout.errors import WorldError
+from flatout.processes import not_ignored
 from flatout.world import secret
 from flatout.world.dropped import COMES_BACK, drops, store_of_agent, times_of
 from flatout.world.network import INTERFACES
@@ -53,6 +54,7 @@ _LOOK_EVERY_S = 0.1
 # has failed; where they have lost it; and where it was killed.
 _LAST_WORDS_S, _OTHERS_S, _SOON_S, _LAST_BREATH_S = 120, 30, 5, 1
 
+_OF_TORCH = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 # How ranks end that have only lost another one.
 _LEFT = (LostRank.code, -signal.SIGTERM)
@@ -183,10 +185,17 @@ def _stop_signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield  # where Python allows no handlers
         return
-    before = {signum: signal.signal(signum, stop) for signum in (*_STOPS, signal.SIGQUIT)}
+    heeded = not_ignored(*_STOPS, signal.SIGQUIT)
+    # The agent of torch has handlers too, and sets them where a signal is ignored.
+    asked = os.environ.get(_OF_TORCH)
+    os.environ[_OF_TORCH] = ",".join(n.name for n in heeded if n != signal.SIGUSR1)
+    before = {signum: signal.signal(signum, stop) for signum in heeded}
     try:
         yield
     finally:
+        os.environ.pop(_OF_TORCH)
+        if asked is not None:
+            os.environ[_OF_TORCH] = asked
         for signum, handler in before.items():
             signal.signal(signum, handler)
 

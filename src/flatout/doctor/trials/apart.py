@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from flatout.doctor.trials import namespaces, own_network
-from flatout.processes import die_with_parent
+from flatout.processes import die_with_parent, not_ignored
 
 _MESSAGE, _MOST_DESCRIPTORS = 65536, 250
 
@@ -133,7 +133,7 @@ def _be_init(
 ) -> NoReturn:
     try:
         # It ends with the script, which does not inherit handlers.
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in not_ignored(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, lambda *_: None)
         if not line.recv(_MESSAGE):
             os._exit(1)
