@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -16,6 +16,7 @@ from flatout.train.broadcast import ONE_SHAPE, no_broadcast_within
 from flatout.train.loss_value import Compute
 from flatout.train.losses import Loss, Value
 from flatout.train.micro_batch import is_out_of_memory
+from flatout.train.objective_checks import NO_GRAPH, no_backward_within
 from flatout.train.snapshot import untouched
 from flatout.train.tables import ids_checked
 
@@ -25,10 +26,6 @@ MISFITS = (RuntimeError, ValueError, TypeError, IndexError)
 _SHAPES = "compare the shapes with what the model's first layer and the loss expect"
 
 
-# What torch says where a gradient is taken of what was computed without any.
-_NO_GRAPH = "does not require grad"
-
-
 def check_first_batch(
     model: nn.Module,
     compute: Compute,
@@ -36,6 +33,7 @@ def check_first_batch(
     source: Source | None = None,
     *,
     is_own: bool = False,
+    parameters: Sequence[torch.Tensor] = (),
 ) -> bool:
     """Run the forward and loss of one batch without a trace, and explain what does not fit.
 
@@ -48,10 +46,11 @@ def check_first_batch(
         pieces: the batch, in the pieces that a step would take; on the model's device.
         source: where they come from, to name a sample's file and line.
         is_own: whether compute is the user's own, and looks for no shapes that broadcast itself.
+        parameters: that the step will give gradients to, which compute may not.
 
     Raises:
         DataError: naming shapes, dtypes and, for labels and ids, the sample.
-        ModelError: `compute` gives no loss, or broadcasts.
+        ModelError: `compute` gives no loss, broadcasts, or calls `backward`.
         RuntimeError, MemoryError: as memory ran out.
     """
     takes_gradients = False
@@ -63,10 +62,10 @@ def check_first_batch(
                     with torch.set_grad_enabled(takes_gradients):
                         value = compute(piece)
                 except (RuntimeError, DataError) as error:
-                    if takes_gradients or _NO_GRAPH not in str(error):
+                    if takes_gradients or NO_GRAPH not in str(error):
                         raise
                     takes_gradients = True
-                    with torch.enable_grad():
+                    with torch.enable_grad(), no_backward_within(parameters):
                         value = compute(piece)
             _check_value(value)
     return takes_gradients

@@ -167,7 +167,10 @@ def _check_first(loop: LoopState, compute: Compute, first: list[Batch]) -> float
     stepper = loop.stepper
 
     def check(pieces: list[Batch]) -> None:
-        stepper.takes_gradients = check_first_batch(loop.model, compute, pieces, source, is_own=own)
+        parameters = stepper.update.parameters
+        stepper.takes_gradients = check_first_batch(
+            loop.model, compute, pieces, source, is_own=own, parameters=parameters
+        )
 
     if _planned(loop, first) is not None and first[0].size > _CHECKED:
         with suppress(FlatoutError, *MISFITS):

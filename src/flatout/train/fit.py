@@ -181,7 +181,7 @@ class Fit:
         train_mode(objective.model)
         for callback in self.callbacks:
             callback.prepare(state)
-        for line in freezing_lines(objective.model, objective.optimizer):
+        for line in freezing_lines(objective.model, [objective.optimizer]):
             loop.say(line)
         planned = None
         if state.steps_per_epoch is not None:

@@ -19,16 +19,17 @@ ONLY_LOOKS = "_flatout_only_looks"
 _NAMED = 3
 
 
-def freezing_lines(model: nn.Module, optimizer: Any) -> Iterator[str]:
+def freezing_lines(model: nn.Module, optimizers: Sequence[Any]) -> Iterator[str]:
     """A line on BatchNorm layers that are frozen in part, and one on parameters left out."""
     if norms := moving_norms(model):
         yield (
             f"frozen BatchNorm goes on to move its statistics in training: {listed(norms)}; "
             "flatout.freeze(model, layers=...) keeps it in evaluation"
         )
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    if not all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in optimizers):
         return
-    if missing := optimizer_adapter(optimizer).parameters_left_out(model):
+    left_out = [optimizer_adapter(optimizer).parameters_left_out(model) for optimizer in optimizers]
+    if missing := [name for name in left_out[0] if all(name in names for names in left_out)]:
         yield (
             f"the optimizer misses parameters that require gradients: {listed(missing)}; they "
             "stay as they are: give them to it, or freeze them with flatout.freeze"

@@ -43,11 +43,12 @@ from flatout.train.broadcast import watched
 from flatout.train.decide import decide, make_stepper
 from flatout.train.device_data import DeviceData, room
 from flatout.train.features import FrozenFeatures
-from flatout.train.freezing_checks import gradients_watched
+from flatout.train.freezing_checks import freezing_lines, gradients_watched
 from flatout.train.loop_state import LoopState, Scheduler
 from flatout.train.loss_value import Compute
 from flatout.train.monitor import Monitor
 from flatout.train.numbers_guard import NumbersGuard, StepFacts
+from flatout.train.objective_checks import check_optimizers, without_backward
 from flatout.train.other_job import OtherJob
 from flatout.train.preflight import explain_one_sample
 from flatout.train.prepare import first_batches, follow_rule, place_model
@@ -132,7 +133,8 @@ class Loop(LoopState):
         Raises:
             DeviceError: for a device that is not here.
             DataError: for data that do not fit the model, or are not those of the checkpoint.
-            ModelError: for a learning-rate rule where nothing shows the size of a batch.
+            ModelError: for an optimizer of another model, a model that is frozen as a whole, and a
+                learning-rate rule where nothing shows the size of a batch.
             CheckpointError: for a run folder that cannot be written or holds another fit, and a
                 checkpoint that is damaged or of another job.
         """
@@ -146,6 +148,10 @@ class Loop(LoopState):
             raise ModelError(
                 "prepare was given no optimizer", do="give it one, or a list of several"
             )
+        check_optimizers(model, self.optimizers)
+        if self.trainer_facts is None:
+            for line in freezing_lines(model, self.optimizers):
+                self.say(line)
         self.schedulers = _listed(scheduler)
         if self.requested.process.threads == "auto":
             self.undo.callback(torch.set_num_threads, torch.get_num_threads())
@@ -302,7 +308,8 @@ class Loop(LoopState):
             NumbersError: where gradients were not finite; the weights are those before the step. Of
             several ranks the one whose part of the batch is the cause raises it.
             OutOfMemory: where no allowed micro-batch fits.
-            ModelError: in the first step, where output and targets differ in shape and broadcast.
+            ModelError: the loss has no graph; in the first step, output and targets differ in shape
+            and broadcast, or `compute` calls `backward` itself.
             FlatoutError: `prepare` was not given this optimizer.
         """
         stepper = self.stepper
@@ -334,7 +341,9 @@ class Loop(LoopState):
         # A Trainer's loss is checked where its outputs and targets are known.
         is_checked = self.trainer_facts is None and not turn.has_stepped
         try:
-            run = watched(compute) if is_checked else compute
+            run = compute
+            if is_checked:
+                run = without_backward(watched(compute), turn.update.parameters)
 
             if self._other_job is not None and self.is_other_job:
                 self.stepper.switch.gather_rows()

@@ -40,6 +40,7 @@ from flatout.train.micro_batch import (
     pieces_for,
     smaller,
 )
+from flatout.train.objective_checks import explain_backward
 from flatout.train.settings import Settings, Switch
 from flatout.train.snapshot import Moving
 from flatout.train.step_graphs import Done, MakesCudaGraphs, MakesGraphs
@@ -402,7 +403,11 @@ class Stepper:
 
     def _backward(self, loss: torch.Tensor) -> None:
         scaled = loss if self.scaler is None else self.scaler.scale(loss)
-        scaled.backward()  # type: ignore[no-untyped-call]
+        try:
+            scaled.backward()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            explain_backward(error, self.update.parameters)
+            raise
 
     def _check_places(self, batches: Sequence[Batch]) -> None:
         if not self.is_alone and not all(batch.whole for batch in batches):

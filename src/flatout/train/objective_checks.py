@@ -1,0 +1,111 @@
+"""What can be wrong between a model, its optimizers and what a step computes, for any loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from flatout.data import Batch
+from flatout.errors import ModelError
+
+_T = TypeVar("_T")
+# What torch says of a loss without a graph, and of a graph that a backward pass has freed.
+NO_GRAPH = "does not require grad"
+_FREED = "backward through the graph a second time"
+
+
+def check_optimizers(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Refuse optimizers that are of another model, and a model that is frozen as a whole.
+
+    Raises:
+        ModelError: no optimizer has a parameter of the model, or none of these trains.
+    """
+    own = {id(p): p for p in model.parameters()}
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    stepped = [own[id(p)] for group in groups for p in group["params"] if id(p) in own]
+    if not own or not any(group["params"] for group in groups):
+        return
+    if not stepped:
+        raise ModelError(
+            "the optimizer has no parameter of this model",
+            do="make it from the parameters of the model that is passed here",
+        )
+    if not any(p.requires_grad for p in stepped):
+        raise ModelError(
+            "the model has no parameter that can be trained: none requires gradients",
+            do="unfreeze what is to train first: flatout.unfreeze(model), or "
+            "parameter.requires_grad_(True)",
+        )
+
+
+def explain_backward(error: RuntimeError, parameters: Sequence[torch.Tensor]) -> None:
+    """Raise what is wrong where torch refuses the backward pass of a loss.
+
+    Args:
+        error: torch's.
+        parameters: that the optimizers step.
+
+    Raises:
+        ModelError: the loss has no graph, or another backward pass has freed it.
+    """
+    words = str(error)
+    if _FREED in words:
+        raise _called_twice() from error
+    if NO_GRAPH not in words:
+        return
+    if not any(p.requires_grad for p in parameters):
+        raise ModelError(
+            "no parameter that the optimizer steps requires gradients",
+            do="unfreeze what is to train: flatout.unfreeze(model)",
+        ) from error
+    raise ModelError(
+        "the loss has no graph that leads to the parameters: nothing would be learned",
+        do="return the loss as it was computed, without .detach(), .item() or torch.no_grad(), and "
+        "of this model",
+    ) from error
+
+
+@contextmanager
+def no_backward_within(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Within, a function that computes a loss may give these parameters no gradients itself.
+
+    Raises:
+        ModelError: it has called `backward`; the gradients would count twice.
+    """
+    before = [_gradient_of(parameter) for parameter in parameters]
+    yield
+    if before != [_gradient_of(parameter) for parameter in parameters]:
+        for parameter in parameters:
+            parameter.grad = None
+        raise _called_twice()
+
+
+def _gradient_of(parameter: torch.Tensor) -> tuple[int, int]:
+    """Which gradient it has, and how often that was changed."""
+    gradient = parameter.grad
+    return (0, 0) if gradient is None else (id(gradient), gradient._version)
+
+
+def without_backward(
+    compute: Callable[[Batch], _T], parameters: Sequence[torch.Tensor]
+) -> Callable[[Batch], _T]:
+    """The same function, which is refused where it calls `backward` itself."""
+
+    def within(batch: Batch) -> _T:
+        with no_backward_within(parameters):
+            return compute(batch)
+
+    within.__wrapped__ = compute  # type: ignore[attr-defined]
+    return within
+
+
+def _called_twice() -> ModelError:
+    return ModelError(
+        "what computes the loss calls backward itself, and so does the step: gradients would count "
+        "twice",
+        do="return the loss, and leave loss.backward() and optimizer.step() out",
+    )
