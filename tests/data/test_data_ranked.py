@@ -43,3 +43,55 @@ def test_ranks_that_have_one_model_together_read_whole_batches(source):
         ):
             assert torch.equal(part.inputs, batch)
             assert (part.is_copy, part.copies, part.whole) == (rank < 2, 3, len(batch))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("last", ["keep", "drop", "pad"])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_function_of_batches_gets_them_whole_on_every_rank(last, sharded, world_size):
+    def centered(inputs, targets):
+        return inputs - inputs.mean(0), targets
+
+    pipeline = flatout.data.arrays(X, X).batch(SIZE, last=last).map(centered)
+    whole = list(pipeline.batches(0))
+    parts = []
+    for rank in range(world_size):
+        own = pipeline.shard(rank, world_size) if sharded else pipeline
+        parts.append(list(ranked(own, rank, world_size).batches(0)))
+    assert len(whole) == (4 if last == "drop" else 5)
+    for batch, *of_ranks in zip(whole, *parts, strict=True):
+        assert torch.equal(torch.cat([part.inputs for part in of_ranks]), batch.inputs)
+        assert sum(part.padding for part in of_ranks) == batch.padding
+
+
+def test_a_cache_lasts_over_the_epochs_of_a_rank():
+    calls = []
+
+    def counted(inputs, targets):
+        calls.append(int(inputs))
+        return inputs, targets
+
+    pipeline = flatout.data.arrays(X, X).map(counted).cache("memory").shuffle(1).batch(SIZE)
+    list(ranked(pipeline, 0, 2).batches(0))
+    before = len(calls)  # with those that the pipeline was looked at with
+    for epoch in range(1, 8):
+        list(ranked(pipeline, 0, 2).batches(epoch))  # as each epoch of a training begins
+    later = calls[before:]
+    assert len(later) == len(set(later)) <= len(X)
+
+
+def test_the_cache_of_rows_that_ranks_have_themselves_lasts_too():
+    calls = []
+
+    def counted(inputs, targets):
+        calls.append(int(inputs))
+        return inputs, targets
+
+    pipeline = flatout.data.arrays(X, X).map(counted).cache("memory").batch(SIZE)
+    pipeline = pipeline.shard(0, 2, presharded=True)
+    counts = []
+    for epoch in range(3):
+        agreed = pipeline.agreed(lambda own: [own, own])
+        list(ranked(agreed, 0, 2).batches(epoch))
+        counts.append(len(calls))
+    assert len(set(counts)) == 1

@@ -80,6 +80,7 @@ from flatout.data.sealing import seal as seal
 from flatout.data.source import Source as Source
 from flatout.data.source import as_source as as_source
 from flatout.data.source import last_batch_of as last_batch_of
+from flatout.data.source import loose_digest as loose_digest
 from flatout.data.source import report_of as report_of
 from flatout.data.sources.array_parts import split_validation as split_validation
 from flatout.data.sources.array_parts import with_parts as with_parts

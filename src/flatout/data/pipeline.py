@@ -29,7 +29,7 @@ from flatout.data.ids.counting import IdCounts, count_ids
 from flatout.data.ids.lookup import Lookup, looked_up
 from flatout.data.normalization import Normalization
 from flatout.data.origins import Gather, alone, is_rows, is_stream
-from flatout.data.planner import Built, BuiltStream, build, check
+from flatout.data.planner import Built, BuiltStream, build, check, of_rank
 from flatout.data.schema import Column, Schema
 from flatout.data.stages import Batch as BatchStage
 from flatout.data.stages import (
@@ -85,6 +85,9 @@ class Pipeline(Staged["Pipeline"]):
         self.of_rank: Pipeline | None = None
         self._renumbered: dict[tuple[str, ...], Pipeline] = {}
         self._looked_up: dict[tuple[str, ...], Pipeline] = {}
+        # Of the part of a rank: what it is the part of.
+        self._whole: Pipeline | None = None
+        self._of_shards: dict[Shard | None, Pipeline] = {}
         check(self.stages)
 
     def _with(self, stage: Stage) -> Pipeline:
@@ -93,6 +96,32 @@ class Pipeline(Staged["Pipeline"]):
     def with_stages(self, stages: Sequence[Stage]) -> Pipeline:
         """The same source with other stages behind it."""
         return Pipeline(self.origin, stages, self._options, self._say)
+
+    def _of_shard(self, shard: Shard | None) -> Pipeline:
+        """The same with this shard alone: one object for each, so that its caches last."""
+        if shard not in self._of_shards:
+            stages = [stage for stage in self.stages if not isinstance(stage, Shard)]
+            self._of_shards[shard] = self.with_stages([*stages, *([shard] if shard else [])])
+        return self._of_shards[shard]
+
+    def of_all_ranks(self) -> Pipeline:
+        """Without the part of one rank."""
+        return self._of_shard(None)
+
+    def part_of_rank(self, rank: int, world_size: int) -> Pipeline:
+        """The part of each batch that a rank has; always the same object for a rank."""
+        if self.sharded is not None:
+            return self
+        part = self._of_shard(Shard(rank, world_size))
+        part._whole = self
+        return part
+
+    @property
+    def maps_batches(self) -> bool:
+        """Whether a function gets whole batches, so that it may mix their samples."""
+        batch = only(self.stages, BatchStage)
+        behind = () if batch is None else self.stages[self.stages.index(batch) :]
+        return only(behind, Map) is not None
 
     def options(
         self,
@@ -252,12 +281,19 @@ class Pipeline(Staged["Pipeline"]):
         """The same without `normalize`, for what scales on a device. It shares all caches."""
         if self.normalization is None:
             return self
+        if self._whole is not None and self.sharded is not None:
+            return self._whole.in_bytes.part_of_rank(self.sharded.rank, self.sharded.world_size)
         return self.with_stages([s for s in self.stages if not isinstance(s, Normalize)])
 
     @cached_property
     def _built(self) -> Built | BuiltStream:
         if self.in_bytes is not self:
             return self.in_bytes._built
+        whole = None if self._whole is None else self._whole._built
+        if isinstance(whole, Built) and self.sharded is not None:
+            part = of_rank(whole, self.sharded.rank, self.sharded.world_size)
+            if part is not None:
+                return part
         return build(self.origin, self.stages, self._options, self._say)
 
     @property
@@ -296,10 +332,10 @@ class Pipeline(Staged["Pipeline"]):
             return self  # own_pipes.py
         stages = [stage for stage in self.stages if stage is not shard]
         turns = passes(stages)
-        own = self.with_stages((*stages, replace(shard, steps=turns))).samples
+        own = self._of_shard(replace(shard, steps=turns)).samples
         assert own is not None
         steps = turns * -(-sum(gather(own)) // (turns * size))
-        return self.with_stages((*stages, replace(shard, steps=steps)))
+        return self._of_shard(replace(shard, steps=steps))
 
     @property
     def seekable(self) -> bool:

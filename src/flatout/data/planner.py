@@ -12,7 +12,7 @@ Only Flatout's own stages move, and only where the batches stay the same:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -329,6 +329,27 @@ def build_rows(
     if plan.everywhere is not None:
         rows = plan.everywhere * samples_times(plan.stages)
     return Built(plan, _program(plan, cut, begun), cut, rows)
+
+
+def of_rank(built: Built, rank: int, world_size: int) -> Built | None:
+    """The same for a rank's part of each batch: it has the same samples, with their caches.
+
+    None where the source gives batches as they are, which has no caches.
+    """
+    whole = built.program
+    if not isinstance(whole, Program):
+        return None
+    options = built.plan.options
+    cut = replace(built.cut, rank=rank, world_size=world_size)
+    program = Program(
+        whole.maker,
+        cut,
+        Tuner(max(1, usable_cpus()), options.threads, options.depth),
+        processes=options.processes,
+        in_this_thread=whole.in_this_thread,
+        repeats=whole.repeats,
+    )
+    return Built(built.plan, program, cut, built.rows_to_cut)
 
 
 def check(stages: Sequence[Stage]) -> None:

@@ -75,11 +75,14 @@ class _Ranked:
         self._rank, self._world_size, self._all_whole = rank, world_size, all_whole
         self._look, self._ends = look, ends
         self._whole = source
-        # A Pipeline makes only the rows of its own rank; of any other source each rank cuts what
-        # it has read.
-        self._own = source if isinstance(source, Pipeline) and not all_whole else None
-        if self._own is not None and self._own.sharded is None:
-            self._own = self._own.shard(rank, world_size)
+        # A Pipeline makes only the rows of its own rank, unless a function is to see whole batches;
+        # of any other source each rank cuts what it has read.
+        self._own = None
+        if isinstance(source, Pipeline) and not all_whole:
+            if source.maps_batches:
+                self._whole = source.of_all_ranks()
+            else:
+                self._own = source.part_of_rank(rank, world_size)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -114,6 +117,8 @@ class _Ranked:
     @property
     def can_claim(self) -> bool:
         """Whether this rank may claim parts of batches, in place of its own part of each."""
+        if self._own is None and isinstance(self._whole, Pipeline):
+            return False
         source = self._whole if self._own is None else self._own
         return not self._all_whole and getattr(source, "can_claim", False)
 

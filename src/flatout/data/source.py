@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal, Protocol
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from flatout.data.batch import Batch
 from flatout.data.execution.batch_sampler import DEFAULT_BATCH_SIZE, last_batch
+from flatout.data.execution.digests import without_plain_values
 from flatout.data.execution.worker_tuner import Workers, WorkerTrial
 from flatout.data.pipeline import Pipeline
 from flatout.data.sources.arrays import Arrays, array_source
@@ -253,6 +255,14 @@ def last_batch_of(source: Source) -> int | None:
         return None
     # Of what is dropped `samples` does not say.
     return last_batch(source.samples, source.batch_size, drop_last=False)
+
+
+def loose_digest(source: Any) -> str:
+    """The digest of a source without numbers and texts that its code reads, such as a rank."""
+    digest = inspect.getattr_static(type(source), "digest", source.digest)
+    make = getattr(digest, "func", None) or getattr(digest, "fget", None)
+    with without_plain_values():
+        return source.digest if make is None else str(make(source))
 
 
 def _is_source(value: Any) -> bool:

@@ -44,7 +44,7 @@ def first_batches(loop: LoopState, data: Source | None, compute: Compute | None)
     if data is not None and loop.run is not None:
         # What tells the data is told before a function that draws has drawn.
         loop.data_state = source_state(data)
-    check_ranks(loop.model, data, loop.world)
+    check_ranks(loop.model, data, loop.world, loop.say)
     check_reduction(loop.requested.world, loop.world, loop.say)
     if loop.world.size > 1:
         check_settings(loop.requested)

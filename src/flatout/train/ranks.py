@@ -20,6 +20,7 @@ from flatout.data import (
     Source,
     is_pipe,
     listed,
+    loose_digest,
     named_tensors,
     own_pipe,
     unlike_meaning,
@@ -28,9 +29,12 @@ from flatout.data.ranked import Share, ranked
 from flatout.errors import DataError, ModelError, WorldError
 from flatout.models import has_own_moments, modules_of
 from flatout.strategies import digest_of
+from flatout.train.held_state import HeldState
 from flatout.world import World
 
 Use: TypeAlias = Literal["train", "evaluate", "predict"]
+# Batches by which data are compared whose code reads other plain values on each rank.
+_COMPARED = 2
 _NO_ROWS = "the inputs of these batches have no row for each sample"
 
 
@@ -49,8 +53,16 @@ def _own_pipe(source: Source, world: World) -> Pipeline | None:
     return own_pipe(source, world.rank, world.size, world.gather)
 
 
-def check_ranks(model: nn.Module, data: Source | None, world: World) -> None:
+def check_ranks(
+    model: nn.Module, data: Source | None, world: World, say: Callable[[str], None] = say
+) -> None:
     """Refuse what would train another model than one rank does.
+
+    Args:
+        model: that is trained.
+        data: it is trained on.
+        world: of this rank.
+        say: gets a line where data differ in what does not reach their samples.
 
     Raises:
         ModelError: a layer works on each rank's part of a batch in a way that cannot be joined.
@@ -64,6 +76,13 @@ def check_ranks(model: nn.Module, data: Source | None, world: World) -> None:
         return
     own = (data.digest, data.batch_size, data.steps, data.describe())
     values = world.gather(own)
+    unlike = next((rank for rank, v in enumerate(values) if v[:3] != values[0][:3]), None)
+    if unlike is not None and _give_the_same(data, values, world):
+        say(
+            f"the data of ranks 0 and {unlike} read other numbers or texts, such as a rank or a "
+            f"path; their first {_COMPARED} batches are equal"
+        )
+        return
     if any(theirs[:3] != values[0][:3] for theirs in values) and _are_own(data, world):
         _check_same_steps(values)
         return
@@ -78,6 +97,22 @@ def check_ranks(model: nn.Module, data: Source | None, world: World) -> None:
             )
     if isinstance(data, Pipeline):
         _check_names(data, world)
+
+
+def _give_the_same(data: Source, values: list[tuple[Any, ...]], world: World) -> bool:
+    """Whether data differ only in plain values of their code, and give equal batches; all ask."""
+    if any(theirs[1:3] != values[0][1:3] for theirs in values):
+        return False
+    if isinstance(data, ArraySource) or len(set(world.gather(loose_digest(data)))) > 1:
+        return False
+    held = HeldState(data, most_bytes=0)
+    try:
+        batches = data.peek(_COMPARED)
+    finally:
+        held.restore()
+    own = [[digest_of(t) for _, t in named_tensors("", batch[:3])] for batch in batches]
+    gathered = world.gather(own)
+    return all(theirs == gathered[0] for theirs in gathered)
 
 
 def _are_own(data: Source, world: World) -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from flatout.data.execution.digests import code_words, content_digest, digest_of
+from flatout.data.execution.digests import PLAIN_COUNTS, code_words, content_digest, digest_of
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 # Methods that others call; what these call by name is looked at too.
@@ -86,7 +86,7 @@ def _words(value: Any, visited: frozenset[int]) -> Iterator[str]:
         return
     visited = visited | {id(value)}
     if isinstance(value, _PLAIN):
-        yield _plain_words(value)
+        yield _plain_words(value) if PLAIN_COUNTS.get() else "plain"
     elif isinstance(value, np.generic):
         yield f"{value.dtype} {value!r}"
     elif isinstance(value, (torch.Tensor, np.ndarray)):

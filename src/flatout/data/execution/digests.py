@@ -7,6 +7,8 @@ import hashlib
 import inspect
 import pickle
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,20 @@ _PLAIN = (bool, int, float, complex, str, bytes, tuple, frozenset, type(None))
 # Of tensors up to this size all bytes are read, of larger ones as many.
 _READ = 64 * 2**20
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
+# Within `without_plain_values`, numbers and texts that code reads from global names are left out.
+PLAIN_COUNTS: ContextVar[bool] = ContextVar("plain values count", default=True)
+
+
+@contextmanager
+def without_plain_values() -> Iterator[None]:
+    """Within it, names leave out numbers and texts that code reads, such as a rank or a path."""
+    token = PLAIN_COUNTS.set(False)
+    try:
+        yield
+    finally:
+        PLAIN_COUNTS.reset(token)
 
 
 class NoDigest(Exception):
@@ -144,7 +160,7 @@ def _callable_words(function: Callable[..., Any], seen: set[int]) -> Iterator[st
 def _global_words(function: Any, seen: set[int]) -> Iterator[str]:
     for name in function.__code__.co_names:
         value = function.__globals__.get(name)
-        if inspect.isfunction(value) or isinstance(value, _PLAIN):
+        if inspect.isfunction(value) or (PLAIN_COUNTS.get() and isinstance(value, _PLAIN)):
             yield name
             yield from _words(value, seen)
 
