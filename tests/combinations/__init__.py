@@ -1,0 +1,1 @@
+"""Trains in many combinations of features, and compares each with a plain loop."""

@@ -1,0 +1,14 @@
+"""Failures that are known and not mended yet: which cases they are of, and their cause."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from combinations.axes import Case
+
+KNOWN: dict[str, Callable[[Case], bool]] = {}
+
+
+def cause_of(case: Case) -> str | None:
+    """Why a case fails; None where it must not."""
+    return next((cause for cause, is_of in KNOWN.items() if is_of(case)), None)

@@ -1,0 +1,53 @@
+"""All pairs of features: each case learns what a plain loop does, or is refused by name."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+pytest.importorskip("keras")
+from combinations.axes import Case, cases, listed
+from combinations.known import KNOWN, cause_of
+from combinations.run import found
+
+CASES = listed()
+# Every tenth of them is quick enough to run each time.
+QUICK = {str(case) for case in CASES[::10]}
+
+
+def parameter(case):
+    cause = cause_of(case)
+    marks = [] if str(case) in QUICK else [pytest.mark.slow]
+    if cause is not None:
+        marks.append(pytest.mark.xfail(reason=cause, strict=True))
+    return pytest.param(case, id=str(case), marks=marks)
+
+
+@pytest.fixture(scope="module")
+def ran(request, tmp_path_factory):
+    """What is wrong with each case that was asked for: two run at a time."""
+    wanted = [
+        item.callspec.params["case"]
+        for item in request.session.items
+        if item.originalname == test_a_case_is_right.__name__
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        yield {case: pool.submit(found, case, tmp_path_factory.mktemp("case")) for case in wanted}
+
+
+@pytest.mark.timeout(1800)  # the first waits for the processes that are forked
+@pytest.mark.parametrize("case", map(parameter, CASES))
+def test_a_case_is_right(ran, case):
+    assert not ran[case].result()
+
+
+def test_each_known_failure_is_one_of_a_case():
+    assert [cause for cause, is_of in KNOWN.items() if not any(map(is_of, CASES))] == []
+
+
+@pytest.mark.slow
+def test_the_list_has_all_pairs():
+    assert listed() == list(cases())
+
+
+def test_a_case_is_found_by_its_name():
+    assert [Case.parse(str(case)) for case in CASES] == CASES
