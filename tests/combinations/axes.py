@@ -28,6 +28,7 @@ AXES = {
     ),
     "data": (
         "arrays",
+        "tuple",
         "dataset",
         "dataset_log",
         "loader",

@@ -74,7 +74,7 @@ def plain_batches(case: Any, epoch: int) -> Iterator[tuple[np.ndarray, ...]]:
     """Batches of (inputs, targets, weights) in the order that is documented."""
     size = batch_size(case)
     x, y, w = samples(case)
-    if case.data in ("arrays", "dataset", "dataset_log") and not case.is_compiled:
+    if case.data in ("arrays", "tuple", "dataset", "dataset_log") and not case.is_compiled:
         rows = order(len(x), 0, epoch)
     elif case.data in ("files", "mapped", "cache", "batch_map"):
         rows = order(len(x), SEED, epoch)
@@ -139,6 +139,9 @@ def given(case: Any, folder: Path, rank: int) -> dict[str, Any]:
         x, y, w = (torch.from_numpy(one) for one in rows)
         data = {"x": inputs_of(case, x), "y": targets_of(case, x, y), "batch_size": size}
         return data | ({"sample_weight": w} if case.weights == "sample" else {})
+    if case.data == "tuple":
+        tensors = (torch.from_numpy(one) for one in rows)
+        return {"x": rows_of(case, *tensors), "batch_size": size}
     if case.data in ("dataset", "dataset_log"):
         made = Rows(case, rows) if case.data == "dataset" else LoggedRows(case, rows, f"log{rank}")
         return {"x": made, "batch_size": size}

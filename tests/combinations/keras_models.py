@@ -207,7 +207,7 @@ def as_keras(case: Any, data: dict[str, Any]) -> dict[str, Any]:
                 yield from each
 
         return data | {"x": forever(), "steps_per_epoch": len(each)}
-    if case.data == "arrays":
+    if case.data in ("arrays", "tuple"):
         return data | {"shuffle": False}
     return data
 

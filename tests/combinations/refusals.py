@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+PIPELINES = ("files", "mapped", "cache", "batch_map", "fifo")
 SERVERS = ("parameter_server", "async")
 
 
@@ -17,6 +18,11 @@ def compiled(model: str) -> bool:
 # By the words of the error, the combinations of which any may be refused by it.
 REFUSED: dict[str, Any] = {
     "has its own train_step": lambda c: c["model"] == "keras_train" and c["ranks"] > 1,
+    "own train_step, so Keras' own loop reads": lambda c: (
+        c["model"] == "keras_train"
+        and c["ranks"] == 1
+        and (c["data"] in PIPELINES or c["validation"] == "pipeline")
+    ),
     "cuts the forward of torch modules": lambda c: (
         c["strategy"] == "staged" and c["model"].startswith("keras")
     ),

@@ -483,6 +483,31 @@ def test_a_train_step_of_the_users_own_runs_as_written_and_that_is_said():
     assert "Own has its own train_step: it runs as written" in said[0]
 
 
+@pytest.mark.parametrize("place", ["training", "validation"])
+def test_sources_of_flatout_do_not_go_through_keras_own_loop(place):
+    class Own(keras.Sequential):
+        def train_step(self, data):
+            return super().train_step(data)
+
+    class AsAdvised(keras.Sequential):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            return super().compute_loss(x, y, y_pred, sample_weight, training)
+
+    pipeline = flatout.data.arrays(*points(32)).batch(16)
+    data = [pipeline, points(32)] if place == "training" else [points(32), pipeline]
+
+    def fitted(kind):
+        model = kind([layers.Input((5,)), layers.Dense(3)])
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        train = (data[0],) if place == "training" else data[0]
+        return quiet(model).fit(*train, validation_data=data[1], verbose=0)
+
+    with pytest.raises(DataError, match="own train_step, so Keras' own loop reads") as caught:
+        fitted(Own)
+    assert "override compute_loss" in caught.value.do
+    assert len(fitted(AsAdvised).history["val_loss"]) == 1
+
+
 def test_auto_leaves_no_trace_in_model_optimizer_and_metrics():
     model = compiled("adam", layers.BatchNormalization(), layers.Dropout(0.3, seed=1))
     twin = compiled("adam", layers.BatchNormalization(), layers.Dropout(0.3, seed=1))

@@ -260,6 +260,7 @@ class CompiledObjective(Objective):
                 "itself, so no lr_rule can be followed",
                 do="set the learning rate in model.compile(...)",
             )
+        self._check_is_keras_data(own, data.x, data.validation_data)
         self._say_as_written(loop, own)
         weights = self._given_weights(data.class_weight, data.y, loop)
         theirs = self.model.fit(**data._replace(class_weight=weights)._asdict(), **arguments)
@@ -280,15 +281,31 @@ class CompiledObjective(Objective):
 
     def evaluate_as_written(self, **arguments: Any) -> dict[str, float] | None:
         """An `evaluate` of the user's own runs as it is."""
-        if not own_method(self.model, "evaluate"):
+        own = own_method(self.model, "evaluate")
+        if not own:
             return None
+        self._check_is_keras_data(own, arguments.get("x"))
         return dict(self.model.evaluate(**_given(arguments), return_dict=True))
 
     def predict_as_written(self, **arguments: Any) -> Any:
         """A `predict` of the user's own runs as it is."""
-        return (
-            self.model.predict(**_given(arguments)) if own_method(self.model, "predict") else None
-        )
+        own = own_method(self.model, "predict")
+        if not own:
+            return None
+        self._check_is_keras_data(own, arguments.get("x"))
+        return self.model.predict(**_given(arguments))
+
+    def _check_is_keras_data(self, own: str, *data: Any) -> None:
+        """Refuse sources of Flatout where Keras itself reads the data."""
+        for one in data:
+            if isinstance(one, (Arrays, Pipeline)):
+                raise DataError(
+                    f"{type(self.model).__name__} has its own {own}, so Keras' own loop reads the "
+                    f"data, and it takes no {type(one).__name__} of flatout.data",
+                    do="give it arrays, a keras.utils.PyDataset or a DataLoader; or override "
+                    "compute_loss and compute_metrics in place of train_step, with which Flatout "
+                    "reads the data",
+                )
 
     def job(self, loop: Loop, source: Source | None, *, training: bool) -> Job:
         """The compiled loss and metrics, to train or to evaluate."""
