@@ -122,6 +122,25 @@ def compare(make, clip, device="cpu"):
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_rates_that_change_after_a_state_was_loaded_hold_for_rows_too(make):
+    """torch makes new parameter groups of what is loaded."""
+    found = []
+    for touched in (False, True):
+        model, optimizer = job(make)
+        start = copy.deepcopy(model.state_dict())
+        rows = attached(model, optimizer) if touched else {}
+        train(model, optimizer, rows, 20)
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        optimizer.param_groups[0]["lr"] /= 10
+        train(model, optimizer, rows, 20, seed=4)
+        for one in rows.values():
+            one.detach()
+        found.append(model)
+    dense, ours = found
+    assert_near(ours, dense, start)
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_rows_of_bf16_halves_are_stepped_as_their_float32_numbers(make):
     step_halves(make)
 

@@ -118,8 +118,14 @@ class _TorchRule:
     def __init__(
         self, optimizer: torch.optim.Optimizer, group: dict[str, Any], weight: nn.Parameter
     ) -> None:
-        self._optimizer, self._group, self._weight = optimizer, group, weight
+        self._optimizer, self._weight = optimizer, weight
+        # torch makes new groups where a state is loaded, in the same order.
+        self._number = next(n for n, one in enumerate(optimizer.param_groups) if one is group)
         self.name = _RULES.get(type(optimizer), "")
+
+    @property
+    def _group(self) -> dict[str, Any]:
+        return self._optimizer.param_groups[self._number]
 
     @property
     def epsilon(self) -> float:
