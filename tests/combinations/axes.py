@@ -125,6 +125,9 @@ MEANINGLESS = {
         and c["weights"] == "class"
         and c["data"] in ("loader", "iterable", "generator")
     ),
+    "a tuple is several inputs to Keras": lambda c: (
+        c["data"] == "tuple" and c["model"] == "keras_train"
+    ),
     "one rank has no strategy": lambda c: c["ranks"] == 1 and c["strategy"] != "ddp",
     "validation_steps is Keras'": lambda c: c["validation"] == "steps" and not compiled(c["model"]),
     "Keras counts by its own metrics": lambda c: compiled(c["model"]) and c["functions"] == "own",

@@ -154,8 +154,10 @@ def calls_of(case: Case, plain: dict[str, Any], found: dict[str, Any]) -> Iterat
         if case.strategy != "staged" and case.functions == "own":
             most["loss"] = epochs * (batches + 5) + 10
             least["loss"] = epochs * batches
-    most["map"] = samples + 96 if case.data == "cache" else samples * epochs + 96
-    if case.model == "keras_own" and case.ranks == 1:
+    # Where ranks do not wait, one takes parts of others.
+    passes = epochs + (epochs if case.strategy == "async" else 1)
+    most["map"] = samples + 96 if case.data == "cache" else samples * passes + 96
+    if case.model == "keras_own" and (case.ranks, case.accumulate) == (1, 1):
         for name in ("test_step", "predict_step", "compute_loss", "compute_metrics"):
             least[name] = plain["calls"].get(name, 0)
             most[name] = least[name] + 4

@@ -6,9 +6,33 @@ from collections.abc import Callable
 
 from combinations.axes import Case
 
-KNOWN: dict[str, Callable[[Case], bool]] = {}
+KNOWN: dict[str, Callable[[Case], bool]] = {
+    "a cache is made again for each epoch on ranks": lambda c: (
+        c.data == "cache" and c.ranks > 1 and c.strategy != "staged" and c.resume == "none"
+    ),
+    "ranks of a compiled Keras model read a pass of a pipe before they train": lambda c: (
+        c.data == "fifo" and c.ranks > 1 and c.is_compiled
+    ),
+    "a map behind batch gets a rank's part": lambda c: (
+        c.data == "batch_map" and c.ranks > 1 and c.strategy not in ("staged", "async")
+    ),
+    "data that differ in an attribute alone are refused": lambda c: (
+        c.data == "dataset_log" and c.ranks > 1 and not c.is_compiled
+    ),
+    "fsdp refuses Keras models with frozen layers": lambda c: (
+        c.strategy == "fsdp" and c.is_compiled and c.frozen == "body"
+    ),
+    "batch_size of arrays is refused for a pipeline that validates a Keras model": lambda c: (
+        c.data in ("arrays", "tuple") and c.is_compiled and c.validation == "pipeline"
+    ),
+    "fit((x, y)) of a compiled Keras model takes two inputs": lambda c: (
+        c.data == "tuple" and c.is_compiled
+    ),
+}
 
 
 def cause_of(case: Case) -> str | None:
     """Why a case fails; None where it must not."""
+    if case.refused_by:
+        return None
     return next((cause for cause, is_of in KNOWN.items() if is_of(case)), None)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout.data import arrays, as_source
+from flatout.data import Pipeline, arrays, as_source
 from flatout.data.execution.claims import Claims
 from flatout.data.ranked import ranked
 from flatout.strategies.server_handing import Handing
@@ -65,6 +65,21 @@ def test_ranks_that_claim_parts_take_each_sample_once_in_the_very_batches_of_an_
     assert sum(taken) == RANKS * (source.steps - first)
     assert taken[-1] < taken[0]
     assert {own.end for own in claims} == {source.steps}
+
+
+@pytest.mark.parametrize("threads", [None, 2])
+@pytest.mark.parametrize("at", range(4))
+def test_a_rank_that_claims_all_parts_hears_where_they_end(at, threads):
+    source = list(sources())[at]
+    if threads is not None and isinstance(source, Pipeline):
+        source = source.options(threads=threads)
+    part = ranked(source, 0, RANKS)
+    handing = Handing(RANKS)
+    handing.open(source.steps)
+    alone, *_ = claims_of(handing, 0, source.steps)
+    for _ in part.claimed(1, alone):
+        alone.take()
+    assert (alone.used, alone.end) == (RANKS * source.steps, source.steps)
 
 
 def _shares(asking):
