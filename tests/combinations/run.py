@@ -20,7 +20,7 @@ import forked
 # Keras reads it when it is imported, here in the processes that are forked.
 os.environ.setdefault("KERAS_BACKEND", "torch")
 LOADED = (*forked.TRAINING, "combinations.check", "combinations.job", "combinations.run")
-PATIENCE_S = 90
+PATIENCE_S = 120
 CODE = "import sys; from combinations.run import main; main(*sys.argv[1:])"
 
 

@@ -35,7 +35,7 @@ def ran(request, tmp_path_factory):
 
 
 @pytest.mark.timeout(1800)  # the first waits for the processes that are forked
-@pytest.mark.parametrize("case", map(parameter, CASES))
+@pytest.mark.parametrize("case", [parameter(case) for case in CASES])
 def test_a_case_is_right(ran, case):
     assert not ran[case].result()
 
