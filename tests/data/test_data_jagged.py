@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader
 
@@ -290,3 +291,40 @@ def test_what_tokenizers_give_is_a_dict():
     batch = as_batch((UserDict(ids=IDS[:4], mask=torch.ones(4)), Y), "here")
     assert type(batch.inputs) is dict
     assert not batch.is_jagged
+
+
+class Words(nn.Module):
+    """Predicts the next token, of samples along the second dimension or along the first."""
+
+    def __init__(self, *, batch_first):
+        super().__init__()
+        self.batch_first = batch_first
+        self.table, self.last = nn.Embedding(9, 4), nn.Linear(4, 9)
+        self.memory = nn.LSTM(4, 4, batch_first=batch_first)
+
+    def forward(self, tokens):
+        out = self.last(self.memory(self.table(tokens))[0])
+        return out.transpose(1, 2) if self.batch_first else out.flatten(0, 1)
+
+
+def test_batches_with_the_time_first_are_told_what_to_do_and_that_works():
+    inputs = torch.randint(0, 9, (7, 4), generator=torch.Generator().manual_seed(0))
+    targets = inputs.roll(-1, 0).flatten()
+    options = {"optimizer": "sgd", "lr": 0.1, "allow": "exact", "say": lambda line: None}
+
+    def loss(batch, *, batch_first):
+        torch.manual_seed(0)
+        trainer = flatout.Trainer(Words(batch_first=batch_first), **options)
+        return trainer.fit([batch], epochs=2, verbose=0).history["loss"]
+
+    with pytest.raises(DataError) as caught:
+        loss((inputs, targets), batch_first=False)
+    advice = caught.value.do
+    assert "targets.view(7, 4)" in advice
+    assert "inputs.transpose(0, 1) and targets.view(7, 4).t()" in advice
+    assert "flatout.data.jagged(inputs, targets)" in advice
+    turned = loss((inputs.transpose(0, 1), targets.view(7, 4).t()), batch_first=True)
+    whole = loss(flatout.data.jagged(inputs, targets), batch_first=False)
+    assert turned == pytest.approx(whole)
+    # Where rows are samples and only the targets are flattened.
+    assert loss((inputs, targets.view(7, 4)), batch_first=True)

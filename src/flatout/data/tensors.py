@@ -258,7 +258,7 @@ def count_rows(
             raise DataError(
                 f"{first} and {name} differ in length: {size:,} and {len(tensor):,} samples",
                 where=where,
-                do=do,
+                do=_flattened(named[0][1], name, len(tensor)) or do,
             )
     if weight is not None and weight.ndim != 1:
         raise DataError(
@@ -266,6 +266,20 @@ def count_rows(
             where=where,
         )
     return size
+
+
+def _flattened(inputs: Tensor, name: str, rows: int) -> str | None:
+    """What to do where targets have one row for each step of each sequence."""
+    if inputs.ndim < 2 or rows != inputs.shape[0] * inputs.shape[1]:
+        return None
+    first, second = inputs.shape[:2]
+    shape = f"{first}, {second}"
+    return (
+        f"{name} are flattened. Where each row of inputs is a sample, give {name}.view({shape}). "
+        f"Where samples lie along the second dimension, {second:,} of them, give "
+        f"inputs.transpose(0, 1) and {name}.view({shape}).t(), and let forward take samples along "
+        f"the first. Or flatout.data.jagged(inputs, {name}) takes each batch whole"
+    )
 
 
 def _from_numpy(name: str, array: npt.NDArray[Any], where: str | None) -> Tensor:
