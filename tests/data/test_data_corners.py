@@ -313,3 +313,23 @@ def test_what_cannot_be_done_is_said():
         flatout.data.mix(rows().shard(0, 2), rows().shard(0, 2)).batch(2).peek(1)
     with pytest.raises(DataError, match="comes after mix"):
         flatout.data.mix(rows(), rows()).shuffle(1, window=4).batch(2).peek(1)
+
+
+def fails_in_itself(x, y, weight):
+    return len(3)
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_function_that_takes_other_parts_than_samples_have_is_refused(behind):
+    rows = flatout.data.arrays(X[:, None], X, np.ones(40, "float32"))
+
+    def first(function):
+        mapped = rows.batch(4).map(function) if behind else rows.map(function).batch(4)
+        return next(iter(mapped.batches(0)))
+
+    with pytest.raises(DataError, match=r"takes \(x, y\), and the samples have") as caught:
+        first(same)
+    assert "def f(inputs, targets, weight)" in caught.value.do
+    assert first(lambda inputs, targets, weight: (inputs, targets, weight)).weight is not None
+    with pytest.raises(TypeError, match=r"has no len\(\)"):
+        first(fails_in_itself)

@@ -1,9 +1,14 @@
+import os
+import platform
+import textwrap
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import flatout
+import forked
 from flatout.data.batch import Batch
 from flatout.errors import DataError, ModelError
 from flatout.train.checks import check_first_batch, check_labels, check_targets, describe
@@ -262,3 +267,44 @@ def test_a_custom_loss_that_fails():
 
     with pytest.raises(DataError, match="the loss mine does not take this batch"):
         checked(network(), X, Y.float(), mine)
+
+
+LSTM_IN_BF16 = """
+    import torch
+    from torch import nn
+
+    import flatout
+    from flatout.errors import DeviceError
+
+
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm, self.last = nn.LSTM(4, 8, batch_first=True), nn.Linear(8, 2)
+
+        def forward(self, x):
+            return self.last(self.lstm(x)[0][:, -1])
+
+
+    x, y = torch.randn(16, 5, 4), torch.arange(16) % 2
+    quiet = {"say": lambda line: None}
+    bf16 = flatout.Trainer(Reads(), recipe=flatout.Recipe(compute={"precision": "bf16"}), **quiet)
+    try:
+        bf16.fit((x, y), batch_size=8)
+    except DeviceError as error:
+        print(error)
+    fp32 = flatout.Trainer(Reads(), recipe=flatout.Recipe(compute={'precision': 'fp32'}), **quiet)
+    print(len(fp32.fit((x, y), batch_size=8).epochs))
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the instructions are of x86")
+def test_a_kernel_that_the_cpu_lacks_is_named(tmp_path):
+    """As on a CPU without AVX-512, where oneDNN has no LSTM in bf16."""
+    script = tmp_path / "lstm.py"
+    script.write_text(textwrap.dedent(LSTM_IN_BF16))
+    result = forked.run([script], tmp_path, {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"})
+    assert result.returncode == 0, result.stderr
+    assert "this CPU has no bf16 kernel" in result.stdout
+    assert "Recipe(compute={'precision': 'fp32'})" in result.stdout
+    assert result.stdout.strip().endswith("1")

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from flatout.data.source import as_source
 from flatout.errors import DataError, WorldError
@@ -54,6 +55,22 @@ def test_another_order_on_another_rank():
     assert first.inputs.tolist() == [[0.0], [1.0]]
     with pytest.raises(WorldError, match="ranks 0 and 1 have read different batches"):
         next(part_of(source, Two([False, ["0123", "4567"]])).batches(0))
+
+
+def test_a_distributed_sampler_is_left_out():
+    data = TensorDataset(torch.arange(16.0)[:, None], torch.zeros(16))
+    shards = DistributedSampler(data, num_replicas=2, rank=0)
+    source = as_source(DataLoader(data, 4, sampler=shards))
+    with pytest.raises(WorldError, match="ranks 0 and 1 have read different batches") as caught:
+        next(part_of(source, Two([False, ["0123", "4567"]])).batches(0))
+    assert "leave the DistributedSampler out" in caught.value.do
+    # As the advice says, with one order on all ranks.
+    generators = [torch.Generator().manual_seed(0) for _ in range(2)]
+    loaders = [DataLoader(data, 4, shuffle=True, generator=g) for g in generators]
+    first, second = (part_of(as_source(loader), Two(None)) for loader in loaders)
+    firsts, seconds = (torch.cat([b.inputs for b in one.batches(0)]) for one in (first, second))
+    assert torch.equal(firsts, seconds)
+    assert len(firsts) == 8
 
 
 def test_what_flatout_orders_is_not_compared():

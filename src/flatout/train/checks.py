@@ -10,7 +10,7 @@ from torch import nn
 
 from flatout.console import first_line
 from flatout.data import Batch, Pipeline, Source, Tensors, holds_bytes, named_tensors, tensors_in
-from flatout.errors import DataError, FlatoutError, ModelError
+from flatout.errors import DataError, DeviceError, FlatoutError, ModelError
 from flatout.models import adapter_of
 from flatout.train.broadcast import ONE_SHAPE, no_broadcast_within
 from flatout.train.loss_value import Compute
@@ -24,6 +24,8 @@ from flatout.train.tables import ids_checked
 # its own traceback shows best.
 MISFITS = (RuntimeError, ValueError, TypeError, IndexError)
 _SHAPES = "compare the shapes with what the model's first layer and the loss expect"
+# What oneDNN says where the CPU lacks the instructions.
+_NO_KERNEL = "could not create a primitive"
 
 
 def check_first_batch(
@@ -85,7 +87,22 @@ def explained(model: nn.Module, batch: Batch) -> Iterator[None]:
     except MISFITS as error:
         if is_out_of_memory(error):
             raise
+        if torch.is_autocast_enabled("cpu"):
+            explain_kernel(error, str(torch.get_autocast_dtype("cpu")).removeprefix("torch."))
         raise _misfit(error, model, batch) from error
+
+
+def explain_kernel(error: Exception, precision: str) -> None:
+    """Raise where oneDNN has no kernel on this CPU for a half precision.
+
+    Raises:
+        DeviceError: with what to do.
+    """
+    if precision != "fp32" and _NO_KERNEL in str(error):
+        raise DeviceError(
+            f"this CPU has no {precision} kernel for an operator of the model: {first_line(error)}",
+            do="train in fp32: Recipe(compute={'precision': 'fp32'})",
+        ) from error
 
 
 def check_targets(loss: Loss, output: object, batch: Batch) -> None:

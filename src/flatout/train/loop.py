@@ -40,6 +40,7 @@ from flatout.recipe import ResolvedRecipe, dumps
 from flatout.strategies import check_replicas
 from flatout.train import guard
 from flatout.train.broadcast import watched
+from flatout.train.checks import explain_kernel
 from flatout.train.decide import decide, make_stepper
 from flatout.train.device_data import DeviceData, room
 from flatout.train.features import FrozenFeatures
@@ -366,6 +367,7 @@ class Loop(LoopState):
                     done = tuner.step(make, batches, turn, number, waited_s, prepared_s)
         except (IndexError, RuntimeError, ValueError) as error:
             explain_one_sample(error, batches, self.next_step)
+            explain_kernel(error, self.stepper.switch.now.precision)
             with self.stepper.switch.rows_as_they_lie():
                 explain_ids(error, self.model, batches, compute, self.feed.source)
             raise

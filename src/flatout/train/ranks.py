@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
+from torch.utils.data import DistributedSampler
 
 from flatout.console import say
 from flatout.data import (
@@ -201,7 +202,11 @@ def part_of(
         return OwnPipe(own, partial(_dry, world), world.gather, say)
     look = None
     if not isinstance(source, (Pipeline, ArraySource)):
-        look = partial(_share_of, world=world, whole=whole, use=use, is_random=not source.seekable)
+        parts, is_random = getattr(source, "own_parts", ()), not source.seekable
+        shards = any(isinstance(part, DistributedSampler) for part in parts)
+        look = partial(
+            _share_of, world=world, whole=whole, use=use, is_random=is_random, shards=shards
+        )
     ends = iter if use != "train" or source.steps else partial(_while_all_have, world, say)
     return ranked(source, world.rank, world.size, look, whole=whole, ends=ends)
 
@@ -227,7 +232,9 @@ def _while_all_have(
         yield batch
 
 
-def _share_of(batch: Batch, *, world: World, whole: bool, use: Use, is_random: bool) -> Share:
+def _share_of(
+    batch: Batch, *, world: World, whole: bool, use: Use, is_random: bool, shards: bool
+) -> Share:
     """What this rank has of batches that begin with this one; all ranks ask.
 
     Args:
@@ -236,6 +243,7 @@ def _share_of(batch: Batch, *, world: World, whole: bool, use: Use, is_random: b
         whole: every rank reads each batch whole.
         use: what the batches are for.
         is_random: whether code of the user's draws their order.
+        shards: whether a DistributedSampler gives each rank its own samples.
     """
     if not is_random and not batch.is_jagged:
         return "part"
@@ -248,7 +256,11 @@ def _share_of(batch: Batch, *, world: World, whole: bool, use: Use, is_random: b
         raise WorldError(
             f"ranks 0 and {other} have read different batches, so samples would be missing and "
             "others come twice",
-            do="seed what shuffles the data alike on all ranks, such as "
+            do="leave the DistributedSampler out: DataLoader(data, batch_size, shuffle=True, "
+            "generator=torch.Generator().manual_seed(0)); each rank takes its part of every batch, "
+            "and batch_size counts the samples of all ranks"
+            if shards
+            else "seed what shuffles the data alike on all ranks, such as "
             "DataLoader(generator=torch.Generator().manual_seed(0)), or pass arrays, a Dataset "
             "or a source of flatout.data, whose order Flatout decides",
         )

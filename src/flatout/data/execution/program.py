@@ -26,6 +26,7 @@ from flatout.data.execution.repay import Repay
 from flatout.data.execution.samples import (
     Costs,
     Samples,
+    check_takes,
     first_good,
     name_of,
     sample_rng,
@@ -520,6 +521,7 @@ class Functions:
             except FlatoutError:
                 raise
             except Exception as error:
+                check_takes(function, name, len(parts(batch)), error)
                 error.add_note(f"in {name} of batch {step:,} of epoch {epoch}")
                 raise
             made = as_batch(value, f"epoch {epoch}, batch {step}, made by {name}")

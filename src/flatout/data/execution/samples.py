@@ -383,6 +383,7 @@ class Mapped(Made):
         except FlatoutError:
             raise
         except Exception as error:
+            check_takes(self.function, self.name, len(sample), error)
             error.add_note(f"in {self.name} of sample {number:,}: {self.where(number)}")
             raise
 
@@ -544,6 +545,28 @@ def takes_rng(function: Callable[..., Any]) -> bool:
         return "rng" in inspect.signature(function).parameters
     except (TypeError, ValueError):
         return False
+
+
+def check_takes(function: Callable[..., Any], name: str, parts: int, error: Exception) -> None:
+    """Raise where a function failed because it does not take as many parts as samples have.
+
+    Raises:
+        DataError: with what it takes, and the parts.
+    """
+    if not isinstance(error, TypeError):
+        return
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*[None] * parts, **({"rng": None} if "rng" in signature.parameters else {}))
+    except TypeError:
+        given = ", ".join(("inputs", "targets", "weight")[:parts])
+        raise DataError(
+            f"the function of {name} takes {signature}, and the samples have {given}",
+            do=f"let it take these: def f({given}), and return as many",
+        ) from error
 
 
 def name_of(function: Any) -> str:

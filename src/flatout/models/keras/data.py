@@ -169,6 +169,7 @@ def _by_keras(
         peek=batches.peek,
         reader=None if _has_readers(x) else EpochReader(workers, x),
         reopens=not isinstance(x, Iterator),
+        own_parts=[None, getattr(x, "sampler", None)],
     )
 
 
