@@ -2,7 +2,7 @@
 
 import pytest
 
-from flatout.world.collective_log import CollectiveLog
+from flatout.world.collective_log import APART, CollectiveLog
 from flatout.world.hang import RankStatus, explain
 
 SUM, GATHER = "sum of gradients", "loss of an evaluation"
@@ -55,6 +55,16 @@ def test_a_rank_that_came_and_does_not_answer():
 def test_a_rank_that_never_told_anything():
     hang = explain(8, 0, {0: stand(8, 8), 1: RankStatus(state="has not joined the others")}, 31)
     assert "rank 1 has not joined the others" in hang.lines[1]
+
+
+def test_ranks_that_step_apart_name_the_one_that_makes_no_step():
+    stands = {0: stand(3, APART), 1: stand(3, stack=["  there"]), 2: stand(3, APART)}
+    hang = explain(APART, 0, stands, 4.2)
+    assert hang.culprits == (1,)
+    assert hang.lines[0] == "rank 0 has waited 4 s for steps of other ranks: rank 1 makes none"
+    assert "  there" in hang.lines[-1]
+    stands[1] = stand(3, APART)
+    assert explain(APART, 0, stands, 4.2).culprits == ()
 
 
 def test_all_have_come_so_it_is_the_network():

@@ -107,7 +107,7 @@ def test_two_servers_step_as_the_optimizer_itself(make):
     for server in range(2):
         share = share_of(optimizer, layout, server)
         share.values.copy_(layout.weights(server))
-        servers.append(Server([share], 1, None))
+        servers.append(Server([share], 1, None, 60.0))
     into = torch.zeros(layout.length)
     for step in range(1, 5):
         group = optimizer.param_groups[0]
@@ -177,7 +177,7 @@ def one_weight(workers, staleness=None, make=Server):
     weight = nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], 1.0)
     share = share_of(optimizer, Layout([weight], 1), 0)
-    return make([share], workers, staleness), push(optimizer, [True])
+    return make([share], workers, staleness, 60.0), push(optimizer, [True])
 
 
 def test_a_gradient_is_as_old_as_the_steps_since_its_weights_were_read():

@@ -7,7 +7,7 @@ from time import perf_counter_ns as clock
 
 import pytest
 import torch.distributed as dist
-from world_ranks import free_port
+from world_ranks import free_port, start
 
 from flatout.world import watch as watching
 from flatout.world.collective_log import CollectiveLog, Waiting
@@ -157,3 +157,42 @@ def test_without_a_store_nothing_is_watched(monkeypatch):
     assert watch.is_first_to_fail()
     assert watch.blame() == ""
     watch.stop()
+
+
+SLEEPER = """
+    import time
+
+    import torch
+
+    import flatout
+    from flatout.world import place
+
+
+    class Sleeps(flatout.Callback):
+        def on_step(self, state):
+            if place().rank == 1 and state.step > 6:
+                time.sleep(9999)
+
+
+    settings = {"strategy": "parameter_server", "staleness": 2, "patience": 2, "timeout": 6}
+    torch.manual_seed(0)
+    trainer = flatout.Trainer(
+        torch.nn.Linear(4, 2), recipe=flatout.Recipe(world=settings), allow="exact"
+    )
+    data = torch.ones(640, 4), torch.zeros(640).long()
+    trainer.fit(data, batch_size=8, epochs=4, callbacks=[Sleeps()], progress=False)
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_while_servers_do_not_wait_is_named_and_the_job_ends(tmp_path):
+    first, second = start(SLEEPER, 2, tmp_path)
+    try:
+        _, said = first.communicate(timeout=120)
+        assert first.returncode == 75, said
+        assert "rank 1 makes none" in said
+        assert "time.sleep(9999)" in said
+        assert "the job goes on" not in said
+    finally:
+        first.kill()
+        second.kill()

@@ -150,8 +150,8 @@ class AsyncParameterServer(Strategy):
             for optimizer, layout in zip(self._optimizers, self._layouts, strict=True)
         ]
         if self._spare:
-            return SpareServer(shares, self._world.size, self._spare)
-        return Server(shares, self._world.size, self._staleness)
+            return SpareServer(shares, self._world.size, self._spare, self._world.timeout_s)
+        return Server(shares, self._world.size, self._staleness, self._world.timeout_s)
 
     def _find(self) -> None:
         """Make a link between each worker and each server on another rank."""
@@ -268,7 +268,7 @@ class AsyncParameterServer(Strategy):
         weight = float(self._own.weight)
         used = used if any(used) else []
         push = Push(place, self._steps, weight, vote, rates, used, self._part)
-        with self._speaking:
+        with self._speaking, self._world.waiting_apart():
             self._stop_at = self._ask(place, push)
         self._take(place)
         self.since += 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import median
 from threading import Condition
@@ -198,14 +198,18 @@ class Server:
         shares: of each of the job's optimizers.
         workers: how many there are.
         staleness: how many steps a worker may be ahead of the slowest; None sets no bound.
+        timeout_s: how long a worker may wait for steps of others, in seconds.
 
     Attributes:
         stale: of each worker, how many of its gradients were how many steps old.
         handing: of the parts of an epoch's batches.
     """
 
-    def __init__(self, shares: Sequence[Share], workers: int, staleness: int | None) -> None:
+    def __init__(
+        self, shares: Sequence[Share], workers: int, staleness: int | None, timeout_s: float
+    ) -> None:
         self.shares = list(shares)
+        self._timeout_s = timeout_s
         self._staleness = staleness
         # To which step the workers have come that are there and have steps to make.
         self._living = set(range(workers))
@@ -229,6 +233,9 @@ class Server:
 
         Returns:
             after how many of its steps each worker stops; 0 where none is to.
+
+        Raises:
+            RuntimeError: the others do not go on.
         """
         share = self.shares[push.place]
         with self._changed:
@@ -240,7 +247,7 @@ class Server:
                 self._take(worker, push, gradient)
             self.handing.used(worker, push.part)
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._may_go(worker))
+            self._wait_for_others(lambda: self._may_go(worker))
             share.read(worker, into)
             return self._stop_at
 
@@ -248,6 +255,10 @@ class Server:
         """Step with a gradient."""
         share = self.shares[push.place]
         self.stale[worker][share.step(worker, push, gradient)] += 1
+
+    def _wait_for_others(self, may_go: Callable[[], bool]) -> None:
+        if not self._changed.wait_for(may_go, self._timeout_s):
+            raise RuntimeError(f"other workers made no step in {self._timeout_s:g} s")
 
     def _may_go(self, worker: int) -> bool:
         bound = self._staleness

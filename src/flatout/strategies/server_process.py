@@ -182,9 +182,8 @@ class _Session:
         """Answer each rank by itself."""
         told, ranks = self._told, len(self._links)
         spare, bound = told["spare"], told["staleness"]
-        server = (
-            SpareServer(self._shares, ranks, spare) if spare else Server(self._shares, ranks, bound)
-        )
+        makes, own = (SpareServer, spare) if spare else (Server, bound)
+        server = makes(self._shares, ranks, own, self._timeout_s)
         dropped.come_to(told["times"])
         answers = Answers(server, self._words, self._groups, told["ids"], self._timeout_s)
         answers.start(dict(enumerate(self._links)))

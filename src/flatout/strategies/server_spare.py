@@ -57,13 +57,14 @@ class SpareServer(Server):
         shares: of each of the job's optimizers.
         workers: how many there are.
         spare: how many of them no step waits for.
+        timeout_s: as of a Server.
 
     Attributes:
         late: of each worker, how many of its gradients were dropped.
     """
 
-    def __init__(self, shares: Sequence[Share], workers: int, spare: int) -> None:
-        super().__init__(shares, workers, None)
+    def __init__(self, shares: Sequence[Share], workers: int, spare: int, timeout_s: float) -> None:
+        super().__init__(shares, workers, None, timeout_s)
         self._enough = workers - spare
         self._steps = [_Step(share) for share in shares]
         self.late = [0] * workers
@@ -78,7 +79,7 @@ class SpareServer(Server):
         version = share.version
         step.add(worker, push, gradient)
         self._step_if_due()
-        self._changed.wait_for(lambda: share.version > version)
+        self._wait_for_others(lambda: share.version > version)
 
     def _step_if_due(self) -> None:
         # Some workers may have no samples left.

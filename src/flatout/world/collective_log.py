@@ -14,11 +14,15 @@ _HERE = (str(Path(__file__).with_name("world.py")), contextlib.__file__)
 _PACKAGE = Path(__file__).parents[1]
 
 
+APART = -1
+"""In place of a collective's number where a rank that steps apart waits for steps of others."""
+
+
 class Waiting(NamedTuple):
     """A collective that a rank has come to and that is not over.
 
     Attributes:
-        number: of the collective.
+        number: of the collective, or APART.
         since: on `perf_counter_ns`' clock.
     """
 

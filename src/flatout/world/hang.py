@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from flatout.world.collective_log import named
+from flatout.world.collective_log import APART, named
 
 # Of so many missing ranks the stacks are shown.
 _STACKS = 4
@@ -65,13 +65,15 @@ def explain(number: int, rank: int, stands: Mapping[int, RankStatus], seconds: f
     """Say who keeps a collective from ending.
 
     Args:
-        number: of the collective.
+        number: of the collective, or APART.
         rank: that waits in it, and tells.
         stands: of all ranks.
         seconds: how long it has waited.
     """
     name = stands[rank].name(number)
     waited = f"rank {rank} has waited {seconds:.0f} s in {name}"
+    if number == APART:
+        return _explain_apart(rank, stands, seconds)
     late = [value for value, stand in stands.items() if stand.begun < number]
     # A rank that waits for another one itself is not what the others wait for.
     missing = [item for item in late if stands[item].waiting is None or stands[item].state] or late
@@ -101,6 +103,16 @@ def explain(number: int, rank: int, stands: Mapping[int, RankStatus], seconds: f
         return _with_stacks(f"{waited} for what {_ranks(busy)} is to give", blame, busy, stands)
     first = f"{waited}; all ranks have come to it and answer: look at the network between them"
     return Hang([first], f"{name} did not end, though all ranks had come to it", ())
+
+
+def _explain_apart(rank: int, stands: Mapping[int, RankStatus], seconds: float) -> Hang:
+    """The same of ranks that step apart, of which one may not be far ahead of the slowest."""
+    late = [value for value, stand in stands.items() if stand.waiting is None or stand.state]
+    waited = f"rank {rank} has waited {seconds:.0f} s for steps of other ranks"
+    if not late:
+        return Hang([f"{waited}, and all of them wait"], "all ranks waited for one another", ())
+    blame = f"{_ranks(late)} made no step, and the others may not be so far ahead"
+    return _with_stacks(f"{waited}: {_ranks(late)} makes none", blame, late, stands)
 
 
 def _with_stacks(

@@ -20,7 +20,7 @@ from time import perf_counter_ns as clock
 from typing import Any, NamedTuple
 
 from flatout.console import say
-from flatout.world.collective_log import CollectiveLog, Waiting
+from flatout.world.collective_log import APART, CollectiveLog, Waiting
 from flatout.world.hang import RankStatus, explain
 from flatout.world.place import Place, restarts
 from flatout.world.points import all_ask
@@ -212,7 +212,7 @@ class RankWatch:
     def _check_own_waiting(self) -> None:
         waiting, question = self._log.waiting, self._question
         if question is not None:
-            if waiting is None or waiting.number != question.collective:
+            if waiting is None or not _is_same(waiting, question):
                 self._take_back(question)
             elif not question.is_told and monotonic() >= question.due:
                 self._tell(question)
@@ -278,6 +278,14 @@ class RankWatch:
 
     def _get(self, key: str) -> Any:
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+
+def _is_same(waiting: Waiting, question: _Question) -> bool:
+    """Whether a rank still waits in what it has asked about; waits apart have one number."""
+    is_apart = waiting.number == APART
+    return waiting.number == question.collective and not (
+        is_apart and waiting.since != question.since
+    )
 
 
 def _store_of(here: Place) -> Any:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from flatout import errors
 from flatout.errors import FlatoutError, WorldError
 from flatout.world import dropped, gloo_threads, messages
-from flatout.world.collective_log import CollectiveLog, Waiting
+from flatout.world.collective_log import APART, CollectiveLog, Waiting
 from flatout.world.group import Group
 from flatout.world.network import INTERFACES, interface_of, source_address
 from flatout.world.place import ALONE, Place, place, restarts
@@ -165,6 +165,29 @@ class World:
     def within(self, later: PendingCollective) -> AbstractContextManager[None]:
         """What happens inside belongs to a collective: on a GPU it is reading a sum that waits."""
         return _together(self, later.number)
+
+    @contextmanager
+    def waiting_apart(self) -> Iterator[None]:
+        """Within, a rank that steps apart waits for others, which is no collective.
+
+        Who does not go on is named as in one.
+
+        Raises:
+            LostRank: an error of a channel within, naming who was waited for where that is known.
+        """
+        log = self.collectives
+        outer = log.waiting
+        log.waiting = outer or Waiting(APART, clock())
+        try:
+            yield
+        except RuntimeError as error:
+            log.is_lost = True
+            blame = "" if _watch is None else _watch.blame()
+            if not blame or isinstance(error, LostRank):
+                raise
+            raise LostRank(f"{blame} ({error})", is_told=True) from error
+        finally:
+            log.waiting = outer
 
     def gather(self, value: Any, what: str = "") -> list[Any]:
         """Every rank's value, by rank; its tensors come back on the CPU.
