@@ -67,6 +67,21 @@ def runs(tmp_path):
     return [two, one]
 
 
+def test_a_run_that_was_held_up_gives_no_efficiency_but_the_reason(tmp_path):
+    slow = write(tmp_path, "one", [lanes(forward=48, backward=48)])
+    two = write(tmp_path, "two", [lanes(forward=8, backward=8)] * 2)
+    scaling = Scaling.of([slow, two])
+    assert scaling.efficiency(scaling.runs[1]) == pytest.approx(3.0)
+    (line,) = scaling.words()
+    assert "each rank gave 2,000 samples/s here and 667 in one, which something held up" in line
+    assert scaling.as_dict()["runs"][1]["efficiency"] is None
+    out = io.StringIO()
+    Console(file=out, width=100).print(scaling)
+    assert "300%" not in out.getvalue()
+    assert "6.00x" not in out.getvalue()
+    scaling.plot(tmp_path / "scaling.png")
+
+
 def test_speed_efficiency_and_what_was_lost(runs):
     scaling = Scaling.of(runs)
     assert [run.world_size for run in scaling.runs] == [1, 2]

@@ -7,6 +7,7 @@ from flatout import Trainer
 from flatout.errors import FlatoutError
 from flatout.train.explanation import Explanation
 from flatout.train.explanation_picture import draw
+from flatout.train.tuner import _pace_words
 
 BF16 = {"compute.precision": "bf16"}
 BOTH = {**BF16, "compute.memory_format": "channels_last"}
@@ -31,7 +32,7 @@ def history(**changes):
     made = {
         "steps": 100,
         "lanes_ms": {"forward": 8.0, "backward": 11.0, "optimizer": 1.0},
-        "steady_lanes_s": {"forward": 0.008, "backward": 0.02, "optimizer": 0.001},
+        "steady_lanes_s": {"forward": 0.008, "backward": 0.02, "optimizer": 0.0019},
         "recipe": {
             "summary": "bf16",
             "values": {"compute.precision": "bf16", "compute.memory_format": "contiguous"},
@@ -192,7 +193,33 @@ def test_another_machine_and_a_compiled_model_have_no_roofline(tmp_path):
 
 def test_rough_rates_are_said_to_be_rough():
     counts = {**history()["roofline"], "rates": {**RATES, "spread": 2.0}}
-    assert any("the rates are rough" in line for line in lines(roofline=counts))
+    text = "\n".join(lines(roofline=counts))
+    assert "no limits are shown: the rates are rough" in text
+    assert "  gain" not in text
+
+
+def test_limits_above_what_was_measured_are_not_shown_but_the_reason_is(tmp_path):
+    slow = {**history()["steady_lanes_s"], "backward": 0.008}
+    found = Explanation.of(history(steady_lanes_s=slow))
+    assert max(lane.least_s for lane in Explanation.of(history()).lanes) > 1.15 * 0.008
+    text = " ".join("\n".join(found.lines()).split())
+    assert "no limits are shown: backward took 8 ms, and would take at least" in text
+    assert "  gain" not in text
+    assert found.possible_savings == []
+    assert {lane.name: lane.took_s for lane in found.lanes} == slow
+    with pytest.raises(FlatoutError, match="backward took 8 ms"):
+        draw(found, tmp_path / "roofline.png")
+
+
+@pytest.mark.parametrize(
+    ("factor", "words"),
+    [
+        (0.02, "steps are 50 times as fast as they were"),
+        (1.5, "steps take 1.5 times as long as they did"),
+    ],
+)
+def test_a_pace_is_told_by_a_number_above_one(factor, words):
+    assert _pace_words(factor) == words
 
 
 def test_a_picture_of_the_lanes_and_of_what_settings_promise(tmp_path):

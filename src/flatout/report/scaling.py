@@ -41,6 +41,8 @@ CAUSES = ("sync", "imbalance", "input", "evaluation", "saving", "compute")
 _OWN = ("input", "copy", "forward", "backward", "optimizer", "host", "gc")
 # Letters of a run's name in a line beside its bar.
 _LABEL = 24
+# Caches of more ranks may give a little more than all of each.
+_MOST_EFFICIENT = 1.2
 # Accuracy stands first where there is one; the loss is always there.
 _FIGURES = ("val_accuracy", "accuracy", "val_loss", "loss")
 
@@ -112,6 +114,12 @@ class Scaling:
         """The speed-up as a share of what as many more ranks could give."""
         return self.speedup(run) * self.runs[0].world_size / run.world_size
 
+    def is_held_up(self, run: ScalingRun) -> bool:
+        """Whether a run's speed is more than its ranks can give, so that the smallest run's is too
+        low: something held that one up.
+        """
+        return self.efficiency(run) > _MOST_EFFICIENT
+
     def lost_ms(self, run: ScalingRun) -> dict[str, float]:
         """By cause, what a step takes beyond the ideal; negative where it takes less."""
         first = self.runs[0]
@@ -137,6 +145,15 @@ class Scaling:
         """What held each larger run back, in plain words."""
         lines = []
         for run in self.runs[1:]:
+            if self.is_held_up(run):
+                first = self.runs[0]
+                each = run.samples_per_s / run.world_size
+                lines.append(
+                    f"{run.name}: no speed-up is shown: each rank gave {rounded(each)} samples/s "
+                    f"here and {rounded(first.samples_per_s / first.world_size)} in {first.name}, "
+                    "which something held up; run that again"
+                )
+                continue
             lost = self.lost_ms(run)
             total = sum(lost.values())
             line = f"{run.name}: a step takes {rounded(run.step_ms)} ms, ideal were "
@@ -158,10 +175,10 @@ class Scaling:
                     "world_size": run.world_size,
                     "batch_size": run.batch_size,
                     "samples_per_s": run.samples_per_s,
-                    "speedup": self.speedup(run),
-                    "efficiency": self.efficiency(run),
+                    "speedup": None if self.is_held_up(run) else self.speedup(run),
+                    "efficiency": None if self.is_held_up(run) else self.efficiency(run),
                     "step_ms": run.step_ms,
-                    "lost_ms": self.lost_ms(run),
+                    "lost_ms": None if self.is_held_up(run) else self.lost_ms(run),
                     "startup_s": run.startup_s,
                     "figures": dict(run.figures),
                 }
@@ -181,8 +198,8 @@ class Scaling:
                 Text(run.name),
                 str(run.world_size),
                 f"{run.samples_per_s:,.0f}",
-                Text(f"{self.speedup(run):.2f}x", style="bold"),
-                f"{self.efficiency(run):.0%}",
+                Text(self._speed_words(run), style="bold"),
+                self._efficiency_words(run),
                 rounded(run.step_ms),
                 "" if run.startup_s is None else f"{run.startup_s:.1f} s",
                 "" if figure is None else rounded(figure, 4),
@@ -190,6 +207,12 @@ class Scaling:
         yield table
         for line in self.words():
             yield Text(line)
+
+    def _speed_words(self, run: ScalingRun) -> str:
+        return "-" if self.is_held_up(run) else f"{self.speedup(run):.2f}x"
+
+    def _efficiency_words(self, run: ScalingRun) -> str:
+        return "-" if self.is_held_up(run) else f"{self.efficiency(run):.0%}"
 
     def plot(self, path: str | os.PathLike[str]) -> Figure:
         """Draw throughput, what a step's time was lost to, and accuracy, into an image file.
@@ -219,7 +242,7 @@ class Scaling:
         axes.plot(sizes, [run.samples_per_s for run in self.runs], "o-", label="measured")
         for run in self.runs:
             at = (run.world_size, run.samples_per_s)
-            words = f"{self.efficiency(run):.0%}"
+            words = self._efficiency_words(run)
             axes.annotate(words, at, (0, -16), textcoords="offset points", ha="center")
         axes.set(title="throughput", xlabel="ranks", ylabel="samples/s", ylim=(0, None))
         axes.margins(x=0.12)  # or the last one's share would be cut off
@@ -227,7 +250,8 @@ class Scaling:
         axes.legend(loc="upper left")
 
     def _plot_steps(self, axes: Axes) -> None:
-        lost = [self.lost_ms(run) for run in self.runs]
+        nothing = dict.fromkeys(CAUSES, 0.0)
+        lost = [nothing if self.is_held_up(run) else self.lost_ms(run) for run in self.runs]
         left = [
             run.step_ms - sum(max(0.0, ms) for ms in of.values())
             for run, of in zip(self.runs, lost, strict=True)

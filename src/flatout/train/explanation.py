@@ -7,7 +7,7 @@ Its text is what `history.explain()` returns and `flatout explain` prints; the p
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from textwrap import wrap
 from typing import Any
@@ -25,6 +25,8 @@ _BAR = 20
 _NAME = 34
 # Ranges of steps that are listed of each of the settings that ran.
 _MOST_SPANS = 5
+# A lane that was faster than its limit by more contradicts it: counting is not exact.
+_CONTRADICTS = 1.15
 # Fields that a roofline tells apart, and what is plain.
 _KNOWN = {
     field: SETTINGS[field].plain
@@ -111,8 +113,34 @@ class Explanation:
         return is_on and not took.get("backward")
 
     @cached_property
+    def doubt(self) -> str:
+        """Why no limits and gains are shown; "" where nothing contradicts them."""
+        if self.rates is None:
+            return ""
+        if self.rates["spread"] > ROUGH:
+            return (
+                "the rates are rough: other jobs kept the machine busy while they were measured; "
+                "the next time they are measured again"
+            )
+        for lane in self._all_lanes:
+            if lane.took_s and lane.least_s > _CONTRADICTS * lane.took_s:
+                return (
+                    f"{lane.name} took {_ms(lane.took_s)}, and would take at least "
+                    f"{_ms(lane.least_s)} by the best rates that were measured here: other jobs "
+                    "kept the machine busy then"
+                )
+        return ""
+
+    @cached_property
     def lanes(self) -> list[Lane]:
-        """The lanes against their limit; none without counts or rates."""
+        """The lanes against their limit, which is left out in doubt; none without counts or
+        rates.
+        """
+        lanes = self._all_lanes
+        return [replace(lane, kinds={}) for lane in lanes] if self.doubt else lanes
+
+    @cached_property
+    def _all_lanes(self) -> list[Lane]:
         counts = self.history.get("roofline")
         if not counts or self.rates is None:
             return []
@@ -126,7 +154,7 @@ class Explanation:
     def possible_savings(self) -> list[tuple[str, float, float]]:
         """Settings in words, seconds that a step takes at least under them, and the gain."""
         counts = self.history.get("roofline")
-        if not counts or self.rates is None:
+        if not counts or self.rates is None or self.doubt:
             return []
         plain = predicted(counts, self.rates, {})
         result = [("plain", plain, 1.0)]
@@ -162,6 +190,7 @@ class Explanation:
                     {"settings": words, "least_s": seconds, "gain": gain}
                     for words, seconds, gain in self.possible_savings
                 ],
+                "doubt": self.doubt,
                 "counts": self.history["roofline"],
                 "rates": self.rates,
             },
@@ -284,12 +313,11 @@ class Explanation:
             yield from _wrapped(
                 f"steps ran as one {kind} graph, which is measured as a whole and called once", 2
             )
-        if self.rates["spread"] > ROUGH:
-            yield from _wrapped(
-                "the rates are rough: other jobs kept the machine busy while they were measured; "
-                "the next time they are measured again",
-                2,
-            )
+        if self.doubt:
+            yield from _wrapped(f"no limits are shown: {self.doubt}", 2)
+            for lane in self.lanes:
+                yield f"  {lane.name:12}{_ms(lane.took_s) if lane.took_s else '-':>10}"
+            return
         if (self.history.get("features") or {}).get("kept"):
             yield from _wrapped(
                 "the frozen layers are in what forward took, where their features were not kept "

@@ -25,6 +25,11 @@ def draw(explanation: Explanation, path: str | os.PathLike[str]) -> Figure:
     Raises:
         FlatoutError: there is no roofline, matplotlib is missing, or the file cannot be written.
     """
+    if explanation.doubt:
+        raise FlatoutError(
+            f"no roofline is drawn: {explanation.doubt}",
+            do="fit and explain while the machine is quiet",
+        )
     if not explanation.lanes:
         raise FlatoutError(
             "there is no roofline of this fit to draw",

@@ -32,6 +32,7 @@ from flatout.train.snapshot import Moving
 from flatout.train.step import Stepper
 from flatout.train.step_graphs import Done
 from flatout.train.turn import Turn
+from flatout.words import rounded
 from flatout.world import World
 
 # When nothing is left to try, the pace is looked at so many steps apart, and more often where it
@@ -564,8 +565,7 @@ class Tuner:
             self._trained = self._trainable()
             self._changed_job()
         elif self._changed >= _LOOKS:
-            what = f"steps take {factor:.1f} times as long as they did"
-            self._note(f"auto: {what}: settings are tried once more")
+            self._note(f"auto: {_pace_words(factor)}: settings are tried once more")
             # A machine that never rests is not asked all the time.
             self._look_every *= 2
             self._kind, self.of_capture = None, False
@@ -664,6 +664,13 @@ class Tuner:
             "dropped": {**earlier, **search.dropped},
             "captures": self._all_captures(),
         }
+
+
+def _pace_words(factor: float) -> str:
+    """How long steps take now, as a multiple of what was measured."""
+    if factor >= 1:
+        return f"steps take {rounded(factor)} times as long as they did"
+    return f"steps are {rounded(1 / factor)} times as fast as they were"
 
 
 def _values(batches: Sequence[Batch]) -> int:
