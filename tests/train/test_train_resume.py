@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +34,7 @@ from train_jobs import (
 import flatout
 from flatout.errors import CheckpointError, DataError
 from flatout.recipe import Compute, Memory, Recipe, load
+from flatout.save import InUse
 from flatout.save.checkpoint import Checkpoints
 from flatout.train.callbacks import BestCheckpoint, EarlyStopping
 from flatout.train.signals import Interrupted
@@ -520,6 +522,28 @@ def test_a_run_folder_in_use_is_not_begun_again(run):
     assert "resume=True" in str(caught.value)
     with pytest.raises(CheckpointError, match="there is no run folder"):
         Job().fit(resume=True)
+
+
+def test_a_run_folder_of_a_job_that_runs_is_said_to_be_in_use(run):
+    """Its checkpoints are no earlier fit's, and are not to be deleted."""
+    told, tells = os.pipe()
+    child = os.fork()
+    if not child:
+        held = InUse(str(run))
+        os.write(tells, b"held")
+        time.sleep(600)
+        held.release()
+        os._exit(0)
+    try:
+        assert os.read(told, 4) == b"held"
+        for resume in (False, True):
+            with pytest.raises(CheckpointError, match=f"another job runs .*process {child}"):
+                Job(run).fit(resume=resume)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    with pytest.raises(CheckpointError, match="checkpoints of an earlier fit"):
+        Job(run).fit()
 
 
 # -- kill -9 -------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from itertools import chain, count
@@ -70,6 +71,11 @@ class Checkpointing:
             self._world.by_first(self.checkpoints.check_writable)
         if "://" not in self.run:
             self._world.by_first(self._take)
+
+    def _see_that_it_is_free(self) -> None:
+        # A job that runs explains the checkpoints: they are no earlier fit's, and are to stay.
+        if os.path.isdir(self.run):
+            InUse(self.run).release()
 
     def _take(self) -> None:
         self._in_use = InUse(self.run)
@@ -176,8 +182,10 @@ class Checkpointing:
             resume: True for the newest, or the name of one.
 
         Raises:
-            CheckpointError: it is damaged, or there is one and no one asked to go on from it.
+            CheckpointError: another job runs in this folder; it is damaged, or there is one and no
+                one asked to go on from it.
         """
+        self._world.by_first(self._see_that_it_is_free)
         if isinstance(resume, str):
             return self._load(resume)
         # One rank looks, so that all find the same.

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 import psutil
 import torch
 
-from flatout.data import Batch, Pipeline, Source
+from flatout.data import Batch, Pipeline, Source, refuse_dead_worker
 from flatout.errors import CheckpointError, ModelError, NumbersError
 from flatout.strategies import check_replicas
 from flatout.train.callback_guard import CallbackGuard
@@ -128,6 +128,9 @@ class Fit:
         except LostRank:
             # Noted until now; it comes from the one who started the ranks, and ends this one.
             self.signals.pass_on()
+            raise
+        except RuntimeError as error:
+            refuse_dead_worker(error)
             raise
         self.signals.pass_on()
         return self.state.history

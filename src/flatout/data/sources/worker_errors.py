@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import re
+import signal
 from collections.abc import Generator, Iterable
 from typing import Any
 
 from flatout.devices import read_shm
 from flatout.errors import DataError
+from flatout.measure import available_bytes
 from flatout.words import memory_words
 
 # How torch says that a worker could not hand over a batch: by SIGBUS within it, or an error.
+_KILLED = re.compile(r"DataLoader worker \(pid (\d+)\) is killed by signal: (\w+)")
 _NO_ROOM = ("Bus error", "No space left on device", "unable to allocate shared memory")
 
 
@@ -17,13 +22,47 @@ def named_faults(loader: Iterable[Any]) -> Generator[Any, None, None]:
     """What a loader gives.
 
     Raises:
-        DataError: /dev/shm is too small for the batches that its workers hand over.
+        DataError: /dev/shm is too small for the batches that its workers hand over, or one of its
+            workers was killed.
     """
+    batches: Any = ()
     try:
-        yield from loader
-    except RuntimeError as error:
-        refuse_small_shm(error)
+        batches = iter(loader)
+        yield from batches
+    except (RuntimeError, OSError, EOFError) as error:
+        if getattr(loader, "num_workers", 0):
+            refuse_small_shm(error)
+            refuse_dead_worker(error, getattr(batches, "_workers", ()))
         raise
+
+
+def refuse_dead_worker(error: BaseException, workers: Iterable[Any] = ()) -> None:
+    """Raise what it means, if an error means that a loader's worker was killed.
+
+    Args:
+        error: that was raised; torch may raise it at any place, when it hears of the end.
+        workers: processes of the loader, as far as they are known.
+
+    Raises:
+        DataError: it does.
+    """
+    match = _KILLED.search(str(error)) if isinstance(error, RuntimeError) else None
+    pid, killed = (match[1], match[2]) if match else ("", "")
+    for worker in workers:
+        code = worker.exitcode or 0
+        if code < 0 and code != -signal.SIGTERM:  # torch itself ends the others so
+            pid, killed = str(worker.pid), signal.Signals(-code).name
+    if not killed:
+        return
+    words = f"a worker of the DataLoader (process {pid}) was killed by {killed}"
+    if killed not in ("Killed", "SIGKILL"):
+        raise DataError(words, do="look at what the worker has printed") from error
+    raise DataError(
+        f"{words.replace('Killed', 'SIGKILL')}, as the kernel does where memory runs out: "
+        f"{memory_words(available_bytes())} are free now",
+        do="use fewer workers (num_workers=), a smaller prefetch_factor= or smaller batches; "
+        "`dmesg` says whether it was the kernel",
+    ) from error
 
 
 def refuse_small_shm(error: Exception) -> None:
@@ -32,10 +71,17 @@ def refuse_small_shm(error: Exception) -> None:
     Raises:
         DataError: it does.
     """
-    if not isinstance(error, RuntimeError) or not any(words in str(error) for words in _NO_ROOM):
-        return
     shm = read_shm()
-    size = "there is none" if shm is None else f"it has {memory_words(shm.total)}"
+    is_full = isinstance(error, OSError) and error.errno == errno.ENOSPC
+    # Another disk may be full as well, on which a dataset writes.
+    if is_full and shm is not None and not shm.too_small_for_workers:
+        return
+    by_words = isinstance(error, RuntimeError) and any(w in str(error) for w in _NO_ROOM)
+    if not (is_full or by_words):
+        return
+    size = "there is none"
+    if shm is not None:
+        size = f"it has {memory_words(shm.total)}, of which {memory_words(shm.free)} are free"
     raise DataError(
         f"/dev/shm, through which loader workers hand over their batches, is too small: {size}",
         do="enlarge it (docker run --shm-size=2g), or use fewer workers or smaller batches",
