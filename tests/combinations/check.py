@@ -21,7 +21,8 @@ def faults(case: Case, plain: dict[str, Any], *ranks: dict[str, Any]) -> list[st
     """What is wrong, a line each."""
     errors = [(n, one) for n, one in enumerate(ranks) if "error" in one]
     if errors:
-        number, first = errors[0]
+        # Others lose the rank that has failed.
+        number, first = min(errors, key=lambda one: one[1]["error"].startswith("LostRank"))
         words = f"rank {number}: {first['error']}"
         if not first["named"]:
             return [f"bare error: {words}\n{first['trace']}"]
@@ -156,7 +157,7 @@ def calls_of(case: Case, plain: dict[str, Any], found: dict[str, Any]) -> Iterat
             least["loss"] = epochs * batches
     # Where ranks do not wait, one takes parts of others.
     passes = epochs + (epochs if case.strategy == "async" else 1)
-    most["map"] = samples + 96 if case.data == "cache" else samples * passes + 96
+    most["map"] = samples + 96 if case.data == "cache" else samples * passes + 144
     if case.model == "keras_own" and (case.ranks, case.accumulate) == (1, 1):
         for name in ("test_step", "predict_step", "compute_loss", "compute_metrics"):
             least[name] = plain["calls"].get(name, 0)

@@ -7,17 +7,11 @@ from collections.abc import Callable
 from combinations.axes import Case
 
 KNOWN: dict[str, Callable[[Case], bool]] = {
-    "a cache is made again for each epoch on ranks": lambda c: (
-        c.data == "cache" and c.ranks > 1 and c.strategy != "staged" and c.resume == "none"
-    ),
     "ranks of a compiled Keras model read a pass of a pipe before they train": lambda c: (
         c.data == "fifo" and c.ranks > 1 and c.is_compiled
     ),
-    "a map behind batch gets a rank's part": lambda c: (
-        c.data == "batch_map" and c.ranks > 1 and c.strategy not in ("staged", "async")
-    ),
-    "data that differ in an attribute alone are refused": lambda c: (
-        c.data == "dataset_log" and c.ranks > 1 and not c.is_compiled
+    "data that differ in an attribute alone are refused at a resume": lambda c: (
+        c.data == "dataset_log" and c.ranks > 1 and not c.is_compiled and c.resume != "none"
     ),
     "fsdp refuses Keras models with frozen layers": lambda c: (
         c.strategy == "fsdp" and c.is_compiled and c.frozen == "body"
