@@ -150,7 +150,7 @@ def calls_of(case: Case, plain: dict[str, Any], found: dict[str, Any]) -> Iterat
     batches = -(-samples // size)
     least, most = {}, {}
     if not case.is_compiled:
-        most |= {"getitem": samples * epochs + 3 * size, "passes": epochs + 1}
+        most |= {"getitem": samples * epochs + 5 * size, "passes": epochs + 1}
         most["held_out"] = HELD_OUT * epochs + 10 + 5
         if case.strategy != "staged" and case.functions == "own":
             most["loss"] = epochs * (batches + 5) + 10

@@ -10,9 +10,6 @@ KNOWN: dict[str, Callable[[Case], bool]] = {
     "ranks of a compiled Keras model read a pass of a pipe before they train": lambda c: (
         c.data == "fifo" and c.ranks > 1 and c.is_compiled
     ),
-    "data that differ in an attribute alone are refused at a resume": lambda c: (
-        c.data == "dataset_log" and c.ranks > 1 and not c.is_compiled and c.resume != "none"
-    ),
     "fsdp refuses Keras models with frozen layers": lambda c: (
         c.strategy == "fsdp" and c.is_compiled and c.frozen == "body"
     ),

@@ -62,8 +62,10 @@ class Resume:
         self._is_due = True
         self.own = [own["own"] for own in loaded.own]
         self._own = loaded.own[loop.world.rank if len(loaded.own) == loop.world.size else 0]
-        # Where ranks read batches of their own, each has its own data, too.
-        self._data = {**loaded.state, "source": self._own.get("data") or loaded.state["source"]}
+        # Where ranks read batches of their own, each has its own data, too. Else the first rank's
+        # are compared, and by `check_ranks` the others' with them.
+        of_all = loaded.state["source"] if loop.world.is_first else None
+        self._data = {**loaded.state, "source": self._own.get("data") or of_all}
 
     def recipe(self, loop: LoopState) -> Recipe:
         """What is asked for now: the settings of then, but for those that are asked for by name.
