@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -53,6 +54,42 @@ def end(process, seconds=60):
 
 def at_step(step, signum):
     return StopAt(step, lambda state: signal.raise_signal(signum))
+
+
+def test_a_last_checkpoint_goes_where_there_is_room(tmp_path, monkeypatch):
+    """Else all that was trained would be lost with the process."""
+    (tmp_path / "here").mkdir()
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    Path("runs").write_text("no folder")
+    said = []
+    job = trainer(network(), say=said.append)
+    stop = at_step(7, signal.SIGTERM)
+    with pytest.raises(Interrupted) as caught:
+        job.fit(data(), batch_size=32, epochs=3, callbacks=[stop], progress=False)
+    assert caught.value.checkpoint.startswith(f"{tmp_path}/temporary/flatout-runs/")
+    assert "another folder is tried" in said[-2]
+    # What the last line advises works.
+    run = re.search(r"run='([^']*)'", said[-1])[1]
+    again = trainer(network(), run=run, say=quiet)
+    again.fit(data(), batch_size=32, epochs=3, resume=True, progress=False)
+    assert again.history.epochs[-1]["loss"] < job.history.epochs[0]["loss"]
+
+
+def test_a_run_folder_that_was_lost_is_replaced_at_the_end(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    job = trainer(network(), run="run", say=quiet)
+
+    def lose(state):
+        shutil.rmtree("run")
+        Path("run").write_text("no folder")
+        signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(Interrupted) as caught:
+        job.fit(data(), batch_size=32, epochs=3, callbacks=[StopAt(7, lose)], progress=False)
+    assert caught.value.checkpoint.startswith("runs/")
+    assert Checkpoints(Path(caught.value.checkpoint).parent).load().step == 7
 
 
 # -- in this process -----------------------------------------------------------------------------
@@ -183,8 +220,12 @@ def test_the_step_that_was_just_saved_is_not_saved_again(tmp_path):
     assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000000003"]
 
 
-def test_a_checkpoint_that_cannot_be_written_is_told(tmp_path):
+def test_a_checkpoint_that_cannot_be_written_anywhere_is_told(tmp_path, monkeypatch):
     run = tmp_path / "run"
+    (tmp_path / "runs").write_text("no folder")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "flatout-runs").write_text("no folder")
 
     def spoil(state):
         (run / "checkpoints").rmdir()
@@ -192,7 +233,7 @@ def test_a_checkpoint_that_cannot_be_written_is_told(tmp_path):
         signal.raise_signal(signal.SIGTERM)
 
     job = trainer(network(), run=run)
-    with pytest.raises(CheckpointError, match=f"(?s)cannot .*{run}"):
+    with pytest.raises(CheckpointError, match=r"(?s)cannot .*flatout-runs"):
         job.fit(data(), callbacks=[StopAt(2, spoil)], progress=False)
 
 

@@ -15,6 +15,7 @@ import math
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -23,6 +24,7 @@ from typing import Any, NoReturn
 import psutil
 import torch
 
+from flatout.console import first_line
 from flatout.data import Batch, Pipeline, Source, refuse_dead_worker
 from flatout.errors import CheckpointError, ModelError, NumbersError
 from flatout.strategies import check_replicas
@@ -747,13 +749,7 @@ class Fit:
     def _interrupt(self, signum: int) -> NoReturn:
         """Write a checkpoint, say where it lies, and leave."""
         loop = self.loop
-        if loop.run is None:
-            name = f"runs/{time.strftime('%Y-%m-%d-%H%M%S')}-{os.getpid()}"
-            loop.run = loop.world.from_first(name)
-        with suppress(CheckpointError):
-            loop.checkpointing.wait()  # what failed before is no reason not to try again
-        path = self._path if self._path and loop.is_saved else self._checkpoint()
-        loop.checkpointing.wait()
+        path = self._last_checkpoint()
         name = "^C" if signum == signal.SIGINT else signal.Signals(signum).name
         prompt = signum == signal.SIGINT and is_interactive()
         loop.say(
@@ -764,6 +760,33 @@ class Fit:
         if prompt:
             raise KeyboardInterrupt
         raise Interrupted(signum, path)
+
+    def _last_checkpoint(self) -> str:
+        """Write one where that works: the run folder, one in this folder, or a temporary one."""
+        loop = self.loop
+        other = f"runs/{time.strftime('%Y-%m-%d-%H%M%S')}-{os.getpid()}"
+        others = [other]
+        with suppress(OSError):
+            others.append(f"{tempfile.gettempdir()}/flatout-{other}")
+        others = loop.world.from_first(others)
+        while True:
+            if loop.run is None:
+                loop.run = others.pop(0)
+            try:
+                with suppress(CheckpointError):
+                    loop.checkpointing.wait()  # what failed before is no reason not to try again
+                path = self._path if self._path and loop.is_saved else self._checkpoint()
+                loop.checkpointing.wait()
+                return path
+            except CheckpointError as error:
+                if not others:
+                    raise
+                loop.say(f"{first_line(error)}: {loop.run}; another folder is tried")
+            self._path = None
+            with suppress(CheckpointError):
+                loop.checkpointing.close()
+            del loop.checkpointing  # it is of one folder
+            loop.run = None
 
     def _now(self) -> tuple[int, int]:
         """The clock, and how long this rank has waited for others, in ns."""
