@@ -73,7 +73,8 @@ def test_a_last_checkpoint_goes_where_there_is_room(tmp_path, monkeypatch):
     # What the last line advises works.
     run = re.search(r"run='([^']*)'", said[-1])[1]
     again = trainer(network(), run=run, say=quiet)
-    again.fit(data(), batch_size=32, epochs=3, resume=True, progress=False)
+    later = [at_step(10_000, signal.SIGTERM)]
+    again.fit(data(), batch_size=32, epochs=3, callbacks=later, resume=True, progress=False)
     assert again.history.epochs[-1]["loss"] < job.history.epochs[0]["loss"]
 
 
