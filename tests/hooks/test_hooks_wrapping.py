@@ -22,6 +22,7 @@ from flatout.hooks.modules import ModuleCalls
 from flatout.observe.backward import watch_backward
 from flatout.observe.optimizers import StepFinder
 from flatout.observe.watch import Watch
+from flatout.unhooked import unhooked
 
 KINDS = [kind for kind, _ in ORDER]
 
@@ -252,3 +253,27 @@ def test_calls_of_modules_are_searched_and_narrowed_by_two_rooms(monkeypatch):
     rooms["cures"].search()
     assert not rooms["cures"].narrow({inner})
     assert called(inner) == ["observe", "cures"]
+
+
+def test_within_unhooked_a_class_is_as_written_and_its_hooks_come_back():
+    class Own(Plain):
+        def act(self):
+            return "own"
+
+    class Inherits(Plain):
+        pass
+
+    calls, written = [], dict(vars(Own))
+    hooks = [
+        wrap(owner, "act", "cures", naming, owner.__name__, calls) for owner in (Own, Inherits)
+    ]
+    try:
+        with unhooked():
+            assert dict(vars(Own)) == written
+            assert "act" not in vars(Inherits)
+            assert (Own().act(), Inherits().act(), calls) == ("own", "acted", [])
+        assert (Own().act(), Inherits().act()) == ("own", "acted")
+        assert calls == ["Own", "Inherits"]
+    finally:
+        assert all(hook.remove() for hook in hooks)
+    assert dict(vars(Own)) == written

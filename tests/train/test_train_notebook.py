@@ -357,3 +357,50 @@ def test_a_timeline_goes_to_another_process():
     assert there.lanes() == timeline.lanes()
     there.record(20_000, 1_000, 0, 2_000, 3_000, 0, 4_000, 0)
     assert (there.steps, timeline.steps) == (2, 1)
+
+
+@pytest.mark.slow
+@two_cpus
+def test_classes_that_a_notebook_observes_are_sent_to_ranks_as_written(tmp_path):
+    pytest.importorskip("IPython")
+    cells = [
+        "%load_ext flatout",
+        BEGIN,
+        """
+        class Rows(torch.utils.data.Dataset):
+            def __len__(self):
+                return len(x)
+
+            def __getitem__(self, row):
+                return x[row], y[row]
+
+        net = Net()
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        for _ in range(4):
+            for inputs, targets in torch.utils.data.DataLoader(Rows(), 16):
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(net(inputs), targets).backward()
+                optimizer.step()
+        """,
+        """
+        watched = "__call__" in vars(Net)
+        history = trainer(devices=2).fit(Rows(), batch_size=50, epochs=1, verbose=0)
+        print("RESULT", watched, "__call__" in vars(Net), len(history.epochs))
+        """,
+    ]
+    script = tmp_path / "cells.py"
+    script.write_text(
+        "from IPython.core.interactiveshell import InteractiveShell\n"
+        "shell = InteractiveShell.instance()\n"
+        f"for cell in {[textwrap.dedent(cell) for cell in cells]!r}:\n"
+        "    shell.run_cell(cell).raise_error()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, script],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "FLATOUT_CACHE": str(tmp_path / "cache"), "IPYTHONDIR": str(tmp_path)},
+    )
+    assert "RESULT True True 1" in done.stdout, done.stdout + done.stderr

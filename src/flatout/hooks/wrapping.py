@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import update_wrapper
 from typing import Any
 from weakref import WeakSet
 
+from flatout import unhooked
 from flatout.hooks import item_slot
 
 ORDER = (
@@ -80,6 +82,25 @@ class _Stack:
             inherits = is_above and other.name == self.name and not other._is_own
             if inherits and other.hooks and other.is_in_place():
                 other.build()
+
+
+@contextmanager
+def _without_any() -> Iterator[None]:
+    """Within, all attributes are as they were before they were wrapped."""
+    stacks = [stack for stack in list(_stacks) if stack.hooks and stack.is_in_place()]
+    kept = [(stack, stack.hooks) for stack in stacks]
+    try:
+        for stack in stacks:
+            stack.hooks = []
+            stack.build()
+        yield
+    finally:
+        for stack, hooks in kept:
+            stack.hooks = hooks
+            stack.build()
+
+
+unhooked.register(_without_any)
 
 
 def wrap(owner: Any, name: str, kind: str, around: Callable[..., Any], *args: Any) -> Hook:

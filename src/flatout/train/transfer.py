@@ -18,6 +18,7 @@ from flatout.atomic_file import atomic_write
 from flatout.errors import DataError, FlatoutError
 from flatout.models import weights_of
 from flatout.train.state import FittingTrainer
+from flatout.unhooked import unhooked
 
 # What a Trainer makes again in each process.
 _OWN = ("loop", "_fit", "history")
@@ -51,7 +52,7 @@ def pack(
     (folder / "path").write_bytes(pickle.dumps(sys.path))
     buffers: list[pickle.PickleBuffer] = []
     try:
-        with open(folder / "job", "wb") as file:
+        with open(folder / "job", "wb") as file, unhooked():
             cloudpickle.dump(job, file, protocol=5, buffer_callback=buffers.append)
     except Exception as error:
         raise DataError(
