@@ -1,6 +1,13 @@
+from flatout import cures as cures
 from flatout import data as data
+from flatout import errors as errors
 from flatout import integrations as integrations
+from flatout import measure as measure
 from flatout import optim as optim
+from flatout import recipe as recipe
+from flatout import report as report
+from flatout import save as save
+from flatout import train as train
 from flatout.devices import pin as pin
 from flatout.models import freeze as freeze
 from flatout.models import unfreeze as unfreeze

@@ -52,6 +52,23 @@ PAGES = [
     DOCS / "data" / "jagged.md",
     DOCS / "freezing.md",
 ]
+NOT_RUN = {
+    "click_through.md": "trains for minutes on made-up clicks: its example has a test of its own",
+    "cures.md": "runs a train.py of the reader's: tests/cures runs such scripts",
+    "doctor.md": "looks at a train.py of the reader's: the quick start does so word for word",
+    "doctor_changes.md": "changes a train.py of the reader's: tests/doctor does",
+    "doctor_proving.md": "runs a train.py by what trials have proved, which takes minutes",
+    "doctor_report.md": "needs a verdict: tests/report has each of these calls",
+    "explain.md": "draws a roofline, which a busy machine has none of",
+    "forecast.md": "needs runs on several hosts, or measures a network between them",
+    "ranks.md": "needs SLURM: tests/world starts such ranks",
+    "recipe.md": "has a Recipe, which a test here reads",
+    "report.md": "prints how fast three runs were: tests/report has these commands",
+    "submit_sagemaker.md": "reads a FIFO that SageMaker fills",
+    "top.md": "shows a live screen, and callbacks of trainers in one line each",
+    "trials.md": "empties Flatout's cache folder",
+}
+"""Pages with blocks that no test here runs, and why."""
 # What measuring decides differs between machines, and so do the machines themselves.
 # What a machine has, and what is wrong with it, is its own.
 DIFFERS = (
@@ -149,6 +166,43 @@ def test_every_opened_fence_is_a_block_that_the_tests_see():
     for page in [*PAGES, README, *LONG_PAGES]:
         opened = re.findall(r"^ *```\w+.*$", page.read_text(), re.MULTILINE)
         assert len(opened) == len(blocks(page)), page
+
+
+def test_every_page_with_blocks_is_run_or_has_a_reason():
+    run_here = {README, *PAGES, *LONG_PAGES}
+    pages = [page for page in DOCS.rglob("*.md") if page.parent.name != "checks"]
+    having = {page for page in pages if any(one.language != "text" for one in blocks(page))}
+    assert {page.name for page in having - run_here} == set(NOT_RUN)
+    assert all(len(reason.split()) > 3 for reason in NOT_RUN.values())
+
+
+def test_the_recipe_of_its_page_is_one(tmp_path):
+    (block,) = [one for one in blocks(DOCS / "recipe.md") if one.language == "toml"]
+    (tmp_path / "flatout.toml").write_text(block.body)
+    named = flatout.recipe.load(tmp_path / "flatout.toml").named()
+    assert named == {"compute.precision": "bf16", "save.every": 1000}
+
+
+def test_names_of_pages_are_there_after_importing_flatout_alone(tmp_path):
+    found = {
+        name for page in (README, *DOCS.rglob("*.md")) for name in NAME.findall(page.read_text())
+    }
+    rooms = {".".join(name.split(".")[:3]) for name in found - set(NO_NAMES) if name.count(".") > 1}
+    public = [name for name in rooms if name.split(".")[2] in names_of(name.split(".")[1])]
+    assert {"flatout.measure.Profile", "flatout.report.Scaling", "flatout.recipe.dump"} <= {*public}
+    code = "import flatout\n" + "\n".join(sorted(name for name in public if name not in NEEDING))
+    run([sys.executable, "-c", code], tmp_path)
+
+
+# These import another trainer.
+NEEDING = {
+    f"flatout.integrations.{name}" for name in ("KerasTimeline", "HFTimeline", "LightningTimeline")
+}
+
+
+def names_of(room: str) -> list[str]:
+    """The public names of a room, none of a module of one file."""
+    return list(getattr(import_module(f"flatout.{room}"), "__all__", ()))
 
 
 NAME = re.compile(r"(?<![\w./-])flatout(?:\.\w+)+")

@@ -96,8 +96,8 @@ class World(Section):
         "sync",
         'Whether the servers of `strategy = "parameter_server"` wait: `sync` steps when the '
         "gradients of all ranks are there, with the result of one rank. A number lets each "
-        "gradient be its own step, and a rank be so many steps ahead of the slowest; "
-        "`unbounded` sets no bound.",
+        "gradient be its own step, and a rank be so many batches ahead of the slowest; "
+        "`unbounded` sets no bound. How old a gradient is counts the gradients of other ranks.",
         parity=Parity.LEARNING,
         words="staleness {}",
     )
