@@ -206,7 +206,8 @@ class HeldState:
 
     def _keep_buffer(self, buffer: torch.Tensor) -> None:
         if self._is_new(buffer):
-            self._restores.append(partial(_refill_buffer, buffer, clone_of(buffer)))
+            with _unseen():  # among the buffers are frozen weights of Keras
+                self._restores.append(partial(_refill_buffer, buffer, clone_of(buffer)))
 
     def _look_at_tensor(self, tensor: torch.Tensor) -> None:
         if _is_plain(tensor) and self._pays_for(tensor.nbytes):
@@ -338,7 +339,8 @@ def _is_own(kind: type) -> bool:
 
 def _refill_buffer(buffer: torch.Tensor, value: torch.Tensor) -> None:
     # .data: no graph of the caller may notice that the value came and went.
-    buffer.data.copy_(value)
+    with _unseen():
+        buffer.data.copy_(value)
 
 
 def _refill_tensor(tensor: torch.Tensor, version: int, value: torch.Tensor) -> None:
