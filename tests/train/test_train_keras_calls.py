@@ -440,3 +440,61 @@ def test_a_tuple_is_the_inputs_of_a_model_of_several():
     model = keras.Model(inputs, layers.ActivityRegularization(0.1)(total))
     model.compile("sgd")
     assert quiet(model).fit((x, x), **FIT).history["loss"][0] > 0
+
+
+def tags():
+    """Texts of four words, the class of each word, and a weight of each word."""
+    random = np.random.default_rng(0)
+    x = random.normal(size=(20, 4, 5)).astype("float32")
+    return x, random.integers(0, 3, (20, 4)), random.random((20, 4)).astype("float32")
+
+
+def tagger(loss):
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([layers.Input((4, 5)), layers.Dense(3, activation="softmax")])
+    model.compile("sgd", loss, weighted_metrics=["accuracy"])
+    return model
+
+
+WEIGHTS = {0: 1.0, 1: 3.0, 2: 0.5}
+
+
+@pytest.mark.parametrize("given", ["arrays", "source", "weighted source"])
+@pytest.mark.parametrize("kind", ["numbers", "a column", "shares"])
+def test_class_weight_of_dense_targets_is_a_weight_of_each_place(kind, given):
+    x, y, _ = tags()
+    weights = np.vectorize(WEIGHTS.get)(y).astype("float32")
+    loss = "sparse_categorical_crossentropy"
+    if kind == "a column":
+        y = y[..., None]
+    elif kind == "shares":
+        y, loss = np.eye(3, dtype="float32")[y], "categorical_crossentropy"
+    data = (x, y)
+    if given != "arrays":
+        own = np.linspace(0, 2, 20).astype("float32")
+        is_weighted = given == "weighted source"
+        data = (flatout.data.arrays(x, y, *[own] * is_weighted),)
+        weights = weights * own[:, None] if is_weighted else weights
+    there = tagger(loss).fit(x, y, sample_weight=weights, **FIT).history
+    compare(quiet(tagger(loss)).fit(*data, class_weight=WEIGHTS, **FIT).history, there)
+    quiet(tagger(loss)).fit(*data, class_weight="balanced", **FIT)
+
+
+def test_class_weight_and_sample_weight_of_arrays_are_one_weight():
+    x, y, weight = tags()
+    trainer = quiet(tagger("sparse_categorical_crossentropy"))
+    with pytest.raises(DataError, match="at the same time") as caught:
+        trainer.fit(x, y, sample_weight=weight, class_weight=WEIGHTS, **FIT)
+    assert "multiply them into one sample_weight" in caught.value.do
+    trainer.fit(x, y, sample_weight=weight * np.vectorize(WEIGHTS.get)(y), **FIT)
+
+
+def test_a_weight_of_each_sample_counts_at_each_of_its_places():
+    x, y, _ = tags()
+    weight = np.linspace(0, 2, 20).astype("float32")
+    each = np.repeat(weight[:, None], 4, axis=1)
+    loss = "sparse_categorical_crossentropy"
+    there = tagger(loss).fit(x, y, sample_weight=each, **FIT).history
+    compare(quiet(tagger(loss)).fit(x, y, sample_weight=weight, **FIT).history, there)
+    source = flatout.data.arrays(x, y, weight)
+    compare(quiet(tagger(loss)).fit(source, **FIT).history, there)

@@ -165,16 +165,21 @@ class CompiledObjective(Objective):
                 x, y, sample_weight, data.validation_split
             )
         # Keras' adapters and arrays bring the weights of their samples.
-        brings_own = not isinstance(x, (Arrays, Pipeline))
+        brings_own = not isinstance(x, (Arrays, Pipeline)) and not _is_dense(self.model, y)
         self._is_balanced = is_balanced(data.class_weight) and not brings_own
         given = None if self._is_balanced else self._given_weights(data.class_weight, y, loop)
         weights = _class_weights(given, self.model, y)
         seed = loop.seed + self.fits_before
         source = as_keras_source(
             x, y, sample_weight, batch_size=data.batch_size, shuffle=data.shuffle, seed=seed,
-            class_weight=weights, steps=data.steps_per_epoch,
+            class_weight=weights if brings_own else None, steps=data.steps_per_epoch,
             workers=loop.requested.input.workers,
         )  # fmt: skip
+        if weights is not None and sample_weight is not None:
+            raise DataError(
+                "class_weight and sample_weight are given at the same time",
+                do="multiply them into one sample_weight",
+            )
         self._class_weight = None if brings_own else weights
         if held_out is None:
             return source, None
@@ -199,14 +204,16 @@ class CompiledObjective(Objective):
                 do="pass the weights, as class_weight={0: 1.0, 1: 5.0}; or x and y as arrays, or a "
                 "pipeline of flatout.data",
             )
-        counts = count(compiled.classes_of(torch.as_tensor(y)))
+        numbers = compiled.takes_numbers(self.model)
+        counts = count(compiled.classes_of(torch.as_tensor(y), numbers))
         loop.say(balanced_words(counts, None))
         return balanced_weights(counts)
 
     def weigh_classes(self, source: Source, loop: Loop, names: tuple[str, ...] | None) -> None:
         """Weigh classes by how many samples they have, where the fit was asked for that."""
         if self._is_balanced:
-            counts = counts_of(source, compiled.classes_of, loop.world)
+            classes_of = partial(compiled.classes_of, numbers=compiled.takes_numbers(self.model))
+            counts = counts_of(source, classes_of, loop.world)
             self._class_weight = _class_weights(balanced_weights(counts), self.model, None)
             loop.say(balanced_words(counts, names))
 
@@ -498,6 +505,16 @@ def _with_targets(model: Any, x: Any, y: Any, weight: Any) -> tuple[Any, Any, An
     if not is_tuple or not _has_one_input(model):
         return x, y, weight
     return x[0], x[1], x[2] if len(x) == _MOST_PARTS else weight
+
+
+def _is_dense(model: Any, y: Any) -> bool:
+    """Whether an array of targets has a class for each place of a sample, as of words in a text.
+
+    Keras finds no weights of these by their class.
+    """
+    dims = len(getattr(y, "shape", ()))
+    last = y.shape[-1] if dims > 1 else 1
+    return dims > (2 if last == 1 or not compiled.takes_numbers(model) else 1)
 
 
 def _has_one_input(model: Any) -> bool:

@@ -115,7 +115,7 @@ class KerasJob:
         """The batch's loss, and what metrics take."""
         model = self._model
         if self._class_weight is not None:
-            batch = _weighed(batch, self._class_weight)
+            batch = _weighed(batch, self._class_weight, takes_numbers(model))
         with training_step() if self._training else nullcontext():
             y_pred = in_full_precision(call(model, batch.inputs, training=self._training))
         if batch.samples:
@@ -133,7 +133,7 @@ class KerasJob:
         return loss, (batch.inputs, y, y_pred, weight)
 
     def _targets(self, batch: Batch, y_pred: Any) -> tuple[Any, Any]:
-        y, weight = targets_of(batch)
+        y, weight = _weight_of_places(self._model, *targets_of(batch))
         if self._takes_shares and torch.is_tensor(y_pred):
             y = _as_shares(y, y_pred.shape[-1])
         return y, weight
@@ -289,6 +289,7 @@ def build(model: Any, batch: Batch) -> None:
             do=f"compile it with metrics=[{re.sub('_?sparse_?', '', sparse, flags=re.I)!r}], which "
             "takes the class of the largest share",
         )
+    y, weight = _weight_of_places(model, y, weight)
     model._symbolic_build(data_batch=(batch.inputs, y, weight))
 
 
@@ -338,21 +339,51 @@ def _as_shares(y: Any, classes: int) -> Any:
     return torch.nn.functional.one_hot(y.reshape(-1).long(), classes).float()
 
 
-def _weighed(batch: Batch, class_weight: Mapping[int, float]) -> Batch:
-    """The batch with each sample's weight times its class's, as Keras finds the class."""
-    assert isinstance(batch.targets, torch.Tensor)
-    classes = classes_of(batch.targets)
-    weight = torch.ones(len(classes), dtype=torch.float32, device=classes.device)
+def _weighed(batch: Batch, class_weight: Mapping[int, float], numbers: bool) -> Batch:
+    """The batch with each target's weight times its class's: of a sample, or of a place in it."""
+    y, own = targets_of(batch)
+    assert isinstance(y, torch.Tensor)
+    classes = classes_of(y, numbers)
+    weight = torch.ones(classes.shape, dtype=torch.float32, device=classes.device)
     for number, of_class in class_weight.items():
         weight[classes == int(number)] = of_class
-    return batch._replace(weight=weight if batch.weight is None else batch.weight * weight)
+    if own is not None:
+        dims = max(own.dim(), weight.dim())
+        own, weight = (w.reshape(w.shape + (1,) * (dims - w.dim())) for w in (own, weight))
+        weight = own * weight
+    if weight.dim() == 1:
+        return batch._replace(weight=weight)
+    return batch._replace(targets={"targets": y, WEIGHTS: weight})
 
 
-def classes_of(y: torch.Tensor) -> torch.Tensor:
-    """The class number of each target, as Keras finds it to weigh it."""
-    if y.dim() > 1:
-        y = y.squeeze(-1) if y.shape[-1] == 1 else y.argmax(-1)
+def classes_of(y: torch.Tensor, numbers: bool) -> torch.Tensor:
+    """The class number of each target.
+
+    Args:
+        y: class numbers, or shares of classes in the last dimension.
+        numbers: whether the loss takes class numbers.
+    """
+    if y.dim() > 1 and y.shape[-1] == 1:
+        y = y.squeeze(-1)
+    elif y.dim() > 1 and not numbers:
+        y = y.argmax(-1)
     return y.round().long() if y.is_floating_point() else y
+
+
+def _weight_of_places(model: Any, y: Any, weight: Any) -> tuple[Any, Any]:
+    """Targets, and a sample's weight for each place where the sample has a class for each place."""
+    is_one_a_sample = torch.is_tensor(y) and torch.is_tensor(weight) and weight.dim() == 1
+    numbers = takes_numbers(model)
+    if not is_one_a_sample or not (numbers or _takes(model, "categorical")):
+        return y, weight
+    has_shares = y.dim() > 1 and (y.shape[-1] == 1 or not numbers)
+    shape = y.shape[:-1] if has_shares else y.shape
+    return y, weight.reshape(-1, *[1] * (len(shape) - 1)).expand(shape)
+
+
+def takes_numbers(model: Any) -> bool:
+    """Whether the compiled loss takes class numbers, and no shares of classes."""
+    return _takes(model, "sparsecategorical")
 
 
 def targets_of(batch: Batch) -> tuple[Any, Any]:
