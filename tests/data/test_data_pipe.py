@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from flatout.data import pipe as pipes
+from flatout.data import waiting
 from flatout.data.pipe import CAPACITY, Pipe
 from flatout.errors import DataError
 
@@ -104,8 +105,8 @@ def test_the_pipe_is_made_larger(fifo):
 
 @pytest.fixture
 def soon(monkeypatch):
-    monkeypatch.setattr(pipes, "_FIRST_WORD_S", 0.1)
-    monkeypatch.setattr(pipes, "_WORDS_GROW", 100)
+    monkeypatch.setattr(waiting, "_FIRST_WORD_S", 0.1)
+    monkeypatch.setattr(waiting, "_WORDS_GROW", 100)
     monkeypatch.setattr(pipes, "_SLICE_S", 0.02)
 
 

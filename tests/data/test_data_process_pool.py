@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -13,8 +14,10 @@ import pytest
 import torch
 from data_made_up import MadeUp, same
 
+from flatout.data.execution import worker
 from flatout.data.execution.process_pool import ProcessPool, refusal
 from flatout.data.pipeline import Pipeline
+from flatout.data.waiting import WaitStopped, waits_end_when
 from flatout.errors import DataError
 
 
@@ -294,3 +297,33 @@ def test_python_that_threads_cannot_share_goes_to_processes_where_a_script_allow
         assert "forced by fetch Work" in notes
     elif not guarded and "Python" in notes:
         assert "has no `if __name__" in notes
+
+
+class Sleepy:
+    """Sleeps where it is unpickled, as a worker's start does that hangs."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def __setstate__(self, state):
+        time.sleep(state["seconds"])
+        self.__dict__.update(state)
+
+
+@pytest.mark.slow
+def test_a_process_that_hangs_at_its_start_is_named_and_a_stop_ends_the_wait(monkeypatch, capfd):
+    monkeypatch.setattr(worker, "_FIRST_WORD_S", 0.5)
+    pool = ProcessPool(Sleepy(600), 1)
+    stopped = threading.Event()
+
+    def asked():
+        if not stopped.is_set() and "waiting since" in capfd.readouterr().err:
+            stopped.set()
+        return stopped.is_set()
+
+    with (
+        waits_end_when(asked),
+        pytest.raises(WaitStopped, match=r"worker process 1 of 1 \(pid \d+\), which is starting"),
+    ):
+        list(pool.batches(lambda step: (step,), 0, 1))
+    assert pool.pids == []

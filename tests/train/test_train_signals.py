@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 import scripts_interrupted_fit
+import torch
 from train_jobs import StopAt, data, network, quiet, trainer
 
 import flatout
+from flatout.data import WaitStopped, waits_end_when
 from flatout.errors import CheckpointError
 from flatout.save.checkpoint import Checkpoints
 from flatout.train.signals import Interrupted, StopSignals
@@ -304,3 +306,78 @@ def test_a_second_ctrl_c_ends_a_script_at_once(tmp_path):
     code, _, errors = end(process, 20)
     assert code == -signal.SIGINT  # Python's own end by KeyboardInterrupt
     assert "KeyboardInterrupt" in errors
+
+
+# -- while a pipe is silent ----------------------------------------------------------------------
+
+
+ROWS = b"1 1:1 2:2\n0 1:2\n"
+PIPE_SCHEMA = {
+    "options": {"base": 1, "features": 2},
+    "columns": [
+        {"name": "label", "dtype": "int64", "role": "target"},
+        {"name": "features", "dtype": "float32", "shape": [2]},
+    ],
+}
+
+
+def piped(folder, rows, then):
+    """A pipeline over a FIFO, whose writer gives some rows, and keeps it open."""
+    path = folder / "rows.fifo"
+    os.mkfifo(path)
+
+    def write():
+        with open(path, "wb", buffering=0) as fifo:  # waits for the reader
+            fifo.write(ROWS * (rows // 2))
+            then()
+            done.wait(60)
+
+    done = threading.Event()
+    writer = threading.Thread(target=write)
+    writer.start()
+    made = flatout.data.fifo(path, schema=PIPE_SCHEMA, timeout_s=30).batch(16)
+    return made, lambda: (done.set(), writer.join())
+
+
+def pipe_job(**options):
+    return trainer(torch.nn.Linear(2, 2), loss="cross_entropy", lr=0.1, **options)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_wait_for_a_pipes_first_rows(tmp_path, signum):
+    class Handled(BaseException):
+        pass
+
+    def handler(number, frame):
+        raise Handled
+
+    before = signal.signal(signum, handler)
+    data, stop = piped(tmp_path, 0, lambda: os.kill(os.getpid(), signum))
+    try:
+        with pytest.raises(Handled):
+            pipe_job().fit(data, epochs=1, progress=False)
+    finally:
+        signal.signal(signum, before)
+        stop()
+
+
+def test_a_signal_ends_the_wait_for_a_pipes_next_rows_with_a_checkpoint(tmp_path):
+    stepped, sent = threading.Event(), []
+
+    def asked():  # by whoever waits
+        if stepped.is_set() and not sent:
+            sent.append(True)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return False
+
+    data, stop = piped(tmp_path, 40, lambda: None)
+    try:
+        with waits_end_when(asked), pytest.raises(Interrupted) as caught:
+            pipe_job(run=tmp_path / "run").fit(
+                data, epochs=1, callbacks=[StopAt(1, lambda state: stepped.set())], progress=False
+            )
+    finally:
+        stop()
+    assert caught.value.code == 143
+    assert isinstance(caught.value.__context__, WaitStopped)
+    assert Checkpoints(tmp_path / "run" / "checkpoints").load().step >= 1

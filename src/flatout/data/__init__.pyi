@@ -120,3 +120,5 @@ from flatout.data.stretches import Stretches as Stretches
 from flatout.data.tensors import are_arrays as are_arrays
 from flatout.data.tensors import as_tensor as as_tensor
 from flatout.data.tensors import jagged as jagged
+from flatout.data.waiting import WaitStopped as WaitStopped
+from flatout.data.waiting import waits_end_when as waits_end_when

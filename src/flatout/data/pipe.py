@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from flatout.console import say_as_is
+from flatout.data.waiting import Waiting
 from flatout.errors import DataError, as_data_error
 
 STANDARD_INPUT = "-"
@@ -26,8 +27,6 @@ CAPACITY = 1 << 20
 _SLICE_S = 0.1
 # Bytes that came are handed out after so long, however few they are.
 _MOMENT_S = 0.05
-_FIRST_WORD_S = 5.0
-_WORDS_GROW = 4
 
 # Standard input belongs to the process, and can be read once.
 _standard_input_was_read = threading.Event()
@@ -245,20 +244,17 @@ class Pipe:
 
     def _wait(self, ready: Callable[[], bool], what: Callable[[], str]) -> None:
         """Return once `ready`, which takes a moment to answer; say what is waited for."""
-        start, word_at = time.monotonic(), _FIRST_WORD_S
+        waiting = Waiting(what, self._say)
         while not ready() or self._stopped.is_set():
-            waited = time.monotonic() - start
             if self._stopped.is_set():
                 raise DataError("the pipe was closed while it was being read", where=self.name)
-            if self._timeout_s is not None and waited >= self._timeout_s:
+            if self._timeout_s is not None and waiting.seconds >= self._timeout_s:
                 raise DataError(
                     f"nothing came in {self._timeout_s:g} s; waited for {what()}",
                     where=self.name,
                     do="start the writer, or raise timeout_s",
                 )
-            if waited >= word_at:
-                self._say(f"waiting since {waited:.0f} s for {what()}")
-                word_at *= _WORDS_GROW
+            waiting.look()
 
 
 def _holder(number: int) -> str:

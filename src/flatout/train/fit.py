@@ -25,7 +25,14 @@ import psutil
 import torch
 
 from flatout.console import first_line
-from flatout.data import Batch, Pipeline, Source, refuse_dead_worker
+from flatout.data import (
+    Batch,
+    Pipeline,
+    Source,
+    WaitStopped,
+    refuse_dead_worker,
+    waits_end_when,
+)
 from flatout.errors import CheckpointError, ModelError, NumbersError
 from flatout.strategies import check_replicas
 from flatout.train.callback_guard import CallbackGuard
@@ -127,7 +134,7 @@ class Fit:
         """Train, and leave the model, optimizer and process as a script expects them."""
         try:
             self._run()
-        except LostRank:
+        except (LostRank, WaitStopped):
             # Noted until now; it comes from the one who started the ranks, and ends this one.
             self.signals.pass_on()
             raise
@@ -139,7 +146,7 @@ class Fit:
 
     def _run(self) -> None:
         self._running = True
-        with self.signals:
+        with self.signals, waits_end_when(lambda: self.signals.received is not None):
             try:
                 self._prepare()
                 self._train()
@@ -595,9 +602,11 @@ class Fit:
     def _next(self, batches: Iterator[Batch]) -> Batch | None:
         try:
             return next(batches, None)
-        except Exception:
-            # Ctrl-C on a terminal ends the processes that read data too. No step was begun.
-            if self.signals.received is not None:
+        except Exception as error:
+            # Ctrl-C on a terminal ends the processes that read data too. No step was begun. Of
+            # several ranks that wait, each ends by itself: they may stand at different places.
+            together = isinstance(error, WaitStopped) and self.loop.world.size > 1
+            if self.signals.received is not None and not together:
                 self._interrupt(self.signals.received)
             raise
 
@@ -677,6 +686,10 @@ class Fit:
         graph.passes_left = sum(validates(self._validation_freq, epoch) for epoch in later)
         try:
             result = self.objective.evaluate(self.loop, source, stopped)
+        except WaitStopped:
+            if not alone:
+                raise
+            result = None
         finally:
             graph.passes_left = None
         self._add("evaluation", start)

@@ -18,6 +18,7 @@ from flatout.data.batch import Batch
 from flatout.data.execution.parallel import Ahead, Tuner
 from flatout.data.execution.worker import Worker, WorkerDied
 from flatout.data.threads import say_fewer
+from flatout.data.waiting import WaitStopped
 from flatout.errors import DataError
 
 # Processes younger than this, or than so many times what their start took, are kept.
@@ -84,7 +85,7 @@ class ProcessPool:
         try:
             with closing(iter(Ahead(make, step, steps, tuner, most=most))) as made:
                 yield from made
-        except WorkerDied:
+        except (WorkerDied, WaitStopped):
             self.close()
             raise
 

@@ -19,10 +19,13 @@ import torch
 
 from flatout.data.batch import Batch
 from flatout.data.execution.handing import receive, send
+from flatout.data.waiting import Waiting
 from flatout.errors import DataError
 
 # How often it is looked whether a silent process still lives: another one may hold its pipe open.
 _LOOK_S = 1.0
+# Starting takes seconds, and so may a batch: they are not worth a line.
+_FIRST_WORD_S = 15.0
 # For the exit code of a process whose pipe has ended.
 _PATIENCE_S = 5.0
 
@@ -81,10 +84,10 @@ class Worker:
             if not self.ready:
                 self._pipe.send_bytes(self._payload)
                 self._payload = b""
-                self._receive()
+                self._receive(doing)
                 self.ready, doing = True, what
             self._pipe.send(task)
-            made, error, trace = self._receive()
+            made, error, trace = self._receive(doing)
         except (EOFError, OSError) as lost:
             raise self._why_it_ended(doing) from lost
         if error is not None:
@@ -92,8 +95,11 @@ class Worker:
         batch: Batch = made
         return batch
 
-    def _receive(self) -> Any:
+    def _receive(self, doing: str) -> Any:
+        words = f"{self._name} (pid {self.pid}), which is {doing}"
+        waiting = Waiting(lambda: words, first_s=_FIRST_WORD_S)
         while not self._pipe.poll(_LOOK_S):
+            waiting.look()
             if not self._process.is_alive() and not self._pipe.poll():
                 raise EOFError
         return receive(self._pipe)
