@@ -2,13 +2,17 @@
 
 import itertools
 import os
+import random
 import re
 import signal
 import sys
 import time
+import warnings
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from process_state import differences, seed_all, state
 
 # How long examples take to make is a matter of how busy the machine is.
 settings.register_profile(
@@ -25,6 +29,54 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 
 _numbers = itertools.count()
+_STATE = pytest.StashKey[dict]()
+# Rooms whose tests fail for what they leave in the process; those of others get a warning.
+_LEAVE_NOTHING = {"data", "devices", "measure", "models", "optim", "recipe", "save", "train"}
+_leaks: dict[str, list[str]] = {}
+
+
+def pytest_addoption(parser):
+    parser.addoption("--order", default="", help="run files and their tests in an order of a seed")
+
+
+def pytest_report_header(config):
+    seed = config.getoption("order")
+    return f"order of the tests: --order {seed}" if seed else "order of the tests: as written"
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    seed = config.getoption("order")
+    if seed:
+        # By name: each process finds the same order.
+        items.sort(key=lambda item: (_place(seed, item.path.name), _place(seed, item.nodeid)))
+
+
+def _place(seed, name):
+    return random.Random(f"{seed} {name}").random()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_setup(item):
+    # Tests that never need torch do not pay for it here.
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.get_num_threads() > 2:
+        torch.set_num_threads(2)
+    seed_all()
+    item.stash[_STATE] = state()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item):
+    result = yield
+    # A second try begins with what the first has left.
+    leaks = _leaks.setdefault(item.nodeid, differences(item.stash[_STATE], state()))
+    if leaks and item.path.parent.name in _LEAVE_NOTHING:
+        pytest.fail("the test leaves the process changed: " + "; ".join(leaks), pytrace=False)
+    for leak in leaks:
+        warnings.warn(f"{item.nodeid} leaves the process changed: {leak}", stacklevel=1)
+    return result
 
 
 @pytest.fixture
@@ -48,10 +100,6 @@ def _on_its_own(monkeypatch, tmp_path_factory):
         "RANK",
     ):
         monkeypatch.delenv(name, raising=False)
-    # Tests that never need torch do not pay for it here.
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.get_num_threads() > 2:
-        torch.set_num_threads(2)
     # What another test compiled would have hooks keep what they have put into torch.
     dynamo = sys.modules.get("torch._dynamo.utils")
     if dynamo is not None:

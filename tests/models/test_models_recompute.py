@@ -10,13 +10,7 @@ from torch.nn.utils import parametrizations
 from flatout.errors import ModelError
 from flatout.models import find_rewrites, recompute_activations
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Block(nn.Module):

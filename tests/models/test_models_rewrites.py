@@ -12,13 +12,7 @@ from torch.nn.modules import module as every_module
 
 from flatout.models import find_rewrites
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def rewritten(model):

@@ -10,13 +10,7 @@ from torch import nn
 from flatout.errors import ModelError
 from flatout.optim import Lamb, Lars, Update
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def plain_lars(weights, gradients, *, lr, momentum, weight_decay, trust, everything=False):

@@ -12,13 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from flatout.errors import ModelError
 from flatout.optim import Update, can_fuse, fuse
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 OPTIMIZERS = {

@@ -11,13 +11,7 @@ from flatout.errors import ModelError
 from flatout.optim import Update, fuse
 from flatout.train.snapshot import Moving, Snapshot, random_state, set_random_state, untouched
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Net(nn.Module):
