@@ -1,5 +1,6 @@
 """Trials leave files as they were: overlaid by the kernel, and redirected in Python."""
 
+import ctypes
 import hashlib
 import json
 import os
@@ -277,6 +278,56 @@ assert Path("kept").read_text() == "changed"
     assert not done.stderr
     assert (tmp_path / "kept").read_text() == "kept"
     assert (tmp_path / "passed" / "new").read_text() == "new"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_a_folder_below_one_of_root_can_be_written_by_its_owner(overlays):
+    """As /data/projects/me: the kernel copies no folder of a user who is not in the namespace."""
+    code = """
+import ctypes, os, sys, tempfile
+from pathlib import Path
+from flatout.doctor.trials import overlay
+base, who = Path(sys.argv[1]), 12345
+mine = base / "data" / "projects" / "me"
+(mine / "runs").mkdir(parents=True)
+(base / "data" / "of root").write_text("of root")
+(mine / "runs" / "old").write_text("old")
+(base / "upper").mkdir()
+for path in (mine, mine / "runs", mine / "runs" / "old", base / "upper"):
+    os.chown(path, who, who)
+b"x".decode("unicode_escape")  # loaded while this user may read Python's own files
+os.setgid(who)
+os.setuid(who)
+ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # as a process that began as this user: PR_SET_DUMPABLE
+os.chdir(mine)
+overlay.enter(base / "upper")
+Path("new").write_text("new")
+Path("runs/old").write_text("changed")
+assert sorted(os.listdir()) == ["new", "runs"] and Path("runs/old").read_text() == "changed"
+assert Path("../../of root").read_text() == "of root"
+"""
+    with tempfile.TemporaryDirectory(dir="/tmp") as base:
+        os.chmod(base, 0o755)
+        done = subprocess.run([sys.executable, "-c", code, base], capture_output=True, text=True)
+        if "unshare" in done.stderr:
+            pytest.skip("no user namespaces here")
+        assert not done.stderr
+        mine = Path(base, "data", "projects", "me")
+        assert (os.listdir(mine), (mine / "runs" / "old").read_text()) == (["runs"], "old")
+
+
+def test_shared_memory_and_queues_of_the_kernel_end_with_the_trial(tmp_path, monkeypatch, overlays):
+    libc = ctypes.CDLL(None)
+    key = 0x7A110000 + os.getpid() % 0x10000
+    code = f"""
+    import ctypes, os
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.shmget({key}, 4096, 0o1600) >= 0
+    assert libc.mq_open(b"/flatout-{key}", os.O_CREAT | os.O_RDWR, 0o600, None) >= 0
+    """
+    assert contained(tmp_path, monkeypatch, code, redirected=False)[:2] == (0, "")
+    assert libc.shmget(key, 4096, 0) == -1
+    assert libc.mq_open(f"/flatout-{key}".encode(), os.O_RDWR) == -1
 
 
 @pytest.mark.parametrize("redirected", [pytest.param(False, marks=pytest.mark.slow), True])

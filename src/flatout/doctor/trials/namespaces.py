@@ -8,6 +8,7 @@ from pathlib import Path
 
 # From <sched.h> and <sys/mount.h>.
 MOUNTS, PROCESSES, NETWORK = 0x00020000, 0x20000000, 0x40000000
+MESSAGES = 0x08000000  # CLONE_NEWIPC
 _USER = 0x10000000
 BIND, RECURSIVE = 4096, 16384
 _PRIVATE = 1 << 18
@@ -35,6 +36,15 @@ def leave(kinds: int, *, as_user: bool | None = None) -> None:
         _leave(kinds, False)
     except PermissionError:
         _leave(kinds, True)
+
+
+def unshare(kinds: int) -> None:
+    """Puts this process into new namespaces, where it has the right to.
+
+    Raises:
+        OSError: the kernel, or what contains this process, does not allow it.
+    """
+    checked(_libc.unshare(kinds), "unshare")
 
 
 def _leave(kinds: int, as_user: bool) -> None:

@@ -29,7 +29,13 @@ _SHARED_MEMORY = "/dev/shm"
 _MOST = 400
 
 
-def enter(upper: Path, passes: Sequence[Path] = (), *, as_user: bool | None = None) -> None:
+def enter(
+    upper: Path,
+    passes: Sequence[Path] = (),
+    *,
+    as_user: bool | None = None,
+    writes: Sequence[str] = (),
+) -> None:
     """Puts this process, and all that it starts from now on, into such a namespace.
 
     It must have one thread only. The current folder stays.
@@ -38,6 +44,8 @@ def enter(upper: Path, passes: Sequence[Path] = (), *, as_user: bool | None = No
         upper: an empty folder for the writes. It cannot be seen from within.
         passes: folders whose writes are real.
         as_user: make a user namespace first; None: where this process may not do without.
+        writes: paths that may be written, besides the current folder. In a user namespace the
+            kernel copies no folder of another user, so those above these paths are made before.
 
     Raises:
         OSError: the kernel, or what contains this process, does not allow it. This process may
@@ -45,12 +53,16 @@ def enter(upper: Path, passes: Sequence[Path] = (), *, as_user: bool | None = No
         FlatoutError: the current folder cannot be covered.
     """
     here = os.getcwd()
+    ways = [] if os.geteuid() == 0 and not as_user else _foreign([here, *writes])
     namespaces.leave(namespaces.MOUNTS, as_user=as_user)
+    # Shared memory of System V and queues of POSIX end with the namespace. Few kernels lack it.
+    with suppress(OSError):
+        namespaces.unshare(namespaces.MESSAGES)
     real = [(path, os.open(path, os.O_PATH)) for path in passes]
     mounted = _mounted()
     # The one that holds the writes comes last: then they can no longer be reached by name.
     wanted = sorted(_to_cover(mounted), key=lambda value: _holds(value, os.path.realpath(upper)))
-    covered = [folder for folder in wanted if _cover(folder, upper)]
+    covered = [folder for folder in wanted if _cover(folder, upper, ways)]
     if not any(_holds(folder, os.path.realpath(here)) for folder in covered):
         raise FlatoutError(f"{here} cannot be overlaid")
     for path, descriptor in real:
@@ -88,7 +100,21 @@ def _without_mounts(folder: str, mounted: set[str]) -> Iterator[str]:
                 yield from _without_mounts(entry.path, mounted)
 
 
-def _cover(folder: str, upper: Path) -> bool:
+def _foreign(paths: Sequence[str]) -> list[tuple[str, int]]:
+    """The folders of other users above some paths, each with the rights that this user has."""
+    found: dict[str, int] = {}
+    for path in paths:
+        above = [str(item) for item in Path(os.path.realpath(path)).parents][::-1][1:]
+        owned = [os.path.isdir(item) and os.stat(item).st_uid == os.geteuid() for item in above]
+        last = max((n for n, own in enumerate(owned) if not own), default=-1)
+        for item in above[: last + 1]:
+            if os.path.isdir(item):
+                rights = (os.R_OK, 4), (os.W_OK, 2), (os.X_OK, 1)
+                found[item] = 0o700 & sum(bit for ask, bit in rights if os.access(item, ask)) << 6
+    return sorted(found.items())
+
+
+def _cover(folder: str, upper: Path, ways: Sequence[tuple[str, int]]) -> bool:
     """Overlays one folder. Returns whether its file system allows that."""
     number = len(list(upper.iterdir())) // 2
     layer, work = upper / f"{number}", upper / f"{number}.work"
@@ -98,6 +124,12 @@ def _cover(folder: str, upper: Path) -> bool:
     options = ",".join(f"{key}={_escaped(value)}" for key, value in layers.items())
     try:
         os.chmod(layer, os.stat(folder).st_mode & 0o7777)
+        made = [(layer / os.path.relpath(path, folder), mode) for path, mode in ways
+                if path != folder and _holds(folder, path)]  # fmt: skip
+        for path, _ in made:
+            path.mkdir()
+        for path, mode in reversed(made):
+            path.chmod(mode)
         namespaces.mount("overlay", folder, "overlay", 0, f"{options},userxattr")
     except OSError:
         return False

@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,7 +93,7 @@ def _contain(how: dict[str, Any]) -> None:
     if not how["is_redirected"]:
         upper = folder / "upper"
         upper.mkdir()
-        overlay.enter(upper, _passes(how))
+        overlay.enter(upper, _passes(how), writes=_named(how["command"]))
         return
     os.environ["TMPDIR"] = str(temporary)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(temporary / "inductor")
@@ -103,6 +103,13 @@ def _contain(how: dict[str, Any]) -> None:
 
 def _passes(how: dict[str, Any]) -> list[Path]:
     return [Path(how["temporary"]), *map(Path, how["passes"])]
+
+
+def _named(command: Sequence[str]) -> list[str]:
+    """Paths that the command's words name, and those that programs write by themselves."""
+    parts = [part for word in command for part in (word, word.partition("=")[2]) if "/" in part]
+    homes = [os.environ.get(name, "") for name in ("HOME", "TMPDIR", "FLATOUT_CACHE")]
+    return [path for path in (*parts, *homes) if os.path.isabs(path) and "\0" not in path]
 
 
 def _restrict(how: dict[str, Any]) -> str:
