@@ -34,7 +34,7 @@ from breadth_models import FAMILIES, Family
 
 import flatout
 from flatout.recipe import World
-from results import Key, Results, add_json_argument, finish
+from results import Key, Results, add_json_argument, add_limits, finish
 
 # Samples of a step, in the order in which they run.
 SIZES = {"mlp": 256, "resnet": 512, "depthwise": 512, "vit": 512, "gpt": 256, "lstm": 256}
@@ -285,6 +285,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_json_argument(parser)
+    add_limits(parser)
     parser.add_argument("--check", action="store_true", help="exit 1 if a key is not met")
     parser.add_argument("--seconds", type=float, default=20.0, help="of the plain run")
     parser.add_argument("--window", type=float, default=0.6, help="seconds of an arm by hand")

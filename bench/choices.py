@@ -19,7 +19,7 @@ from typing import Any
 
 from breadth import FAMILIES, run
 from flatout.recipe import phrase
-from results import Key, Results, add_json_argument, finish, positive
+from results import Key, Results, add_json_argument, add_limits, finish, positive
 
 QUICK = ("mlp", "autoencoder", "lstm", "textcnn", "graph")
 
@@ -80,6 +80,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_json_argument(parser)
+    add_limits(parser)
     parser.add_argument("--check", action="store_true", help="exit 1 if the key is not met")
     parser.add_argument("--runs", type=positive, default=5)
     parser.add_argument("--seconds", type=float, default=20.0, help="of the plain run")

@@ -31,7 +31,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 import flatout
 from flatout.recipe import World
-from results import Key, Results, add_json_argument, finish, positive
+from results import Key, Results, add_json_argument, add_limits, finish, positive
 
 ROWS, DEFAULT, DENSE, SPARSE = "flatout rows", "flatout default", "fused Adam", "SparseAdam"
 ARMS = (DENSE, SPARSE, DEFAULT, ROWS)
@@ -172,6 +172,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_json_argument(parser)
+    add_limits(parser)
     parser.add_argument("--check", action="store_true", help="exit 1 if a key is not met")
     parser.add_argument("--rows", type=positive, nargs="+", default=[1, 10], help="in millions")
     parser.add_argument("--factors", type=positive, default=FACTORS)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from remeasure import BEFORE, FEWEST, FLATOUT, NotMeasured, as_it_is, cured, epoch_s, run_to_end
-from results import Key, Results, add_json_argument, finish
+from results import Key, Results, add_json_argument, add_limits, finish
 
 SCRIPTS = Path(__file__).with_name("corpus_gpu")
 # Which findings are expected of each, one at least.
@@ -143,6 +143,7 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=45.0, help="seconds for its trials")
     parser.add_argument("--run-seconds", type=float, default=3.0, help="of a whole run as it is")
     add_json_argument(parser)
+    add_limits(parser)
     parser.add_argument("--check", action="store_true", help="exit 1 if a key is not met")
     arguments = parser.parse_args()
     rows = [visit(name, arguments) for name in arguments.only]

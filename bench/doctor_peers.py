@@ -34,7 +34,7 @@ from pathlib import Path
 from pitfalls import Pitfall, absence, read_index
 from remeasure import FLATOUT, run_to_end
 from restarts import PEERS, end_peers_on_sigterm
-from results import Key, Results, add_json_argument, finish
+from results import Key, Results, add_json_argument, add_limits, finish
 
 TIMEOUT_S = 600.0
 # Of a reason in the table; `--keep` has it whole.
@@ -321,6 +321,7 @@ def read_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_json_argument(parser)
+    add_limits(parser)
     parser.add_argument("--only", nargs="+", choices=[*SCRIPTS], metavar="NAME")
     parser.add_argument("--budget", type=float, default=120, help="of flatout doctor's trials")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="for what each tool said")

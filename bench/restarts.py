@@ -17,13 +17,45 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import packages_distributions, version
 from importlib.util import find_spec
+from math import inf
 from pathlib import Path
 from statistics import median
+from time import monotonic
 from typing import Any
 
 from flatout.measure import Interval, bootstrap_ratio
 
 PEERS = Path(__file__).parent / "peers"
+
+
+@dataclass
+class Progress:
+    """What the command line says of this bench's run, and what is there if it ends early.
+
+    Attributes:
+        ends_at: by time.monotonic(); no further process begins then, and what runs is ended.
+        is_quick: whether figures are of fewer rounds than they are to be.
+        file: gets a line of JSON for each process as it ends, until the results are written.
+    """
+
+    ends_at: float = inf
+    is_quick: bool = False
+    file: Path | None = None
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds that are left, for `timeout`; None is no limit."""
+        return None if self.ends_at == inf else max(0.1, self.ends_at - monotonic())
+
+    def keep(self, line: Mapping[str, Any]) -> None:
+        """Add a line to the file."""
+        if self.file is not None:
+            with self.file.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+
+PROGRESS = Progress()
+OVER = "not measured: the time of --minutes was over"
 
 
 @dataclass(frozen=True)
@@ -84,6 +116,7 @@ def run_once(peer: Peer) -> dict[str, Any]:
 
     Raises:
         PeerFailed: if it ended with an error, or without a report.
+        subprocess.TimeoutExpired: the time of --minutes was over.
     """
     with tempfile.TemporaryDirectory(prefix="flatout-bench-") as folder:
         out = Path(folder, "result.json")
@@ -96,6 +129,7 @@ def run_once(peer: Peer) -> dict[str, Any]:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
+            timeout=PROGRESS.left_s,
         )
         if done.returncode or not out.exists():
             said = done.stdout.strip().splitlines() or [f"exit code {done.returncode}"]
@@ -119,6 +153,8 @@ def run_in_turn(
 ) -> dict[str, Row]:
     """Run every peer `restarts` times, a round after the other; returns the rows by name.
 
+    After Ctrl-C, or where the time of --minutes is over, the rows are those that were measured.
+
     Args:
         peers: in the order of the table.
         restarts: rounds, and so processes for each peer.
@@ -130,11 +166,33 @@ def run_in_turn(
     for name, row in rows.items():
         if only and name not in only:
             row.reason = "left out by --only"
+    try:
+        _run_rounds(rows, restarts, tell, figure)
+        reason = ""
+    except KeyboardInterrupt:
+        reason = "not measured: interrupted"
+    except subprocess.TimeoutExpired:
+        reason = OVER
+    if reason:
+        tell(f"{reason.removeprefix('not measured: ')}; what was measured is shown")
+    for row in rows.values():
+        row.reason = row.reason or ("" if row.seconds else reason)
+    return rows
+
+
+def _run_rounds(
+    rows: Mapping[str, Row],
+    restarts: int,
+    tell: Callable[[str], None],
+    figure: Callable[[float], str],
+) -> None:
     for turn in range(restarts):
         in_order = list(rows.values())
         for row in in_order if turn % 2 == 0 else reversed(in_order):
             if row.reason:
                 continue
+            if monotonic() >= PROGRESS.ends_at:
+                raise subprocess.TimeoutExpired(row.peer.name, 0)
             try:
                 result = run_once(row.peer)
             except PeerFailed as error:
@@ -147,8 +205,8 @@ def run_in_turn(
             if "first_seconds" in result:
                 row.first_seconds.append(result["first_seconds"] / result["steps"])
             row.notes.append(result["note"])
+            PROGRESS.keep({"peer": row.peer.name, "restart": turn + 1, **result})
             tell(f"{turn + 1}/{restarts} {row.peer.name}: {figure(row.seconds[-1])}")
-    return rows
 
 
 def ratio(rows: Mapping[str, Row], slower: str, faster: str) -> Interval | str:
@@ -156,6 +214,8 @@ def ratio(rows: Mapping[str, Row], slower: str, faster: str) -> Interval | str:
     for name in (slower, faster):
         if not rows[name].measured:
             return f"{name}: {rows[name].reason}"
+        if (least := min(rows[name].seconds)) <= 0:
+            return f"{name}: a time of {least:.2g} s is a difference that noise has made negative"
     return bootstrap_ratio(rows[slower].seconds, rows[faster].seconds)
 
 

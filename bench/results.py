@@ -19,6 +19,7 @@ from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
+from time import monotonic
 from typing import Any
 
 from rich import box
@@ -27,7 +28,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from flatout.measure import Interval, fingerprint
-from restarts import Row, ratio
+from restarts import PROGRESS, Row, ratio
 
 
 @dataclass(frozen=True)
@@ -122,13 +123,53 @@ def add_arguments(parser: argparse.ArgumentParser, *, restarts: int) -> None:
         "--restarts", type=positive, default=restarts, metavar="N", help=f"default {restarts}"
     )
     add_json_argument(parser)
+    add_limits(parser)
     parser.add_argument("--check", action="store_true", help="exit 1 if a key is not met")
 
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--json", nargs="?", const="-", metavar="FILE", help="write JSON there; without FILE, here"
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        action=_Json,
+        help="write JSON there; without FILE, here",
     )
+
+
+def add_limits(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        action=_Minutes,
+        help="show what was measured by then: no process of a round begins later",
+    )
+    parser.add_argument(
+        "--quick", nargs=0, action=_Quick, help="two minutes and one round, marked as such"
+    )
+
+
+class _Json(argparse.Action):
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
+        setattr(namespace, self.dest, values)
+        if values != "-":
+            PROGRESS.file = Path(f"{values}.part")
+
+
+class _Minutes(argparse.Action):
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
+        setattr(namespace, self.dest, values)
+        PROGRESS.ends_at = monotonic() + 60 * values
+
+
+class _Quick(argparse.Action):
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
+        namespace.quick, PROGRESS.is_quick = True, True
+        PROGRESS.ends_at = min(PROGRESS.ends_at, monotonic() + 120)
+        for name in ("restarts", "runs", "seeds"):
+            if hasattr(namespace, name):
+                setattr(namespace, name, 1)
 
 
 def positive(text: str) -> int:
@@ -144,6 +185,8 @@ def finish(results: Results, arguments: argparse.Namespace) -> int:
     console = Console(stderr=arguments.json == "-", highlight=False)
     if not console.is_terminal:
         console.width = 120
+    if PROGRESS.is_quick:
+        console.print("--quick: one round and two minutes, no figures to compare", markup=False)
     table = Table(title=results.title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for number, header in enumerate(results.headers):
         words = number in (0, len(results.headers) - 1)
@@ -166,6 +209,7 @@ def write_json(results: Results, where: str) -> None:
         sys.stdout.write(text + "\n")
     else:
         Path(where).write_text(text + "\n")
+        Path(f"{where}.part").unlink(missing_ok=True)
 
 
 def as_data(results: Results) -> dict[str, Any]:
@@ -176,6 +220,7 @@ def as_data(results: Results) -> dict[str, Any]:
         "date": datetime.now(UTC).date().isoformat(),
         "commit": commit(),
         "hardware": machine.words,
+        **({"quick": True} if PROGRESS.is_quick else {}),
         "machine": machine.as_dict(),
         "tables": [
             {

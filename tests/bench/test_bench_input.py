@@ -135,6 +135,15 @@ def test_one_cpu_has_no_scaling(rows_of):
     assert found["scaling_min"].met is False
 
 
+def test_an_own_time_below_zero_is_a_reason(rows_of):
+    rows = rows_of({"memory-flatout-own-time-1": [-0.00059, 0.001]})
+    key = keys_of(rows)["input_us_in_memory"]
+    assert "not measured (a restart gave -0.59 us, a difference" in key.words
+    assert key.met is False
+    assert bench.lines(rows)
+    assert bench.as_data(rows)
+
+
 def test_own_time_is_in_microseconds(rows_of):
     found = keys_of(rows_of({"memory-flatout-own-time-1": [0.002, 0.003, 0.004]}))
     assert found["input_us_in_memory"].value == pytest.approx(3)

@@ -1,6 +1,7 @@
 """Peers are real processes here: small scripts that report made-up times."""
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from restarts import PEERS, Peer, PeerFailed, absence, ratio, run_in_turn, run_once, versions
+from restarts import PEERS, Peer, PeerFailed, Row, absence, ratio, run_in_turn, run_once, versions
 
 SCRIPT = """
 import argparse, json
@@ -161,3 +162,69 @@ def test_versions_name_what_is_installed_and_nothing_else():
     assert list(found) == ["numpy", "torch"]
     assert json.dumps(found)
     assert found["numpy"].count(".") >= 1
+
+
+def test_a_time_that_noise_has_made_negative_is_a_reason(make_peer):
+    rows = {name: Row(make_peer(name, 1.0), seconds=[1.0]) for name in "ab"}
+    rows["b"].seconds = [-5.9e-7]
+    assert "a time of -5.9e-07 s is a difference that noise has made negative" in ratio(
+        rows, "a", "b"
+    )
+
+
+LIMITED = """
+import argparse, json, sys
+sys.path.insert(0, sys.argv.pop(1))
+from restarts import Peer, run_in_turn
+from results import Key, Results, add_arguments, finish, lines_of
+parser = argparse.ArgumentParser()
+add_arguments(parser, restarts=3)
+script = sys.argv.pop(1)
+given = parser.parse_args()
+peers = [Peer(name, script, (name,)) for name in ("fast", "slow")]
+rows = run_in_turn(peers, restarts=given.restarts, tell=lambda line: print(line, flush=True))
+lines = lines_of(rows, "fast", str)
+keys = [Key("fast", rows["fast"].seconds[0]), Key("slow", rows["slow"].reason or 1.0)]
+finish(Results("t", ["", "", "", "", "", ""], lines, [], keys, {}), given)
+"""
+PAIR = """
+import json, sys, time
+name = sys.argv[-1]
+print(name)
+if name == "slow":
+    time.sleep(600)
+report = {"epoch_seconds": [1.0], "steps": 1, "note": ""}
+open(sys.argv[sys.argv.index("--out") + 1], "w").write(json.dumps(report))
+"""
+
+
+@pytest.mark.parametrize("how", ["minutes", "interrupt"])
+def test_what_was_measured_is_shown_and_written_where_a_bench_ends_early(tmp_path, how):
+    (tmp_path / "pair.py").write_text(PAIR)
+    bench = str(Path(PEERS).parent)
+    file = tmp_path / "found.json"
+    command = [sys.executable, "-c", LIMITED, bench, str(tmp_path / "pair.py"), "--json", str(file)]
+    command += ["--minutes", "0.15"] if how == "minutes" else []
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert running.stdout.readline().startswith("1/3 fast: ")
+    (kept,) = (tmp_path / "found.json.part").read_text().splitlines()
+    assert json.loads(kept)["epoch_seconds"] == [1.0]
+    if how == "interrupt":
+        running.send_signal(signal.SIGINT)
+    said, _ = running.communicate(timeout=120)
+    assert "what was measured is shown" in said
+    assert "fast 1" in said
+    assert "slow not measured" in said
+    found = json.loads(file.read_text())
+    assert found["keys"] == {"fast": 1.0, "slow": None}
+    assert not (tmp_path / "found.json.part").exists()
+
+
+def test_a_quick_bench_is_marked(tmp_path):
+    (tmp_path / "pair.py").write_text(PAIR.replace("600", "0"))
+    bench, file = str(Path(PEERS).parent), tmp_path / "found.json"
+    command = [sys.executable, "-c", LIMITED, bench, str(tmp_path / "pair.py"), "--json", str(file)]
+    done = subprocess.run([*command, "--quick"], capture_output=True, text=True, check=True)
+    assert "1/1 slow" in done.stdout
+    assert "--quick: one round" in done.stdout
+    assert json.loads(file.read_text())["quick"] is True
