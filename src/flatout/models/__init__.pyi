@@ -30,6 +30,7 @@ from flatout.models.frozen.near import is_near as is_near
 from flatout.models.fused_norms import fused_norms_of as fused_norms_of
 from flatout.models.group_norm import guarding_group_norms as guarding_group_norms
 from flatout.models.group_norm import has_group_norms as has_group_norms
+from flatout.models.hold import is_held as is_held
 from flatout.models.keras.batch_norm import has_own_moments as has_own_moments
 from flatout.models.keras.batch_norm import own_moments as own_moments
 from flatout.models.keras.batch_norm import share_moments as share_moments

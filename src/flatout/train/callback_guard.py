@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from flatout.models.hold import is_held
+from flatout.models import is_held
 from flatout.train.callbacks import Callback
 
 _Put = Callable[[Any], object]
