@@ -50,6 +50,7 @@ from flatout.train.own_steps import data_of, evaluate_as_written
 from flatout.train.predict import predict
 from flatout.train.sample_loss import SampleLoss, of_compiled
 from flatout.train.signature import Signature
+from flatout.train.split_checks import split_words
 from flatout.train.state import FitState
 from flatout.train.warm_start import warm_start
 from flatout.world import place
@@ -164,6 +165,8 @@ class CompiledObjective(Objective):
             (x, y, sample_weight), held_out = split_validation(
                 x, y, sample_weight, data.validation_split
             )
+            if words := split_words(y, held_out[1]):
+                loop.say(words)
         # Keras' adapters and arrays bring the weights of their samples.
         brings_own = not isinstance(x, (Arrays, Pipeline)) and not _is_dense(self.model, y)
         self._is_balanced = is_balanced(data.class_weight) and not brings_own

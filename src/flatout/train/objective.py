@@ -56,6 +56,7 @@ from flatout.train.sample_loss import SampleLoss, of_loss
 from flatout.train.several_losses import SeveralLosses, check_names
 from flatout.train.signature import Signature
 from flatout.train.snapshot import untouched
+from flatout.train.split_checks import split_words
 from flatout.train.state import FitState
 from flatout.train.warm_start import warm_start
 
@@ -174,6 +175,10 @@ class Objective:
         share = 0.0 if held_out is not None else data.validation_split
         x, y, last = with_parts(data.x, data.y, data.sample_weight, share)
         held_out = held_out if last is None else last
+        if last is not None:
+            own, others = (part[1] if isinstance(part, tuple) else part for part in (x, last))
+            if words := split_words(own, others):
+                loop.say(words)
         self._is_balanced = is_balanced(data.class_weight)
         given = None if self._is_balanced else data.class_weight
         self._class_weight = _class_weights(given, self.loss)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from torch import nn
 
 from flatout.console import say
-from flatout.data import Pipeline, Source
+from flatout.data import Pipeline, Source, drawn_order
 from flatout.errors import CheckpointError, DataError, ModelError
 from flatout.models import adapter_of, load_weights, weights_of
 from flatout.optim import LrRule, optimizer_adapter
@@ -507,6 +507,11 @@ class Trainer:
         )
         if written is not None:
             return written
+        if (drawn := drawn_order(x)) is not None:
+            self.loop.say(
+                f"predict gives rows in the order of the data, which {drawn} draws: which row is "
+                "of which sample cannot be told; predict on the data without shuffling"
+            )
         given = objective.to_predict(
             files_as_images(x, self.signature), self.loop, batch_size, steps
         )

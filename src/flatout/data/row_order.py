@@ -1,0 +1,33 @@
+"""Whether the rows of data come in an order that is drawn at random."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from flatout.data.pipeline import Pipeline
+from flatout.data.stages.shuffle import Shuffle
+
+_DRAW = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+
+def drawn_order(data: Any) -> str | None:
+    """What draws the order of the rows, in words; None where they come as they lie, or as a
+    function of the user's own gives them."""
+    if isinstance(data, Pipeline):
+        shuffles = any(isinstance(stage, Shuffle) for stage in data.stages)
+        return "the pipeline's shuffle" if shuffles else None
+    if not isinstance(data, DataLoader):
+        return None
+    sampler = getattr(data.batch_sampler, "sampler", data.sampler)
+    draws = isinstance(sampler, _DRAW)
+    if isinstance(sampler, DistributedSampler):
+        draws = sampler.shuffle
+    return f"the DataLoader's {type(sampler).__name__}" if draws else None
