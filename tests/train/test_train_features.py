@@ -303,6 +303,17 @@ def test_what_is_random_is_not_kept_and_said_why(tmp_path):
     assert "features: nothing kept: map noise is random" in lines
 
 
+@pytest.mark.slow
+def test_settings_are_tried_where_samples_are_random(tmp_path, monkeypatch):
+    monkeypatch.setattr(frozen_precision, "_LEAST_S", 0)
+    monkeypatch.setattr(auto_budget.Budget, "pays_before", lambda budget, seconds: True)
+    said = []
+    data = written(tmp_path, 100).map(noise)
+    _, history = fitted("auto", data, epochs=12, precision="auto", say=said.append)
+    assert not any("kept from the start" in line for line in said)
+    assert history.tuning is not None
+
+
 def test_pixels_are_kept_where_samples_are_drawn_without_end(tmp_path, monkeypatch):
     for number in range(20):
         folder = tmp_path / "ab"[number % 2]

@@ -32,6 +32,7 @@ from flatout.strategies import (
     Fsdp,
     FsdpKeras,
     LocalSgd,
+    OwnBuffers,
     ParameterServer,
     Reduction,
     ServersApart,
@@ -40,7 +41,7 @@ from flatout.strategies import (
     ThreadedReduction,
     reduction_of,
 )
-from flatout.train import auto, device_data
+from flatout.train import auto, device_data, named_rows
 from flatout.train.auto import Decision
 from flatout.train.auto_check import KnownStep
 from flatout.train.checks import MISFITS, check_first_batch
@@ -143,6 +144,8 @@ def decide(
             loop.stepper.switch.leave(read_whole(loop, compute, first))
         strategy, resolved = _strategy(loop, result, compute, first)
         loop.stepper.train_with(loop.world, samples, strategy)
+        if not (strategy.steps_apart or loop.is_staged):
+            loop.stepper.own_buffers = OwnBuffers(loop.model, loop.world, loop.say)
         auto.agree(decision, loop.world)
     elif decision.search is not None:  # several ranks would hold one another up
         auto.know_machine(decision.search, loop.device)
@@ -256,7 +259,7 @@ def _planned(loop: LoopState, first: list[Batch]) -> PlannedRun | None:
     source = loop.feed.source
     if source is None or not first or first[0].indices is None or loop.planned_epochs is None:
         return None
-    if first[0].is_jagged:
+    if first[0].is_jagged or loop.lays_out or isinstance(named_rows.samples_of(source), str):
         return None
     may_keep = loop.requested.input.features != "off" and loop.allow >= Parity.TOLERANT
     if not (may_keep and source.samples and adapter_of(loop.model).is_partly_frozen()):
