@@ -6,6 +6,7 @@ from flatout.strategies.fsdp_keras import FsdpKeras as FsdpKeras
 from flatout.strategies.local_sgd import LocalSgd as LocalSgd
 from flatout.strategies.local_sgd import bytes_per_average as bytes_per_average
 from flatout.strategies.micro_batches import others_to_try as others_to_try
+from flatout.strategies.own_buffers import OwnBuffers as OwnBuffers
 from flatout.strategies.parameter_server import ParameterServer as ParameterServer
 from flatout.strategies.rank_rng import rank_rng as rank_rng
 from flatout.strategies.reductions import Flat as Flat

@@ -26,7 +26,7 @@ from flatout.errors import DataError
 from flatout.measure import DeviceLanes
 from flatout.models import SampleDropout, adapter_of, is_batch_coupled
 from flatout.optim import LrScale, Update, scaled
-from flatout.strategies import Strategy, Sums, SyncBatchNorm
+from flatout.strategies import OwnBuffers, Strategy, Sums, SyncBatchNorm
 from flatout.strategies.rank_rng import rank_rng
 from flatout.train.loss_value import Compute, Weighing, mean_of_value, not_zero, sum_of_value
 from flatout.train.losses import Value
@@ -95,6 +95,7 @@ class Stepper:
         samples: about how many samples of all ranks make a step: only a scale, the same on all;
             0 before steps are those of all ranks.
         takes_gradients: whether the loss takes gradients itself, as a gradient penalty does.
+        own_buffers: makes what modules compute of their part of a batch alike on all ranks.
         may_split: whether a batch is taken again in smaller pieces where memory runs out.
         capture: makes steps as one compiled graph where settings say so; None where none can.
         lanes: puts events between the parts of a step, on a device that runs behind the host.
@@ -120,6 +121,7 @@ class Stepper:
         self.lr_scale: LrScale | None = None
         self.samples = 0.0
         self.takes_gradients = False
+        self.own_buffers: OwnBuffers | None = None
         self.may_split = True
         self.strategy = Strategy()
         self._norms: SyncBatchNorm | None = None
@@ -260,6 +262,8 @@ class Stepper:
             for rows in self.switch.rows.values():
                 rows.merge()
             sums = strategy.finish()
+            if self.own_buffers is not None:
+                self.own_buffers.after_step(float(sum(batch.samples for batch in batches)))
             self.mark("sync")
             self.stopping = bool(sums.votes)
             waited = log.waited - waited
