@@ -13,6 +13,7 @@ import argparse
 import sys
 import tempfile
 import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,11 +24,17 @@ from combinations.run import found
 
 
 def looked_at(case):
-    """What is wrong with a case; None where the time is over."""
-    if time.monotonic() > until:
-        return case, None
+    """What is wrong with a case."""
     with tempfile.TemporaryDirectory() as folder:
-        return case, found(case, Path(folder))
+        return found(case, Path(folder))
+
+
+def told(case, lines):
+    """Print what is wrong with a case; whether that is not known yet."""
+    cause = cause_of(case)
+    if lines:
+        print(case, f"({cause})" if cause else "", lines[0].splitlines()[0], flush=True)
+    return bool(lines) and cause is None
 
 
 parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -41,26 +48,29 @@ given = parser.parse_args()
 if given.list:
     print(*cases(given.strength), sep="\n")
     sys.exit()
-until = time.monotonic() + 60 * given.minutes
 if given.only:
-    _, lines = looked_at(Case.parse(given.only))
+    lines = looked_at(Case.parse(given.only))
     print(*(lines or ["right"]), sep="\n")
     sys.exit(bool(lines))
+until = time.monotonic() + 60 * given.minutes
 wanted = set(given.having.split(",")) - {""}
-chosen = [case for case in cases(given.strength) if wanted <= set(map(str, case))]
-ran = failed = known = 0
-try:
-    with ThreadPoolExecutor(given.jobs) as pool:
-        for case, lines in pool.map(looked_at, chosen):
-            if lines is None:
+ran = failed = 0
+running = deque()
+with ThreadPoolExecutor(given.jobs) as pool:
+    try:
+        for case in cases(given.strength):
+            if time.monotonic() > until:
+                print(f"{given.minutes:g} minutes are over")
+                break
+            if not wanted <= set(map(str, case)):
                 continue
+            running.append((case, pool.submit(looked_at, case)))
             ran += 1
-            cause = cause_of(case)
-            known += cause is not None
-            failed += bool(lines) and cause is None
-            if lines:
-                print(case, f"({cause})" if cause else "", lines[0].splitlines()[0], flush=True)
-except KeyboardInterrupt:
-    until = 0
-print(f"{ran} of {len(chosen)} cases ran: {failed} are wrong, {known} for known causes")
+            if len(running) > given.jobs:
+                first, result = running.popleft()
+                failed += told(first, result.result())
+    except KeyboardInterrupt:
+        print("interrupted")
+    failed += sum(told(case, result.result()) for case, result in running)
+print(f"{ran} cases ran: {failed} are wrong, those with a known cause aside")
 sys.exit(failed > 0)

@@ -30,7 +30,10 @@ def faults(case: Case, plain: dict[str, Any], *ranks: dict[str, Any]) -> list[st
             return [f"refused after the first step: {words}"]
         if len(errors) < len(ranks) and not case.refused_by:
             words += f"; and not by rank {min(set(range(len(ranks))) - {n for n, _ in errors})}"
-        return [] if any(one in words for one in case.refused_by) else [f"refused: {words}"]
+        is_wanted = "error" in plain or any(one in words for one in case.refused_by)
+        return [] if is_wanted else [f"refused: {words}"]
+    if "error" in plain:
+        return [f"trained, and a plain loop cannot: {plain['error']}"]
     if case.refused_by:
         return [f"not refused: {case.refused_by}"]
     for number, one in enumerate(ranks):
