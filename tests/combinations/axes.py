@@ -102,10 +102,6 @@ class Case(NamedTuple):
         """The words of the refusals that may come."""
         return refusals(self._asdict())
 
-    @property
-    def is_pipeline(self) -> bool:
-        return self.data in ("files", "mapped", "cache", "batch_map", "fifo")
-
 
 # Axes of which more than pairs of values meet: what they do, they do to one another.
 TOGETHER = (

@@ -78,9 +78,6 @@ def plain_batches(case: Any, epoch: int) -> Iterator[tuple[np.ndarray, ...]]:
         rows = order(len(x), 0, epoch)
     elif case.data in ("files", "mapped", "cache", "batch_map"):
         rows = order(len(x), SEED, epoch)
-    elif case.data == "fifo":
-        # Each rank has every so many-th row, and gives its share of each batch.
-        rows = np.arange(len(x))
     else:
         rows = np.arange(len(x))
     for start in range(0, len(x), size):

@@ -111,13 +111,10 @@ class Watch(flatout.Callback):
 
 
 def trained(case: Case, folder: Path, rank: int, models: list[Any]) -> dict[str, Any]:
-    lines: list[str] = []
     run = folder / "run" if case.resume != "none" or case.callbacks == "checkpoint" else None
-    first: dict[str, Any] = {}
     if case.resume != "none":
         epochs = 2 if case.resume == "between" else 3
-        trainer, watch = fitted(case, folder, rank, run, models, lines, epochs=epochs)
-        first = {"loss": list(trainer.history.history["loss"]), "rates": watch.rates}
+        trainer, _ = fitted(case, folder, rank, run, models, epochs=epochs)
         trainer.world().wait()
     resume: Any = case.resume != "none"
     if case.resume == "middle":
@@ -125,7 +122,7 @@ def trained(case: Case, folder: Path, rank: int, models: list[Any]) -> dict[str,
         updates = -(-updates // case.accumulate)
         found = sorted(path.name for path in (folder / "run/checkpoints").iterdir())
         resume = found[found.index(f"step-{2 * updates + max(1, updates // 2):09d}")]
-    trainer, watch = fitted(case, folder, rank, run, models, lines, resume=resume)
+    trainer, watch = fitted(case, folder, rank, run, models, resume=resume)
     history = trainer.history
     x, y, w = (torch.from_numpy(one) for one in held_out())
     size = batch_size(case)
@@ -138,7 +135,6 @@ def trained(case: Case, folder: Path, rank: int, models: list[Any]) -> dict[str,
     model = trainer.model
     found = plain.weights_of(model)
     result = {
-        "first": first,
         "loss": list(history.history["loss"]),
         "val_loss": list(history.history.get("val_loss", [])),
         "rates": watch.rates,
@@ -148,8 +144,6 @@ def trained(case: Case, folder: Path, rank: int, models: list[Any]) -> dict[str,
         "evaluate": evaluated["loss"],
         "predict": predicted(trainer, case, x),
         "calls": calls,
-        "lines": lines,
-        "notes": history.notes,
     }
     if not case.is_compiled:
         result["own"] = plain.after(case, model)
@@ -195,7 +189,6 @@ def fitted(
     rank: int,
     run: Path | None,
     models: list[Any],
-    lines: list[str],
     *,
     epochs: int = EPOCHS,
     resume: Any = False,
@@ -205,7 +198,7 @@ def fitted(
         "allow": "exact",
         "accumulate": case.accumulate,
         "run": run,
-        "say": lines.append,
+        "say": lambda line: None,
     }
     watch: Any = Watch(case)
     if case.is_compiled:

@@ -16,6 +16,7 @@ sys.path.append(str(Path(__file__).parents[1] / "world"))
 from world_ranks import environment, free_port
 
 import forked
+from flatout.processes import die_with_parent
 
 # Keras reads it when it is imported, here in the processes that are forked.
 os.environ.setdefault("KERAS_BACKEND", "torch")
@@ -67,6 +68,7 @@ def started(name: str, folder: str, rank: int, ranks: int, port: int) -> int:
         return child
     code = 1
     try:
+        die_with_parent()
         from combinations.job import main as run_rank
 
         if ranks > 1 and rank >= 0:
