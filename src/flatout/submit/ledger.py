@@ -74,8 +74,9 @@ class Ledger:
         """
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with self._locked("a", fcntl.LOCK_EX) as file:
-                file.write(json.dumps(asdict(entry)) + "\n")
+            with self._locked("a+", fcntl.LOCK_EX) as file:
+                # A line that a full disk has torn must not take this one with it.
+                file.write(f"{_end_of_line(file)}{json.dumps(asdict(entry))}\n")
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
@@ -129,6 +130,15 @@ class Ledger:
         def private(path: str, flags: int) -> int:
             return os.open(path, flags, 0o600)
 
-        with open(self.path, mode, encoding="utf-8", opener=private) as file:
+        # Odd bytes are of one line, and the others are read all the same.
+        with open(
+            self.path, mode, encoding="utf-8", errors="surrogateescape", opener=private
+        ) as file:
             fcntl.flock(file, how)
             yield file
+
+
+def _end_of_line(file: IO[str]) -> str:
+    """What ends the last line of a file, where nothing does."""
+    size = os.fstat(file.fileno()).st_size
+    return "\n" if size and os.pread(file.fileno(), 1, size - 1) != b"\n" else ""

@@ -24,8 +24,10 @@ from flatout.submit.states import JobState, State
 from flatout.submit.target import NotSent, SentJob, UnknownOutcome
 from flatout.words import counted
 
-SCRIPT, LOG, EXIT_CODE = "job.sbatch", "job.log", "exit_code"
+SCRIPT, LOG, EXIT_CODE, CANCELED = "job.sbatch", "job.log", "exit_code", "canceled"
 _TASK = "$SLURM_ARRAY_TASK_ID"
+# How often the controller is told what is left of a job, in seconds.
+_TELL_EVERY_S = 300
 # What sbatch says where no one knows whether the controller has taken the job.
 _UNANSWERED = re.compile(
     r"timed out|Zero Bytes|Unexpected message|Communication|Message (send|receive) failure", re.I
@@ -57,6 +59,8 @@ _OURS = frozenset(
         "wait",
     ]
 )
+# Those by which memory is asked for.
+_MEMORY = frozenset(["mem", "mem-per-cpu", "mem-per-gpu"])
 # Those that say something to Flatout: where its program lies on the nodes.
 _OF_FLATOUT = ("bin",)
 _BY_STATE = {
@@ -176,6 +180,9 @@ class Slurm:
     def cancel(self, id: str, folder: Path) -> None:
         """Its processes get SIGTERM, and some seconds for a last checkpoint."""
         _run_client(["scancel", id])
+        task = id.partition("_")[2]
+        with suppress(OSError):  # SLURM itself knows it for some minutes
+            (folder / (f"{CANCELED}.{task}" if task else CANCELED)).touch()
 
 
 TARGET = Slurm()
@@ -228,11 +235,17 @@ def _directives(job: Job) -> list[str]:
         *([("array", ",".join(map(str, job.seeds)), "a task for each seed")] if job.seeds else []),
         *((name, _value(v), "") for name, v in job.options.items() if name not in _OF_FLATOUT),
     ]
+    if not _MEMORY & {name for name, _, _ in rows}:
+        whole = ("mem", "0", "all of a node, which has no other job")
+        rows += [whole] if _takes_nodes(job) else []
     lines = [f"#SBATCH --{name}" + (f"={value}" if value else "") for name, value, _ in rows]
-    return [
+    lines = [
         f"{line:<36} # {why}" if why else line
         for line, (_, _, why) in zip(lines, rows, strict=True)
     ]
+    if not _MEMORY & {name for name, _, _ in rows}:
+        lines.append("# Memory: the partition's default. To ask for more: --option mem=16G")
+    return lines
 
 
 def _time(job: Job) -> list[tuple[str, str, str]]:
@@ -286,10 +299,14 @@ def _comments(job: Job) -> list[str]:
         "# What is left of it is in its comment: squeue -O JobID,State,Comment",
         f'export {shell.REMAINING}="$here"/remaining{_suffix(job)}',
         f'ran="$here"/ran{_suffix(job)}.${{SLURM_RESTART_COUNT:-0}}  # for how long, for its cost',
+        "next=0",
         "while sleep 30 && kill -0 $$ 2> /dev/null; do",  # no longer than this script
         '  echo "$SECONDS" > "$ran"',
         '  left=$(grep -o \'"remaining_s": [0-9]*\' "$FLATOUT_REMAINING" 2> /dev/null)',
-        f"  [[ $left ]] && scontrol update JobId={_task(job)} "
+        "  # Seldom, since a controller has many jobs to answer.",
+        "  if [[ ! $left ]] || ((SECONDS < next)); then continue; fi",
+        f"  next=$((SECONDS + {_TELL_EVERY_S}))",
+        f"  scontrol update JobId={_task(job)} "
         """Comment="flatout:$(cat "$here/key" 2> /dev/null):$((${left##* } / 60 + 1))min\"""",
         "done &",
         'trap "kill $! 2> /dev/null" EXIT',
@@ -450,7 +467,10 @@ def _remembered(folder: Path, id: str) -> JobState:
         began = (folder / name.replace(EXIT_CODE, "started")).stat().st_mtime
         ran = (folder / name).stat().st_mtime - began
     except (OSError, ValueError):
-        return JobState(State.lost, "SLURM does not know it any more")
+        marks = (CANCELED, name.replace(EXIT_CODE, CANCELED))
+        is_canceled = any((folder / mark).exists() for mark in marks)
+        state = State.canceled if is_canceled else State.lost
+        return JobState(state, "SLURM does not know it any more")
     state = State.failed if code else State.succeeded
     return JobState(state, "SLURM does not know it any more", exit_code=code, since_s=ran)
 
