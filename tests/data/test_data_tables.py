@@ -464,3 +464,32 @@ def test_whole_numbers_that_float32_rounds_are_named(tmp_path, kind):
         data = flatout.data.csv(tmp_path / "a.csv", target="y")
         assert not data.notes()
         assert _only(data).inputs.max() == first
+
+
+# ---- damage ----
+
+
+@pytest.mark.parametrize("bad", [b"\xff\xfe\n", b"\xe9t\xe9,3\n", b"\xff,1,2,3,4\n"])
+@pytest.mark.parametrize("before", [0, 30, 300_000])
+def test_a_row_that_is_no_utf8_and_has_other_fields_is_named_or_skipped(
+    tmp_path, capfd, bad, before
+):
+    path = tmp_path / "a.csv"
+    rows = [b"a,1,0\n", b"b,2,1\n", b"c,3,0\n"]
+    path.write_bytes(b"t,n,y\n" + b"".join(rows) * (before // 3) + bad + b"".join(rows) * 10)
+    data = flatout.data.csv(path, target="y")
+    with pytest.raises(DataError, match=r"expected 3 fields, found \d") as caught:
+        list(data.batch(10_000).batches(0))
+    assert f":{before + 2} (byte " in caught.value.where
+    data = flatout.data.csv(path, target="y", on_error="skip")
+    assert sum(batch.size for batch in data.batch(10_000).batches(0)) == before + 30
+    assert data.schema.options["categories"] == {"t": ["a", "b", "c"]}
+    assert "ignored" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "source", ["csv", "libsvm", "tfrecord", "npy", "npz", "images", "idx", "parquet", "rows"]
+)
+def test_a_name_that_no_system_takes_is_an_error_that_names_it(source):
+    with pytest.raises(DataError, match=r"x{300}"):
+        getattr(flatout.data, source)("x" * 300)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv as python_csv
+import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +13,7 @@ from pyarrow import csv
 
 from flatout.data.block import Numbers
 from flatout.data.decoder import Bytes
-from flatout.data.sources.csv_split import Dialect
+from flatout.data.sources.csv_split import Dialect, split_rows
 
 _LINE_ENDS = np.isin(np.arange(256), list(b"\n\r"))
 
@@ -35,6 +37,9 @@ def read_text(
         used: the columns wanted; none means all.
         skip_invalid: leave out rows with another number of fields.
     """
+    if skip_invalid and not _is_utf8(bytes(text)):
+        # pyarrow cannot hand over a row to be skipped that is not UTF-8.
+        text = _without_torn(text, len(names), dialect)
     buffer = pa.py_buffer(text)
     quote: Any = dialect.quote or False
     return csv.read_csv(
@@ -57,6 +62,32 @@ def read_text(
             decimal_point=dialect.decimal,
         ),
     )
+
+
+def _without_torn(text: Any, fields: int, dialect: Dialect) -> bytes:
+    """The rows but for those that are not UTF-8 and have another number of fields."""
+    buffer = np.frombuffer(text, np.uint8)
+    split = split_rows(buffer, True, dialect)
+    pairs = zip(split.starts.tolist(), split.ends.tolist(), strict=True)
+    rows = [buffer[start:end].tobytes() for start, end in pairs]
+    return b"\n".join(row for row in rows if _is_utf8(row) or _count(row, dialect) == fields)
+
+
+def _is_utf8(row: bytes) -> bool:
+    try:
+        row.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _count(row: bytes, dialect: Dialect) -> int:
+    words = row.decode("latin-1")
+    if not dialect.quote:
+        return words.count(dialect.delimiter) + 1
+    lines = io.StringIO(words, newline="")
+    reader = python_csv.reader(lines, delimiter=dialect.delimiter, quotechar=dialect.quote)
+    return len(next(reader, []))
 
 
 def in_one_piece(buffer: Bytes, starts: Numbers, ends: Numbers) -> Any:

@@ -251,13 +251,15 @@ def _find(folder: Path, split: str) -> _Pair | None:
         stem = f"{_PREFIXES[split]}-{kind}-ubyte"
         dotted = stem.replace("-idx", ".idx")
         names = (stem, dotted, f"{stem}.gz", f"{dotted}.gz")
-        result.append(next((folder / name for name in names if (folder / name).is_file()), None))
+        result.append(
+            next((folder / name for name in names if os.path.isfile(folder / name)), None)
+        )
     images, labels = result
     return None if images is None or labels is None else _Pair(images, labels)
 
 
 def _no_pair(folder: Path) -> DataError:
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         return DataError(f"expected a folder of IDX files, found no folder {folder}")
     return DataError(
         "no pair of IDX files: expected train-images-idx3-ubyte and train-labels-idx1-ubyte (or "
