@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import random
 import time
 
@@ -8,7 +9,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Subset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    get_worker_info,
+)
 from torch.utils.data import TensorDataset as Tensors
 
 from flatout.data.batch import named_tensors
@@ -432,6 +440,32 @@ def test_workers_never_double_an_iterable_dataset():
     source = dataset(Stream(), batch_size=5, workers=3)
     labels = torch.cat([batch.targets for batch in source.batches(0)])
     assert sorted(labels.tolist()) == list(range(10))
+
+
+class Shared(Stream):
+    """Each worker gives its own samples, with the process that made them."""
+
+    def __len__(self):
+        return self.samples
+
+    def __iter__(self):
+        worker = get_worker_info()
+        first, many = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        for i in range(first, self.samples, many):
+            yield torch.tensor([float(i), self.epoch, torch.rand(1).item(), os.getpid()]), i
+
+
+def test_an_iterable_dataset_that_shares_out_its_samples_has_all_workers():
+    source = dataset(Shared(), batch_size=2, workers=2)
+    assert source.steps is None
+    epochs = [list(source.batches(epoch)) for epoch in (1, 1, 2)]
+    for batches in epochs:
+        rows = torch.cat([batch.inputs for batch in batches])
+        assert sorted(rows[:, 0].tolist()) == list(range(10))
+        assert len(set(rows[:, 3].tolist()) - {float(os.getpid())}) == 2
+    first, again, next_one = ([batch.inputs[:, :3] for batch in each] for each in epochs)
+    assert all(map(torch.equal, first, again))
+    assert not all(map(torch.equal, first, next_one))
 
 
 class Slow(Squares):

@@ -131,7 +131,9 @@ def test_training_that_waits_for_its_input_hears_so_once_and_what_would_help(cap
 def test_advice_knows_that_a_thread_reads_ahead():
     source = iterable(lambda: iter([(torch.zeros(4, 4), torch.zeros(4).long())]))
     lanes = {"input": 50.0, "forward": 50.0}
-    assert "batches are made when asked for" in waiting_words(source, lanes, 100, 4)
+    told = waiting_words(source, lanes, 100, 4)
+    assert "batches are made when asked for" in told
+    assert "50% of the time was waiting; without that, up to 2.0 times as fast; " in told
     source.reader.settled = "thread"
     assert "one thread makes batches ahead" in waiting_words(source, lanes, 100, 4)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from itertools import islice
+from types import FunctionType
 from typing import Any, Literal
 
 import torch
@@ -49,7 +50,8 @@ def dataset(
         workers: 0 reads samples in this process when they are asked for, "thread" ahead in
             a thread of it, a number in so many worker processes; "auto" begins with 0 and keeps
             what is measured faster while batches are used. An iterable Dataset is read by one
-            process at most, because several would each give all of its samples.
+            process at most, because several would each give all of its samples, unless its class
+            calls `get_worker_info` to share them out.
         pin_memory: batches in pinned memory, for copies to an accelerator; without one, no effect.
         clip_batch: a batch larger than the data becomes the data instead of an error.
         collate: makes a batch from a list of samples; torch's `default_collate` where it is None.
@@ -89,7 +91,9 @@ def _iterable_dataset(
     collate: Callable[[list[Any]], Any] | None,
 ) -> IterableSource:
     generator = torch.Generator()
-    processes = min(1, check_workers(workers)) if isinstance(workers, int) else 0
+    processes = check_workers(workers) if isinstance(workers, int) else 0
+    if processes > 1 and not _shares_out(samples):
+        processes = 1
     loader: DataLoader[Any] = DataLoader(
         samples,
         batch_size=check_batch_size(DEFAULT_BATCH_SIZE if batch_size is None else batch_size),
@@ -101,7 +105,8 @@ def _iterable_dataset(
         persistent_workers=False,
         generator=generator,
     )
-    steps = length_of(loader)
+    # Each of several processes has a last batch of its own.
+    steps = length_of(loader) if processes < 2 else None
 
     def begin(epoch: int) -> Iterator[Any]:
         generator.manual_seed(batch_seed(seed, epoch, 0))
@@ -118,6 +123,13 @@ def _iterable_dataset(
         reader=None if processes else EpochReader(workers, samples),
         own_parts=[samples, collate],
     )
+
+
+def _shares_out(samples: IterableDataset[Any]) -> bool:
+    """Whether the dataset's own code asks which of the workers it is read by."""
+    own = [value for kind in type(samples).__mro__ for value in vars(kind).values()]
+    codes = [value.__code__ for value in own if isinstance(value, FunctionType)]
+    return any("get_worker_info" in code.co_names for code in codes)
 
 
 def from_loader(loader: DataLoader[Any], workers: Workers | Literal["auto"] = 0) -> IterableSource:
