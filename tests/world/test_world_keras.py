@@ -561,3 +561,48 @@ RESUME = """
 @pytest.mark.slow
 def test_a_resume_on_two_ranks_is_bitwise(tmp_path):
     run(RESUME, 2, tmp_path, loaded=KERAS)
+
+
+PIPES = """
+    import os
+    import sys
+    import threading
+    from pathlib import Path
+
+    import keras
+    from keras import layers
+
+    import flatout
+    from flatout.world import place
+
+    rank = place().rank
+    pipe = Path(sys.argv[1]) / f"pipe-{rank}_0"  # the only pass that is ever written
+    os.mkfifo(pipe)
+    rows = "".join(f"{n % 2} 1:{n} 2:{n % 7}\\n" for n in range(100)).encode()
+    threading.Thread(target=pipe.write_bytes, args=[rows], daemon=True).start()
+    columns = [
+        {"name": "label", "dtype": "int64", "role": "target"},
+        {"name": "features", "dtype": "float32", "shape": [2]},
+    ]
+    options = {"base": 1, "features": 2}
+    schema = {"format": "libsvm", "options": options, "columns": columns}
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([layers.Input((2,)), layers.Dense(2, activation="softmax")])
+    model.compile(keras.optimizers.SGD(1e-4), "sparse_categorical_crossentropy")
+    batches = []
+
+    class Counts(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            batches.append(batch)
+
+    source = flatout.data.fifo(Path(sys.argv[1]) / f"pipe-{rank}", schema=schema).batch(20)
+    flatout.Trainer(model).fit(source, verbose=0, callbacks=[Counts()])
+    print("batches", len(batches))
+"""
+
+
+@pytest.mark.slow
+def test_the_only_pass_of_a_pipe_is_trained_on(tmp_path):
+    """What builds a compiled model looks into the pass that is then trained on."""
+    for out, _ in run(PIPES, 2, tmp_path, loaded=KERAS):
+        assert "batches 10" in out

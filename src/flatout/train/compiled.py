@@ -48,6 +48,7 @@ from flatout.train.loop import Loop
 from flatout.train.objective import FitData, Objective
 from flatout.train.own_steps import data_of, evaluate_as_written
 from flatout.train.predict import predict
+from flatout.train.ranks import agreed
 from flatout.train.sample_loss import SampleLoss, of_compiled
 from flatout.train.signature import Signature
 from flatout.train.split_checks import split_words
@@ -243,7 +244,9 @@ class CompiledObjective(Objective):
 
     def build(self, source: Source, loop: Loop) -> Signature | None:
         """Build what of model, loss, metrics and optimizer waits for a first batch."""
-        compiled.build(self.model, loop.feed.inputs(source.peek(1)[0]))
+        # Of several ranks each looks into its own pipe, which keeps what was read of it.
+        first = agreed(source, loop.world).peek(1)[0]
+        compiled.build(self.model, loop.feed.inputs(first))
         optimizer, variables = self.model.optimizer, self.model.trainable_variables
         if self.optimizer is not None and self.optimizer.drives(optimizer, variables):
             return None
