@@ -10,9 +10,6 @@ KNOWN: dict[str, Callable[[Case], bool]] = {
     "ranks of a compiled Keras model read a pass of a pipe before they train": lambda c: (
         c.data == "fifo" and c.ranks > 1 and c.is_compiled
     ),
-    "batch_size of arrays is refused for a pipeline that validates a Keras model": lambda c: (
-        c.data in ("arrays", "tuple") and c.is_compiled and c.validation == "pipeline"
-    ),
     "fit((x, y)) of a compiled Keras model takes two inputs": lambda c: (
         c.data == "tuple" and c.is_compiled
     ),
