@@ -338,6 +338,25 @@ def test_a_transformer_is_cut_between_its_layers():
     assert the_same(model, inputs, cut)
 
 
+class Padded(Words):
+    def forward(self, ids):
+        padding = ids == 0
+        found = self.encoder(self.embedding(ids.T) + self.place, src_key_padding_mask=padding)
+        return self.head(found[0])
+
+
+def test_a_frozen_transformer_with_a_mask_of_padding_is_kept_as_a_whole():
+    model = made(Padded)
+    inputs = torch.randint(1, 30, (6, 7))
+    inputs[::2, 4:] = 0
+    for part in (model.embedding, model.encoder):
+        flatout.freeze(part)
+    model.place.requires_grad_(False)
+    cut = find_cuts(model.train(), inputs).cuts[-1]
+    assert cut.bytes_per_sample == 32 * 4
+    assert the_same(model, inputs, cut)
+
+
 class Attending(nn.Module):
     def __init__(self):
         super().__init__()

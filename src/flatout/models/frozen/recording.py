@@ -256,6 +256,10 @@ class ForwardRecording(TorchFunctionMode):
             return True
         if is_layer(part):
             return not has_layers(part)
+        if isinstance(part, nn.TransformerEncoder):
+            # It writes into the mask that it makes, so no cut is found in it. One that is frozen
+            # as a whole needs none.
+            return not any(p.requires_grad for p in part.parameters())
         is_torchs = type(part).__module__.startswith("torch.")
         return is_torchs and not isinstance(part, _CONTAINERS)
 
@@ -294,7 +298,7 @@ class ForwardRecording(TorchFunctionMode):
             elif not all(_is_marked(tensor, old) for tensor, old in zip(own, before, strict=True)):
                 event.why = "changes its own buffers"
             if any(tensor not in inner for tensor in written):
-                self._stop(f"{event.name.lstrip(':')} writes into a tensor that forward made")
+                self._stop("writes into a tensor that forward made")
             self.events.append(event)
             return self._wrapped(event, result, inner, written, given)
 
