@@ -29,6 +29,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 
 _numbers = itertools.count()
+_BEGAN = time.monotonic()
 _STATE = pytest.StashKey[dict]()
 # Rooms whose tests fail for what they leave in the process; those of others get a warning.
 _LEAVE_NOTHING = {"data", "devices", "measure", "models", "optim", "recipe", "save", "train"}
@@ -37,6 +38,8 @@ _leaks: dict[str, list[str]] = {}
 
 def pytest_addoption(parser):
     parser.addoption("--order", default="", help="run files and their tests in an order of a seed")
+    said = "skip the tests that have not begun after so many minutes"
+    parser.addoption("--minutes", type=float, default=float("inf"), help=said)
 
 
 def pytest_report_header(config):
@@ -56,20 +59,23 @@ def _place(seed, name):
     return random.Random(f"{seed} {name}").random()
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
+    if time.monotonic() - _BEGAN > 60 * item.config.getoption("minutes"):
+        pytest.skip("the minutes that were given are over")
     # Tests that never need torch do not pay for it here.
     torch = sys.modules.get("torch")
     if torch is not None and torch.get_num_threads() > 2:
         torch.set_num_threads(2)
     seed_all()
     item.stash[_STATE] = state()
-    return (yield)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_teardown(item):
     result = yield
+    if _STATE not in item.stash:  # it was skipped
+        return result
     # A second try begins with what the first has left.
     leaks = _leaks.setdefault(item.nodeid, differences(item.stash[_STATE], state()))
     if leaks and item.path.parent.name in _LEAVE_NOTHING:
