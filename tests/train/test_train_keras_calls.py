@@ -498,3 +498,32 @@ def test_a_weight_of_each_sample_counts_at_each_of_its_places():
     compare(quiet(tagger(loss)).fit(x, y, sample_weight=weight, **FIT).history, there)
     source = flatout.data.arrays(x, y, weight)
     compare(quiet(tagger(loss)).fit(source, **FIT).history, there)
+
+
+# -- figures that are no numbers -------------------------------------------------------------------
+
+
+def test_a_nan_in_a_validation_is_named_once_with_its_sample():
+    x, y = points()
+    bad = x.copy()
+    bad[17, 2] = np.nan
+    history = quiet(compiled()).fit(x, y, validation_data=(bad, y), **FIT)
+    (line,) = [note for note in history.notes if "not finite" in note]
+    assert "val_loss" in line
+    assert "epoch 1" in line
+    assert "inputs: NaN or infinity in sample 17" in line
+
+
+def test_a_metric_that_is_nan_for_one_batch_is_named():
+    calls = []
+
+    def half_the_time(output, target):
+        calls.append(1)
+        return output.sum() * (float("nan") if len(calls) == 2 else 0.0)
+
+    x, y = (torch.as_tensor(part) for part in points())
+    metrics = {"mine": half_the_time}
+    trainer = flatout.Trainer(torch.nn.Linear(5, 3), metrics=metrics, say=lambda line: None)
+    history = trainer.fit(x, y, batch_size=8, epochs=2)
+    (line,) = [note for note in history.notes if "not finite" in note]
+    assert line.startswith("mine of epoch 1 is not finite: one batch")

@@ -35,6 +35,7 @@ from flatout.data import (
 )
 from flatout.errors import CheckpointError, ModelError, NumbersError
 from flatout.strategies import check_replicas
+from flatout.train import guard
 from flatout.train.callback_guard import CallbackGuard
 from flatout.train.callbacks import (
     Callback,
@@ -125,6 +126,7 @@ class Fit:
         self._guard = CallbackGuard(objective.model, self._note)
         self._running = False
         self._compare_at = 0.0
+        self._told: set[str] = set()  # figures that were no finite numbers
         # Whether ranks that were killed may come back, and whether they do: then all of them begin
         # again with the checkpoint that was written for it.
         self.may_take_back = self.takes_back = False
@@ -626,6 +628,7 @@ class Fit:
         state.logs = logs
         if self.validation is not None and validates(self._validation_freq, state.epoch):
             self._validate(self.validation, logs)
+        self._tell_not_finite(logs)
         self._schedule_epoch(logs)
         logs["seconds"] = time.perf_counter() - began
         state.history.first_epoch = state.epoch - len(state.history.epochs)
@@ -659,6 +662,18 @@ class Fit:
     def _results(self) -> dict[str, float]:
         """The metrics over what all ranks have trained on."""
         return self.job.results(self.loop.world)
+
+    def _tell_not_finite(self, logs: dict[str, float]) -> None:
+        """Say once of each figure that it is no finite number, and of which sample."""
+        bad = [n for n, v in logs.items() if isinstance(v, float) and not math.isfinite(v)]
+        names = [name for name in bad if name not in self._told]
+        self._told.update(names)
+        if names and self.loop.world.is_first:
+            before = random_state()
+            is_validated = any(name.startswith("val_") for name in names)
+            source = self.validation if is_validated else None
+            self.loop.note(guard.not_finite_words(names, self.state.epoch + 1, source))
+            set_random_state(before)
 
     def _check_loss(self, loss: float) -> None:
         if math.isfinite(loss) or not self.loop.step_in_epoch:

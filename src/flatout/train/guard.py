@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from flatout.data import Batch, named_tensors, samples_of_items
+from flatout.data import Batch, Source, named_tensors, samples_of_items
 from flatout.errors import NumbersError
 from flatout.models import adapter_of, own_names, own_part, uncompiled
 from flatout.train.losses import Value
@@ -305,6 +305,23 @@ def _bad_samples(batch: Batch) -> list[str]:
                 where = _samples_at(batch, tensor, rows) or f"place {rows[0]}"
                 words.append(f"{name}: NaN or infinity in {where}")
     return words
+
+
+def not_finite_words(names: Sequence[str], epoch: int, validation: Source | None) -> str:
+    """What to say of figures of an epoch that are no finite numbers.
+
+    Args:
+        names: of the figures.
+        epoch: its number, from 1.
+        validation: whose samples are looked through for the cause; None for no validation.
+    """
+    words = f"{', '.join(names)} of epoch {epoch} {'is' if len(names) == 1 else 'are'} not finite"
+    if validation is not None and validation.seekable:
+        each = (_bad_samples(batch) for batch in validation.batches(0))
+        if bad := next((found for found in each if found), None):
+            return f"{words}: in the validation data, {'; '.join(bad)}"
+        words += ", and all validation data are finite"
+    return f"{words}: one batch for which the model or the metric gives NaN is enough"
 
 
 def _samples_in(batch: Batch) -> list[str]:
