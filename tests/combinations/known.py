@@ -6,14 +6,7 @@ from collections.abc import Callable
 
 from combinations.axes import Case
 
-KNOWN: dict[str, Callable[[Case], bool]] = {
-    "ranks of a compiled Keras model read a pass of a pipe before they train": lambda c: (
-        c.data == "fifo" and c.ranks > 1 and c.is_compiled
-    ),
-    "fit((x, y)) of a compiled Keras model takes two inputs": lambda c: (
-        c.data == "tuple" and c.is_compiled
-    ),
-}
+KNOWN: dict[str, Callable[[Case], bool]] = {}
 
 
 def cause_of(case: Case) -> str | None:
