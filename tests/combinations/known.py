@@ -6,7 +6,11 @@ from collections.abc import Callable
 
 from combinations.axes import Case
 
-KNOWN: dict[str, Callable[[Case], bool]] = {}
+KNOWN: dict[str, Callable[[Case], bool]] = {
+    "ranks tell Keras' callbacks of a batch before a pipe has brought it": lambda c: (
+        c.data == "fifo" and c.is_compiled and c.ranks > 1 and c.callbacks == "own"
+    ),
+}
 
 
 def cause_of(case: Case) -> str | None:
