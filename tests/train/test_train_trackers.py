@@ -1,11 +1,14 @@
 """The callbacks of MLflow and Weights & Biases, with the libraries themselves, on this machine."""
 
+import os
 import sys
+import textwrap
 
 import pytest
 from train_jobs import StopAt, data, network, quiet
 
 import flatout
+import forked
 from flatout.errors import ModelError
 from flatout.train.callbacks import MLflow, Wandb
 
@@ -84,3 +87,23 @@ def test_without_the_library_the_error_tells_how_to_install_it(name, make, monke
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ModelError, match=rf"pip install 'flatout\[{name}\]'"):
         make()
+
+
+def test_mlflow_as_the_page_has_it_needs_no_more_than_is_installed(tmp_path):
+    """The extra installs mlflow-skinny, which has no database."""
+    pytest.importorskip("mlflow")
+    script = """
+    import torch, flatout
+    from flatout.train.callbacks import MLflow
+    x = torch.randn(64, 4)
+    trainer = flatout.Trainer(torch.nn.Linear(4, 1), loss="mse", allow="exact")
+    trainer.fit((x, x[:, :1]), batch_size=8, epochs=2, callbacks=[MLflow("tables")], progress=False)
+    """
+    (tmp_path / "train.py").write_text(textwrap.dedent(script))
+    unset = ("MLFLOW_ALLOW_FILE_STORE", "MLFLOW_TRACKING_URI")
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    done = forked.run(["train.py"], tmp_path, environment)
+    assert done.returncode == 0, done.stderr
+    assert "failed" not in done.stderr
+    found = [*tmp_path.glob("mlruns/*/*/metrics/*"), *tmp_path.glob("mlflow.db")]
+    assert found

@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatout.errors import ModelError
@@ -64,7 +65,8 @@ class MLflow(_Tracked):
     Args:
         experiment: its name; None takes MLflow's own default.
         run_name: of the run that is begun.
-        tracking_uri: where MLflow keeps it; None takes MLFLOW_TRACKING_URI or MLflow's default.
+        tracking_uri: where MLflow keeps it; None takes MLFLOW_TRACKING_URI or MLflow's default, and
+            the folder mlruns where that is a database for which packages are missing.
         run_id: of an earlier run, to go on with in a resume.
         every: steps between two reports.
 
@@ -152,8 +154,9 @@ class _MLflowRun(_Run):
             active = mlflow.active_run()
             self._own = active is None
             if active is None:
-                if self._tracking_uri is not None:
-                    mlflow.set_tracking_uri(self._tracking_uri)
+                uri = self._tracking_uri or _folder_for(mlflow)
+                if uri is not None:
+                    mlflow.set_tracking_uri(uri)
                 if self._experiment is not None:
                     mlflow.set_experiment(self._experiment)
                 active = mlflow.start_run(run_id=self._run_id, run_name=self._run_name)
@@ -179,6 +182,16 @@ class _MLflowRun(_Run):
             mlflow.end_run("FAILED" if self.failed else "FINISHED")
         except mlflow.exceptions.MlflowException as error:
             raise OSError(str(error)) from error
+
+
+def _folder_for(mlflow: Any) -> str | None:
+    """The folder mlruns where MLflow's own default, a database, needs what mlflow-skinny lacks."""
+    is_default = not mlflow.is_tracking_uri_set()
+    is_database = mlflow.get_tracking_uri().startswith("sqlite:")
+    if not (is_default and is_database) or find_spec("sqlalchemy"):
+        return None
+    os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow 3 wants to be asked for it
+    return Path("mlruns").absolute().as_uri()
 
 
 class _WandbRun(_Run):
