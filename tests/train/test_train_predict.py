@@ -121,3 +121,14 @@ def test_data_of_a_wrong_shape_are_explained_as_in_a_fit():
             run()
         assert caught.value.where.startswith("batch: inputs float32 (")
         assert "first layer" in caught.value.where
+
+
+def test_outputs_of_unlike_lengths_are_named_and_padding_cures_them():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9))
+    trainer = flatout.Trainer(model, loss="cross_entropy", say=lambda line: None)
+    texts = [torch.ones(2, 5, dtype=torch.long), torch.ones(2, 7, dtype=torch.long)]
+    with pytest.raises(ModelError, match=r"\(5, 9\) in the first batch and \(7, 9\)"):
+        trainer.predict(iter(texts))
+    padded = [nn.functional.pad(text, (0, 7 - text.shape[1])) for text in texts]
+    assert trainer.predict(iter(padded)).shape == (4, 7, 9)

@@ -130,6 +130,13 @@ def _to_host(size: int, tensor: torch.Tensor) -> torch.Tensor:
 def _joined(parts: list[Any]) -> Any:
     first = parts[0]
     if torch.is_tensor(first):
+        other = next((part for part in parts if part.shape[1:] != first.shape[1:]), None)
+        if other is not None:
+            raise ModelError(
+                f"a sample's output has the shape {tuple(first.shape[1:])} in the first batch and "
+                f"{tuple(other.shape[1:])} in a later one, and predictions are one tensor",
+                do="pad all batches to one length, as with a collate function that knows it",
+            )
         return torch.cat(parts)
     if first is None:
         return None
