@@ -160,7 +160,8 @@ def calls_of(case: Case, plain: dict[str, Any], found: dict[str, Any]) -> Iterat
             least["loss"] = epochs * batches
     # Where ranks do not wait, one takes parts of others.
     passes = epochs + (epochs if case.strategy == "async" else 1)
-    most["map"] = samples + 96 if case.data == "cache" else samples * passes + 144
+    if case.kept != "features":  # what making and keeping rows takes is measured on samples
+        most["map"] = samples + 96 if case.data == "cache" else samples * passes + 144
     if case.model == "keras_own" and (case.ranks, case.accumulate) == (1, 1):
         for name in ("test_step", "predict_step", "compute_loss", "compute_metrics"):
             least[name] = plain["calls"].get(name, 0)
