@@ -149,14 +149,14 @@ class Loop(LoopState):
             raise ModelError(
                 "prepare was given no optimizer", do="give it one, or a list of several"
             )
-        check_optimizers(model, self.optimizers)
-        if self.trainer_facts is None:
-            for line in freezing_lines(model, self.optimizers):
-                self.say(line)
         self.schedulers = _listed(scheduler)
         if self.requested.process.threads == "auto":
             self.undo.callback(torch.set_num_threads, torch.get_num_threads())
         find_checkpoint(self, compute)
+        check_optimizers(model, self.optimizers)
+        if self.trainer_facts is None:
+            for line in freezing_lines(model, self.optimizers):
+                self.say(line)
         if self.run is not None:
             self.checkpointing.begin()
         for line in process.apply(self.requested.process):
