@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from flatout import unfinished
 
-# An open file of a process, by a name that leads to it.
+# Names under which the kernel shows the open files of a process.
 _OPEN_FILE = re.compile(r"/dev/(fd/|stdout$|stderr$)|/proc/[^/]+/fd/")
 
 
@@ -28,8 +28,8 @@ def atomic_write(
 ) -> Iterator[IO[Any]]:
     """A file to write, which replaces the one at `path` when the block ends without an error.
 
-    A link at `path` is replaced, and what it leads to stays as it is. What is a device, or a pipe
-    of a shell such as /dev/fd/63, is written into.
+    A symbolic link at `path` is replaced, and its target stays as it is. A character device, or a
+    pipe of a shell such as /dev/fd/63, is not replaced: the data is written into it.
 
     Args:
         path: of the file; text is in UTF-8.
@@ -40,7 +40,7 @@ def atomic_write(
             otherwise no other writer has the name, and `unfinished` knows it.
 
     Raises:
-        OSError: it cannot be written, or a disk or another device of blocks has this name.
+        OSError: the file cannot be written, or `path` is a block device, such as a disk.
     """
     if _is_device(path):
         with open(path, mode, encoding=None if "b" in mode else "utf-8") as file:
@@ -49,7 +49,7 @@ def atomic_write(
     beside = Path(path).with_name(draft or unfinished.new_name())
     encoding = None if "b" in mode else "utf-8"
     try:
-        # No one's link at a name that is known in advance leads to another file.
+        # Another user may have put a symbolic link at a draft's name: O_NOFOLLOW refuses it.
         make = opener or _open_for_all
         with open(
             beside, mode, encoding=encoding, opener=lambda p, f: make(p, f | os.O_NOFOLLOW)
@@ -68,7 +68,7 @@ def atomic_write(
 
 
 def private(path: str, flags: int) -> int:
-    """Open a file, made where it is not there, so that its user alone may read it: an `opener`."""
+    """Open a file as an `opener`; a new file gets mode 0600, so that only its user can read it."""
     return os.open(path, flags, 0o600)
 
 
@@ -82,7 +82,7 @@ def _is_device(path: str | os.PathLike[str]) -> bool:
     except OSError:
         return False
     if stat.S_ISBLK(mode):
-        raise OSError(errno.EPERM, "a device of blocks is not written", os.fspath(path))
+        raise OSError(errno.EPERM, "a block device is not written", os.fspath(path))
     return stat.S_ISCHR(mode) or _OPEN_FILE.match(os.path.abspath(path)) is not None
 
 

@@ -4,8 +4,8 @@ A folder in it for each kind, private to the user. Each holds a mark that says w
 `FLATOUT_CACHE` may name a folder in which the user keeps files too: only what lies in a marked
 folder is ever removed, and through handles, so that no link leads elsewhere.
 
-Compiled code is loaded from here. So no folder is used that belongs to another user, or in which
-another user could put files: a folder among the temporary files takes its place.
+Flatout loads compiled code from the cache. So it refuses a folder that belongs to another user, or
+in which another user could put files, and uses a folder among the temporary files in its place.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from flatout.console import say_once
 MARK = ".made-by-flatout"
 _FOLDER = os.O_DIRECTORY | os.O_NOFOLLOW
 _MOST_LINKS = 40
-# A path at which nothing can be made: for a user who has no folder to write in.
+# No file can be made at this path: it serves a user who has no folder to write in.
 _NOWHERE = Path(os.devnull, "flatout")
 
 
 def cache_folder() -> Path:
-    """The folder; it need not exist yet. Where the wanted one cannot be used, another one.
+    """Return the cache folder, which need not exist yet.
 
-    Rank 0 prints why, once. Where no folder can be used, this is a path that can be neither read
-    nor made: each reader and writer goes on without it.
+    If the wanted folder cannot be used, return another one; rank 0 prints the reason once. If no
+    folder can be used, return a path that can be neither read nor made: callers go on without it.
     """
     wanted = wanted_folder()
     why = hindrance(wanted)
     if not why:
         return wanted
     other = _NOWHERE
-    with suppress(OSError):  # there is no folder for temporary files
+    with suppress(OSError):  # no folder for temporary files exists
         other = Path(tempfile.gettempdir(), f"flatout-{os.geteuid()}")
     if hindrance(other):
         other = _NOWHERE
@@ -59,22 +59,21 @@ def cache_folder() -> Path:
 
 
 def wanted_folder() -> Path:
-    """The folder that the user's settings name, whether it can be used or not."""
+    """Return the folder that the user's settings name, even if it cannot be used."""
     own = os.environ.get("FLATOUT_CACHE")
     if own:
         return Path(own)
     base = os.environ.get("XDG_CACHE_HOME")
-    with suppress(RuntimeError):  # this user has no home
+    with suppress(RuntimeError):  # the user has no home folder
         return Path(base or Path.home() / ".cache") / "flatout"
     return _NOWHERE
 
 
 def hindrance(folder: Path) -> str:
-    """Why a folder is not used as a cache; "" where it can be.
+    """Return why a folder cannot be used as a cache; "" if it can be used.
 
-    As far as it exists, it has to be a folder of this user. No other user but root may be able to
-    put another one in its place: as for the files of OpenSSH, all folders and links that lead to
-    it are inspected.
+    An existing folder has to belong to this user. No other user but root may be able to replace it.
+    So all folders and symbolic links on its path are inspected, as OpenSSH does for its files.
     """
     path, end = os.path.abspath(folder), os.path.realpath(folder)
     try:
@@ -95,7 +94,7 @@ def hindrance(folder: Path) -> str:
 
 
 def _way(path: str, links: int) -> Iterator[tuple[str, os.stat_result]]:
-    """All folders and links that lead to a path, from the root on, as far as they exist."""
+    """Yield the existing folders and symbolic links on a path, from the root on."""
     at = ""
     for part in Path(path).parts:
         at = os.path.join(at, part)
@@ -110,7 +109,7 @@ def _way(path: str, links: int) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def _foreign(path: str, status: os.stat_result, *, is_last: bool) -> str:
-    """Whether another user could change what a folder or link leads to, in words."""
+    """Return how another user could change a folder or the target of a link; "" if none can."""
     mode = stat.S_IMODE(status.st_mode)
     if status.st_uid not in {os.geteuid(), 0, _unknown_user()}:
         return f"{path} belongs to another user"
@@ -122,7 +121,7 @@ def _foreign(path: str, status: os.stat_result, *, is_last: bool) -> str:
 
 
 def _is_own_group(number: int) -> bool:
-    """Whether a group is root's, or the one that many systems make for this user alone."""
+    """Return whether a group is root's, or holds this user alone, as on many systems."""
     with suppress(KeyError):
         user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(number)
         alone = group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
@@ -131,7 +130,7 @@ def _is_own_group(number: int) -> bool:
 
 
 def _unknown_user() -> int:
-    """As whose the folders of root show where root is not among the users, as in a trial."""
+    """Return the user that owns root's folders in a user namespace without root; else 0."""
     with suppress(OSError, ValueError):
         users = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
         if all(first != "0" for first, *_ in users):
@@ -145,7 +144,7 @@ def kind_folder(kind: str) -> Path:
     What processes that are gone have left in it, by a name of `unfinished.new_name()`, is removed.
 
     Raises:
-        OSError: it cannot be made, or is not safe to use.
+        OSError: the folder cannot be made, or is not safe to use.
     """
     base = cache_folder()
     base.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -153,7 +152,7 @@ def kind_folder(kind: str) -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     if is_made(folder) and stat.S_IMODE(folder.stat().st_mode) & 0o077:
         folder.chmod(0o700)
-    # Another user may have made one of them a moment before this process.
+    # Another user may have made one of these folders a moment before this process.
     if why := hindrance(folder):
         raise PermissionError(errno.EPERM, f"not used as a cache: {why}", str(folder))
     inside = os.listdir(folder)
@@ -166,17 +165,17 @@ def kind_folder(kind: str) -> Path:
 
 
 def keep_text(kind: str, name: str, text: str) -> None:
-    """Keep a text, with a checksum in its first line, for `kept_text`.
+    """Write a text to the cache with a checksum in its first line; `kept_text` reads it.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     with atomic_write(kind_folder(kind) / name, opener=private) as file:
         file.write(with_checksum(text))
 
 
 def kept_text(kind: str, name: str) -> str | None:
-    """A text that was kept; None where there is none, or not as this user has written it."""
+    """Return a cached text; None if it is missing, damaged, or written by another user."""
     path = cache_folder() / kind / name
     with suppress(OSError, ValueError):
         if not hindrance(path.parent):
@@ -187,7 +186,7 @@ def kept_text(kind: str, name: str) -> str | None:
 
 
 def with_checksum(text: str) -> str:
-    """A text as `kept_text` reads it."""
+    """Return a text with its checksum line, in the form that `kept_text` reads."""
     return f"{_first_line(text)}\n{text}"
 
 
@@ -196,7 +195,6 @@ def _first_line(text: str) -> str:
 
 
 def _own(path: str, flags: int) -> int:
-    """Open a file of this user, and no link: an `opener`."""
     number = os.open(path, flags | os.O_NOFOLLOW)
     if os.fstat(number).st_uid != os.geteuid():
         os.close(number)

@@ -1,4 +1,4 @@
-"""Secrets in the words of a command, masked before the words are written anywhere."""
+"""Masks for secrets in the words of a command, used before the words are written anywhere."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _WORDS = (
     r"pass(?:word|wd|phrase|code)?|pwd|secrets?|tokens?|credentials?|auth(?:orization)?|bearer|pat|"
     r"signature|sig"
 )
-# The last word of a name says what its value is: --hf-token, but not --token-length. Some words
-# make a secret of any name that they are in.
+# A name means a secret by its last word: --hf-token, but not --token-length. Words such as
+# "password" mean a secret anywhere in a name.
 _NAME = rf"(?:(?:^|.*[^a-z]){_WORDS}|(?:^|.*[^a-z])key|.*apikey|.*(?:password|passwd|secret).*)"
 _SECRET_NAME = re.compile(_NAME.replace(_WORDS, f"(?:{_WORDS})"))
 _HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
@@ -19,14 +19,14 @@ _USER = re.compile(r"(\w[\w+.-]*://)([^/\s@:]*)(:?)([^/\s@]*)@")
 _QUERY = re.compile(r"([?&;]([\w.%-]+)=)([^&;\s#]+)")
 _QUOTED = re.compile(r"""((["'])([\w.-]+)\2\s*:\s*(["']))((?:(?!\4).)*)(\4)""")
 _HEADER = re.compile(r"\b((?:Bearer|Basic)\s+)[\w.~+/=-]+", re.IGNORECASE)
-# Of Hugging Face, GitHub, GitLab, OpenAI, Slack, AWS and JSON Web Tokens.
+# Tokens of Hugging Face, GitHub, GitLab, OpenAI, Slack and AWS, and JSON Web Tokens.
 _KNOWN = re.compile(
     r"\b(?:hf_|gh[opsu]_|github_pat_|glpat-|sk-|xox[abprs]-|AKIA|ASIA|eyJ)[\w.-]{12,}"
 )
 
 
 def masked(command: Iterable[str]) -> list[str]:
-    """The words of a command, with *** in place of each value that is a secret by its name.
+    """Return the words of a command, with *** in place of each value whose name means a secret.
 
     Covered are `--password X`, `--api-key=X`, `db.token=X`, `https://user:X@host`, parts of URLs
     and JSON, and tokens of a known form.
@@ -48,7 +48,7 @@ def masked(command: Iterable[str]) -> list[str]:
 
 
 def masked_text(text: str) -> str:
-    """A text, such as a message, with *** in place of each secret that its form gives away."""
+    """Return a text, such as a message, with *** in place of each secret of a known form."""
     text = _USER.sub(_user, text)
     text = _QUERY.sub(lambda m: f"{m[1]}{MASK}" if _is_secret(m[2]) else m[0], text)
     text = _QUOTED.sub(lambda m: f"{m[1]}{MASK}{m[6]}" if _is_secret(m[3]) else m[0], text)
@@ -57,7 +57,7 @@ def masked_text(text: str) -> str:
 
 def _user(match: re.Match[str]) -> str:
     scheme, user, colon, _ = match.groups()
-    # A name alone is a token where people do not log in by name.
+    # In a URL of HTTP, a user without a password is often a token.
     shown = user if colon or not scheme.startswith("http") else MASK
     return f"{scheme}{shown}{colon and f':{MASK}'}@"
 

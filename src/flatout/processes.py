@@ -87,7 +87,7 @@ def adopt_orphans(adopts: bool) -> None:
 
 
 def not_ignored(*numbers: signal.Signals) -> list[signal.Signals]:
-    """Those signals that this process was not told to ignore, as nohup and a shell's `&` do."""
+    """Return the signals that this process does not ignore; nohup and a shell's `&` ignore some."""
     return [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
 
 

@@ -1,7 +1,7 @@
-"""Classes as their authors wrote them, while they are sent to another process.
+"""Classes without Flatout's hooks, while the classes are sent to another process.
 
-Whoever hooks into classes of the user's says here how the hooks are taken off and put back. A class
-that a notebook or a script defines is sent with all that it has.
+A class that a notebook or a script defines is pickled with all its attributes, hooks included. So
+each module that hooks into classes registers a context manager that removes its hooks for a time.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ _takers: list[Callable[[], AbstractContextManager[None]]] = []
 
 
 def register(without: Callable[[], AbstractContextManager[None]]) -> None:
-    """Add a function that gives a block within which some hooks are off."""
+    """Register a function that returns a context manager, within which some hooks are removed."""
     if without not in _takers:
         _takers.append(without)
 
 
 @contextmanager
 def unhooked() -> Iterator[None]:
-    """Within, no class has a hook of Flatout's."""
+    """Within the block, no class has a hook of Flatout."""
     with ExitStack() as stack:
         for without in _takers:
             stack.enter_context(without())

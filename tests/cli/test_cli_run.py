@@ -193,7 +193,7 @@ def test_a_recipe_is_named_by_its_whole_path_and_settings_go_before_it(folder) -
     assert found["OMP_NUM_THREADS"] == "3"
     assert done.stderr == (
         "applied: threads=3; undo: drop --recipe and --set\n"
-        "flatout: left as written: bf16 (the script has no torch)\n"
+        "flatout: left as written: bf16 (the script imports no torch)\n"
     )
 
 

@@ -93,7 +93,7 @@ def test_a_module_and_an_exit_code(folder) -> None:
     Path("job.py").write_text("import sys\nprint(sys.argv[1:])\nsys.exit(7)\n")
     cured = done(*START, "-m", "job", "x", FLATOUT_SET='["script.zero_grad=set_to_none"]')
     assert (cured.returncode, cured.stdout) == (7, "['x']\n")
-    why = "the script has no torch"
+    why = "the script imports no torch"
     assert cured.stderr == f"flatout: left as written: zero_grad=set_to_none ({why})\n"
 
 

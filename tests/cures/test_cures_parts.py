@@ -81,7 +81,7 @@ def test_hooks_that_are_not_called_are_noticed(monkeypatch):
     with monkeypatch.context() as patch:
         optimizers = sys.modules["torch.optim.optimizer"]
         patch.setattr(optimizers, "register_optimizer_step_post_hook", register)
-        with pytest.raises(FlatoutError, match="one step of an optimizer was seen as 0"):
+        with pytest.raises(FlatoutError, match="one optimizer step was counted as 0 steps"):
             check(torch)
     check(torch)
     assert not hooks

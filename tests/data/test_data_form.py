@@ -103,7 +103,7 @@ def test_vectors_of_different_lengths_become_ragged():
     ("made", "words"),
     [
         ([(1, 2), (1, None)], "targets"),
-        ([{"a": 1}, {"b": 1}], "differ in structure: expected 'a', as the first one; found 'b'"),
+        ([{"a": 1}, {"b": 1}], "differ in structure: expected 'a', as in the first one; found 'b'"),
         ([{"a": 1}, 1], "expected 'a', .*; found int"),
         ([([1, 2], 0), ([1], 0)], "expected 2 parts, .*; found 1 parts"),
         ([(torch.ones(2, 2),), (torch.ones(2, 3),)], r"shapes \(2, 2\) and \(2, 3\)"),

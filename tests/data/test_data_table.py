@@ -146,6 +146,6 @@ def test_a_key_that_a_sample_lacks_is_named_with_its_row():
     def without(inputs):
         return {"a": inputs["a"]} if inputs["a"] == 4 else inputs
 
-    with pytest.raises(DataError, match="expected 'a', 'b', as the first one; found 'a'") as caught:
+    with pytest.raises(DataError, match="expected 'a', 'b', as in the first one; found") as caught:
         list(rows.map(without).batch(6).batches(0))
     assert caught.value.where == "row 4 of the table"

@@ -190,6 +190,6 @@ def test_a_feature_without_a_name_is_an_error(tmp_path):
     path = tmp_path / "a.tfrecord"
     # Example {features: {feature: {key: "", value: {int64_list: {value: 5}}}}}
     path.write_bytes(_framed(bytes.fromhex("0a0b0a090a0012051a030a0105")))
-    with pytest.raises(DataError, match="expected a name of each feature, found an empty") as error:
+    with pytest.raises(DataError, match="expected a name for each feature, found an") as error:
         flatout.data.tfrecord(path)
     assert error.value.where == f"{path}: byte 12"

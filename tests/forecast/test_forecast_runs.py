@@ -50,7 +50,7 @@ def test_measured_steps_are_believed_before_a_network_that_is_typed(tmp_path, ru
     assert rates[4].low < 256 / seconds_of(Shape(4, 1, 64)) < rates[4].high
     assert f"2 hosts took {two * 1e3:.3g}"[:14] in side.contradiction
     shown = command(*runs, "--hosts", "1,2,4", "--network", f"{line:.0f}B", "--keep-rank-batch")
-    assert "the measured steps are believed" in " ".join(shown.stdout.split())
+    assert "the forecast uses the measured steps" in " ".join(shown.stdout.split())
     (agreeing,) = forecast(runs, hosts=(1, 2, 4)).sides
     assert agreeing.contradiction == ""
 

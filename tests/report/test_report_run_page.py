@@ -172,7 +172,7 @@ def test_other_work_is_told_of_any_number_of_ranks_and_is_no_danger(tmp_path, ra
     assert dangers(run) == []
     other = 2.4 - 0.4 * ranks
     page = written(folder)
-    words = f"Other work kept {other:.1f} of 4 CPUs busy: speed and lanes show it, too."
+    words = f"Other work kept {other:.1f} of 4 CPUs busy: this affects speed and lanes."
     assert page.split("<section", 1)[0].count(words) == page.count(words) == 1
     drawn = page.split("CPUs in use", 1)[1].split("</figure>", 1)[0]
     assert drawn.count("<polyline") == ranks

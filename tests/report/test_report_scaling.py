@@ -73,7 +73,7 @@ def test_a_run_that_was_held_up_gives_no_efficiency_but_the_reason(tmp_path):
     scaling = Scaling.of([slow, two])
     assert scaling.efficiency(scaling.runs[1]) == pytest.approx(3.0)
     (line,) = scaling.words()
-    assert "each rank gave 2,000 samples/s here and 667 in one, which something held up" in line
+    assert "each rank gave 2,000 samples/s here and 667 in one. Something slowed one down" in line
     assert scaling.as_dict()["runs"][1]["efficiency"] is None
     out = io.StringIO()
     Console(file=out, width=100).print(scaling)

@@ -61,7 +61,8 @@ def test_ranks_that_step_apart_name_the_one_that_makes_no_step():
     stands = {0: stand(3, APART), 1: stand(3, stack=["  there"]), 2: stand(3, APART)}
     hang = explain(APART, 0, stands, 4.2)
     assert hang.culprits == (1,)
-    assert hang.lines[0] == "rank 0 has waited 4 s for steps of other ranks: rank 1 makes none"
+    waited = "rank 0 has waited 4 s for steps of other ranks"
+    assert hang.lines[0] == f"{waited}: no step came from rank 1"
     assert "  there" in hang.lines[-1]
     stands[1] = stand(3, APART)
     assert explain(APART, 0, stands, 4.2).culprits == ()

@@ -57,7 +57,7 @@ def test_what_is_no_plain_data_is_named_and_not_sent():
 def test_ranks_at_different_collectives_are_named():
     message = messages.pack(1, "settings")
     assert messages.unpack(message, "settings") == 1
-    with pytest.raises(WorldError, match=r"'ids of the data', and another one at 'settings'"):
+    with pytest.raises(WorldError, match=r"'ids of the data', another rank in 'settings'"):
         messages.unpack(message, "ids of the data")
 
 

@@ -296,10 +296,10 @@ def _asked_anywhere() -> dict[str, object]:
 def _say_applied(
     asked: Recipe, cures: Mapping[str, object], given: list[bool], dry_run: bool
 ) -> dict[str, str]:
-    """Prints what takes hold in this script, and what waits for a Trainer or Loop.
+    """Print the settings that hold in this script, and those that need a Trainer or Loop.
 
     Returns:
-        What lets the script's process print the rest, once its hooks are there.
+        Environment variables with which the script's process prints the rest once it is hooked.
     """
     from flatout.cures import UNDO, words_of
     from flatout.devices import at_start

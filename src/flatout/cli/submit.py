@@ -285,11 +285,10 @@ def _print_written(jobs: list[Job], artifacts: list[Artifact]) -> None:
 
 
 def _not_sent(job: Job) -> list[str]:
-    """A line for each file that the code names and that stays here."""
     from flatout.submit import named_in_code
 
     return [
-        f"not sent: {file} ({code} names it); if it is read, say --input {file}"
+        f"not sent: {file} ({code} names it); if the job reads it, pass --input {file}"
         for file, code in named_in_code(job)
     ]
 

@@ -75,7 +75,7 @@ class Cached:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         dataset, store = self.__dict__["_flatout"]
-        if get_spawning_popen() is None:  # the script pickles or copies it
+        if get_spawning_popen() is None:  # the script pickles or copies the dataset
             return dataset.__reduce_ex__(protocol)
         return Cached, (dataset, store)
 

@@ -14,7 +14,7 @@ from flatout.hooks import skip_our_frames, when_imported
 from flatout.recipe import FIELDS, SETTINGS, Recipe
 
 UNDO = "FLATOUT_UNDO"
-"""How to undo what is hooked, for the line about it: `flatout run` sets it for `cures.start`."""
+"""Environment variable in which `flatout run` gives `cures.start` the words that undo a cure."""
 
 CURES = [field for field, setting in SETTINGS.items() if setting.cure is not None]
 """Fields of a Recipe that can take hold in a script written without Flatout."""
@@ -50,7 +50,7 @@ def install(recipe: Recipe, then: Callable[[], None] = lambda: None) -> list[str
 
     Args:
         recipe: the settings.
-        then: called once the hooks are there.
+        then: called after the hooks are set.
 
     Returns:
         What takes hold where its conditions do, in words.
@@ -81,7 +81,7 @@ def _hook(torch: Any, asked: dict[str, Any], then: Callable[[], None]) -> None:
         _hook_each(torch, asked)
     except Exception as error:
         why = first_line(error)
-        record.stand_down(f"nothing is changed: torch {torch.__version__} takes no hooks: {why}")
+        record.stand_down(f"nothing is changed: hooks fail in torch {torch.__version__}: {why}")
     else:
         record.hooked()
         then()

@@ -37,7 +37,7 @@ class Loaders:
         self._torch = torch
         self._asked = steps.asked
         self._staying: WeakValueDictionary[int, Any] = WeakValueDictionary()
-        # Loaders whose workers stay by a cure, and their data when these began.
+        # Loaders whose workers a cure keeps alive, and their data when the workers began.
         self._unchanged: WeakKeyDictionary[Any, Attributes | None] = WeakKeyDictionary()
         self._as_written: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
         owner = sys.modules["torch.utils.data.dataloader"].DataLoader
@@ -176,7 +176,7 @@ class Loaders:
         return iterate
 
     def _reduced(self, original: Any) -> Any:
-        """A copy or a pickle is that of the loader as it is written."""
+        """Wrap `__reduce_ex__`: a copy or pickle has the loader's own arguments, without cures."""
 
         def reduce_ex(loader: Any, protocol: Any) -> Any:
             written = self._as_written.get(loader)
@@ -190,10 +190,10 @@ class Loaders:
 
 
 def _attributes(given: dict[str, Any]) -> dict[str, Any]:
-    """The attributes that a loader has of these arguments, which a cure may change."""
+    """Return the attributes that torch sets from these arguments and that a cure may change."""
     context, ahead = given["multiprocessing_context"], given["prefetch_factor"]
     result = {name: given[name] for name in ("num_workers", "persistent_workers", "pin_memory")}
-    # As torch sets it.
+    # Torch's own default.
     result["prefetch_factor"] = 2 if given["num_workers"] and ahead is None else ahead
     is_name = isinstance(context, str)
     method = multiprocessing.get_context(context) if is_name else context

@@ -33,7 +33,7 @@ def begin(asked: dict[str, Any]) -> None:
 
 
 def hooked() -> None:
-    """The hooks are there, which a script without torch never gets."""
+    """Record that the hooks are set, which never happens in a script without torch."""
     global _is_hooked
     _is_hooked = True
 
@@ -108,8 +108,8 @@ def tell_unmet() -> None:
     if hasattr(sys, "last_value"):  # it ended before it came to them
         return
     met = {*_applied, *(field for field, _ in _left)}
-    why = "nothing in the script that it concerns" if _is_hooked else "the script has no torch"
+    why = "nothing in the script that it concerns" if _is_hooked else "the script imports no torch"
     for field in _asked:
-        was_set = not _is_hooked and field.startswith(("memory.", "process."))  # at the start
+        was_set = not _is_hooked and field.startswith(("memory.", "process."))  # set at the start
         if field not in met and not was_set and is_on():
             leave(field, why)

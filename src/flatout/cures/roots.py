@@ -46,7 +46,7 @@ class Roots:
         steps.after.append(self._after_step)
 
     def end(self) -> None:
-        """Leave all modules as they were."""
+        """Remove the wrapper from all modules."""
         self._steps.after.remove(self._after_step)
         self._module_calls.end()
 

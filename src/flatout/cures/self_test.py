@@ -1,4 +1,4 @@
-"""Whether hooks do in this torch what cures need of them, and leave a step's bits as they are."""
+"""Self-test of the hooks in this version of torch: they are called, and change no bit of a step."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from flatout.errors import FlatoutError
 
 
 def check(torch: Any) -> None:
-    """Train a model of two layers for one step, without hooks and with them.
+    """Train a model of two layers for one step, without hooks and with hooks, and compare.
 
-    Nothing is drawn at random, no thread is started and no device is touched: a script may still
-    want to set all of that.
+    The test draws no random number, starts no thread and touches no device, because the script may
+    still want to set seeds, threads and devices.
 
     Raises:
-        FlatoutError: hooks are not called as they should, or change the step.
-        Exception: torch lacks what a hook is put on.
+        FlatoutError: the hooks are not called as they should be, or change the step.
+        Exception: torch lacks an attribute that a hook needs.
     """
     with _without_compiler(torch):
         plain, _ = _step(torch)
@@ -39,27 +39,27 @@ def check(torch: Any) -> None:
             roots.end()
             steps.unwatch()
     if steps.count != 1:
-        raise FlatoutError(f"one step of an optimizer was seen as {steps.count}")
+        raise FlatoutError(f"one optimizer step was counted as {steps.count} steps")
     if met != [type(model)]:
         raise FlatoutError("the outermost module of a step was not found")
     if not all(torch.equal(a, b) for a, b in zip(plain, hooked, strict=True)):
-        raise FlatoutError("a step under hooks is not the step without them")
+        raise FlatoutError("a step with hooks has another result than a step without hooks")
     if before != (vars(torch.nn.Module)["__call__"], torch.optim.Optimizer.add_param_group):
-        raise FlatoutError("hooks cannot be taken off")
+        raise FlatoutError("the hooks cannot be removed")
 
 
 def _step(torch: Any) -> tuple[list[Any], Any]:
-    """What a forward gives and the weights after a step, and the model."""
+    """Return the output and the weights after one step, and the model."""
     nn = torch.nn
 
     class Descent(torch.optim.Optimizer):  # type: ignore[misc]
-        """Torch's own import its compiler."""
+        """Plain gradient descent: torch's own optimizers import the compiler."""
 
         def step(self) -> None:
             for parameter in self.param_groups[0]["params"]:
                 parameter.data.sub_(parameter.grad, alpha=0.1)
 
-    # They draw no weights. A backward pass would look for devices.
+    # PReLU draws no random weights. A backward pass would search for devices.
     model = nn.Sequential(nn.PReLU(4, device="cpu"), nn.PReLU(4, device="cpu"))
     optimizer = Descent(model.parameters(), {})
     with torch.no_grad():
@@ -72,7 +72,7 @@ def _step(torch: Any) -> tuple[list[Any], Any]:
 
 @contextmanager
 def _without_compiler(torch: Any) -> Iterator[None]:
-    """An optimizer that gets parameters imports torch's compiler, which takes a second."""
+    """Keep `add_param_group` from importing torch's compiler, which takes a second."""
     function, name = unwrap(torch.optim.Optimizer.add_param_group), "__dynamo_disable"
     is_there = hasattr(function, name)
     if not is_there:

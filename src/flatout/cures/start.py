@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _say_applied(asked: Recipe, undo: str) -> None:
-    """Prints what was hooked; `flatout run` has printed what holds from the start of a process."""
+    """Print the hooked cures; `flatout run` has printed the settings of the process start."""
     early = at_start(asked)
     hooked = {field: value for field, value in wanted(asked).items() if field not in early}
     if hooked and undo and record.is_first_rank():

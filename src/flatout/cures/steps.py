@@ -71,7 +71,7 @@ class ScriptSteps:
         ]
 
     def unwatch(self) -> None:
-        """Takes off what `watch` has put there."""
+        """Remove all hooks that `watch` has set."""
         for hook in self._hooks:
             hook.remove()
 

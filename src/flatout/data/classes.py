@@ -17,11 +17,11 @@ from flatout.errors import DataError
 
 # More names than these are not listed in a message.
 _TOLD = 8
-# Characters of a rule in a message.
+# The most characters of a rule in a message.
 _SHOWN = 300
 COLUMNS, TEXTS = "the columns of the input", "the texts of column"
 DATASET = "the classes of the Dataset"
-# Options of schemas that say what an index or id means.
+# Options of schemas that set the meaning of an index or id, with their names in messages.
 _RULES = {"base": "the index from which LibSVM counts", "buckets": "the buckets of hashed ids"}
 _TABLES = ("csv", "parquet", "arrow", "table")
 
@@ -39,10 +39,10 @@ def classes_of(origin: Any) -> tuple[str, ...] | None:
 
 
 def meanings_of(origin: Any) -> dict[str, str]:
-    """By which rules the values of a source become numbers; other rules give other numbers.
+    """Return the rules by which a source turns values into numbers; other rules give other numbers.
 
-    The keys are words for people, the values words or a digest. Names of classes are not among
-    them (`classes_of`).
+    The keys are names for people, the values words or a digest. The names of classes are not
+    included: see `classes_of`.
     """
     schema = getattr(origin, "schema", None)
     if not isinstance(schema, Schema):
@@ -50,7 +50,7 @@ def meanings_of(origin: Any) -> dict[str, str]:
     options, names = schema.options, {column.name for column in schema.columns}
     result = {key: str(options[name]) for name, key in _RULES.items() if name in options}
     if any(column.ids for column in schema.columns):
-        result.pop(_RULES["base"], None)  # these ids stay as they are
+        result.pop(_RULES["base"], None)  # LibSVM ids are used as they are
     if schema.format == "libsvm" and "features" in names:
         result["the number of features"] = str(schema["features"].shape[0])
     known, open_ones = options.get("categories", {}), options.get("unknown", ())
@@ -72,13 +72,13 @@ def meanings_of(origin: Any) -> dict[str, str]:
 
 
 def dataset_meanings(dataset: Any) -> dict[str, str]:
-    """Which number each class has, of a Dataset of torchvision or Hugging Face."""
-    while hasattr(dataset, "indices") and hasattr(dataset, "dataset"):  # a Subset
+    """Return the number of each class, for a Dataset of torchvision or Hugging Face."""
+    while hasattr(dataset, "indices") and hasattr(dataset, "dataset"):  # torch.utils.data.Subset
         dataset = dataset.dataset
     columns = {"": getattr(dataset, "class_to_idx", None)}
     features = getattr(dataset, "features", None)
     for column, feature in features.items() if isinstance(features, Mapping) else ():
-        names = getattr(feature, "names", None)  # of a ClassLabel
+        names = getattr(feature, "names", None)  # a ClassLabel of Hugging Face has names
         columns[f", column {column!r}"] = names and {n: at for at, n in enumerate(names)}
     return {
         DATASET + column: ", ".join(f"{number} {name}" for name, number in numbers.items())
@@ -88,7 +88,13 @@ def dataset_meanings(dataset: Any) -> dict[str, str]:
 
 
 def unlike_meaning(wanted: Mapping[str, str], found: Mapping[str, str], where: str) -> str | None:
-    """The first rule of `wanted`, of the data `where`, that differs in `found`, in words."""
+    """Return in words the first rule in which `found` differs from `wanted`; None if all agree.
+
+    Args:
+        wanted: rules of the data that `where` names.
+        found: rules of the other data; a rule that is missing counts as equal.
+        where: words for the data of `wanted`.
+    """
     for key, value in wanted.items():
         own = found.get(key, value)
         if own == value:

@@ -115,8 +115,8 @@ class Errors:
         rows: that it reads.
         codes: the kernel's `Bad`.
         policy: what to do about bad rows.
-        explain: gives what is wrong with a row, by its number and code, and what to do; None where
-            the code tells all.
+        explain: returns the fault of a row and the advice, by the row's number and code; None if
+            the code's own words are enough.
     """
 
     def __init__(

@@ -53,9 +53,9 @@ class ErrorPolicy:
         """Count a bad row.
 
         Args:
-            what: was expected and found.
-            where: the row stands.
-            do: what the user can do about it, other than to skip it.
+            what: words for the expected and the found value.
+            where: place of the row.
+            do: advice to the user, other than to skip the row.
 
         Raises:
             DataError: rows are not to be skipped, or too many were.

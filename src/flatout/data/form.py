@@ -150,10 +150,10 @@ def _gather(name: str, values: Sequence[Any], columns: dict[str, Values], functi
 
 
 class Unlike(DataError):
-    """A sample has another structure than the first one, such as a dict that lacks a key.
+    """A sample that differs in structure from the first one, such as a dict that lacks a key.
 
     Attributes:
-        place: of the sample among all.
+        place: of the sample in the list of samples.
     """
 
     place = 0
@@ -173,7 +173,7 @@ def _same(name: str, structures: Sequence[str], function: str) -> None:
         if found != structures[0]:
             error = Unlike(
                 f"{name}: the samples that {function} makes differ in structure: expected "
-                f"{structures[0]}, as the first one; found {found}"
+                f"{structures[0]}, as in the first one; found {found}"
             )
             error.place = place
             raise error

@@ -168,7 +168,7 @@ def _shared_normalization(pipelines: Sequence[Pipeline]) -> Normalization | None
 
 
 def _check_meanings(pipelines: Sequence[Pipeline]) -> None:
-    """Refuse sources in which one number means different things."""
+    """Refuse sources in which one number has different meanings."""
     known: dict[str, str] = {}
     for pipeline in pipelines:
         words = unlike_meaning(known, pipeline.meanings, "the first source")

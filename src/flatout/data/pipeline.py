@@ -85,7 +85,7 @@ class Pipeline(Staged["Pipeline"]):
         self.of_rank: Pipeline | None = None
         self._renumbered: dict[tuple[str, ...], Pipeline] = {}
         self._looked_up: dict[tuple[str, ...], Pipeline] = {}
-        # Of the part of a rank: what it is the part of.
+        # For the part of one rank: the pipeline of all ranks.
         self._whole: Pipeline | None = None
         self._of_shards: dict[Shard | None, Pipeline] = {}
         check(self.stages)
@@ -98,18 +98,18 @@ class Pipeline(Staged["Pipeline"]):
         return Pipeline(self.origin, stages, self._options, self._say)
 
     def _of_shard(self, shard: Shard | None) -> Pipeline:
-        """The same with this shard alone: one object for each, so that its caches last."""
+        """Return this pipeline with this shard alone; the same object each time, to keep caches."""
         if shard not in self._of_shards:
             stages = [stage for stage in self.stages if not isinstance(stage, Shard)]
             self._of_shards[shard] = self.with_stages([*stages, *([shard] if shard else [])])
         return self._of_shards[shard]
 
     def of_all_ranks(self) -> Pipeline:
-        """Without the part of one rank."""
+        """Return this pipeline without a shard: it gives the batches of all ranks."""
         return self._of_shard(None)
 
     def part_of_rank(self, rank: int, world_size: int) -> Pipeline:
-        """The part of each batch that a rank has; always the same object for a rank."""
+        """Return the part of each batch that belongs to a rank; the same object each time."""
         if self.sharded is not None:
             return self
         part = self._of_shard(Shard(rank, world_size))
@@ -171,9 +171,9 @@ class Pipeline(Staged["Pipeline"]):
 
     @property
     def meanings(self) -> dict[str, str]:
-        """By which rules its values become numbers: other rules give other numbers."""
+        """Rules by which values become numbers: other rules give other numbers."""
         meanings = meanings_of(self.origin)
-        if only(self.stages, Map) is not None:  # a function of the user's picks columns by name
+        if only(self.stages, Map) is not None:  # the user's function selects columns by name
             meanings.pop(COLUMNS, None)
         return meanings
 

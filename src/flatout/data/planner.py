@@ -332,9 +332,9 @@ def build_rows(
 
 
 def of_rank(built: Built, rank: int, world_size: int) -> Built | None:
-    """The same for a rank's part of each batch: it has the same samples, with their caches.
+    """Return the same plan for a rank's part of each batch; both share samples and caches.
 
-    None where the source gives batches as they are, which has no caches.
+    Return None if the source gives finished batches, which have no caches.
     """
     whole = built.program
     if not isinstance(whole, Program):

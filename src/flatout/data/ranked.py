@@ -75,8 +75,8 @@ class _Ranked:
         self._rank, self._world_size, self._all_whole = rank, world_size, all_whole
         self._look, self._ends = look, ends
         self._whole = source
-        # A Pipeline makes only the rows of its own rank, unless a function is to see whole batches;
-        # of any other source each rank cuts what it has read.
+        # A Pipeline makes only the rows of its own rank, unless a function needs whole batches.
+        # From any other source each rank reads whole batches and cuts its part.
         self._own = None
         if isinstance(source, Pipeline) and not all_whole:
             if source.maps_batches:

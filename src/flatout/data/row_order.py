@@ -1,4 +1,4 @@
-"""Whether the rows of data come in an order that is drawn at random."""
+"""Detection of a random order of rows."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ _DRAW = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 def drawn_order(data: Any) -> str | None:
-    """What draws the order of the rows, in words; None where they come as they lie, or as a
-    function of the user's own gives them."""
+    """Return in words which part of the data draws the order of the rows at random.
+
+    Return None if the rows come in stored order, or in the order of the user's own function.
+    """
     if isinstance(data, Pipeline):
         shuffles = any(isinstance(stage, Shuffle) for stage in data.stages)
         return "the pipeline's shuffle" if shuffles else None

@@ -227,10 +227,10 @@ class Schema(BaseModel):
         return Schema(format=self.format, columns=tuple(columns), options=self.options)
 
     def with_dtypes(self, dtypes: Mapping[str, DType]) -> Schema:
-        """The same with other dtypes: `schema.with_dtypes({"price": "float32"})`.
+        """Return the schema with other dtypes: `schema.with_dtypes({"price": "float32"})`.
 
         Raises:
-            DataError: there is no such column or no such dtype.
+            DataError: a column or a dtype does not exist.
         """
         self._check_names(dtypes)
         columns = [{**c.model_dump(), "dtype": dtypes.get(c.name, c.dtype)} for c in self.columns]

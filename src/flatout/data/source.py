@@ -258,7 +258,7 @@ def last_batch_of(source: Source) -> int | None:
 
 
 def loose_digest(source: Any) -> str:
-    """The digest of a source without numbers and texts that its code reads, such as a rank."""
+    """Return a source's digest without numbers and texts that its code reads, such as a rank."""
     digest = inspect.getattr_static(type(source), "digest", source.digest)
     make = getattr(digest, "func", None) or getattr(digest, "fget", None)
     with without_plain_values():

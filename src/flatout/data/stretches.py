@@ -1,4 +1,4 @@
-"""Epochs of as many batches as the user says, of any source."""
+"""Epochs with a number of batches that the user sets, from any source."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from flatout.errors import DataError
 
 
 class Stretches:
-    """A source of which an epoch is a stretch of so many batches, and the next one goes on from it.
+    """A source whose epochs have `steps` batches each; an epoch continues where the last one ended.
 
-    Where the source's own epoch ends within a stretch, its next one begins. All else is the
-    source's.
+    When the source's own epoch ends, its next one begins. All other properties are the source's.
 
     Args:
         source: of batches.
-        steps: batches of a stretch.
-        restarts: each stretch begins with the source's first batch, as a validation does.
+        steps: number of batches in an epoch.
+        restarts: begin each epoch with the source's first batch, as a validation does.
 
     Raises:
         DataError: `steps` is no whole number above 0.
@@ -36,7 +35,7 @@ class Stretches:
         self.samples: int | None = None
         self.batch_size = source.batch_size
         self._steps, self._restarts = steps, restarts
-        # The present pass over the source, the number of the first batch of it, and of the next.
+        # Number of the present pass over the source, of its first batch, and of the next batch.
         self._pass, self._first, self._next = 0, 0, 0
         self._live: Iterator[Batch] | None = None
 
@@ -47,44 +46,44 @@ class Stretches:
 
     @property
     def report(self) -> Any:
-        """Who makes the source's batches, where that is found while they are used."""
+        """The maker of the source's batches, if it is chosen while batches are used."""
         return getattr(self.of, "report", None)
 
     @property
     def own_parts(self) -> Any:
-        """What of the user's own the source calls."""
+        """The user's own objects that the source calls."""
         return getattr(self.of, "own_parts", ())
 
     def labels_range(self) -> tuple[int, int] | None:
-        """Smallest and largest target, where that is known."""
+        """Return the smallest and the largest target, if they are known."""
         return self.of.labels_range()
 
     def describe(self) -> str:
-        """One line for people."""
+        """Return one line for people."""
         return f"{self._steps:,} batches an epoch, of {self.of.describe()}"
 
     def peek(self, count: int) -> list[Batch]:
-        """Up to `count` first batches of epoch 0, without using them up."""
+        """Return up to `count` first batches of epoch 0, without using them up."""
         return self.of.peek(min(count, self._steps))
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resume needs besides (epoch, step)."""
+        """Return the state that a resume needs besides (epoch, step)."""
         if self.seekable:
             return {}
         return {"pass": self._pass, "first": self._first, "of": self.of.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take what `state_dict` gave."""
+        """Restore a state that `state_dict` returned."""
         if not self.seekable:
             self._live = None
             self._pass, self._first = state["pass"], state["first"]
             self.of.load_state_dict(state["of"])
 
     def batches(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
-        """The batches of a stretch from `start_step` on.
+        """Return the batches of an epoch from `start_step` on.
 
         Raises:
-            DataError: the source gives no more, or cannot give these again.
+            DataError: the source has no batches, or cannot repeat them.
         """
         check_start(start_step, self._steps)
         number = start_step if self._restarts else epoch * self._steps + start_step
@@ -101,7 +100,7 @@ class Stretches:
         return islice(self._forward(), self._steps - start_step)
 
     def _begin(self, number: int, first: int, start: int) -> None:
-        """Open a pass at one of its batches."""
+        """Open a pass over the source at the batch `start`."""
         self._pass, self._first, self._next = number, first, first + start
         self._live = self.of.batches(number, start)
 

@@ -269,16 +269,16 @@ def count_rows(
 
 
 def _flattened(inputs: Tensor, name: str, rows: int) -> str | None:
-    """What to do where targets have one row for each step of each sequence."""
+    """Return the advice for targets that have one row for each step of each sequence."""
     if inputs.ndim < 2 or rows != inputs.shape[0] * inputs.shape[1]:
         return None
     first, second = inputs.shape[:2]
     shape = f"{first}, {second}"
     return (
-        f"{name} are flattened. Where each row of inputs is a sample, give {name}.view({shape}). "
-        f"Where samples lie along the second dimension, {second:,} of them, give "
-        f"inputs.transpose(0, 1) and {name}.view({shape}).t(), and let forward take samples along "
-        f"the first. Or flatout.data.jagged(inputs, {name}) takes each batch whole"
+        f"{name} are flattened. If each row of inputs is a sample, pass {name}.view({shape}). "
+        f"If the {second:,} samples lie along the second dimension, pass inputs.transpose(0, 1) "
+        f"and {name}.view({shape}).t(), and let forward take samples along the first. "
+        f"Or use flatout.data.jagged(inputs, {name}), which takes each batch whole"
     )
 
 

@@ -1,4 +1,4 @@
-"""Waiting for others: it is said, and it ends when a stop of the training is asked for."""
+"""Waits for other processes, which are reported and end when a signal stops the training."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _asked: list[Callable[[], bool]] = []
 
 
 class WaitStopped(DataError):
-    """Waiting ended, because a signal has asked the training to stop."""
+    """Waiting ended, because a signal stopped the training."""
 
 
 @contextmanager
 def waits_end_when(asked: Callable[[], bool]) -> Iterator[None]:
-    """Within it, whoever waits in any thread gives up when `asked` says so."""
+    """Within the block, end each `Waiting` in any thread as soon as `asked` returns True."""
     _asked.append(asked)
     try:
         yield
@@ -29,11 +29,11 @@ def waits_end_when(asked: Callable[[], bool]) -> Iterator[None]:
 
 
 class Waiting:
-    """One wait. Whoever waits calls `look` again and again.
+    """One wait; the waiting code calls `look` again and again.
 
     Args:
-        what: gives what is waited for, in words.
-        say: gets a line after `first_s`, and then after four times as long each time.
+        what: returns in words what the code waits for.
+        say: gets a line after `first_s` seconds, and then each time the wait is four times as long.
         first_s: seconds; None means 5.
     """
 
@@ -49,14 +49,14 @@ class Waiting:
 
     @property
     def seconds(self) -> float:
-        """So far."""
+        """Seconds since the wait began."""
         return time.monotonic() - self._start
 
     def look(self) -> None:
-        """Say what is waited for, where it is time to.
+        """Print what the code waits for, when a line is due.
 
         Raises:
-            WaitStopped: a stop is asked for.
+            WaitStopped: a signal has stopped the training.
         """
         if any(asked() for asked in tuple(_asked)):
             raise WaitStopped(f"stopped by a signal while waiting for {self._what()}")

@@ -73,9 +73,10 @@ def affinity() -> set[int]:
 
 
 def given_affinity() -> set[int]:
-    """Returns the CPUs that this process had before `set_affinity`, if nothing else has bound it.
+    """Return the CPUs that this process had before `set_affinity`.
 
-    A process that was started again has them, where others are bound to their part by now.
+    If other code has changed the binding since, return the present CPUs. A restarted process
+    has its first CPUs here, while other ranks are already bound to their parts.
     """
     now = affinity()
     return _first_affinity if _first_affinity is not None and now == _bound_to else now

@@ -68,7 +68,7 @@ def total_seconds(job: Job, row: StepTime, draws: MachineDraws, *, is_timed: boo
 def _corrections(
     job: Job, rows: Sequence[StepTime], draws: MachineDraws
 ) -> tuple[tuple[int, float], ...]:
-    """By what timed steps took longer than the model says of as many ranks."""
+    """Return by numbers of ranks the timed step as a multiple of the model's step."""
     off: dict[int, list[float]] = {}
     for row in rows:
         if not row.shape.silent:

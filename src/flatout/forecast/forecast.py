@@ -38,9 +38,9 @@ _MEASURED_BAND: Range = (0.8, 1.05)
 # Where no round trip is said: of hosts of one data center.
 _RTT: Range = (5e-5, 5e-4)
 _AGAIN = 0.015
-# From what difference on, on the scale of logarithms, timed steps contradict a network.
+# Least difference of logarithms at which timed steps contradict a network.
 _CONTRADICTS = 0.05
-# Of a network of which nothing is believed.
+# Ranges for a network whose figures are ignored.
 _ANY_NIC: Range = (1e6, 5e10)
 _ANY_RTT: Range = (1e-6, 1e-2)
 
@@ -169,12 +169,12 @@ class Side:
 
     @property
     def contradiction(self) -> str:
-        """What the measured steps say against the network that is given; "" where they agree."""
+        """Words for how the measured steps contradict the given network; "" if they agree."""
         return self._calibrated[1]
 
     @cached_property
     def _calibrated(self) -> tuple[MachineDraws, str]:
-        """Steps over several hosts that were timed are believed before a network that is given."""
+        """Draws of machine and network; timed steps over several hosts outweigh a given network."""
         measured, asked = self.measured, self.asked
         is_measured = isinstance(asked.network, Network)
         sent = sent_alone(asked.network, measured.job) if is_measured else []  # type: ignore[arg-type]
@@ -193,10 +193,10 @@ class Side:
             if abs(np.log(_plain_seconds(measured.job, last, free) / last.seconds)) <= off / 2:
                 break
         else:
-            return draws, ""  # the network is not why they differ
+            return draws, ""  # another network would not explain the difference
         words = (
             f"{last.shape.hosts} hosts took {last.seconds * 1e3:.3g} ms a step, and would take "
-            f"{said * 1e3:.3g} ms over the network that is given: the measured steps are believed"
+            f"{said * 1e3:.3g} ms over the given network: the forecast uses the measured steps"
         )
         return free, words
 
@@ -322,7 +322,7 @@ class Forecast:
 
 
 def _plain_seconds(job: Job, row: StepTime, draws: MachineDraws) -> float:
-    """What the model says of a row by its machine and network, without correcting it."""
+    """Return the model's time of a step, without corrections from timed steps."""
     return float(np.median(total_seconds(job, row, replace(draws, corrections=()))))
 
 

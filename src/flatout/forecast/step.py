@@ -34,8 +34,8 @@ class MachineDraws:
 
     Attributes:
         seconds: of a step's computing, of one rank alone on its host, at the job's batch.
-        corrections: by numbers of ranks that were timed: the time of a step as a multiple of what
-            the model says. Between them it goes by the logarithm of the ranks.
+        corrections: pairs of a timed number of ranks and the factor from the model's step to the
+            timed one. Between pairs the factor is interpolated by the logarithm of the ranks.
     """
 
     seconds: Floats
@@ -58,7 +58,7 @@ class MachineDraws:
         return replace(self, **{name: getattr(self, name)[places] for name in names})
 
     def correction(self, ranks: int) -> float:
-        """By what the model's time of a step is to be multiplied."""
+        """Return the factor by which the model's time of a step is multiplied."""
         if not self.corrections:
             return 1.0
         timed, factors = np.log(np.array(self.corrections)).T

@@ -50,7 +50,7 @@ class ModuleCalls:
             self._of_all = self.watch(self._module)
 
     def end(self) -> None:
-        """Takes the wrapper of all modules off."""
+        """Remove the wrapper of all modules."""
         if self._of_all is not None:
             self._of_all.remove()
 

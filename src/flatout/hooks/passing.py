@@ -1,7 +1,8 @@
 """Calls before and after forward of single modules, for a few steps, without a trace in them.
 
-A hook that torch keeps in a module is pickled, copied, counted and compiled with it, and the number
-of each later hook is another. So the modules are found by their ids, around `Module._call_impl`.
+A hook that torch keeps in a module is pickled, copied, counted and compiled with the module, and
+changes the number of each later hook. So modules are found by their ids, around
+`Module._call_impl`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class PassingHook:
     of: list[PassingHook]
 
     def remove(self) -> None:
-        """Ends the calls."""
+        """End the calls."""
         if self in self.of:
             self.of.remove(self)
             _tidy()
@@ -33,8 +34,6 @@ class PassingHook:
 
 @dataclass(eq=False)
 class _Hooked:
-    """A module, and the calls before and after its forward."""
-
     module: ref[Any]
     before: list[PassingHook] = field(default_factory=list)
     after: list[PassingHook] = field(default_factory=list)
@@ -48,28 +47,30 @@ _own_numbers = count(-1, -1)
 def before_forward(
     module: Any, call: Callable[..., Any], *, with_kwargs: bool = False
 ) -> PassingHook:
-    """Calls `call(module, args)` before each forward, with `kwargs` too where they are wanted."""
+    """Call `call(module, args)` before each forward.
+
+    With `with_kwargs`, call `call(module, args, kwargs)`.
+    """
     return _added(module, call, with_kwargs, "before")
 
 
 def after_forward(
     module: Any, call: Callable[..., Any], *, with_kwargs: bool = False
 ) -> PassingHook:
-    """Calls `call(module, args, output)` after each forward, with `kwargs` before the output where
-    they are wanted.
+    """Call `call(module, args, output)` after each forward.
+
+    With `with_kwargs`, call `call(module, args, kwargs, output)`.
     """
     return _added(module, call, with_kwargs, "after")
 
 
 def unnumbered(handle: Any) -> Any:
-    """Gives a hook that torch keeps a number of ours, so that a later one of the script's has the
-    number that it has without ours.
+    """Give a hook in torch one of Flatout's own negative numbers, and return the handle.
+
+    So a later hook of the script gets the same number as without Flatout.
 
     Args:
-        handle: what torch has just returned.
-
-    Returns:
-        The handle.
+        handle: returned by torch for the latest hook.
     """
     counter = sys.modules["torch.utils.hooks"].RemovableHandle
     if counter.next_id == handle.id + 1:

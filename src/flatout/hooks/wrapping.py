@@ -86,7 +86,7 @@ class _Stack:
 
 @contextmanager
 def _without_any() -> Iterator[None]:
-    """Within, all attributes are as they were before they were wrapped."""
+    """Restore all wrapped attributes within the block."""
     stacks = [stack for stack in list(_stacks) if stack.hooks and stack.is_in_place()]
     kept = [(stack, stack.hooks) for stack in stacks]
     try:

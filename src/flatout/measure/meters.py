@@ -25,7 +25,7 @@ def page_faults() -> int:
 
 
 def require_proc() -> None:
-    """Raise where the kernel's files of processes are not mounted.
+    """Raise an error if /proc, the kernel's view of processes, is not mounted.
 
     Raises:
         FlatoutError: there is no /proc, from which psutil reads processes and memory.

@@ -37,7 +37,7 @@ _ACTS = frozenset(
         "recv", "reduce_scatter", "reduce_scatter_tensor",
     )
 )  # fmt: skip
-# What waits for other ranks, or calls other threads.
+# Classes of modules that wait for other ranks, or run in several threads.
 _SHARED = (
     "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "SyncBatchNorm",
 )  # fmt: skip
@@ -175,7 +175,7 @@ def can_be_called_again(torch: Any, module: Any) -> bool:
     if hooks._global_forward_hooks or hooks._global_forward_pre_hooks:
         return False
     if any(type(tensor).__name__ == "DTensor" for tensor in module.parameters()):
-        return False  # each rank has a part
+        return False  # each rank holds a part of the model
     for inner in module.modules():
         kind = type(inner)
         if isinstance(inner, torch.jit.ScriptModule) or kind.__name__ in _SHARED:

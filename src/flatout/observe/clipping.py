@@ -61,7 +61,7 @@ class Clipping:
             self._scalers.add(scaler)
             self._pending.add(scaler)
             scaled = original(scaler, *args, **kwargs)
-            # A scaler that is disabled gives back the loss itself.
+            # A disabled scaler returns the loss itself.
             node = getattr(scaled, "grad_fn", None)
             self._watch.scaled = node if scaler.is_enabled() else None
             return scaled

@@ -27,7 +27,7 @@ def unwrapped(module: Any) -> list[Any]:
 
 
 def without_ddp(module: Any) -> Any:
-    """The model that DistributedDataParallel holds: its own forward waits for no other rank."""
+    """Return the model in a DistributedDataParallel: its own forward waits for no other rank."""
     is_wrapped = type(module).__name__ == "DistributedDataParallel"
     return module.module if is_wrapped else module
 

@@ -72,7 +72,7 @@ class NextTokens:
 
     def _open(self) -> None:
         if is_anything_compiled():
-            return  # it would be compiled again
+            return  # a second call would compile the model again
         for seen in self._watch.models:
             module = without_ddp(seen.ref())
             is_script = isinstance(module, self._torch.jit.ScriptModule)

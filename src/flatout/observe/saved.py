@@ -1,4 +1,4 @@
-"""Whole numbers that autograd's nodes have saved, as the operator was given them."""
+"""Whole numbers that autograd's nodes have saved, with the operator's own sign."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def saved_number(node: Any, name: str) -> int:
-    """A number that a node has saved. Torch gives it as an unsigned one: -100 is 2**64 - 100.
+    """Return a number that a node has saved. Torch returns it as unsigned: -100 is 2**64 - 100.
 
     Args:
         node: of autograd's graph.

@@ -37,7 +37,7 @@ class _Followed:
 
     def __init__(self, torch: Any, tensor: Any) -> None:
         self.tensor = tensor
-        # A hook on the tensor itself would be listed there.
+        # A hook on the tensor itself would show in the tensor's own lists.
         self._node = torch.autograd.graph.get_gradient_edge(tensor).node
         self.handle = unnumbered(self._node.register_hook(self._added))
         self.begin()

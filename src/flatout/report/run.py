@@ -209,7 +209,7 @@ class SeenRun:
 
     @cached_property
     def other_work(self) -> str:
-        """What kept the run's machines busy besides the run; "" if little or not known."""
+        """Words for work besides the run that kept its machines busy; "" if little or unknown."""
         if self.profile is None:
             return ""
         hosts: dict[str, list[RankProfile]] = {}
@@ -273,10 +273,9 @@ class SeenRun:
 
 
 def _other_work(ranks: Sequence[RankProfile]) -> str:
-    """What kept the host of these ranks busy besides them."""
     first = ranks[0]
     cpus, used = first.machine.get("cpus_total"), mean_use(first.use)
-    # A job that may not use all CPUs is not slowed by what the others do.
+    # If the job may not use all CPUs, work on the other CPUs does not slow it down.
     if "machine" not in used or not cpus:
         return ""
     if sum(rank.machine.get("cpus") or 0 for rank in ranks) < cpus:

@@ -146,7 +146,7 @@ def _soft(run: SeenRun) -> Iterator[str]:
         began = [_when(life.began.get("time")) for life in run.lives]
         yield f"Jobs ran in this folder {len(began)} times, since {began[0]}"
     if run.other_work:
-        yield f"{run.other_work[:1].upper()}{run.other_work[1:]}: speed and lanes show it, too."
+        yield f"{run.other_work[:1].upper()}{run.other_work[1:]}: this affects speed and lanes."
 
 
 def facts(run: SeenRun) -> Iterator[tuple[str, str]]:
@@ -260,7 +260,7 @@ def _curves(runs: Sequence[SeenRun], names: Sequence[str]) -> list[tuple[Chart, 
 
 
 def _uses(runs: Sequence[SeenRun], names: Sequence[str]) -> list[Chart]:
-    """What all ranks have used over time."""
+    """Return charts of the CPUs, memory and devices that all ranks have used over time."""
     wanted = (
         ("cpus", "CPUs in use", 1.0, ""),
         ("machine", "CPUs of the machine that are busy", 100.0, "%"),
@@ -274,7 +274,7 @@ def _uses(runs: Sequence[SeenRun], names: Sequence[str]) -> list[Chart]:
         for number, run in enumerate(runs):
             for rank in run.profile.ranks if run.profile is not None else ():
                 if column == "machine" and rank.rank:
-                    continue  # the CPUs are the same ones for all
+                    continue  # all ranks share the machine's CPUs
                 pairs = zip(rank.use.get("seconds", ()), rank.use.get(column, ()), strict=False)
                 points = [(x, factor * y) for x, y in pairs if x is not None and y is not None]
                 color = number if len(runs) > 1 else rank.rank

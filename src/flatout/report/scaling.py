@@ -41,7 +41,7 @@ CAUSES = ("sync", "imbalance", "input", "evaluation", "saving", "compute")
 _OWN = ("input", "copy", "forward", "backward", "optimizer", "host", "gc")
 # Letters of a run's name in a line beside its bar.
 _LABEL = 24
-# Caches of more ranks may give a little more than all of each.
+# With more caches, a rank may be a little faster than in the smallest run.
 _MOST_EFFICIENT = 1.2
 # Accuracy stands first where there is one; the loss is always there.
 _FIGURES = ("val_accuracy", "accuracy", "val_loss", "loss")
@@ -115,8 +115,9 @@ class Scaling:
         return self.speedup(run) * self.runs[0].world_size / run.world_size
 
     def is_held_up(self, run: ScalingRun) -> bool:
-        """Whether a run's speed is more than its ranks can give, so that the smallest run's is too
-        low: something held that one up.
+        """Return whether a run is faster than its number of ranks can explain.
+
+        Then something slowed down the smallest run, and its speed is too low for a comparison.
         """
         return self.efficiency(run) > _MOST_EFFICIENT
 
@@ -150,8 +151,8 @@ class Scaling:
                 each = run.samples_per_s / run.world_size
                 lines.append(
                     f"{run.name}: no speed-up is shown: each rank gave {rounded(each)} samples/s "
-                    f"here and {rounded(first.samples_per_s / first.world_size)} in {first.name}, "
-                    "which something held up; run that again"
+                    f"here and {rounded(first.samples_per_s / first.world_size)} in {first.name}. "
+                    f"Something slowed {first.name} down: run it again"
                 )
                 continue
             lost = self.lost_ms(run)

@@ -15,7 +15,7 @@ def micro_batches(asked: int, stages: int, rows: int, least: int = 1) -> int:
         asked: that many; 0 for four for each stage.
         stages: of the model.
         rows: of the batch.
-        least: rows that each has, where the batch has as many.
+        least: the fewest rows of a micro-batch, if the batch has at least that many.
     """
     return max(1, min(asked or _FOR_EACH_STAGE * stages, rows // least))
 

@@ -1,7 +1,7 @@
-"""Buffers that a module computes from its part of a batch: the ranks take their mean.
+"""Buffers that a module computes from one rank's part of a batch: all ranks take their mean.
 
-BatchNorm of torch and of Keras take their statistics over all ranks, so theirs are alike. A running
-mean that a module of the user's own keeps would differ, and so would the replicas.
+BatchNorm of torch and of Keras computes its statistics over all ranks, so its buffers are equal on
+all ranks. A running mean in a module of the user's own would differ between replicas.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _WHAT = "buffers of the model's own"
 
 
 class OwnBuffers:
-    """Looks for such buffers after the first step, and makes them alike after each.
+    """Finder of buffers that differ between ranks; it averages them after each step.
 
     Args:
         model: of this rank.
         world: of this rank.
-        say: gets a line where there are some.
+        say: gets a line for each buffer that differs.
     """
 
     def __init__(self, model: nn.Module, world: World, say: Callable[[str], None]) -> None:
@@ -33,13 +33,13 @@ class OwnBuffers:
 
     @torch.no_grad()
     def after_step(self, samples: float) -> None:
-        """Make them the mean over the samples of all ranks; all of them call it.
+        """Set these buffers to the mean over the samples of all ranks; all ranks call it.
 
         Args:
-            samples: of this rank's part of the step.
+            samples: number of samples in this rank's part of the step.
 
         Raises:
-            ModelError: in the first step, a buffer that differs has no mean over ranks.
+            ModelError: in the first step, a buffer differs between ranks and has no mean.
         """
         if self._found is None:
             self._found = self._look()
@@ -54,7 +54,7 @@ class OwnBuffers:
             buffer.copy_(mean.view(buffer.shape))
 
     def _look(self) -> list[torch.Tensor]:
-        """The buffers that are not the same on all ranks after a step."""
+        """Return the buffers that differ between ranks after a step."""
         saved = self._model.state_dict().keys()
         named = {name: b for name, b in self._model.named_buffers() if name in saved}
         if not named:
@@ -69,7 +69,7 @@ class OwnBuffers:
             if not named[name].is_floating_point() or any(one != shapes[0] for one in shapes):
                 raise ModelError(
                     f"module {path or 'of the model'} ({kind}) computes its buffer {last!r} from "
-                    "each rank's part of the batch, and what it holds has no mean over ranks",
+                    "each rank's part of the batch, and its values have no mean over ranks",
                     do="keep floating-point numbers of one shape in it, or train on one rank",
                 )
             self._say(

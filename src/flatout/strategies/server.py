@@ -198,7 +198,7 @@ class Server:
         shares: of each of the job's optimizers.
         workers: how many there are.
         staleness: how many steps a worker may be ahead of the slowest; None sets no bound.
-        timeout_s: how long a worker may wait for steps of others, in seconds.
+        timeout_s: seconds for which a worker may wait for steps of other workers.
 
     Attributes:
         stale: of each worker, how many of its gradients were how many steps old.
@@ -235,7 +235,7 @@ class Server:
             after how many of its steps each worker stops; 0 where none is to.
 
         Raises:
-            RuntimeError: the others do not go on.
+            RuntimeError: the other workers made no step within `timeout_s`.
         """
         share = self.shares[push.place]
         with self._changed:

@@ -57,7 +57,7 @@ class SpareServer(Server):
         shares: of each of the job's optimizers.
         workers: how many there are.
         spare: how many of them no step waits for.
-        timeout_s: as of a Server.
+        timeout_s: seconds for which a worker may wait for steps of other workers.
 
     Attributes:
         late: of each worker, how many of its gradients were dropped.

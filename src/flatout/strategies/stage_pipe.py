@@ -129,7 +129,11 @@ class OwnStage(PipelineStage):
                 _make_room(infos, self._gives[chunk])
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
-        """What goes on to the next stage, of the form that its rank waits for."""
+        """Return the operations that send outputs to the next stage.
+
+        Raises:
+            Failed: an output has another shape or dtype than the next stage's rank waits for.
+        """
         sent, expected = self.fwd_cache[fwd_chunk_id][0], self._gives[fwd_chunk_id]
         for value, shape in zip(sent, expected, strict=True):
             if (tuple(value.shape), value.dtype) != shape[:2]:

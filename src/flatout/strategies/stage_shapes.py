@@ -67,12 +67,12 @@ def shapes(stages: Sequence[fx.GraphModule], inputs: Sequence[Shape]) -> list[li
 
 
 def unlike_form(found: Shape, expected: Shape) -> ModelError:
-    """What to say where a stage gives another form than the ranks behind it wait for."""
+    """Return the error for a stage whose output has an unexpected shape or dtype."""
     return ModelError(
-        f"a stage of the model gives {_words(found)} where {_words(expected)} was expected, as on "
-        "tensors without values",
-        do="let the dtype and shape of what layers give not depend on values, or train with "
-        "world.strategy=ddp or fsdp",
+        f"a stage of the model gives {_words(found)}; expected {_words(expected)}, as in the trial "
+        "run on tensors without values",
+        do="write layers so that the dtype and shape of outputs do not depend on values, or train "
+        "with world.strategy=ddp or fsdp",
     )
 
 
@@ -82,10 +82,10 @@ def _words(shape: Shape) -> str:
 
 @contextmanager
 def no_fast_attention() -> Iterator[None]:
-    """Within, attention computes by its plain operators, also in an evaluation.
+    """Within the block, compute attention by plain operators, also in an evaluation.
 
-    Its fast kernel reads values, which tensors without memory do not have, and gives another dtype
-    under autocast: a rank would wait for other bytes than are sent.
+    The fast kernel reads values, which tensors without memory do not have. It also returns another
+    dtype under autocast, so that a rank would wait for more or fewer bytes than another rank sends.
     """
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -97,7 +97,7 @@ def no_fast_attention() -> Iterator[None]:
 
 @contextmanager
 def _unwatched(stage: nn.Module) -> Iterator[None]:
-    """Hide tensors without values from whoever watches layers or functions."""
+    """Hide tensors without values from hooks on layers and functions."""
     names = ("_forward_hooks", "_forward_pre_hooks")
     kept = [(module, {name: vars(module)[name] for name in names}) for module in stage.modules()]
     for module, _ in kept:

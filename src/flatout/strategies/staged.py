@@ -114,7 +114,7 @@ class Staged(Strategy):
         self._world, self._model, self._optimizers = world, model, optimizers
         self._asked, self._say, self._within = asked, say, within
         self._chain = Chain(model)
-        # Statistics over a micro-batch are of two samples at least.
+        # Statistics over a micro-batch need at least two samples.
         self._least = 2 if asked.per_micro_batch and is_batch_coupled(model) else 1
         self._copies = Copies(world, asked.stages or world.size)
         self.alike_every = self._copies.stages if self._copies.count > 1 else 0

@@ -89,7 +89,7 @@ def check_stages(
 
 
 def too_few_samples(rows: int, copies: int) -> DataError:
-    """What to say where layers would take their statistics over one sample.
+    """Return the error for a batch that leaves one sample for the statistics of a layer.
 
     Args:
         rows: of the batch.
@@ -97,9 +97,9 @@ def too_few_samples(rows: int, copies: int) -> DataError:
     """
     share = f", which {copies} copies of the model share," if copies > 1 else ""
     return DataError(
-        f"a batch of {rows}{share} leaves one sample for BatchNorm, which wants two at least",
-        do="choose another batch size, leave out what is left at the end with .batch(..., "
-        'last="drop") or fit(..., drop_last=True), or take GroupNorm or LayerNorm',
+        f"a batch of {rows}{share} leaves one sample for BatchNorm, which needs at least two",
+        do='choose another batch size, drop a smaller last batch with .batch(..., last="drop") '
+        "or fit(..., drop_last=True), or use GroupNorm or LayerNorm",
     )
 
 

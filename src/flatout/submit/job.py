@@ -92,7 +92,7 @@ class Job:
     def __post_init__(self) -> None:
         check_name(self.name)
         if nul := [text for text in self._texts() if "\0" in text]:
-            raise SubmitError(f"no program can be given a NUL; found {nul[0]!r}")
+            raise SubmitError(f"a text of a job cannot hold a NUL character; found {nul[0]!r}")
         wrong = [f"{what} is {n}" for what, n in (("nodes", self.nodes), ("devices", self.devices),
                  ("threads", self.threads)) if n < 1]  # fmt: skip
         if wrong:

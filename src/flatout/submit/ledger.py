@@ -75,7 +75,7 @@ class Ledger:
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with self._locked("a+", fcntl.LOCK_EX) as file:
-                # A line that a full disk has torn must not take this one with it.
+                # If a full disk has cut off the last line, this entry begins a new one.
                 file.write(f"{_end_of_line(file)}{json.dumps(asdict(entry))}\n")
                 file.flush()
                 os.fsync(file.fileno())
@@ -130,7 +130,7 @@ class Ledger:
         def private(path: str, flags: int) -> int:
             return os.open(path, flags, 0o600)
 
-        # Odd bytes are of one line, and the others are read all the same.
+        # Bytes that are no UTF-8 spoil only their own line.
         with open(
             self.path, mode, encoding="utf-8", errors="surrogateescape", opener=private
         ) as file:
@@ -139,6 +139,6 @@ class Ledger:
 
 
 def _end_of_line(file: IO[str]) -> str:
-    """What ends the last line of a file, where nothing does."""
+    """Return a newline if the file's last line does not end; else an empty string."""
     size = os.fstat(file.fileno()).st_size
     return "\n" if size and os.pread(file.fileno(), 1, size - 1) != b"\n" else ""

@@ -1,4 +1,4 @@
-"""Files that the code of a job names in its texts, and that do not travel with it."""
+"""Files that the code of a job names in its texts and that are not sent with the job."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ _LONGEST, _MOST = 200, 20
 
 
 def named_in_code(job: Job) -> list[tuple[str, str]]:
-    """Files below the code's folder that a text names and that are not sent: a file, and by whom.
+    """Return files below the code's folder that a text in the code names and that are not sent.
 
     Args:
         job: with its code and inputs.
+
+    Returns:
+        Pairs of the named file and the code file that names it.
     """
     known = [os.path.realpath(item.path) for item in job.inputs if not item.is_url]
     found: dict[str, str] = {}

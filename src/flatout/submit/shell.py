@@ -41,7 +41,7 @@ def quoted(text: str, seed: str = "") -> str:
         SubmitError: no process can be given it.
     """
     if "\0" in text:
-        raise SubmitError(f"no program can be given a NUL; found {text!r}")
+        raise SubmitError(f"an argument of a program cannot hold a NUL character; found {text!r}")
     if not seed or SEED not in text:
         return _in_one_line(text)
     parts = [_in_one_line(part) if part else "" for part in text.split(SEED)]
@@ -58,7 +58,7 @@ def _in_one_line(text: str) -> str:
 
 
 def comment(text: str) -> str:
-    """A comment of one line, whatever the text holds."""
+    """Return a text as a shell comment of one line."""
     return f"# {' '.join(printable(text).split())}"
 
 
@@ -79,10 +79,10 @@ def array(name: str, words: Sequence[str]) -> list[str]:
 
 
 def exports(variables: Mapping[str, str]) -> list[str]:
-    """Lines that set environment variables.
+    """Return lines of bash that set environment variables.
 
     Raises:
-        SubmitError: no variable can have such a name.
+        SubmitError: a name cannot be the name of a variable.
     """
     if wrong := [name for name in variables if not VARIABLE.fullmatch(name)]:
         raise SubmitError(f"expected the name of a variable, found {wrong[0]!r}")

@@ -26,7 +26,7 @@ from flatout.words import counted
 
 SCRIPT, LOG, EXIT_CODE, CANCELED = "job.sbatch", "job.log", "exit_code", "canceled"
 _TASK = "$SLURM_ARRAY_TASK_ID"
-# How often the controller is told what is left of a job, in seconds.
+# Seconds between reports of a job's remaining time to the controller.
 _TELL_EVERY_S = 300
 # What sbatch says where no one knows whether the controller has taken the job.
 _UNANSWERED = re.compile(
@@ -59,7 +59,7 @@ _OURS = frozenset(
         "wait",
     ]
 )
-# Those by which memory is asked for.
+# Options of sbatch that set the memory.
 _MEMORY = frozenset(["mem", "mem-per-cpu", "mem-per-gpu"])
 # Those that say something to Flatout: where its program lies on the nodes.
 _OF_FLATOUT = ("bin",)
@@ -181,7 +181,7 @@ class Slurm:
         """Its processes get SIGTERM, and some seconds for a last checkpoint."""
         _run_client(["scancel", id])
         task = id.partition("_")[2]
-        with suppress(OSError):  # SLURM itself knows it for some minutes
+        with suppress(OSError):  # for some minutes SLURM itself knows that the job was canceled
             (folder / (f"{CANCELED}.{task}" if task else CANCELED)).touch()
 
 
@@ -236,7 +236,7 @@ def _directives(job: Job) -> list[str]:
         *((name, _value(v), "") for name, v in job.options.items() if name not in _OF_FLATOUT),
     ]
     if not _MEMORY & {name for name, _, _ in rows}:
-        whole = ("mem", "0", "all of a node, which has no other job")
+        whole = ("mem", "0", "all memory of the node: no other job runs on it")
         rows += [whole] if _takes_nodes(job) else []
     lines = [f"#SBATCH --{name}" + (f"={value}" if value else "") for name, value, _ in rows]
     lines = [
@@ -303,7 +303,7 @@ def _comments(job: Job) -> list[str]:
         "while sleep 30 && kill -0 $$ 2> /dev/null; do",  # no longer than this script
         '  echo "$SECONDS" > "$ran"',
         '  left=$(grep -o \'"remaining_s": [0-9]*\' "$FLATOUT_REMAINING" 2> /dev/null)',
-        "  # Seldom, since a controller has many jobs to answer.",
+        "  # Not more often, because the controller serves many jobs.",
         "  if [[ ! $left ]] || ((SECONDS < next)); then continue; fi",
         f"  next=$((SECONDS + {_TELL_EVERY_S}))",
         f"  scontrol update JobId={_task(job)} "
@@ -351,10 +351,10 @@ def _afterwards(job: Job) -> list[str]:
 
 
 def _value(text: str) -> str:
-    """The value of an option in a line of #SBATCH, which knows quotes and backslashes.
+    """Return the value of an option, quoted as #SBATCH expects.
 
     Raises:
-        SubmitError: it cannot stand in one line.
+        SubmitError: the value does not fit in one line.
     """
     if not text.isprintable():
         raise SubmitError(f"expected one line of text for an option of sbatch, found {text!r:.200}")

@@ -15,7 +15,7 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 APART = -1
-"""In place of a collective's number where a rank that steps apart waits for steps of others."""
+"""Number of a wait that is no collective: a rank that steps apart waits for other ranks' steps."""
 
 
 class Waiting(NamedTuple):

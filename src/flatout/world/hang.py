@@ -106,13 +106,12 @@ def explain(number: int, rank: int, stands: Mapping[int, RankStatus], seconds: f
 
 
 def _explain_apart(rank: int, stands: Mapping[int, RankStatus], seconds: float) -> Hang:
-    """The same of ranks that step apart, of which one may not be far ahead of the slowest."""
     late = [value for value, stand in stands.items() if stand.waiting is None or stand.state]
     waited = f"rank {rank} has waited {seconds:.0f} s for steps of other ranks"
     if not late:
         return Hang([f"{waited}, and all of them wait"], "all ranks waited for one another", ())
-    blame = f"{_ranks(late)} made no step, and the others may not be so far ahead"
-    return _with_stacks(f"{waited}: {_ranks(late)} makes none", blame, late, stands)
+    blame = f"{_ranks(late)} made no step, and the other ranks may not be further ahead"
+    return _with_stacks(f"{waited}: no step came from {_ranks(late)}", blame, late, stands)
 
 
 def _with_stacks(

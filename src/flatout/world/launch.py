@@ -186,7 +186,7 @@ def _stop_signals() -> Iterator[None]:
         yield  # where Python allows no handlers
         return
     heeded = not_ignored(*_STOPS, signal.SIGQUIT)
-    # The agent of torch has handlers too, and sets them where a signal is ignored.
+    # Torch's agent sets handlers too, even for signals that this process ignores.
     asked = os.environ.get(_OF_TORCH)
     os.environ[_OF_TORCH] = ",".join(n.name for n in heeded if n != signal.SIGUSR1)
     before = {signum: signal.signal(signum, stop) for signum in heeded}

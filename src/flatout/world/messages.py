@@ -22,8 +22,8 @@ def pack(value: Any, what: str = "") -> torch.Tensor:
     """A value as bytes, shape (bytes,), uint8, on the CPU.
 
     Args:
-        value: what `flatout.values.tree.flatten` takes.
-        what: the collective that the value is for.
+        value: any value that `flatout.values.tree.flatten` accepts.
+        what: name of the collective that sends the value.
 
     Raises:
         WorldError: it holds something else, which is named with its place.
@@ -53,11 +53,11 @@ def unpack(message: torch.Tensor, what: str = "") -> Any:
     """The value that `pack` took; its tensors lie on the CPU.
 
     Args:
-        message: as `pack` made it.
-        what: the collective that this rank is in.
+        message: the result of `pack`, shape (bytes,), uint8, on the CPU.
+        what: name of the collective that this rank is in.
 
     Raises:
-        WorldError: these are not the bytes of a message, or it is for another collective.
+        WorldError: the bytes are no message, or the message is for another collective.
     """
     import torch
 
@@ -87,9 +87,9 @@ def unpack(message: torch.Tensor, what: str = "") -> Any:
         ) from error
     if there != what:
         raise WorldError(
-            f"ranks are at different collectives: this one is at {what or 'one without a name'!r}, "
-            f"and another one at {there or 'one without a name'!r}",
-            do="let the script do the same in the same order on every rank",
+            f"ranks are in different collectives: this rank in {what or 'one without a name'!r}, "
+            f"another rank in {there or 'one without a name'!r}",
+            do="make the script call Flatout in the same order on every rank",
         )
     return value
 
@@ -101,10 +101,10 @@ def gather(value: Any, size: int, channel: Any = None, what: str = "") -> list[A
         value: of this rank, as `pack` takes it.
         size: how many ranks the channel has.
         channel: torch's process group; None is that of all ranks.
-        what: the values are for, the same on every rank.
+        what: name of the collective, the same on every rank.
 
     Raises:
-        WorldError: another rank is at another collective.
+        WorldError: another rank is in another collective.
     """
     import torch
     import torch.distributed as dist
@@ -176,10 +176,10 @@ def from_rank(value: Any, source: int, own: int, what: str = "") -> Any:
         value: as `pack` takes it; of the other ranks it is not looked at.
         source: the rank that has it.
         own: this rank.
-        what: the value is for, the same on every rank.
+        what: name of the collective, the same on every rank.
 
     Raises:
-        WorldError: another rank is at another collective.
+        WorldError: another rank is in another collective.
     """
     import torch
     import torch.distributed as dist

@@ -281,7 +281,7 @@ class RankWatch:
 
 
 def _is_same(waiting: Waiting, question: _Question) -> bool:
-    """Whether a rank still waits in what it has asked about; waits apart have one number."""
+    """Return whether a rank's wait is still the one of its question; waits apart share a number."""
     is_apart = waiting.number == APART
     return waiting.number == question.collective and not (
         is_apart and waiting.since != question.since

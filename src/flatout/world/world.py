@@ -168,12 +168,12 @@ class World:
 
     @contextmanager
     def waiting_apart(self) -> Iterator[None]:
-        """Within, a rank that steps apart waits for others, which is no collective.
+        """Mark a wait of a rank that steps apart; the wait is no collective.
 
-        Who does not go on is named as in one.
+        If the wait is too long, the ranks that do not go on are named, as in a collective.
 
         Raises:
-            LostRank: an error of a channel within, naming who was waited for where that is known.
+            LostRank: a channel failed within the block; the error names the rank at fault if known.
         """
         log = self.collectives
         outer = log.waiting

@@ -21,13 +21,13 @@ _READ = 64 * 2**20
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
-# Within `without_plain_values`, numbers and texts that code reads from global names are left out.
+# False within `without_plain_values`: digests ignore numbers and texts in global names.
 PLAIN_COUNTS: ContextVar[bool] = ContextVar("plain values count", default=True)
 
 
 @contextmanager
 def without_plain_values() -> Iterator[None]:
-    """Within it, names leave out numbers and texts that code reads, such as a rank or a path."""
+    """Leave numbers and texts that code reads, such as a rank or a path, out of digests."""
     token = PLAIN_COUNTS.set(False)
     try:
         yield

@@ -293,7 +293,7 @@ class Program:
             self.cut.first(start_step)
         order = self._orders.of(epoch)
         turns = turns_of(order, epoch) if self.repeats else None
-        # A rank that has claimed all parts asks once more, as others do, and hears where they end.
+        # A rank that has claimed all parts asks once more, as other ranks do, to learn the end.
         steps = self.cut.steps if claims is None else self.cut.steps * claims.parts + 1
         middle = (start_step + self.cut.steps) // 2
         cuts = [] if claims is None else cuts_of(self.cut, claims.parts)

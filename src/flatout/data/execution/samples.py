@@ -548,10 +548,10 @@ def takes_rng(function: Callable[..., Any]) -> bool:
 
 
 def check_takes(function: Callable[..., Any], name: str, parts: int, error: Exception) -> None:
-    """Raise where a function failed because it does not take as many parts as samples have.
+    """Raise if a function failed because it does not accept the number of parts that samples have.
 
     Raises:
-        DataError: with what it takes, and the parts.
+        DataError: the signature of the function does not fit the parts; the message names both.
     """
     if not isinstance(error, TypeError):
         return
@@ -565,7 +565,7 @@ def check_takes(function: Callable[..., Any], name: str, parts: int, error: Exce
         given = ", ".join(("inputs", "targets", "weight")[:parts])
         raise DataError(
             f"the function of {name} takes {signature}, and the samples have {given}",
-            do=f"let it take these: def f({given}), and return as many",
+            do=f"give the function these parameters and as many results: def f({given})",
         ) from error
 
 

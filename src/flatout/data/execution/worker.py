@@ -24,7 +24,7 @@ from flatout.errors import DataError
 
 # How often it is looked whether a silent process still lives: another one may hold its pipe open.
 _LOOK_S = 1.0
-# Starting takes seconds, and so may a batch: they are not worth a line.
+# Starting a worker or making a batch may take seconds: no line is printed before this time.
 _FIRST_WORD_S = 15.0
 # For the exit code of a process whose pipe has ended.
 _PATIENCE_S = 5.0

@@ -25,7 +25,7 @@ _DTYPES = {
 
 
 class MemberChecksum(NamedTuple):
-    """The CRC-32 of a member of a ZIP archive, and where its bytes begin and end in the file."""
+    """CRC-32 of a member of a ZIP archive, with the start and end of its bytes in the file."""
 
     crc: int
     start: int
@@ -42,7 +42,7 @@ class StoredArray(NamedTuple):
         shape: rows first.
         offset: of its first byte in the file; None where it is packed or lies in pieces.
         fortran: whether the first index is the fastest.
-        checksum: of the archive's member that it is; None where there is none.
+        checksum: of the archive's member that holds the array; None outside of archives.
     """
 
     file: File

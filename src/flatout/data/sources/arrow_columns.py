@@ -30,7 +30,7 @@ class BadValue(Exception):
         row: of the table.
         what: the column, what was expected and found.
         byte: of the row, where it begins.
-        do: what the user can do about it.
+        do: advice to the user.
     """
 
     def __init__(self, row: int, what: str, byte: int = 0, do: str = "fix it") -> None:
@@ -244,7 +244,7 @@ def _index_in(array: pa.Array, values: list[Any]) -> pa.Array:
     return pa.array(codes, pa.int32()).take(index.indices)
 
 
-# float32 holds all whole numbers up to it.
+# float32 holds every whole number up to this one.
 EXACT = 1 << 24
 # Times as many values as rows, from where looking each up is faster than hashing all of them.
 _MANY = 4
@@ -264,7 +264,7 @@ def _made_of(values: list[Any], kind: str, make: Callable[[], Any]) -> Any:
 
 
 def may_be_rounded(fields: Mapping[str, pa.DataType], schema: Schema) -> list[str]:
-    """The columns of a table that become float32, and whose whole numbers that may round."""
+    """Return the columns that become float32 and whose whole numbers may be rounded."""
     coded = {*schema.options.get("categories", {}), *schema.options.get("dates", {})}
     return [
         name
@@ -281,13 +281,13 @@ def _is_wider(type: pa.DataType) -> bool:
 
 
 def rounding_notes(tables: Sequence[pa.Table], schema: Schema) -> list[str]:
-    """A line for each column of whole numbers some of which float32 rounds, such as ids."""
+    """Return a line for each column, such as ids, in which float32 rounds whole numbers."""
     found: dict[str, int] = {}
     for table in tables:
         fields = {field.name: field.type for field in table.schema}
         for name in may_be_rounded(fields, schema):
             values = table[name].drop_null().cast(pa.float64(), safe=False).to_numpy()
-            values = values[np.abs(values) > EXACT]  # NaN is not among them
+            values = values[np.abs(values) > EXACT]  # NaN is left out by the comparison
             rounded = values[values.astype(np.float32) != values]
             if len(rounded) and (rounded == np.rint(rounded)).all():
                 found.setdefault(name, int(rounded[0]))

@@ -79,7 +79,7 @@ def _default_of(column: Column) -> float:
     if column.default is None:
         raise DataError(
             f"column {column.name!r}: fields of click logs may be empty, and the schema does not "
-            "say what these become",
+            "set the value of an empty field",
             do=f"set a default of {column.name!r}, such as default = 0",
         )
     return column.default

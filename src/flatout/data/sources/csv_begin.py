@@ -148,9 +148,9 @@ def _names(begin: FileBegin, dialect: Dialect, header: bool | Sequence[str]) -> 
 def found_types(
     begins: Sequence[FileBegin], names: Sequence[str], dialect: Dialect, wanted: ColumnOptions
 ) -> tuple[dict[str, pa.DataType], list[str], list[pa.Table]]:
-    """The types of columns in the first rows of some files, notes about them, and these rows.
+    """Return the types of columns in the first rows of some files, notes on them, and these rows.
 
-    Whole numbers beyond int64 are texts: as floats, many of them would become one.
+    Whole numbers beyond int64 are read as texts: as floats, different numbers would become equal.
 
     Raises:
         DataError: no row has as many fields as there are names.
@@ -206,12 +206,12 @@ def _first_match(column: pa.ChunkedArray, pattern: str) -> str | None:
 def _code_words(name: str, code: str) -> str:
     return (
         f"{code} is read as the number {int(code)}, without its leading zeros: "
-        f"categories=[{name!r}] reads texts"
+        f"to read texts, pass categories=[{name!r}]"
     )
 
 
 def _is_beyond_int64(column: pa.ChunkedArray) -> bool:
-    """Whether texts are whole numbers, of which some are larger than int64 holds."""
+    """Return whether all texts are whole numbers and some of them exceed int64."""
     texts = column.drop_null()
     if not pc.all(pc.match_substring_regex(texts, _DIGITS)).as_py():
         return False

@@ -114,7 +114,7 @@ class CsvDecoder:
         return table
 
     def _explain(self, words: str, rows: int) -> tuple[int, str, str]:
-        """Row, what is wrong and what to do, of pyarrow's message."""
+        """Return the row, the fault and the advice for a message of pyarrow."""
         match = re.search(r"Row #(\d+): ", words)
         if match is None:
             raise DataError(f"these {rows:,} rows cannot be parsed: {words}")
@@ -151,7 +151,7 @@ class CsvDecoder:
 
 
 def _for_whole_numbers(name: str, text: str, decimal: str) -> str:
-    """What to do about a text in a column that began with whole numbers."""
+    """Return the advice for a text in a column that began with whole numbers."""
     try:
         number = float(text.replace(decimal, "."))
     except ValueError:

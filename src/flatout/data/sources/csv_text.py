@@ -38,7 +38,7 @@ def read_text(
         skip_invalid: leave out rows with another number of fields.
     """
     if skip_invalid and not _is_utf8(bytes(text)):
-        # pyarrow cannot hand over a row to be skipped that is not UTF-8.
+        # pyarrow fails when it skips a row that is not UTF-8.
         text = _without_torn(text, len(names), dialect)
     buffer = pa.py_buffer(text)
     quote: Any = dialect.quote or False
@@ -65,7 +65,7 @@ def read_text(
 
 
 def _without_torn(text: Any, fields: int, dialect: Dialect) -> bytes:
-    """The rows but for those that are not UTF-8 and have another number of fields."""
+    """Return the rows without those that are not UTF-8 and differ in the number of fields."""
     buffer = np.frombuffer(text, np.uint8)
     split = split_rows(buffer, True, dialect)
     pairs = zip(split.starts.tolist(), split.ends.tolist(), strict=True)

@@ -50,8 +50,8 @@ def dataset(
         workers: 0 reads samples in this process when they are asked for, "thread" ahead in
             a thread of it, a number in so many worker processes; "auto" begins with 0 and keeps
             what is measured faster while batches are used. An iterable Dataset is read by one
-            process at most, because several would each give all of its samples, unless its class
-            calls `get_worker_info` to share them out.
+            process at most, because several would each give all of its samples. Several are used
+            if its class calls `get_worker_info` to split the samples.
         pin_memory: batches in pinned memory, for copies to an accelerator; without one, no effect.
         clip_batch: a batch larger than the data becomes the data instead of an error.
         collate: makes a batch from a list of samples; torch's `default_collate` where it is None.
@@ -105,7 +105,7 @@ def _iterable_dataset(
         persistent_workers=False,
         generator=generator,
     )
-    # Each of several processes has a last batch of its own.
+    # Each of several processes may end with a smaller batch, so the number is unknown.
     steps = length_of(loader) if processes < 2 else None
 
     def begin(epoch: int) -> Iterator[Any]:
@@ -126,7 +126,7 @@ def _iterable_dataset(
 
 
 def _shares_out(samples: IterableDataset[Any]) -> bool:
-    """Whether the dataset's own code asks which of the workers it is read by."""
+    """Return whether the dataset's own code calls `get_worker_info`."""
     own = [value for kind in type(samples).__mro__ for value in vars(kind).values()]
     codes = [value.__code__ for value in own if isinstance(value, FunctionType)]
     return any("get_worker_info" in code.co_names for code in codes)

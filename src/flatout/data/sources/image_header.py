@@ -212,10 +212,10 @@ def _other(whole: str | IO[bytes], head: bytes) -> tuple[int, int, int]:
 
 
 def check_png(data: bytes | memoryview) -> None:
-    """Compare the checksums of a PNG's chunks, which Pillow does not for those of pixels.
+    """Compare the checksums of a PNG's chunks; Pillow does not check the chunks that hold pixels.
 
     Raises:
-        Damaged: one differs.
+        Damaged: a chunk does not match its CRC-32.
     """
     view, at = memoryview(data), len(_PNG)
     if view[:at] != _PNG:
@@ -224,10 +224,10 @@ def check_png(data: bytes | memoryview) -> None:
         size, kind = struct.unpack_from(">I4s", view, at)
         end = at + 8 + size
         if end + 4 > len(view):
-            return  # cut off, which the decoder says
+            return  # the file is cut off: the decoder reports that
         (wanted,) = struct.unpack_from(">I", view, end)
         if zlib.crc32(view[at + 4 : end]) != wanted:
-            raise Damaged(f"the PNG is damaged: another CRC-32 of chunk {kind!r} at byte {at:,}")
+            raise Damaged(f"the PNG is damaged: chunk {kind!r} at byte {at:,} has a wrong CRC-32")
         if kind == b"IEND":
             return
         at = end + 4

@@ -24,7 +24,7 @@ Layout = Literal["dense", "fixed", "ragged"]
 _DENSE = 1024
 # Any index that an int64 holds, minus what base 0 may take away.
 _NO_LIMIT = 2**62
-# Of a row that lacks the qid that is wanted; the kernel has no such code.
+# Code of a row without the qid that the schema needs; the kernel itself has no such code.
 _NO_QID = 255
 _ANY_WIDTH = 2**31 - 1
 
@@ -148,7 +148,7 @@ class LibsvmDecoder:
 def _without_qid(row: int, code: int) -> tuple[str, str] | None:
     if code != _NO_QID:
         return None
-    return "expected qid: and a whole number, found a row without it", "write it into each row"
+    return "expected qid: and a whole number, found a row without qid", "write it into each row"
 
 
 def infer_schema(facts: Mapping[str, float], layout: Layout | None, base: int | None) -> Schema:
@@ -180,7 +180,7 @@ def infer_schema(facts: Mapping[str, float], layout: Layout | None, base: int | 
 def _base_notes(facts: Mapping[str, float], base: int | None) -> list[str]:
     if base is not None or facts["lowest"] == 0:
         return []
-    return ["no row has the index 0, so indexes count from 1: base=0 counts from 0"]
+    return ["no row has the index 0, so indexes count from 1: pass base=0 to count from 0"]
 
 
 def _any_schema() -> Schema:

@@ -26,7 +26,7 @@ from flatout.errors import DataError
 from flatout.kernels import gather_rows
 
 _MOST_MAPS = 256
-# Bytes whose checksum is computed at once.
+# Bytes in one call of crc32.
 _PIECE = 16 << 20
 
 
@@ -171,7 +171,7 @@ class MappedRows(Rows):
             seal.check(starts, stops, self._reader(place.file))
 
     def _compare(self, place: StoredArray, wanted: MemberChecksum) -> None:
-        """Compare the whole array with its checksum, once, before any of its rows is used."""
+        """Compare the whole array with its checksum, once, before a row of it is used."""
         with self._compares:
             if (place.file, wanted) in self._compared:
                 return

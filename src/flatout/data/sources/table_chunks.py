@@ -75,7 +75,7 @@ class TableFile(Protocol):
         ...
 
     def may_exceed(self, names: Sequence[str], limit: int) -> list[str]:
-        """Those of some columns whose numbers in the first part may be larger."""
+        """Return the columns among `names` whose numbers in the first part may exceed `limit`."""
         ...
 
 
@@ -107,7 +107,7 @@ class ParquetFile:
             return opened.read_row_group(part, columns=list(names), use_threads=False)
 
     def may_exceed(self, names: Sequence[str], limit: int) -> list[str]:
-        """Those of some columns whose numbers in the first row group may be larger."""
+        """Return the columns whose numbers in the first row group may exceed `limit`."""
         group, within = self._metadata.row_group(0), set()
         for column in map(group.column, range(group.num_columns)):
             if column.path_in_schema not in names or not column.is_stats_set:
@@ -164,7 +164,7 @@ class ArrowFile:
         return pa.Table.from_batches([batch])
 
     def may_exceed(self, names: Sequence[str], limit: int) -> list[str]:
-        """All of them: nothing is known of the numbers."""
+        """Return all of `names`: the file has no statistics."""
         return list(names)
 
 

@@ -106,7 +106,7 @@ class TfrecordDecoder:
         return errors.block(columns, bad)
 
     def _explain(self, rows: Encoded, row: int, code: int) -> tuple[str, str] | None:
-        """Which feature a record lacks, and how to ask for a default."""
+        """Return words for a feature that a record lacks, and the advice to set a default."""
         if code != kernel.Bad.MISSING:
             return None
         record = rows.buffer[rows.starts[row] : rows.ends[row]].tobytes()
@@ -114,7 +114,7 @@ class TfrecordDecoder:
         wanted = (column.name for column in self.schema.columns if column.default is None)
         name = next(name for name in wanted if name not in found)
         words = f"expected a feature {name!r}, found {', '.join(sorted(found)) or 'none'}"
-        return words, f"ask for a default: default={{{name!r}: 0}}, or in the schema"
+        return words, f"set a default: default={{{name!r}: 0}}, or default = 0 in the schema"
 
 
 def _feature(column: Column) -> Any:
@@ -147,8 +147,8 @@ def tfrecord(
         paths: as `files.find` takes them.
         schema: a Schema, the path of one in TOML, or a dict.
         target: without a schema, the name of the target.
-        default: without a schema, what a feature becomes that a record lacks, in all columns or by
-            column; None makes it an error. A ragged column has no values there.
+        default: without a schema, the value of a feature that a record lacks: one number for all
+            columns, or a number by column. None makes it an error. A ragged column stays empty.
         check: compare both checksums of every record; False leaves out that of the data.
         on_error: "fail", or "skip" rows that are not as they should be.
         max_errors: the most rows to skip.

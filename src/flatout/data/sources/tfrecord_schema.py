@@ -30,7 +30,7 @@ class FeatureKind(NamedTuple):
 def infer_schema(records: Iterable[tuple[int, bytes]], where: str, policy: ErrorPolicy) -> Schema:
     """The schema that these records fit.
 
-    Bytes and features of different lengths are ragged.
+    Columns of bytes, and of features that differ in length, are ragged.
 
     Args:
         records: the byte of the file where each begins, and the record.
@@ -49,7 +49,7 @@ def infer_schema(records: Iterable[tuple[int, bytes]], where: str, policy: Error
             continue
         if "" in features_here:
             policy.bad(
-                "expected a name of each feature, found an empty one", f"{where}: byte {byte:,}"
+                "expected a name for each feature, found an empty name", f"{where}: byte {byte:,}"
             )
             continue
         for name, value in features_here.items():
@@ -61,10 +61,10 @@ def infer_schema(records: Iterable[tuple[int, bytes]], where: str, policy: Error
 
 
 def with_defaults(schema: Schema, given: float | Mapping[str, float] | None) -> Schema:
-    """The same with defaults, of all columns or by column.
+    """Return the schema with defaults: one number for all columns, or a number by column.
 
     Raises:
-        DataError: there is no such column.
+        DataError: a column does not exist.
     """
     if given is None:
         return schema

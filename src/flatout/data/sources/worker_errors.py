@@ -22,8 +22,8 @@ def named_faults(loader: Iterable[Any]) -> Generator[Any, None, None]:
     """What a loader gives.
 
     Raises:
-        DataError: /dev/shm is too small for the batches that its workers hand over, or one of its
-            workers was killed.
+        DataError: /dev/shm is too small for the batches of the loader's workers, or a worker
+            was killed.
     """
     batches: Any = ()
     try:
@@ -37,31 +37,31 @@ def named_faults(loader: Iterable[Any]) -> Generator[Any, None, None]:
 
 
 def refuse_dead_worker(error: BaseException, workers: Iterable[Any] = ()) -> None:
-    """Raise what it means, if an error means that a loader's worker was killed.
+    """Raise a DataError if an error means that a worker of a DataLoader was killed.
 
     Args:
-        error: that was raised; torch may raise it at any place, when it hears of the end.
-        workers: processes of the loader, as far as they are known.
+        error: the raised error; torch may raise it anywhere in the process that lost the worker.
+        workers: processes of the loader, if they are known.
 
     Raises:
-        DataError: it does.
+        DataError: a worker was killed; the message names the signal.
     """
     match = _KILLED.search(str(error)) if isinstance(error, RuntimeError) else None
     pid, killed = (match[1], match[2]) if match else ("", "")
     for worker in workers:
         code = worker.exitcode or 0
-        if code < 0 and code != -signal.SIGTERM:  # torch itself ends the others so
+        if code < 0 and code != -signal.SIGTERM:  # torch itself ends workers by SIGTERM
             pid, killed = str(worker.pid), signal.Signals(-code).name
     if not killed:
         return
     words = f"a worker of the DataLoader (process {pid}) was killed by {killed}"
     if killed not in ("Killed", "SIGKILL"):
-        raise DataError(words, do="look at what the worker has printed") from error
+        raise DataError(words, do="read the output of the worker") from error
     raise DataError(
-        f"{words.replace('Killed', 'SIGKILL')}, as the kernel does where memory runs out: "
-        f"{memory_words(available_bytes())} are free now",
+        f"{words.replace('Killed', 'SIGKILL')}, as the kernel does when memory runs out: "
+        f"{memory_words(available_bytes())} of memory are free now",
         do="use fewer workers (num_workers=), a smaller prefetch_factor= or smaller batches; "
-        "`dmesg` says whether it was the kernel",
+        "`dmesg` shows whether the kernel killed it",
     ) from error
 
 
@@ -73,7 +73,7 @@ def refuse_small_shm(error: Exception) -> None:
     """
     shm = read_shm()
     is_full = isinstance(error, OSError) and error.errno == errno.ENOSPC
-    # Another disk may be full as well, on which a dataset writes.
+    # The error may come from another full disk to which a dataset writes.
     if is_full and shm is not None and not shm.too_small_for_workers:
         return
     by_words = isinstance(error, RuntimeError) and any(w in str(error) for w in _NO_ROOM)

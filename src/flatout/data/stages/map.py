@@ -34,10 +34,10 @@ class Map(Function):
 def map(self: Writable[P], function: Callable[..., Any]) -> P:
     """A function of each sample, or, behind `batch`, of each whole batch.
 
-    It gets what the samples hold, as tensors: `function(inputs)`, `function(inputs, targets)`,
-    or `function(inputs, targets, weight)` where they have weights; and gives x, (x, y) or
-    (x, y, weight). Where ranks share batches, a function behind `batch` gets the whole batch on
-    each rank. With a parameter `rng` it gets a numpy Generator that depends on (seed, epoch,
-    sample) alone. A function that draws from the global generators runs in the iterating thread.
+    The function gets the parts of the samples as tensors: `function(inputs)`,
+    `function(inputs, targets)`, or `function(inputs, targets, weight)` if samples have weights.
+    It returns x, (x, y) or (x, y, weight). If ranks share batches, a function after `batch` gets
+    the whole batch on each rank. A parameter `rng` gets a numpy Generator that depends only on
+    (seed, epoch, sample). A function that uses the global generators runs in the iterating thread.
     """
     return self._with(Map(function))

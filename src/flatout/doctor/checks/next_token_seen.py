@@ -20,7 +20,7 @@ def look(observation: Observation) -> Findings:
     shared = {model.wrapper for model in observation.models} & {*_SHARED}
     if shared:
         raise NoSignal(
-            f"a model in {min(shared)} is not called again: other ranks have a part of it"
+            f"a model in {min(shared)} is not called again: its parts are on several devices"
         )
     for seen in observation.seen_ahead:
         name = seen.kind.rpartition(".")[2]

@@ -39,10 +39,10 @@ def leave(kinds: int, *, as_user: bool | None = None) -> None:
 
 
 def unshare(kinds: int) -> None:
-    """Puts this process into new namespaces, where it has the right to.
+    """Move this process into new namespaces of some kinds, if it has the right to.
 
     Raises:
-        OSError: the kernel, or what contains this process, does not allow it.
+        OSError: the kernel, or a container around this process, does not allow it.
     """
     checked(_libc.unshare(kinds), "unshare")
 

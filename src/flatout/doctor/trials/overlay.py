@@ -44,8 +44,8 @@ def enter(
         upper: an empty folder for the writes. It cannot be seen from within.
         passes: folders whose writes are real.
         as_user: make a user namespace first; None: where this process may not do without.
-        writes: paths that may be written, besides the current folder. In a user namespace the
-            kernel copies no folder of another user, so those above these paths are made before.
+        writes: paths that may be written, in addition to the current folder. In a user namespace
+            the kernel copies no folder of another user, so the folders above are made first.
 
     Raises:
         OSError: the kernel, or what contains this process, does not allow it. This process may
@@ -55,7 +55,7 @@ def enter(
     here = os.getcwd()
     ways = [] if os.geteuid() == 0 and not as_user else _foreign([here, *writes])
     namespaces.leave(namespaces.MOUNTS, as_user=as_user)
-    # Shared memory of System V and queues of POSIX end with the namespace. Few kernels lack it.
+    # System V shared memory and POSIX queues end with this namespace. A few kernels lack it.
     with suppress(OSError):
         namespaces.unshare(namespaces.MESSAGES)
     real = [(path, os.open(path, os.O_PATH)) for path in passes]
@@ -101,7 +101,7 @@ def _without_mounts(folder: str, mounted: set[str]) -> Iterator[str]:
 
 
 def _foreign(paths: Sequence[str]) -> list[tuple[str, int]]:
-    """The folders of other users above some paths, each with the rights that this user has."""
+    """Return the folders of other users above some paths, with this user's rights in each."""
     found: dict[str, int] = {}
     for path in paths:
         above = [str(item) for item in Path(os.path.realpath(path)).parents][::-1][1:]

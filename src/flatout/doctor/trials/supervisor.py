@@ -106,7 +106,7 @@ def _passes(how: dict[str, Any]) -> list[Path]:
 
 
 def _named(command: Sequence[str]) -> list[str]:
-    """Paths that the command's words name, and those that programs write by themselves."""
+    """Return paths in the command's words, and the folders that programs write by default."""
     parts = [part for word in command for part in (word, word.partition("=")[2]) if "/" in part]
     homes = [os.environ.get(name, "") for name in ("HOME", "TMPDIR", "FLATOUT_CACHE")]
     return [path for path in (*parts, *homes) if os.path.isabs(path) and "\0" not in path]

@@ -175,7 +175,7 @@ def _filling(target: Path, layout: Layout, total: int, settings: dict[str, Any])
 
 
 def _make_room(target: Path) -> Path | None:
-    """Move a folder away that is to be overwritten, under a name that no folder of a user has."""
+    """Rename a folder that is to be overwritten, to a name that no folder of a user has."""
     if not target.exists():
         return None
     old = target.with_name(f".{target.name}{unfinished.new_name()}")
@@ -184,7 +184,7 @@ def _make_room(target: Path) -> Path | None:
 
 
 def _remove_old(target: Path, old: Path | None = None) -> None:
-    """Delete a folder that was moved away, and those that killed processes have moved away."""
+    """Delete a renamed folder, and the renamed folders that killed processes have left."""
     if old is not None:
         _remove(old)
     start = f".{target.name}"
